@@ -1,0 +1,27 @@
+"""Messages to bytes and back: typed msgspec structs outside, plain msgpack on the wire.
+
+Every message is a msgpack map with its type's name under "type", so any msgpack library can read it. Unknown types
+and malformed bytes raise `WireError`; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cohort.common.errors import WireError
+from cohort.common.messages import Message
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """Raises `WireError` for anything that is not one of our messages."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise WireError(f"not a message of ours ({len(data)} bytes): {error}") from error

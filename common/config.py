@@ -1,0 +1,284 @@
+"""Configuration: frozen, typed, read once at start, every key checked.
+
+Layers, later over earlier: built-in defaults (this file; `configs/default.yaml` shows all of them), a preset from
+`configs/presets/`, the user's `--config` files, command-line options. Unknown or wrong keys are a `ConfigError` that
+names file, key and what would be right. Whoever starts a pipeline writes the merged result to one file that all its
+processes read, so that they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+
+from cohort.common.errors import ConfigError
+from cohort.common.types import Role
+
+Positive = Annotated[int, msgspec.Meta(gt=0)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+CONFIGS_DIR = Path(__file__).resolve().parent.parent / "configs"
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class ModelConfig(_Section, frozen=True):
+    path: str = ""  # folder in Hugging Face format; "" = the default model made by the set-up
+    served_name: str = ""  # name clients use; "" = the folder's name
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: NotNegative = 0  # tokens, prompt + output; 0 = what the model says
+
+
+class GatewayConfig(_Section, frozen=True):
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
+    api_keys: list[str] = []  # accepted bearer tokens; empty = open. `env:NAME` reads an environment variable
+    max_waiting_requests: Positive = 4096  # not yet placed; beyond: 429
+    max_waiting_tokens: Positive = 4_000_000  # prompt + predicted output of those
+    max_n: Positive = 128  # choices per request
+    max_body_bytes: Positive = 33_554_432
+    predictor_wait_s: Seconds = 0.005  # the longest a request waits for its prediction
+    default_prediction_tokens: Positive = 256  # mean when the predictor is silent
+    default_max_tokens: NotNegative = 0  # chat completions without max_tokens; 0 = what the context leaves
+    default_class: Literal["rt", "be"] = "rt"
+    rt_ttft_slo_s: Seconds = 2.0  # promised when a real-time request names none
+    rt_tpot_slo_s: Seconds = 0.2
+    request_timeout_s: Seconds = 3600.0  # the longest a request may live, queueing included
+    stall_timeout_s: Seconds = 60.0  # placed but no token for so long: resubmitted
+    max_attempts: Positive = 8  # placements before a request fails with 503
+    drain_s: Seconds = 30.0  # on SIGTERM: the longest to wait for running requests
+
+
+class PredictorConfig(_Section, frozen=True):
+    state_path: str = ""  # where the learned state persists; "" = inside the cache folder
+    buffer_size: Positive = 20_000  # finished requests kept for training
+    retrain_every: Positive = 64  # finished requests between trainings
+    min_observations: Positive = 32  # below: the default prediction
+    save_every_s: Seconds = 30.0
+
+
+class ManagerConfig(_Section, frozen=True):
+    report_timeout_s: Seconds = 3.0  # no report for so long: the worker is dead, its requests are displaced
+    settle_s: Seconds = 2.0  # after a restart: how long to collect what workers and gateways hold
+    load_interval_s: Seconds = 0.2  # between two ClusterLoad messages
+    dispatch_ahead_tokens: Positive = 8192  # prefill tokens sent ahead to a worker; the rest waits here
+    max_waiting_requests: Positive = 100_000
+
+
+class MonitorConfig(_Section, frozen=True):
+    heartbeat_s: Seconds = 0.5
+    silence_s: Seconds = 3.0  # no heartbeat for so long: reported as down
+    push_interval_s: Seconds = 0.5  # figures pushed to the manager
+    history_s: Seconds = 900.0  # what the live page can show
+    host: str = "127.0.0.1"  # of the live page and the aggregated /metrics
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8001
+
+
+class KvConfig(_Section, frozen=True):
+    block_size: Literal[8, 16, 32, 64] = 16  # tokens per block
+    memory_bytes: NotNegative = 0  # device memory for the cache of one worker; 0 = derived from what is free
+    memory_fraction: Fraction = 0.9  # of free device memory on a GPU when memory_bytes is 0 (B3 keeps 10 %)
+    cpu_memory_bytes: Positive = 536_870_912  # cache of one CPU worker when memory_bytes is 0
+    host_memory_bytes: NotNegative = 268_435_456  # host pool for swapped KV
+    prefix_caching: bool = True
+
+
+class TransferConfig(_Section, frozen=True):
+    links: list[Literal["ucx", "zmq"]] = ["ucx", "zmq"]  # best first; one not installed is skipped with a warning
+    checksum: Literal["off", "crc32"] = "crc32"  # of the bytes of every run, compared on arrival
+    offer_timeout_s: Seconds = 30.0  # the longest a sender waits for blocks at the receiver
+    run_timeout_s: Seconds = 5.0  # the longest one run may take on the link
+    lease_s: Seconds = 5.0  # a receiver frees granted blocks that nobody renewed for so long
+
+
+class EngineConfig(_Section, frozen=True):
+    device: str = "auto"  # cpu, cuda, cuda:1 …
+    threads: NotNegative = 0  # CPU threads of one worker; 0 = cores divided by workers
+    max_rows: Positive = 256  # requests in one iteration
+    max_step_tokens: Positive = 2048  # tokens in one iteration, prefill and decode together
+    prefill_chunk: Positive = 512  # prompt tokens of one request in one iteration
+    preemption: Literal["swap", "recompute"] = "recompute"
+    report_interval_s: Seconds = 0.2
+    drain_s: Seconds = 30.0
+
+
+class PolicyConfig(_Section, frozen=True):
+    """One policy per seat; `common/policies/compose.py` knows the names."""
+
+    admission: str = "bounded"
+    placement: str = "disaggregated"
+    prefill_order: str = "fcfs"
+    iteration: str = "continuous_batching"
+    allocation: str = "paged"
+    waiting_kv: str = "none"
+
+
+class WorkerGroup(_Section, frozen=True):
+    role: Role
+    count: Positive = 1
+    threads: NotNegative = 0  # overrides engine.threads
+
+
+class EndpointsConfig(_Section, frozen=True):
+    """Where the processes' inboxes are. "" = a Unix socket in the pipeline's run folder (one host).
+
+    For several hosts or containers: tcp://HOST:PORT; a process binds the port on `bind_host`.
+    """
+
+    manager: str = ""
+    predictor: str = ""
+    monitor: str = ""
+    gateway: str = ""
+    worker: str = ""  # what a worker advertises; "tcp://HOST:0" picks a port
+    bind_host: str = "127.0.0.1"
+
+
+class SecurityConfig(_Section, frozen=True):
+    """CURVE encryption of the control bus. Both files as written by `zmq.auth.create_certificates`."""
+
+    curve_secret_key_file: str = ""  # "" = no encryption
+
+
+class LoggingConfig(_Section, frozen=True):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "json", "console"] = "auto"  # auto: console on a terminal, else JSON
+
+
+class MetricsConfig(_Section, frozen=True):
+    host: str = "127.0.0.1"
+    base_port: Annotated[int, msgspec.Meta(ge=0, le=65000)] = 8010  # predictor, manager, then one per worker; 0 = any
+
+
+class Config(_Section, frozen=True):
+    name: str = "cohort"  # of the preset, shown in /version and metrics
+    model: ModelConfig = ModelConfig()
+    workers: list[WorkerGroup] = [WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE)]
+    policies: PolicyConfig = PolicyConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    predictor: PredictorConfig = PredictorConfig()
+    manager: ManagerConfig = ManagerConfig()
+    monitor: MonitorConfig = MonitorConfig()
+    kv: KvConfig = KvConfig()
+    transfer: TransferConfig = TransferConfig()
+    engine: EngineConfig = EngineConfig()
+    endpoints: EndpointsConfig = EndpointsConfig()
+    security: SecurityConfig = SecurityConfig()
+    logging: LoggingConfig = LoggingConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @property
+    def instance_roles(self) -> dict[str, Role]:
+        """Workers by instance id: prefill-0, decode-0, decode-1 …"""
+        return {name: group.role for name, group in self._instances()}
+
+    def worker_threads(self, instance: str, cores: int) -> int:
+        """CPU threads of a worker: its group's, else the engine's, else an equal share of the cores."""
+        instances = dict(self._instances())
+        group = instances.get(instance)
+        asked = (group.threads if group else 0) or self.engine.threads
+        return asked or max(1, cores // max(1, len(instances)))
+
+    def _instances(self) -> list[tuple[str, WorkerGroup]]:
+        counts: dict[Role, int] = {}
+        named = []
+        for group in self.workers:
+            for _ in range(group.count):
+                index = counts.get(group.role, 0)
+                counts[group.role] = index + 1
+                named.append((f"{group.role.value}-{index}", group))
+        return named
+
+
+def load_config(
+    files: Sequence[Path] = (), *, preset: str = "", overrides: Mapping[str, Any] | None = None
+) -> Config:
+    """Merge preset, files and overrides over the defaults and check every key.
+
+    `overrides` is a nested mapping like a file's. Raises `ConfigError`.
+    """
+    merged: dict[str, Any] = {}
+    if preset:
+        path = CONFIGS_DIR / "presets" / f"{preset}.yaml"
+        if not path.is_file():
+            known = sorted(p.stem for p in (CONFIGS_DIR / "presets").glob("*.yaml"))
+            raise ConfigError(f"no preset named {preset!r}; there are: {', '.join(known)}")
+        _merge(merged, _read(path))
+    for path in files:
+        _merge(merged, _read(path))
+    if overrides:
+        _check(overrides, "command line")
+        _merge(merged, overrides)
+    return msgspec.convert(merged, Config)
+
+
+def dump_config(config: Config) -> str:
+    """YAML of the whole configuration, readable by `load_config`."""
+    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
+    _check(data, str(path))
+    return data
+
+
+def _check(data: Mapping[str, Any], origin: str) -> None:
+    _check_keys(data, Config, origin, "")
+    try:
+        msgspec.convert(data, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{origin}: {_readable(str(error))}") from error
+
+
+def _readable(message: str) -> str:
+    """msgspec writes "… - at `$.kv.block_size`"; put the key first."""
+    text, at, where = message.partition(" - at `$")
+    return f"{where.rstrip('`').lstrip('.')}: {text}" if at else message
+
+
+def _check_keys(data: Any, struct: type[msgspec.Struct], origin: str, prefix: str) -> None:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{origin}: {prefix or 'top level'} must be a mapping, found {type(data).__name__}")
+    hints = typing.get_type_hints(struct)
+    for key, value in data.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if key not in hints:
+            close = difflib.get_close_matches(str(key), hints, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(hints)}"
+            raise ConfigError(f"{origin}: unknown option {name!r}; {hint}")
+        target = hints[key]
+        if isinstance(target, type) and issubclass(target, msgspec.Struct):
+            _check_keys(value, target, origin, name)
+        elif typing.get_origin(target) is list and isinstance(value, list):
+            (element,) = typing.get_args(target)
+            if isinstance(element, type) and issubclass(element, msgspec.Struct):
+                for index, item in enumerate(value):
+                    _check_keys(item, element, origin, f"{name}[{index}]")
+
+
+def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Mappings merge key by key; lists and scalars replace."""
+    for key, value in new.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = dict(value) if isinstance(value, Mapping) else value

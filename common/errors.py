@@ -1,0 +1,69 @@
+"""Every error Cohort raises on purpose, with the name an operator will search for.
+
+Who catches what: `ConfigError` ends a process at start with the option's name; `RequestError` becomes an HTTP
+answer at the gateway; everything else is an internal fault that its owner turns into a retry or a clear failure.
+"""
+
+from __future__ import annotations
+
+
+class CohortError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(CohortError):
+    """A configuration file or option is wrong; the message names file, key and what would be right."""
+
+
+class ModelError(CohortError):
+    """A model folder cannot be served; the message says what is missing or unsupported."""
+
+
+class RequestError(CohortError):
+    """A request that must be answered with an HTTP error.
+
+    `status` is the HTTP status, `type_` and `param` fill the error body that clients parse.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, type_: str = "invalid_request_error", param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.type_ = type_
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class WireError(CohortError):
+    """Bytes that are not a message of ours, or a message to the wrong receiver."""
+
+
+class PeerUnreachable(CohortError):
+    """A message could not be handed to the peer: not connected, or its queue is full."""
+
+
+class TransferError(CohortError):
+    """A KV transfer failed; its blocks must not be read."""
+
+
+class TransferTimeout(TransferError):
+    """A KV transfer did not finish before its deadline."""
+
+
+class ChecksumMismatch(TransferError):
+    """KV bytes arrived that are not the bytes that were sent."""
+
+
+class LeaseExpired(CohortError):
+    """Nobody renewed a lease before its deadline; what it held is free again."""
+
+
+class OutOfBlocks(CohortError):
+    """An allocation needs more KV blocks than there are; the caller waits, preempts or refuses."""
+
+
+class InvariantViolated(CohortError):
+    """A `check()` found state that must not exist. Always a defect of ours."""

@@ -1,0 +1,496 @@
+"""Everything that crosses a process boundary, grouped by receiver.
+
+Frozen, tagged msgspec structs; plain msgpack on the wire. KV bytes never ride in a message: only block ids,
+lease ids, tags and checksums. Each group names its sender and the socket it travels on. All sockets are a ROUTER
+inbox at the receiver and a DEALER at the sender; answers go back over the same pair.
+
+Identity of work: `(request_id, attempt)`. The gateway owns a request and counts attempts; whoever holds an older
+attempt holds nothing. Positions count from the first prompt token.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cohort.common.types import (
+    FinishReason,
+    InstanceId,
+    Prediction,
+    Request,
+    RequestId,
+    Segment,
+    WorkerCapacity,
+    WorkerFigures,
+)
+
+
+class _Base(msgspec.Struct, frozen=True, tag_field="type", tag=True, omit_defaults=True):
+    """Every message: a map with its type's name under "type"."""
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """One attempt of one request, as its holder names it."""
+
+    request_id: RequestId
+    attempt: int
+
+
+# --------------------------------------------------------------------------------------------------------------
+# To a gateway, from workers: the tokens. DEALER at the worker → gateway inbox.
+# --------------------------------------------------------------------------------------------------------------
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of the drawn token and of the likeliest ones, from the raw logits."""
+
+    logprob: float
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where a request's time went on a worker, in seconds; the gateway adds its own part and exports the whole.
+
+    `queue_s`: from arrival at the worker until first scheduled. `prefill_s`: from then until its segment's prompt
+    part was computed. `transfer_s`: exposed KV hand-over time (nothing computed for the request meanwhile).
+    """
+
+    instance: InstanceId = ""
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    decode_s: float = 0.0
+    preemptions: int = 0
+
+
+class TokenUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
+    """New tokens of one request: `tokens[i]` belongs at position `position + i`.
+
+    `finish` closes the request (with no token when it failed: then `error` says why). `cached_tokens` prompt
+    positions came from the prefix cache. `times` comes with the first token of each worker and with `finish`.
+    """
+
+    request_id: RequestId
+    attempt: int
+    position: int
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    finish: FinishReason | None = None
+    error: str = ""
+    cached_tokens: int = 0
+    times: StageTimes | None = None
+
+
+class TokenBatch(_Base, frozen=True):
+    """All updates one iteration produced for one gateway."""
+
+    instance: InstanceId
+    updates: list[TokenUpdate]
+
+
+# To a gateway, from the manager (answers on the gateway's own connection).
+
+
+class ManagerHello(_Base, frozen=True):
+    """First word of a manager to anyone who greets it. A new `incarnation` means it knows nothing: register again,
+    name what you hold, resubmit what is outstanding."""
+
+    incarnation: int
+
+
+class Placed(_Base, frozen=True):
+    """Where an attempt runs and why; for the gateway's TTFT decomposition, logs and direct cancels."""
+
+    request_id: RequestId
+    attempt: int
+    instances: list[InstanceId]
+    queued_s: float
+    reason: str
+
+
+class Displaced(_Base, frozen=True):
+    """These attempts are lost (worker dead, transfer failed, unknown): resubmit with the tokens known so far."""
+
+    attempts: list[Held]
+    reason: str
+
+
+class Refused(_Base, frozen=True):
+    """An attempt can never be served as it is (no worker could hold it, say): fail it with this status."""
+
+    request_id: RequestId
+    attempt: int
+    status: int
+    reason: str
+
+
+class ClusterLoad(_Base, frozen=True):
+    """The manager's view for admission and readiness, several times a second.
+
+    `ready`: a request could be placed now. `waiting` requests are not yet dispatched. `drain_rate`: requests finished
+    a second (moving average), from which Retry-After is computed.
+    """
+
+    ready: bool
+    instances: list[InstanceId]
+    waiting: int
+    waiting_tokens: int
+    running: int
+    free_tokens: int
+    total_tokens: int
+    max_model_len: int
+    drain_rate: float
+
+
+# To a gateway, from the length predictor.
+
+
+class Predicted(_Base, frozen=True):
+    request_id: RequestId
+    prediction: Prediction
+
+
+# --------------------------------------------------------------------------------------------------------------
+# To the bucketing manager, from gateways.
+# --------------------------------------------------------------------------------------------------------------
+
+
+class GatewayHello(_Base, frozen=True):
+    """A gateway (again) dials in; `endpoint` is its inbox, where workers send tokens."""
+
+    instance: InstanceId
+    incarnation: int
+    endpoint: str
+
+
+class Submit(_Base, frozen=True):
+    """Serve this attempt. Repeating it is harmless."""
+
+    request: Request
+
+
+class Cancel(_Base, frozen=True):
+    """Forget these attempts and free what they hold, wherever they are. Also understood by workers."""
+
+    attempts: list[Held]
+    reason: str = "cancelled"
+
+
+class RevisePrediction(_Base, frozen=True):
+    """A prediction that came after its request was submitted (E4). The manager passes it on to workers."""
+
+    request_id: RequestId
+    prediction: Prediction
+
+
+class Outstanding(_Base, frozen=True):
+    """What a gateway believes is being served, once a second; the manager answers `Displaced` for the unknown."""
+
+    attempts: list[Held]
+
+
+# To the bucketing manager, from workers.
+
+
+class RegisterWorker(_Base, frozen=True):
+    """A worker dials in. `endpoint` is its inbox for other workers. `held` are attempts it is working on, so that a
+    restarted manager takes them over."""
+
+    instance: InstanceId
+    incarnation: int
+    endpoint: str
+    capacity: WorkerCapacity
+    held: list[Held]
+
+
+class WorkerReport(_Base, frozen=True):
+    """A worker's heartbeat and figures, several times a second and whenever it turns idle."""
+
+    instance: InstanceId
+    incarnation: int
+    sequence: int
+    figures: WorkerFigures
+    held: list[Held]
+    draining: bool = False
+
+
+class SegmentEnded(_Base, frozen=True):
+    """A worker is done with its segment of an attempt.
+
+    `outcome`: "finished" (the request ended here), "handed_over" (the next segment's worker accepted the KV),
+    "parked" (computed, KV kept for late binding), "cancelled", "failed" (see `reason`; the manager displaces it).
+    """
+
+    instance: InstanceId
+    request_id: RequestId
+    attempt: int
+    outcome: str
+    positions: int
+    reason: str = ""
+
+
+class Leaving(_Base, frozen=True):
+    """An instance ends on purpose: place nothing there; what it still holds is displaced."""
+
+    instance: InstanceId
+    incarnation: int
+
+
+# To the bucketing manager, from the global monitor.
+
+
+class InstanceFigures(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Latest figures of one process and their age in seconds (B9)."""
+
+    instance: InstanceId
+    role: str
+    age_s: float
+    alive: bool
+    figures: dict[str, float]
+
+
+class ClusterFigures(_Base, frozen=True):
+    """The monitor's summary, pushed to the manager: per process figures, arrival rate and its forecast."""
+
+    instances: list[InstanceFigures]
+    arrival_rate: float
+    arrival_rate_forecast: float
+    mean_prompt_tokens: float
+    mean_output_tokens: float
+
+
+# --------------------------------------------------------------------------------------------------------------
+# To a worker, from the manager.
+# --------------------------------------------------------------------------------------------------------------
+
+
+class Registered(_Base, frozen=True):
+    """The manager knows this worker now."""
+
+    incarnation: int
+
+
+class StartSegment(_Base, frozen=True):
+    """Compute `segments[index]` of the request.
+
+    `gateway_endpoint`: where its tokens go. `next_endpoint`: inbox of the next segment's worker ("" if none or late).
+    Workers of later segments get the same message beforehand, so that they know what an offer is about.
+    `batch_id` groups requests that the manager batched (B5, A4).
+    """
+
+    request: Request
+    segments: list[Segment]
+    index: int
+    gateway_endpoint: str
+    next_endpoint: str = ""
+    batch_id: int = 0
+
+
+class BindSegment(_Base, frozen=True):
+    """A late-bound segment now has a worker: hand the parked KV over to it (A6, A9)."""
+
+    request_id: RequestId
+    attempt: int
+    segment: Segment
+    next_endpoint: str
+
+
+class Drain(_Base, frozen=True):
+    """Take no new work, hand over or finish what is there, then leave."""
+
+    grace_s: float
+
+
+# --------------------------------------------------------------------------------------------------------------
+# To a worker, from another worker: the KV hand-over. DEALER at the sender → inbox of the receiver.
+#
+#   sender                                   receiver
+#     │ KvOffer (positions, blocks)             │
+#     ├────────────────────────────────────────▶│ allocates blocks, opens a lease
+#     │                KvGrant (lease, blocks)  │
+#     │◀────────────────────────────────────────┤
+#     │ KvChunk (runs)  ═══ bytes over link ═══▶│ posts receives into the granted blocks, checks   (repeated
+#     │                                         │                                     while computing)
+#     │ KvHandOver (tokens, position)           │
+#     ├────────────────────────────────────────▶│ all runs there? the request runs here
+#     │                KvAccepted               │
+#     │◀────────────────────────────────────────┤ sender frees its blocks
+#
+# KvAbort ends it from either side at any time; KvRenew keeps a lease alive while nothing else is said.
+# --------------------------------------------------------------------------------------------------------------
+
+
+class KvOffer(_Base, frozen=True):
+    """`positions` [0, positions) of the request will be handed over under this transfer id."""
+
+    instance: InstanceId
+    request_id: RequestId
+    attempt: int
+    transfer_id: int
+    positions: int
+    parked: bool = False
+
+
+class KvGrant(_Base, frozen=True):
+    """Blocks granted, by position: block i takes positions [i·block_size, …). The first `cached_tokens` positions are
+    there already (prefix cache) and must not be sent. `links`: addresses by transport name, best first."""
+
+    request_id: RequestId
+    attempt: int
+    transfer_id: int
+    lease_id: int
+    lease_s: float
+    blocks: list[int]
+    cached_tokens: int
+    links: dict[str, bytes]
+
+
+class KvRun(msgspec.Struct, frozen=True, array_like=True):
+    """`num_blocks` consecutive blocks from `first_block` of the receiver, sent under `tag`. Checksum 0 = not computed."""
+
+    tag: int
+    first_block: int
+    num_blocks: int
+    checksum: int
+
+
+class KvChunk(_Base, frozen=True):
+    """These runs are on their way over the named link."""
+
+    request_id: RequestId
+    attempt: int
+    lease_id: int
+    link: str
+    runs: list[KvRun]
+
+
+class KvHandOver(_Base, frozen=True):
+    """Everything was sent: the request continues at `computed` with these tokens on the receiver.
+
+    `total_runs` have been announced over all chunks; the receiver starts when it has that many.
+    """
+
+    request_id: RequestId
+    attempt: int
+    lease_id: int
+    tokens: list[int]
+    computed: int
+    total_runs: int
+    cached_tokens: int
+    handed_over_s: float
+
+
+class KvAccepted(_Base, frozen=True):
+    """The receiver runs the request; the sender may free."""
+
+    request_id: RequestId
+    attempt: int
+    lease_id: int
+
+
+class KvAbort(_Base, frozen=True):
+    """The transfer is off. `retry` asks the sender to send again over `link` (a second path) before giving up."""
+
+    request_id: RequestId
+    attempt: int
+    transfer_id: int
+    reason: str
+    retry_link: str = ""
+
+
+class KvRenew(_Base, frozen=True):
+    """The sender is still at it: extend these leases."""
+
+    lease_ids: list[int]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# To the length predictor, from gateways.
+# --------------------------------------------------------------------------------------------------------------
+
+
+class PredictLength(_Base, frozen=True):
+    """How long will the answer be? Answered with `Predicted`."""
+
+    request_id: RequestId
+    tokens: list[int]
+    chat: bool
+    max_tokens: int
+    temperature: float
+    stop_strings: int
+    text_bytes: int
+
+
+class ObserveLength(_Base, frozen=True):
+    """A request ended after `output_tokens`; learn from it. `truncated`: it hit max_tokens, so the true length is at
+    least that (a censored observation)."""
+
+    request_id: RequestId
+    tokens: list[int]
+    chat: bool
+    max_tokens: int
+    temperature: float
+    stop_strings: int
+    text_bytes: int
+    output_tokens: int
+    truncated: bool
+
+
+# --------------------------------------------------------------------------------------------------------------
+# To the global monitor, from every process.
+# --------------------------------------------------------------------------------------------------------------
+
+
+class Heartbeat(_Base, frozen=True):
+    """`figures` are the process's own numbers by metric name; `metrics_url` is where Prometheus text can be read."""
+
+    instance: InstanceId
+    role: str
+    incarnation: int
+    pid: int
+    ready: bool
+    metrics_url: str
+    figures: dict[str, float]
+
+
+class Farewell(_Base, frozen=True):
+    """This process ends on purpose; its silence is no failure."""
+
+    instance: InstanceId
+    incarnation: int
+
+
+Message = (
+    TokenBatch
+    | ManagerHello
+    | Placed
+    | Displaced
+    | Refused
+    | ClusterLoad
+    | Predicted
+    | GatewayHello
+    | Submit
+    | Cancel
+    | RevisePrediction
+    | Outstanding
+    | RegisterWorker
+    | WorkerReport
+    | SegmentEnded
+    | Leaving
+    | ClusterFigures
+    | Registered
+    | StartSegment
+    | BindSegment
+    | Drain
+    | KvOffer
+    | KvGrant
+    | KvChunk
+    | KvHandOver
+    | KvAccepted
+    | KvAbort
+    | KvRenew
+    | PredictLength
+    | ObserveLength
+    | Heartbeat
+    | Farewell
+)

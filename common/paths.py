@@ -1,0 +1,29 @@
+"""Where Cohort keeps what it makes outside the repository: the converted model, built kernels, run files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+
+
+def cache_dir() -> Path:
+    """`$COHORT_CACHE_DIR`, else `$XDG_CACHE_HOME/cohort`, else `~/.cache/cohort`."""
+    if override := os.environ.get("COHORT_CACHE_DIR"):
+        return Path(override)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "cohort"
+
+
+def default_model_dir() -> Path:
+    """Folder of the default model in Hugging Face format; made by the set-up."""
+    return cache_dir() / "models" / DEFAULT_MODEL_NAME
+
+
+def run_dir(port: int) -> Path:
+    """Sockets, pids and logs of the pipeline whose gateway listens on `port`.
+
+    Kept short: a Unix socket's path may have 107 bytes.
+    """
+    return cache_dir() / "run" / str(port)

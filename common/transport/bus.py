@@ -1,0 +1,43 @@
+"""The control bus: what every service needs of a message transport.
+
+Two implementations: `zmq_bus.ZmqBus` between processes and `memory_bus.MemoryNetwork` inside one, under a virtual
+clock, for tests. A bus owns one inbox that others dial, and any number of outgoing connections.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from cohort.common.messages import Message
+from cohort.common.types import InstanceId
+
+
+class Bus(Protocol):
+    """`identity` is this process's instance id; peers are named by theirs.
+
+    Delivery: in order per peer, at most once; a message is lost only when a peer or a connection dies, and every
+    protocol above repairs that (attempts, leases, periodic reconciliation).
+    """
+
+    identity: InstanceId
+    endpoint: str
+    """Where others dial this inbox; "" if it has none."""
+
+    def connect(self, peer: InstanceId, endpoint: str) -> None:
+        """Dial a peer's inbox. Idempotent; another endpoint for a known peer replaces the connection."""
+
+    def disconnect(self, peer: InstanceId) -> None:
+        """Forget a peer that was dialled; unsent messages to it are dropped."""
+
+    def send(self, peer: InstanceId, message: Message) -> None:
+        """Queue a message for a peer that was dialled or has dialled us. Never blocks.
+
+        Raises `PeerUnreachable` if the peer is unknown or its queue is full.
+        """
+
+    async def receive(self) -> tuple[InstanceId, Message]:
+        """The next message and its sender, from the inbox or any connection. Malformed ones are logged, counted and
+        skipped."""
+
+    async def close(self) -> None:
+        """Close all sockets; nothing lingers longer than a second."""

@@ -1,0 +1,50 @@
+"""The KV link: moves block bytes between two workers' memories, outside the control messages.
+
+Two implementations: `ucx_link.UcxLink` (NVLink, RDMA, shared memory or TCP, chosen by UCX) and `zmq_link.ZmqLink`
+where UCX is not installed or failed. The receiver always grants first, so `receive` names buffers that exist.
+Buffers are contiguous and support the buffer protocol or `__cuda_array_interface__`; the link never copies them
+into Python objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class KvLink(Protocol):
+    name: str
+    """"ucx" or "zmq"; the key of `KvGrant.links`."""
+
+    def address(self) -> bytes:
+        """What a sender needs to reach this process; travels in `KvGrant`."""
+
+    async def send(self, peer: bytes, tag: int, buffer: object, *, timeout_s: float) -> None:
+        """Send one buffer to the process with that address, matched by the 64-bit tag.
+
+        Returns when the buffer may be reused. Raises `TransferTimeout` after `timeout_s` (the peer is dead or does
+        not receive) and `TransferError` on any other failure; on return or raise the link no longer reads the buffer.
+        """
+
+    async def receive(self, tag: int, buffer: object, *, timeout_s: float) -> None:
+        """Receive exactly one buffer sent under this tag, in place.
+
+        Raises like `send`, also when the length differs. On return or raise nothing writes into the buffer any more:
+        only then may its blocks be freed. Cancelling the awaiting task gives the same guarantee.
+        """
+
+    def forget(self, peer: bytes) -> None:
+        """The process with that address is gone; drop what is kept for it."""
+
+    async def close(self) -> None: ...
+
+
+def tag_of(lease_id: int, sequence: int) -> int:
+    """64-bit tag: 40 bits of lease id, 24 bits of run number within the lease."""
+    if not 0 <= sequence < 1 << 24:
+        raise ValueError(f"run number {sequence} does not fit 24 bits")
+    return (lease_id & ((1 << 40) - 1)) << 24 | sequence
+
+
+Links = Sequence[KvLink]
+"""A worker's links, best first."""

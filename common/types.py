@@ -1,0 +1,228 @@
+"""The nouns of Cohort: requests, segments, block geometry.
+
+Plain immutable data that policies, machines, messages and services share. Nothing here does I/O or imports
+anything of ours.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+RequestId = str
+InstanceId = str
+TrafficClass = Literal["rt", "be"]
+"""Real-time (a person waits) or best-effort (a batch job)."""
+
+
+class Role(enum.StrEnum):
+    """What an instance is willing to compute."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    UNIFIED = "unified"
+
+    @property
+    def prefills(self) -> bool:
+        return self is not Role.DECODE
+
+    @property
+    def decodes(self) -> bool:
+        return self is not Role.PREFILL
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; the first two are OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a request was promised.
+
+    `ttft_s`: seconds from arrival to the first token. `tpot_s`: seconds between later tokens.
+    `deadline_s`: seconds from arrival to the last token (E9 fills it when the client gives none). 0 = no promise.
+    """
+
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    deadline_s: float = 0.0
+
+
+class Prediction(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A predicted response length in tokens: mean, and quantiles at 50, 90 and 99 %.
+
+    `source` names who predicted: "model", or "default" when the predictor was silent or too late.
+    """
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    source: str = "model"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the next token is drawn. Defaults are OpenAI's.
+
+    `seed` is always set by the gateway: the random number of position t depends only on (seed, t), so a request
+    that moves, is preempted or recovered continues exactly. `stop_token_ids` includes the model's end tokens
+    unless the client said `ignore_eos`. Stop *strings* are the gateway's business: workers see tokens only.
+    `logprobs`: -1 = none, k = the k likeliest besides the chosen one.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int = -1
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """Positions [start, end) of a request, computed on one instance.
+
+    Computing position p writes its KV; if p is the last known token it also yields the token at p + 1.
+    `end` None: to the end of the request, wherever that is. `instance` None: late-bound, some worker is chosen once
+    the segment before it is done (A2, A6).
+    """
+
+    start: int
+    end: int | None
+    instance: InstanceId | None
+
+
+class Request(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One generation as the control plane and the workers see it.
+
+    `tokens` are the prompt and, after a recovery, the output known so far: `prompt_tokens` says where the client's
+    prompt ends. `attempt` grows with every resubmission; tokens of older attempts are void. `gateway` owns the
+    request and is where tokens go. `arrival_s` is wall-clock seconds at the gateway (hosts keep synchronised clocks
+    to within what a latency figure needs; no decision about correctness depends on it). Lower `priority` is served
+    first. `online` False marks batch work (B10).
+    """
+
+    request_id: RequestId
+    attempt: int
+    gateway: InstanceId
+    tokens: list[int]
+    prompt_tokens: int
+    sampling: SamplingParams
+    arrival_s: float
+    traffic_class: TrafficClass = "rt"
+    online: bool = True
+    priority: int = 0
+    slo: Slo = Slo()
+    prediction: Prediction | None = None
+
+    @property
+    def output_known(self) -> int:
+        """Output tokens that exist already (0 for a first attempt)."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def max_positions(self) -> int:
+        """Positions whose KV can ever be needed: the last output token is never processed."""
+        return self.prompt_tokens + self.sampling.max_tokens - 1
+
+
+@dataclass(frozen=True, slots=True)
+class KvGeometry:
+    """Shape of a model's KV cache: what a token and a block weigh.
+
+    Formula of B1 per token: 2·L·H·D·B bytes (H after GQA).
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+    block_size: int
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return self.token_bytes * self.block_size
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold `tokens` positions."""
+        return -(-tokens // self.block_size)
+
+
+class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
+    """Progress of one request on an instance: what an execution predictor replays (D4).
+
+    Tokens still to prefill there, KV positions it holds, output tokens still expected there.
+    """
+
+    request_id: RequestId
+    prefill_left: int
+    context: int
+    decode_left: int
+
+
+class WorkerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an instance says of itself with every report; policies decide on it (B9).
+
+    Blocks are of the device's KV cache; `cached_blocks` hold reusable prefixes and count as free too.
+    `memory_free_bytes` is the live figure of the device (B7). Times are moving averages of measured iterations.
+    """
+
+    total_blocks: int = 0
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    host_blocks: int = 0
+    host_free_blocks: int = 0
+    memory_free_bytes: int = 0
+    running: int = 0
+    waiting: int = 0
+    awaiting_kv: int = 0
+    parked: int = 0
+    queued_prefill_tokens: int = 0
+    running_context_tokens: int = 0
+    step_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    leases: int = 0
+    expired_leases: int = 0
+    queue: list[QueuedWork] = []
+
+
+class WorkerCapacity(msgspec.Struct, frozen=True):
+    """What an instance can hold; fixed from its registration on."""
+
+    role: Role
+    model: str
+    max_model_len: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+    block_size: int
+    num_blocks: int
+    host_blocks: int
+    max_rows: int
+    max_step_tokens: int
+
+    @property
+    def geometry(self) -> KvGeometry:
+        return KvGeometry(self.num_layers, self.num_kv_heads, self.head_dim, self.dtype_bytes, self.block_size)

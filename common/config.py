@@ -42,7 +42,7 @@ class ModelConfig(_Section, frozen=True):
 class GatewayConfig(_Section, frozen=True):
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
-    api_keys: list[str] = []  # accepted bearer tokens; empty = open. `env:NAME` reads an environment variable
+    api_keys: tuple[str, ...] = ()  # accepted bearer tokens; empty = open. `env:NAME` reads an environment variable
     max_waiting_requests: Positive = 4096  # not yet placed; beyond: 429
     max_waiting_tokens: Positive = 4_000_000  # prompt + predicted output of those
     max_n: Positive = 128  # choices per request
@@ -94,7 +94,7 @@ class KvConfig(_Section, frozen=True):
 
 
 class TransferConfig(_Section, frozen=True):
-    links: list[Literal["ucx", "zmq"]] = ["ucx", "zmq"]  # best first; one not installed is skipped with a warning
+    links: tuple[Literal["ucx", "zmq"], ...] = ("ucx", "zmq")  # best first; one not installed is skipped with a warning
     checksum: Literal["off", "crc32"] = "crc32"  # of the bytes of every run, compared on arrival
     offer_timeout_s: Seconds = 30.0  # the longest a sender waits for blocks at the receiver
     run_timeout_s: Seconds = 5.0  # the longest one run may take on the link
@@ -162,7 +162,7 @@ class MetricsConfig(_Section, frozen=True):
 class Config(_Section, frozen=True):
     name: str = "cohort"  # of the preset, shown in /version and metrics
     model: ModelConfig = ModelConfig()
-    workers: list[WorkerGroup] = [WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE)]
+    workers: tuple[WorkerGroup, ...] = (WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE))
     policies: PolicyConfig = PolicyConfig()
     gateway: GatewayConfig = GatewayConfig()
     predictor: PredictorConfig = PredictorConfig()
@@ -268,8 +268,8 @@ def _check_keys(data: Any, struct: type[msgspec.Struct], origin: str, prefix: st
         target = hints[key]
         if isinstance(target, type) and issubclass(target, msgspec.Struct):
             _check_keys(value, target, origin, name)
-        elif typing.get_origin(target) is list and isinstance(value, list):
-            (element,) = typing.get_args(target)
+        elif typing.get_origin(target) is tuple and isinstance(value, list | tuple):
+            element = typing.get_args(target)[0]
             if isinstance(element, type) and issubclass(element, msgspec.Struct):
                 for index, item in enumerate(value):
                     _check_keys(item, element, origin, f"{name}[{index}]")

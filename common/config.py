@@ -54,7 +54,7 @@ class GatewayConfig(_Section, frozen=True):
     rt_ttft_slo_s: Seconds = 2.0  # promised when a real-time request names none
     rt_tpot_slo_s: Seconds = 0.2
     request_timeout_s: Seconds = 3600.0  # the longest a request may live, queueing included
-    stall_timeout_s: Seconds = 60.0  # placed but no token for so long: resubmitted
+    stall_timeout_s: Seconds = 600.0  # placed but no token for so long: resubmitted
     max_attempts: Positive = 8  # placements before a request fails with 503
     drain_s: Seconds = 30.0  # on SIGTERM: the longest to wait for running requests
 
@@ -223,7 +223,7 @@ def load_config(
 
 def dump_config(config: Config) -> str:
     """YAML of the whole configuration, readable by `load_config`."""
-    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False)
+    return str(yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
 
 
 def _read(path: Path) -> dict[str, Any]:

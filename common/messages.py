@@ -346,7 +346,7 @@ class KvGrant(_Base, frozen=True):
 
 
 class KvRun(msgspec.Struct, frozen=True, array_like=True):
-    """`num_blocks` consecutive blocks from `first_block` of the receiver, sent under `tag`. Checksum 0 = not computed."""
+    """`num_blocks` consecutive blocks of the receiver from `first_block` on, sent under `tag`. Checksum 0 = none."""
 
     tag: int
     first_block: int
@@ -355,11 +355,13 @@ class KvRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvChunk(_Base, frozen=True):
-    """These runs are on their way over the named link."""
+    """These runs are on their way over the named link. `round` counts whole retries of a transfer: runs of an older
+    round are void."""
 
     request_id: RequestId
     attempt: int
     lease_id: int
+    round: int
     link: str
     runs: list[KvRun]
 
@@ -367,17 +369,19 @@ class KvChunk(_Base, frozen=True):
 class KvHandOver(_Base, frozen=True):
     """Everything was sent: the request continues at `computed` with these tokens on the receiver.
 
-    `total_runs` have been announced over all chunks; the receiver starts when it has that many.
+    `total_runs` have been announced over all chunks of this round; the receiver starts when it has that many.
     """
 
     request_id: RequestId
     attempt: int
     lease_id: int
+    round: int
     tokens: list[int]
     computed: int
     total_runs: int
     cached_tokens: int
-    handed_over_s: float
+    exposed_s: float
+    """How long the sender held the computed segment before it could send this message."""
 
 
 class KvAccepted(_Base, frozen=True):
@@ -389,19 +393,23 @@ class KvAccepted(_Base, frozen=True):
 
 
 class KvAbort(_Base, frozen=True):
-    """The transfer is off. `retry` asks the sender to send again over `link` (a second path) before giving up."""
+    """The transfer is off; or, with `retry_link`, its bytes did not arrive: the receiver keeps its blocks and asks for
+    all of them again as `round` over that link."""
 
     request_id: RequestId
     attempt: int
     transfer_id: int
     reason: str
     retry_link: str = ""
+    round: int = 0
 
 
 class KvRenew(_Base, frozen=True):
-    """The sender is still at it: extend these leases."""
+    """Still at it. From the sender: extend these leases. From the receiver: these offers are queued until blocks are
+    free, go on waiting."""
 
-    lease_ids: list[int]
+    lease_ids: list[int] = []
+    transfer_ids: list[int] = []
 
 
 # --------------------------------------------------------------------------------------------------------------

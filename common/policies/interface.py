@@ -30,7 +30,7 @@ blocks while in no plan); progress of every queued request (D4: `InstanceView.fi
 `Bind` towards any instance).
 
 Every decision carries a `reason` and, where there is one, an estimated cost; both become metrics and log fields.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ class InstanceView:
 
     @property
     def queued_prefill_tokens(self) -> int:
-        """Prompt tokens this worker still has to compute, known or just assigned."""
-        return max(self.figures.queued_prefill_tokens, self.assigned_prefill_tokens)
+        """Prompt tokens this worker still has to compute: reported, and assigned since."""
+        return self.figures.queued_prefill_tokens + self.assigned_prefill_tokens
 
     @property
     def free_blocks(self) -> int:
@@ -274,6 +274,12 @@ class LateBinding(Protocol):
 
 # -- The worker's view of a request ------------------------------------------------------------------------------
 
+SequenceKey = str
+
+
+def sequence_key(request_id: RequestId, attempt: int) -> SequenceKey:
+    return f"{request_id}#{attempt}"
+
 
 class Phase(enum.Enum):
     """Where a request stands on one worker.
@@ -300,7 +306,8 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request on one worker. Owned and mutated by `WorkerMachine`; policies read it.
+    """A request on one worker. `WorkerMachine` owns it; a scheduler changes phase and `computed` only through
+    `cohort.common.policies.sequences` (start, preempt, resume).
 
     `tokens` are all known tokens, prompt first. Positions [0, computed) have KV here. The worker computes positions
     up to `end` (None: to the request's own end). All times are monotonic seconds of this worker.
@@ -323,11 +330,19 @@ class Sequence:
     delivered: int = 0
     """Output tokens that left this worker."""
     preemptions: int = 0
-    queued_work_s: float = 0.0
+    pinned: bool = False
+    """Its blocks are being read by a transfer: it must not be preempted now."""
+    transfer_s: float = 0.0
+    """Hand-over time on the way here that nothing was computed in."""
 
     @property
     def request_id(self) -> RequestId:
         return self.request.request_id
+
+    @property
+    def key(self) -> SequenceKey:
+        """Names this attempt of this request on a worker; the allocator's owner id."""
+        return sequence_key(self.request.request_id, self.request.attempt)
 
     @property
     def known(self) -> int:
@@ -375,8 +390,8 @@ class Row:
 class KvCopy:
     """Move whole blocks or single slots between device and host memory, in step with the plan.
 
-    `unit` "block": ids are block ids. "slot": ids are block·block_size + slot. Copies "out" run before the rows'
-    writes, copies "in" before the rows' reads.
+    `unit` "block": ids are block ids. "slot": ids are block·block_size + slot. A plan's copies run in their order,
+    all before its rows.
     """
 
     direction: Literal["out", "in"]
@@ -435,7 +450,7 @@ class IterationScheduler(Protocol):
 
 class KvAllocator(Protocol):
     """Block bookkeeping of one worker's cache; no tensors. Position p of a request lies in
-    `blocks(id)[p // block_size]`."""
+    `blocks(key)[p // block_size]`."""
 
     geometry: KvGeometry
 
@@ -443,7 +458,7 @@ class KvAllocator(Protocol):
         """A WAITING sequence gets its first blocks, including what its policy reserves. Returns the positions whose KV
         the prefix cache already holds, or None when there is no room."""
 
-    def reserve(self, request_id: RequestId, tokens: Seq[int], positions: int) -> int | None:
+    def reserve(self, key: SequenceKey, tokens: Seq[int], positions: int) -> int | None:
         """Blocks for KV that will arrive from elsewhere: like `admit`, for `positions` positions."""
 
     def extend(self, sequence: Sequence, positions: int) -> bool:
@@ -452,7 +467,7 @@ class KvAllocator(Protocol):
     def committed(self, sequence: Sequence) -> None:
         """`sequence.computed` moved: full blocks may enter the prefix cache."""
 
-    def release(self, request_id: RequestId) -> None:
+    def release(self, key: SequenceKey) -> None:
         """Free everything it holds on the device and in host memory; unknown ids are ignored."""
 
     def swap_out(self, sequence: Sequence) -> KvCopy | None:
@@ -461,9 +476,9 @@ class KvAllocator(Protocol):
     def swap_in(self, sequence: Sequence) -> KvCopy | None:
         """The way back; None when the device has no room."""
 
-    def blocks(self, request_id: RequestId) -> Seq[int]: ...
+    def blocks(self, key: SequenceKey) -> Seq[int]: ...
 
-    def directions(self, request_id: RequestId) -> Seq[int] | None:
+    def directions(self, key: SequenceKey) -> Seq[int] | None:
         """Per block 0 = filled left to right, 1 = right to left; None = all 0 (R13)."""
 
     @property
@@ -483,8 +498,8 @@ class KvAllocator(Protocol):
     @property
     def host_free_blocks(self) -> int: ...
 
-    def owners(self) -> Mapping[RequestId, int]:
-        """Blocks held per request; empty when nothing is left over."""
+    def owners(self) -> Mapping[SequenceKey, int]:
+        """Blocks held per sequence; empty when nothing is left over."""
 
     def figures(self) -> dict[str, float]: ...
 

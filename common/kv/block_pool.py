@@ -1,0 +1,154 @@
+"""Physical KV blocks of one memory: who owns them, which are free, which hold a prefix worth keeping.
+
+Pure bookkeeping. A block is owned (reference count ≥ 1), cached (count 0, but its content is known by hash and can be
+taken over by a request with the same prefix), or free. Sharing happens only on full, hashed blocks, which nobody
+writes any more.
+
+    free ──allocate──▶ owned ──release──▶ free            (content unknown)
+                         ▲ └───release──▶ cached ──evict──▶ owned by the next allocation
+                         └────reuse────────┘
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from cohort.common.errors import InvariantViolated, OutOfBlocks
+
+BlockHash = bytes
+
+
+def block_hashes(
+    tokens: Sequence[int], block_size: int, start_block: int = 0, parent: BlockHash = b""
+) -> list[BlockHash]:
+    """Chained 128-bit hashes of the full blocks of `tokens` from `start_block` on.
+
+    A hash names the block's content *and everything before it*, so equal hashes mean equal prefixes (BLAKE2b: a
+    collision would be a wrong answer, so a real hash is worth its microsecond).
+    """
+    hashes = []
+    for index in range(start_block, len(tokens) // block_size):
+        chunk = array("q", tokens[index * block_size : (index + 1) * block_size]).tobytes()
+        parent = hashlib.blake2b(chunk, digest_size=16, key=parent).digest()
+        hashes.append(parent)
+    return hashes
+
+
+class BlockPool:
+    """Blocks 0 … num_blocks-1."""
+
+    def __init__(self, num_blocks: int, *, caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self._caching = caching
+        # Popped from the end: blocks are handed out in ascending order, so a request's blocks tend to be
+        # neighbours and travel as few long runs.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._references = [0] * num_blocks
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._block_of: dict[BlockHash, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self.evictions = 0
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self._free)
+
+    @property
+    def cached_blocks(self) -> int:
+        return len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """Blocks an allocation can have: free ones, and cached ones that nobody owns."""
+        return len(self._free) + len(self._cached)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with reference count 1 and unknown content. Raises `OutOfBlocks`, changing nothing."""
+        if count > self.available:
+            raise OutOfBlocks(f"{count} blocks wanted, {self.available} available of {self.num_blocks}")
+        blocks = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._cached.popitem(last=False)
+                self._forget_hash(block)
+                self.evictions += 1
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Blocks that hold the longest known beginning of this chain; takes no ownership."""
+        found = []
+        for digest in hashes:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def reuse(self, blocks: Sequence[int]) -> None:
+        """Become (another) owner of blocks found by `lookup`."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._cached[block]
+            self._references[block] += 1
+
+    def owned_among(self, blocks: Sequence[int]) -> int:
+        """How many of these blocks somebody owns already (reusing them costs no available block)."""
+        return sum(1 for block in blocks if self._references[block] > 0)
+
+    def remember(self, block: int, digest: BlockHash) -> None:
+        """An owned block is full and has this content; equal content that is already known keeps its first block."""
+        if not self._caching or self._hash_of[block] is not None or digest in self._block_of:
+            return
+        self._hash_of[block] = digest
+        self._block_of[digest] = block
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give up ownership, last block first, so that the tail of a prefix is evicted before its beginning."""
+        for block in reversed(blocks):
+            references = self._references[block] - 1
+            if references < 0:
+                raise InvariantViolated(f"block {block} released more often than owned")
+            self._references[block] = references
+            if references == 0:
+                if self._hash_of[block] is not None:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def clear_cache(self) -> None:
+        """Forget all contents that nobody owns."""
+        for block in self._cached:
+            self._forget_hash(block)
+            self._free.append(block)
+        self._cached.clear()
+
+    def check(self, owned: Sequence[Sequence[int]]) -> None:
+        """Compare with what the owners say they have. Raises `InvariantViolated`."""
+        expected = [0] * self.num_blocks
+        for blocks in owned:
+            for block in blocks:
+                expected[block] += 1
+        if expected != self._references:
+            wrong = [b for b in range(self.num_blocks) if expected[b] != self._references[b]]
+            raise InvariantViolated(f"reference counts differ from owners for blocks {wrong[:8]}")
+        unowned = sorted(block for block in range(self.num_blocks) if expected[block] == 0)
+        if sorted([*self._free, *self._cached]) != unowned:
+            raise InvariantViolated("free and cached blocks are not exactly the unowned ones")
+        for digest, block in self._block_of.items():
+            if self._hash_of[block] != digest:
+                raise InvariantViolated(f"block {block} is known by a hash it does not have")
+        if any(self._hash_of[block] is None for block in self._cached):
+            raise InvariantViolated("a cached block has no hash")
+
+    def _forget_hash(self, block: int) -> None:
+        digest = self._hash_of[block]
+        if digest is not None:
+            del self._block_of[digest]
+            self._hash_of[block] = None

@@ -1,0 +1,69 @@
+"""Leases: blocks promised to somebody else's transfer, freed when nobody comes for them.
+
+Pure bookkeeping, one table per worker. The receiver of a KV transfer grants a lease; chunks and renewals extend it;
+`expire` names those whose deadline passed, once each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cohort.common.errors import InvariantViolated, LeaseExpired
+
+
+@dataclass(slots=True)
+class Lease:
+    lease_id: int
+    holder: str
+    """Whose blocks these are: a sequence key."""
+    sender: str
+    deadline_s: float
+
+
+class LeaseTable:
+    def __init__(self, duration_s: float) -> None:
+        self.duration_s = duration_s
+        self._leases: dict[int, Lease] = {}
+        self.granted = 0
+        self.expired = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def grant(self, now_s: float, lease_id: int, holder: str, sender: str) -> Lease:
+        if lease_id in self._leases:
+            raise InvariantViolated(f"lease {lease_id} granted twice")
+        lease = Lease(lease_id, holder, sender, now_s + self.duration_s)
+        self._leases[lease_id] = lease
+        self.granted += 1
+        return lease
+
+    def get(self, lease_id: int) -> Lease:
+        """Raises `LeaseExpired` for one that ended or never was."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            raise LeaseExpired(f"no lease {lease_id}")
+        return lease
+
+    def renew(self, now_s: float, lease_id: int) -> bool:
+        """False if it is not there any more."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return False
+        lease.deadline_s = max(lease.deadline_s, now_s + self.duration_s)
+        return True
+
+    def end(self, lease_id: int) -> None:
+        """The transfer is over, well or not. Unknown ids are ignored."""
+        self._leases.pop(lease_id, None)
+
+    def expire(self, now_s: float) -> list[Lease]:
+        """Remove and return the leases whose deadline passed."""
+        late = [lease for lease in self._leases.values() if lease.deadline_s <= now_s]
+        for lease in late:
+            del self._leases[lease.lease_id]
+        self.expired += len(late)
+        return late
+
+    def next_deadline_s(self) -> float | None:
+        return min((lease.deadline_s for lease in self._leases.values()), default=None)

@@ -1,0 +1,73 @@
+"""What a machine asks its host to do. The host performs effects in order and reports back where a method says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cohort.common.messages import Message
+from cohort.common.types import InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Connect to a peer's inbox (again, if the endpoint changed)."""
+
+    peer: InstanceId
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A control message. A peer that cannot be reached is reported to `peer_unreachable`, if the machine has it."""
+
+    peer: InstanceId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`num_blocks` consecutive blocks, from `source` here to `target` there (or from there to `target` here)."""
+
+    tag: int
+    source: int
+    target: int
+    num_blocks: int
+    checksum: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SendRuns:
+    """Announce these runs to the peer (`KvChunk`, checksums filled in) and push their bytes over the link.
+
+    The host answers every run with `run_sent(lease_id, error)`; until then its blocks are not freed.
+    """
+
+    peer: InstanceId
+    request_id: str
+    attempt: int
+    lease_id: int
+    round: int
+    link: str
+    address: bytes
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveRuns:
+    """Post receives for these runs; the host answers each with `run_received(lease_id, round, error)` after checking
+    the bytes. Until then the blocks are not freed."""
+
+    lease_id: int
+    round: int
+    link: str
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRuns:
+    """Stop everything in flight for this lease. Every run is still answered, with an error."""
+
+    lease_id: int
+
+
+Effect = Dial | Send | SendRuns | ReceiveRuns | CancelRuns

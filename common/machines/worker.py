@@ -1,0 +1,843 @@
+"""The worker as a pure state machine: segments in; tokens, hand-overs and reports out.
+
+Hosted by the live worker loop (`common/engine/worker_loop.py`) and by the simulator. The host calls
+
+    on_message / on_peer_lost     whenever something arrives
+    plan → (forward) → completed  one iteration after the other; one plan is in flight at most
+    run_sent / run_received       when a KV run of an effect is through, or failed
+    tick                          at least every `tick_s`, for deadlines
+
+and performs `take_effects()` after each call. While a plan is in flight nothing it reads or writes is freed:
+cancellations mark their sequences as doomed and take effect when the plan completes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Literal
+
+from cohort.common.errors import InvariantViolated
+from cohort.common.kv.lease import LeaseTable
+from cohort.common.machines.effects import CancelRuns, Dial, Effect, ReceiveRuns, Run, Send, SendRuns
+from cohort.common.machines.handover import Incoming, Outgoing, QueuedOffer
+from cohort.common.messages import (
+    BindSegment,
+    Cancel,
+    Held,
+    KvAbort,
+    KvAccepted,
+    KvChunk,
+    KvGrant,
+    KvHandOver,
+    KvOffer,
+    KvRenew,
+    Message,
+    RevisePrediction,
+    SegmentEnded,
+    StageTimes,
+    StartSegment,
+    TokenBatch,
+    TokenLogprob,
+    TokenUpdate,
+)
+from cohort.common.policies.interface import (
+    IterationPlan,
+    IterationScheduler,
+    KvAllocator,
+    Phase,
+    Sequence,
+    SequenceKey,
+    sequence_key,
+)
+from cohort.common.types import FinishReason, InstanceId, QueuedWork, WorkerCapacity, WorkerFigures
+
+_REPORTED_QUEUE = 512
+"""Entries of the progress list in a report (D4); beyond, an execution predictor sees totals only."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """The parts of the configuration the machine needs."""
+
+    links: tuple[str, ...]
+    """Transports this process can use, best first."""
+    offer_timeout_s: float
+    accept_timeout_s: float
+    lease_s: float
+    default_prediction: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What the forward drew for one sequence."""
+
+    sequence: Sequence
+    token: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(slots=True)
+class _Averages:
+    """Moving averages of measured iterations, for reports and cost estimates."""
+
+    step_s: float = 0.0
+    decode_step_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+
+    def note(self, plan: IterationPlan, latency_s: float) -> None:
+        self.step_s = _mix(self.step_s, latency_s)
+        prefill = sum(row.count for row in plan.rows if row.count > 1)
+        if prefill == 0:
+            self.decode_step_s = _mix(self.decode_step_s, latency_s)
+        else:
+            self.prefill_tokens_per_s = _mix(self.prefill_tokens_per_s, prefill / max(latency_s, 1e-9))
+
+
+def _mix(old: float, new: float) -> float:
+    return new if old == 0.0 else 0.9 * old + 0.1 * new
+
+
+@dataclass(slots=True)
+class WorkerCounters:
+    """Totals since start, for metrics."""
+
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    transfers_out: int = 0
+    transfers_in: int = 0
+    transfer_failures: int = 0
+    transfer_retries: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+
+
+class WorkerMachine:
+    def __init__(
+        self,
+        instance: InstanceId,
+        manager: InstanceId,
+        capacity: WorkerCapacity,
+        settings: WorkerSettings,
+        scheduler: IterationScheduler,
+        kv: KvAllocator,
+        random: Random,
+        link_addresses: Mapping[str, bytes],
+    ) -> None:
+        self.instance = instance
+        self.manager = manager
+        self.capacity = capacity
+        self.counters = WorkerCounters()
+        self.kv = kv
+        self.scheduler = scheduler
+        self._settings = settings
+        self._random = random
+        self._link_addresses = dict(link_addresses)
+        self._sequences: dict[SequenceKey, Sequence] = {}
+        self._segments: dict[SequenceKey, StartSegment] = {}
+        self._doomed: set[SequenceKey] = set()
+        self._in_flight: IterationPlan | None = None
+        self._outgoing: dict[SequenceKey, Outgoing] = {}
+        self._outgoing_by_lease: dict[int, Outgoing] = {}
+        self._incoming: dict[SequenceKey, Incoming] = {}
+        self._incoming_by_lease: dict[int, Incoming] = {}
+        self._settling: dict[int, Outgoing | Incoming] = {}
+        self._offers: deque[QueuedOffer] = deque()
+        self.leases = LeaseTable(settings.lease_s)
+        self._next_renewal_s = 0.0
+        self._averages = _Averages()
+        self._effects: list[Effect] = []
+        self._updates: dict[InstanceId, list[TokenUpdate]] = {}
+
+    # -- the host's side ---------------------------------------------------------------------------------------
+
+    def take_effects(self) -> list[Effect]:
+        for gateway, updates in self._updates.items():
+            self._effects.append(Send(gateway, TokenBatch(self.instance, updates)))
+        self._updates = {}
+        effects, self._effects = self._effects, []
+        return effects
+
+    @property
+    def idle(self) -> bool:
+        """No request is here in any phase and no transfer is settling."""
+        return not self._sequences and not self._settling
+
+    @property
+    def held(self) -> list[Held]:
+        return [Held(s.request.request_id, s.request.attempt) for s in self._sequences.values()]
+
+    def on_message(self, now_s: float, sender: InstanceId, message: Message) -> bool:
+        """False for a message that is not a worker's business."""
+        match message:
+            case StartSegment():
+                self._start_segment(now_s, message)
+            case Cancel(attempts=attempts, reason=reason):
+                for held in attempts:
+                    self._cancel(now_s, sequence_key(held.request_id, held.attempt), reason)
+            case BindSegment():
+                self._bind(now_s, message)
+            case RevisePrediction(request_id=request_id, prediction=prediction):
+                for sequence in self._sequences.values():
+                    if sequence.request_id == request_id:
+                        sequence.predicted = prediction.mean
+            case KvOffer():
+                self._offers.append(
+                    QueuedOffer(
+                        sender, message.request_id, message.attempt, message.transfer_id, message.positions, now_s
+                    )
+                )
+                self._grant_offers(now_s)
+            case KvGrant():
+                self._granted(now_s, message)
+            case KvChunk():
+                self._chunk(now_s, message)
+            case KvHandOver():
+                self._hand_over(now_s, message)
+            case KvAccepted(lease_id=lease_id):
+                self._accepted(now_s, lease_id)
+            case KvAbort():
+                self._abort(now_s, sender, message)
+            case KvRenew(lease_ids=lease_ids, transfer_ids=transfer_ids):
+                for lease_id in lease_ids:
+                    self.leases.renew(now_s, lease_id)
+                for outgoing in self._outgoing.values():
+                    if outgoing.transfer_id in transfer_ids and not outgoing.granted:
+                        outgoing.deadline_s = now_s + self._settings.offer_timeout_s
+            case _:
+                return False
+        return True
+
+    def on_peer_lost(self, now_s: float, peer: InstanceId) -> None:
+        """A worker we hand over to, or take over from, cannot be reached."""
+        for outgoing in list(self._outgoing.values()):
+            if outgoing.peer == peer:
+                self._fail(now_s, outgoing.sequence, f"{peer} cannot be reached")
+        for incoming in list(self._incoming.values()):
+            if incoming.sender == peer:
+                self._fail(now_s, incoming.sequence, f"{peer} cannot be reached")
+
+    def tick(self, now_s: float) -> None:
+        """Deadlines: leases nobody renewed, hand-overs nobody answers; renewals of our own."""
+        for lease in self.leases.expire(now_s):
+            incoming = self._incoming_by_lease.get(lease.lease_id)
+            if incoming is not None:
+                self._fail(now_s, incoming.sequence, f"lease expired: {incoming.sender} went silent")
+        for outgoing in list(self._outgoing.values()):
+            waiting = not outgoing.granted or outgoing.handed_over
+            if waiting and now_s >= outgoing.deadline_s:
+                what = "accept the KV" if outgoing.granted else "grant blocks"
+                self._fail(now_s, outgoing.sequence, f"{outgoing.peer} did not {what} in time")
+        if now_s >= self._next_renewal_s:
+            self._next_renewal_s = now_s + self._settings.lease_s / 4
+            self._renew(now_s)
+        self._grant_offers(now_s)
+
+    # -- segments ----------------------------------------------------------------------------------------------
+
+    def _start_segment(self, now_s: float, message: StartSegment) -> None:
+        request = message.request
+        key = sequence_key(request.request_id, request.attempt)
+        if key in self._sequences:
+            return  # said twice
+        segment = message.segments[message.index]
+        self._effects.append(Dial(request.gateway, message.gateway_endpoint))
+        if message.next_endpoint:
+            following = message.segments[message.index + 1].instance
+            if following is not None:
+                self._effects.append(Dial(following, message.next_endpoint))
+        sequence = Sequence(
+            request=request,
+            tokens=list(request.tokens),
+            end=segment.end,
+            batch_id=message.batch_id,
+            arrived_s=now_s,
+            predicted=request.prediction.mean if request.prediction else self._settings.default_prediction,
+            delivered=request.output_known,
+        )
+        if self.kv.geometry.blocks_for(min(sequence.max_positions, self.capacity.max_model_len)) > self.kv.total_blocks:
+            self._ended(now_s, sequence, "failed", f"{sequence.max_positions} positions exceed the whole cache")
+            return
+        self._sequences[key] = sequence
+        self._segments[key] = message
+        if message.index > 0:
+            sequence.phase = Phase.AWAITING_KV
+            self._grant_offers(now_s)
+        else:
+            self.scheduler.add(now_s, sequence)
+
+    def _bind(self, now_s: float, message: BindSegment) -> None:
+        sequence = self._sequences.get(sequence_key(message.request_id, message.attempt))
+        if sequence is None or sequence.phase is not Phase.PARKED or message.segment.instance is None:
+            return
+        self._effects.append(Dial(message.segment.instance, message.next_endpoint))
+        sequence.phase = Phase.LEAVING
+        self._offer(now_s, sequence, message.segment.instance, message.segment.start)
+        self._outgoing[sequence.key].computed_at_s = now_s
+
+    def _next_instance(self, sequence: Sequence) -> InstanceId | None:
+        """Who takes over after this segment; None: nobody, or not known yet."""
+        message = self._segments[sequence.key]
+        following = message.segments[message.index + 1 : message.index + 2]
+        return following[0].instance if following else None
+
+    # -- iterations --------------------------------------------------------------------------------------------
+
+    def plan(self, now_s: float) -> IterationPlan | None:
+        """The next iteration, or None when nothing can run. Its rows' blocks are reserved until `completed`."""
+        if self._in_flight is not None:
+            raise InvariantViolated("a plan is in flight already")
+        plan = self.scheduler.decide(now_s, self.kv)
+        self.counters.preemptions += len(plan.preempted)
+        if not plan.rows and not plan.copies:
+            return None
+        for row in plan.rows:
+            sequence = row.sequence
+            if sequence.first_scheduled_s is None:
+                sequence.first_scheduled_s = now_s
+            if sequence.end is not None and sequence.key not in self._outgoing:
+                following = self._next_instance(sequence)
+                if following is not None:
+                    self._offer(now_s, sequence, following, sequence.end)
+        self._in_flight = plan
+        return plan
+
+    def completed(self, now_s: float, sampled: Iterable[Sampled], latency_s: float) -> None:
+        """The plan in flight ran; `sampled` has one entry per row that reached the last known token."""
+        plan = self._in_flight
+        if plan is None:
+            raise InvariantViolated("no plan is in flight")
+        self._in_flight = None
+        self.counters.steps += 1
+        self._averages.note(plan, latency_s)
+        self.scheduler.observe(now_s, plan, latency_s)
+        for row in plan.rows:
+            sequence = row.sequence
+            if sequence.key in self._doomed:
+                continue
+            sequence.computed = row.start + row.count
+            if row.count == 1 and sequence.output_tokens > 0:
+                self.counters.decode_tokens += 1
+            else:
+                self.counters.prefill_tokens += row.count
+            if sequence.prefill_done_s is None and sequence.computed >= len(sequence.request.tokens):
+                sequence.prefill_done_s = now_s
+            self.kv.committed(sequence)
+        for draw in sampled:
+            if draw.sequence.key not in self._doomed:
+                self._token(now_s, draw)
+        for row in plan.rows:
+            sequence = row.sequence
+            if self._sequences.get(sequence.key) is sequence and sequence.key not in self._doomed:
+                self._after_row(now_s, sequence)
+        for key in list(self._doomed):
+            self._doomed.discard(key)
+            self._drop(now_s, self._sequences[key])
+        self._grant_offers(now_s)
+
+    def step_failed(self, now_s: float, reason: str) -> None:
+        """The forward itself failed: its requests are given back to be placed again, the worker lives on."""
+        plan = self._in_flight
+        if plan is None:
+            raise InvariantViolated("no plan is in flight")
+        self._in_flight = None
+        for row in plan.rows:
+            if self._sequences.get(row.sequence.key) is row.sequence:
+                self._fail(now_s, row.sequence, reason)
+        for key in list(self._doomed):
+            self._doomed.discard(key)
+            if key in self._sequences:
+                self._drop(now_s, self._sequences[key])
+
+    def _token(self, now_s: float, draw: Sampled) -> None:
+        sequence = draw.sequence
+        position = sequence.known
+        sequence.tokens.append(draw.token)
+        sampling = sequence.request.sampling
+        finish: FinishReason | None = None
+        if draw.token in sampling.stop_token_ids:
+            finish = FinishReason.STOP
+        elif sequence.output_tokens >= sampling.max_tokens:
+            finish = FinishReason.LENGTH
+        first_here = sequence.last_token_s is None
+        sequence.last_token_s = now_s
+        sequence.delivered += 1
+        self._update(
+            sequence,
+            TokenUpdate(
+                sequence.request_id,
+                sequence.request.attempt,
+                position,
+                [draw.token],
+                [draw.logprob] if draw.logprob is not None else [],
+                finish,
+                cached_tokens=sequence.cached_tokens,
+                times=self._times(now_s, sequence) if first_here or finish else None,
+            ),
+        )
+        if finish is not None:
+            self._finished(now_s, sequence, finish)
+
+    def _finished(self, now_s: float, sequence: Sequence, finish: FinishReason) -> None:
+        self.counters.finished[finish.value] = self.counters.finished.get(finish.value, 0) + 1
+        self._ended(now_s, sequence, "finished", finish.value)
+        self._drop(now_s, sequence, tell_peer="finished before the hand-over")
+
+    def _after_row(self, now_s: float, sequence: Sequence) -> None:
+        outgoing = self._outgoing.get(sequence.key)
+        if sequence.end is not None and sequence.computed >= sequence.end:
+            self.scheduler.remove(now_s, sequence)
+            if outgoing is None:
+                sequence.phase = Phase.PARKED
+                self._ended(now_s, sequence, "parked")
+                return
+            sequence.phase = Phase.LEAVING
+            outgoing.computed_at_s = now_s
+            if not outgoing.granted:
+                outgoing.deadline_s = now_s + self._settings.offer_timeout_s
+        if outgoing is not None:
+            self._push(now_s, outgoing)
+
+    def _times(self, now_s: float, sequence: Sequence) -> StageTimes:
+        first = sequence.first_scheduled_s if sequence.first_scheduled_s is not None else now_s
+        prefilled = sequence.prefill_done_s if sequence.prefill_done_s is not None else first
+        return StageTimes(
+            instance=self.instance,
+            queue_s=max(0.0, first - sequence.arrived_s),
+            prefill_s=max(0.0, prefilled - first),
+            transfer_s=sequence.transfer_s,
+            decode_s=max(0.0, now_s - prefilled),
+            preemptions=sequence.preemptions,
+        )
+
+    # -- endings -----------------------------------------------------------------------------------------------
+
+    def _cancel(self, now_s: float, key: SequenceKey, reason: str) -> None:
+        self._offers = deque(o for o in self._offers if sequence_key(o.request_id, o.attempt) != key)
+        sequence = self._sequences.get(key)
+        if sequence is None or key in self._doomed:
+            return
+        self._ended(now_s, sequence, "cancelled", reason)
+        if self._is_in_flight(sequence):
+            self.scheduler.remove(now_s, sequence)
+            self._doomed.add(key)
+        else:
+            self._drop(now_s, sequence, tell_peer=reason)
+
+    def _fail(self, now_s: float, sequence: Sequence, reason: str) -> None:
+        """Give the request back: the manager displaces it, its gateway resubmits it."""
+        if sequence.key in self._doomed or self._sequences.get(sequence.key) is not sequence:
+            return
+        if sequence.key in self._outgoing or sequence.key in self._incoming:
+            self.counters.transfer_failures += 1
+        self._ended(now_s, sequence, "failed", reason)
+        if self._is_in_flight(sequence):
+            self.scheduler.remove(now_s, sequence)
+            self._doomed.add(sequence.key)
+        else:
+            self._drop(now_s, sequence, tell_peer=reason)
+
+    def _is_in_flight(self, sequence: Sequence) -> bool:
+        return self._in_flight is not None and any(row.sequence is sequence for row in self._in_flight.rows)
+
+    def _drop(self, now_s: float, sequence: Sequence, tell_peer: str = "cancelled") -> None:
+        """Forget a sequence; its blocks are freed now, or as soon as its runs in flight have settled."""
+        key = sequence.key
+        self.scheduler.remove(now_s, sequence)
+        self._sequences.pop(key, None)
+        self._segments.pop(key, None)
+        outgoing = self._outgoing.pop(key, None)
+        incoming = self._incoming.pop(key, None)
+        held_back = False
+        if outgoing is not None:
+            self._effects.append(
+                Send(
+                    outgoing.peer,
+                    KvAbort(sequence.request_id, sequence.request.attempt, outgoing.transfer_id, tell_peer),
+                )
+            )
+            held_back = self._settle(outgoing, outgoing.lease_id)
+        if incoming is not None:
+            self._incoming_by_lease.pop(incoming.lease_id, None)
+            self.leases.end(incoming.lease_id)
+            self._effects.append(
+                Send(
+                    incoming.sender,
+                    KvAbort(sequence.request_id, sequence.request.attempt, incoming.transfer_id, tell_peer),
+                )
+            )
+            held_back = self._settle(incoming, incoming.lease_id) or held_back
+        if not held_back:
+            self.kv.release(key)
+
+    def _settle(self, transfer: Outgoing | Incoming, lease_id: int) -> bool:
+        """Mark a transfer dead; True if its runs in flight must end before its blocks are freed."""
+        transfer.dead = True
+        if isinstance(transfer, Outgoing):
+            self._outgoing_by_lease.pop(lease_id, None)
+        if transfer.in_flight == 0:
+            return False
+        self._settling[lease_id] = transfer
+        self._effects.append(CancelRuns(lease_id))
+        return True
+
+    def _settled(self, lease_id: int) -> None:
+        transfer = self._settling[lease_id]
+        if transfer.in_flight == 0:
+            del self._settling[lease_id]
+            self.kv.release(transfer.sequence.key)
+
+    def _ended(
+        self,
+        now_s: float,
+        sequence: Sequence,
+        outcome: Literal["finished", "handed_over", "parked", "cancelled", "failed"],
+        reason: str = "",
+    ) -> None:
+        self._effects.append(
+            Send(
+                self.manager,
+                SegmentEnded(
+                    self.instance, sequence.request_id, sequence.request.attempt, outcome, sequence.computed, reason
+                ),
+            )
+        )
+
+    def _update(self, sequence: Sequence, update: TokenUpdate) -> None:
+        self._updates.setdefault(sequence.request.gateway, []).append(update)
+
+    # -- hand-over, sending end --------------------------------------------------------------------------------
+
+    def _offer(self, now_s: float, sequence: Sequence, peer: InstanceId, positions: int) -> None:
+        outgoing = Outgoing(
+            sequence, peer, self._random.getrandbits(53), positions, now_s + self._settings.offer_timeout_s
+        )
+        self._outgoing[sequence.key] = outgoing
+        self._effects.append(
+            Send(
+                peer,
+                KvOffer(
+                    self.instance, sequence.request_id, sequence.request.attempt, outgoing.transfer_id, positions
+                ),
+            )
+        )
+
+    def _granted(self, now_s: float, grant: KvGrant) -> None:
+        key = sequence_key(grant.request_id, grant.attempt)
+        outgoing = self._outgoing.get(key)
+        if outgoing is None or outgoing.transfer_id != grant.transfer_id or outgoing.granted:
+            return  # we gave up meanwhile; the abort that said so is on its way
+        link = next((name for name in self._settings.links if name in grant.links), "")
+        if not link:
+            self._fail(now_s, outgoing.sequence, f"no common KV link with {outgoing.peer}")
+            return
+        outgoing.lease_id = grant.lease_id
+        outgoing.target_blocks = grant.blocks
+        outgoing.skip_blocks = outgoing.sent_blocks = grant.cached_tokens // self.capacity.block_size
+        outgoing.links = grant.links
+        outgoing.link = link
+        self._outgoing_by_lease[grant.lease_id] = outgoing
+        self._push(now_s, outgoing)
+
+    def _push(self, now_s: float, outgoing: Outgoing) -> None:
+        """Send the blocks that are complete; at the segment's end also the last, partial one, and the hand-over."""
+        if not outgoing.granted or outgoing.dead:
+            return
+        sequence = outgoing.sequence
+        leaving = sequence.phase is Phase.LEAVING
+        if sequence.phase not in (Phase.RUNNING, Phase.LEAVING):
+            return  # preempted: what was sent stays sent, the rest follows when it is computed again
+        computed = min(sequence.computed, outgoing.positions)
+        blocks = self.kv.geometry.blocks_for(computed) if leaving else computed // self.capacity.block_size
+        runs = outgoing.next_runs(self.kv.blocks(sequence.key), blocks)
+        if runs:
+            sequence.pinned = True
+            self._effects.append(
+                SendRuns(
+                    outgoing.peer, sequence.request_id, sequence.request.attempt, outgoing.lease_id, outgoing.round,
+                    outgoing.link, outgoing.links[outgoing.link], runs,
+                )
+            )
+        if leaving and not outgoing.handed_over:
+            outgoing.handed_over = True
+            outgoing.deadline_s = now_s + self._settings.accept_timeout_s
+            exposed = now_s - outgoing.computed_at_s if outgoing.computed_at_s is not None else 0.0
+            self._effects.append(
+                Send(
+                    outgoing.peer,
+                    KvHandOver(
+                        sequence.request_id, sequence.request.attempt, outgoing.lease_id, outgoing.round,
+                        sequence.tokens, computed, outgoing.round_runs, sequence.cached_tokens, exposed,
+                    ),
+                )
+            )
+
+    def run_sent(self, now_s: float, lease_id: int, error: str | None) -> None:
+        """A run left (or failed: then the receiver will ask again, or a deadline ends it)."""
+        outgoing = self._outgoing_by_lease.get(lease_id) or self._settling.get(lease_id)
+        if not isinstance(outgoing, Outgoing):
+            raise InvariantViolated(f"a run of unknown lease {lease_id} was sent")
+        outgoing.in_flight -= 1
+        outgoing.sequence.pinned = outgoing.in_flight > 0
+        if outgoing.dead:
+            self._settled(lease_id)
+
+    def _accepted(self, now_s: float, lease_id: int) -> None:
+        outgoing = self._outgoing_by_lease.pop(lease_id, None)
+        if outgoing is None:
+            return
+        sequence = outgoing.sequence
+        self.counters.transfers_out += 1
+        del self._outgoing[sequence.key]
+        self._ended(now_s, sequence, "handed_over")
+        self._sequences.pop(sequence.key)
+        self._segments.pop(sequence.key)
+        outgoing.dead = True
+        if outgoing.in_flight:  # its bytes have arrived, but the link has not said so yet
+            self._settling[lease_id] = outgoing
+        else:
+            self.kv.release(sequence.key)
+
+    # -- hand-over, receiving end ------------------------------------------------------------------------------
+
+    def _grant_offers(self, now_s: float) -> None:
+        """First come, first granted. Not while a plan with copies runs: blocks it frees are still being read."""
+        if self._in_flight is not None and self._in_flight.copies:
+            return
+        postponed: deque[QueuedOffer] = deque()
+        while self._offers:
+            offer = self._offers.popleft()
+            key = sequence_key(offer.request_id, offer.attempt)
+            sequence = self._sequences.get(key)
+            if sequence is None:
+                # Its StartSegment comes over another connection and may be later than the offer.
+                if now_s - offer.since_s < self._settings.offer_timeout_s:
+                    postponed.append(offer)
+                continue
+            if key in self._incoming:
+                continue
+            if not self._room_for(offer.positions):
+                postponed.append(offer)
+                break
+            cached = self.kv.reserve(key, sequence.tokens, offer.positions)
+            if cached is None:
+                postponed.append(offer)
+                break
+            self._grant(now_s, offer, sequence, cached)
+        postponed.extend(self._offers)
+        self._offers = postponed
+
+    def _room_for(self, positions: int) -> bool:
+        """Keep a block for every running sequence, unless nothing else is going on."""
+        running = sum(1 for s in self._sequences.values() if s.phase is Phase.RUNNING)
+        spare = self.kv.free_blocks + self.kv.cached_blocks - self.kv.geometry.blocks_for(positions)
+        return running == 0 or spare >= min(running, self.kv.total_blocks // 20)
+
+    def _grant(self, now_s: float, offer: QueuedOffer, sequence: Sequence, cached: int) -> None:
+        lease_id = self._random.getrandbits(40) | 1 << 40  # never 0; tags take the low 40 bits
+        incoming = Incoming(sequence, offer.sender, offer.transfer_id, lease_id, offer.positions)
+        self._incoming[sequence.key] = incoming
+        self._incoming_by_lease[lease_id] = incoming
+        self.leases.grant(now_s, lease_id, sequence.key, offer.sender)
+        self._effects.append(
+            Send(
+                offer.sender,
+                KvGrant(
+                    offer.request_id, offer.attempt, offer.transfer_id, lease_id, self._settings.lease_s,
+                    list(self.kv.blocks(sequence.key)), cached, self._link_addresses,
+                ),
+            )
+        )
+
+    def _chunk(self, now_s: float, chunk: KvChunk) -> None:
+        incoming = self._incoming_by_lease.get(chunk.lease_id)
+        if incoming is None or chunk.round != incoming.round or incoming.retry_link:
+            return  # of a round or a lease that is over
+        if sequence_key(chunk.request_id, chunk.attempt) != incoming.sequence.key:
+            self._fail(now_s, incoming.sequence, f"{incoming.sender} sent KV of another request under this lease")
+            return
+        own = set(self.kv.blocks(incoming.sequence.key))
+        for run in chunk.runs:
+            if not own.issuperset(range(run.first_block, run.first_block + run.num_blocks)):
+                self._fail(now_s, incoming.sequence, f"{incoming.sender} sent KV to blocks it was not granted")
+                return
+        self.leases.renew(now_s, chunk.lease_id)
+        incoming.in_flight += len(chunk.runs)
+        runs = tuple(Run(run.tag, 0, run.first_block, run.num_blocks, run.checksum) for run in chunk.runs)
+        self._effects.append(ReceiveRuns(chunk.lease_id, chunk.round, chunk.link, runs))
+
+    def run_received(self, now_s: float, lease_id: int, round_: int, error: str | None) -> None:
+        """A run is in its blocks and checked, or is not."""
+        settling = self._settling.get(lease_id)
+        if settling is not None:
+            settling.in_flight -= 1
+            self._settled(lease_id)
+            return
+        incoming = self._incoming_by_lease.get(lease_id)
+        if incoming is None:
+            raise InvariantViolated(f"a run of unknown lease {lease_id} was received")
+        incoming.in_flight -= 1
+        if error is None and round_ == incoming.round and not incoming.retry_link:
+            incoming.received_runs += 1
+            self.leases.renew(now_s, lease_id)
+        elif not incoming.retry_link:
+            self._round_failed(now_s, incoming, error or "stale round")
+        if incoming.dead:
+            return
+        if incoming.retry_link and incoming.in_flight == 0:
+            self._ask_again(now_s, incoming)
+        elif incoming.complete:
+            self._accept(now_s, incoming)
+
+    def _round_failed(self, now_s: float, incoming: Incoming, error: str) -> None:
+        """Once over another path, then give up (the request is recomputed elsewhere)."""
+        path = self._settings.links[-1]
+        if incoming.round > 0:
+            self._fail(now_s, incoming.sequence, f"KV transfer failed twice: {error}")
+            return
+        self.counters.transfer_retries += 1
+        incoming.retry_link = path
+        if incoming.in_flight:
+            self._effects.append(CancelRuns(incoming.lease_id))
+
+    def _ask_again(self, now_s: float, incoming: Incoming) -> None:
+        incoming.round += 1
+        incoming.received_runs = 0
+        incoming.hand_over = None
+        link, incoming.retry_link = incoming.retry_link, ""
+        self.leases.renew(now_s, incoming.lease_id)
+        request = incoming.sequence.request
+        self._effects.append(
+            Send(
+                incoming.sender,
+                KvAbort(
+                    request.request_id, request.attempt, incoming.transfer_id, "transfer failed", link, incoming.round
+                ),
+            )
+        )
+
+    def _hand_over(self, now_s: float, message: KvHandOver) -> None:
+        incoming = self._incoming_by_lease.get(message.lease_id)
+        if incoming is None or message.round != incoming.round:
+            return
+        if message.computed != incoming.positions or len(message.tokens) < message.computed:
+            self._fail(now_s, incoming.sequence, f"{incoming.sender} handed over {message.computed} positions")
+            return
+        incoming.hand_over = message
+        incoming.hand_over_at_s = now_s
+        self.leases.renew(now_s, message.lease_id)
+        if incoming.complete:
+            self._accept(now_s, incoming)
+
+    def _accept(self, now_s: float, incoming: Incoming) -> None:
+        hand_over = incoming.hand_over
+        if hand_over is None:
+            raise InvariantViolated("accepted without a hand-over")
+        sequence = incoming.sequence
+        sequence.tokens = list(hand_over.tokens)
+        sequence.computed = hand_over.computed
+        sequence.cached_tokens = hand_over.cached_tokens
+        sequence.delivered = sequence.output_tokens
+        sequence.transfer_s = hand_over.exposed_s + (now_s - incoming.hand_over_at_s)
+        sequence.phase = Phase.RUNNING
+        del self._incoming[sequence.key]
+        del self._incoming_by_lease[incoming.lease_id]
+        self.leases.end(incoming.lease_id)
+        self.counters.transfers_in += 1
+        self.kv.committed(sequence)
+        self._effects.append(
+            Send(incoming.sender, KvAccepted(sequence.request_id, sequence.request.attempt, incoming.lease_id))
+        )
+        self.scheduler.add(now_s, sequence)
+
+    # -- hand-over, both ends ----------------------------------------------------------------------------------
+
+    def _abort(self, now_s: float, sender: InstanceId, message: KvAbort) -> None:
+        key = sequence_key(message.request_id, message.attempt)
+        self._offers = deque(o for o in self._offers if o.transfer_id != message.transfer_id)
+        outgoing = self._outgoing.get(key)
+        if outgoing is not None and outgoing.transfer_id == message.transfer_id:
+            if message.retry_link and message.retry_link in outgoing.links:
+                self.counters.transfer_retries += 1
+                outgoing.restart(message.retry_link, message.round)
+                self._push(now_s, outgoing)
+            else:
+                self._fail(now_s, outgoing.sequence, f"{sender} aborted the transfer: {message.reason}")
+            return
+        incoming = self._incoming.get(key)
+        awaiting = self._sequences.get(key)
+        if incoming is not None and incoming.transfer_id != message.transfer_id:
+            return
+        # The sender decided about the request and told the manager; here it only goes.
+        if awaiting is not None and awaiting.phase is Phase.AWAITING_KV:
+            self._drop(now_s, awaiting, tell_peer=message.reason)
+
+    def _renew(self, now_s: float) -> None:
+        """Tell receivers that we are still at it, and senders that their offers still wait."""
+        leases: dict[InstanceId, list[int]] = {}
+        transfers: dict[InstanceId, list[int]] = {}
+        for outgoing in self._outgoing.values():
+            if outgoing.granted:
+                leases.setdefault(outgoing.peer, []).append(outgoing.lease_id)
+        for offer in self._offers:
+            transfers.setdefault(offer.sender, []).append(offer.transfer_id)
+        for peer in leases.keys() | transfers.keys():
+            self._effects.append(Send(peer, KvRenew(leases.get(peer, []), transfers.get(peer, []))))
+
+    # -- reports -----------------------------------------------------------------------------------------------
+
+    def figures(self, memory_free_bytes: int) -> WorkerFigures:
+        phases = {phase: 0 for phase in Phase}
+        queued = context = 0
+        queue: list[QueuedWork] = []
+        for sequence in self._sequences.values():
+            phases[sequence.phase] += 1
+            prefill_left = max(0, min(len(sequence.request.tokens), sequence.target) - sequence.computed)
+            if sequence.phase in (Phase.WAITING, Phase.RUNNING, Phase.SWAPPED):
+                queued += prefill_left if prefill_left > 1 else 0
+                context += sequence.computed
+            if len(queue) < _REPORTED_QUEUE:
+                left = max(0, round(sequence.predicted) - sequence.output_tokens)
+                queue.append(QueuedWork(sequence.request_id, prefill_left, sequence.computed, left))
+        kv = self.kv
+        cache = kv.figures()
+        return WorkerFigures(
+            total_blocks=kv.total_blocks,
+            free_blocks=kv.free_blocks,
+            cached_blocks=kv.cached_blocks,
+            host_blocks=kv.host_blocks,
+            host_free_blocks=kv.host_free_blocks,
+            memory_free_bytes=memory_free_bytes,
+            running=phases[Phase.RUNNING],
+            waiting=phases[Phase.WAITING] + phases[Phase.SWAPPED],
+            awaiting_kv=phases[Phase.AWAITING_KV],
+            parked=phases[Phase.PARKED] + phases[Phase.LEAVING],
+            queued_prefill_tokens=queued,
+            running_context_tokens=context,
+            step_s=self._averages.step_s,
+            prefill_tokens_per_s=self._averages.prefill_tokens_per_s,
+            decode_step_s=self._averages.decode_step_s,
+            preemptions=self.counters.preemptions,
+            prefix_queries=int(cache.get("prefix_queries_total", 0)),
+            prefix_hits=int(cache.get("prefix_hits_total", 0)),
+            leases=len(self.leases),
+            expired_leases=self.leases.expired,
+            queue=queue,
+        )
+
+    def check(self) -> None:
+        """Raise `InvariantViolated` if anything is held by nobody, or by two."""
+        self.kv.check()
+        known = set(self._sequences) | {transfer.sequence.key for transfer in self._settling.values()}
+        stray = set(self.kv.owners()) - known
+        if stray:
+            raise InvariantViolated(f"blocks of forgotten sequences: {sorted(stray)[:4]}")
+        for lease_id in self._incoming_by_lease:
+            self.leases.get(lease_id)
+        if len(self.leases) != len(self._incoming_by_lease):
+            raise InvariantViolated("leases and incoming transfers differ")
+
+

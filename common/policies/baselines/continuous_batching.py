@@ -1,0 +1,124 @@
+"""Continuous batching with chunked prefill: every iteration admits, every iteration may finish (ORCA, Sarathi, vLLM).
+
+The default `IterationScheduler`. First every decode row, oldest first; then prefill chunks of sequences already
+running; then, if nobody had to be preempted, swapped and waiting sequences by priority and arrival. When the cache is
+full the youngest running sequence gives way, so the oldest always advances and nothing starves.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import Literal
+
+from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Row, Sequence
+from cohort.common.policies.sequences import preempt, resume, start
+
+
+def _order(sequence: Sequence) -> tuple[int, float, str]:
+    return (sequence.request.priority, sequence.arrived_s, sequence.key)
+
+
+class ContinuousBatching:
+    def __init__(
+        self, *, max_rows: int, max_step_tokens: int, prefill_chunk: int, preemption: Literal["swap", "recompute"]
+    ) -> None:
+        self._max_rows = max_rows
+        self._max_step_tokens = max_step_tokens
+        self._prefill_chunk = prefill_chunk
+        self._preemption = preemption
+        self._waiting: list[Sequence] = []  # sorted by _order
+        self._running: list[Sequence] = []  # sorted by _order
+        self._swapped: list[Sequence] = []  # sorted by _order
+
+    def add(self, now_s: float, sequence: Sequence) -> None:
+        insort(self._running if sequence.phase is Phase.RUNNING else self._waiting, sequence, key=_order)
+
+    def remove(self, now_s: float, sequence: Sequence) -> None:
+        for queue in (self._running, self._waiting, self._swapped):
+            if sequence in queue:
+                queue.remove(sequence)
+                return
+
+    def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
+        plan = IterationPlan()
+        decode_rows: list[Row] = []
+        prefill_rows: list[Row] = []
+        planned: set[Sequence] = set()
+        tokens_left = self._max_step_tokens
+
+        for sequence in [s for s in self._running if s.uncomputed == 1]:
+            if len(decode_rows) == self._max_rows or tokens_left == 0:
+                break
+            # An older row may have taken this one's place in the cache meanwhile.
+            if sequence.phase is Phase.RUNNING and self._make_room(sequence, sequence.computed + 1, kv, plan, planned):
+                decode_rows.append(Row(sequence, sequence.computed, 1))
+                planned.add(sequence)
+                tokens_left -= 1
+
+        for sequence in [s for s in self._running if s.uncomputed > 1]:
+            count = min(sequence.uncomputed, self._prefill_chunk, tokens_left)
+            if count == 0 or len(planned) == self._max_rows:
+                break
+            if sequence.phase is not Phase.RUNNING:
+                continue
+            if not self._make_room(sequence, sequence.computed + count, kv, plan, planned):
+                break
+            prefill_rows.append(Row(sequence, sequence.computed, count))
+            planned.add(sequence)
+            tokens_left -= count
+
+        if not plan.preempted:
+            while self._swapped and tokens_left and len(planned) < self._max_rows:
+                sequence = self._swapped[0]
+                if not resume(sequence, kv, plan):
+                    break
+                self._swapped.pop(0)
+                insort(self._running, sequence, key=_order)
+                tokens_left -= self._row(sequence, tokens_left, decode_rows, prefill_rows, planned)
+            while self._waiting and not self._swapped and tokens_left and len(planned) < self._max_rows:
+                sequence = self._waiting[0]
+                if not self._has_room(sequence, kv) or not start(sequence, kv):
+                    break
+                self._waiting.pop(0)
+                insort(self._running, sequence, key=_order)
+                tokens_left -= self._row(sequence, tokens_left, decode_rows, prefill_rows, planned)
+
+        plan.rows = prefill_rows + decode_rows
+        plan.reason = f"{len(prefill_rows)} prefill, {len(decode_rows)} decode, {len(plan.preempted)} preempted"
+        return plan
+
+    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
+        """First come, first served needs no cost model."""
+
+    def figures(self) -> dict[str, float]:
+        return {"swapped": float(len(self._swapped))}
+
+    def _row(
+        self, sequence: Sequence, tokens_left: int, decode_rows: list[Row], prefill_rows: list[Row],
+        planned: set[Sequence],
+    ) -> int:
+        count = min(sequence.uncomputed, self._prefill_chunk, tokens_left)
+        (decode_rows if count == 1 else prefill_rows).append(Row(sequence, sequence.computed, count))
+        planned.add(sequence)
+        return count
+
+    def _has_room(self, sequence: Sequence, kv: KvAllocator) -> bool:
+        """Leave every running sequence its next block, or a newcomer is let in only to push somebody out."""
+        spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
+        return not self._running or spare >= min(len(self._running), kv.total_blocks // 50)
+
+    def _make_room(
+        self, sequence: Sequence, positions: int, kv: KvAllocator, plan: IterationPlan, planned: set[Sequence]
+    ) -> bool:
+        """Extend, preempting younger sequences that are not in this plan; as a last resort the sequence itself."""
+        while not kv.extend(sequence, positions):
+            younger = self._running[bisect_left(self._running, _order(sequence), key=_order) :]
+            victim = next((s for s in reversed(younger) if s not in planned and not s.pinned), None)
+            if victim is None:
+                return False
+            self._running.remove(victim)
+            preempt(victim, kv, plan, self._preemption)
+            insort(self._swapped if victim.phase is Phase.SWAPPED else self._waiting, victim, key=_order)
+            if victim is sequence:
+                return False
+        return True

@@ -1,0 +1,164 @@
+"""Paged KV allocation: blocks on demand, prefixes shared, whole sequences swapped (vLLM's scheme).
+
+The worker's default `KvAllocator`. A sequence takes the blocks its known tokens need and grows block by block; full
+blocks enter the prefix cache as soon as they are computed. Host blocks hold swapped sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from cohort.common.errors import InvariantViolated
+from cohort.common.kv.block_pool import BlockHash, BlockPool, block_hashes
+from cohort.common.policies.interface import KvCopy, Sequence, SequenceKey
+from cohort.common.types import KvGeometry
+
+
+@dataclass(slots=True)
+class _Holding:
+    blocks: list[int]
+    hashes: list[BlockHash] = field(default_factory=list)
+    """Of the leading blocks that entered (or came from) the prefix cache."""
+    host: list[int] = field(default_factory=list)
+
+
+class PagedAllocator:
+    def __init__(self, geometry: KvGeometry, num_blocks: int, host_blocks: int, *, prefix_caching: bool = True) -> None:
+        self.geometry = geometry
+        self._caching = prefix_caching
+        self._pool = BlockPool(num_blocks, caching=prefix_caching)
+        self._host = BlockPool(host_blocks, caching=False)
+        self._held: dict[SequenceKey, _Holding] = {}
+        self._prefix_queries = 0
+        self._prefix_hits = 0
+        self._failures = 0
+
+    # -- taking ------------------------------------------------------------------------------------------------
+
+    def admit(self, sequence: Sequence) -> int | None:
+        # At least one position must be computed, or there are no logits to sample from.
+        return self._take(sequence.key, sequence.tokens, sequence.target, max_cached=sequence.target - 1)
+
+    def reserve(self, key: SequenceKey, tokens: Seq[int], positions: int) -> int | None:
+        return self._take(key, tokens, positions, max_cached=min(positions, len(tokens)))
+
+    def _take(self, key: SequenceKey, tokens: Seq[int], positions: int, max_cached: int) -> int | None:
+        if key in self._held:
+            raise InvariantViolated(f"{key} already holds blocks")
+        size = self.geometry.block_size
+        hashes = block_hashes(tokens[: max_cached // size * size], size) if self._caching else []
+        shared = self._pool.lookup(hashes)
+        wanted = self.geometry.blocks_for(positions) - len(shared)
+        # Shared blocks that nobody owns are among the available ones until they are taken.
+        if wanted > self._pool.available - (len(shared) - self._pool.owned_among(shared)):
+            self._failures += 1
+            return None
+        self._pool.reuse(shared)
+        self._prefix_queries += max_cached
+        self._prefix_hits += len(shared) * size
+        self._held[key] = _Holding(shared + self._pool.allocate(wanted), hashes[: len(shared)])
+        return len(shared) * size
+
+    def extend(self, sequence: Sequence, positions: int) -> bool:
+        holding = self._held[sequence.key]
+        wanted = self.geometry.blocks_for(positions) - len(holding.blocks)
+        if wanted <= 0:
+            return True
+        if wanted > self._pool.available:
+            self._failures += 1
+            return False
+        holding.blocks.extend(self._pool.allocate(wanted))
+        return True
+
+    def committed(self, sequence: Sequence) -> None:
+        holding = self._held.get(sequence.key)
+        if holding is None or not self._caching:
+            return
+        size = self.geometry.block_size
+        known = len(holding.hashes)
+        full = sequence.computed // size
+        if full <= known:
+            return
+        parent = holding.hashes[-1] if holding.hashes else b""
+        fresh = block_hashes(sequence.tokens[: full * size], size, known, parent)
+        for offset, digest in enumerate(fresh):
+            self._pool.remember(holding.blocks[known + offset], digest)
+        holding.hashes.extend(fresh)
+
+    # -- giving back -------------------------------------------------------------------------------------------
+
+    def release(self, key: SequenceKey) -> None:
+        holding = self._held.pop(key, None)
+        if holding is not None:
+            self._pool.release(holding.blocks)
+            self._host.release(holding.host)
+
+    def swap_out(self, sequence: Sequence) -> KvCopy | None:
+        holding = self._held[sequence.key]
+        used = self.geometry.blocks_for(sequence.computed)
+        if used > self._host.available:
+            return None
+        host = self._host.allocate(used)
+        copy = KvCopy("out", "block", tuple(holding.blocks[:used]), tuple(host))
+        self._pool.release(holding.blocks)
+        holding.blocks = []
+        holding.hashes = []
+        holding.host = host
+        return copy
+
+    def swap_in(self, sequence: Sequence) -> KvCopy | None:
+        holding = self._held[sequence.key]
+        wanted = self.geometry.blocks_for(sequence.target)
+        if wanted > self._pool.available:
+            return None
+        blocks = self._pool.allocate(wanted)
+        copy = KvCopy("in", "block", tuple(blocks[: len(holding.host)]), tuple(holding.host))
+        holding.blocks = blocks
+        self._host.release(holding.host)
+        holding.host = []
+        return copy
+
+    # -- what is there -----------------------------------------------------------------------------------------
+
+    def blocks(self, key: SequenceKey) -> Seq[int]:
+        return self._held[key].blocks
+
+    def directions(self, key: SequenceKey) -> Seq[int] | None:
+        return None
+
+    @property
+    def total_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        return self._pool.free_blocks
+
+    @property
+    def cached_blocks(self) -> int:
+        return self._pool.cached_blocks
+
+    @property
+    def host_blocks(self) -> int:
+        return self._host.num_blocks
+
+    @property
+    def host_free_blocks(self) -> int:
+        return self._host.available
+
+    def owners(self) -> Mapping[SequenceKey, int]:
+        return {key: len(holding.blocks) + len(holding.host) for key, holding in self._held.items()}
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "prefix_queries_total": float(self._prefix_queries),
+            "prefix_hits_total": float(self._prefix_hits),
+            "allocation_failures_total": float(self._failures),
+            "cache_evictions_total": float(self._pool.evictions),
+        }
+
+    def check(self) -> None:
+        self._pool.check([holding.blocks for holding in self._held.values()])
+        self._host.check([holding.host for holding in self._held.values()])

@@ -1,0 +1,100 @@
+"""Where requests run: on one instance (colocated) or split at the prompt's end (P/D disaggregation, DistServe, B8).
+
+Both choose by load. When a role has no living instance the other role stands in: an answer in degraded form beats a
+queue that nobody serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
+from cohort.common.types import InstanceId, Request, RequestId, Segment
+
+
+def fits(view: InstanceView, request: Request) -> bool:
+    """Whether the whole request could ever be held by this instance alone."""
+    capacity = view.capacity
+    return (
+        request.prompt_tokens + request.sampling.max_tokens <= capacity.max_model_len
+        and capacity.geometry.blocks_for(request.max_positions) <= capacity.num_blocks
+    )
+
+
+def _impossible(views: Iterable[InstanceView], request: Request) -> Impossible:
+    most = max((min(v.capacity.max_model_len, v.capacity.num_blocks * v.capacity.block_size) for v in views), default=0)
+    wanted = request.prompt_tokens + request.sampling.max_tokens
+    return Impossible(f"needs {wanted} positions; the largest instance holds {most}")
+
+
+def _prefill_load(view: InstanceView) -> tuple[int, int, str]:
+    return (view.queued_prefill_tokens, view.figures.running + view.assigned_requests, view.instance)
+
+
+def _decode_load(view: InstanceView) -> tuple[float, int, str]:
+    """Share of the cache in use or promised, then rows."""
+    block_size = view.capacity.block_size
+    promised = -(-view.assigned_context_tokens // block_size)
+    used = view.capacity.num_blocks - view.free_blocks + promised
+    rows = view.figures.running + view.figures.awaiting_kv + view.assigned_requests
+    return (used / max(1, view.capacity.num_blocks), rows, view.instance)
+
+
+def _unified_load(view: InstanceView) -> tuple[float, int, str]:
+    used, rows, name = _decode_load(view)
+    # A queued prompt delays a newcomer as a busy cache does; one step's worth of tokens weighs like a full cache.
+    return (used + view.queued_prefill_tokens / max(1, view.capacity.max_step_tokens), rows, name)
+
+
+class Colocated:
+    """One segment on the least loaded instance."""
+
+    def place(
+        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: InstanceId | None
+    ) -> Placed | Wait | Impossible:
+        views = list(cluster.instances.values())
+        if not views:
+            return Wait("no worker is registered")
+        able = [view for view in views if fits(view, waiting.request)]
+        if not able:
+            return _impossible(views, waiting.request)
+        unified = [view for view in able if view.role.prefills and view.role.decodes] or able
+        chosen = next((view for view in unified if view.instance == wish), None) or min(unified, key=_unified_load)
+        return Placed((Segment(0, None, chosen.instance),), "colocated on the least loaded instance")
+
+    def finished(self, now_s: float, request_id: RequestId) -> None:
+        """Keeps nothing per request."""
+
+
+class Disaggregated:
+    """[0, P) on the prefill worker with the shortest queue, [P, ∞) on the decode worker with the most room (B8)."""
+
+    def __init__(self) -> None:
+        self._colocated = Colocated()
+
+    def place(
+        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: InstanceId | None
+    ) -> Placed | Wait | Impossible:
+        request = waiting.request
+        views = list(cluster.instances.values())
+        prefills = [view for view in views if view.role.prefills]
+        decodes = [view for view in views if view.role.decodes and fits(view, request)]
+        if not prefills or not any(view.role.decodes for view in views):
+            placed = self._colocated.place(now_s, waiting, cluster, wish)
+            return Placed(placed.segments, "a role is missing: colocated") if isinstance(placed, Placed) else placed
+        split = len(request.tokens)
+        able = [view for view in prefills if view.capacity.geometry.blocks_for(split) <= view.capacity.num_blocks]
+        if not decodes or not able:
+            return _impossible(views, request)
+        prefill = next((view for view in able if view.instance == wish), None) or min(able, key=_prefill_load)
+        if split - request.prompt_tokens + 1 >= request.sampling.max_tokens:
+            return Placed((Segment(0, None, prefill.instance),), "its last token comes with the prefill")
+        decode = min(decodes, key=_decode_load)
+        if decode.instance == prefill.instance:
+            return Placed((Segment(0, None, prefill.instance),), "one instance is best for both")
+        return Placed(
+            (Segment(0, split, prefill.instance), Segment(split, None, decode.instance)), "prefill and decode by load"
+        )
+
+    def finished(self, now_s: float, request_id: RequestId) -> None:
+        """Keeps nothing per request."""

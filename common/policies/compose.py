@@ -1,0 +1,89 @@
+"""Configuration → policies. The only file that knows all systems; live services and the simulator both build here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cohort.common.policies.baselines.bounded_admission import BoundedAdmission
+
+from cohort.common.config import Config
+from cohort.common.errors import ConfigError
+from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
+from cohort.common.policies.baselines.first_come import FirstCome
+from cohort.common.policies.baselines.paged_allocation import PagedAllocator
+from cohort.common.policies.baselines.placements import Colocated, Disaggregated
+from cohort.common.policies.interface import (
+    Admission,
+    IterationScheduler,
+    KvAllocator,
+    LateBinding,
+    Placement,
+    PrefillOrder,
+)
+from cohort.common.types import KvGeometry
+
+ADMISSIONS = ("bounded",)
+PLACEMENTS = ("colocated", "disaggregated")
+PREFILL_ORDERS = ("fcfs",)
+ITERATIONS = ("continuous_batching",)
+ALLOCATIONS = ("paged",)
+WAITING_KV = ("none",)
+
+
+def admission(config: Config) -> Admission:
+    _known("admission", config.policies.admission, ADMISSIONS)
+    return BoundedAdmission(
+        max_waiting_requests=config.gateway.max_waiting_requests, max_waiting_tokens=config.gateway.max_waiting_tokens
+    )
+
+
+def placement(config: Config) -> Placement:
+    name = config.policies.placement
+    _known("placement", name, PLACEMENTS)
+    return Colocated() if name == "colocated" else Disaggregated()
+
+
+def prefill_order(config: Config) -> PrefillOrder:
+    _known("prefill_order", config.policies.prefill_order, PREFILL_ORDERS)
+    return FirstCome(dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens)
+
+
+def late_binding(config: Config) -> LateBinding | None:
+    _known("waiting_kv", config.policies.waiting_kv, WAITING_KV)
+    return None
+
+
+def iteration(config: Config) -> IterationScheduler:
+    _known("iteration", config.policies.iteration, ITERATIONS)
+    return ContinuousBatching(
+        max_rows=config.engine.max_rows,
+        max_step_tokens=config.engine.max_step_tokens,
+        prefill_chunk=config.engine.prefill_chunk,
+        preemption=config.engine.preemption,
+    )
+
+
+def allocation(config: Config, geometry: KvGeometry, num_blocks: int, host_blocks: int) -> KvAllocator:
+    _known("allocation", config.policies.allocation, ALLOCATIONS)
+    return PagedAllocator(geometry, num_blocks, host_blocks, prefix_caching=config.kv.prefix_caching)
+
+
+def check_names(config: Config) -> None:
+    """Raises `ConfigError` for a policy nobody knows; every process calls it at start."""
+    policies = config.policies
+    seats: Mapping[str, tuple[str, tuple[str, ...]]] = {
+        "admission": (policies.admission, ADMISSIONS),
+        "placement": (policies.placement, PLACEMENTS),
+        "prefill_order": (policies.prefill_order, PREFILL_ORDERS),
+        "iteration": (policies.iteration, ITERATIONS),
+        "allocation": (policies.allocation, ALLOCATIONS),
+        "waiting_kv": (policies.waiting_kv, WAITING_KV),
+    }
+    for seat, (name, known) in seats.items():
+        _known(seat, name, known)
+
+
+
+def _known(seat: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise ConfigError(f"policies.{seat}: no policy named {name!r}; there are: {', '.join(known)}")

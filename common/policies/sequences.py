@@ -1,0 +1,47 @@
+"""State changes of a sequence that a scheduler may make while it decides: start, preempt, resume.
+
+Each keeps the sequence and the allocator in step, so that a scheduler cannot forget half of a change.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Preempt, Sequence
+
+
+def start(sequence: Sequence, kv: KvAllocator) -> bool:
+    """WAITING → RUNNING with its first blocks and whatever prefix the cache holds. False: no room, nothing changed."""
+    cached = kv.admit(sequence)
+    if cached is None:
+        return False
+    sequence.phase = Phase.RUNNING
+    sequence.computed = cached
+    sequence.cached_tokens = max(sequence.cached_tokens, cached if sequence.preemptions == 0 else 0)
+    return True
+
+
+def preempt(sequence: Sequence, kv: KvAllocator, plan: IterationPlan, how: Literal["swap", "recompute"]) -> None:
+    """RUNNING → SWAPPED if asked and the host pool has room, else → WAITING with nothing computed."""
+    sequence.preemptions += 1
+    if how == "swap":
+        copy = kv.swap_out(sequence)
+        if copy is not None:
+            plan.copies.append(copy)
+            plan.preempted.append(Preempt(sequence, "swap"))
+            sequence.phase = Phase.SWAPPED
+            return
+    kv.release(sequence.key)
+    sequence.phase = Phase.WAITING
+    sequence.computed = 0
+    plan.preempted.append(Preempt(sequence, "recompute"))
+
+
+def resume(sequence: Sequence, kv: KvAllocator, plan: IterationPlan) -> bool:
+    """SWAPPED → RUNNING. False: no room on the device, nothing changed."""
+    copy = kv.swap_in(sequence)
+    if copy is None:
+        return False
+    plan.copies.append(copy)
+    sequence.phase = Phase.RUNNING
+    return True

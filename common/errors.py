@@ -57,6 +57,10 @@ class ChecksumMismatch(TransferError):
     """KV bytes arrived that are not the bytes that were sent."""
 
 
+class BufferInUse(TransferError):
+    """A transfer failed and the link cannot promise that it will not touch the buffer again: keep it out of use."""
+
+
 class LeaseExpired(CohortError):
     """Nobody renewed a lease before its deadline; what it held is free again."""
 

@@ -166,6 +166,9 @@ class WorkerMachine:
         """No request is here in any phase and no transfer is settling."""
         return not self._sequences and not self._settling
 
+    def sequences(self) -> Iterable[Sequence]:
+        return self._sequences.values()
+
     @property
     def held(self) -> list[Held]:
         return [Held(s.request.request_id, s.request.attempt) for s in self._sequences.values()]

@@ -30,7 +30,8 @@ class KvLink(Protocol):
         """Receive exactly one buffer sent under this tag, in place.
 
         Raises like `send`, also when the length differs. On return or raise nothing writes into the buffer any more:
-        only then may its blocks be freed. Cancelling the awaiting task gives the same guarantee.
+        only then may its blocks be freed. Cancelling the awaiting task gives the same guarantee. The one exception,
+        for both directions, is `BufferInUse`: the link could not stop the operation, so the buffer must stay unused.
         """
 
     def forget(self, peer: bytes) -> None:

@@ -1,0 +1,86 @@
+"""From an iteration plan to the arrays of one forward.
+
+Called by the worker loop between two iterations; the only place where block tables meet tokens. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cohort.common.engine.batch import PenaltyContext, SamplingRow, StepBatch
+from cohort.common.policies.interface import IterationPlan, KvAllocator, Row, Sequence
+
+
+def build_batch(plan: IterationPlan, kv: KvAllocator) -> tuple[StepBatch, list[Sequence]]:
+    """The batch of `plan.rows`, and the sequences whose next token it draws, in the order of `sample_rows`."""
+    size = kv.geometry.block_size
+    rows = plan.rows
+    counts = np.fromiter((row.count for row in rows), dtype=np.int64, count=len(rows))
+    starts = np.fromiter((row.start for row in rows), dtype=np.int64, count=len(rows))
+    query_start = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum(counts, out=query_start[1:])
+    context_lens = starts + counts
+    widths = -(-context_lens // size)
+
+    tables = np.zeros((len(rows), int(widths.max(initial=1))), dtype=np.int32)
+    directions: np.ndarray | None = None
+    token_ids: list[int] = []
+    for index, row in enumerate(rows):
+        key = row.sequence.key
+        width = int(widths[index])
+        tables[index, :width] = kv.blocks(key)[:width]
+        filled = kv.directions(key)
+        if filled is not None:
+            if directions is None:
+                directions = np.zeros(tables.shape, dtype=np.uint8)
+            directions[index, :width] = filled[:width]
+        if row.count == 1:
+            token_ids.append(row.sequence.tokens[row.start])
+        else:
+            token_ids.extend(row.sequence.tokens[row.start : row.start + row.count])
+
+    row_of_token = np.repeat(np.arange(len(rows)), counts)
+    positions = np.arange(len(token_ids), dtype=np.int64) - np.repeat(query_start[:-1] - starts, counts)
+    offsets = positions % size
+    blocks = positions // size
+    if directions is not None:
+        offsets = np.where(directions[row_of_token, blocks] == 1, size - 1 - offsets, offsets)
+    slot_mapping = tables[row_of_token, blocks].astype(np.int64) * size + offsets
+
+    drawing = [index for index, row in enumerate(rows) if row.start + row.count == row.sequence.known]
+    batch = StepBatch(
+        token_ids=np.array(token_ids, dtype=np.int64),
+        positions=positions,
+        query_start=query_start,
+        context_lens=context_lens.astype(np.int32),
+        block_tables=tables,
+        directions=directions,
+        slot_mapping=slot_mapping,
+        sample_rows=np.array(drawing, dtype=np.int32),
+        sampling=tuple(_sampling(rows[index]) for index in drawing),
+    )
+    return batch, [rows[index].sequence for index in drawing]
+
+
+def _sampling(row: Row) -> SamplingRow:
+    sequence = row.sequence
+    params = sequence.request.sampling
+    penalised = (
+        params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    )
+    prompt = sequence.request.prompt_tokens
+    return SamplingRow(
+        seed=params.seed,
+        position=sequence.known,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        penalty_context=PenaltyContext(sequence.tokens[:prompt], sequence.tokens[prompt:]) if penalised else None,
+        logit_bias=params.logit_bias or None,
+        banned=params.stop_token_ids if sequence.output_tokens < params.min_tokens else (),
+        logprobs=params.logprobs,
+    )

@@ -1,0 +1,1 @@
+"""The bucketing manager: the control plane."""

@@ -1,0 +1,1 @@
+"""The prefill worker: one role of the engine, as a process of its own."""

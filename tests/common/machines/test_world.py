@@ -1,0 +1,182 @@
+"""Manager and workers together: whatever breaks, every request ends once with exactly its output, and nothing is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cohort.common.policies.baselines.placements import Colocated, Disaggregated
+from cohort.common.policies.interface import Placement
+from cohort.common.types import Role
+from tests.common.machines.world import VOCABULARY, SplitAnywhere, World
+
+PD = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
+PD_TWICE = {
+    "prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE,
+}  # fmt: skip
+UNIFIED = {"unified-0": Role.UNIFIED}
+
+
+def offer(world: World, count: int, *, over_s: float = 3.0, shared: int = 0) -> None:
+    """Requests at random times, some sharing a prefix."""
+    random = Random(world.random.getrandbits(32))
+    prefix = [random.randrange(VOCABULARY) for _ in range(shared)]
+    for index in range(count):
+        prompt = (prefix if random.random() < 0.5 else []) + [
+            random.randrange(VOCABULARY) for _ in range(random.randint(1, 40))
+        ]
+        max_tokens = random.randint(1, 30)
+        world.at(
+            random.random() * over_s, lambda i=index, p=prompt, m=max_tokens: world.submit(f"r{i}", p, m)
+        )
+
+
+@pytest.mark.parametrize(
+    ("roles", "placement"), [(UNIFIED, Colocated), (PD, Disaggregated), (PD_TWICE, Disaggregated), (PD, Colocated)]
+)
+def test_undisturbed(roles: dict[str, Role], placement: type[Colocated] | type[Disaggregated]) -> None:
+    world = World(1, roles, placement)
+    offer(world, 60, shared=12)
+    world.run(4.0)
+    world.run_until_quiet()
+    world.check_outputs()
+    assert world.displaced == 0
+    if placement is Disaggregated:
+        assert sum(node.machine.counters.transfers_in for node in world.workers.values()) > 30
+    hits = sum(node.machine.kv.figures()["prefix_hits_total"] for node in world.workers.values())
+    assert hits > 0
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize(("roles", "placement"), [(UNIFIED, Colocated), (PD, Disaggregated)])
+def test_a_small_cache_preempts_and_stays_exact(
+    preemption: str, roles: dict[str, Role], placement: type[Colocated] | type[Disaggregated]
+) -> None:
+    world = World(2, roles, placement, blocks=22, preemption=preemption, host_blocks=40)
+    offer(world, 60)
+    world.run(4.0)
+    world.run_until_quiet()
+    world.check_outputs()
+    assert sum(node.machine.counters.preemptions for node in world.workers.values()) > 0
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("seed", range(4))
+def test_segments_may_meet_anywhere_even_when_the_cache_is_tight(seed: int, preemption: str) -> None:
+    world = World(
+        seed, PD_TWICE, lambda: SplitAnywhere(seed), blocks=24, preemption=preemption, host_blocks=60, caching=seed > 1
+    )
+    offer(world, 90)
+    world.run(4.0)
+    world.run_until_quiet()
+    world.check_outputs()
+    assert world.displaced == 0
+    assert sum(node.machine.counters.preemptions for node in world.workers.values()) > 0
+    assert sum(node.machine.counters.transfers_in for node in world.workers.values()) > 20
+
+
+def test_a_request_that_fits_nowhere_is_refused() -> None:
+    world = World(3, PD, Disaggregated, blocks=8)
+    world.run(3.0)
+    world.submit("big", [1] * 40, 30)
+    world.submit("small", [1] * 10, 5)
+    world.run_until_quiet()
+    assert world.owned["big"].refused
+    world.check_outputs()
+    assert world.owned["small"].finish is not None
+
+
+def test_failed_runs_are_sent_again_over_the_second_path() -> None:
+    world = World(4, PD, Disaggregated, run_failure_rate=0.3)
+    offer(world, 60)
+    world.run(4.0)
+    world.run_until_quiet()
+    world.check_outputs()
+    assert sum(node.machine.counters.transfer_retries for node in world.workers.values()) > 5
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+def test_a_dead_worker_loses_nothing(victim: str) -> None:
+    world = World(5, PD_TWICE, Disaggregated)
+    offer(world, 80)
+    world.at(2.5, lambda: world.kill_worker(victim, None))
+    world.run(4.0)
+    world.run_until_quiet()
+    world.check_outputs()
+    assert world.displaced > 0
+
+
+def test_the_only_decode_worker_dies_and_the_prefill_worker_stands_in() -> None:
+    world = World(6, PD, Disaggregated)
+    offer(world, 40)
+    world.at(2.5, lambda: world.kill_worker("decode-0", None))
+    world.run(4.0)
+    world.run_until_quiet()
+    world.check_outputs()
+
+
+def test_a_restarted_manager_takes_over_what_workers_hold() -> None:
+    world = World(7, PD, Disaggregated)
+    offer(world, 40)
+    world.at(2.3, lambda: world.kill_manager(0.4))
+    world.run(4.0)
+    world.run_until_quiet()
+    world.check_outputs()
+
+
+def test_cancelled_requests_leave_nothing() -> None:
+    world = World(8, PD, Disaggregated)
+    offer(world, 60)
+    for index in range(0, 60, 2):
+        world.at(1.5 + 0.07 * index, lambda i=index: world.cancel(f"r{i}") if f"r{i}" in world.owned else None)
+    world.run(6.0)
+    world.run_until_quiet()
+    world.check_outputs()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**32),
+    placement=st.sampled_from([Colocated, Disaggregated, SplitAnywhere]),
+    preemption=st.sampled_from(["swap", "recompute"]),
+    blocks=st.sampled_from([20, 30, 64]),
+    chunk=st.sampled_from([3, 8, 32]),
+    caching=st.booleans(),
+    failures=st.sampled_from([0.0, 0.1]),
+    delay=st.sampled_from([0.002, 0.05]),
+    faults=st.lists(
+        st.tuples(
+            st.sampled_from(["prefill-0", "prefill-1", "decode-0", "decode-1", "manager", "leave", "cancel"]),
+            st.floats(1.6, 5.0),
+            st.floats(0.1, 6.0),
+        ),
+        max_size=6,
+    ),
+)
+def test_anything_may_break_at_any_time(
+    seed: int, placement: Callable[[], Placement], preemption: str, blocks: int, chunk: int, caching: bool, failures: float, delay: float,
+    faults: list[tuple[str, float, float]],
+) -> None:  # fmt: skip
+    world = World(
+        seed, PD_TWICE, placement, blocks=blocks, preemption=preemption, chunk=chunk,
+        caching=caching, run_failure_rate=failures, message_delay_s=delay,
+    )  # fmt: skip
+    offer(world, 30, shared=9)
+    for kind, at_s, back_s in faults:
+        match kind:
+            case "manager":
+                world.at(at_s, lambda back=back_s: world.kill_manager(back) if world.manager_alive else None)
+            case "leave":
+                world.at(at_s, lambda: world.leave_worker("decode-1"))
+            case "cancel":
+                for index in range(5):
+                    world.at(at_s, lambda i=index: world.cancel(f"r{i}") if f"r{i}" in world.owned else None)
+            case worker:
+                world.at(at_s, lambda name=worker, back=back_s: world.kill_worker(name, back))
+    world.run(6.0)
+    world.run_until_quiet()
+    world.check_outputs()

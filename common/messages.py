@@ -193,14 +193,15 @@ class Outstanding(_Base, frozen=True):
 
 
 class RegisterWorker(_Base, frozen=True):
-    """A worker dials in. `endpoint` is its inbox for other workers. `held` are attempts it is working on, so that a
-    restarted manager takes them over."""
+    """A worker dials in. `endpoint` is its inbox for other workers. `held` are attempts it has computed for, so that a
+    restarted manager takes them over; `awaiting` those whose KV it merely waits for: nobody may be sending it."""
 
     instance: InstanceId
     incarnation: int
     endpoint: str
     capacity: WorkerCapacity
     held: list[Held]
+    awaiting: list[Held] = []
 
 
 class WorkerReport(_Base, frozen=True):
@@ -211,6 +212,7 @@ class WorkerReport(_Base, frozen=True):
     sequence: int
     figures: WorkerFigures
     held: list[Held]
+    awaiting: list[Held] = []
     draining: bool = False
 
 
@@ -380,6 +382,8 @@ class KvHandOver(_Base, frozen=True):
     computed: int
     total_runs: int
     cached_tokens: int
+    logprobs: list[TokenLogprob]
+    """Of the output tokens this attempt produced so far; empty unless asked for."""
     exposed_s: float
     """How long the sender held the computed segment before it could send this message."""
 

@@ -65,9 +65,7 @@ def build_batch(plan: IterationPlan, kv: KvAllocator) -> tuple[StepBatch, list[S
 def _sampling(row: Row) -> SamplingRow:
     sequence = row.sequence
     params = sequence.request.sampling
-    penalised = (
-        params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    )
+    penalised = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
     prompt = sequence.request.prompt_tokens
     return SamplingRow(
         seed=params.seed,

@@ -112,7 +112,11 @@ class TransferAgent:
             self._announce(
                 effect.peer,
                 KvChunk(
-                    effect.request_id, effect.attempt, effect.lease_id, effect.round, effect.link,
+                    effect.request_id,
+                    effect.attempt,
+                    effect.lease_id,
+                    effect.round,
+                    effect.link,
                     [
                         KvRun(run.tag, run.target, run.num_blocks, checksum)
                         for run, checksum in zip(effect.runs, sums, strict=True)
@@ -192,6 +196,7 @@ class TransferAgent:
         self.quarantined_blocks += run.num_blocks
         self._metrics.quarantined_blocks().inc(run.num_blocks)
         structlog.get_logger(__name__).critical(
-            "KV blocks kept out of use: the link cannot promise that it will not touch them", error=str(failure),
+            "KV blocks kept out of use: the link cannot promise that it will not touch them",
+            error=str(failure),
             blocks=run.num_blocks,
         )

@@ -261,6 +261,7 @@ class WorkerLoop:
                     self._report_sequence,
                     self.machine.figures(self._memory_free_bytes()),
                     self.machine.held,
+                    self.machine.awaiting,
                     self._draining,
                 ),
             )
@@ -276,6 +277,7 @@ class WorkerLoop:
                 self._bus.endpoint,
                 self.capacity,
                 self.machine.held,
+                self.machine.awaiting,
             ),
         )
 
@@ -386,7 +388,9 @@ class _CacheMemory:
 
     def checksum_buffer(self, first_block: int, num_blocks: int) -> memoryview:
         view = self._kv.run_view(first_block, num_blocks)
-        return memoryview(view.cpu().numpy().tobytes()) if view.is_cuda else self._kv.run_memory(first_block, num_blocks)
+        return (
+            memoryview(view.cpu().numpy().tobytes()) if view.is_cuda else self._kv.run_memory(first_block, num_blocks)
+        )
 
 
 def _draws(drawing: list[Sequence], output: StepOutput | None) -> Iterable[Sampled]:
@@ -524,8 +528,13 @@ async def run_worker(context: ServiceContext, default_role: Role) -> None:
     await asyncio.to_thread(runner.warm_up)
     loop = WorkerLoop(context, role, runner, open_links(context))
     context.log.info(
-        "worker ready", role=role.value, threads=threads, seconds=round(time.monotonic() - started, 2),
-        kv_blocks=loop.capacity.num_blocks, max_model_len=loop.capacity.max_model_len, dtype=runner.dtype,
+        "worker ready",
+        role=role.value,
+        threads=threads,
+        seconds=round(time.monotonic() - started, 2),
+        kv_blocks=loop.capacity.num_blocks,
+        max_model_len=loop.capacity.max_model_len,
+        dtype=runner.dtype,
     )
     await loop.run()
 
@@ -534,5 +543,3 @@ def _cores() -> set[int]:
     import os
 
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-
-

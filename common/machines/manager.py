@@ -69,6 +69,9 @@ class _Worker:
     view: InstanceView
     last_report_s: float
     held: set[SequenceKey] = field(default_factory=set)
+    """Everything it named."""
+    awaiting: set[SequenceKey] = field(default_factory=set)
+    """Of these, the ones whose KV it merely waits for."""
     live: dict[RequestId, _Managed] = field(default_factory=dict)
     """Mirror of `_Managed.live`."""
     fresh: dict[RequestId, tuple[int, int]] = field(default_factory=dict)
@@ -204,7 +207,7 @@ class ManagerMachine:
                 self._worker_lost(now_s, instance, f"silent for {worker.view.report_age_s:.1f} s")
         for instance, gateway in list(self._gateways.items()):
             if now_s - gateway.last_seen_s > self._settings.report_timeout_s:
-                self._gateway_lost(now_s, instance, "gateway is silent")
+                self._abandon(now_s, instance, "gateway is silent")
         if now_s >= self._settled_at_s:
             self._cancel_unclaimed(now_s)
         self.schedule(now_s)
@@ -221,12 +224,12 @@ class ManagerMachine:
     def _gateway_hello(self, now_s: float, hello: GatewayHello) -> None:
         known = self._gateways.get(hello.instance)
         if known is not None and known.incarnation != hello.incarnation:
-            self._gateway_lost(now_s, hello.instance, "gateway restarted")
+            self._abandon(now_s, hello.instance, "gateway restarted")
         self._gateways[hello.instance] = _Gateway(hello.incarnation, hello.endpoint, now_s)
         self._effects.append(Send(hello.instance, ManagerHello(self._incarnation)))
 
-    def _gateway_lost(self, now_s: float, instance: InstanceId, reason: str) -> None:
-        del self._gateways[instance]
+    def _abandon(self, now_s: float, instance: InstanceId, reason: str) -> None:
+        """Nobody waits for this gateway's requests any more. It stays known: an idle gateway may be silent."""
         for managed in [m for m in self._requests.values() if m.gateway == instance]:
             self._forget(now_s, managed, reason)
 
@@ -270,7 +273,8 @@ class ManagerMachine:
                 continue
             key = sequence_key(held.request_id, held.attempt)
             holders = [name for name, worker in self._workers.items() if key in worker.held]
-            if holders:  # taken over from a former manager
+            # Somebody must have its state; a worker that only waits for it may wait for nobody.
+            if any(key not in self._workers[name].awaiting for name in holders):  # of a former manager
                 adopted = _Managed(held.request_id, held.attempt, sender, now_s)
                 self._requests[held.request_id] = adopted
                 for name in holders:
@@ -289,9 +293,12 @@ class ManagerMachine:
         if known is not None and known.incarnation != message.incarnation:
             self._worker_lost(now_s, message.instance, "restarted")
             known = None
-        held = {sequence_key(h.request_id, h.attempt) for h in message.held}
+        awaiting = _keys(message.awaiting)
+        held = _keys(message.held) | awaiting
         view = InstanceView(message.instance, message.capacity)
-        self._workers[message.instance] = _Worker(message.incarnation, message.endpoint, view, now_s, held)
+        self._workers[message.instance] = _Worker(
+            message.incarnation, message.endpoint, view, now_s, held, awaiting
+        )
         if known is not None:  # the same process once more: it keeps what it was given
             self._workers[message.instance].live = known.live
         self._note_unclaimed(now_s, held)
@@ -304,7 +311,8 @@ class ManagerMachine:
             self._effects.append(Send(report.instance, ManagerHello(self._incarnation)))
             return
         worker.last_report_s = now_s
-        worker.held = {sequence_key(h.request_id, h.attempt) for h in report.held}
+        worker.awaiting = _keys(report.awaiting)
+        worker.held = _keys(report.held) | worker.awaiting
         view = worker.view
         view.figures = report.figures
         view.report_age_s = 0.0
@@ -537,3 +545,7 @@ class ManagerMachine:
         }
 
 
+
+
+def _keys(attempts: Iterable[Held]) -> set[SequenceKey]:
+    return {sequence_key(held.request_id, held.attempt) for held in attempts}

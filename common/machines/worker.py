@@ -138,6 +138,8 @@ class WorkerMachine:
         self._link_addresses = dict(link_addresses)
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._segments: dict[SequenceKey, StartSegment] = {}
+        self._logprobs: dict[SequenceKey, list[TokenLogprob]] = {}
+        """Of this attempt's output tokens, where asked for: they move with the request."""
         self._doomed: set[SequenceKey] = set()
         self._in_flight: IterationPlan | None = None
         self._outgoing: dict[SequenceKey, Outgoing] = {}
@@ -171,7 +173,13 @@ class WorkerMachine:
 
     @property
     def held(self) -> list[Held]:
-        return [Held(s.request.request_id, s.request.attempt) for s in self._sequences.values()]
+        """Attempts whose state is here."""
+        return [Held(s.request.request_id, s.request.attempt) for s in self._sequences.values() if s.phase is not Phase.AWAITING_KV]
+
+    @property
+    def awaiting(self) -> list[Held]:
+        """Attempts whose state is with another worker, who should hand it over."""
+        return [Held(s.request.request_id, s.request.attempt) for s in self._sequences.values() if s.phase is Phase.AWAITING_KV]
 
     def on_message(self, now_s: float, sender: InstanceId, message: Message) -> bool:
         """False for a message that is not a worker's business."""
@@ -365,6 +373,11 @@ class WorkerMachine:
             finish = FinishReason.STOP
         elif sequence.output_tokens >= sampling.max_tokens:
             finish = FinishReason.LENGTH
+        if draw.logprob is not None:
+            self._logprobs.setdefault(sequence.key, []).append(draw.logprob)
+        start = position if sequence.repeat_from is None else sequence.repeat_from
+        sequence.repeat_from = None
+        logprobs = self._logprobs.get(sequence.key, [])
         first_here = sequence.last_token_s is None
         sequence.last_token_s = now_s
         sequence.delivered += 1
@@ -373,9 +386,9 @@ class WorkerMachine:
             TokenUpdate(
                 sequence.request_id,
                 sequence.request.attempt,
-                position,
-                [draw.token],
-                [draw.logprob] if draw.logprob is not None else [],
+                start,
+                sequence.tokens[start:],
+                logprobs[start - len(sequence.request.tokens) :] if logprobs else [],
                 finish,
                 cached_tokens=sequence.cached_tokens,
                 times=self._times(now_s, sequence) if first_here or finish else None,
@@ -452,6 +465,7 @@ class WorkerMachine:
         self.scheduler.remove(now_s, sequence)
         self._sequences.pop(key, None)
         self._segments.pop(key, None)
+        self._logprobs.pop(key, None)
         outgoing = self._outgoing.pop(key, None)
         incoming = self._incoming.pop(key, None)
         held_back = False
@@ -573,7 +587,8 @@ class WorkerMachine:
                     outgoing.peer,
                     KvHandOver(
                         sequence.request_id, sequence.request.attempt, outgoing.lease_id, outgoing.round,
-                        sequence.tokens, computed, outgoing.round_runs, sequence.cached_tokens, exposed,
+                        sequence.tokens, computed, outgoing.round_runs, sequence.cached_tokens,
+                        self._logprobs.get(sequence.key, []), exposed,
                     ),
                 )
             )
@@ -598,6 +613,7 @@ class WorkerMachine:
         self._ended(now_s, sequence, "handed_over")
         self._sequences.pop(sequence.key)
         self._segments.pop(sequence.key)
+        self._logprobs.pop(sequence.key, None)
         outgoing.dead = True
         if outgoing.in_flight:  # its bytes have arrived, but the link has not said so yet
             self._settling[lease_id] = outgoing
@@ -744,6 +760,10 @@ class WorkerMachine:
         sequence.computed = hand_over.computed
         sequence.cached_tokens = hand_over.cached_tokens
         sequence.delivered = sequence.output_tokens
+        if sequence.known > len(sequence.request.tokens):
+            sequence.repeat_from = len(sequence.request.tokens)
+        if hand_over.logprobs:
+            self._logprobs[sequence.key] = list(hand_over.logprobs)
         sequence.transfer_s = hand_over.exposed_s + (now_s - incoming.hand_over_at_s)
         sequence.phase = Phase.RUNNING
         del self._incoming[sequence.key]

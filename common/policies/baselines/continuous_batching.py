@@ -114,8 +114,8 @@ class ContinuousBatching:
         while not kv.extend(sequence, positions):
             younger = self._running[bisect_left(self._running, _order(sequence), key=_order) :]
             victim = next((s for s in reversed(younger) if s not in planned and not s.pinned), None)
-            if victim is None:
-                return False
+            if victim is None or (victim is sequence and len(younger) > 1):
+                return False  # the younger ones run or are being read: wait for them
             self._running.remove(victim)
             preempt(victim, kv, plan, self._preemption)
             insort(self._swapped if victim.phase is Phase.SWAPPED else self._waiting, victim, key=_order)

@@ -282,12 +282,15 @@ class World:
         def report() -> None:
             if node.alive:
                 if not node.registered:
-                    self.post(name, "manager", RegisterWorker(name, node.incarnation, name, capacity, machine.held))
+                    self.post(name, "manager", RegisterWorker(name, node.incarnation, name, capacity, machine.held, machine.awaiting))
                 else:
                     node.sequence += 1
                     figures = machine.figures(0)
                     self.post(
-                        name, "manager", WorkerReport(name, node.incarnation, node.sequence, figures, machine.held)
+                        name, "manager",
+                        WorkerReport(
+                            name, node.incarnation, node.sequence, figures, machine.held, machine.awaiting
+                        ),
                     )
                 self.at(0.2, report)
 

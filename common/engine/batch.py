@@ -1,0 +1,155 @@
+"""What one iteration of the engine computes and what it yields: plain NumPy, no torch.
+
+Built by the worker loop from the iteration scheduler's decision, consumed by `ModelRunner.execute`. Decides nothing:
+which rows run, which blocks they own and where a token's KV goes is settled before a batch exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cohort.common.errors import InvariantViolated
+
+Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
+Uint8Array = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyContext:
+    """The tokens that repetition, presence and frequency penalties look back on."""
+
+    prompt_tokens: Sequence[int]
+    output_tokens: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """How one row's next token is drawn; `position` is where that token will stand.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the neutral penalties switch themselves off.
+    `banned` are ids that must not come yet (the end tokens while min_tokens is not reached). `logprobs`: -1 none,
+    k ≥ 0 the drawn token's log-probability and the k likeliest ones.
+    """
+
+    seed: int
+    position: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    penalty_context: PenaltyContext | None = None
+    logit_bias: Mapping[int, float] | None = None
+    banned: tuple[int, ...] = ()
+    logprobs: int = -1
+
+    @property
+    def penalised(self) -> bool:
+        """Whether any penalty changes anything."""
+        return self.penalty_context is not None and (
+            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def plain_greedy(self) -> bool:
+        """Whether the token is simply the largest logit."""
+        return self.temperature == 0.0 and not (self.penalised or self.logit_bias or self.banned)
+
+
+GREEDY = SamplingRow(seed=0, position=0, temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """Rows of one forward: prefill rows first, then decode rows, concatenated without padding (R14).
+
+    T tokens in R rows, S of which are sampled. A row's tokens are the last ones of its context.
+    """
+
+    token_ids: Int64Array  # [T]
+    positions: Int64Array  # [T] absolute positions
+    query_start: Int32Array  # [R+1] prefix sums of tokens per row
+    context_lens: Int32Array  # [R] KV length after this step
+    block_tables: Int32Array  # [R, M] padded with 0
+    directions: Uint8Array | None  # [R, M], 1 = block filled right to left: offset j lies in slot block_size-1-j
+    slot_mapping: Int64Array  # [T] block · block_size + slot where each token's KV goes
+    sample_rows: Int32Array  # [S] rows whose last token's logits are sampled
+    sampling: tuple[SamplingRow, ...]  # one per sample row
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.context_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def check(self) -> None:
+        """Raise `InvariantViolated` unless the arrays fit together. Cheap enough for tests and debug runs."""
+        lengths = np.diff(self.query_start)
+        if self.query_start[0] != 0 or self.query_start[-1] != self.num_tokens or (lengths <= 0).any():
+            raise InvariantViolated(f"step batch: query_start {self.query_start} does not cut {self.num_tokens} tokens")
+        facts = {
+            "a row's context covers its tokens": bool((self.context_lens >= lengths).all()),
+            "a row's last position is its context's last": bool(
+                (self.positions[self.query_start[1:] - 1] == self.context_lens - 1).all()
+            ),
+            "slots are distinct": len(np.unique(self.slot_mapping)) == self.num_tokens,
+            "one position and slot per token": len(self.positions) == len(self.slot_mapping) == self.num_tokens,
+            "one table per row": self.block_tables.shape[0] == self.num_rows,
+            "directions match the tables": self.directions is None or self.directions.shape == self.block_tables.shape,
+            "one sampling row per sampled row": len(self.sample_rows) == len(self.sampling),
+        }
+        if broken := [name for name, holds in facts.items() if not holds]:
+            raise InvariantViolated(f"step batch: not true that {'; '.join(broken)}")
+
+    def split(self) -> tuple[StepBatch, StepBatch]:
+        """Two batches that together compute the same: used when the device refuses memory for the whole.
+
+        Rows are independent (a row's tokens never read another row's KV of the same step), so cutting between rows
+        changes no result.
+        """
+        if self.num_rows < 2:
+            raise InvariantViolated("a batch of one row cannot be split")
+        middle = self.num_rows // 2
+        return self._rows(0, middle), self._rows(middle, self.num_rows)
+
+    def _rows(self, first: int, end: int) -> StepBatch:
+        token_first, token_end = int(self.query_start[first]), int(self.query_start[end])
+        tokens = slice(token_first, token_end)
+        sampled = [i for i, row in enumerate(self.sample_rows.tolist()) if first <= row < end]
+        return StepBatch(
+            token_ids=self.token_ids[tokens],
+            positions=self.positions[tokens],
+            query_start=self.query_start[first : end + 1] - self.query_start[first],
+            context_lens=self.context_lens[first:end],
+            block_tables=self.block_tables[first:end],
+            directions=None if self.directions is None else self.directions[first:end],
+            slot_mapping=self.slot_mapping[tokens],
+            sample_rows=self.sample_rows[sampled] - np.int32(first),
+            sampling=tuple(self.sampling[i] for i in sampled),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities from the raw logits, before temperature and penalties."""
+
+    logprob: float
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The drawn tokens, in the order of `StepBatch.sample_rows`."""
+
+    tokens: Int64Array  # [S]
+    logprobs: tuple[TokenLogprobs | None, ...]  # [S]

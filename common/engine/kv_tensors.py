@@ -1,0 +1,104 @@
+"""The KV cache's memory: one tensor of blocks on the device, one of the same blocks on the host for swapping.
+
+Owned by the model runner; the worker loop moves blocks with it, the transfer agent sends and receives its bytes.
+Decides nothing: which block belongs to whom is the block pool's knowledge. One block over all layers is one contiguous
+piece of memory, so a block travels (to the host, to another worker) in one copy, and neighbouring blocks in one run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cohort.common.errors import InvariantViolated
+from cohort.common.types import KvGeometry
+from cohort.kernels.slots import gather_slots, scatter_slots
+
+
+class KvTensors:
+    """Device blocks and host blocks, each [blocks, layers, 2, kv heads, block size, head dim] (K at 0, V at 1)."""
+
+    def __init__(
+        self, geometry: KvGeometry, *, num_blocks: int, host_blocks: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        block = (geometry.num_layers, 2, geometry.num_kv_heads, geometry.block_size, geometry.head_dim)
+        self.geometry = geometry
+        self.device = device
+        self.block_bytes = geometry.block_bytes
+        # Zeros, not empty: a kernel may multiply a masked slot's content by weight zero, which NaN would survive. On
+        # the CPU the zero pages cost nothing until they are written.
+        self.blocks = torch.zeros((num_blocks, *block), dtype=dtype, device=device)
+        self.host_blocks = torch.zeros((host_blocks, *block), dtype=dtype)
+        if device.type == "cuda" and host_blocks:
+            self.host_blocks = self.host_blocks.pin_memory()
+        self.check()
+
+    def check(self) -> None:
+        """The layout that transfers rely on."""
+        for pool in (self.blocks, self.host_blocks):
+            if not pool.is_contiguous():
+                raise InvariantViolated("a KV pool is not contiguous")
+            if len(pool) and pool[0].numel() * pool.element_size() != self.block_bytes:
+                raise InvariantViolated("a KV block does not weigh what its geometry says")
+
+    def copy_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Swap out: device block → host block for every (device, host) pair."""
+        _copy_blocks(self.blocks, self.host_blocks, pairs)
+
+    def copy_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Swap in: host block → device block for every (host, device) pair."""
+        _copy_blocks(self.host_blocks, self.blocks, pairs)
+
+    def copy_within(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy on write: device block → device block for every (from, to) pair; no block may be in two pairs."""
+        _copy_blocks(self.blocks, self.blocks, pairs)
+
+    def block_view(self, block: int, *, host: bool = False) -> Tensor:
+        """The bytes of one block, uint8 [block bytes]; writing to the view writes the cache."""
+        return self.run_view(block, 1, host=host)
+
+    def run_view(self, first: int, count: int, *, host: bool = False) -> Tensor:
+        """The bytes of `count` neighbouring blocks from `first`, uint8."""
+        pool = self.host_blocks if host else self.blocks
+        if not (first >= 0 and count > 0 and first + count <= len(pool)):
+            raise InvariantViolated(f"blocks [{first}, {first + count}) are not in a pool of {len(pool)}")
+        return pool[first : first + count].view(-1).view(torch.uint8)
+
+    def run_memory(self, first: int, count: int, *, host: bool = False) -> memoryview:
+        """`run_view` as writable memory, without copying; only for memory the CPU sees."""
+        return self.run_view(first, count, host=host).numpy().data
+
+    def gather(self, slots: Tensor) -> Tensor:
+        """R12 · The tokens in scattered slots (block · block size + slot), on the host.
+
+        Shape [n, layers, 2, kv heads, head dim].
+        """
+        g = self.geometry
+        shape = (len(slots), g.num_layers, 2, g.num_kv_heads, g.head_dim)
+        out = torch.empty(shape, dtype=self.blocks.dtype, pin_memory=self.device.type == "cuda")
+        gather_slots(self.blocks, slots.to(self.device), out)
+        return out
+
+    def scatter(self, tokens: Tensor, slots: Tensor) -> None:
+        """The way back of `gather`; the slots must differ from each other."""
+        scatter_slots(tokens, self.blocks, slots.to(self.device))
+
+
+def _copy_blocks(source: Tensor, target: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy blocks; neighbouring pairs go as one piece."""
+    start = 0
+    while start < len(pairs):
+        first_source, first_target = pairs[start]
+        end = start + 1
+        while end < len(pairs) and pairs[end] == (first_source + end - start, first_target + end - start):
+            end += 1
+        count = end - start
+        if not (0 <= first_source <= len(source) - count and 0 <= first_target <= len(target) - count):
+            raise InvariantViolated(f"copy of {count} blocks {first_source} → {first_target} leaves its pool")
+        piece = source[first_source : first_source + count]
+        target[first_target : first_target + count].copy_(piece, non_blocking=True)
+        start = end
+    if source.device != target.device:  # host blocks are read and written by others than the device's stream
+        torch.cuda.current_stream().synchronize()

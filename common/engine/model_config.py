@@ -1,0 +1,300 @@
+"""Reads a model folder's config.json into the frozen facts the engine and the gateway need.
+
+Called by the model runner, by whoever plans KV memory, and by gateway-side code: hence no torch and no transformers
+here. Never reads weights. Which of the engine's three forms of a model runs (lean Llama shape, lean OPT, generic
+through transformers) is decided here, because it follows from the configuration alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cohort.common.errors import ModelError
+from cohort.common.types import KvGeometry
+
+Family = Literal["llama", "opt", "generic"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+LLAMA_SHAPED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+LEAN_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+
+# What transformers assumes where a config.json says nothing; only keys that change results.
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"vocab_size": 32000, "max_position_embeddings": 2048, "eos_token_id": 2},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "eos_token_id": 2,
+    },
+    "qwen2": {
+        "num_key_value_heads": 32,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+    },
+    "qwen3": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+    },
+    "opt": {
+        "vocab_size": 50272,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "ffn_dim": 3072,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 2048,
+        "eos_token_id": 2,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: base and scaling. `scaling` holds the numbers of its type as config.json names them."""
+
+    theta: float
+    rope_type: str
+    scaling: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGeometry:
+    """What a model is made of."""
+
+    model_type: str
+    family: Family
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int  # the longest context served, prompt and output together
+    norm_eps: float
+    tie_embeddings: bool
+    activation: str
+    eos_token_ids: tuple[int, ...]
+    checkpoint_dtype: str  # what the weights were saved in, "" when the configuration does not say
+    rope: RopeConfig | None = None
+    sliding_windows: tuple[int, ...] = ()  # per layer, positions seen back with the own one; 0 = all
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # Qwen3: RMSNorm over each head of q and k
+    word_embedding_size: int = 0  # OPT: width of the embedding before project_in
+    norm_before: bool = True  # OPT: normalise before attention and MLP, not after
+    final_norm: bool = True  # OPT
+    norm_affine: bool = True  # OPT
+
+    def kv_geometry(self, dtype: str, block_size: int) -> KvGeometry:
+        """The weight of this model's KV cache in a dtype."""
+        return KvGeometry(self.num_layers, self.num_kv_heads, self.head_dim, DTYPE_BYTES[dtype], block_size)
+
+    def kv_token_bytes(self, dtype: str) -> int:
+        """B1 · Bytes of one token's KV over all layers."""
+        return self.kv_geometry(dtype, 1).token_bytes
+
+
+def read_geometry(model_dir: Path) -> ModelGeometry:
+    """The geometry of the model in `model_dir`; `ModelError` when the folder holds none that can be served."""
+    config_file = model_dir / "config.json"
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{model_dir} holds no config.json: a model folder in Hugging Face format is needed") from None
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{config_file} is not valid JSON: {error}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelError(f"{config_file} names no model_type")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise ModelError(f"{config_file}: quantised weights ({method}) are not supported; convert them to bfloat16")
+    if config.get("is_encoder_decoder"):
+        raise ModelError(f"{config_file}: {config['model_type']} is an encoder-decoder; only decoders can be served")
+    generation_file = model_dir / "generation_config.json"
+    generation = json.loads(generation_file.read_text(encoding="utf-8")) if generation_file.is_file() else {}
+    eos = _eos_ids(config, generation)
+    try:
+        if config["model_type"] in LLAMA_SHAPED:
+            return _llama_shaped(config, eos)
+        if config["model_type"] == "opt":
+            return _opt(config, eos)
+        return _generic(config, eos)
+    except KeyError as error:
+        raise ModelError(f"{config_file} lacks {error}, which {config['model_type']} needs") from None
+
+
+def _eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """End tokens: generation_config.json rules where it names them, as in transformers."""
+    default = _DEFAULTS.get(config["model_type"], {}).get("eos_token_id")
+    eos = generation.get("eos_token_id", config.get("eos_token_id", default))
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+
+
+def _llama_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
+    model_type = config["model_type"]
+    config = {**_DEFAULTS[model_type], **config}
+    heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
+    rope = _rope(config)
+    lean = (
+        config.get("hidden_act", "silu") in ("silu", "swish")
+        and rope.rope_type in LEAN_ROPE_TYPES
+        and float(config.get("partial_rotary_factor") or rope.scaling.get("partial_rotary_factor") or 1.0) == 1.0
+    )
+    return ModelGeometry(
+        model_type=model_type,
+        family="llama" if lean else "generic",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        intermediate_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        max_positions=_max_positions(config, rope),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        activation="silu",
+        eos_token_ids=eos,
+        checkpoint_dtype=_checkpoint_dtype(config),
+        rope=rope,
+        sliding_windows=_sliding_windows(config),
+        qkv_bias=model_type == "qwen2" or bool(config.get("attention_bias", False)),
+        output_bias=model_type != "qwen2" and bool(config.get("attention_bias", False)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        qk_norm=model_type == "qwen3",
+    )
+
+
+def _opt(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
+    config = {**_DEFAULTS["opt"], **config}
+    heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
+    bias = bool(config.get("enable_bias", True))
+    before = bool(config.get("do_layer_norm_before", True))
+    return ModelGeometry(
+        model_type="opt",
+        family="opt",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        intermediate_size=config["ffn_dim"],
+        vocab_size=config["vocab_size"],
+        max_positions=config["max_position_embeddings"],
+        norm_eps=1e-5,
+        tie_embeddings=bool(config.get("tie_word_embeddings", True)),
+        activation=config.get("activation_function", "relu"),
+        eos_token_ids=eos,
+        checkpoint_dtype=_checkpoint_dtype(config),
+        sliding_windows=(0,) * layers,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+        word_embedding_size=config.get("word_embed_proj_dim") or hidden,
+        norm_before=before,
+        final_norm=before and not config.get("_remove_final_layer_norm", False),
+        norm_affine=bool(config.get("layer_norm_elementwise_affine", True)),
+    )
+
+
+def _generic(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
+    """Any other decoder, under the names most configurations share; the loader proves the KV shape by a probe."""
+    config = {**config, **config.get("text_config", {})}
+    hidden = _first(config, "hidden_size", "n_embd", "d_model")
+    heads = _first(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
+    layers = _first(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    kv_heads = config.get("num_key_value_heads") or config.get("num_kv_heads") or heads
+    if config.get("multi_query"):
+        kv_heads = 1
+    rope = _rope(config) if _has_rope(config) else None
+    return ModelGeometry(
+        model_type=config["model_type"],
+        family="generic",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        intermediate_size=config.get("intermediate_size") or config.get("n_inner") or 4 * hidden,
+        vocab_size=config["vocab_size"],
+        max_positions=_max_positions(config, rope),
+        norm_eps=float(config.get("rms_norm_eps") or config.get("layer_norm_eps") or 1e-5),
+        tie_embeddings=bool(config.get("tie_word_embeddings", True)),
+        activation=str(config.get("hidden_act") or config.get("activation_function") or ""),
+        eos_token_ids=eos,
+        checkpoint_dtype=_checkpoint_dtype(config),
+        rope=rope,
+    )
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        if isinstance(config.get(name), int):
+            return int(config[name])
+    raise KeyError(names[0])
+
+
+def _has_rope(config: Mapping[str, Any]) -> bool:
+    parameters = config.get("rope_parameters") or {}
+    per_layer_type = any(isinstance(value, dict) for value in parameters.values())
+    return not per_layer_type and bool(parameters or config.get("rope_theta") or config.get("rope_scaling"))
+
+
+def _rope(config: Mapping[str, Any]) -> RopeConfig:
+    """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` beside `rope_scaling` (before)."""
+    parameters = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    legacy_type = parameters.pop("type", None)
+    rope_type = parameters.pop("rope_type", None) or legacy_type or "default"
+    if "original_max_position_embeddings" in config:  # Phi-3 keeps it outside, and it rules there
+        parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    return RopeConfig(theta=float(theta), rope_type=rope_type, scaling=parameters)
+
+
+def _max_positions(config: Mapping[str, Any], rope: RopeConfig | None) -> int:
+    """The context served: what the model says, but for LongRoPE only its first range.
+
+    LongRoPE switches all of a request's frequencies at a length, which would change KV already cached (and, in one
+    forward, other requests' too); inside the original range the short frequencies hold.
+    """
+    longest = _first(config, "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+    if rope is not None and rope.rope_type == "longrope":
+        return min(longest, int(rope.scaling.get("original_max_position_embeddings", longest)))
+    return longest
+
+
+def _sliding_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
+    layers: int = config["num_hidden_layers"]
+    window = int(config.get("sliding_window") or 0)
+    match config["model_type"]:
+        case "mistral":
+            return (window,) * layers
+        case "qwen2" | "qwen3":
+            if not config.get("use_sliding_window", False):
+                return (0,) * layers
+            first_sliding = config.get("max_window_layers", 28)
+            types = config.get("layer_types") or [
+                "sliding_attention" if i >= first_sliding else "full_attention" for i in range(layers)
+            ]
+            return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+        case _:
+            return (0,) * layers
+
+
+def _checkpoint_dtype(config: Mapping[str, Any]) -> str:
+    return str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")

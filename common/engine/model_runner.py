@@ -1,0 +1,183 @@
+"""One model on one device with its KV cache: executes a step, and nothing else.
+
+Owned by a worker's engine thread, which calls `execute` once per iteration; also used by the profiler. Decides nothing
+about requests, blocks or order. torch releases the GIL inside its operators, so the worker's event loop runs on while a
+step computes.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import assert_never
+
+import numpy as np
+import structlog
+import torch
+
+from cohort.common.engine.batch import GREEDY, StepBatch, StepOutput
+from cohort.common.engine.generic import GenericModel
+from cohort.common.engine.kv_tensors import KvTensors
+from cohort.common.engine.lean_llama import LeanLlama
+from cohort.common.engine.lean_opt import LeanOpt
+from cohort.common.engine.linear import native_bfloat16
+from cohort.common.engine.model_config import ModelGeometry, read_geometry
+from cohort.common.engine.sampler import sample
+from cohort.common.engine.step_inputs import Model, step_inputs
+from cohort.common.errors import ConfigError
+
+log = structlog.get_logger(__name__)
+
+_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(device: str) -> torch.device:
+    """ "auto" is the GPU where there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"engine.device: {device!r} is no device; use auto, cpu, cuda or cuda:N") from None
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"engine.device: {device!r}, but this torch finds no CUDA device; use auto or cpu")
+    return resolved
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> str:
+    """ "auto" is bfloat16 where the device computes in it, else float32."""
+    if dtype == "auto":
+        return "bfloat16" if device.type == "cuda" or native_bfloat16() else "float32"
+    if dtype not in _TORCH_DTYPES:
+        raise ConfigError(f"model.dtype: {dtype!r} is none of auto, {', '.join(_TORCH_DTYPES)}")
+    return dtype
+
+
+class ModelRunner:
+    """Weights, KV cache and the forward over both."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        dtype: str,
+        device: str,
+        threads: int,
+        block_size: int,
+        num_blocks: int,
+        host_blocks: int,
+        max_rows: int,
+        max_step_tokens: int,
+    ) -> None:
+        """Loads the model; `threads` 0 leaves torch's own choice. Raises `ModelError` or `ConfigError`."""
+        self.geometry: ModelGeometry = read_geometry(model_dir)
+        self.device = resolve_device(device)
+        self.dtype = resolve_dtype(dtype, self.device)
+        self.block_size = block_size
+        self.max_rows = max_rows
+        self.max_step_tokens = max_step_tokens
+        self.memory_retries = 0  # steps the device refused memory for and that ran in halves
+        self._threads = threads
+        self._prepared_thread = 0
+        self._prepare_thread()
+        torch_dtype = _TORCH_DTYPES[self.dtype]
+        self._model = self._load(model_dir, torch_dtype)
+        self.kv = KvTensors(
+            self.geometry.kv_geometry(self.dtype, block_size),
+            num_blocks=num_blocks,
+            host_blocks=host_blocks,
+            dtype=torch_dtype,
+            device=self.device,
+        )
+        log.info(
+            "model loaded",
+            model=model_dir.name,
+            family=self.geometry.family,
+            dtype=self.dtype,
+            device=str(self.device),
+            kv_blocks=num_blocks,
+            host_blocks=host_blocks,
+        )
+
+    @staticmethod
+    def plan_kv_blocks(geometry: ModelGeometry, dtype: str, block_size: int, memory_bytes: int) -> int:
+        """How many KV blocks fit into `memory_bytes`; dtype as `resolve_dtype` answers it."""
+        return memory_bytes // geometry.kv_geometry(dtype, block_size).block_bytes
+
+    def execute(self, batch: StepBatch) -> StepOutput:
+        """Compute one step: write its tokens' KV, draw the sampled rows' next tokens."""
+        self._prepare_thread()
+        try:
+            with torch.inference_mode():
+                return self._execute(batch)
+        except torch.OutOfMemoryError:
+            if batch.num_rows < 2:
+                raise
+        # Admission keeps this from happening; if the device still refuses, the rows run in two halves.
+        self.memory_retries += 1
+        torch.cuda.empty_cache()
+        first, second = batch.split()
+        log.warning("device refused memory; step runs in halves", rows=batch.num_rows, tokens=batch.num_tokens)
+        outputs = self.execute(first), self.execute(second)
+        return StepOutput(
+            tokens=np.concatenate([output.tokens for output in outputs]),
+            logprobs=outputs[0].logprobs + outputs[1].logprobs,
+        )
+
+    def warm_up(self) -> None:
+        """Run the step shapes that occur, so that the first request does not pay for code and caches being made.
+
+        Writes KV into the first blocks: call it before any request owns one.
+        """
+        for rows, tokens_per_row in ((1, 1), (1, min(64, self.max_step_tokens)), (min(8, self.max_rows), 1)):
+            batch = trial_batch(
+                rows, tokens_per_row, tokens_per_row, block_size=self.block_size, num_blocks=len(self.kv.blocks)
+            )
+            if batch is not None:
+                self.execute(batch)
+
+    def _execute(self, batch: StepBatch) -> StepOutput:
+        logits = self._model.forward(step_inputs(batch, self.block_size, self.device), self.kv.blocks)
+        return sample(logits, batch.sampling)
+
+    def _load(self, model_dir: Path, dtype: torch.dtype) -> Model:
+        geometry = self.geometry
+        with torch.inference_mode():
+            match geometry.family:
+                case "llama":
+                    return LeanLlama(
+                        model_dir, geometry, dtype=dtype, device=self.device, max_step_tokens=self.max_step_tokens
+                    )
+                case "opt":
+                    return LeanOpt(model_dir, geometry, dtype=dtype, device=self.device)
+                case "generic":
+                    return GenericModel(model_dir, geometry, dtype=dtype, device=self.device)
+                case _:
+                    assert_never(geometry.family)
+
+    def _prepare_thread(self) -> None:
+        """torch keeps the number of OpenMP threads per calling thread; set it where a step will run."""
+        if self._threads and self._prepared_thread != threading.get_ident():
+            torch.set_num_threads(self._threads)
+            self._prepared_thread = threading.get_ident()
+
+
+def trial_batch(rows: int, tokens_per_row: int, context: int, *, block_size: int, num_blocks: int) -> StepBatch | None:
+    """A greedy batch over the first blocks, for warming up and measuring; None when the cache cannot hold it."""
+    blocks_per_row = -(-context // block_size)
+    if rows * blocks_per_row > num_blocks or context < tokens_per_row:
+        return None
+    tables = np.arange(rows * blocks_per_row, dtype=np.int32).reshape(rows, blocks_per_row)
+    row_positions = np.arange(context - tokens_per_row, context, dtype=np.int64)
+    slots = tables[:, row_positions // block_size].astype(np.int64) * block_size + row_positions % block_size
+    return StepBatch(
+        token_ids=np.ones(rows * tokens_per_row, dtype=np.int64),
+        positions=np.tile(row_positions, rows),
+        query_start=np.arange(rows + 1, dtype=np.int32) * np.int32(tokens_per_row),
+        context_lens=np.full(rows, context, dtype=np.int32),
+        block_tables=tables,
+        directions=None,
+        slot_mapping=slots.reshape(-1),
+        sample_rows=np.arange(rows, dtype=np.int32),
+        sampling=(GREEDY,) * rows,
+    )

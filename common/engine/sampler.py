@@ -1,0 +1,130 @@
+"""Draws the next token of every sampled row from its logits.
+
+Called by the model runner after the forward. Rows never influence each other, and a row's draw depends only on its own
+logits, its parameters and (seed, position): the same whatever the batch, the worker or the attempt.
+
+Order: penalties, bias, bans, temperature, top_k, top_p, min_p, then one uniform number through the inverse of the
+cumulative distribution *in vocabulary order*. Vocabulary order rather than descending probability, because there a
+rounding difference between two workers moves only the borders by as much, while two nearly equal probabilities that
+swap places would change every draw that falls on either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cohort.common.engine.batch import PenaltyContext, SamplingRow, StepOutput, TokenLogprobs
+from cohort.common.engine.counter_random import uniform
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy: dividing by them leaves nothing but the maximum in float32."""
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> StepOutput:
+    """One token per row of float32 logits [S, vocabulary]; the logits are left as they are."""
+    tokens = logits.argmax(dim=-1).to(torch.int64).cpu().numpy() if rows else np.empty(0, dtype=np.int64)
+    for index, row in enumerate(rows):
+        if not row.plain_greedy:
+            tokens[index] = _draw(_adjusted(logits[index], row), row)
+    return StepOutput(
+        tokens=tokens,
+        logprobs=tuple(
+            _logprobs(logits[index], int(tokens[index]), row.logprobs) if row.logprobs >= 0 else None
+            for index, row in enumerate(rows)
+        ),
+    )
+
+
+def _adjusted(logits: Tensor, row: SamplingRow) -> Tensor:
+    """Logits [vocabulary] after penalties, bias and bans; a copy where anything changes."""
+    if row.penalised or row.logit_bias or row.banned:
+        logits = logits.clone()
+    if row.penalised and row.penalty_context is not None:
+        _penalise(logits, row, row.penalty_context)
+    # Ids beyond the vocabulary can never be drawn: biasing or banning them changes nothing and must not stop the batch.
+    if bias := {token: value for token, value in (row.logit_bias or {}).items() if 0 <= token < len(logits)}:
+        ids = torch.tensor(list(bias), dtype=torch.int64, device=logits.device)
+        logits[ids] += torch.tensor(list(bias.values()), dtype=logits.dtype, device=logits.device)
+    if banned := [token for token in row.banned if 0 <= token < len(logits)]:
+        logits[banned] = float("-inf")
+    return logits
+
+
+def _penalise(logits: Tensor, row: SamplingRow, context: PenaltyContext) -> None:
+    """Repetition looks at prompt and output (as transformers does), the others at the output (as OpenAI does)."""
+    output = np.asarray(context.output_tokens, dtype=np.int64)
+    if row.repetition_penalty != 1.0:
+        seen = np.union1d(np.asarray(context.prompt_tokens, dtype=np.int64), output)
+        ids = torch.from_numpy(seen).to(logits.device)
+        values = logits[ids]
+        logits[ids] = torch.where(values > 0, values / row.repetition_penalty, values * row.repetition_penalty)
+    if len(output) and (row.presence_penalty != 0.0 or row.frequency_penalty != 0.0):
+        unique, counts = np.unique(output, return_counts=True)
+        penalty = row.presence_penalty + row.frequency_penalty * counts
+        logits[torch.from_numpy(unique).to(logits.device)] -= torch.from_numpy(penalty).to(logits)
+
+
+def _draw(logits: Tensor, row: SamplingRow) -> int:
+    """The token of one row."""
+    if row.temperature < GREEDY_BELOW:
+        return int(logits.argmax())
+    # How far below the largest logit: never negative, so that no temperature overflows, and 0 for the likeliest.
+    distance = logits.max() - logits
+    reach = math.inf  # tokens further away are out
+    if 0 < row.top_k < len(distance):
+        reach = _reach(distance, torch.ones_like(distance), row.top_k)
+    weights = (distance / -row.temperature).exp()  # proportional to the probabilities; the largest is 1
+    if reach < math.inf:
+        weights = torch.where(distance <= reach, weights, 0.0)
+    if row.top_p < 1.0:
+        reach = _reach(distance, weights, row.top_p * float(weights.sum(dtype=torch.float64)))
+        weights = torch.where(distance <= reach, weights, 0.0)
+    if row.min_p > 0.0:
+        weights = torch.where(weights >= row.min_p, weights, 0.0)
+    return _inverse_cdf(weights, uniform(row.seed, row.position))
+
+
+def _reach(distance: Tensor, mass: Tensor, wanted: float) -> float:
+    """The distance of the last token in the smallest set of nearest tokens whose mass is `wanted`.
+
+    Everything at exactly that distance belongs to the set: which of equals a sort puts first is nobody's promise.
+    Sorting a whole vocabulary for every row would cost more than the forward's share of a row. The bits of floats that
+    are not negative order like the floats, so their upper half sorts tokens into buckets in one pass, and only the
+    bucket in which the mass is reached is sorted. (On a GPU sorting is cheap, and summing into buckets would add in no
+    fixed order.)
+    """
+    before = 0.0
+    if distance.is_cpu:
+        buckets = (distance.view(torch.int32) >> 16).clamp_(min=0)
+        totals = torch.bincount(buckets, weights=mass.double()).cumsum(0)
+        crossing = min(int(torch.searchsorted(totals, wanted)), len(totals) - 1)
+        before = float(totals[crossing - 1]) if crossing else 0.0
+        inside = buckets == crossing
+        distance, mass = distance[inside], mass[inside]
+    nearest, order = distance.sort()
+    within = mass[order].cumsum(0, dtype=torch.float64) + before
+    # Rounding may leave the last sum a trifle under what is wanted; then the whole bucket is in.
+    return float(nearest[min(int(torch.searchsorted(within, wanted)), len(nearest) - 1)])
+
+
+def _inverse_cdf(weights: Tensor, u: float) -> int:
+    """The first index whose cumulative weight exceeds u times the whole."""
+    cumulative = weights.cumsum(0, dtype=torch.float64)
+    total = cumulative[-1:]
+    index = int(torch.searchsorted(cumulative, total * u, right=True))
+    if index == len(weights):  # u · total rounded up to the total: the last token that has any weight
+        index = int(torch.searchsorted(cumulative, total))
+    return index
+
+
+def _logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs:
+    logprobs = logits.log_softmax(dim=-1)
+    values, ids = logprobs.topk(min(top, len(logprobs)))
+    return TokenLogprobs(
+        logprob=float(logprobs[token]), top_ids=tuple(ids.tolist()), top_logprobs=tuple(values.tolist())
+    )

@@ -1,0 +1,486 @@
+"""The skeleton of every process: start, metrics and health, heartbeat, drain, end.
+
+A service's `__main__.py` calls `service_main(role, build)` and is done; `build` is the service itself, a coroutine
+that runs until `context.stopping` is set, drains within its own drain time and returns.
+
+    parse options ─▶ bus ─▶ build running ──SIGTERM, SIGINT──▶ draining ──build returns──▶ Farewell ─▶ exit 0
+         │                      │                                │
+    ConfigError: exit 2     exception: exit 1          hard deadline: build is cancelled; a second signal: exit at once
+
+Decides exit codes, where inboxes are, which port metrics take, and that a process reports to the monitor without ever
+depending on it. Never knows what a service does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import structlog
+from aiohttp import web
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cohort.common import paths
+from cohort.common.clock import Clock, SystemClock
+from cohort.common.config import Config, load_config
+from cohort.common.errors import ConfigError, ModelError, PeerUnreachable
+from cohort.common.logs import configure_logging, log_loop_errors
+from cohort.common.messages import Farewell, Heartbeat
+from cohort.common.metrics import CONTENT_TYPE, MetricFactory, exposition
+from cohort.common.transport.bus import Bus
+from cohort.common.transport.security import load_keys
+from cohort.common.transport.zmq_bus import ZmqBus
+
+EndpointName = Literal["manager", "predictor", "monitor", "gateway"]
+LoopKind = Literal["auto", "asyncio", "uvloop"]
+
+MANAGER, PREDICTOR, MONITOR, GATEWAY = "manager", "predictor", "monitor", "gateway"
+"""Names under which every process dials the others; also the instance names of the ones there is one of."""
+
+ROLES: dict[str, str] = {
+    "gateway": GATEWAY,
+    "length_predictor": PREDICTOR,
+    "bucketing_manager": MANAGER,
+    "global_monitor": MONITOR,
+    "prefill_worker": "prefill-0",
+    "decode_worker": "decode-0",
+}
+"""Roles (the folders under services/) and the instance name of a process that is started without one."""
+
+_ENDPOINTS: dict[str, EndpointName] = {
+    "gateway": "gateway", "length_predictor": "predictor", "bucketing_manager": "manager", "global_monitor": "monitor",
+}  # fmt: skip
+
+DRAIN_MARGIN_S = 5.0  # beyond a service's own drain time, before its build is cancelled
+CANCEL_S = 5.0  # the longest a cancelled build may take to clean up
+FAREWELL_QUEUE_MESSAGES = 4  # a monitor that comes back wants the latest heartbeats, not all it missed
+
+
+def _no_figures() -> dict[str, float]:
+    return {}
+
+
+@dataclass(slots=True)
+class ServiceContext:
+    """What a service is given. `figures` and `ready` are the service's to set: they ride in every heartbeat and
+    answer /ready. `metrics_url` too, by a service that serves its metrics on its own application.
+
+    `drain_s` is the service's own drain time; the hard deadline lies `DRAIN_MARGIN_S` beyond it.
+    """
+
+    config: Config
+    instance: str
+    role: str
+    incarnation: int
+    bus: Bus
+    log: structlog.stdlib.BoundLogger
+    clock: Clock
+    registry: CollectorRegistry
+    run_dir: Path
+    figures: Callable[[], dict[str, float]] = _no_figures
+    ready: bool = False
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    metrics_url: str = ""
+    drain_s: float = 5.0
+
+    @property
+    def model_name(self) -> str:
+        """The name clients use; the constant label of all metrics."""
+        return model_name(self.config)
+
+    @property
+    def metrics(self) -> MetricFactory:
+        """Give it to a family of `metrics.py`."""
+        return MetricFactory(self.registry, model_name=self.model_name, instance=self.instance)
+
+    def endpoint_of(self, name: EndpointName) -> str:
+        return endpoint_of(self.config, name, self.run_dir)
+
+
+Build = Callable[[ServiceContext], Awaitable[None]]
+
+
+def model_name(config: Config) -> str:
+    return config.model.served_name or Path(config.model.path or paths.DEFAULT_MODEL_NAME).name
+
+
+def endpoint_of(config: Config, name: EndpointName, run_dir: Path) -> str:
+    """Where to dial one of the four: the configured endpoint, else a Unix socket in the run folder."""
+    configured: str = getattr(config.endpoints, name)
+    return configured or f"ipc://{run_dir / name}.sock"
+
+
+def inbox_of(config: Config, role: str, instance: str, run_dir: Path) -> tuple[str, str]:
+    """(bind, advertise) of a process's own inbox. Over TCP a process binds `endpoints.bind_host` and is dialled under
+    the host that the configuration names."""
+    name = _ENDPOINTS.get(role)
+    if name is not None:
+        advertise = endpoint_of(config, name, run_dir)
+    else:
+        advertise = config.endpoints.worker or f"ipc://{run_dir / instance}.sock"
+    return _bind_address(advertise, config.endpoints.bind_host), advertise
+
+
+def _bind_address(endpoint: str, bind_host: str) -> str:
+    if not endpoint.startswith("tcp://"):
+        return endpoint
+    _, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not colon or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"endpoints: {endpoint!r} is no endpoint; write tcp://HOST:PORT")
+    return f"tcp://{bind_host}:{port}"
+
+
+def service_main(
+    role: str, build: Build, *, inbox: bool | str = True, serve_metrics: bool = True, loop: LoopKind = "auto"
+) -> NoReturn:
+    """Run one process from its command line to its exit code.
+
+    `inbox`: True binds the role's own, False none, a string that endpoint. `serve_metrics` False: the service serves
+    `metrics_routes(context)` on an application of its own and sets `context.metrics_url`.
+    """
+    options = _parser(role).parse_args()
+    try:
+        config = load_config(options.config, preset=options.preset)
+        instance = options.instance or ROLES.get(role, role)
+        run_dir = options.run_dir or paths.run_dir(config.gateway.port)
+        log = configure_logging(config.logging, service=role, instance=instance)
+    except ConfigError as error:
+        print(f"cohort {role}: {error}", file=sys.stderr)
+        sys.exit(2)
+    service = _Service(role, build, config, instance, run_dir, log, inbox, serve_metrics, options.metrics_port)
+    with asyncio.Runner(loop_factory=_loop_factory(loop)) as runner:
+        code = runner.run(service.run())
+    logging_done()
+    sys.exit(code)
+
+
+def logging_done() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+
+
+def metrics_routes(context: ServiceContext) -> list[web.RouteDef]:
+    """/metrics, /health and /ready of one process."""
+    started_s = context.clock.now_s()
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(body=exposition(context.registry), headers={"Content-Type": CONTENT_TYPE})
+
+    async def health(_: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "status": "draining" if context.stopping.is_set() else "ok",
+                "role": context.role,
+                "instance": context.instance,
+                "incarnation": context.incarnation,
+                "uptime_s": round(context.clock.now_s() - started_s, 3),
+            }
+        )
+
+    async def ready(_: web.Request) -> web.Response:
+        now = context.ready and not context.stopping.is_set()
+        return web.json_response({"ready": now}, status=200 if now else 503)
+
+    return [web.get("/metrics", metrics), web.get("/health", health), web.get("/ready", ready)]
+
+
+class BusCollector(Collector):
+    """The bus's counters, read at the moment of the scrape."""
+
+    def __init__(self, bus: ZmqBus, *, model_name: str, instance: str) -> None:
+        self._bus = bus
+        self._labels = (model_name, instance)
+
+    def collect(self) -> Iterator[Metric]:
+        counters = self._bus.counters
+        for name, value, meaning in (
+            ("sent", counters.sent, "Control messages sent"),
+            ("received", counters.received, "Control messages received"),
+            ("malformed", counters.malformed, "Control messages skipped because they were not ours"),
+            ("unreachable", counters.unreachable, "Control messages that could not be handed to a peer"),
+        ):
+            family = CounterMetricFamily(f"cohort_bus_{name}", meaning, labels=("model_name", "instance"))
+            family.add_metric(self._labels, value)
+            yield family
+
+
+class _Service:
+    """One run of one process."""
+
+    def __init__(
+        self,
+        role: str,
+        build: Build,
+        config: Config,
+        instance: str,
+        run_dir: Path,
+        log: structlog.stdlib.BoundLogger,
+        inbox: bool | str,
+        serve_metrics: bool,
+        metrics_port: int | None,
+    ) -> None:
+        self._role = role
+        self._build = build
+        self._config = config
+        self._instance = instance
+        self._run_dir = run_dir
+        self._log = log
+        self._inbox = inbox
+        self._serve_metrics = serve_metrics
+        self._metrics_port = metrics_port
+        self._stopping = asyncio.Event()
+        self._signals = 0
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        log_loop_errors(loop, self._log)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            return await self._serve()
+        except Exception as error:
+            causes = list(_leaves(error))
+            if all(isinstance(cause, ConfigError | ModelError) for cause in causes):
+                for cause in causes:
+                    self._log.error(str(cause), error=type(cause).__name__)
+                return 2
+            self._log.critical("service failed", exc_info=causes[0] if len(causes) == 1 else error)
+            return 1
+
+    async def _serve(self) -> int:
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        bus = self._open_bus()
+        try:
+            context = self._context(bus)
+            async with contextlib.AsyncExitStack() as stack:
+                if self._serve_metrics:
+                    context.metrics_url = await self._start_metrics(context, stack)
+                self._log.info("started", pid=os.getpid(), endpoint=bus.endpoint, metrics_url=context.metrics_url,
+                               incarnation=context.incarnation, preset=self._config.name)
+                async with asyncio.TaskGroup() as tasks:
+                    heartbeat = tasks.create_task(self._heartbeat(context, bus), name="heartbeat")
+                    try:
+                        await self._run_build(context)
+                    finally:
+                        heartbeat.cancel()
+            self._say_farewell(context, bus)
+        finally:
+            await bus.close()
+        self._log.info("ended")
+        return 0
+
+    async def _run_build(self, context: ServiceContext) -> None:
+        """Until the service returns, or is cancelled because it drains beyond its deadline."""
+
+        async def service() -> None:
+            await self._build(context)
+
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(service(), name=self._role)
+            stopping = tasks.create_task(self._stopping.wait(), name="stopping")
+            await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                deadline_s = context.drain_s + DRAIN_MARGIN_S
+                self._log.info("draining", deadline_s=deadline_s)
+                await asyncio.wait((running,), timeout=deadline_s)
+            if not running.done():
+                self._log.warning("drain deadline passed, cancelling", deadline_s=context.drain_s + DRAIN_MARGIN_S)
+                running.cancel()
+                await asyncio.wait((running,), timeout=CANCEL_S)
+                if not running.done():
+                    self._log.critical("service does not end when cancelled, leaving it")
+                    logging_done()
+                    os._exit(1)
+            elif not self._stopping.is_set():
+                self._log.info("service returned by itself")
+            stopping.cancel()
+
+    def _on_signal(self, number: int) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            self._log.warning("second signal, ending at once", signal=signal.Signals(number).name)
+            logging_done()
+            os._exit(128 + number)
+        self._log.info("asked to stop", signal=signal.Signals(number).name)
+        self._stopping.set()
+
+    def _open_bus(self) -> ZmqBus:
+        bind, advertise = "", ""
+        if isinstance(self._inbox, str):
+            bind = _bind_address(self._inbox, self._config.endpoints.bind_host)
+            advertise = self._inbox
+        elif self._inbox:
+            bind, advertise = inbox_of(self._config, self._role, self._instance, self._run_dir)
+        keys = load_keys(self._config.security.curve_secret_key_file)
+        return ZmqBus(self._instance, bind, keys, advertise=advertise)
+
+    def _context(self, bus: ZmqBus) -> ServiceContext:
+        registry = CollectorRegistry(auto_describe=True)
+        ProcessCollector(registry=registry)
+        registry.register(BusCollector(bus, model_name=model_name(self._config), instance=self._instance))
+        return ServiceContext(
+            config=self._config,
+            instance=self._instance,
+            role=self._role,
+            # Milliseconds: grows over restarts, and a browser's numbers hold it exactly.
+            incarnation=time.time_ns() // 1_000_000,
+            bus=bus,
+            log=self._log,
+            clock=SystemClock(),
+            registry=registry,
+            run_dir=self._run_dir,
+            stopping=self._stopping,
+            drain_s=drain_time_s(self._config, self._role),
+        )
+
+    async def _start_metrics(self, context: ServiceContext, stack: contextlib.AsyncExitStack) -> str:
+        asked = self._metrics_port
+        port = metrics_port(self._config, self._role, self._instance) if asked is None else asked
+        host = self._config.metrics.host
+        try:
+            listener = _listen(host, port)
+        except OSError as error:
+            if asked is not None:
+                raise ConfigError(f"--metrics-port: cannot listen on {host}:{port}: {error.strerror}") from error
+            # Serving does not depend on where metrics are read, and heartbeats say where: take any port.
+            self._log.warning("metrics port is taken, using another", host=host, port=port, error=error.strerror)
+            listener = _listen(host, 0)
+        application = web.Application()
+        application.add_routes(metrics_routes(context))
+        runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.SockSite(runner, listener).start()
+        return f"http://{_named(host)}:{listener.getsockname()[1]}/metrics"
+
+    async def _heartbeat(self, context: ServiceContext, bus: ZmqBus) -> None:
+        """Every `monitor.heartbeat_s`; a monitor that is away costs nothing."""
+        if self._role == "global_monitor":
+            return  # it knows itself
+        bus.connect(MONITOR, context.endpoint_of("monitor"), high_water_messages=FAREWELL_QUEUE_MESSAGES)
+        lag = context.metrics.gauge("event_loop_lag_seconds", "How late the last heartbeat was: blocked event loop")()
+        loop = asyncio.get_running_loop()
+        due_s = loop.time()
+        while True:
+            lag.set(max(0.0, loop.time() - due_s))
+            try:
+                figures = context.figures()
+            except Exception:
+                self._log.exception("figures for the heartbeat could not be read")
+                figures = {}
+            with contextlib.suppress(PeerUnreachable):
+                bus.send(
+                    MONITOR,
+                    Heartbeat(
+                        instance=context.instance,
+                        role=context.role,
+                        incarnation=context.incarnation,
+                        pid=os.getpid(),
+                        ready=context.ready and not context.stopping.is_set(),
+                        metrics_url=context.metrics_url,
+                        figures=figures,
+                    ),
+                )
+            due_s = loop.time() + self._config.monitor.heartbeat_s
+            await asyncio.sleep(self._config.monitor.heartbeat_s)
+
+    def _say_farewell(self, context: ServiceContext, bus: ZmqBus) -> None:
+        if self._role != "global_monitor":
+            with contextlib.suppress(PeerUnreachable):
+                bus.send(MONITOR, Farewell(context.instance, context.incarnation))
+
+
+def drain_time_s(config: Config, role: str) -> float:
+    """How long a service may take to finish what it has."""
+    match role:
+        case "gateway":
+            return config.gateway.drain_s
+        case "prefill_worker" | "decode_worker":
+            return config.engine.drain_s
+        case _:
+            return 5.0
+
+
+def metrics_port(config: Config, role: str, instance: str) -> int:
+    """From metrics.base_port on: predictor, manager, then the configured workers in order; 0 (any) for others."""
+    base = config.metrics.base_port
+    if base == 0:
+        return 0
+    order = ["length_predictor", "bucketing_manager"]
+    if role in order:
+        return base + order.index(role)
+    workers = list(config.instance_roles)
+    return base + len(order) + workers.index(instance) if instance in workers else 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _named(host: str) -> str:
+    """A host that others can dial, for one that binds everywhere."""
+    if host in ("0.0.0.0", "::"):
+        return socket.gethostname()
+    return f"[{host}]" if ":" in host else host
+
+
+def _loop_factory(kind: LoopKind) -> Callable[[], asyncio.AbstractEventLoop]:
+    if kind != "asyncio":
+        try:
+            import uvloop
+
+            factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+            return factory
+        except ImportError:
+            if kind == "uvloop":
+                raise
+    return asyncio.new_event_loop
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """The errors inside nested groups."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def _parser(role: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m cohort.services.{role}",
+        description=f"Run Cohort's {role.replace('_', ' ')} as one process. `cohort serve` starts a whole pipeline; "
+        "by hand, give all its processes the same configuration.",
+        epilog="Exit codes: 0 ended on request, 1 failed, 2 a wrong option or configuration. SIGTERM or Ctrl-C drains "
+        "and ends; a second one ends at once.",
+    )
+    parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE",
+                        help="YAML configuration; may be repeated, later files win")
+    parser.add_argument("--preset", default="", metavar="NAME", help="preset from configs/presets, beneath the files")
+    parser.add_argument("--instance", default="", metavar="NAME",
+                        help=f"name of this process in the pipeline (default: {ROLES.get(role, role)})")
+    parser.add_argument("--run-dir", type=Path, default=None, metavar="DIR",
+                        help="folder of the pipeline's sockets (default: in the cache folder, by gateway port)")
+    parser.add_argument("--metrics-port", type=int, default=None, metavar="PORT",
+                        help="port of /metrics and /health (default: from metrics.base_port; 0 = any)")
+    return parser

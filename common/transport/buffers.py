@@ -1,0 +1,103 @@
+"""What a link is given to move: one contiguous region of memory, wherever it lies.
+
+Called by the links. Takes torch tensors (CPU or CUDA), NumPy arrays, anything with the buffer protocol or
+`__cuda_array_interface__`. Never copies, except `HostStaging`, which is what a link without access to device memory
+uses. Imports neither torch nor NumPy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+from cohort.common.errors import TransferError
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """`owner` keeps the memory alive as long as the region is."""
+
+    pointer: int
+    nbytes: int
+    on_device: bool
+    owner: object
+
+    def host_view(self) -> memoryview:
+        """The bytes themselves, writable, for memory of the host."""
+        if self.on_device:
+            raise TransferError("device memory has no host view")
+        return memoryview((ctypes.c_char * self.nbytes).from_address(self.pointer)).cast("B")
+
+
+def region_of(buffer: Any, *, writable: bool) -> Region:
+    """Raises `TransferError` for what is not contiguous, or read-only where it must be written."""
+    if hasattr(buffer, "data_ptr") and hasattr(buffer, "element_size"):  # a torch tensor
+        if not buffer.is_contiguous():
+            raise TransferError("a transfer needs a contiguous tensor")
+        return Region(buffer.data_ptr(), buffer.numel() * buffer.element_size(), buffer.is_cuda, buffer)
+    interface = getattr(buffer, "__cuda_array_interface__", None)
+    if interface is not None:
+        return _device_region(interface, buffer)
+    try:
+        view = memoryview(buffer)
+    except TypeError as error:
+        raise TransferError(f"a {type(buffer).__name__} is no buffer") from error
+    if not view.c_contiguous:
+        raise TransferError("a transfer needs a contiguous buffer")
+    if writable and view.readonly:
+        raise TransferError("a transfer cannot write into a read-only buffer")
+    return Region(_address_of(view), view.nbytes, False, view)
+
+
+def _device_region(interface: dict[str, Any], owner: object) -> Region:
+    nbytes = int(interface["typestr"][2:])
+    for extent in interface["shape"]:
+        nbytes *= extent
+    strides, expected = interface.get("strides"), int(interface["typestr"][2:])
+    if strides is not None:
+        for extent, stride in zip(reversed(interface["shape"]), reversed(strides), strict=True):
+            if extent > 1 and stride != expected:
+                raise TransferError("a transfer needs a contiguous device array")
+            expected *= extent
+    return Region(interface["data"][0], nbytes, True, owner)
+
+
+class _PyBuffer(ctypes.Structure):
+    _fields_ = (
+        ("buf", ctypes.c_void_p), ("obj", ctypes.py_object), ("len", ctypes.c_ssize_t), ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int), ("ndim", ctypes.c_int), ("format", ctypes.c_char_p), ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p), ("suboffsets", ctypes.c_void_p), ("internal", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+def _address_of(view: memoryview) -> int:
+    """Where a buffer's bytes are. ctypes' own `from_buffer` refuses read-only ones, which may well be sent."""
+    if view.nbytes == 0:
+        return 0
+    description = _PyBuffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(description), 0)
+    try:
+        return int(description.buf)
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(description))
+
+
+class HostStaging:
+    """A host copy of a region for links that cannot read device memory; the region itself where it is on the host."""
+
+    def __init__(self, buffer: Any, *, writable: bool) -> None:
+        self._device_tensor: Any = None
+        region = region_of(buffer, writable=writable)
+        if region.on_device:
+            if not hasattr(buffer, "cpu"):
+                raise TransferError("this link moves host memory and torch tensors only")
+            self._device_tensor = buffer
+            region = region_of(buffer.cpu(), writable=True)
+        self.region = region
+        self.view = region.host_view()
+
+    def finish_receive(self) -> None:
+        """Bring received bytes to the device."""
+        if self._device_tensor is not None:
+            self._device_tensor.copy_(self.region.owner)

@@ -1,0 +1,116 @@
+"""Which process an address belongs to, and word of its death.
+
+Every UCX address carries its owner's `ProcessIdentity`. If that process lives on this host and in our PID namespace,
+the kernel tells us the moment it dies (a pidfd becomes readable), long before any deadline. Called by `ucx_link`.
+Never decides what a death means, and says nothing about processes elsewhere: for those, deadlines and the control
+plane do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cohort.common.errors import TransferError
+
+_LAYOUT = struct.Struct("<4s8sQIQ8s")
+_MAGIC = b"COK1"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """`boot` names the running system, `start_ticks` tells a process from a later one with the same pid, `nonce` one
+    link from another in the same process."""
+
+    boot: bytes
+    pid_namespace: int
+    pid: int
+    start_ticks: int
+    nonce: bytes
+
+    SIZE = _LAYOUT.size
+
+    def pack(self) -> bytes:
+        return _LAYOUT.pack(_MAGIC, self.boot, self.pid_namespace, self.pid, self.start_ticks, self.nonce)
+
+    @staticmethod
+    def unpack(data: bytes) -> ProcessIdentity:
+        if len(data) < _LAYOUT.size:
+            raise TransferError(f"not a link address of ours ({len(data)} bytes)")
+        magic, *rest = _LAYOUT.unpack_from(data)
+        if magic != _MAGIC:
+            raise TransferError("not a link address of ours")
+        return ProcessIdentity(*rest)
+
+    @staticmethod
+    def own() -> ProcessIdentity:
+        return ProcessIdentity(_boot(), _pid_namespace(), os.getpid(), _start_ticks(os.getpid()) or 0, os.urandom(8))
+
+    def is_near(self) -> bool:
+        """On this host and visible under its pid."""
+        return self.pid_namespace != 0 and self.boot == _boot() and self.pid_namespace == _pid_namespace()
+
+
+def watch(identity: ProcessIdentity, loop: asyncio.AbstractEventLoop, died: Callable[[], None]) -> ProcessWatch | None:
+    """Call `died` once when that process ends (soon, if it has). None if the kernel cannot tell us."""
+    if not identity.is_near() or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        fd = os.pidfd_open(identity.pid)
+    except ProcessLookupError:
+        loop.call_soon(died)
+        return None
+    except OSError:
+        return None
+    if _start_ticks(identity.pid) != identity.start_ticks:  # the pid belongs to somebody else by now
+        os.close(fd)
+        loop.call_soon(died)
+        return None
+    return ProcessWatch(fd, loop, died)
+
+
+class ProcessWatch:
+    def __init__(self, fd: int, loop: asyncio.AbstractEventLoop, died: Callable[[], None]) -> None:
+        self._fd = fd
+        self._loop = loop
+        self._died = died
+        loop.add_reader(fd, self._readable)
+
+    def _readable(self) -> None:
+        self.stop()
+        self._died()
+
+    def stop(self) -> None:
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _boot() -> bytes:
+    """A digest of the kernel's boot id and host name, zero where there is none."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        return bytes(8)
+    return hashlib.blake2b(boot_id, digest_size=8).digest()
+
+
+def _pid_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _start_ticks(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])

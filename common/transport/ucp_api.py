@@ -1,0 +1,110 @@
+"""The few calls of UCP's C interface that ucxx's Python layer does not pass on.
+
+ucxx gives us the library, the context, the worker, its progress and its address. Its Python requests, though, can
+neither be cancelled one by one nor tell how many bytes arrived, and waiting for them spins; so transfers are posted
+here, on the raw handles that ucxx exposes. Called by `ucx_link` alone, always from the event loop's thread. Every
+function below is part of UCP's stable interface (libucp.so.0).
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+OK, IN_PROGRESS = 0, 1
+ERR_TRUNCATED, ERR_CANCELED = -9, -16
+
+_ERR_LAST = -100
+_NO_IMMEDIATE_COMPLETION = 1 << 16  # UCP_OP_ATTR_FLAG_NO_IMM_CMPL: always a request, so there is one way to wait
+_REMOTE_ADDRESS = 1 << 0  # UCP_EP_PARAM_FIELD_REMOTE_ADDRESS
+_ANY_BIT = (1 << 64) - 1
+
+
+class _TagInfo(ctypes.Structure):
+    _fields_ = (("sender_tag", ctypes.c_uint64), ("length", ctypes.c_size_t))
+
+
+class UcpError(Exception):
+    """A call was refused at once; `status` is UCS's code."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class UcpApi:
+    """Bound functions. Raises `OSError` or `AttributeError` where the library is not what ucxx needs either."""
+
+    def __init__(self) -> None:
+        # ucxx has loaded it already; the loader finds it again by its soname.
+        ucp, ucs = ctypes.CDLL("libucp.so.0"), ctypes.CDLL("libucs.so.0")
+        pointer, size, u64 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
+        self._send = _bind(ucp.ucp_tag_send_nbx, pointer, pointer, pointer, size, u64, pointer)
+        self._receive = _bind(ucp.ucp_tag_recv_nbx, pointer, pointer, pointer, size, u64, u64, pointer)
+        self._status = _bind(ucp.ucp_request_check_status, ctypes.c_int8, pointer)
+        self._test_receive = _bind(ucp.ucp_tag_recv_request_test, ctypes.c_int8, pointer, pointer)
+        self._cancel = _bind(ucp.ucp_request_cancel, None, pointer, pointer)
+        self._free = _bind(ucp.ucp_request_free, None, pointer)
+        self._create_endpoint = _bind(ucp.ucp_ep_create, ctypes.c_int8, pointer, pointer, pointer)
+        self._close_endpoint = _bind(ucp.ucp_ep_close_nbx, pointer, pointer, pointer)
+        self._describe = _bind(ucs.ucs_status_string, ctypes.c_char_p, ctypes.c_int8)
+        # Parameter structures: a mask first, and no field that the mask does not name is read.
+        self._flags = (u64 * 32)(_NO_IMMEDIATE_COMPLETION)
+        self._no_flags = (u64 * 32)()
+        self._info = _TagInfo()
+
+    def endpoint(self, worker: int, address: bytes) -> int:
+        """An endpoint without error handling: with it, UCX gives up shared memory."""
+        held = ctypes.create_string_buffer(address, len(address))
+        params = (ctypes.c_uint64 * 64)(_REMOTE_ADDRESS, ctypes.addressof(held))
+        handle = ctypes.c_void_p()
+        status = self._create_endpoint(worker, ctypes.addressof(params), ctypes.addressof(handle))
+        if status != OK or handle.value is None:
+            raise UcpError(status, self.text(status))
+        return handle.value
+
+    def close_endpoint(self, endpoint: int) -> int | None:
+        """Start a flushing close; its request, if it is not done at once."""
+        return self._started(self._close_endpoint(endpoint, ctypes.addressof(self._no_flags)))
+
+    def send(self, endpoint: int, pointer: int, nbytes: int, tag: int) -> int:
+        request = self._started(self._send(endpoint, pointer, nbytes, tag, ctypes.addressof(self._flags)))
+        assert request is not None
+        return request
+
+    def receive(self, worker: int, pointer: int, nbytes: int, tag: int) -> int:
+        request = self._started(
+            self._receive(worker, pointer, nbytes, tag, _ANY_BIT, ctypes.addressof(self._flags))
+        )
+        assert request is not None
+        return request
+
+    def status(self, request: int) -> int:
+        return int(self._status(request))
+
+    def received(self, request: int) -> int:
+        """Length of what arrived, once its status is final."""
+        self._test_receive(request, ctypes.addressof(self._info))
+        return int(self._info.length)
+
+    def cancel(self, worker: int, request: int) -> None:
+        """Works for receives that nothing has matched yet; for all others it does nothing."""
+        self._cancel(worker, request)
+
+    def free(self, request: int) -> None:
+        self._free(request)
+
+    def text(self, status: int) -> str:
+        return bytes(self._describe(status)).decode()
+
+    def _started(self, result: int | None) -> int | None:
+        """UCS's pointers: none = done, the last hundred addresses = an error, else a request."""
+        if result is not None and result > _ANY_BIT + _ERR_LAST:
+            status = result - _ANY_BIT - 1
+            raise UcpError(status, self.text(status))
+        return result
+
+
+def _bind(function: ctypes._NamedFuncPointer, result: object, *arguments: object) -> ctypes._NamedFuncPointer:
+    function.restype = result  # type: ignore[assignment]
+    function.argtypes = arguments  # type: ignore[assignment]
+    return function

@@ -1,0 +1,425 @@
+"""The KV link over UCX: NVLink, RDMA, shared memory or TCP, as UCX chooses for each pair of processes.
+
+Called by the worker's transfer agent, one link per process, on its event loop. Decides how UCX is driven and what
+happens when a transfer does not end; never what is sent, to whom or whether again.
+
+How UCX is driven. Peers connect by *worker address*, exchanged over the control plane, without endpoint error
+handling: listeners, and error handling, each cost UCX its shared-memory path. The event loop sleeps on UCX's event
+descriptor; when it wakes, UCX progresses for a bounded time per turn (a shared-memory transfer *is* a copy made
+while progressing), then every pending operation is looked at.
+
+How a transfer ends. On a deadline or a cancelled task the buffer must be silent before we return:
+
+    receive, nothing matched yet   cancelled by UCX at once
+    receive, bytes under way       waited for; if they do not end within SETTLE_S, the whole UCX worker is torn down and
+                                   built anew, which nothing can write through; its other transfers fail
+    send, small                    was copied, has ended
+    send, large                    the receiver pulls, so the receiver is asked (`_WITHDRAW`) to let go; if it does not
+                                   answer within SETTLE_S: `BufferStranded`, with a future that tells when it is over:
+                                   the peer answered, died, or was forgotten
+
+UCX itself does not notice a dead peer on these paths. For a peer on our host the kernel does (`peer_process`), and
+ends everything that waits for it; for others deadlines do.
+
+A receive that gave up leaves an empty receive behind for a while, the *void*: what still arrives under its tag is
+discarded, and its sender does not wait for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from cohort.common.errors import TransferError, TransferTimeout
+from cohort.common.transport.buffers import Region, region_of
+from cohort.common.transport.peer_process import ProcessIdentity, ProcessWatch, watch
+from cohort.common.transport.ucp_api import ERR_CANCELED, ERR_TRUNCATED, IN_PROGRESS, OK, UcpApi, UcpError
+
+log = structlog.get_logger(__name__)
+
+SETTLE_S = 1.0
+PROGRESS_TURN_S = 0.0005
+SAFETY_TICK_S = 0.1  # while transfers are pending: UCX documents that its descriptor may, rarely, stay silent
+VOID_S = 30.0
+MAX_VOIDS = 1024
+
+_WITHDRAW_TAG = (1 << 64) - 1  # outside what `tag_of` gives to any real lease: 2^40 - 1 leases are never reached
+_WITHDRAW_BYTES = 8
+
+_ENVIRONMENT = {"UCX_LOG_LEVEL": "error", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+
+
+class BufferStranded(TransferTimeout):
+    """A transfer did not end and could not be silenced: keep the buffer out of use until `settled` is done."""
+
+    def __init__(self, message: str, settled: asyncio.Future[None]) -> None:
+        super().__init__(message)
+        self.settled = settled
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """One address we send to."""
+
+    address: bytes
+    identity: ProcessIdentity
+    endpoint: int
+    watch: ProcessWatch | None = None
+    dead: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Operation:
+    """One posted request. `done` carries its final status. The region is held until UCX is finished with it."""
+
+    request: int
+    region: Region | None
+    done: asyncio.Future[int]
+    tag: int
+    peer: _Peer | None = None
+    received: int = 0
+    waiting: bool = True
+    posted_s: float = field(default_factory=time.monotonic)
+
+
+class UcxLink:
+    """See `kv_link.KvLink`. Made on a running event loop; raises `TransferError` where ucxx is not installed or
+    cannot start."""
+
+    name = "ucx"
+
+    def __init__(self) -> None:
+        for key, value in _ENVIRONMENT.items():
+            os.environ.setdefault(key, value)
+        try:
+            import ucxx._lib.libucxx as ucxx
+
+            self._ucxx: Any = ucxx
+            self._api = UcpApi()
+            features = (ucxx.Feature.TAG, ucxx.Feature.WAKEUP)
+            self._context: Any = ucxx.UCXContext({}, feature_flags=features)
+        except ImportError as error:
+            raise TransferError("ucxx is not installed (pip install ucxx-cu12 or ucxx-cu13)") from error
+        except Exception as error:  # ucxx raises many types of its own, and none of them may end the worker
+            raise TransferError(f"UCX cannot start: {error}") from error
+        self._loop = asyncio.get_running_loop()
+        self._identity = ProcessIdentity.own()
+        self._worker: Any = None
+        self._fd = -1
+        self._operations: dict[int, _Operation] = {}
+        self._peers: dict[bytes, _Peer] = {}
+        self._voids: OrderedDict[int, _Operation] = OrderedDict()
+        self._turn: asyncio.Handle | None = None
+        self._tick: asyncio.TimerHandle | None = None
+        self._closed = False
+        self.rebuilt = 0
+        self.stranded = 0
+        self._open_worker()
+
+    # ---- KvLink ---------------------------------------------------------------------------------------------
+
+    def address(self) -> bytes:
+        """Changes when the link had to be rebuilt: ask again for every grant."""
+        return self._address
+
+    async def send(self, peer: bytes, tag: int, buffer: object, *, timeout_s: float) -> None:
+        region = region_of(buffer, writable=False)
+        target = self._peer(peer)
+        operation = self._post_send(target, tag, region)
+        try:
+            await _ended(operation, timeout_s)
+        except (TimeoutError, asyncio.CancelledError) as reason:
+            await self._withdraw_send(operation)
+            if isinstance(reason, asyncio.CancelledError):
+                raise
+            raise TransferTimeout(f"ucx: {region.nbytes} bytes not taken within {timeout_s} s") from None
+        status = operation.done.result()
+        if status != OK:
+            raise TransferError(f"ucx: send failed: {self._text(status)}")
+
+    async def receive(self, tag: int, buffer: object, *, timeout_s: float) -> None:
+        region = region_of(buffer, writable=True)
+        operation = self._post_receive(tag, region)
+        try:
+            await _ended(operation, timeout_s)
+        except (TimeoutError, asyncio.CancelledError) as reason:
+            await self._silence_receive(operation)
+            if isinstance(reason, asyncio.CancelledError):
+                raise
+            if operation.done.result() != OK:
+                raise TransferTimeout(f"ucx: {region.nbytes} bytes did not arrive within {timeout_s} s") from None
+        status = operation.done.result()
+        if status == ERR_TRUNCATED:
+            raise TransferError(f"ucx: more than the expected {region.nbytes} bytes arrived")
+        if status != OK:
+            raise TransferError(f"ucx: receive failed: {self._text(status)}")
+        if operation.received != region.nbytes:
+            raise TransferError(f"ucx: {operation.received} bytes arrived, {region.nbytes} were expected")
+
+    def forget(self, peer: bytes) -> None:
+        known = self._peers.pop(peer, None)
+        if known is not None:
+            self._bury(known, "the peer is gone")
+            self._close_endpoint(known)
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._close_worker("the link is closed")
+        for peer in self._peers.values():
+            if peer.watch is not None:
+                peer.watch.stop()
+        self._peers.clear()
+        self._context = None
+
+    # ---- posting --------------------------------------------------------------------------------------------
+
+    def _post_send(self, peer: _Peer, tag: int, region: Region) -> _Operation:
+        if peer.dead:
+            raise TransferError("ucx: the receiving process has died")
+        try:
+            request = self._api.send(peer.endpoint, region.pointer, region.nbytes, tag)
+        except UcpError as error:
+            raise TransferError(f"ucx: send failed: {error}") from error
+        return self._add(_Operation(request, region, self._loop.create_future(), tag, peer))
+
+    def _post_receive(self, tag: int, region: Region | None) -> _Operation:
+        if self._closed:
+            raise TransferError("ucx: the link is closed")
+        void = self._voids.pop(tag, None)
+        if void is not None and void.waiting:
+            self._api.cancel(self._worker.handle, void.request)
+        pointer, nbytes = (region.pointer, region.nbytes) if region is not None else (0, 0)
+        try:
+            request = self._api.receive(self._worker.handle, pointer, nbytes, tag)
+        except UcpError as error:
+            raise TransferError(f"ucx: receive failed: {error}") from error
+        return self._add(_Operation(request, region, self._loop.create_future(), tag))
+
+    def _add(self, operation: _Operation) -> _Operation:
+        self._operations[id(operation)] = operation
+        self._progress_soon()
+        if self._tick is None:
+            self._tick = self._loop.call_later(SAFETY_TICK_S, self._on_tick)
+        return operation
+
+    # ---- progress -------------------------------------------------------------------------------------------
+
+    def _progress_soon(self) -> None:
+        if self._turn is None:
+            self._turn = self._loop.call_soon(self._progress)
+
+    def _progress(self) -> None:
+        """One bounded turn. Ends armed, with UCX's descriptor to wake us, or with another turn to come."""
+        if self._turn is not None:
+            self._turn.cancel()
+            self._turn = None
+        worker = self._worker
+        if worker is None:
+            return
+        until_s = time.perf_counter() + PROGRESS_TURN_S
+        while worker.progress_once():
+            if time.perf_counter() >= until_s:
+                self._look()
+                self._progress_soon()
+                return
+        self._look()
+        if not worker.arm():
+            self._progress_soon()
+
+    def _look(self) -> None:
+        """Settle what has ended."""
+        api = self._api
+        ended = [operation for operation in self._operations.values() if api.status(operation.request) != IN_PROGRESS]
+        for operation in ended:
+            del self._operations[id(operation)]
+            status = api.status(operation.request)
+            if operation.peer is None and status == OK:
+                operation.received = api.received(operation.request)
+            api.free(operation.request)
+            self._settle(operation, status)
+
+    def _settle(self, operation: _Operation, status: int) -> None:
+        operation.waiting = False
+        operation.region = None
+        if not operation.done.done():
+            operation.done.set_result(status)
+
+    def _on_tick(self) -> None:
+        self._tick = None
+        now_s = time.monotonic()
+        while self._voids:
+            tag, void = next(iter(self._voids.items()))
+            if now_s - void.posted_s < VOID_S and len(self._voids) <= MAX_VOIDS:
+                break
+            del self._voids[tag]
+            if void.waiting:
+                self._api.cancel(self._worker.handle, void.request)
+        self._progress()
+        if len(self._operations) > 1 and not self._closed:  # more than the standing receive for withdrawals
+            self._tick = self._loop.call_later(SAFETY_TICK_S, self._on_tick)
+
+    # ---- ending what does not end ---------------------------------------------------------------------------
+
+    async def _silence_receive(self, operation: _Operation) -> None:
+        """Returns when nothing writes into the buffer any more; also when cancelled meanwhile."""
+        if operation.waiting:
+            self._api.cancel(self._worker.handle, operation.request)
+            self._look()
+        await _settled(operation, SETTLE_S)
+        if operation.waiting:
+            log.warning("ucx link rebuilt: a receive could be neither finished nor cancelled", tag=operation.tag)
+            self._rebuild("the link was rebuilt to silence another transfer")
+        elif operation.done.result() == ERR_CANCELED and not self._closed:
+            self._discard(operation.tag)
+
+    def _discard(self, tag: int) -> None:
+        """Post the void for a tag."""
+        self._voids[tag] = self._post_receive(tag, None)
+
+    async def _withdraw_send(self, operation: _Operation) -> None:
+        """Returns when the receiver no longer reads the buffer, else raises `BufferStranded`."""
+        if operation.waiting and operation.peer is not None and not operation.peer.dead:
+            notice = bytearray(operation.tag.to_bytes(_WITHDRAW_BYTES, "little"))
+            self._post_send(operation.peer, _WITHDRAW_TAG, region_of(notice, writable=False))
+        await _settled(operation, SETTLE_S)
+        if operation.waiting:
+            self.stranded += 1
+            settled: asyncio.Future[None] = self._loop.create_future()
+            operation.done.add_done_callback(lambda _: self._unstrand(settled))
+            raise BufferStranded("ucx: the receiver neither takes the bytes nor lets them go", settled)
+
+    def _unstrand(self, settled: asyncio.Future[None]) -> None:
+        self.stranded -= 1
+        if not settled.done():
+            settled.set_result(None)
+
+    def _await_withdrawals(self) -> None:
+        """Keep one receive standing for senders that gave up."""
+        notice = bytearray(_WITHDRAW_BYTES)
+        standing = self._post_receive(_WITHDRAW_TAG, region_of(notice, writable=True))
+        standing.done.add_done_callback(lambda done: self._on_withdrawal(done.result(), notice))
+
+    def _on_withdrawal(self, status: int, notice: bytearray) -> None:
+        if self._closed or self._worker is None or status == ERR_CANCELED:
+            return
+        tag = int.from_bytes(notice, "little")
+        self._await_withdrawals()
+        # A receive that is posted for the tag has matched it: it ends by itself. Otherwise let go of the offer.
+        if status == OK and not any(op.tag == tag and op.peer is None for op in self._operations.values()):
+            self._discard(tag)
+
+    def _rebuild(self, reason: str) -> None:
+        """Nothing writes through a UCX worker that no longer exists."""
+        self.rebuilt += 1
+        self._close_worker(reason)
+        for peer in self._peers.values():
+            if peer.watch is not None:
+                peer.watch.stop()
+        self._peers.clear()
+        self._open_worker()
+
+    # ---- worker and peers -----------------------------------------------------------------------------------
+
+    def _open_worker(self) -> None:
+        self._worker = self._ucxx.UCXWorker(
+            self._context, enable_delayed_submission=False, enable_python_future=False
+        )
+        self._worker.init_blocking_progress_mode()
+        self._address = self._identity.pack() + self._worker.address.tobytes()
+        self._fd = self._worker.epoll_file_descriptor
+        self._loop.add_reader(self._fd, self._progress)
+        self._await_withdrawals()
+
+    def _close_worker(self, reason: str) -> None:
+        for handle in (self._turn, self._tick):
+            if handle is not None:
+                handle.cancel()
+        self._turn = self._tick = None
+        self._loop.remove_reader(self._fd)
+        operations, self._operations = list(self._operations.values()), {}
+        self._voids.clear()
+        for operation in operations:
+            self._api.cancel(self._worker.handle, operation.request)
+        self._worker = None  # the last reference: UCX tears endpoints and mappings down before this returns
+        for operation in operations:
+            self._settle(operation, ERR_CANCELED)
+        if operations:
+            log.debug("ucx worker closed", reason=reason, ended=len(operations))
+
+    def _peer(self, address: bytes) -> _Peer:
+        if self._closed:
+            raise TransferError("ucx: the link is closed")
+        known = self._peers.get(address)
+        if known is not None:
+            return known
+        identity = ProcessIdentity.unpack(address)
+        for old in [peer for peer in self._peers.values() if peer.identity == identity]:
+            self.forget(old.address)  # the same link, rebuilt: its old worker exists no more
+        try:
+            endpoint = self._api.endpoint(self._worker.handle, address[ProcessIdentity.SIZE :])
+        except UcpError as error:
+            raise TransferError(f"ucx: no path to the peer: {error}") from error
+        peer = self._peers[address] = _Peer(address, identity, endpoint)
+        peer.watch = watch(identity, self._loop, lambda: self._bury(peer, "the receiving process has died"))
+        return peer
+
+    def _bury(self, peer: _Peer, reason: str) -> None:
+        """A dead process reads nothing any more: end all that waits for it."""
+        if peer.dead:
+            return
+        peer.dead = True
+        if peer.watch is not None:
+            peer.watch.stop()
+        if self._worker is None:
+            return
+        self._progress()
+        left = [operation for operation in self._operations.values() if operation.peer is peer]
+        for operation in left:
+            del self._operations[id(operation)]
+            self._api.free(operation.request)  # UCX releases it whenever it gets that far
+            self._settle(operation, _ERR_UNREACHABLE)
+        if left:
+            log.info("transfers ended", reason=reason, count=len(left))
+
+    def _close_endpoint(self, peer: _Peer) -> None:
+        if self._worker is None:
+            return
+        try:
+            request = self._api.close_endpoint(peer.endpoint)
+        except UcpError as error:
+            log.debug("ucx endpoint could not be closed", error=str(error))
+            return
+        if request is not None:
+            self._add(_Operation(request, None, self._loop.create_future(), 0, peer))
+
+    def _text(self, status: int) -> str:
+        return "the peer is gone" if status == _ERR_UNREACHABLE else self._api.text(status)
+
+
+_ERR_UNREACHABLE = -6
+
+
+async def _ended(operation: _Operation, timeout_s: float) -> None:
+    """Until the operation has its status; the future itself is never cancelled."""
+    if operation.waiting:
+        await asyncio.wait((operation.done,), timeout=timeout_s)
+        if operation.waiting:
+            raise TimeoutError
+
+
+async def _settled(operation: _Operation, timeout_s: float) -> None:
+    """As `_ended`, but neither time nor a further cancellation interrupts it early: the caller is already leaving."""
+    until_s = time.monotonic() + timeout_s
+    while operation.waiting and (left_s := until_s - time.monotonic()) > 0:
+        try:
+            await asyncio.wait((operation.done,), timeout=left_s)
+        except asyncio.CancelledError:
+            continue

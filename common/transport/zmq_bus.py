@@ -1,0 +1,356 @@
+"""The control bus between processes: one ROUTER inbox, one DEALER per dialled peer, msgpack inside.
+
+Called by `service.py`, which owns one bus per process. Decides how sockets are tuned, that a live Unix socket is
+never stolen, and that what arrives malformed is counted and skipped. Never retries, reorders or inspects messages:
+repair belongs to the protocols above.
+
+    peer ──DEALER──▶ ROUTER ┐                       ready ring: sockets that have something;
+    peer ──DEALER──▶   "    ├─▶ ready ring ─▶ receive()   each gives one message per turn
+    us   ──DEALER──▶ peer ──┘ (answers)
+
+Messages wait inside libzmq until `receive` takes them, so its high-water marks are the only queue and bound memory.
+A libzmq descriptor signals *changes* only; so a socket stays on the ring until it says it is empty, and is looked at
+again after every send (which may have swallowed the signal).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+import socket as plain_socket
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+import zmq
+
+from cohort.common.codec import decode, encode
+from cohort.common.errors import ConfigError, PeerUnreachable, WireError
+from cohort.common.messages import Message
+from cohort.common.transport.security import Authenticator, CurveKeys, protect_client, protect_server
+from cohort.common.types import InstanceId
+
+log = structlog.get_logger(__name__)
+
+HIGH_WATER_MESSAGES = 8192  # per direction and peer; beyond it a peer counts as unreachable
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # prompts of millions of tokens fit; a stray peer cannot fill our memory
+LINGER_MS = 300  # last words to a connected peer need a few; one that is away is not waited for longer
+RECONNECT_MS, RECONNECT_MAX_MS = 20, 500
+PING_MS, PING_TIMEOUT_MS = 1000, 3000
+YIELD_EVERY_MESSAGES = 32
+
+_IPC = "ipc://"
+_TCP = "tcp://"
+
+
+@dataclass(slots=True)
+class BusCounters:
+    """What passed through a bus since it was opened; exported by `service.py`."""
+
+    sent: int = 0
+    received: int = 0
+    malformed: int = 0
+    unreachable: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Source:
+    """One socket we read. `peer` is None for the inbox, where each message names its sender."""
+
+    socket: zmq.Socket[bytes]
+    peer: InstanceId | None
+    endpoint: str
+    fd: int = field(init=False)
+    on_ring: bool = False
+
+    def __post_init__(self) -> None:
+        self.fd = self.socket.FD
+
+
+class ZmqBus:
+    """See `bus.Bus`. Made and used on one running event loop.
+
+    `bind` is where the inbox listens ("" = none). `advertise` is where others dial it, when that differs (a container
+    that binds 0.0.0.0 and is known by name); port 0 in either becomes the port the system chose.
+    """
+
+    def __init__(
+        self, identity: InstanceId, bind: str = "", curve: CurveKeys | None = None, *, advertise: str = ""
+    ) -> None:
+        if not 0 < len(identity.encode()) < 256:
+            raise ConfigError(f"instance name {identity!r} must have 1 to 255 bytes")
+        self.identity = identity
+        self.endpoint = ""
+        self.counters = BusCounters()
+        self._curve = curve
+        self._loop = asyncio.get_running_loop()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.setsockopt(zmq.MAX_SOCKETS, 16384)
+        self._authenticator: Authenticator | None = None
+        self._ipc_lock: _IpcLock | None = None
+        self._inbox: _Source | None = None
+        self._peers: dict[InstanceId, _Source] = {}
+        self._ring: deque[_Source] = deque()
+        self._something = asyncio.Event()
+        self._in_a_row = 0
+        self._closed = False
+        if bind:
+            try:
+                self._open_inbox(bind, advertise)
+            except BaseException:
+                self._closed = True
+                self._context.destroy(linger=0)
+                self._end_context()
+                raise
+
+    # ---- dialling -------------------------------------------------------------------------------------------
+
+    def connect(self, peer: InstanceId, endpoint: str, *, high_water_messages: int = HIGH_WATER_MESSAGES) -> None:
+        """See `Bus.connect`. A small `high_water_messages` suits news that is worthless when late."""
+        known = self._peers.get(peer)
+        if known is not None:
+            if known.endpoint == endpoint:
+                return
+            self._drop(self._peers.pop(peer))
+        socket = self._new_socket(zmq.DEALER, high_water_messages)
+        socket.setsockopt(zmq.IDENTITY, self.identity.encode())
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        if self._curve is not None:
+            protect_client(socket, self._curve)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise PeerUnreachable(f"{peer}: {endpoint!r} cannot be dialled: {error}") from error
+        source = _Source(socket, peer, endpoint)
+        self._peers[peer] = source
+        self._watch(source)
+
+    def disconnect(self, peer: InstanceId) -> None:
+        source = self._peers.pop(peer, None)
+        if source is not None:
+            self._drop(source)
+
+    # ---- sending and receiving ------------------------------------------------------------------------------
+
+    def send(self, peer: InstanceId, message: Message) -> None:
+        if self._closed:
+            raise PeerUnreachable(f"{self.identity}: the bus is closed")
+        source = self._peers.get(peer)
+        try:
+            if source is not None:
+                source.socket.send(encode(message), zmq.NOBLOCK)
+            elif self._inbox is not None:
+                source = self._inbox
+                source.socket.send_multipart((peer.encode(), encode(message)), zmq.NOBLOCK)
+            else:
+                self.counters.unreachable += 1
+                raise PeerUnreachable(f"{peer}: was not dialled, and this process has no inbox")
+        except zmq.Again as error:
+            self.counters.unreachable += 1
+            raise PeerUnreachable(f"{peer}: its queue is full") from error
+        except zmq.ZMQError as error:
+            self.counters.unreachable += 1
+            reason = "is not connected" if error.errno == zmq.EHOSTUNREACH else str(error)
+            raise PeerUnreachable(f"{peer}: {reason}") from error
+        finally:
+            if source is not None:
+                self._look_at(source)
+        self.counters.sent += 1
+
+    async def receive(self) -> tuple[InstanceId, Message]:
+        while True:
+            if self._in_a_row >= YIELD_EVERY_MESSAGES:
+                # A flood must not starve the other tasks of the process: give each of them one turn.
+                self._in_a_row = 0
+                await asyncio.sleep(0)
+            arrived = self._take()
+            if arrived is not None:
+                self._in_a_row += 1
+                return arrived
+            self._in_a_row = 0
+            if self._closed:
+                raise PeerUnreachable(f"{self.identity}: the bus is closed")
+            self._something.clear()
+            await self._something.wait()
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._something.set()
+        self._ring.clear()
+        for source in (*self._peers.values(), *([self._inbox] if self._inbox else [])):
+            self._loop.remove_reader(source.fd)
+            source.socket.close(linger=LINGER_MS)
+        self._peers.clear()
+        # Ending a context waits for its sockets' last messages (at most LINGER_MS): not on the event loop.
+        await self._loop.run_in_executor(None, self._end_context)
+
+    # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _take(self) -> tuple[InstanceId, Message] | None:
+        """One well-formed message from the next ready socket, or None when all are empty."""
+        ring = self._ring
+        while ring:
+            source = ring[0]
+            try:
+                frames = source.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                source.on_ring = False
+                ring.popleft()
+                continue
+            ring.rotate(-1)
+            try:
+                if source.peer is not None:
+                    (payload,) = frames
+                    sender = source.peer
+                else:
+                    name, payload = frames
+                    sender = name.decode()
+                message = decode(payload)
+            # A nesting bomb ends in RecursionError; a wrong number of frames or a binary name in ValueError.
+            except (WireError, ValueError, RecursionError) as error:
+                self.counters.malformed += 1
+                log.warning("malformed message skipped", sender=source.peer or repr(frames[0][:64]), error=str(error))
+                continue
+            self.counters.received += 1
+            return sender, message
+        return None
+
+    def _open_inbox(self, bind: str, advertise: str) -> None:
+        if bind.startswith(_IPC):
+            self._ipc_lock = _IpcLock(Path(bind.removeprefix(_IPC)))
+        socket = self._new_socket(zmq.ROUTER, HIGH_WATER_MESSAGES)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted peer takes its name over from its dead self
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown receiver is an error, not a silent loss
+        socket.setsockopt(zmq.BACKLOG, 1024)
+        if self._curve is not None:
+            self._authenticator = Authenticator(self._context, self._curve)
+            protect_server(socket, self._curve)
+        try:
+            socket.bind(bind)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise ConfigError(f"cannot listen on {bind}: {error}") from error
+        bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint = _with_port_of(advertise or bound, bound)
+        self._inbox = _Source(socket, None, bound)
+        self._watch(self._inbox)
+
+    def _new_socket(self, kind: int, high_water_messages: int) -> zmq.Socket[bytes]:
+        if self._closed:
+            raise PeerUnreachable(f"{self.identity}: the bus is closed")
+        socket = self._context.socket(kind)
+        tune(socket)
+        socket.setsockopt(zmq.SNDHWM, high_water_messages)
+        socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        return socket
+
+    def _watch(self, source: _Source) -> None:
+        self._loop.add_reader(source.fd, self._look_at, source)
+        self._look_at(source)
+
+    def _look_at(self, source: _Source) -> None:
+        if source.on_ring or source.socket.closed:
+            if not source.socket.closed:
+                source.socket.getsockopt(zmq.EVENTS)  # acknowledges the signal, else the descriptor stays readable
+            return
+        if int(source.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            source.on_ring = True
+            self._ring.append(source)
+            self._something.set()
+
+    def _drop(self, source: _Source) -> None:
+        self._loop.remove_reader(source.fd)
+        if source.on_ring:
+            self._ring.remove(source)
+        source.socket.close(linger=0)
+
+    def _end_context(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+        # Only now: until the context has ended, libzmq may still be listening on the file.
+        if self._ipc_lock is not None:
+            self._ipc_lock.release()
+
+
+def tune(socket: zmq.Socket[Any]) -> None:
+    """What every socket of ours shares: short linger, and dead TCP peers found within seconds."""
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 5)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 2)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, PING_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, PING_TIMEOUT_MS)
+
+
+def _with_port_of(endpoint: str, bound: str) -> str:
+    """tcp://host:0 with the port that was really bound."""
+    if endpoint.startswith(_TCP) and endpoint.endswith(":0"):
+        return endpoint[:-1] + bound.rpartition(":")[2]
+    return endpoint
+
+
+class _IpcLock:
+    """Ownership of one Unix socket path, for as long as the process lives.
+
+    libzmq unlinks whatever lies at the path before it binds, a live socket of another process too. So the path is
+    guarded by an advisory lock beside it, which the kernel releases with the process however it dies; and a socket
+    that somebody else (no bus of ours) still answers on is left alone as well.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if len(os.fsencode(path)) > 107:
+            raise ConfigError(f"{path}: a Unix socket's path may have 107 bytes; choose a shorter --run-dir")
+        self._path = path
+        self._lock_path = Path(f"{path}.lock")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = self._take()
+        except BlockingIOError as error:
+            raise ConfigError(f"{path}: another process listens there; end it or choose another --run-dir") from error
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot listen there: {error.strerror}") from error
+        path.unlink(missing_ok=True)  # left behind by a process that was killed
+
+    def _take(self) -> int:
+        while True:
+            fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _answers(self._path):
+                    raise BlockingIOError(errno.EADDRINUSE, "somebody answers there")
+                # A predecessor unlinks the lock file when it ends: what was locked must still be what lies there.
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(fd), os.stat(self._lock_path)):
+                        return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+    def release(self) -> None:
+        self._path.unlink(missing_ok=True)
+        self._lock_path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+
+def _answers(path: Path) -> bool:
+    with plain_socket.socket(plain_socket.AF_UNIX) as probe:
+        probe.settimeout(0.5)
+        try:
+            probe.connect(os.fspath(path))
+        except OSError:
+            return False
+        return True

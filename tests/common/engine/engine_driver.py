@@ -1,0 +1,228 @@
+"""What the engine's tests drive a model runner with: tiny random models, a minimal scheduler, and the comparison.
+
+`Driver` gives each request blocks in an order and direction of its own choosing and runs the steps a test spells out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from cohort.common.engine.batch import GREEDY, SamplingRow, StepBatch, StepOutput
+from cohort.common.engine.model_runner import ModelRunner
+
+VOCAB = 199
+NEAR_TIE = 1e-3
+BLOCK_SIZE = 8
+
+
+def save_random_model(config: Any, folder: Path, *, seed: int = 0) -> Path:
+    """A model of this configuration with weights large enough that its logits differ clearly."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                offset = 1.0 if ("norm" in name or "ln_" in name) and name.endswith("weight") else 0.0
+                parameter.normal_(0.0, 0.2).add_(offset)
+            else:  # learned positions weigh as much as the rest of a layer, or answers repeat one token
+                scale = 6.0 if "embed_positions" in name else 1.5
+                parameter.normal_(0.0, scale / parameter.shape[-1] ** 0.5)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_runner(folder: Path, **overrides: Any) -> ModelRunner:
+    options: dict[str, Any] = {
+        "dtype": "float32", "device": "cpu", "threads": 1, "block_size": BLOCK_SIZE, "num_blocks": 96, "host_blocks": 8,
+        "max_rows": 16, "max_step_tokens": 256,
+    }  # fmt: skip
+    return ModelRunner(folder, **{**options, **overrides})
+
+
+@dataclass(slots=True)
+class DrivenRequest:
+    tokens: list[int]
+    blocks: list[int] = field(default_factory=list)
+    directions: list[int] = field(default_factory=list)
+    computed: int = 0
+    sampling: SamplingRow = GREEDY
+
+
+class Driver:
+    """A worker's bookkeeping, reduced to what a forward needs."""
+
+    def __init__(self, runner: ModelRunner, *, shuffle: int | None = None, reverse: bool = False) -> None:
+        """`shuffle`: seed of a random block order; `reverse`: blocks alternate between the two directions."""
+        self.runner = runner
+        self.requests: dict[str, DrivenRequest] = {}
+        self._free = list(range(len(runner.kv.blocks)))
+        self._reverse = reverse
+        self._taken = 0
+        if shuffle is not None:
+            random.Random(shuffle).shuffle(self._free)
+
+    def add(self, name: str, prompt: Sequence[int], sampling: SamplingRow = GREEDY) -> None:
+        self.requests[name] = DrivenRequest(list(prompt), sampling=sampling)
+
+    def slot(self, request: DrivenRequest, position: int) -> int:
+        size = self.runner.block_size
+        block, offset = divmod(position, size)
+        while block >= len(request.blocks):
+            request.blocks.append(self._free.pop())
+            request.directions.append(self._taken % 2 if self._reverse else 0)
+            self._taken += 1
+        if request.directions[block]:
+            offset = size - 1 - offset
+        return request.blocks[block] * size + offset
+
+    def batch(self, plan: Sequence[tuple[str, int]]) -> StepBatch:
+        """The batch that computes the next `count` tokens of each named request, prefill rows first."""
+        plan = sorted(plan, key=lambda entry: entry[1] == 1)
+        tokens, positions, slots, starts, sampled, sampling = [], [], [], [0], [], []
+        for row, (name, count) in enumerate(plan):
+            request = self.requests[name]
+            span = range(request.computed, request.computed + count)
+            tokens += [request.tokens[p] for p in span]
+            positions += list(span)
+            slots += [self.slot(request, p) for p in span]
+            starts.append(len(tokens))
+            if span.stop == len(request.tokens):
+                sampled.append(row)
+                sampling.append(request.sampling)
+        requests = [self.requests[name] for name, _ in plan]
+        width = max(len(request.blocks) for request in requests)
+        tables = np.zeros((len(plan), width), dtype=np.int32)
+        directions = np.zeros((len(plan), width), dtype=np.uint8)
+        for row, request in enumerate(requests):
+            tables[row, : len(request.blocks)] = request.blocks
+            directions[row, : len(request.blocks)] = request.directions
+        batch = StepBatch(
+            token_ids=np.array(tokens, dtype=np.int64),
+            positions=np.array(positions, dtype=np.int64),
+            query_start=np.array(starts, dtype=np.int32),
+            context_lens=np.array([self.requests[name].computed + count for name, count in plan], dtype=np.int32),
+            block_tables=tables,
+            directions=directions if self._reverse else None,
+            slot_mapping=np.array(slots, dtype=np.int64),
+            sample_rows=np.array(sampled, dtype=np.int32),
+            sampling=tuple(sampling),
+        )
+        batch.check()
+        return batch
+
+    def step(self, plan: Sequence[tuple[str, int]]) -> StepOutput:
+        """Run one step and append the sampled tokens."""
+        plan = sorted(plan, key=lambda entry: entry[1] == 1)
+        batch = self.batch(plan)
+        output = self.runner.execute(batch)
+        for name, count in plan:
+            self.requests[name].computed += count
+        for row, token in zip(batch.sample_rows.tolist(), output.tokens.tolist(), strict=True):
+            self.requests[plan[row][0]].tokens.append(token)
+        return output
+
+    def remaining(self, name: str) -> int:
+        request = self.requests[name]
+        return len(request.tokens) - request.computed
+
+
+Schedule = Callable[[Driver, Sequence[str], int], None]
+
+
+def run_one_by_one(driver: Driver, names: Sequence[str], outputs: int) -> None:
+    """Each request alone: its prompt in one go, then one token per step."""
+    for name in names:
+        for _ in range(outputs):
+            driver.step([(name, driver.remaining(name))])
+
+
+def run_together(driver: Driver, names: Sequence[str], outputs: int) -> None:
+    """All prompts in one step, then all decode together."""
+    for _ in range(outputs):
+        driver.step([(name, driver.remaining(name)) for name in names])
+
+
+def run_chunked(chunk: int) -> Schedule:
+    """Prompts in chunks, one request joining after the other, while those before it decode."""
+
+    def run(driver: Driver, names: Sequence[str], outputs: int) -> None:
+        prompt = {name: len(driver.requests[name].tokens) for name in names}
+        waiting, running = list(names), list[str]()
+        while waiting or running:
+            if waiting and (not running or driver.remaining(running[-1]) == 1):
+                running.append(waiting.pop(0))
+            driver.step([(name, min(chunk, driver.remaining(name))) for name in running])
+            running = [name for name in running if len(driver.requests[name].tokens) < prompt[name] + outputs]
+
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What transformers generates: the tokens, and at each the distance of the two best logits."""
+
+    prompt: list[int]
+    tokens: list[int]
+    margins: list[float]
+
+
+def reference_generate(folder: Path, prompts: Iterable[Sequence[int]], outputs: int) -> list[Expected]:
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    model.generation_config.eos_token_id = None
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)])
+        answer = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=outputs, do_sample=False, pad_token_id=0,
+            return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+        best = [logits[0].topk(2).values for logits in answer.logits]
+        expected.append(
+            Expected(
+                list(prompt), answer.sequences[0, len(prompt) :].tolist(), [float(two[0] - two[1]) for two in best]
+            )
+        )
+    return expected
+
+
+def count_near_ties(expected: Expected, tokens: Sequence[int]) -> int:
+    """0 when equal, 1 when the first difference is at a near-tie of the reference; anything else fails the test."""
+    assert len(tokens) == len(expected.tokens)
+    for position, (ours, theirs) in enumerate(zip(tokens, expected.tokens, strict=True)):
+        if ours != theirs:
+            margin = expected.margins[position]
+            assert margin < NEAR_TIE, (
+                f"token {position} of the answer is {ours}, transformers says {theirs} by {margin:.4f}; "
+                f"prompt of {len(expected.prompt)}"
+            )
+            return 1
+    return 0
+
+
+def check_schedule(runner: ModelRunner, expected: Sequence[Expected], schedule: Schedule, **driver_options: Any) -> int:
+    """Run all prompts under a schedule and compare; the number of answers that left the reference at a near-tie."""
+    driver = Driver(runner, **driver_options)
+    names = [f"r{index}" for index in range(len(expected))]
+    for name, one in zip(names, expected, strict=True):
+        driver.add(name, one.prompt)
+    schedule(driver, names, len(expected[0].tokens))
+    return sum(
+        count_near_ties(one, driver.requests[name].tokens[len(one.prompt) :])
+        for name, one in zip(names, expected, strict=True)
+    )
+
+
+def random_prompts(lengths: Iterable[int], *, seed: int = 1, vocab: int = VOCAB) -> list[list[int]]:
+    numbers = random.Random(seed)
+    return [[numbers.randrange(3, vocab) for _ in range(length)] for length in lengths]

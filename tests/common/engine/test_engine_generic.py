@@ -1,0 +1,80 @@
+"""What the generic model refuses at load, with the reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from engine_driver import make_runner
+
+from cohort.common.engine import paged_interface
+from cohort.common.errors import ModelError
+
+SMALL: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+MAMBA = transformers.MambaConfig(
+    vocab_size=99, hidden_size=32, num_hidden_layers=2, state_size=4, num_heads=4, max_position_embeddings=64
+)
+BLOOM = transformers.BloomConfig(vocab_size=99, hidden_size=32, n_layer=2, n_head=4, max_position_embeddings=64)
+GEMMA2 = transformers.Gemma2Config(**SMALL, intermediate_size=48, num_key_value_heads=2, head_dim=8)
+NARROW_VALUES = transformers.DeepseekV3Config(
+    **SMALL, intermediate_size=48, moe_intermediate_size=16, num_key_value_heads=4, kv_lora_rank=8, q_lora_rank=8,
+    qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12, n_routed_experts=4, n_group=1, topk_group=1,
+    num_experts_per_tok=2, first_k_dense_replace=2, max_position_embeddings=64,
+)  # fmt: skip
+
+CHUNKED = transformers.Llama4TextConfig(
+    **SMALL, intermediate_size=48, intermediate_size_mlp=48, num_key_value_heads=2, head_dim=8, num_local_experts=2,
+    attention_chunk_size=8, pad_token_id=0, max_position_embeddings=64,
+)  # fmt: skip
+OLD_ATTENTION = transformers.GPTJConfig(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "edit", "reason"),
+    [
+        (MAMBA, {"num_attention_heads": 4}, "recurrent state"),
+        (BLOOM, {}, "attention interface|position ids"),
+        (GEMMA2, {}, "softcap"),
+        (CHUNKED, {}, "chunked_attention"),
+        (OLD_ATTENTION, {}, "attention interface"),
+        (NARROW_VALUES, {}, "KV heads, key width"),
+    ],
+)
+def test_refused(tmp_path: Path, config: Any, edit: dict[str, Any], reason: str) -> None:
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    _edit_config(tmp_path, edit)
+    with pytest.raises(ModelError, match=reason):
+        make_runner(tmp_path)
+
+
+def test_refused_when_its_answers_differ(model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever an architecture hides from the probe of its structure: here, a window nobody announced."""
+    real = paged_interface.paged_attention
+
+    def narrowed(*args: Any, **kwargs: Any) -> None:
+        real(*args, **{**kwargs, "sliding_window": 12})
+
+    monkeypatch.setattr(paged_interface, "paged_attention", narrowed)
+    with pytest.raises(ModelError, match="its logits differ from its own"):
+        make_runner(model_folder("gpt-neox"))
+
+
+@pytest.mark.parametrize("name", ["gpt-neox", "gemma3"])
+def test_bfloat16_loads(model_folder: Callable[[str], Path], name: str) -> None:
+    make_runner(model_folder(name), dtype="bfloat16").warm_up()
+
+
+def test_attention_outside_a_step_is_an_error(model_folder: Callable[[str], Path]) -> None:
+    runner = make_runner(model_folder("gpt-neox"))
+    with pytest.raises(ModelError, match="outside a step"):
+        runner._model._model(input_ids=torch.zeros((1, 3), dtype=torch.int64))  # type: ignore[attr-defined]
+
+
+def _edit_config(folder: Path, edit: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **edit}))

@@ -1,0 +1,153 @@
+"""Continuous batching: whole plans on small cases, then fairness and bounds under random loads."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
+from cohort.common.policies.baselines.paged_allocation import PagedAllocator
+from cohort.common.policies.interface import IterationPlan, Phase, Sequence
+from cohort.common.types import KvGeometry, Request, SamplingParams
+
+GEOMETRY = KvGeometry(1, 1, 1, 1, 4)
+
+
+def sequence(name: str, prompt: int, *, arrived_s: float = 0.0, priority: int = 0, max_tokens: int = 8) -> Sequence:
+    tokens = list(range(prompt))
+    request = Request(
+        name, 1, "gateway", tokens, prompt, SamplingParams(max_tokens=max_tokens), 0.0, priority=priority
+    )
+    return Sequence(request, list(tokens), None, 0, arrived_s)
+
+
+def scheduler(**changes: object) -> ContinuousBatching:
+    options = {"max_rows": 4, "max_step_tokens": 16, "prefill_chunk": 8, "preemption": "recompute"} | changes
+    return ContinuousBatching(**options)  # type: ignore[arg-type]
+
+
+def rows(plan: IterationPlan) -> list[tuple[str, int, int]]:
+    return [(row.sequence.request_id, row.start, row.count) for row in plan.rows]
+
+
+def run(plan: IterationPlan, kv: PagedAllocator) -> None:
+    """What the engine and the machine do: compute, and draw a token where the last known one was reached."""
+    for row in plan.rows:
+        row.sequence.computed = row.start + row.count
+        if row.sequence.computed == row.sequence.known:
+            row.sequence.tokens.append(1)
+        kv.committed(row.sequence)
+
+
+def test_prompts_are_chunked_within_the_budget_and_decodes_come_first() -> None:
+    policy, kv = scheduler(), PagedAllocator(GEOMETRY, 32, 0, prefix_caching=False)
+    first, second = sequence("a", 12), sequence("b", 20, arrived_s=1.0)
+    policy.add(0.0, first)
+    policy.add(0.0, second)
+    plan = policy.decide(0.0, kv)
+    assert rows(plan) == [("a", 0, 8), ("b", 0, 8)]
+    run(plan, kv)
+    plan = policy.decide(0.1, kv)
+    assert rows(plan) == [("a", 8, 4), ("b", 8, 8)]
+    run(plan, kv)
+    plan = policy.decide(0.2, kv)
+    assert rows(plan) == [("b", 16, 4), ("a", 12, 1)]  # prefill rows first, decode rows behind (R14)
+
+
+def test_priority_overtakes_arrival() -> None:
+    policy, kv = scheduler(max_rows=1), PagedAllocator(GEOMETRY, 32, 0)
+    policy.add(0.0, sequence("late but urgent", 4, arrived_s=5.0, priority=-1))
+    policy.add(0.0, sequence("early", 4, arrived_s=0.0))
+    assert rows(policy.decide(6.0, kv)) == [("late but urgent", 0, 4)]
+
+
+def test_the_youngest_gives_way_when_the_cache_is_full() -> None:
+    policy, kv = scheduler(), PagedAllocator(GEOMETRY, 4, 0, prefix_caching=False)
+    old, young = sequence("old", 8), sequence("young", 8, arrived_s=1.0)
+    policy.add(0.0, old)
+    policy.add(0.0, young)
+    run(policy.decide(0.0, kv), kv)
+    plan = policy.decide(0.1, kv)  # both want their ninth position, no block is left
+    assert [(p.sequence.request_id, p.how) for p in plan.preempted] == [("young", "recompute")]
+    assert rows(plan) == [("old", 8, 1)]
+    assert (young.phase, young.computed) == (Phase.WAITING, 0)
+    kv.check()
+
+
+def test_a_pinned_sequence_is_not_preempted() -> None:
+    policy, kv = scheduler(), PagedAllocator(GEOMETRY, 4, 0, prefix_caching=False)
+    old, young = sequence("old", 8), sequence("young", 8, arrived_s=1.0)
+    policy.add(0.0, old)
+    policy.add(0.0, young)
+    run(policy.decide(0.0, kv), kv)
+    young.pinned = True
+    plan = policy.decide(0.1, kv)
+    assert (plan.rows, plan.preempted) == ([], [])
+    young.pinned = False
+    assert [p.sequence for p in policy.decide(0.2, kv).preempted] == [young]
+
+
+def test_swapped_sequences_come_back_before_anybody_new_is_let_in() -> None:
+    policy, kv = scheduler(preemption="swap"), PagedAllocator(GEOMETRY, 4, 8, prefix_caching=False)
+    old, young = sequence("old", 8, max_tokens=2), sequence("young", 8, arrived_s=1.0)
+    policy.add(0.0, old)
+    policy.add(0.0, young)
+    run(policy.decide(0.0, kv), kv)
+    plan = policy.decide(0.1, kv)
+    assert [(copy.direction, len(copy.device)) for copy in plan.copies] == [("out", 2)]
+    run(plan, kv)
+    policy.add(0.2, sequence("new", 4, arrived_s=2.0))
+    policy.remove(0.2, old)
+    kv.release(old.key)
+    plan = policy.decide(0.3, kv)
+    assert [(copy.direction, len(copy.device)) for copy in plan.copies] == [("in", 2)]
+    assert rows(plan)[-1] == ("young", 8, 1)
+    assert young.phase is Phase.RUNNING
+
+
+@given(
+    loads=st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 2)), min_size=1, max_size=25
+    ),
+    blocks=st.integers(11, 40),
+    host=st.integers(0, 20),
+    max_rows=st.integers(1, 6),
+    budget=st.integers(1, 20),
+    chunk=st.integers(1, 20),
+    swap=st.booleans(),
+    caching=st.booleans(),
+)
+def test_everything_ends_within_bounds(
+    loads: list[tuple[int, int, int]], blocks: int, host: int, max_rows: int, budget: int, chunk: int, swap: bool,
+    caching: bool,
+) -> None:  # fmt: skip
+    policy = scheduler(
+        max_rows=max_rows, max_step_tokens=budget, prefill_chunk=chunk, preemption="swap" if swap else "recompute"
+    )
+    kv = PagedAllocator(GEOMETRY, blocks, host, prefix_caching=caching)
+    alive = [
+        sequence(f"s{i}", prompt, arrived_s=i, max_tokens=output, priority=priority)
+        for i, (prompt, output, priority) in enumerate(loads)
+    ]
+    for one in alive:
+        policy.add(0.0, one)
+    for step in range(6000):
+        if not alive:
+            break
+        plan = policy.decide(float(step), kv)
+        assert plan.rows, "work is left but nothing runs"
+        assert len(plan.rows) <= max_rows
+        assert plan.tokens <= budget
+        assert len({row.sequence.key for row in plan.rows}) == len(plan.rows)
+        for row in plan.rows:
+            assert row.sequence.phase is Phase.RUNNING
+            assert row.start == row.sequence.computed
+            assert len(kv.blocks(row.sequence.key)) >= GEOMETRY.blocks_for(row.start + row.count)
+        run(plan, kv)
+        kv.check()
+        for one in [s for s in alive if s.output_tokens >= s.request.sampling.max_tokens]:
+            policy.remove(float(step), one)
+            kv.release(one.key)
+            alive.remove(one)
+    assert not alive, "something starved"
+    assert kv.owners() == {}

@@ -1,0 +1,97 @@
+"""Placement by load, roles that stand in for each other, and what fits nowhere."""
+
+from __future__ import annotations
+
+from cohort.common.policies.baselines.first_come import FirstCome
+from cohort.common.policies.baselines.placements import Colocated, Disaggregated
+from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
+from cohort.common.types import Request, Role, SamplingParams, Segment, WorkerCapacity, WorkerFigures
+
+
+def view(name: str, role: Role, *, free: int = 100, queued: int = 0) -> InstanceView:
+    capacity = WorkerCapacity(role, "m", 1000, 1, 1, 1, 1, 16, 100, 0, 64, 512)
+    figures = WorkerFigures(total_blocks=100, free_blocks=free, queued_prefill_tokens=queued)
+    return InstanceView(name, capacity, figures)
+
+
+def cluster(*views: InstanceView) -> ClusterView:
+    return ClusterView({v.instance: v for v in views})
+
+
+def waiting(
+    name: str = "r", prompt: int = 50, max_tokens: int = 10, *, priority: int = 0, online: bool = True,
+    arrival_s: float = 0.0,
+) -> WaitingRequest:  # fmt: skip
+    request = Request(
+        name, 1, "g", [0] * prompt, prompt, SamplingParams(max_tokens=max_tokens), arrival_s, priority=priority,
+        online=online,
+    )  # fmt: skip
+    return WaitingRequest(request, 0.0, None)
+
+
+def segments(decision: Placed | Wait | Impossible) -> tuple[Segment, ...]:
+    assert isinstance(decision, Placed), decision
+    return decision.segments
+
+
+def test_the_prompt_goes_to_the_shortest_queue_and_the_output_where_most_room_is() -> None:
+    instances = cluster(
+        view("p0", Role.PREFILL, queued=300), view("p1", Role.PREFILL, queued=10),
+        view("d0", Role.DECODE, free=20), view("d1", Role.DECODE, free=60),
+    )  # fmt: skip
+    assert segments(Disaggregated().place(0.0, waiting(), instances, None)) == (
+        Segment(0, 50, "p1"), Segment(50, None, "d1"),
+    )  # fmt: skip
+
+
+def test_a_one_token_answer_needs_no_decode_worker() -> None:
+    instances = cluster(view("p0", Role.PREFILL), view("d0", Role.DECODE))
+    assert segments(Disaggregated().place(0.0, waiting(max_tokens=1), instances, None)) == (Segment(0, None, "p0"),)
+
+
+def test_roles_stand_in_for_each_other() -> None:
+    for only in (view("p0", Role.PREFILL), view("d0", Role.DECODE), view("u0", Role.UNIFIED)):
+        assert segments(Disaggregated().place(0.0, waiting(), cluster(only), None)) == (
+            Segment(0, None, only.instance),
+        )
+
+
+def test_colocation_avoids_the_busy_instance() -> None:
+    instances = cluster(view("u0", Role.UNIFIED, queued=400), view("u1", Role.UNIFIED, free=80))
+    assert segments(Colocated().place(0.0, waiting(), instances, None)) == (Segment(0, None, "u1"),)
+
+
+def test_a_wish_is_granted() -> None:
+    instances = cluster(view("u0", Role.UNIFIED), view("u1", Role.UNIFIED, queued=400))
+    assert segments(Colocated().place(0.0, waiting(), instances, "u1")) == (Segment(0, None, "u1"),)
+
+
+def test_nobody_there_means_wait_and_too_long_means_impossible() -> None:
+    assert isinstance(Colocated().place(0.0, waiting(), cluster(), None), Wait)
+    instances = cluster(view("p0", Role.PREFILL), view("d0", Role.DECODE))
+    for policy in (Colocated(), Disaggregated()):
+        answer = policy.place(0.0, waiting(prompt=900, max_tokens=200), instances, None)
+        assert answer == Impossible("needs 1100 positions; the largest instance holds 1000")
+
+
+def test_first_come_first_served_by_priority_then_online_then_arrival() -> None:
+    order = FirstCome(dispatch_ahead_tokens=10_000)
+    for name, options in {
+        "c": {"arrival_s": 3.0}, "batch": {"online": False}, "b": {"arrival_s": 2.0}, "urgent": {"priority": -5},
+    }.items():  # fmt: skip
+        order.add(0.0, waiting(name, **options))  # type: ignore[arg-type]
+    dispatched = order.decide(0.0, cluster(view("p0", Role.PREFILL)))
+    assert [d.request_ids for d in dispatched] == [("urgent",), ("b",), ("c",), ("batch",)]
+    assert [d.batch_id for d in dispatched] == [1, 2, 3, 4]
+
+
+def test_only_a_bounded_amount_is_sent_ahead() -> None:
+    order = FirstCome(dispatch_ahead_tokens=100)
+    for index in range(6):
+        order.add(0.0, waiting(f"r{index}", prompt=40, arrival_s=index))
+    instances = cluster(view("p0", Role.PREFILL, queued=30), view("p1", Role.PREFILL, queued=90))
+    assert len(order.decide(0.0, instances)) == 3  # 70 tokens of room take two prompts, 10 take one
+    assert (len(order), order.waiting_tokens) == (3, 120)
+    order.remove(0.0, "r4")
+    order.remove(0.0, "never there")
+    assert (len(order), order.waiting_tokens) == (2, 80)

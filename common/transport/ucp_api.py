@@ -9,18 +9,22 @@ function below is part of UCP's stable interface (libucp.so.0).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 OK, IN_PROGRESS = 0, 1
 ERR_TRUNCATED, ERR_CANCELED = -9, -16
 
 _ERR_LAST = -100
 _NO_IMMEDIATE_COMPLETION = 1 << 16  # UCP_OP_ATTR_FLAG_NO_IMM_CMPL: always a request, so there is one way to wait
-_REMOTE_ADDRESS = 1 << 0  # UCP_EP_PARAM_FIELD_REMOTE_ADDRESS
+_REMOTE_ADDRESS, _ERROR_HANDLER = 1 << 0, 1 << 2  # UCP_EP_PARAM_FIELD_…
 _ANY_BIT = (1 << 64) - 1
 
 
 class _TagInfo(ctypes.Structure):
     _fields_ = (("sender_tag", ctypes.c_uint64), ("length", ctypes.c_size_t))
+
+
+_ErrorHandler = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int8)
 
 
 class UcpError(Exception):
@@ -32,9 +36,12 @@ class UcpError(Exception):
 
 
 class UcpApi:
-    """Bound functions. Raises `OSError` or `AttributeError` where the library is not what ucxx needs either."""
+    """Bound functions. Raises `OSError` or `AttributeError` where the library is not what ucxx needs either.
 
-    def __init__(self) -> None:
+    `endpoint_failed(endpoint, status)` is called, while the worker progresses, when a transport reports a dead peer.
+    """
+
+    def __init__(self, endpoint_failed: Callable[[int, int], None]) -> None:
         # ucxx has loaded it already; the loader finds it again by its soname.
         ucp, ucs = ctypes.CDLL("libucp.so.0"), ctypes.CDLL("libucs.so.0")
         pointer, size, u64 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
@@ -51,11 +58,19 @@ class UcpApi:
         self._flags = (u64 * 32)(_NO_IMMEDIATE_COMPLETION)
         self._no_flags = (u64 * 32)()
         self._info = _TagInfo()
+        self._error_handler = _ErrorHandler(lambda _, endpoint, status: endpoint_failed(endpoint, status))
 
     def endpoint(self, worker: int, address: bytes) -> int:
-        """An endpoint without error handling: with it, UCX gives up shared memory."""
+        """An endpoint in UCX's error mode "none": in mode "peer" it gives up shared memory.
+
+        It gets an error handler all the same. Without one UCX aborts the whole process when a peer that was sent to
+        dies while its memory is being read.
+        """
         held = ctypes.create_string_buffer(address, len(address))
-        params = (ctypes.c_uint64 * 64)(_REMOTE_ADDRESS, ctypes.addressof(held))
+        handler = ctypes.cast(self._error_handler, ctypes.c_void_p).value
+        # field_mask, address, err_mode, err_handler.cb, err_handler.arg
+        fields = (_REMOTE_ADDRESS | _ERROR_HANDLER, ctypes.addressof(held), 0, handler or 0, 0)
+        params = (ctypes.c_uint64 * 64)(*fields)
         handle = ctypes.c_void_p()
         status = self._create_endpoint(worker, ctypes.addressof(params), ctypes.addressof(handle))
         if status != OK or handle.value is None:

@@ -101,7 +101,7 @@ class UcxLink:
             import ucxx._lib.libucxx as ucxx
 
             self._ucxx: Any = ucxx
-            self._api = UcpApi()
+            self._api = UcpApi(self._on_endpoint_failed)
             features = (ucxx.Feature.TAG, ucxx.Feature.WAKEUP)
             self._context: Any = ucxx.UCXContext({}, feature_flags=features)
         except ImportError as error:
@@ -117,6 +117,7 @@ class UcxLink:
         self._voids: OrderedDict[int, _Operation] = OrderedDict()
         self._turn: asyncio.Handle | None = None
         self._tick: asyncio.TimerHandle | None = None
+        self._address = b""
         self._closed = False
         self.rebuilt = 0
         self.stranded = 0
@@ -178,6 +179,11 @@ class UcxLink:
                 peer.watch.stop()
         self._peers.clear()
         self._context = None
+
+    @property
+    def receiving(self) -> int:
+        """Receives that callers wait for now; a leak counter for tests and metrics."""
+        return sum(1 for op in self._operations.values() if op.peer is None and op.region and op.tag != _WITHDRAW_TAG)
 
     # ---- posting --------------------------------------------------------------------------------------------
 
@@ -384,10 +390,20 @@ class UcxLink:
         left = [operation for operation in self._operations.values() if operation.peer is peer]
         for operation in left:
             del self._operations[id(operation)]
-            self._api.free(operation.request)  # UCX releases it whenever it gets that far
+            self._api.free(operation.request)
             self._settle(operation, _ERR_UNREACHABLE)
         if left:
             log.info("transfers ended", reason=reason, count=len(left))
+
+    def _on_endpoint_failed(self, endpoint: int, status: int) -> None:
+        """Called from within `progress_once`: UCX must not be entered again before it returned."""
+        self._loop.call_soon(self._replace_endpoint, endpoint, status)
+
+    def _replace_endpoint(self, endpoint: int, status: int) -> None:
+        """The next send to this peer dials anew, if it still lives."""
+        for peer in [peer for peer in self._peers.values() if peer.endpoint == endpoint]:
+            log.info("ucx endpoint failed", error=self._api.text(status))
+            self.forget(peer.address)
 
     def _close_endpoint(self, peer: _Peer) -> None:
         if self._worker is None:
@@ -398,7 +414,7 @@ class UcxLink:
             log.debug("ucx endpoint could not be closed", error=str(error))
             return
         if request is not None:
-            self._add(_Operation(request, None, self._loop.create_future(), 0, peer))
+            self._api.free(request)  # nobody waits for it; UCX releases it whenever it gets that far
 
     def _text(self, status: int) -> str:
         return "the peer is gone" if status == _ERR_UNREACHABLE else self._api.text(status)

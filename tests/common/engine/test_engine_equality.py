@@ -20,6 +20,7 @@ from engine_driver import (
 
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner
+from cohort.kernels import native
 
 LEAN = [
     "llama", "llama-bias-llama3", "llama-yarn", "llama-linear", "mistral-window", "qwen2", "qwen2-window", "qwen3",
@@ -58,3 +59,14 @@ def test_reference_answers_are_not_degenerate(case: Case) -> None:
     """The comparison would prove little if every answer were one token over and over."""
     _, expected = case
     assert sum(len(set(one.tokens)) for one in expected) >= 3 * len(expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "opt", "gemma3"])
+def test_the_reference_kernels_serve_the_engine_too(
+    name: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs without a compiler and on other devices."""
+    monkeypatch.setattr(native, "ops_for", lambda tensor: None)
+    folder = model_folder(name)
+    expected = reference_generate(folder, random_prompts((5, 33)), OUTPUTS)
+    assert check_schedule(make_runner(folder), expected, run_chunked(7), shuffle=4, reverse=True) <= 1

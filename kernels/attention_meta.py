@@ -1,0 +1,27 @@
+"""Where the rows of one step begin and where their KV lies: the tables every attention kernel reads.
+
+Built by the engine once per step and used by all layers. Holds tensors, decides nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class AttentionMeta:
+    """The rows of one step; tensors on the cache's device.
+
+    R14 · Prefill rows come first, then decode rows; `query_start` is the length table between them. A row's queries are
+    the last `query_start[r+1] - query_start[r]` positions of its context.
+    """
+
+    query_start: Tensor  # int32 [R+1], prefix sums of tokens per row
+    context_lens: Tensor  # int32 [R], KV length after this step
+    block_tables: Tensor  # int32 [R, M]; entries past a row's context are never read
+    directions: Tensor | None  # uint8 [R, M], 1 = block filled right to left (R7, R13); None = all left to right
+    block_size: int
+    max_query_len: int
+    num_prefill_rows: int

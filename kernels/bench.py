@@ -1,0 +1,182 @@
+"""How fast the kernels are on this machine: `python -m cohort.kernels.bench`.
+
+Prints decode attention against the measured read bandwidth of the memory and against gather + torch's
+scaled_dot_product_attention, blocks filled right to left against left to right, prefill against the same, and the
+elementwise steps. Runs for people; serving never calls it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cohort.kernels import fused, native, reference
+from cohort.kernels.paged_attention import AttentionMeta, paged_attention, write_kv
+
+BLOCK_SIZE = 16
+_CACHE_BYTES = 192 << 20  # far beyond any last-level cache: every layer's KV comes from memory
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Heads of a model's attention."""
+
+    name: str
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+SHAPES = (Shape("SmolLM2-135M", 9, 3, 64), Shape("Llama-3-8B", 32, 8, 128))
+
+
+def best_s(call: Callable[[], object], repeat: int = 7) -> float:
+    """The fastest of `repeat` calls after one for warming up: what the machine can do when nobody disturbs it."""
+    call()
+    times_s = []
+    for _ in range(repeat):
+        begin_s = time.perf_counter()
+        call()
+        times_s.append(time.perf_counter() - begin_s)
+    return min(times_s)
+
+
+def read_bandwidth() -> float:
+    """Bytes per second that torch's threads read from memory."""
+    data = torch.ones(_CACHE_BYTES // 4)
+    return _CACHE_BYTES / min(best_s(data.sum), best_s(data.amax))
+
+
+class Step:
+    """Rows over shuffled blocks of a cache too large to stay in the processor."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, context_lens: list[int], query_lens: list[int]) -> None:
+        self.shape = shape
+        blocks = [-(-context // BLOCK_SIZE) for context in context_lens]
+        block_bytes = 2 * shape.kv_heads * BLOCK_SIZE * shape.head_dim * dtype.itemsize
+        self.layers = max(2, _CACHE_BYTES // (sum(blocks) * block_bytes))
+        self.read_bytes = sum(context_lens) * block_bytes // BLOCK_SIZE
+        self.kv = torch.randn(sum(blocks), self.layers, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim).to(dtype)
+        order = torch.randperm(sum(blocks)).to(torch.int32)
+        table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
+        for row, part in enumerate(torch.split(order, blocks)):
+            table[row, : len(part)] = part
+        starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+        self.meta = AttentionMeta(
+            starts, torch.tensor(context_lens, dtype=torch.int32), table, torch.zeros_like(table, dtype=torch.uint8),
+            BLOCK_SIZE, max(query_lens), sum(length > 1 for length in query_lens),
+        )  # fmt: skip
+        self.query = torch.randn(sum(query_lens), shape.query_heads, shape.head_dim).to(dtype)
+        self.out = torch.empty_like(self.query)
+        self.scale = shape.head_dim**-0.5
+
+    def paged(self) -> None:
+        """Our kernel over every layer."""
+        for layer in range(self.layers):
+            paged_attention(self.query, self.kv, layer, self.meta, self.scale, self.out)
+
+    def gather_then_sdpa(self) -> None:
+        """What plain torch offers: copy the rows' blocks together, then one dense attention. Equal rows only."""
+        rows, columns = self.meta.block_tables.shape
+        heads, dim = self.shape.kv_heads, self.shape.head_dim
+        queries = self.meta.max_query_len
+        query = self.query.view(rows, queries, -1, dim).transpose(1, 2)
+        index = self.meta.block_tables.flatten().long()
+        for layer in range(self.layers):
+
+            def dense(which: int, layer: int = layer) -> Tensor:
+                found = self.kv[:, layer, which].index_select(0, index).view(rows, columns, heads, BLOCK_SIZE, dim)
+                return found.transpose(1, 2).reshape(rows, heads, -1, dim)
+
+            F.scaled_dot_product_attention(query, dense(0), dense(1), is_causal=queries > 1, enable_gqa=True)
+
+    def set_direction(self, direction: int) -> None:
+        """0: every block left to right; 1: right to left."""
+        assert self.meta.directions is not None
+        self.meta.directions.fill_(direction)
+
+
+def bench_attention(shape: Shape, dtype: torch.dtype, bandwidth: float) -> None:
+    """Decode and prefill of one model's heads."""
+    label = f"{shape.name:>12} {str(dtype).removeprefix('torch.'):>8}"
+    for rows, context in ((16, 512), (1, 4096)):
+        step = Step(shape, dtype, [context] * rows, [1] * rows)
+        forward_s = best_s(step.paged) / step.layers
+        dense_s = best_s(step.gather_then_sdpa, 3) / step.layers
+        step.set_direction(1)
+        reversed_s = best_s(step.paged) / step.layers
+        step.set_direction(0)
+        forward_s = min(forward_s, best_s(step.paged) / step.layers)
+        rate = step.read_bytes / forward_s
+        print(
+            f"{label}  decode {rows:2} x {context:4}: {forward_s * 1e6:7.0f} us/layer, {rate / 1e9:5.1f} GB/s = "
+            f"{100 * rate / bandwidth:3.0f} % of memory; gather+sdpa {dense_s / forward_s:4.1f}x as long; "
+            f"reversed {100 * (reversed_s / forward_s - 1):+.1f} %"
+        )
+    for tokens in (128, 512):
+        step = Step(shape, dtype, [tokens], [tokens])
+        step.layers = min(step.layers, 8)
+        ours_s = best_s(step.paged) / step.layers
+        dense_s = best_s(step.gather_then_sdpa, 3) / step.layers
+        flops = 2 * 2 * shape.query_heads * shape.head_dim * tokens * (tokens + 1) / 2
+        print(
+            f"{label}  prefill {tokens:8}: {ours_s * 1e6:7.0f} us/layer, {flops / ours_s / 1e9:5.0f} GFLOP/s; "
+            f"gather+sdpa {dense_s / ours_s:4.1f}x as long"
+        )
+
+
+def bench_elementwise(rows: int, dtype: torch.dtype) -> None:
+    """The steps between the matrix products, against the torch reference."""
+    hidden, intermediate, heads, kv_heads, dim = 576, 1536, 9, 3, 64
+    x, residual = torch.randn(rows, hidden).to(dtype), torch.randn(rows, hidden).to(dtype)
+    weight, out = torch.randn(hidden).to(dtype), torch.empty(rows, hidden, dtype=dtype)
+    gate_up, act = torch.randn(rows, 2 * intermediate).to(dtype), torch.empty(rows, intermediate, dtype=dtype)
+    qkv = torch.randn(rows, heads + 2 * kv_heads, dim).to(dtype)
+    q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
+    cos, sin, positions = torch.rand(2048, dim // 2), torch.rand(2048, dim // 2), torch.arange(rows)
+    kv = torch.randn(rows // BLOCK_SIZE + 1, 2, 2, kv_heads, BLOCK_SIZE, dim).to(dtype)
+    cases: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        "rms_norm": (
+            lambda: fused.rms_norm(x, weight, 1e-5, out), lambda: reference.rms_norm(x, weight, 1e-5, out)),
+        "add_rms_norm": (
+            lambda: fused.add_rms_norm(x, residual, weight, 1e-5, out),
+            lambda: reference.add_rms_norm(x, residual, weight, 1e-5, out)),
+        "rope": (
+            lambda: fused.rope_inplace(q, k, cos, sin, positions),
+            lambda: reference.rope_inplace(q, k, cos, sin, positions)),
+        "silu_mul": (lambda: fused.silu_mul(gate_up, act), lambda: reference.silu_mul(gate_up, act)),
+        "write_kv": (lambda: write_kv(k, v, kv, 1, positions), lambda: reference.write_kv(k, v, kv, 1, positions)),
+    }  # fmt: skip
+    for name, (ours, theirs) in cases.items():
+        ours_s, theirs_s = best_s(ours, 50), best_s(theirs, 20)
+        print(f"{name:>14} {rows:4} rows {str(dtype).removeprefix('torch.'):>8}: {ours_s * 1e6:6.1f} us, "
+              f"torch {theirs_s * 1e6:6.1f} us")  # fmt: skip
+
+
+def main() -> None:
+    """Runs everything; about half a minute on two cores."""
+    parser = argparse.ArgumentParser(prog="python -m cohort.kernels.bench", description=__doc__.split("\n")[0])
+    threads = torch.get_num_threads()
+    parser.add_argument("--threads", type=int, default=threads, help="torch threads (default: %(default)s)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    bandwidth = read_bandwidth()
+    print(f"{native.implementation()} kernels, {arguments.threads} threads, memory reads {bandwidth / 1e9:.1f} GB/s")
+    with torch.inference_mode():
+        for shape in SHAPES:
+            for dtype in (torch.bfloat16, torch.float32):
+                bench_attention(shape, dtype, bandwidth)
+        for rows in (1, 16, 512):
+            for dtype in (torch.bfloat16, torch.float32):
+                bench_elementwise(rows, dtype)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+// One call for all rows of a step (R14): cuts them into tasks, runs the tasks on torch's threads, joins split contexts.
+//
+// Row with few columns → attend_few (decode), with many → attend_many (prefill). Tasks are taken from one counter, so a
+// thread that drew short rows takes more of them; a context long enough to keep others waiting is split (split-KV).
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <memory>
+
+#include "attention_few.h"
+#include "attention_many.h"
+#include "ops.h"
+
+namespace cohort {
+namespace {
+
+constexpr int64_t kSmallestSplit = 256;  // tokens: below it a merge costs more than it gains
+constexpr int64_t kTasksPerThread = 4;   // enough for the counter to even out unequal rows
+constexpr int64_t kManyColumns = 16;     // from here on register tiles beat one pass per query
+constexpr int kColumnsPerTask = 128;
+constexpr int64_t kWorthThreads = 1 << 17;  // multiply-adds; less is done before a second thread wakes
+
+struct RowPlan {
+  int row, queries;
+  int64_t context;
+  bool many;
+  int queries_per_task;
+};
+
+// First position that the queries [begin, end) of a row can see, and the end of what they see.
+std::pair<int64_t, int64_t> visible(const RowPlan& row, int begin, int end, int64_t window) {
+  int64_t first = row.context - row.queries + begin, last = row.context - row.queries + end - 1;
+  return {window ? std::max<int64_t>(0, first - window + 1) : 0, last + 1};
+}
+
+struct Plan {
+  std::vector<Task> tasks;
+  std::vector<MergeGroup> merges;
+  int64_t partial_floats = 0, work = 0;
+};
+
+template <typename T>
+Plan plan_tasks(const Step<T>& step, int64_t rows, int64_t table_blocks, int64_t tokens, int threads) {
+  const int64_t group = step.group, head_dim = step.cache.head_dim, kv_heads = step.cache.num_kv_heads;
+  std::vector<RowPlan> row_plans;
+  int64_t work = 0;  // column · token pairs over all kv heads
+  int64_t many_tasks = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    int queries = step.query_start[r + 1] - step.query_start[r];
+    int64_t context = step.context_lens[r];
+    TORCH_CHECK_VALUE(queries >= 0 && step.query_start[r] >= 0 && step.query_start[r + 1] <= tokens,
+                      "query_start: row ", r, " lies outside the ", tokens, " query tokens");
+    if (queries == 0) continue;
+    TORCH_CHECK_VALUE(context >= queries && context <= table_blocks * step.cache.block_size, "context_lens: row ", r,
+                      " has ", context, " tokens, ", queries, " queries and ", table_blocks, " blocks");
+    bool many = queries * group >= kManyColumns || (queries > 1 && queries * group > 4);
+    int per_task = many ? int(std::max<int64_t>(1, kColumnsPerTask / group)) : 1;
+    row_plans.push_back({int(r), queries, context, many, per_task});
+    work += kv_heads * group * queries * context;
+    if (many) many_tasks += kv_heads * ((queries + per_task - 1) / per_task);
+  }
+  if (work * head_dim * 2 < kWorthThreads) threads = 1;
+
+  Plan plan;
+  plan.work = work * head_dim * 2;
+  // tokens that a task may read before it is worth splitting
+  int64_t share = threads == 1 ? INT64_MAX : std::max<int64_t>(1, work / (threads * kTasksPerThread));
+  auto add = [&](const RowPlan& row, int begin, int end) {
+    auto [kv_begin, kv_end] = visible(row, begin, end, step.window);
+    int64_t columns = (end - begin) * group, length = kv_end - kv_begin;
+    int64_t split = std::max(kSmallestSplit, share == INT64_MAX ? length : (share + columns - 1) / columns);
+    int parts = int((length + split - 1) / split);
+    int64_t part_length = (length + parts - 1) / parts;
+    // parts begin where blocks begin
+    part_length = (part_length + step.cache.block_size - 1) / step.cache.block_size * step.cache.block_size;
+    parts = int((kv_end - kv_begin + part_length - 1) / part_length);
+    for (int head = 0; head < kv_heads; ++head) {
+      int merge = -1;
+      if (parts > 1) {
+        merge = int(plan.merges.size());
+        plan.merges.push_back({parts, plan.partial_floats});
+        plan.partial_floats += parts * columns * (head_dim + 2);
+      }
+      for (int part = 0; part < parts; ++part) {
+        int64_t from = kv_begin + part * part_length;
+        plan.tasks.push_back({row.row, head, begin, end, from, std::min(kv_end, from + part_length), merge, part});
+      }
+    }
+  };
+  // few rows' tasks would leave threads idle at the end: smaller query tiles then
+  bool scarce = many_tasks < threads * kTasksPerThread;
+  for (RowPlan& row : row_plans) {
+    if (!row.many) continue;
+    int per_task = row.queries_per_task;
+    if (threads > 1 && scarce) per_task = std::max<int>(1, std::max<int64_t>(per_task / 4, 4 * kWide / group));
+    // the last queries see most: longest tasks first
+    for (int end = row.queries; end > 0; end -= per_task) add(row, std::max(0, end - per_task), end);
+  }
+  for (RowPlan& row : row_plans) {
+    if (row.many) continue;
+    for (int q = 0; q < row.queries; ++q) add(row, q, q + 1);
+  }
+  return plan;
+}
+
+template <typename T>
+void merge_parts(const Step<T>& step, const Task& task, const MergeGroup& merge, const float* partials) {
+  const int head_dim = step.cache.head_dim, columns = columns_of(task, step.group);
+  const int64_t width = head_dim + 2;
+  std::vector<float> sum(head_dim);
+  for (int column = 0; column < columns; ++column) {
+    const float* first = partials + merge.offset + column * width;
+    float maximum = kNoScore, total = 0;
+    for (int part = 0; part < merge.parts; ++part)
+      maximum = std::max(maximum, first[part * columns * width + head_dim]);
+    std::fill(sum.begin(), sum.end(), 0.0f);
+    for (int part = 0; part < merge.parts; ++part) {
+      const float* from = first + part * columns * width;
+      float factor = std::exp2(from[head_dim] - maximum);
+      total += factor * from[head_dim + 1];
+      for (int d = 0; d < head_dim; ++d) sum[d] += factor * from[d];
+    }
+    write_column<T>(step, task, column, sum.data(), maximum, total, nullptr);
+  }
+}
+
+template <typename T>
+void run_task(const Step<T>& step, const Task& task, float* partial) {
+  static thread_local Scratch scratch;
+  const int head_dim = step.cache.head_dim;
+  const int columns = columns_of(task, step.group);
+  bool one_query = task.query_end - task.query_begin == 1;
+  bool few = one_query && columns < kManyColumns;
+  if (few && head_dim % Dot<T, kWide>::kChunk == 0) return attend_few<T, kWide>(step, task, partial, scratch);
+  if (few && head_dim % Dot<T, 8>::kChunk == 0) return attend_few<T, 8>(step, task, partial, scratch);
+  // panels of 2W columns: do not compute 32 when 16 hold them all
+  if (kWide > 8 && columns <= 16) return attend_many<T, 8>(step, task, partial, scratch);
+  attend_many<T, kWide>(step, task, partial, scratch);
+}
+
+template <typename T>
+void run(const Step<T>& step, int64_t rows, int64_t table_blocks, int64_t tokens) {
+  int threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  Plan plan = plan_tasks(step, rows, table_blocks, tokens, threads);
+  if (plan.tasks.empty()) return;
+  static thread_local std::vector<float> partials;
+  if (int64_t(partials.size()) < plan.partial_floats) partials.resize(plan.partial_floats);
+  float* partial_base = partials.data();
+  std::unique_ptr<std::atomic<int>[]> missing(new std::atomic<int>[plan.merges.size()]);
+  for (size_t m = 0; m < plan.merges.size(); ++m) missing[m] = plan.merges[m].parts;
+
+  std::atomic<size_t> next{0};
+  auto work = [&](int64_t, int64_t) {
+    for (size_t i = next++; i < plan.tasks.size(); i = next++) {
+      const Task& task = plan.tasks[i];
+      if (task.merge < 0) {
+        run_task(step, task, nullptr);
+        continue;
+      }
+      const MergeGroup& merge = plan.merges[task.merge];
+      int64_t columns = columns_of(task, step.group);
+      run_task(step, task, partial_base + merge.offset + task.part * columns * (step.cache.head_dim + 2));
+      if (missing[task.merge].fetch_sub(1) == 1) merge_parts(step, task, merge, partial_base);
+    }
+  };
+  int64_t workers = plan.work < kWorthThreads ? 1 : std::min<int64_t>(threads, plan.tasks.size());
+  if (workers == 1) {
+    work(0, 1);
+  } else {
+    at::parallel_for(0, workers, 1, work);
+  }
+}
+
+template <typename T>
+void launch(const at::Tensor& query, const at::Tensor& kv, int64_t layer, const at::Tensor& query_start,
+            const at::Tensor& context_lens, const at::Tensor& block_tables, const std::optional<at::Tensor>& directions,
+            double scale, at::Tensor& out, int64_t window) {
+  const int64_t layer_stride = kv.stride(1);
+  Step<T> step;
+  step.cache = {static_cast<const T*>(kv.const_data_ptr()) + layer * layer_stride,
+                kv.stride(0),
+                kv.stride(2),
+                kv.size(0),
+                int(kv.size(3)),
+                int(kv.size(4)),
+                int(kv.size(5))};
+  step.query = static_cast<const T*>(query.const_data_ptr());
+  step.query_token_stride = query.stride(0);
+  step.query_head_stride = query.stride(1);
+  step.out = static_cast<T*>(out.mutable_data_ptr());
+  step.out_token_stride = out.stride(0);
+  step.out_head_stride = out.stride(1);
+  step.query_start = query_start.const_data_ptr<int32_t>();
+  step.context_lens = context_lens.const_data_ptr<int32_t>();
+  step.block_tables = block_tables.const_data_ptr<int32_t>();
+  step.table_stride = block_tables.stride(0);
+  step.directions = directions ? directions->const_data_ptr<uint8_t>() : nullptr;
+  step.direction_stride = directions ? directions->stride(0) : 0;
+  step.group = int(query.size(1) / kv.size(3));
+  step.scale_log2 = float(scale * 1.4426950408889634);
+  step.window = window;
+  run(step, context_lens.size(0), block_tables.size(1), query.size(0));
+}
+
+}  // namespace
+
+void paged_attention(const at::Tensor& query, const at::Tensor& kv, int64_t layer, const at::Tensor& query_start,
+                     const at::Tensor& context_lens, const at::Tensor& block_tables,
+                     const std::optional<at::Tensor>& directions, double scale, at::Tensor& out, int64_t window) {
+  check_cache(kv, layer);
+  TORCH_CHECK_VALUE(query.dim() == 3 && query.size(2) == kv.size(5) && query.stride(2) == 1,
+                    "query must be [tokens, heads, head_dim] with dense heads");
+  TORCH_CHECK_VALUE(query.size(1) % kv.size(3) == 0, "query heads must be a multiple of kv heads");
+  TORCH_CHECK_VALUE(out.sizes() == query.sizes() && out.stride(2) == 1,
+                    "out must have query's shape, with dense heads");
+  TORCH_CHECK_TYPE(query.scalar_type() == kv.scalar_type() && out.scalar_type() == kv.scalar_type(),
+                   "query, kv and out must have one dtype");
+  int64_t rows = context_lens.size(0);
+  for (const at::Tensor* table : {&query_start, &context_lens, &block_tables}) {
+    TORCH_CHECK_TYPE(table->scalar_type() == at::kInt && table->is_cpu(), "row tables must be int32 on the CPU");
+  }
+  TORCH_CHECK_VALUE(query_start.dim() == 1 && query_start.size(0) == rows + 1 && query_start.is_contiguous() &&
+                        context_lens.is_contiguous(),
+                    "query_start must have one entry more than context_lens");
+  TORCH_CHECK_VALUE(block_tables.dim() == 2 && block_tables.size(0) >= rows && block_tables.stride(1) == 1,
+                    "block_tables must be [rows, blocks]");
+  if (directions) {
+    TORCH_CHECK_TYPE(directions->scalar_type() == at::kByte, "directions must be uint8");
+    TORCH_CHECK_VALUE(directions->dim() == 2 && directions->size(0) >= rows &&
+                          directions->size(1) >= block_tables.size(1) && directions->stride(1) == 1,
+                      "directions must be shaped like block_tables");
+  }
+  TORCH_CHECK_VALUE(window >= 0, "sliding_window must not be negative");
+  if (kv.scalar_type() == at::kFloat) {
+    launch<float>(query, kv, layer, query_start, context_lens, block_tables, directions, scale, out, window);
+  } else {
+    launch<bf16>(query, kv, layer, query_start, context_lens, block_tables, directions, scale, out, window);
+  }
+}
+
+}  // namespace cohort

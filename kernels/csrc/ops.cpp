@@ -1,0 +1,52 @@
+// Registers the operators with torch's dispatcher as torch.ops.cohort.*, for CPU tensors.
+#include "ops.h"
+
+#include <torch/library.h>
+
+namespace cohort {
+namespace {
+
+// What the compiler was allowed to assume about the processor; the loader refuses to run on a lesser one.
+bool processor_suffices() {
+#if defined(__x86_64__) && defined(__GNUC__)
+  __builtin_cpu_init();
+#if defined(__AVX2__)
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return false;
+#endif
+#if defined(__AVX512F__)
+  if (!__builtin_cpu_supports("avx512f")) return false;
+#endif
+#if defined(__AVX512BF16__)
+  if (!__builtin_cpu_supports("avx512bf16")) return false;
+#endif
+#endif
+  return true;
+}
+
+}  // namespace
+}  // namespace cohort
+
+TORCH_LIBRARY(cohort, m) {
+  m.def("processor_suffices() -> bool", &cohort::processor_suffices);
+  m.def(
+      "paged_attention(Tensor query, Tensor kv, int layer, Tensor query_start, Tensor context_lens, "
+      "Tensor block_tables, Tensor? directions, float scale, Tensor(a!) out, int sliding_window) -> ()");
+  m.def("write_kv(Tensor key, Tensor value, Tensor(a!) kv, int layer, Tensor slot_mapping) -> ()");
+  m.def("gather_slots(Tensor kv, Tensor slots, Tensor(a!) out) -> ()");
+  m.def("scatter_slots(Tensor src, Tensor(a!) kv, Tensor slots) -> ()");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!) out) -> ()");
+  m.def("add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, Tensor(b!) out) -> ()");
+  m.def("rope_inplace(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, Tensor positions) -> ()");
+  m.def("silu_mul(Tensor gate_up, Tensor(a!) out) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(cohort, CPU, m) {
+  m.impl("paged_attention", &cohort::paged_attention);
+  m.impl("write_kv", &cohort::write_kv);
+  m.impl("gather_slots", &cohort::gather_slots);
+  m.impl("scatter_slots", &cohort::scatter_slots);
+  m.impl("rms_norm", &cohort::rms_norm);
+  m.impl("add_rms_norm", &cohort::add_rms_norm);
+  m.impl("rope_inplace", &cohort::rope_inplace);
+  m.impl("silu_mul", &cohort::silu_mul);
+}

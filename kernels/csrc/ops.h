@@ -1,0 +1,31 @@
+// The operators as torch sees them; see kernels/*.py for what each means.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <optional>
+
+namespace cohort {
+
+inline void check_cache(const at::Tensor& kv, int64_t layer) {
+  TORCH_CHECK_VALUE(kv.dim() == 6 && kv.size(2) == 2 && kv.is_contiguous(),
+                    "kv must be dense [blocks, layers, 2, kv_heads, block_size, head_dim]");
+  TORCH_CHECK_TYPE(kv.scalar_type() == at::kFloat || kv.scalar_type() == at::kBFloat16,
+                   "kv must be float32 or bfloat16");
+  TORCH_CHECK_INDEX(layer >= 0 && layer < kv.size(1), "layer ", layer, " of ", kv.size(1));
+}
+
+void paged_attention(const at::Tensor& query, const at::Tensor& kv, int64_t layer, const at::Tensor& query_start,
+                     const at::Tensor& context_lens, const at::Tensor& block_tables,
+                     const std::optional<at::Tensor>& directions, double scale, at::Tensor& out, int64_t window);
+void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& kv, int64_t layer, const at::Tensor& slots);
+void gather_slots(const at::Tensor& kv, const at::Tensor& slots, at::Tensor& out);
+void scatter_slots(const at::Tensor& src, at::Tensor& kv, const at::Tensor& slots);
+void rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, at::Tensor& out);
+void add_rms_norm(const at::Tensor& x, at::Tensor& residual, const at::Tensor& weight, double eps, at::Tensor& out);
+void rope_inplace(at::Tensor& q, at::Tensor& k, const at::Tensor& cos, const at::Tensor& sin,
+                  const at::Tensor& positions);
+void silu_mul(const at::Tensor& gate_up, at::Tensor& out);
+
+}  // namespace cohort

@@ -1,0 +1,197 @@
+// Vectors of W floats: the few operations the kernels need, for AVX2 and AVX-512 with intrinsics where the compiler
+// would not find the instruction itself, and for any other processor through the compiler's vector types.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace cohort {
+
+#if defined(__AVX512F__) || defined(COHORT_WIDE_LANES)  // the latter to try the wide kernels on any processor
+constexpr int kWide = 16;
+#else
+constexpr int kWide = 8;
+#endif
+
+// bfloat16 as stored: the upper half of a float32.
+struct bf16 {
+  uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, 4);
+  return wide;
+}
+
+template <typename T>
+T from_float(float x);
+template <>
+inline float from_float<float>(float x) {
+  return x;
+}
+template <>
+inline bf16 from_float<bf16>(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  // round to nearest even; a NaN must not round up to infinity
+  uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  bool nan = (bits & 0x7fffffff) > 0x7f800000;
+  return bf16{uint16_t(nan ? 0x7fc0 : rounded)};
+}
+
+template <int W>
+struct Lanes;
+template <>
+struct Lanes<8> {
+  typedef float F __attribute__((vector_size(32)));
+  typedef int32_t I __attribute__((vector_size(32)));
+  typedef uint16_t H __attribute__((vector_size(16)));
+#if defined(__AVX512BF16__)
+  typedef __m256bh Pairs;  // 16 bfloat16
+#endif
+};
+template <>
+struct Lanes<16> {
+  typedef float F __attribute__((vector_size(64)));
+  typedef int32_t I __attribute__((vector_size(64)));
+  typedef uint16_t H __attribute__((vector_size(32)));
+#if defined(__AVX512BF16__)
+  typedef __m512bh Pairs;  // 32 bfloat16
+#endif
+};
+
+template <int W>
+struct Simd {
+  using F = typename Lanes<W>::F;
+  using I = typename Lanes<W>::I;
+  using H = typename Lanes<W>::H;
+
+  static inline F load(const float* from) {
+    F v;
+    std::memcpy(&v, from, sizeof(F));
+    return v;
+  }
+  static inline void store(float* to, F v) { std::memcpy(to, &v, sizeof(F)); }
+  static inline F load(const bf16* from) {
+    H half;
+    std::memcpy(&half, from, sizeof(H));
+    I bits = __builtin_convertvector(half, I) << 16;
+    F v;
+    std::memcpy(&v, &bits, sizeof(F));
+    return v;
+  }
+  static inline void store(bf16* to, F v) {
+    I bits;
+    std::memcpy(&bits, &v, sizeof(I));
+    I rounded = bits + 0x7fff + ((bits >> 16) & 1);  // to nearest even, as from_float
+    rounded = (bits & 0x7fffffff) > 0x7f800000 ? I{} + 0x7fc00000 : rounded;
+    H half = __builtin_convertvector((rounded >> 16) & 0xffff, H);
+    std::memcpy(to, &half, sizeof(H));
+  }
+  static inline F splat(float x) { return x - F{}; }
+
+  // v rounded to T and back
+  template <typename T>
+  static inline F rounded(F v) {
+    if constexpr (sizeof(T) == sizeof(float)) return v;
+    bf16 narrow[W];
+    store(narrow, v);
+    return load(narrow);
+  }
+
+  // The operand order matters for NaN: a NaN in `b` survives.
+  static inline F max(F a, F b) { return a > b ? a : b; }
+
+  // 2W bfloat16 as two float vectors: the elements at even and at odd places. One shift and one mask instead of a
+  // shuffle each; whoever cares about the order undoes it at the end (see `even_odd_place`).
+  static inline void load_even_odd(const bf16* from, F& even, F& odd) {
+    I pairs;
+    std::memcpy(&pairs, from, sizeof(I));
+    I low = pairs << 16;
+    I high = pairs & int32_t(0xffff0000);
+    std::memcpy(&even, &low, sizeof(F));
+    std::memcpy(&odd, &high, sizeof(F));
+  }
+
+  // 2^x for x ≤ 0 to about 1e-7 relative; below 2^-126 it is 0.
+  static inline F exp2(F x) {
+    const F lowest = splat(-126.0f);
+    F clamped = max(lowest, x);
+    const float magic = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer held in the low bits
+    F shifted = clamped + magic;
+    F f = clamped - (shifted - magic);
+    F p = splat(1.5403530e-4f);
+    p = p * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    I n, bits;
+    std::memcpy(&n, &shifted, sizeof(I));
+    std::memcpy(&bits, &p, sizeof(I));
+    bits += n << 23;  // the constant's own bits leave at the top
+    F result;
+    std::memcpy(&result, &bits, sizeof(F));
+    return x < lowest ? F{} : result;
+  }
+
+  // out[i] = sum of the lanes of rows[i]
+  static inline F sum_rows(const F (&rows)[W]) {
+#if defined(__AVX2__)
+    if constexpr (W == 8) {
+      return sum_eight(rows[0], rows[1], rows[2], rows[3], rows[4], rows[5], rows[6], rows[7]);
+    }
+#endif
+#if defined(__AVX512F__)
+    if constexpr (W == 16) {
+      __m256 half[16];
+      for (int i = 0; i < 16; ++i) {
+        __m512 row = (__m512)rows[i];
+        half[i] = _mm512_castps512_ps256(row) + _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(row), 1));
+      }
+      __m256 low = sum_eight(half[0], half[1], half[2], half[3], half[4], half[5], half[6], half[7]);
+      __m256 high = sum_eight(half[8], half[9], half[10], half[11], half[12], half[13], half[14], half[15]);
+      return (F)_mm512_castpd_ps(
+          _mm512_insertf64x4(_mm512_castps_pd(_mm512_castps256_ps512(low)), _mm256_castps_pd(high), 1));
+    }
+#endif
+    F out{};
+    for (int i = 0; i < W; ++i) {
+      float sum = 0;
+      for (int lane = 0; lane < W; ++lane) sum += rows[i][lane];
+      out[i] = sum;
+    }
+    return out;
+  }
+
+#if defined(__AVX2__)
+  static inline __m256 sum_eight(__m256 a, __m256 b, __m256 c, __m256 d, __m256 e, __m256 f, __m256 g, __m256 h) {
+    __m256 abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    __m256 efgh = _mm256_hadd_ps(_mm256_hadd_ps(e, f), _mm256_hadd_ps(g, h));
+    return _mm256_permute2f128_ps(abcd, efgh, 0x20) + _mm256_permute2f128_ps(abcd, efgh, 0x31);
+  }
+#endif
+
+  static inline float sum(F v) {
+    float total = 0;
+    for (int lane = 0; lane < W; ++lane) total += v[lane];
+    return total;
+  }
+};
+
+// Where element i of a row lies after `load_even_odd` of every 2W elements.
+template <int W>
+inline int even_odd_place(int i) {
+  int chunk = i / (2 * W), rest = i % (2 * W);
+  return chunk * 2 * W + (rest & 1) * W + rest / 2;
+}
+
+}  // namespace cohort

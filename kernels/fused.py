@@ -1,0 +1,46 @@
+"""The elementwise steps of a Llama-shaped layer, each in one pass over memory.
+
+Called by the lean models between their matrix products; dispatches to C++ or to the torch reference.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cohort.kernels import native, reference
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """out = x / sqrt(mean(x²) + eps) · weight over the last dimension; `out` may be `x`, both may be strided views."""
+    if (ops := native.ops_for(x)) is not None:
+        ops.rms_norm(x, weight, eps, out)
+    else:
+        reference.rms_norm(x, weight, eps, out)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """residual += x in place, then out = rms_norm(residual); `out` may be `x`."""
+    if (ops := native.ops_for(x)) is not None:
+        ops.add_rms_norm(x, residual, weight, eps, out)
+    else:
+        reference.add_rms_norm(x, residual, weight, eps, out)
+
+
+def rope_inplace(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+    """Rotary embedding of q [T, Hq, D] and k [T, Hkv, D] in place (views of one fused tensor are fine).
+
+    cos and sin are float32 [max_positions, rotary_dim / 2]; rotate-half convention of Llama; with rotary_dim < D the
+    rest of each head stays as it is. positions int64 [T].
+    """
+    if (ops := native.ops_for(q)) is not None:
+        ops.rope_inplace(q, k, cos, sin, positions)
+    else:
+        reference.rope_inplace(q, k, cos, sin, positions)
+
+
+def silu_mul(gate_up: Tensor, out: Tensor) -> None:
+    """out [T, I] = silu(gate) · up with gate_up [T, 2I], gate first."""
+    if (ops := native.ops_for(gate_up)) is not None:
+        ops.silu_mul(gate_up, out)
+    else:
+        reference.silu_mul(gate_up, out)

@@ -1,0 +1,88 @@
+"""Which implementation runs: the compiled extension or the torch reference. Decided once per process, at first use.
+
+Called by the dispatching modules on every call, so the decided case is a few attribute reads. A missing compiler, a
+failed build or a wrong result is one warning, and the reference takes over; only a wrong `COHORT_KERNELS` is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any, Literal
+
+import structlog
+import torch
+from torch import Tensor
+
+from cohort.common.errors import ConfigError
+from cohort.kernels.build import KernelBuildError, build
+from cohort.kernels.self_check import first_difference
+
+ENVIRONMENT = "COHORT_KERNELS"
+_DTYPES = frozenset({torch.float32, torch.bfloat16})
+_OPERATORS = (
+    "paged_attention", "write_kv", "gather_slots", "scatter_slots",
+    "rms_norm", "add_rms_norm", "rope_inplace", "silu_mul",
+)  # fmt: skip
+_log = structlog.get_logger(__name__)
+
+
+class Operators:
+    """The extension's operators, each bound to its one overload: that spares torch a lookup per call."""
+
+    __slots__ = _OPERATORS
+
+    def __init__(self) -> None:
+        for name in _OPERATORS:
+            setattr(self, name, getattr(torch.ops.cohort, name).default)
+
+
+_decided = False
+_operators: Any = None
+_deciding = threading.Lock()
+
+
+def load() -> Operators | None:
+    """The extension's operators, built if need be; None (and the reason logged) when the reference must do."""
+    mode = os.environ.get(ENVIRONMENT, "auto")
+    if mode == "reference":
+        _log.info("kernels", implementation="reference", reason=f"{ENVIRONMENT}=reference")
+        return None
+    if mode != "auto":
+        raise ConfigError(f"{ENVIRONMENT}={mode!r}: must be 'auto' or 'reference'")
+    try:
+        path = build()
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+        if not torch.ops.cohort.processor_suffices():
+            raise KernelBuildError(f"{path} was built for another processor")
+        operators = Operators()
+        if (difference := first_difference(operators)) is not None:
+            raise KernelBuildError(f"{path} disagrees with the reference: {difference}")
+    except (KernelBuildError, OSError, RuntimeError) as error:
+        _log.warning("kernels", implementation="reference", reason=str(error))
+        return None
+    return operators
+
+
+def _decide() -> None:
+    global _decided, _operators
+    with _deciding:
+        if not _decided:
+            _operators = load()
+            _decided = True
+
+
+def implementation() -> Literal["native", "reference"]:
+    """What runs for float32 and bfloat16 on the CPU in this process; decides if nothing was called yet."""
+    if not _decided:
+        _decide()
+    return "reference" if _operators is None else "native"
+
+
+def ops_for(tensor: Tensor) -> Any:
+    """The compiled operators when they serve this tensor's device and dtype, else None."""
+    if not tensor.is_cpu or tensor.dtype not in _DTYPES:
+        return None
+    if not _decided:
+        _decide()
+    return _operators

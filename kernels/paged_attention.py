@@ -1,0 +1,39 @@
+"""Attention over the paged KV cache, and the write that precedes it: the one entry for engine and tests.
+
+Dispatches to the C++ kernel where it serves the tensors' device and dtype, else to the torch reference. Decides nothing
+about which blocks a request owns.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cohort.kernels import native, reference
+from cohort.kernels.attention_meta import AttentionMeta
+
+__all__ = ["AttentionMeta", "paged_attention", "write_kv"]
+
+
+def paged_attention(
+    query: Tensor, kv: Tensor, layer: int, meta: AttentionMeta, scale: float, out: Tensor, *, sliding_window: int = 0
+) -> None:
+    """out[t] = attention of query[t] over its row's KV up to its own position; query and out are [T, Hq, D].
+
+    The step's own keys and values must be in the cache already (`write_kv`). `sliding_window` w > 0 keeps only the last
+    w positions, the query's own included.
+    """
+    if (ops := native.ops_for(kv)) is not None:
+        ops.paged_attention(
+            query, kv, layer, meta.query_start, meta.context_lens, meta.block_tables, meta.directions, scale, out,
+            sliding_window,
+        )
+    else:
+        reference.paged_attention(query, kv, layer, meta, scale, out, sliding_window=sliding_window)
+
+
+def write_kv(key: Tensor, value: Tensor, kv: Tensor, layer: int, slot_mapping: Tensor) -> None:
+    """Store key and value [T, Hkv, D] (views of a fused projection are fine) of one layer; slot_mapping int64 [T]."""
+    if (ops := native.ops_for(kv)) is not None:
+        ops.write_kv(key, value, kv, layer, slot_mapping)
+    else:
+        reference.write_kv(key, value, kv, layer, slot_mapping)

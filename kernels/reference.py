@@ -1,0 +1,108 @@
+"""The truth: every kernel in plain torch, clear before fast, on any device and dtype.
+
+Called by the dispatching modules where no compiled kernel serves the device or dtype, and by the tests that hold the
+compiled kernels against it. Never loads the extension.
+
+Cache layout everywhere: kv [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], K at index 0, V at 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from cohort.kernels.attention_meta import AttentionMeta
+
+
+def row_slots(meta: AttentionMeta, row: int, context_len: int) -> tuple[Tensor, Tensor]:
+    """Block id and slot inside the block of each of the row's first `context_len` tokens.
+
+    R7, R13 · In a block whose direction is 1 the j-th token lies in slot block_size - 1 - j.
+    """
+    position = torch.arange(context_len, device=meta.block_tables.device)
+    index = position // meta.block_size
+    offset = position % meta.block_size
+    block = meta.block_tables[row, index].long()
+    if meta.directions is not None:
+        reverse = meta.directions[row, index].bool()
+        offset = torch.where(reverse, meta.block_size - 1 - offset, offset)
+    return block, offset
+
+
+def paged_attention(
+    query: Tensor, kv: Tensor, layer: int, meta: AttentionMeta, scale: float, out: Tensor, *, sliding_window: int = 0
+) -> None:
+    """Causal attention of each row's last tokens over its whole context, one row after the other, in float32."""
+    starts = meta.query_start.tolist()
+    keys, values = kv[:, layer, 0], kv[:, layer, 1]  # [num_blocks, Hkv, block_size, D]
+    group = query.shape[1] // kv.shape[3]
+    for row, context_len in enumerate(meta.context_lens.tolist()):
+        begin, end = starts[row], starts[row + 1]
+        if begin == end:
+            continue
+        block, offset = row_slots(meta, row, context_len)
+        key = keys[block, :, offset].float().repeat_interleave(group, dim=1)  # [context, Hq, D]
+        value = values[block, :, offset].float().repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", query[begin:end].float(), key) * scale
+        query_position = torch.arange(context_len - (end - begin), context_len, device=kv.device)[:, None]
+        key_position = torch.arange(context_len, device=kv.device)[None, :]
+        visible = key_position <= query_position
+        if sliding_window > 0:
+            visible &= key_position > query_position - sliding_window
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        out[begin:end] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
+
+
+def write_kv(key: Tensor, value: Tensor, kv: Tensor, layer: int, slot_mapping: Tensor) -> None:
+    """Put one layer's new keys and values into their slots (slot = block · block_size + offset)."""
+    block_size = kv.shape[4]
+    block, offset = slot_mapping // block_size, slot_mapping % block_size
+    kv[:, layer, 0][block, :, offset] = key
+    kv[:, layer, 1][block, :, offset] = value
+
+
+def gather_slots(kv: Tensor, slots: Tensor, out: Tensor) -> None:
+    """Copy whole tokens (all layers, K and V) out of scattered slots into rows of `out`."""
+    block_size = kv.shape[4]
+    # the advanced indices stand apart, so their dimension comes first: [n, L, 2, Hkv, D]
+    out.copy_(kv[slots // block_size, :, :, :, slots % block_size])
+
+
+def scatter_slots(src: Tensor, kv: Tensor, slots: Tensor) -> None:
+    """The way back of `gather_slots`; the slots must differ from each other."""
+    block_size = kv.shape[4]
+    kv[slots // block_size, :, :, :, slots % block_size] = src.to(device=kv.device, dtype=kv.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """x / sqrt(mean(x²) + eps) · weight: in float32, rounded to x's dtype before the weight, as transformers does."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
+    out.copy_(weight * normed.to(x.dtype))
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """residual += x, then out = rms_norm(residual)."""
+    residual.add_(x)
+    rms_norm(residual, weight, eps, out)
+
+
+def rope_inplace(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+    """Rotate the first 2 · cos.shape[1] elements of every head, rotate-half convention; the others stay."""
+    half = cos.shape[1]
+    row_cos, row_sin = cos[positions][:, None], sin[positions][:, None]  # [T, 1, half], over all heads
+    for x in (q, k):
+        first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+        # both before either is stored: in float32 `first` and `second` are views of x
+        rotated = torch.cat((first * row_cos - second * row_sin, second * row_cos + first * row_sin), dim=-1)
+        x[..., : 2 * half] = rotated.to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor, out: Tensor) -> None:
+    """silu(gate) · up, where gate is the first half of the last dimension."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    torch.mul(F.silu(gate), up, out=out)

@@ -1,0 +1,78 @@
+"""Does the compiled extension compute what the reference computes, on this processor?
+
+Called by `native` once, right after loading: a few milliseconds. The kernels take different paths on different
+processors (AVX2, AVX-512, bfloat16 dot products, others), and a wrong answer must not be served because a compiler or
+a processor is one that nobody tried. The tests are far more thorough; this is the part that runs everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cohort.kernels import reference
+from cohort.kernels.attention_meta import AttentionMeta
+
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of the largest value
+_BLOCK_SIZE = 16
+
+
+def _differs(ours: Tensor, truth: Tensor) -> bool:
+    """Also true for NaN."""
+    error = (ours.float() - truth.float()).abs().max()
+    return not bool(error <= _TOLERANCE[truth.dtype] * truth.float().abs().max())
+
+
+def _attention_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) -> bool:
+    """A decode row and a prefill row over blocks of both directions, five query heads per kv head."""
+    kv_heads, group, head_dim = 2, 5, 64
+    kv = torch.randn(8, 1, 2, kv_heads, _BLOCK_SIZE, head_dim, generator=random).to(dtype)
+    meta = AttentionMeta(
+        query_start=torch.tensor([0, 20, 21], dtype=torch.int32),
+        context_lens=torch.tensor([37, 60], dtype=torch.int32),
+        block_tables=torch.tensor([[3, 1, 6, 0], [2, 7, 4, 5]], dtype=torch.int32),
+        directions=torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]], dtype=torch.uint8),
+        block_size=_BLOCK_SIZE, max_query_len=20, num_prefill_rows=1,
+    )  # fmt: skip
+    query = torch.randn(21, kv_heads * group, head_dim, generator=random).to(dtype)
+    ours, truth = torch.empty_like(query), torch.empty_like(query)
+    scale = head_dim**-0.5
+    ops.paged_attention(
+        query, kv, 0, meta.query_start, meta.context_lens, meta.block_tables, meta.directions, scale, ours, 0
+    )
+    reference.paged_attention(query, kv, 0, meta, scale, truth)
+    return _differs(ours, truth)
+
+
+def _elementwise_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) -> bool:
+    x = torch.randn(3, 72, generator=random).to(dtype)
+    weight = torch.randn(72, generator=random).to(dtype)
+    ours, truth = torch.empty_like(x), torch.empty_like(x)
+    ops.rms_norm(x, weight, 1e-5, ours)
+    reference.rms_norm(x, weight, 1e-5, truth)
+    if _differs(ours, truth):
+        return True
+    ours, truth = ours[:, :36].contiguous(), truth[:, :36].contiguous()
+    ops.silu_mul(x, ours)
+    reference.silu_mul(x, truth)
+    if _differs(ours, truth):
+        return True
+    ours, truth = x.view(3, 2, 36).clone(), x.view(3, 2, 36).clone()
+    angle, positions = torch.rand(7, 18, generator=random), torch.tensor([4, 0, 6])
+    ops.rope_inplace(ours[:, :1], ours[:, 1:], angle.cos(), angle.sin(), positions)
+    reference.rope_inplace(truth[:, :1], truth[:, 1:], angle.cos(), angle.sin(), positions)
+    return _differs(ours, truth)
+
+
+def first_difference(ops: Any) -> str | None:
+    """Names what the extension gets wrong; None when it agrees with the reference."""
+    random = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        for dtype in _TOLERANCE:
+            if _attention_differs(ops, dtype, random):
+                return f"attention in {dtype}"
+            if _elementwise_differs(ops, dtype, random):
+                return f"elementwise steps in {dtype}"
+    return None

@@ -1,0 +1,27 @@
+"""Gather and scatter of whole tokens (all layers, K and V) from scattered KV slots.
+
+R12 · What the bidirectional cache checkpoints to the host and brings back is a handful of slots of many blocks; one
+call moves them as one dense tensor. Called by the engine's KV tensors; never decides which slots.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cohort.kernels import native, reference
+
+
+def gather_slots(kv: Tensor, slots: Tensor, out: Tensor) -> None:
+    """out[i] = the token in slots[i]; slots int64 [n], out [n, L, 2, Hkv, D]."""
+    if out.is_cpu and (ops := native.ops_for(kv)) is not None:
+        ops.gather_slots(kv, slots, out)
+    else:
+        reference.gather_slots(kv, slots, out)
+
+
+def scatter_slots(src: Tensor, kv: Tensor, slots: Tensor) -> None:
+    """The token in slots[i] = src[i]; the slots must differ from each other."""
+    if src.is_cpu and (ops := native.ops_for(kv)) is not None:
+        ops.scatter_slots(src, kv, slots)
+    else:
+        reference.scatter_slots(src, kv, slots)

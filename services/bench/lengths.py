@@ -1,0 +1,145 @@
+"""How many tokens prompts and outputs have: fixed, uniform, lognormal, or a weighted mix of shapes.
+
+Pure. Called by `options` (parsing) and `workload` (drawing); lengths from traces and datasets do not pass here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cohort.common.errors import ConfigError
+
+UNBOUNDED_TOKENS = 1 << 20
+"""Upper clip of a lognormal that names none: no model's context is longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Integers in [low, high], both included."""
+
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """exp(Normal(mu, sigma)), rounded, clipped to [low, high]."""
+
+    mu: float
+    sigma: float
+    low: int = 1
+    high: int = UNBOUNDED_TOKENS
+
+
+LengthDistribution = Fixed | Uniform | LogNormal
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One component of a mix: `weight` of the requests have this prompt and output length."""
+
+    weight: float
+    prompt_tokens: int
+    output_tokens: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.prompt_tokens}x{self.output_tokens}"
+
+
+def draw(distribution: LengthDistribution, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
+    """`count` lengths. The first n of a longer draw equal a draw of n, so `--num-requests` only truncates."""
+    match distribution:
+        case Fixed(tokens):
+            return np.full(count, tokens, dtype=np.int64)
+        case Uniform(low, high):
+            return low + np.floor(rng.random(count) * (high - low + 1)).astype(np.int64)
+        case LogNormal(mu, sigma, low, high):
+            values = np.exp(mu + sigma * rng.standard_normal(count))
+            return np.clip(np.rint(values), low, high).astype(np.int64)
+        case _:
+            assert_never(distribution)
+
+
+def draw_shapes(mix: Sequence[Shape], rng: np.random.Generator, count: int) -> list[Shape]:
+    """One shape per request, by weight."""
+    edges = np.cumsum([shape.weight for shape in mix])
+    picks = np.searchsorted(edges, rng.random(count) * edges[-1], side="right")
+    return [mix[min(int(pick), len(mix) - 1)] for pick in picks]
+
+
+def parse_distribution(text: str, option: str) -> LengthDistribution:
+    """`128`, `uniform:64-512`, `lognormal:mean=222,std=256[,min=4,max=1024]` or `lognormal:mu=4.98,sigma=0.92`."""
+    usage = (f"{option} {text!r}: expected 128, uniform:64-512, lognormal:mean=222,std=256[,min=4,max=1024] "
+             "or lognormal:mu=…,sigma=…")
+    if re.fullmatch(r"\d+", text):
+        return Fixed(_at_least_one(int(text), usage))
+    if found := re.fullmatch(r"uniform:(\d+)-(\d+)", text):
+        low, high = int(found[1]), int(found[2])
+        if low > high:
+            raise ConfigError(f"{usage}; {low} is more than {high}")
+        return Uniform(_at_least_one(low, usage), high)
+    if text.startswith("lognormal:"):
+        return _parse_lognormal(text.removeprefix("lognormal:"), usage)
+    raise ConfigError(usage)
+
+
+def _parse_lognormal(text: str, usage: str) -> LogNormal:
+    values: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            values[name.strip()] = float(value)
+        except ValueError:
+            raise ConfigError(f"{usage}; {part!r} is not name=number") from None
+    low, high = int(values.pop("min", 1)), int(values.pop("max", UNBOUNDED_TOKENS))
+    if not 1 <= low <= high:
+        raise ConfigError(f"{usage}; needs 1 ≤ min ≤ max")
+    if values.keys() == {"mu", "sigma"}:
+        mu, sigma = values["mu"], values["sigma"]
+    elif values.keys() == {"mean", "std"}:
+        if values["mean"] <= 0:
+            raise ConfigError(f"{usage}; mean must be above 0")
+        # Moments of a lognormal: mean = exp(mu + sigma²/2), var/mean² = exp(sigma²) - 1.
+        sigma = math.sqrt(math.log1p((values["std"] / values["mean"]) ** 2))
+        mu = math.log(values["mean"]) - sigma * sigma / 2
+    else:
+        raise ConfigError(f"{usage}; got {', '.join(sorted(values)) or 'nothing'}")
+    if sigma < 0 or not math.isfinite(mu + sigma):
+        raise ConfigError(f"{usage}; sigma must not be negative")
+    return LogNormal(mu, sigma, low, high)
+
+
+def parse_mix(text: str) -> tuple[Shape, ...]:
+    """`0.8:64x64,0.2:768x32`: weights (any positive numbers) and prompt x output lengths."""
+    shapes = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*([\d.]+):(\d+)x(\d+)\s*", part)
+        if not found:
+            raise ConfigError(f"--mix {text!r}: {part!r} is not WEIGHT:PROMPTxOUTPUT, for example 0.8:64x64,0.2:768x32")
+        try:
+            shape = Shape(float(found[1]), int(found[2]), int(found[3]))
+        except ValueError:
+            raise ConfigError(f"--mix {text!r}: {found[1]!r} is not a number") from None
+        if shape.weight <= 0 or shape.prompt_tokens < 1 or shape.output_tokens < 1:
+            raise ConfigError(f"--mix {text!r}: {part!r} needs a weight above 0 and lengths of at least 1")
+        shapes.append(shape)
+    return tuple(shapes)
+
+
+def _at_least_one(tokens: int, usage: str) -> int:
+    if tokens < 1:
+        raise ConfigError(f"{usage}; at least 1 token")
+    return tokens

@@ -1,0 +1,89 @@
+"""`cohort`: the one console command. Finds the subcommand, runs it, turns its errors into one line and an exit code.
+
+Subcommands are listed here and imported when the command line names them (help needs only their summaries), so that
+`cohort --help` answers at once and a part that is not installed breaks only itself.
+
+To add one: a module beside this one with `add_parser(subparsers)` and `run(options) -> int`, and a line in `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from cohort import __version__
+from cohort.common.errors import CohortError
+
+COMMANDS = {
+    "serve": "start a whole pipeline on this machine and watch over it",
+    "status": "what is running: processes, queues, KV use",
+    "bench": "measure any OpenAI-style server",
+}
+
+DESCRIPTION = """\
+Cohort serves large language models as a pipeline of small processes: a gateway with the OpenAI API, workers that run
+the model, and around them a length predictor, a bucketing manager and a monitor."""
+
+EPILOG = """\
+first steps:
+  cohort serve                       serve the default model on http://127.0.0.1:8000
+  cohort serve --model ~/models/Qwen2.5-7B-Instruct
+  cohort status --watch              look at it, in another terminal (or open http://127.0.0.1:8001)
+  cohort bench --help                measure it
+
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
+
+`cohort COMMAND --help` explains a command and its options.
+Exit codes: 0 fine, 1 failed, 2 a wrong option or configuration, 130 interrupted."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the process's exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    named = next((word for word in given if not word.startswith("-")), None)
+    try:
+        options = _parser(named).parse_args(given)
+        if not hasattr(options, "command") or options.command is None:
+            _parser(None).print_help()
+            return 0
+        module = importlib.import_module(f"cohort.services.cli.{options.command}")
+        code: int = module.run(options)
+        return code
+    except CohortError as error:
+        print(f"cohort: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) has gone; nothing more may be written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser(named: str | None) -> argparse.ArgumentParser:
+    """The parser with the full options of the named subcommand; the others show their summary only."""
+    parser = argparse.ArgumentParser(
+        prog="cohort", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"cohort {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, summary in COMMANDS.items():
+        if name == named:
+            try:
+                importlib.import_module(f"cohort.services.cli.{name}").add_parser(subparsers)
+            except ImportError as error:
+                raise CohortError(
+                    f"`cohort {name}` is not usable in this installation: {error} "
+                    "(install the missing part, or run the repository's ./scripts/setup)"
+                ) from error
+        else:
+            subparsers.add_parser(name, help=summary, add_help=False)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""The bodies of POST requests, field by field, as clients send them.
+
+Types and ranges live here; what needs more than one field, or the model, is checked in `parsing.py`. Every field is in
+one of three groups: honoured; tolerated (documented below: it cannot change the answer); refused with a reason unless
+it has the value that asks for nothing. A key in none of them is a 400 that names it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from cohort.common.types import TrafficClass
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+Milliseconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+Signed64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # tolerated: we add no padding to obfuscate chunk sizes
+
+
+class CohortOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Our own part of a body: class and promises. The x-cohort-… headers say the same and win."""
+
+    traffic_class: TrafficClass | None = msgspec.field(default=None, name="class")
+    ttft_slo_ms: Milliseconds | None = None
+    tpot_slo_ms: Milliseconds | None = None
+    deadline_ms: Milliseconds | None = None
+    online: bool | None = None
+
+
+class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # Honoured.
+    model: str | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    min_tokens: Count | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Share | None = None
+    seed: Signed64 | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Bias] | None = None
+    stop: StopString | Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=256)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    n: AtLeastOne | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cohort: CohortOptions | None = None
+    # Tolerated: they label or route a request at OpenAI and never change an answer.
+    user: str | None = None
+    metadata: Any = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    # Refused unless they ask for nothing.
+    use_beam_search: bool | None = None
+    best_of: AtLeastOne | None = None
+
+
+class CompletionBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[TokenId]]
+    echo: bool | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None
+    suffix: str | None = None  # refused
+
+
+class ChatBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions. Messages stay maps: their keys are the chat template's business."""
+
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Tolerated: without tools there is nothing to run in parallel, and a predicted output only saves time.
+    parallel_tool_calls: bool | None = None
+    prediction: Any = None
+    # Refused unless they ask for nothing.
+    response_format: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    web_search_options: Any = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None

@@ -1,0 +1,81 @@
+"""One choice of an answer: its tokens become text, with nothing of a stop string and no cut character.
+
+Joins detokeniser and stop strings, and keeps log-probabilities beside the text they belong to. One per request and
+stream; called by `openai_api.py`. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cohort.common.messages import TokenLogprob
+from cohort.common.types import FinishReason
+from cohort.services.gateway.detokenizer import Detokenizer
+from cohort.services.gateway.stop_strings import StopStrings
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A drawn token with its log-probabilities; `offset` is where its text starts, in characters."""
+
+    token_id: int
+    score: TokenLogprob
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one delivery adds to the client's text. `stopped`: a stop string was found, nothing follows."""
+
+    text: str
+    scores: Sequence[ScoredToken]
+    stopped: bool
+
+
+class Choice:
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], *, min_tokens: int, scored: bool) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stops)
+        self._min_tokens = min_tokens
+        self._scored = scored
+        self._scores: deque[ScoredToken] = deque()
+        self._produced = 0  # characters that came out of the detokeniser
+        self._sent = 0  # characters that left towards the client
+        self.tokens = 0
+        """Tokens that count as completion: up to the one that completed a stop string."""
+
+    @property
+    def stop_string(self) -> str | None:
+        return self._stops.matched
+
+    def feed(self, tokens: Sequence[int], scores: Sequence[TokenLogprob], finish: FinishReason | None) -> Piece:
+        """The next tokens of this choice, in order."""
+        parts: list[str] = []
+        for index, token_id in enumerate(tokens):
+            self.tokens += 1
+            if self._scored and index < len(scores):
+                self._scores.append(ScoredToken(token_id, scores[index], self._produced))
+            parts.append(self._pass(self._detokenizer.feed(token_id)))
+            if self._stops.matched is not None:
+                break
+        if finish is not None and self._stops.matched is None:
+            parts.append(self._pass(self._detokenizer.flush()))
+            parts.append(self._stops.flush())
+        text = "".join(parts)
+        self._sent += len(text)
+        stopped = self._stops.matched is not None
+        return Piece(text, self._due_scores(everything=finish is not None and not stopped), stopped)
+
+    def _pass(self, text: str) -> str:
+        self._produced += len(text)
+        # Like end tokens, stop strings count only once the least number of tokens is there.
+        return self._stops.feed(text) if self.tokens > self._min_tokens else text
+
+    def _due_scores(self, *, everything: bool) -> list[ScoredToken]:
+        """Scores leave with the first character of their token; those cut away by a stop string never do."""
+        due: list[ScoredToken] = []
+        while self._scores and (everything or self._scores[0].offset < self._sent):
+            due.append(self._scores.popleft())
+        return due

@@ -1,0 +1,389 @@
+"""The ledger: every request this gateway owns, from its arrival to its last token.
+
+    OPEN ──submitted──▶ WAITING ──placed──▶ PLACED ──token──▶ RUNNING
+      ▲                    │                   │                 │
+      └────── lost: attempt + 1, tokens so far become prompt ────┤
+                                                                 ▼
+                                                    ended (forgotten; one final delivery)
+
+Decides what a message about a request means: which of its tokens are new, whether an attempt is lost and must be
+resubmitted, when a request has ended. The gateway's `streams.py` feeds it and performs the actions it returns. Pure: no
+I/O, no clock (time is an argument), no randomness. Exactly-once delivery lives here: whatever workers and managers
+repeat, reorder or lose, the client gets every position once, in order.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from cohort.common.errors import RequestError
+from cohort.common.messages import Held, Placed, StageTimes, TokenLogprob, TokenUpdate
+from cohort.common.types import FinishReason, InstanceId, Prediction, Request, RequestId
+
+
+class State(enum.Enum):
+    OPEN = "open"  # not (or not again) handed to the manager yet
+    WAITING = "waiting"  # the manager has it, no worker known
+    PLACED = "placed"  # on workers, no token of this attempt yet
+    RUNNING = "running"
+
+
+@dataclass(slots=True)
+class Entry:
+    """One owned request. `output` and `logprobs` are all tokens delivered so far, over all attempts. Times are
+    monotonic seconds of the gateway."""
+
+    request: Request
+    opened_s: float
+    expires_s: float
+    state: State = State.OPEN
+    attempt: int = 0
+    output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prediction: Prediction | None = None
+    cached_tokens: int = 0
+    instances: list[InstanceId] = field(default_factory=list)
+    """Workers this request was placed on, in order of first appearance."""
+    holders: set[InstanceId] = field(default_factory=set)
+    """Workers that may hold something of the current attempt."""
+    last_news_s: float = 0.0
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    bucket_s: float = 0.0
+    """Time in the manager before the placement that led to the first token."""
+    times: dict[InstanceId, StageTimes] = field(default_factory=dict)
+    first_times: StageTimes | None = None
+    """Summed stage times up to the first token."""
+    placement_reason: str = ""
+    lost_because: str = ""
+    """Why the attempt before this one ended."""
+    lost_kind: str = ""
+    """The same in one word: displaced, gap, stall, cancelled or contradiction."""
+    queued_tokens: float = 0.0
+    """Prompt and expected output while it counts as waiting; 0 afterwards."""
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.request.request_id
+
+    @property
+    def held(self) -> Held:
+        return Held(self.request.request_id, self.attempt)
+
+    @property
+    def known(self) -> int:
+        """Positions whose tokens are known: prompt and output."""
+        return self.request.prompt_tokens + len(self.output)
+
+    def current(self) -> Request:
+        """The request as it must be submitted now."""
+        return msgspec.structs.replace(
+            self.request,
+            attempt=self.attempt,
+            tokens=[*self.request.tokens, *self.output] if self.output else self.request.tokens,
+            prediction=self.prediction,
+        )
+
+
+# -- What the ledger asks its host to do ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """These tokens are next in the client's stream. `finish` ends it; the entry is already forgotten then."""
+
+    entry: Entry
+    tokens: list[int]
+    logprobs: list[TokenLogprob]
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The request ends with this error; the entry is already forgotten."""
+
+    entry: Entry
+    error: RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Hand the entry's current attempt to the manager."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAttempt:
+    """Whoever holds this attempt should free it: the manager and these workers."""
+
+    held: Held
+    holders: tuple[InstanceId, ...]
+    reason: str
+
+
+Action = Deliver | Fail | Submit | CancelAttempt
+
+
+class Ledger:
+    def __init__(self, *, stall_timeout_s: float, request_timeout_s: float, max_attempts: int) -> None:
+        self._stall_timeout_s = stall_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._max_attempts = max_attempts
+        self._entries: dict[RequestId, Entry] = {}
+        self.resubmitted_total = 0
+        self.dropped_tokens_total = 0
+        self.waiting_requests = 0
+        """Never placed so far; what admission bounds."""
+        self.waiting_tokens = 0.0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, request_id: RequestId) -> Entry | None:
+        return self._entries.get(request_id)
+
+    def entries(self) -> Iterable[Entry]:
+        return self._entries.values()
+
+    # -- From the client's side ------------------------------------------------------------------------------------
+
+    def open(self, now_s: float, request: Request, *, expected_output: float = 0.0) -> Entry:
+        """Own a request. It is submitted when its host says so (a prediction may come first)."""
+        if request.request_id in self._entries:
+            raise ValueError(f"request {request.request_id} is open already")
+        entry = Entry(
+            request=request, opened_s=now_s, expires_s=now_s + self._request_timeout_s, attempt=request.attempt,
+            prediction=request.prediction, last_news_s=now_s,
+            queued_tokens=request.prompt_tokens + max(1.0, expected_output),
+        )
+        self._entries[request.request_id] = entry
+        self.waiting_requests += 1
+        self.waiting_tokens += entry.queued_tokens
+        return entry
+
+    def submit(self, request_id: RequestId) -> list[Action]:
+        """Hand the current attempt over, unless that happened already or nothing is left to compute."""
+        entry = self._entries.get(request_id)
+        if entry is None or entry.state is not State.OPEN:
+            return []
+        finish = _finish_by_tokens(entry)
+        if finish is not None:  # a client may ask for no token at all
+            self._end(entry)
+            return [Deliver(entry, [], [], finish)]
+        return [Submit(entry)]
+
+    def submitted(self, now_s: float, request_id: RequestId) -> None:
+        """The current attempt is on its way to the manager."""
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.state is State.OPEN:
+            entry.state = State.WAITING
+            entry.last_news_s = now_s
+
+    def predicted(self, request_id: RequestId, prediction: Prediction) -> bool:
+        """A prediction arrived; False when nobody waits for it any more."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return False
+        entry.prediction = prediction
+        return True
+
+    def close(self, request_id: RequestId, reason: str) -> list[Action]:
+        """The client has enough (a stop string) or is gone: free what the request holds everywhere."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return []
+        self._end(entry)
+        return self._release(entry, reason)
+
+    def fail_all(self, error: RequestError) -> list[Action]:
+        """The gateway ends: whatever still runs ends with this error."""
+        return [action for entry in list(self._entries.values()) for action in self._fail(entry, error)]
+
+    # -- From workers ----------------------------------------------------------------------------------------------
+
+    def tokens(self, now_s: float, sender: InstanceId, update: TokenUpdate) -> list[Action]:
+        entry = self._entries.get(update.request_id)
+        if entry is None:
+            # Ended here (a stop string, say) while the worker went on: its next message would be void as well.
+            return [] if update.finish is not None else [
+                CancelAttempt(Held(update.request_id, update.attempt), (sender,), "unknown request")
+            ]
+        if update.attempt != entry.attempt:
+            self.dropped_tokens_total += len(update.tokens)
+            older = update.attempt < entry.attempt and update.finish is None
+            return [CancelAttempt(Held(update.request_id, update.attempt), (sender,), "superseded")] if older else []
+        self._note(entry, sender, update)
+        if update.finish is FinishReason.FAILED:
+            return self._fail(entry, RequestError(
+                f"The request failed on a worker: {update.error or 'no reason given'}", status=500, type_="server_error"
+            ))
+        if update.finish is FinishReason.CANCELLED:
+            return self._lost(entry, now_s, "cancelled", f"cancelled by {sender}")
+        if update.position > entry.known:
+            return self._lost(entry, now_s, "gap", f"tokens {entry.known} to {update.position} never arrived")
+        if update.finish is not None and update.position + len(update.tokens) < entry.known:
+            end = update.position + len(update.tokens)
+            return self._lost(
+                entry, now_s, "contradiction", f"{sender} ended it at {end}, but {entry.known} tokens are known"
+            )
+        new = entry.known - update.position
+        tokens, logprobs = update.tokens[new:], update.logprobs[new:]
+        self.dropped_tokens_total += len(update.tokens) - len(tokens)
+        if entry.request.sampling.logprobs >= 0 and len(update.logprobs) != len(update.tokens):
+            return self._fail(entry, RequestError(
+                f"{sender} sent {len(update.tokens)} tokens with {len(update.logprobs)} log-probabilities",
+                status=500, type_="server_error",
+            ))
+        room = entry.request.sampling.max_tokens - len(entry.output)
+        tokens, logprobs = tokens[:room], logprobs[:room]
+        if tokens:
+            if entry.first_token_s is None:
+                entry.first_token_s = now_s
+                entry.first_times = _sum_times(entry.times.values())
+            entry.last_token_s = entry.last_news_s = now_s
+            entry.state = State.RUNNING
+            self._leave_queue(entry)
+            entry.output.extend(tokens)
+            entry.logprobs.extend(logprobs)
+        finish = update.finish or _finish_by_tokens(entry)
+        if finish is not None:
+            self._end(entry)
+        return [Deliver(entry, tokens, logprobs, finish)] if tokens or finish else []
+
+    # -- From the manager ------------------------------------------------------------------------------------------
+
+    def placed(self, now_s: float, message: Placed) -> list[Action]:
+        entry = self._entries.get(message.request_id)
+        if entry is None:
+            # Cancelled while it was being placed. The manager got the cancel too; the workers may not have.
+            return [CancelAttempt(Held(message.request_id, message.attempt), tuple(message.instances), "cancelled")]
+        if message.attempt != entry.attempt:
+            return []
+        if entry.state is not State.RUNNING:
+            entry.state = State.PLACED
+            self._leave_queue(entry)
+            entry.last_news_s = now_s
+        if entry.first_token_s is None:
+            entry.bucket_s = message.queued_s
+        entry.placement_reason = message.reason
+        entry.holders.update(message.instances)
+        entry.instances.extend(name for name in message.instances if name not in entry.instances)
+        return []
+
+    def displaced(self, now_s: float, attempts: Iterable[Held], reason: str) -> list[Action]:
+        actions: list[Action] = []
+        for held in attempts:
+            entry = self._entries.get(held.request_id)
+            if entry is not None and held.attempt == entry.attempt:
+                actions += self._lost(entry, now_s, "displaced", reason)
+        return actions
+
+    def refused(self, request_id: RequestId, attempt: int, status: int, reason: str) -> list[Action]:
+        entry = self._entries.get(request_id)
+        if entry is None or attempt != entry.attempt:
+            return []
+        kind = "invalid_request_error" if 400 <= status < 500 else "service_unavailable_error"
+        return self._fail(entry, RequestError(reason, status=status, type_=kind))
+
+    # -- From the clock --------------------------------------------------------------------------------------------
+
+    def tick(self, now_s: float) -> list[Action]:
+        """Deadlines: stalled attempts are resubmitted, requests past their time fail."""
+        actions: list[Action] = []
+        for entry in list(self._entries.values()):
+            if now_s >= entry.expires_s:
+                actions += self._fail(entry, RequestError(
+                    f"The request did not finish within {self._request_timeout_s:g} s "
+                    f"({len(entry.output)} tokens were produced).", status=504, type_="timeout_error",
+                ))
+            elif (
+                entry.state in (State.PLACED, State.RUNNING)
+                and now_s - entry.last_news_s >= self._stall_timeout_s
+            ):
+                actions += self._lost(entry, now_s, "stall", f"no token for {self._stall_timeout_s:g} s")
+        return actions
+
+    def unsubmitted(self) -> list[Entry]:
+        """Entries whose current attempt has not reached the manager's connection."""
+        return [entry for entry in self._entries.values() if entry.state is State.OPEN]
+
+    def outstanding(self) -> list[Held]:
+        return [entry.held for entry in self._entries.values() if entry.state is not State.OPEN]
+
+    # -- Within ----------------------------------------------------------------------------------------------------
+
+    def _note(self, entry: Entry, sender: InstanceId, update: TokenUpdate) -> None:
+        """Who works on it, what it took there, and how much the prefix cache saved."""
+        entry.holders.add(sender)
+        if sender not in entry.instances:
+            entry.instances.append(sender)
+        if update.times is not None:
+            entry.times[update.times.instance or sender] = update.times
+        if not entry.output:
+            entry.cached_tokens = max(entry.cached_tokens, min(update.cached_tokens, entry.request.prompt_tokens))
+
+    def _lost(self, entry: Entry, now_s: float, kind: str, reason: str) -> list[Action]:
+        """Nobody works on the current attempt any more, or not in a way that helps: the next one takes over."""
+        cancel = self._release(entry, reason)
+        finish = _finish_by_tokens(entry)
+        if finish is not None:  # only the word of its end was lost
+            self._end(entry)
+            return [*cancel, Deliver(entry, [], [], finish)]
+        if entry.attempt + 1 >= self._max_attempts:
+            return self._fail(entry, RequestError(
+                f"The request was placed {entry.attempt + 1} times and lost each time (last: {reason}).",
+                status=503, type_="service_unavailable_error", retry_after_s=1.0,
+            ))
+        entry.attempt += 1
+        entry.lost_because = reason
+        entry.lost_kind = kind
+        entry.state = State.OPEN
+        entry.holders.clear()
+        entry.last_news_s = now_s
+        self.resubmitted_total += 1
+        return [*cancel, Submit(entry)]
+
+    def _fail(self, entry: Entry, error: RequestError) -> list[Action]:
+        self._end(entry)
+        return [*self._release(entry, error.message), Fail(entry, error)]
+
+    def _end(self, entry: Entry) -> None:
+        del self._entries[entry.request_id]
+        self._leave_queue(entry)
+
+    def _leave_queue(self, entry: Entry) -> None:
+        if entry.queued_tokens:
+            self.waiting_requests -= 1
+            self.waiting_tokens -= entry.queued_tokens
+            entry.queued_tokens = 0.0
+
+    def _release(self, entry: Entry, reason: str) -> list[Action]:
+        if entry.state is State.OPEN and not entry.holders:
+            return []  # this attempt never left the gateway
+        return [CancelAttempt(entry.held, tuple(sorted(entry.holders)), reason)]
+
+
+def _finish_by_tokens(entry: Entry) -> FinishReason | None:
+    """The end as the tokens show it; workers ban stop tokens until `min_tokens`, so one that is there counts."""
+    sampling = entry.request.sampling
+    if entry.output and entry.output[-1] in sampling.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(entry.output) >= sampling.max_tokens else None
+
+
+def _sum_times(parts: Iterable[StageTimes]) -> StageTimes:
+    total = StageTimes()
+    for part in parts:
+        total = StageTimes(
+            queue_s=total.queue_s + part.queue_s,
+            prefill_s=total.prefill_s + part.prefill_s,
+            transfer_s=total.transfer_s + part.transfer_s,
+            decode_s=total.decode_s + part.decode_s,
+            preemptions=total.preemptions + part.preemptions,
+        )
+    return total

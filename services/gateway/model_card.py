@@ -1,0 +1,87 @@
+"""What the gateway knows of the served model: its name, its limits and its end tokens.
+
+Read once at start from the JSON files of a model folder in Hugging Face format; no weights, no torch. Called by
+`service.py`; everything else gets the finished card. It never guesses: a folder without a context length needs
+`model.max_model_len` in the configuration.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cohort.common.config import ModelConfig
+from cohort.common.errors import ModelError
+from cohort.common.paths import default_model_dir
+
+# The same limit has several names in published configurations; the first one present counts.
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """One served model. `max_model_len` bounds prompt + output tokens; `eos_token_ids` end a generation as
+    `transformers.generate` would end it."""
+
+    name: str
+    path: Path
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What clients may call it: the served name, or the folder that `/v1/models` shows as its root."""
+        return frozenset((self.name, str(self.path)))
+
+
+def read_model_card(config: ModelConfig) -> ModelCard:
+    """Raises `ModelError` that names the file and what is missing."""
+    path = Path(config.path).expanduser().resolve() if config.path else default_model_dir()
+    file = path / "config.json"
+    if not file.is_file():
+        raise ModelError(f"{path} is not a model folder in Hugging Face format: there is no config.json")
+    settings = _read(file)
+    # Multimodal configurations keep the language model's numbers one level down.
+    text = settings.get("text_config")
+    text = text if isinstance(text, dict) else settings
+    model_len = next((int(text[key]) for key in _LENGTH_KEYS if isinstance(text.get(key), int)), 0)
+    if config.max_model_len:
+        if model_len and config.max_model_len > model_len:
+            raise ModelError(f"model.max_model_len is {config.max_model_len}, but {file} allows {model_len} tokens")
+        model_len = config.max_model_len
+    if not model_len:
+        raise ModelError(f"{file} names no context length; set model.max_model_len")
+    vocab_size = text.get("vocab_size")
+    if not isinstance(vocab_size, int):
+        raise ModelError(f"{file} names no vocab_size")
+    return ModelCard(
+        name=config.served_name or path.name,
+        path=path,
+        max_model_len=model_len,
+        vocab_size=vocab_size,
+        eos_token_ids=_end_tokens(path, text),
+    )
+
+
+def _end_tokens(path: Path, settings: dict[str, Any]) -> tuple[int, ...]:
+    """generation_config.json decides, as in transformers; config.json where it is silent."""
+    generation = path / "generation_config.json"
+    named = _read(generation).get("eos_token_id") if generation.is_file() else None
+    if named is None:
+        named = settings.get("eos_token_id")
+    if named is None:
+        return ()
+    return tuple(sorted({int(token) for token in (named if isinstance(named, list) else [named])}))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{file}: expected a JSON object, found {type(data).__name__}")
+    return data

@@ -1,0 +1,340 @@
+"""POST /v1/completions and /v1/chat/completions, from body to last byte.
+
+    read body ─▶ parse ─▶ tokenise ─▶ prepare ─▶ admit ─▶ open ─▶ start ─▶ deltas ─▶ text ─▶ chunks or one answer
+
+Called by aiohttp through `middleware.py`. Every exit, whatever its reason, abandons what is still open, so a client
+that disconnects frees its blocks on every worker.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from cohort.common.clock import Clock
+from cohort.common.config import GatewayConfig
+from cohort.common.errors import RequestError
+from cohort.common.metrics import RequestMetrics
+from cohort.common.types import FinishReason, InstanceId
+from cohort.services.gateway.admission import Door
+from cohort.services.gateway.choice import Choice, Piece, ScoredToken
+from cohort.services.gateway.detokenizer import TokenText
+from cohort.services.gateway.middleware import HTTP_ID, REQUEST_ID_HEADER
+from cohort.services.gateway.model_card import ModelCard
+from cohort.services.gateway.parsing import Call, parse_chat, parse_completion
+from cohort.services.gateway.preparation import prepare
+from cohort.services.gateway.responses import (
+    Answer,
+    ChatShape,
+    CompletionShape,
+    Extras,
+    Shape,
+    Usage,
+    extras_of,
+    usage_of,
+)
+from cohort.services.gateway.sse import EventStream
+from cohort.services.gateway.streams import Delta, Generation, Streams
+from cohort.services.gateway.timing import GatewayTimes
+from cohort.services.gateway.tokenizer import Tokenizer
+
+WRITE_TIMEOUT_S = 60.0
+
+# What of a client's request id may become part of ours (they travel through logs and file names).
+_PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """What one delta means for the client. `first`: the choice's first visible piece."""
+
+    piece: Piece
+    finish: FinishReason | None
+    first: bool
+
+
+@dataclass(slots=True)
+class _Answering:
+    """One HTTP request on its way back: its choices as text so far."""
+
+    call: Call
+    generation: Generation
+    shape: Shape
+    choices: list[Choice]
+    echoes: list[str]
+    id: str
+    created: int
+    model: str
+    begun: set[int] = field(default_factory=set)
+
+    def next(self, delta: Delta) -> _Next:
+        """The delta as text; a stop string ends the choice. An echoed prompt rides with the first text."""
+        index = delta.index
+        piece = self.choices[index].feed(delta.tokens, delta.logprobs, delta.finish)
+        finish = FinishReason.STOP if piece.stopped else delta.finish
+        first = index not in self.begun and bool(piece.text or finish)
+        if first:
+            self.begun.add(index)
+            piece = Piece(self.echoes[index] + piece.text, piece.scores, piece.stopped)
+        return _Next(piece, finish, first)
+
+
+class OpenAiApi:
+    """The two generation endpoints over one `Streams`."""
+
+    def __init__(
+        self, *, config: GatewayConfig, card: ModelCard, tokenizer: Tokenizer, streams: Streams, door: Door,
+        clock: Clock, metrics: RequestMetrics, log: structlog.stdlib.BoundLogger, instance: InstanceId,
+        draining: Callable[[], bool], max_model_len: Callable[[], int], write_timeout_s: float = WRITE_TIMEOUT_S,
+    ) -> None:
+        self._config = config
+        self._card = card
+        self._tokenizer = tokenizer
+        self._text = TokenText(tokenizer)
+        self._streams = streams
+        self._door = door
+        self._clock = clock
+        self._metrics = metrics
+        self._log = log
+        self._instance = instance
+        self._draining = draining
+        self._max_model_len = max_model_len
+        self._write_timeout_s = write_timeout_s
+        self._completion = CompletionShape(self._text)
+        self._chat = ChatShape(self._text)
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/v1/completions", self.completions),
+            web.post("/v1/chat/completions", self.chat_completions),
+        ]
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, chat=False)
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, chat=True)
+
+    async def _answer(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+        times = GatewayTimes(arrived_s=self._clock.now_s())
+        try:
+            answering = await self._accept(request, times, chat=chat)
+        except RequestError as error:
+            self._count_rejection(error)
+            raise
+        generation = answering.generation
+        try:
+            await self._streams.start(generation)
+            if answering.call.stream:
+                return await self._stream(request, answering)
+            return await self._whole(answering)
+        finally:
+            self._streams.abandon(generation)
+
+    async def _accept(self, request: web.Request, times: GatewayTimes, *, chat: bool) -> _Answering:
+        """Everything before the request is owned; refusals are `RequestError`s."""
+        if self._draining():
+            raise RequestError(
+                "This server is shutting down.", status=503, type_="service_unavailable_error",
+                retry_after_s=self._config.drain_s,
+            )
+        self._door.check_estimate(request.content_length or 0, self._config.default_class)
+        data = await _read(request)
+        parse = parse_chat if chat else parse_completion
+        call = parse(data, request.headers, self._config, self._card)
+        began_s = self._clock.now_s()
+        prompts = await self._tokenize(call)
+        times.tokenize_s = self._clock.now_s() - began_s
+        http_id = request[HTTP_ID]
+        base_id = uuid.uuid4().hex[:20]
+        if request.headers.get(REQUEST_ID_HEADER) == http_id and _PLAIN_ID.fullmatch(http_id):
+            base_id = f"{http_id}-{base_id[:8]}"  # unique though a client may repeat its ids
+        created_s = self._clock.wall_s()
+        requests = prepare(
+            call, prompts, base_id=base_id, gateway=self._instance, arrival_s=created_s,
+            seed=secrets.randbits(63) if call.seed is None else call.seed,
+            config=self._config, card=self._card, max_model_len=self._max_model_len(),
+        )
+        self._door.check(requests)
+        echoes = [self._echo(call, index, prompts) for index in range(len(requests))]
+        shape: Shape = self._chat if chat else self._completion
+        generation = self._streams.open(
+            requests, times, chat=chat, prompt_bytes=len(data), stop_strings=len(call.stop_strings)
+        )
+        self._log.debug("accepted", http_id=http_id, request_ids=generation.request_ids)
+        return _Answering(
+            call, generation, shape,
+            choices=[
+                Choice(
+                    self._text.stream(
+                        context=() if chat else item.tokens[-16:], skip_special=call.skip_special_tokens
+                    ),
+                    call.stop_strings, min_tokens=call.min_tokens, scored=call.sampling.logprobs >= 0,
+                )
+                for item in requests
+            ],
+            echoes=echoes, id=shape.id_prefix + base_id, created=int(created_s), model=self._card.name,
+        )
+
+    async def _tokenize(self, call: Call) -> list[list[int]]:
+        limit = self._max_model_len()
+        try:
+            if call.chat:
+                return [await self._tokenizer.encode_chat(
+                    call.messages, add_generation_prompt=call.add_generation_prompt,
+                    variables=call.template_variables, limit=limit,
+                )]
+            return [
+                await self._tokenizer.encode_soon(prompt, special_tokens=call.add_special_tokens, limit=limit)
+                if isinstance(prompt, str) else prompt
+                for prompt in call.prompts
+            ]
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                "The prompt contains half of a surrogate pair, which is no character.",
+                param="messages" if call.chat else "prompt",
+            ) from error
+
+    def _echo(self, call: Call, index: int, prompts: list[list[int]]) -> str:
+        if not call.echo:
+            return ""
+        which = index // call.n
+        prompt = call.prompts[which]
+        if isinstance(prompt, str):
+            return prompt
+        return self._tokenizer.decode(prompts[which], skip_special=call.skip_special_tokens)
+
+    # -- One answer ------------------------------------------------------------------------------------------------
+
+    async def _whole(self, answering: _Answering) -> web.Response:
+        generation, shape, call = answering.generation, answering.shape, answering.call
+        texts: list[list[str]] = [[] for _ in generation.entries]
+        scores: list[list[ScoredToken]] = [[] for _ in generation.entries]
+        finished: dict[int, FinishReason] = {}
+        while len(finished) < len(generation.entries):
+            delta = await generation.mailbox.next()
+            if delta.index in finished:
+                continue
+            if delta.error is not None:
+                raise delta.error
+            step = answering.next(delta)
+            texts[delta.index].append(step.piece.text)
+            scores[delta.index] += step.piece.scores
+            if step.piece.stopped:
+                self._streams.stop(generation, delta.index)
+            if step.finish is not None:
+                finished[delta.index] = step.finish
+        scored = call.sampling.logprobs >= 0
+        answer = Answer(
+            id=answering.id, object=shape.whole_object, created=answering.created, model=answering.model,
+            choices=[
+                shape.whole(index, "".join(texts[index]), scores[index] if scored else None, finished[index])
+                for index in range(len(generation.entries))
+            ],
+            usage=_usage(answering),
+            cohort=_extras(answering, range(len(generation.entries))),
+        )
+        return web.Response(body=_encode(answer), content_type="application/json")
+
+    async def _stream(self, request: web.Request, answering: _Answering) -> web.StreamResponse:
+        events = EventStream(
+            request, {REQUEST_ID_HEADER: request[HTTP_ID]}, write_timeout_s=self._write_timeout_s
+        )
+        try:
+            await self._send_chunks(events, answering)
+        except RequestError as error:
+            if not events.started:
+                raise
+            await events.fail(error)
+        except ConnectionError:
+            self._log.debug("client went away", http_id=request[HTTP_ID])
+        except TimeoutError:
+            self._log.warning("client does not read its stream", write_timeout_s=self._write_timeout_s)
+            if request.transport is not None:
+                request.transport.abort()
+        except Exception:
+            if not events.started:
+                raise
+            # A defect of ours: the client must not take half an answer for a whole one.
+            self._log.exception("stream failed unexpectedly", http_id=request[HTTP_ID])
+            await events.fail(RequestError("The server failed to continue.", status=500, type_="server_error"))
+        return events.response
+
+    async def _send_chunks(self, events: EventStream, answering: _Answering) -> None:
+        generation, shape, call = answering.generation, answering.shape, answering.call
+        scored = call.sampling.logprobs >= 0
+        finished: set[int] = set()
+        while len(finished) < len(generation.entries):
+            delta = await generation.mailbox.next()
+            index = delta.index
+            if index in finished:
+                continue
+            if delta.error is not None:
+                raise delta.error
+            step = answering.next(delta)
+            if step.piece.stopped:
+                self._streams.stop(generation, index)
+            if step.finish is not None:
+                finished.add(index)
+            if not step.piece.text and step.finish is None:
+                continue  # a part of a character, or of what may become a stop string
+            choice = shape.chunk(index, step.piece, first=step.first, scored=scored, finish=step.finish)
+            await events.send(Answer(
+                id=answering.id, object=shape.chunk_object, created=answering.created, model=answering.model,
+                choices=[choice],
+                usage=_choice_usage(answering, index) if call.continuous_usage else msgspec.UNSET,
+                cohort=_extras(answering, [index]) if step.finish is not None else msgspec.UNSET,
+            ))
+        if call.include_usage:
+            await events.send(Answer(
+                id=answering.id, object=shape.chunk_object, created=answering.created, model=answering.model,
+                choices=[], usage=_usage(answering),
+            ))
+        await events.done()
+
+    def _count_rejection(self, error: RequestError) -> None:
+        self._streams.recent.rejected()
+        reason = {429: "busy", 503: "draining"}.get(error.status, "invalid")
+        self._metrics.rejections(self._config.default_class, str(error.status), reason).inc()
+
+
+async def _read(request: web.Request) -> bytes:
+    try:
+        return await request.read()
+    except web.RequestPayloadError as error:
+        raise RequestError(f"The body cannot be read: {error}") from error
+
+
+def _usage(answering: _Answering) -> Usage:
+    """Over all choices; each prompt counts once, however many choices it has."""
+    entries = answering.generation.entries[:: answering.call.n]
+    return usage_of(
+        sum(entry.request.prompt_tokens for entry in entries),
+        sum(choice.tokens for choice in answering.choices),
+        sum(entry.cached_tokens for entry in entries),
+    )
+
+
+def _choice_usage(answering: _Answering, index: int) -> Usage:
+    entry = answering.generation.entries[index]
+    return usage_of(entry.request.prompt_tokens, answering.choices[index].tokens, entry.cached_tokens)
+
+
+def _extras(answering: _Answering, indexes: list[int] | range) -> Extras:
+    generation = answering.generation
+    return Extras([
+        extras_of(
+            index, generation.entries[index], generation.times, answering.choices[index].stop_string,
+            generation.entries[index].output[: answering.choices[index].tokens]
+            if answering.call.return_token_ids else None,
+        )
+        for index in indexes
+    ])

@@ -1,0 +1,361 @@
+"""A POST body and its headers to a typed `Call`, or a `RequestError` that names the parameter.
+
+Pure: called by `openai_api.py` before tokenising. Everything a client sends is honoured, tolerated by document
+(`bodies.py`) or refused with a clear 400; malformed bytes of any kind end here and never become a 500.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from cohort.common.config import GatewayConfig
+from cohort.common.errors import RequestError
+from cohort.common.types import SamplingParams, Slo, TrafficClass
+from cohort.services.gateway.bodies import ChatBody, CohortOptions, CompletionBody, StreamOptions
+from cohort.services.gateway.model_card import ModelCard
+
+CLASS_HEADER = "x-cohort-class"
+TTFT_HEADER = "x-cohort-ttft-slo-ms"
+TPOT_HEADER = "x-cohort-tpot-slo-ms"
+
+# OpenAI's default for completions; chat completions may use what the context leaves.
+COMPLETION_MAX_TOKENS = 16
+# Below this a division by the temperature overflows; the distribution is the greedy one long before.
+GREEDY_BELOW = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a client asked for. `sampling` is complete but for max_tokens, seed and the end tokens, which need the
+    tokenised prompt. `logprobs` as in `SamplingParams`. `max_tokens` None: what the context leaves."""
+
+    chat: bool
+    prompts: tuple[str | list[int], ...]
+    messages: list[dict[str, Any]]
+    sampling: SamplingParams
+    max_tokens: int | None
+    min_tokens: int
+    n: int
+    seed: int | None
+    stop_strings: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    traffic_class: TrafficClass
+    slo: Slo
+    priority: int
+    online: bool
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    echo: bool = False
+    return_token_ids: bool = False
+    skip_special_tokens: bool = True
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def choices(self) -> int:
+        return self.n * (1 if self.chat else len(self.prompts))
+
+
+B = TypeVar("B", CompletionBody, ChatBody)
+_completion_decoder = msgspec.json.Decoder(CompletionBody)
+_chat_decoder = msgspec.json.Decoder(ChatBody)
+
+
+def parse_completion(data: bytes, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard) -> Call:
+    body = _decode(_completion_decoder, data)
+    if body.suffix:
+        raise _refused("suffix", "text insertion is not supported")
+    if body.echo and body.logprobs is not None:
+        raise _refused("echo", "echo together with logprobs is not supported: prompts are not scored")
+    max_tokens = _max_tokens(body.max_tokens, body.max_completion_tokens)
+    return _call(
+        body, headers, config, card,
+        chat=False,
+        prompts=_prompts(body.prompt, config, card),
+        max_tokens=COMPLETION_MAX_TOKENS if max_tokens is None else max_tokens,
+        logprobs=-1 if body.logprobs is None else body.logprobs,
+        echo=bool(body.echo),
+        add_special_tokens=body.add_special_tokens is not False,
+    )
+
+
+def parse_chat(data: bytes, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard) -> Call:
+    body = _decode(_chat_decoder, data)
+    _refuse_what_chat_cannot(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    max_tokens = _max_tokens(body.max_tokens, body.max_completion_tokens)
+    if max_tokens == 0:
+        raise RequestError("max_tokens must be at least 1 for a chat completion.", param="max_tokens")
+    variables = body.chat_template_kwargs or {}
+    for reserved in ("messages", "add_generation_prompt", "tools", "documents"):
+        if reserved in variables:
+            raise RequestError(f"chat_template_kwargs may not set {reserved!r}.", param="chat_template_kwargs")
+    return _call(
+        body, headers, config, card,
+        chat=True,
+        messages=[_message(index, message) for index, message in enumerate(body.messages)],
+        max_tokens=max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        template_variables=variables,
+    )
+
+
+def _decode(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$")
+        param = path.rstrip("`").lstrip(".")
+        for marker in ("Object contains unknown field `", "Object missing required field `"):
+            if text.startswith(marker):
+                name = text[len(marker):].rstrip("`")
+                param = f"{param}.{name}" if param else name
+        raise RequestError(f"{param}: {text}" if param else text, param=param or None) from error
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise RequestError(f"The body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise RequestError("The body is nested too deeply.") from error
+
+
+def _call(
+    body: CompletionBody | ChatBody, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard, *,
+    chat: bool, max_tokens: int | None, logprobs: int, prompts: tuple[str | list[int], ...] = (),
+    messages: list[dict[str, Any]] | None = None, echo: bool = False, add_special_tokens: bool = True,
+    add_generation_prompt: bool = True, template_variables: Mapping[str, Any] | None = None,
+) -> Call:
+    if body.model is not None and body.model not in card.names:
+        raise RequestError(
+            f"The model `{printable(body.model)}` does not exist; this server serves `{card.name}`.",
+            status=404, param="model",
+        )
+    n = body.n or 1
+    most = min(config.max_n, config.max_waiting_requests // max(1, len(prompts)))
+    if n > most:
+        raise RequestError(f"n is {n}, but at most {most} choices per prompt are served here.", param="n")
+    if body.best_of is not None and body.best_of != n:
+        raise _refused("best_of", "it must equal n: answers are not ranked")
+    if body.use_beam_search:
+        raise _refused("use_beam_search", "beam search is not supported")
+    min_tokens = body.min_tokens or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise RequestError(f"min_tokens ({min_tokens}) exceeds max_tokens ({max_tokens}).", param="min_tokens")
+    options = body.stream_options or StreamOptions()
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream to be true.", param="stream_options")
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    traffic_class, slo, online = _service(body.cohort or CohortOptions(), headers, config)
+    temperature = 1.0 if body.temperature is None else body.temperature
+    return Call(
+        chat=chat,
+        prompts=prompts,
+        messages=messages or [],
+        sampling=SamplingParams(
+            max_tokens=0,
+            min_tokens=min_tokens,
+            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=max(0, body.top_k or 0),
+            min_p=body.min_p or 0.0,
+            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            logit_bias=_logit_bias(body.logit_bias, card),
+            logprobs=logprobs,
+        ),
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        n=n,
+        seed=body.seed,
+        stop_strings=tuple(dict.fromkeys(stop)),
+        stop_token_ids=tuple(_known_tokens(body.stop_token_ids or [], "stop_token_ids", card)),
+        ignore_eos=bool(body.ignore_eos),
+        traffic_class=traffic_class,
+        slo=slo,
+        priority=body.priority or 0,
+        online=online,
+        stream=bool(body.stream),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.continuous_usage_stats),
+        echo=echo,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        return_token_ids=bool(body.return_token_ids),
+        add_special_tokens=add_special_tokens,
+        add_generation_prompt=add_generation_prompt,
+        template_variables=template_variables or {},
+    )
+
+
+def _max_tokens(old_name: int | None, new_name: int | None) -> int | None:
+    if old_name is not None and new_name is not None and old_name != new_name:
+        raise RequestError(
+            f"max_tokens ({old_name}) and max_completion_tokens ({new_name}) contradict each other.",
+            param="max_completion_tokens",
+        )
+    return old_name if new_name is None else new_name
+
+
+def _prompts(
+    prompt: str | list[str | int | list[int]], config: GatewayConfig, card: ModelCard
+) -> tuple[str | list[int], ...]:
+    """The four shapes: text, texts, ids, lists of ids."""
+    if isinstance(prompt, str):
+        return (prompt,)
+    if not prompt:
+        raise RequestError("prompt is empty.", param="prompt")
+    texts = [item for item in prompt if isinstance(item, str)]
+    if len(texts) == len(prompt):
+        return tuple(_few_enough(texts, config))
+    ids = [item for item in prompt if isinstance(item, int)]
+    if len(ids) == len(prompt):
+        return (_known_tokens(ids, "prompt", card),)
+    lists = [item for item in prompt if isinstance(item, list)]
+    if len(lists) == len(prompt):
+        if any(not item for item in lists):
+            raise RequestError("prompt contains an empty list of token ids.", param="prompt")
+        return tuple(_known_tokens(item, "prompt", card) for item in _few_enough(lists, config))
+    raise RequestError("prompt mixes texts, token ids and lists of token ids.", param="prompt")
+
+
+Item = TypeVar("Item")
+
+
+def _few_enough(items: list[Item], config: GatewayConfig) -> list[Item]:
+    if len(items) > config.max_waiting_requests:
+        raise RequestError(
+            f"{len(items)} prompts in one request; at most {config.max_waiting_requests} can wait.", param="prompt"
+        )
+    return items
+
+
+def _known_tokens(ids: list[int], param: str, card: ModelCard) -> list[int]:
+    for token_id in ids:
+        if not 0 <= token_id < card.vocab_size:
+            shown = token_id if abs(token_id) < 10**20 else "a number of more than 20 digits"
+            raise RequestError(
+                f"{param}: {shown} is no token id; the vocabulary has {card.vocab_size} tokens.", param=param
+            )
+    return ids
+
+
+def _logit_bias(bias: Mapping[str, float] | None, card: ModelCard) -> dict[int, float]:
+    if not bias:
+        return {}
+    if bad := next((key for key in bias if not (key.isascii() and key.isdecimal() and len(key) < 20)), None):
+        raise RequestError(f"logit_bias: {printable(bad)!r} is no token id.", param="logit_bias")
+    if "" in bias:
+        raise RequestError("logit_bias: '' is no token id.", param="logit_bias")
+    ids = [int(key) for key in bias]
+    _known_tokens(ids, "logit_bias", card)
+    return dict(zip(ids, bias.values(), strict=True))
+
+
+def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    """One chat message with its content as text. Keys we do not know are the template's to use or ignore."""
+    where = f"messages[{index}]"
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"{where}.role is missing.", param=f"{where}.role")
+    for key in ("tool_calls", "function_call", "audio"):
+        if message.get(key):
+            raise _refused(f"{where}.{key}", "not supported in messages")
+    content = message.get("content")
+    if content is None and role == "assistant":
+        content = ""  # clients send back an empty answer this way
+    if isinstance(content, list):
+        content = "\n".join(_text_part(part, f"{where}.content[{number}]") for number, part in enumerate(content))
+    if not isinstance(content, str):
+        raise RequestError(f"{where}.content must be a text or a list of text parts.", param=f"{where}.content")
+    name = message.get("name")
+    if name is not None and not isinstance(name, str):
+        raise RequestError(f"{where}.name must be a text.", param=f"{where}.name")
+    return {**message, "content": content}
+
+
+def _text_part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        shown = printable(kind) if isinstance(kind, str) else "none"
+        raise RequestError(f"{where}: only parts of type 'text' can be answered, this one's is {shown!r}.", param=where)
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise RequestError(f"{where}.text must be a text.", param=f"{where}.text")
+    return text
+
+
+def _refuse_what_chat_cannot(body: ChatBody) -> None:
+    if body.response_format is not None and body.response_format.get("type") != "text":
+        raise _refused("response_format", "only {\"type\": \"text\"} is supported")
+    if body.tools:
+        raise _refused("tools", "tool calling is not supported")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise _refused("tool_choice", "tool calling is not supported")
+    if body.functions:
+        raise _refused("functions", "function calling is not supported")
+    if body.function_call not in (None, "none", "auto"):
+        raise _refused("function_call", "function calling is not supported")
+    if body.modalities not in (None, [], ["text"]):
+        raise _refused("modalities", "only text is produced")
+    for name in ("audio", "web_search_options", "reasoning_effort", "verbosity"):
+        if getattr(body, name) is not None:
+            raise _refused(name, "not supported")
+
+
+def _service(
+    options: CohortOptions, headers: Mapping[str, str], config: GatewayConfig
+) -> tuple[TrafficClass, Slo, bool]:
+    """Class and promises; headers win over the body, because proxies set them."""
+    traffic_class: TrafficClass = options.traffic_class or config.default_class
+    named = headers.get(CLASS_HEADER)
+    if named is not None:
+        match named.strip().lower():
+            case "rt":
+                traffic_class = "rt"
+            case "be":
+                traffic_class = "be"
+            case other:
+                raise RequestError(
+                    f"{CLASS_HEADER}: {printable(other)!r} is neither 'rt' nor 'be'.", param=CLASS_HEADER
+                )
+    ttft_ms = _milliseconds(headers, TTFT_HEADER) or options.ttft_slo_ms
+    tpot_ms = _milliseconds(headers, TPOT_HEADER) or options.tpot_slo_ms
+    real_time = traffic_class == "rt"
+    slo = Slo(
+        ttft_s=ttft_ms / 1000 if ttft_ms else config.rt_ttft_slo_s if real_time else 0.0,
+        tpot_s=tpot_ms / 1000 if tpot_ms else config.rt_tpot_slo_s if real_time else 0.0,
+        deadline_s=options.deadline_ms / 1000 if options.deadline_ms else 0.0,
+    )
+    return traffic_class, slo, options.online is not False
+
+
+def _milliseconds(headers: Mapping[str, str], name: str) -> float | None:
+    text = headers.get(name)
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1e9:  # also false for NaN
+        raise RequestError(f"{name}: {printable(text)!r} is no number of milliseconds.", param=name)
+    return value
+
+
+def _refused(param: str, reason: str) -> RequestError:
+    return RequestError(f"{param}: {reason}.", param=param)
+
+
+def printable(text: str, limit: int = 100) -> str:
+    """A client's own text as it may appear in an answer: short, and encodable."""
+    shown = text if len(text) <= limit else f"{text[:limit]}…"
+    return shown.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,0 +1,85 @@
+"""What monitors and clients ask before they ask for text: health, readiness, version, metrics, models.
+
+Called by aiohttp. `/health` says that the process lives; `/ready` that a request could be served now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+import cohort
+from cohort.common.errors import RequestError
+from cohort.common.metrics import CONTENT_TYPE, exposition
+from cohort.services.gateway.model_card import ModelCard
+from cohort.services.gateway.parsing import printable
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Probes:
+    def __init__(
+        self, *, card: ModelCard, preset: str, created: int, registry: CollectorRegistry,
+        not_ready_because: Callable[[], str | None], max_model_len: Callable[[], int],
+    ) -> None:
+        self._card = card
+        self._preset = preset
+        self._created = created
+        self._registry = registry
+        self._not_ready_because = not_ready_because
+        self._max_model_len = max_model_len
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/health", self.health),
+            web.get("/ready", self.ready),
+            web.get("/version", self.version),
+            web.get("/metrics", self.metrics),
+            web.get("/v1/models", self.models),
+            web.get("/v1/models/{name:.+}", self.model),  # a model's root is a path
+        ]
+
+    async def health(self, _: web.Request) -> web.Response:
+        return _json({"status": "ok"})
+
+    async def ready(self, _: web.Request) -> web.Response:
+        reason = self._not_ready_because()
+        if reason is None:
+            return _json({"ready": True})
+        return _json({"ready": False, "reason": reason}, status=503)
+
+    async def version(self, _: web.Request) -> web.Response:
+        return _json({"version": cohort.__version__, "preset": self._preset, "model": self._card.name})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=exposition(self._registry), headers={"Content-Type": CONTENT_TYPE})
+
+    async def models(self, _: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name not in self._card.names and f"/{name}" not in self._card.names:
+            raise RequestError(
+                f"The model `{printable(name)}` does not exist; this server serves `{self._card.name}`.",
+                status=404, param="model",
+            )
+        return _json(self._model())
+
+    def _model(self) -> dict[str, object]:
+        return {
+            "id": self._card.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "cohort",
+            "root": str(self._card.path),
+            "parent": None,
+            "max_model_len": self._max_model_len(),
+        }
+
+
+def _json(body: dict[str, object], status: int = 200) -> web.Response:
+    return web.Response(body=_encode(body), status=status, content_type="application/json")

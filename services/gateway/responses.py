@@ -1,0 +1,274 @@
+"""The JSON of answers, in OpenAI's shapes: whole, in chunks, and errors.
+
+Structs say which keys exist; two builders, one per endpoint, fill them. Called by `openai_api.py`. Everything of our
+own rides under the one key `cohort`, so that strict clients still parse the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from cohort.common.errors import RequestError
+from cohort.common.types import FinishReason, Prediction
+from cohort.services.gateway.choice import Piece, ScoredToken
+from cohort.services.gateway.detokenizer import TokenText
+from cohort.services.gateway.ledger import Entry
+from cohort.services.gateway.parsing import printable
+from cohort.services.gateway.timing import GatewayTimes, ttft_stages
+
+# JSON has no infinity; this is what clients of other servers know as "impossible".
+LEAST_LOGPROB = -9999.0
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class RequestExtras(msgspec.Struct, frozen=True):
+    """Where one choice ran and where its time went, in seconds."""
+
+    index: int
+    request_id: str
+    traffic_class: str = msgspec.field(name="class")
+    attempts: int
+    instances: list[str]
+    placement: str
+    prediction: Prediction | None
+    stop_string: str | None
+    preemptions: int
+    ttft_s: float | None
+    stages_s: dict[str, float]
+    token_ids: list[int] | UnsetType = UNSET  # of the output, when return_token_ids asks for them
+
+
+class Extras(msgspec.Struct, frozen=True):
+    requests: list[RequestExtras]
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A whole answer or one chunk; `object` tells which."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[CompletionChoice | ChatChoice | ChatChunkChoice]
+    usage: Usage | UnsetType = UNSET
+    cohort: Extras | UnsetType = UNSET
+
+
+class Shape(Protocol):
+    """One endpoint's way to write choices."""
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def whole(
+        self, index: int, text: str, scores: Sequence[ScoredToken] | None, finish: FinishReason
+    ) -> CompletionChoice | ChatChoice: ...
+
+    def chunk(
+        self, index: int, piece: Piece, *, first: bool, scored: bool, finish: FinishReason | None
+    ) -> CompletionChoice | ChatChunkChoice: ...
+
+
+class CompletionShape:
+    id_prefix = "cmpl-"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, text: TokenText) -> None:
+        self._text = text
+
+    def whole(
+        self, index: int, text: str, scores: Sequence[ScoredToken] | None, finish: FinishReason
+    ) -> CompletionChoice:
+        return CompletionChoice(index, text, self._logprobs(scores), finish.value)
+
+    def chunk(
+        self, index: int, piece: Piece, *, first: bool, scored: bool, finish: FinishReason | None
+    ) -> CompletionChoice:
+        logprobs = self._logprobs(piece.scores) if scored else None
+        return CompletionChoice(index, piece.text, logprobs, finish.value if finish else None)
+
+    def _logprobs(self, scores: Sequence[ScoredToken] | None) -> CompletionLogprobs | None:
+        if scores is None:
+            return None
+        return CompletionLogprobs(
+            text_offset=[scored.offset for scored in scores],
+            token_logprobs=[_finite(scored.score.logprob) for scored in scores],
+            tokens=[self._name(scored.token_id) for scored in scores],
+            top_logprobs=[self._top(scored) for scored in scores],
+        )
+
+    def _top(self, scored: ScoredToken) -> dict[str, float]:
+        """The likeliest tokens and, always, the one that was drawn."""
+        score = scored.score
+        top: dict[str, float] = {}
+        for token_id, value in zip(score.top_ids, score.top_logprobs, strict=True):
+            # Distinct tokens may be spelled alike; the likeliest of them keeps the name.
+            top.setdefault(self._name(token_id), _finite(value))
+        top.setdefault(self._name(scored.token_id), _finite(score.logprob))
+        return top
+
+    def _name(self, token_id: int) -> str:
+        """A token's text; for a part of a character its bytes, as OpenAI spells them."""
+        data = self._text.token_bytes(token_id)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class ChatShape:
+    id_prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, text: TokenText) -> None:
+        self._text = text
+
+    def whole(self, index: int, text: str, scores: Sequence[ScoredToken] | None, finish: FinishReason) -> ChatChoice:
+        return ChatChoice(index, ChatMessage("assistant", text), self._logprobs(scores), finish.value)
+
+    def chunk(
+        self, index: int, piece: Piece, *, first: bool, scored: bool, finish: FinishReason | None
+    ) -> ChatChunkChoice:
+        # The role rides with the first text: a chunk of its own would count as a first token.
+        delta = ChatDelta(role="assistant" if first else UNSET, content=piece.text if piece.text or first else UNSET)
+        logprobs = self._logprobs(piece.scores) if scored and piece.scores else None
+        return ChatChunkChoice(index, delta, logprobs, finish.value if finish else None)
+
+    def _logprobs(self, scores: Sequence[ScoredToken] | None) -> ChatLogprobs | None:
+        if scores is None:
+            return None
+        return ChatLogprobs([
+            ChatTokenLogprob(
+                *self._spelled(scored.token_id, scored.score.logprob),
+                [
+                    TopLogprob(*self._spelled(token_id, value))
+                    for token_id, value in zip(scored.score.top_ids, scored.score.top_logprobs, strict=True)
+                ],
+            )
+            for scored in scores
+        ])
+
+    def _spelled(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
+        data = self._text.token_bytes(token_id)
+        return data.decode("utf-8", "replace"), _finite(logprob), list(data)
+
+
+def extras_of(
+    index: int, entry: Entry, times: GatewayTimes, stop_string: str | None, tokens: list[int] | None = None
+) -> RequestExtras:
+    ttft_s = None if entry.first_token_s is None else entry.first_token_s - times.arrived_s
+    return RequestExtras(
+        index=index,
+        request_id=entry.request_id,
+        traffic_class=entry.request.traffic_class,
+        attempts=entry.attempt + 1,
+        instances=entry.instances,
+        placement=entry.placement_reason,
+        prediction=entry.prediction,
+        stop_string=stop_string,
+        preemptions=sum(part.preemptions for part in entry.times.values()),
+        ttft_s=None if ttft_s is None else round(ttft_s, 6),
+        stages_s={stage: round(seconds, 6) for stage, seconds in ttft_stages(times, entry).items()},
+        token_ids=UNSET if tokens is None else tokens,
+    )
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    return Usage(
+        prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptTokensDetails(cached_tokens)
+    )
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    return {
+        "error": {
+            "message": printable(error.message, 2000),
+            "type": error.type_,
+            "param": None if error.param is None else printable(error.param, 200),
+            "code": error.status,
+        }
+    }
+
+
+def retry_after(error: RequestError) -> str | None:
+    """Whole seconds, at least one."""
+    return None if error.retry_after_s is None else str(max(1, math.ceil(error.retry_after_s)))
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) and value > LEAST_LOGPROB else LEAST_LOGPROB

@@ -1,0 +1,58 @@
+"""Run the global monitor: `python -m cohort.services.global_monitor --config FILE`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+from aiohttp import web
+
+from cohort.common.errors import ConfigError
+from cohort.common.service import ServiceContext, service_main
+from cohort.common.transport.zmq_bus import ZmqBus
+from cohort.services.global_monitor.exporter import ClusterCollector, Exporter
+from cohort.services.global_monitor.server import application
+from cohort.services.global_monitor.service import MANAGER, GlobalMonitor
+
+
+async def build(context: ServiceContext) -> None:
+    """Listen, push and serve until asked to stop."""
+    config = context.config
+    if isinstance(context.bus, ZmqBus):
+        # A manager that comes back wants the latest figures, not all it missed.
+        context.bus.connect(MANAGER, context.endpoint_of("manager"), high_water_messages=2)
+    monitor = GlobalMonitor(
+        config, context.bus, context.clock, context.log, manager_endpoint=context.endpoint_of("manager"),
+        model=context.model_name, instance=context.instance, incarnation=context.incarnation,
+    )
+    context.registry.register(ClusterCollector(monitor.cluster, context.clock.now_s))
+    async with aiohttp.ClientSession(trust_env=False) as session:
+        exporter = Exporter(context.instance, monitor.cluster, context.registry, session, context.log)
+        app = application(exporter, monitor.read_state, max_history_s=config.monitor.history_s,
+                          instance=context.instance)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            await _listen(runner, config.monitor.host, config.monitor.port)
+            context.metrics_url = f"http://{config.monitor.host}:{runner.addresses[0][1]}/metrics"
+            context.log.info("page", url=context.metrics_url.removesuffix("metrics"))
+            context.ready = True
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(monitor.serve(), name="serve"),
+                           tasks.create_task(monitor.push(), name="push")]
+                await context.stopping.wait()
+                for task in running:
+                    task.cancel()
+        finally:
+            await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        raise ConfigError(f"monitor.port: cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    service_main("global_monitor", build, serve_metrics=False)

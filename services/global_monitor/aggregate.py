@@ -1,0 +1,199 @@
+"""The state of the whole pipeline, from heartbeats: who is up, their latest figures, what failed, what is coming.
+
+Pure: no I/O, time is an argument. Called by `service.py` for every message and tick; read by page, exporter and the
+push to the manager. Decides what "down" means; never acts on it.
+
+                    Heartbeat                silence_s without one
+      (unknown) ───────────────▶  UP  ─────────────────────────────▶ DOWN
+                                 │  ▲ ▲                                │
+                        Farewell │  │ └────────── Heartbeat ───────────┘
+                                 ▼  │ Heartbeat of a new incarnation
+                                LEFT┘
+
+A new incarnation without a Farewell before it is a restart after a failure, even if nobody saw the silence.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from cohort.common.messages import ClusterFigures, Farewell, Heartbeat, InstanceFigures
+from cohort.common.types import InstanceId
+from cohort.services.global_monitor.demand import Counters, Demand
+
+MAX_INSTANCES = 1000  # more names than that is a mistake somewhere, not a pipeline
+MAX_EVENTS = 200
+
+
+class Status(enum.StrEnum):
+    UP = "up"
+    DOWN = "down"
+    LEFT = "left"
+
+
+@dataclass(slots=True)
+class Process:
+    """What is known of one instance. `heard_s`, `since_s`: monotonic, of the last heartbeat and of the last change of
+    status; `restarts` counts incarnations after the first that followed no Farewell."""
+
+    instance: InstanceId
+    role: str
+    incarnation: int
+    pid: int
+    ready: bool
+    metrics_url: str
+    figures: dict[str, float]
+    status: Status
+    heard_s: float
+    since_s: float
+    restarts: int = 0
+    counters: Counters = field(default_factory=Counters)
+
+    def age_s(self, now_s: float) -> float:
+        return max(0.0, now_s - self.heard_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something a person wants to know of. `what`: appeared, down, back, restarted, left."""
+
+    at_s: float
+    instance: InstanceId
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The whole at one moment, for the page's curves. Rates are per second since the sample before."""
+
+    at_s: float
+    requests_running: float
+    requests_waiting: float
+    arrivals_per_s: float
+    output_tokens_per_s: float
+    prompt_tokens_per_s: float
+    kv_used: float
+    failed_per_s: float
+
+
+_COUNTED = ("requests_total", "finished_total", "prompt_tokens_total", "generation_tokens_total", "failed_total")
+
+
+class Cluster:
+    """All processes, the demand, recent events and samples."""
+
+    def __init__(self, *, silence_s: float, history_s: float, sample_every_s: float = 1.0) -> None:
+        self.processes: dict[InstanceId, Process] = {}
+        self.demand = Demand()
+        self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self.samples: deque[Sample] = deque(maxlen=max(1, round(history_s / sample_every_s)))
+        self._silence_s = silence_s
+        self._forget_s = history_s
+        self._sample_every_s = sample_every_s
+        self._sampled_s: float | None = None
+        self._grown = dict.fromkeys(_COUNTED, 0.0)
+
+    def heard(self, now_s: float, beat: Heartbeat) -> list[Event]:
+        """Take a heartbeat in; what it changed."""
+        process = self.processes.get(beat.instance)
+        events: list[Event] = []
+        if process is None:
+            if len(self.processes) >= MAX_INSTANCES:
+                return []
+            process = Process(beat.instance, beat.role, beat.incarnation, beat.pid, beat.ready, beat.metrics_url,
+                              dict(beat.figures), Status.UP, now_s, now_s)
+            self.processes[beat.instance] = process
+            events.append(Event(now_s, beat.instance, "appeared"))
+        elif beat.incarnation < process.incarnation:
+            return []  # a late word of a process that has been replaced
+        elif beat.incarnation == process.incarnation and process.status is Status.LEFT:
+            return []  # it said farewell; this one was still under way
+        else:
+            if beat.incarnation != process.incarnation:
+                left = process.status is Status.LEFT
+                process.restarts += not left
+                events.append(Event(now_s, beat.instance, "back" if left else "restarted"))
+            elif process.status is Status.DOWN:
+                events.append(Event(now_s, beat.instance, "back"))
+            if events:
+                process.since_s = now_s
+            process.role, process.incarnation, process.pid = beat.role, beat.incarnation, beat.pid
+            process.ready, process.metrics_url, process.figures = beat.ready, beat.metrics_url, dict(beat.figures)
+            process.status, process.heard_s = Status.UP, now_s
+        if process.role == "gateway":
+            self._count(now_s, process)
+        return self._note(events)
+
+    def left(self, now_s: float, farewell: Farewell) -> list[Event]:
+        """Take a farewell in; silence from now on is no failure."""
+        process = self.processes.get(farewell.instance)
+        if process is None or farewell.incarnation != process.incarnation or process.status is Status.LEFT:
+            return []
+        process.status, process.ready, process.since_s = Status.LEFT, False, now_s
+        return self._note([Event(now_s, farewell.instance, "left")])
+
+    def tick(self, now_s: float) -> list[Event]:
+        """Let time pass: notice silence, forget the long gone, take a sample when one is due."""
+        events = []
+        for process in list(self.processes.values()):
+            if process.status is Status.UP and process.age_s(now_s) > self._silence_s:
+                process.status, process.ready, process.since_s = Status.DOWN, False, now_s
+                events.append(Event(now_s, process.instance, "down"))
+            elif process.status is not Status.UP and now_s - process.since_s > self._forget_s:
+                del self.processes[process.instance]
+        self.demand.advance(now_s)
+        if self._sampled_s is None:
+            self._sampled_s = now_s
+        elif now_s - self._sampled_s >= self._sample_every_s - 1e-6:
+            self._sample(now_s, now_s - self._sampled_s)
+        return self._note(events)
+
+    def figures_for_manager(self, now_s: float) -> ClusterFigures:
+        return ClusterFigures(
+            instances=[
+                InstanceFigures(p.instance, p.role, p.age_s(now_s), p.status is Status.UP, p.figures)
+                for p in self.processes.values()
+            ],
+            arrival_rate=self.demand.rate,
+            arrival_rate_forecast=self.demand.forecast(),
+            mean_prompt_tokens=self.demand.mean_prompt_tokens,
+            mean_output_tokens=self.demand.mean_output_tokens,
+        )
+
+    def up(self) -> Iterable[Process]:
+        return (process for process in self.processes.values() if process.status is Status.UP)
+
+    def total(self, name: str, role: str | None = None) -> float:
+        """Sum of one figure over the processes that are up."""
+        return sum(p.figures.get(name, 0.0) for p in self.up() if role is None or p.role == role)
+
+    def _count(self, now_s: float, gateway: Process) -> None:
+        grown = {
+            name: gateway.counters.increase(gateway.incarnation, gateway.figures, name) for name in _COUNTED
+        }
+        for name, amount in grown.items():
+            self._grown[name] += amount
+        self.demand.arrived(now_s, grown["requests_total"], grown["prompt_tokens_total"])
+        self.demand.finished(now_s, grown["finished_total"], grown["generation_tokens_total"])
+
+    def _sample(self, now_s: float, passed_s: float) -> None:
+        blocks = self.total("kv_total_blocks")
+        self.samples.append(Sample(
+            at_s=now_s,
+            requests_running=self.total("requests_running", "gateway"),
+            requests_waiting=self.total("requests_waiting", "gateway"),
+            arrivals_per_s=self._grown["requests_total"] / passed_s,
+            output_tokens_per_s=self._grown["generation_tokens_total"] / passed_s,
+            prompt_tokens_per_s=self._grown["prompt_tokens_total"] / passed_s,
+            kv_used=1 - self.total("kv_free_blocks") / blocks if blocks else 0.0,
+            failed_per_s=self._grown["failed_total"] / passed_s,
+        ))
+        self._sampled_s = now_s
+        self._grown = dict.fromkeys(_COUNTED, 0.0)
+
+    def _note(self, events: list[Event]) -> list[Event]:
+        self.events.extend(events)
+        return events

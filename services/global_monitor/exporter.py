@@ -1,0 +1,126 @@
+"""`/metrics` for the whole pipeline: the monitor's own view, then every process's exposition merged into it.
+
+Called by `server.py`. All processes are asked at once, each with a deadline; one that is down or slow costs nothing
+but its own figures. An answer is kept for a moment, so that several scrapers cost no more than one. Decides no state
+of its own: who is up is `aggregate.py`'s word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+
+import aiohttp
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from structlog.stdlib import BoundLogger
+
+from cohort.common.metrics import exposition
+from cohort.services.global_monitor.aggregate import Cluster, Status
+from cohort.services.global_monitor.federation import escape, merge
+
+_SCRAPE_TIMEOUT_S = 0.75
+_KEEP_S = 0.5
+_MAX_BYTES = 16 << 20
+
+
+class ClusterCollector(Collector):
+    """The monitor's own view as metrics."""
+
+    def __init__(self, cluster: Cluster, now_s: Callable[[], float]) -> None:
+        self._cluster = cluster
+        self._now_s = now_s
+
+    def collect(self) -> Iterator[Metric]:
+        now_s = self._now_s()
+        up = GaugeMetricFamily("cohort_up", "1 while the process is heard of.", labels=["instance", "role"])
+        ready = GaugeMetricFamily("cohort_ready", "1 while the process says it is ready.", labels=["instance", "role"])
+        age = GaugeMetricFamily("cohort_heartbeat_age_seconds", "Since the last heartbeat.",
+                                labels=["instance", "role"])
+        restarts = CounterMetricFamily("cohort_restarts", "Restarts after a failure.", labels=["instance", "role"])
+        for process in self._cluster.processes.values():
+            labels = [process.instance, process.role]
+            up.add_metric(labels, float(process.status is Status.UP))
+            ready.add_metric(labels, float(process.ready))
+            age.add_metric(labels, process.age_s(now_s))
+            restarts.add_metric(labels, process.restarts)
+        yield from (up, ready, age, restarts)
+        demand = self._cluster.demand
+        for name, help_text, value in (
+            ("cohort_arrival_rate", "Requests a second, moving average.", demand.rate),
+            ("cohort_arrival_rate_forecast", "Requests a second, ten seconds from now.", demand.forecast()),
+            ("cohort_mean_prompt_tokens", "Recent requests' prompts.", demand.mean_prompt_tokens),
+            ("cohort_mean_output_tokens", "Recent requests' answers.", demand.mean_output_tokens),
+        ):
+            yield GaugeMetricFamily(name, help_text, value=value)
+
+
+class Exporter:
+    """Fetches and merges; one fetch at a time, shared by everybody who asks meanwhile."""
+
+    def __init__(
+        self, instance: str, cluster: Cluster, registry: CollectorRegistry, session: aiohttp.ClientSession,
+        log: BoundLogger,
+    ) -> None:
+        self._instance = instance
+        self._cluster = cluster
+        self._registry = registry
+        self._session = session
+        self._log = log
+        self._lock = asyncio.Lock()
+        self._kept = b""
+        self._kept_s = float("-inf")
+        self._complained: set[str] = set()
+
+    async def expose(self) -> bytes:
+        """The joint exposition, at most `_KEEP_S` old."""
+        async with self._lock:
+            if time.monotonic() - self._kept_s > _KEEP_S:
+                self._kept = await self._collect()
+                self._kept_s = time.monotonic()
+            return self._kept
+
+    async def _collect(self) -> bytes:
+        targets = [(p.instance, p.metrics_url) for p in self._cluster.up() if p.metrics_url]
+        answers = await asyncio.gather(*(self._fetch(instance, url) for instance, url in targets))
+        sources = [(instance, text) for (instance, _), text in zip(targets, answers, strict=True) if text is not None]
+        reached = {instance for instance, _ in sources}
+        own = exposition(self._registry).decode() + _scrape_states(targets, reached)
+        merged = merge([(self._instance, own), *sources])
+        for instance, lines in merged.skipped.items():
+            self._complain(instance, "metrics_not_merged", lines=lines)
+        return merged.text.encode()
+
+    async def _fetch(self, instance: str, url: str) -> str | None:
+        try:
+            timeout = aiohttp.ClientTimeout(total=_SCRAPE_TIMEOUT_S)
+            async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
+                if response.status != 200:
+                    self._complain(instance, "metrics_not_fetched", status=response.status)
+                    return None
+                body = bytearray()
+                async for part in response.content.iter_chunked(1 << 16):
+                    body += part
+                    if len(body) > _MAX_BYTES:
+                        self._complain(instance, "metrics_not_fetched", error="answer too large")
+                        return None
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            self._complain(instance, "metrics_not_fetched", error=str(error) or type(error).__name__)
+            return None
+        self._complained.discard(instance)
+        return body.decode("utf-8", errors="replace")
+
+    def _complain(self, instance: str, event: str, **details: object) -> None:
+        """Once per process and failure, not three times a second."""
+        if instance not in self._complained:
+            self._complained.add(instance)
+            self._log.warning(event, process=instance, **details)
+
+
+def _scrape_states(targets: list[tuple[str, str]], reached: set[str]) -> str:
+    lines = ["# HELP cohort_scrape_up 1 if the process's own metrics are part of this answer.",
+             "# TYPE cohort_scrape_up gauge"]
+    lines += [f'cohort_scrape_up{{instance="{escape(name)}"}} {int(name in reached)}' for name, _ in targets]
+    return "\n".join(lines) + "\n" if targets else ""

@@ -1,0 +1,93 @@
+"""What the live page and `cohort status` are fed with: the cluster's state as plain JSON.
+
+Pure; called by `server.py` for every `/api/state`. Times leave as ages in seconds, because the reader's clock is not
+ours. The page itself is `static/index.html`, one file without outside assets.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from cohort.services.global_monitor.aggregate import Cluster, Event, Process, Sample
+
+INDEX_HTML = Path(__file__).parent / "static" / "index.html"
+
+_ROLE_ORDER = ("gateway", "length_predictor", "bucketing_manager", "global_monitor")
+
+
+class ProcessState(msgspec.Struct, frozen=True):
+    """One process. `status`: up, down or left; `since_s`: seconds in that status."""
+
+    instance: str
+    role: str
+    status: str
+    ready: bool
+    pid: int
+    age_s: float
+    since_s: float
+    restarts: int
+    metrics_url: str
+    figures: dict[str, float]
+
+
+class EventState(msgspec.Struct, frozen=True):
+    age_s: float
+    instance: str
+    what: str
+
+
+class ClusterState(msgspec.Struct, frozen=True):
+    """`samples`: columns of the curves, `samples[name][i]` taken `sample_ages_s[i]` seconds ago, oldest first."""
+
+    name: str
+    model: str
+    uptime_s: float
+    processes: list[ProcessState]
+    events: list[EventState]
+    arrival_rate: float
+    arrival_rate_forecast: float
+    mean_prompt_tokens: float
+    mean_output_tokens: float
+    sample_ages_s: list[float]
+    samples: dict[str, list[float]]
+
+
+def state(
+    cluster: Cluster, now_s: float, *, name: str, model: str, uptime_s: float, history_s: float
+) -> ClusterState:
+    """`history_s`: how far back the curves go."""
+    samples = [sample for sample in cluster.samples if now_s - sample.at_s <= history_s]
+    columns = [field for field in Sample.__dataclass_fields__ if field != "at_s"]
+    return ClusterState(
+        name=name,
+        model=model,
+        uptime_s=round(uptime_s, 3),
+        processes=[_process(p, now_s) for p in sorted(cluster.processes.values(), key=_order)],
+        events=[_event(event, now_s) for event in reversed(cluster.events)],
+        arrival_rate=cluster.demand.rate,
+        arrival_rate_forecast=cluster.demand.forecast(),
+        mean_prompt_tokens=cluster.demand.mean_prompt_tokens,
+        mean_output_tokens=cluster.demand.mean_output_tokens,
+        sample_ages_s=[round(now_s - sample.at_s, 2) for sample in samples],
+        samples={column: [round(getattr(sample, column), 4) for sample in samples] for column in columns},
+    )
+
+
+def _order(process: Process) -> tuple[int, str, str]:
+    """Along a request's way: gateway, predictor, manager, monitor, then the workers."""
+    known = process.role in _ROLE_ORDER
+    return (_ROLE_ORDER.index(process.role) if known else len(_ROLE_ORDER), process.role, process.instance)
+
+
+def _process(process: Process, now_s: float) -> ProcessState:
+    return ProcessState(
+        process.instance, process.role, process.status.value, process.ready, process.pid,
+        round(process.age_s(now_s), 3), round(max(0.0, now_s - process.since_s), 3), process.restarts,
+        process.metrics_url, process.figures,
+    )
+
+
+def _event(event: Event, now_s: float) -> EventState:
+    return EventState(round(max(0.0, now_s - event.at_s), 3), event.instance, event.what)

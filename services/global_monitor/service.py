@@ -1,0 +1,91 @@
+"""The monitor's loop: Heartbeat, Farewell → aggregate → ClusterFigures to the manager, page and metrics to people.
+
+Hosted by `__main__.py`, and by tests on an in-process bus under a virtual clock. Reports; never restarts or stops
+anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+
+from structlog.stdlib import BoundLogger
+
+from cohort.common.clock import Clock
+from cohort.common.config import Config
+from cohort.common.errors import PeerUnreachable
+from cohort.common.messages import Farewell, Heartbeat
+from cohort.common.transport.bus import Bus
+from cohort.services.global_monitor.aggregate import Cluster, Event
+from cohort.services.global_monitor.page import ClusterState, state
+
+MANAGER = "manager"
+
+
+class GlobalMonitor:
+    """Owns the cluster's state; the manager may come and go."""
+
+    def __init__(
+        self, config: Config, bus: Bus, clock: Clock, log: BoundLogger, *, manager_endpoint: str, model: str,
+        instance: str, incarnation: int,
+    ) -> None:
+        self.cluster = Cluster(silence_s=config.monitor.silence_s, history_s=config.monitor.history_s)
+        self._config = config
+        self._bus = bus
+        self._clock = clock
+        self._log = log
+        self._model = model
+        self._instance = instance
+        self._incarnation = incarnation
+        self._started_s = clock.now_s()
+        bus.connect(MANAGER, manager_endpoint)
+
+    async def serve(self) -> None:
+        """Take messages until cancelled."""
+        while True:
+            sender, message = await self._bus.receive()
+            match message:
+                case Heartbeat():
+                    self._report(self.cluster.heard(self._clock.now_s(), message))
+                case Farewell():
+                    self._report(self.cluster.left(self._clock.now_s(), message))
+                case _:
+                    self._log.warning("unexpected_message", peer=sender, type=type(message).__name__)
+
+    async def push(self) -> None:
+        """Let time pass and tell the manager, every `monitor.push_interval_s`, until cancelled."""
+        while True:
+            self.tick()
+            await asyncio.sleep(self._config.monitor.push_interval_s)
+
+    def tick(self) -> None:
+        now_s = self._clock.now_s()
+        self._report(self.cluster.heard(now_s, self._own_heartbeat()))
+        self._report(self.cluster.tick(now_s))
+        with contextlib.suppress(PeerUnreachable):  # it is away; the next one will be fresher anyway
+            self._bus.send(MANAGER, self.cluster.figures_for_manager(now_s))
+
+    def read_state(self, history_s: float) -> ClusterState:
+        now_s = self._clock.now_s()
+        return state(self.cluster, now_s, name=self._config.name, model=self._model,
+                     uptime_s=now_s - self._started_s, history_s=history_s)
+
+    def _own_heartbeat(self) -> Heartbeat:
+        """The monitor is a process of the pipeline too, and hears itself."""
+        return Heartbeat(self._instance, "global_monitor", self._incarnation, os.getpid(), True, "", process_figures())
+
+    def _report(self, events: list[Event]) -> None:
+        for event in events:
+            level = self._log.warning if event.what in ("down", "restarted") else self._log.info
+            level(f"process_{event.what}", process=event.instance)
+
+
+def process_figures() -> dict[str, float]:
+    """What every process says of itself: memory, open files, tasks."""
+    figures = {"asyncio_tasks": float(len(asyncio.all_tasks()))}
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            figures["rss_bytes"] = float(int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+        figures["open_fds"] = float(len(os.listdir("/proc/self/fd")))
+    return figures

@@ -1,0 +1,134 @@
+"""What the person at the terminal sees: a live table while the pipeline starts, lines for everything else.
+
+Without a terminal (a log file, CI, --detach) the table becomes one line per change of state. Never decides anything.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console as RichConsole
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+
+class State(enum.StrEnum):
+    """Of one process, as the launcher sees it."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+_COLOUR = {
+    State.READY: "green", State.STARTING: "yellow", State.RESTARTING: "yellow", State.FAILED: "red",
+    State.STOPPING: "yellow", State.STOPPED: "dim", State.WAITING: "dim",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Line:
+    """One row of the table."""
+
+    instance: str
+    port: int
+    log: Path
+    state: State = State.WAITING
+    pid: int = 0
+    note: str = ""
+
+
+class Console:
+    """`listener` gets every line of text as well: whoever waits for a detached pipeline reads along."""
+
+    def __init__(
+        self, lines: Iterable[Line] = (), *, terminal: bool | None = None, listener: Callable[[str], None] | None = None
+    ) -> None:
+        self._lines = {line.instance: line for line in lines}
+        self._rich = RichConsole(file=sys.stdout, highlight=False, force_terminal=terminal, soft_wrap=True)
+        self._live: Live | None = None
+        self._listener = listener
+
+    def start(self) -> None:
+        if self._rich.is_terminal:
+            self._live = Live(self._table(), console=self._rich, auto_refresh=False)
+            self._live.start()
+
+    def show(self) -> None:
+        """The table, once."""
+        self._rich.print(self._table())
+
+    def settle(self) -> None:
+        """The table stays as it is; from now on changes are lines."""
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+            self._live.stop()
+            self._live = None
+
+    def update(self, instance: str, state: State, *, pid: int | None = None, note: str = "") -> None:
+        line = self._lines[instance]
+        changed = line.state is not state or line.note != note
+        line.state, line.note = state, note
+        if pid is not None:
+            line.pid = pid
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+        elif changed:
+            self.say(self._as_text(line))
+
+    def say(self, text: str, *, style: str = "") -> None:
+        body = escape(text)
+        self._rich.print(f"[{style}]{body}[/{style}]" if style else body)
+        if self._listener is not None:
+            self._listener(text)
+
+    def echo_log(self, instance: str, raw: str) -> None:
+        """A line of a process's log, shown if it is a warning or worse."""
+        text = readable_warning(raw)
+        if text:
+            self.say(f"{instance}: {text}", style="yellow")
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        for heading in ("process", "state", "pid", "port", "log"):
+            table.add_column(heading, justify="right" if heading in ("pid", "port") else "left")
+        for line in self._lines.values():
+            colour = _COLOUR[line.state]
+            state = f"[{colour}]{line.state}[/{colour}]" + (f" {escape(line.note)}" if line.note else "")
+            table.add_row(line.instance, state, str(line.pid or ""), str(line.port), escape(_short(line.log)))
+        return table
+
+    @staticmethod
+    def _as_text(line: Line) -> str:
+        note = f"  {line.note}" if line.note else ""
+        return f"{line.instance:<12} {line.state:<10} pid {line.pid:<7} port {line.port:<5} {_short(line.log)}{note}"
+
+
+def readable_warning(raw: str) -> str:
+    """The gist of a structured log line at level warning or above; "" for anything else."""
+    try:
+        event = json.loads(raw)
+    except ValueError:
+        return ""
+    if not isinstance(event, dict) or event.get("level") not in ("warning", "error", "critical"):
+        return ""
+    known = {"level", "event", "service", "instance", "timestamp", "logger", "exception"}
+    rest = " ".join(f"{key}={value}" for key, value in event.items() if key not in known)
+    last = str(event.get("exception", "")).strip().rpartition("\n")[2]
+    return " ".join(part for part in (f"{event['level']}: {event.get('event', '')}", rest, last) if part)
+
+
+def _short(path: Path) -> str:
+    home = str(Path.home())
+    text = str(path)
+    return "~" + text[len(home) :] if text.startswith(home + "/") else text

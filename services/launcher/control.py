@@ -1,0 +1,126 @@
+"""The other side of a running pipeline: wait for a detached one, stop it, show it.
+
+Finds the pipeline by its run folder; signals only processes whose start time matches what the launcher wrote down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from cohort.services.launcher.console import Console, Line, State
+from cohort.services.launcher.probe import answers_ok
+from cohort.services.launcher.run_files import LauncherState, RunFiles
+
+LAUNCHER_LOG = "launcher"
+READY = "ready"
+"""The line by which a detached launcher says that the pipeline is ready."""
+
+EXIT_NOT_RUNNING = 3
+PROBE_TIMEOUT_S = 1.0
+KILLED_TIMEOUT_S = 10.0
+TAIL_LINES = 15
+
+
+def detach(arguments: Sequence[str], files: RunFiles, ready_timeout_s: float) -> int:
+    """Start the launcher again in the background and wait until it says that the pipeline is ready.
+
+    It tells us through a pipe: every line is shown, a last line "ready" ends the wait; end of file means it failed.
+    """
+    files.logs.mkdir(parents=True, exist_ok=True)
+    files.folder.chmod(0o700)
+    files.start_log(LAUNCHER_LOG)
+    ours, theirs = os.pipe()
+    with files.log_file(LAUNCHER_LOG).open("ab") as log:
+        command = [sys.executable, "-P", "-m", "cohort.services.launcher", *arguments, "--notify-fd", str(theirs)]
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            pass_fds=(theirs,),
+        )
+    os.close(theirs)
+    outcome = _follow(ours, time.monotonic() + ready_timeout_s)
+    if outcome == "ready":
+        return 0
+    if outcome == "timeout":
+        sys.stderr.write(f"not ready after {ready_timeout_s:.0f} s; ending it\n")
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout=KILLED_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    sys.stderr.write(f"the end of {files.log_file(LAUNCHER_LOG)}:\n")
+    for line in files.log_tail(LAUNCHER_LOG, TAIL_LINES):
+        sys.stderr.write(f"  {line}\n")
+    return process.returncode or 1
+
+
+def _follow(descriptor: int, deadline_s: float) -> str:
+    """Show what arrives until "ready", the end ("ended") or the deadline ("timeout")."""
+    partial = b""
+    with os.fdopen(descriptor, "rb", buffering=0) as pipe:
+        while True:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or not select.select([pipe], [], [], left_s)[0]:
+                return "timeout"
+            data = pipe.read(65_536)
+            if not data:
+                return "ended"
+            *lines, partial = (partial + data).split(b"\n")
+            for line in lines:
+                if line == READY.encode():
+                    return "ready"
+                sys.stdout.write(line.decode() + "\n")
+                sys.stdout.flush()
+
+
+def stop(files: RunFiles, port: int) -> int:
+    """Drain and end the pipeline; kills it when it does not end in its own time."""
+    state = files.state()
+    if state is None or not files.claimed or not state.launcher.send(signal.SIGTERM):
+        sys.stderr.write(f"no pipeline is running on port {port}\n")
+        return EXIT_NOT_RUNNING
+    longest = f"up to {state.stop_timeout_s:.0f} s if requests are running"
+    sys.stdout.write(f"stopping {state.name} on port {port} ({longest})\n")
+    sys.stdout.flush()
+    if state.launcher.wait_gone(state.stop_timeout_s):
+        sys.stdout.write("stopped\n")
+        return 0
+    sys.stderr.write("it did not end in time; killing it\n")
+    state.launcher.send(signal.SIGKILL)
+    for mark in (state.launcher, *state.processes.values()):  # the processes die with their launcher
+        mark.wait_gone(KILLED_TIMEOUT_S)
+    return 1
+
+
+def status(files: RunFiles, port: int) -> int:
+    """A line per process. Exit code 0: all ready; 1: some are not; 3: nothing runs."""
+    state = files.state()
+    if state is None or not files.claimed:
+        sys.stderr.write(f"no pipeline is running on port {port}\n")
+        return EXIT_NOT_RUNNING
+    ready = asyncio.run(_probe(state))
+    lines = []
+    for instance, url in state.ready_urls.items():
+        mark = state.processes.get(instance)
+        alive = mark is not None and mark.alive
+        now = State.READY if alive and ready[instance] else State.STARTING if alive else State.RESTARTING
+        number = int(url.rpartition(":")[2].partition("/")[0])
+        lines.append(Line(instance, number, files.log_file(instance), now, mark.pid if mark else 0))
+    console = Console(lines)
+    console.say(f"{state.name} on {state.url}, launcher pid {state.launcher.pid}")
+    console.show()
+    return 0 if all(line.state is State.READY for line in lines) else 1
+
+
+async def _probe(state: LauncherState) -> dict[str, bool]:
+    answers = await asyncio.gather(*(answers_ok(url, PROBE_TIMEOUT_S) for url in state.ready_urls.values()))
+    return dict(zip(state.ready_urls, answers, strict=True))
+
+

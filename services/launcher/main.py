@@ -1,0 +1,199 @@
+"""`cohort serve`: options → configuration → checks → processes. Called by `__main__` and by the command line's front.
+
+Exit codes: 0 ended on request, 1 a process was given up, 2 wrong options, configuration, model or ports,
+3 --stop or --status found nothing running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from cohort.common import paths
+from cohort.common.config import Config, dump_config, load_config
+from cohort.common.errors import CohortError, ModelError
+from cohort.services.launcher import control, preflight
+from cohort.services.launcher.console import Console, Line
+from cohort.services.launcher.default_model import is_complete
+from cohort.services.launcher.options import keys_of, overrides_of
+from cohort.services.launcher.plan import ProcessPlan, StopStage, http_base, plan, resolve
+from cohort.services.launcher.run_files import LauncherState, ProcessMark, RunFiles, RunFilesError
+from cohort.services.launcher.supervisor import Supervisor
+
+EXIT_WRONG = 2
+MODEL_TIMEOUT_S = 3600.0
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    """`arguments`: the command line after `serve`, for --detach to start the same again."""
+    try:
+        config = load_config(
+            options.config, preset=options.preset, overrides=overrides_of(options, keys_of(options.config))
+        )
+        if options.stop or options.status:
+            files = RunFiles(paths.run_dir(config.gateway.port))
+            return (control.stop if options.stop else control.status)(files, config.gateway.port)
+        return _serve(options, arguments, config)
+    except (CohortError, OSError) as error:
+        sys.stderr.write(f"cohort serve: {error}\n")
+        return EXIT_WRONG
+
+
+def _serve(options: argparse.Namespace, arguments: list[str], config: Config) -> int:
+    any_port = config.gateway.port == 0
+    config = resolve(
+        config, model=_model_folder(config), cores=preflight.usable_cores(), free_port=preflight.free_port
+    )
+    plans = plan(config)
+    files = RunFiles(paths.run_dir(config.gateway.port))
+    if options.detach:
+        _check(files, plans)
+        again = [argument for argument in arguments if argument != "--detach"]
+        if any_port:
+            again += ["--port", str(config.gateway.port)]  # the one found here
+        return control.detach(again, files, options.ready_timeout)
+    with files.claim():
+        _check_start(plans)
+        preflight.raise_open_file_limit()
+        files.write_config(dump_config(config))
+        return asyncio.run(_supervise(config, plans, files, options.notify_fd))
+
+
+def _model_folder(config: Config) -> Path:
+    """The folder to serve; the default model is made when it is the one wanted and absent."""
+    if config.model.path:
+        folder = Path(config.model.path).expanduser().resolve()
+    else:
+        folder = paths.default_model_dir()
+        if not is_complete(folder):
+            # In a process of its own: the launcher stays small, and torch's memory goes when it is done.
+            command = [sys.executable, "-P", "-m", "cohort.services.launcher.default_model"]
+            if subprocess.run(command, stdin=subprocess.DEVNULL, timeout=MODEL_TIMEOUT_S, check=False).returncode != 0:
+                raise ModelError("the default model could not be made (see above); serve another with --model FOLDER")
+    preflight.check_model(folder)
+    return folder
+
+
+def _check(files: RunFiles, plans: list[ProcessPlan]) -> None:
+    """What would fail in the background is said here, where somebody reads it."""
+    if files.claimed:
+        with files.claim():  # raises with the message that names the other one
+            pass
+    _check_start(plans)
+
+
+def _check_start(plans: list[ProcessPlan]) -> None:
+    preflight.check_ports(plans)
+
+
+async def _supervise(config: Config, plans: list[ProcessPlan], files: RunFiles, notify_fd: int) -> int:
+    base = http_base(config.gateway.host, config.gateway.port)
+    starter = _Starter(notify_fd)
+    lines = [Line(process.instance, process.port, files.log_file(process.instance)) for process in plans]
+    console = Console(lines, listener=starter.say)
+    own_mark = ProcessMark.of(os.getpid())
+    if own_mark is None:
+        raise RunFilesError("/proc is not readable; the launcher needs it to tell processes apart")
+
+    def record() -> None:
+        files.write_state(
+            LauncherState(
+                launcher=own_mark,
+                name=config.name,
+                url=base,
+                stop_timeout_s=_stop_timeout_s(plans),
+                processes=supervisor.marks,
+                ready_urls={process.instance: process.ready_url for process in plans},
+            )
+        )
+
+    def ready() -> None:
+        console.settle()
+        console.say(ready_text(config))
+        starter.ready()
+
+    supervisor = Supervisor(plans, files, console, on_change=record)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, supervisor.request_stop)
+    record()
+    console.start()
+    try:
+        return await supervisor.run(ready)
+    finally:
+        console.settle()
+
+
+def _stop_timeout_s(plans: list[ProcessPlan]) -> float:
+    """The longest an orderly stop may take: the stages' deadlines one after the other."""
+    stages = {stage: [process.stop_timeout_s for process in plans if process.stage is stage] for stage in StopStage}
+    return 10.0 + sum(max(times) for times in stages.values() if times)
+
+
+def ready_text(config: Config) -> str:
+    """What a person needs once it runs: the URL, the live page, a request to copy."""
+    base = http_base(config.gateway.host, config.gateway.port)
+    model = config.model.served_name or Path(config.model.path).name
+    body: dict[str, object] = {"model": model}
+    if has_chat_template(Path(config.model.path)):
+        path = "/v1/chat/completions"
+        body["messages"] = [{"role": "user", "content": "Name three colours of the sea."}]
+    else:
+        path = "/v1/completions"
+        body["prompt"] = "The colours of the sea are"
+    body["max_tokens"] = 60
+    key = _key_header(config)
+    return "\n".join(
+        [
+            "",
+            f"Cohort serves {model} on {base}",
+            f"  live page  {http_base(config.monitor.host, config.monitor.port)}",
+            "  try        "
+            + f"curl {base}{path} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'",
+        ]
+    )
+
+
+def has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").exists() or (folder / "chat_template.json").exists():
+        return True
+    try:
+        return "chat_template" in json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+def _key_header(config: Config) -> str:
+    """Keys are never printed: an `env:NAME` entry is used by name, a literal one is left to the reader."""
+    if not config.gateway.api_keys:
+        return ""
+    first = config.gateway.api_keys[0]
+    name = first.removeprefix("env:") if first.startswith("env:") else "COHORT_API_KEY"
+    return f' -H "Authorization: Bearer ${name}"'
+
+
+class _Starter:
+    """Whoever detached us reads along until we are ready. It may be gone or slow: we never wait for it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        if descriptor >= 0:
+            os.set_blocking(descriptor, False)
+
+    def say(self, text: str) -> None:
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._descriptor, f"{text}\n".encode())
+
+    def ready(self) -> None:
+        self.say(control.READY)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

@@ -1,0 +1,117 @@
+"""Command line of `cohort serve` → merged configuration. Light to import: `cohort --help` builds this parser too."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+EPILOG = """\
+examples:
+  cohort serve                                       the small default model on http://127.0.0.1:8000
+  cohort serve --model ~/models/Qwen3-0.6B           your own model, any local folder in Hugging Face format
+  cohort serve --preset unified --port 9000          another arrangement of processes, another port
+  cohort serve --set engine.max_rows=64              one option of configs/default.yaml, as many as you like
+  cohort serve --detach                              return once it is ready …
+  cohort serve --status                              … see how it is …
+  cohort serve --stop                                … and end it
+
+Ctrl-C drains and ends all processes; a second Ctrl-C ends them at once.
+Logs: one file per process, named at start. Live figures: `cohort status`, or the monitor's page named at start.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("what to serve")
+    what.add_argument("--model", metavar="FOLDER", help="model in Hugging Face format (default: SmolLM2-135M-Instruct)")
+    what.add_argument("--served-name", metavar="NAME", help="name clients use for it (default: the folder's name)")
+    how = parser.add_argument_group("how")
+    how.add_argument("--preset", default="", metavar="NAME", help="one of configs/presets/, e.g. unified")
+    how.add_argument("--config", action="append", type=Path, default=[], metavar="FILE",
+                     help="YAML file of options over the preset; may be repeated, later files win")
+    how.add_argument("--set", action="append", default=[], dest="assignments", metavar="KEY=VALUE",
+                     help="one option over all files, e.g. kv.block_size=32; may be repeated")
+    where = parser.add_argument_group("where")
+    where.add_argument("--port", type=int, metavar="PORT",
+                       help="port clients use (default: 8000; 0 = any free one). Monitor and metrics ports move along")
+    where.add_argument("--host", metavar="ADDRESS", help="address clients use (default: 127.0.0.1, this machine only)")
+    background = parser.add_argument_group("in the background")
+    background.add_argument("--detach", action="store_true", help="return once it is ready; it goes on by itself")
+    background.add_argument("--ready-timeout", type=float, default=120.0, metavar="SECONDS",
+                            help="with --detach: the longest to wait for it (default: %(default).0f)")
+    background.add_argument("--stop", action="store_true", help="drain and end the pipeline on --port")
+    background.add_argument("--status", action="store_true", help="show the processes of the pipeline on --port")
+    parser.add_argument("--notify-fd", type=int, default=-1, help=argparse.SUPPRESS)
+
+
+def overrides_of(options: argparse.Namespace, file_keys: set[str]) -> dict[str, Any]:
+    """The command line as a nested mapping for `load_config`.
+
+    `file_keys`: dotted names that the files set. With --port, monitor and metrics ports move along unless somebody
+    set them, so that two pipelines run side by side with one option.
+    """
+    import yaml
+
+    from cohort.common.errors import ConfigError
+    from cohort.services.launcher.plan import METRICS_OFFSET, MONITOR_OFFSET
+
+    flat: dict[str, Any] = {}
+    if options.model is not None:
+        flat["model.path"] = options.model
+    if options.served_name is not None:
+        flat["model.served_name"] = options.served_name
+    if options.host is not None:
+        flat["gateway.host"] = options.host
+    assigned: dict[str, Any] = {}
+    for assignment in options.assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals or not key.strip("."):
+            raise ConfigError(f"--set {assignment}: write KEY=VALUE, e.g. kv.block_size=32")
+        try:
+            assigned[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {assignment}: the value is not valid YAML: {error}") from error
+    if options.port is not None:
+        port = options.port
+        flat["gateway.port"] = port
+        settled = file_keys | assigned.keys()
+        for key, offset in (("monitor.port", MONITOR_OFFSET), ("metrics.base_port", METRICS_OFFSET)):
+            if key not in settled:
+                flat[key] = port + offset if port else 0
+    return _nested({**flat, **assigned})
+
+
+def keys_of(files: Sequence[Path]) -> set[str]:
+    """Dotted names that YAML files set. Files that cannot be read set nothing; `load_config` complains about them."""
+    import yaml
+
+    names: set[str] = set()
+    for file in files:
+        try:
+            names |= set(_dotted(yaml.safe_load(file.read_text(encoding="utf-8"))))
+        except (OSError, yaml.YAMLError):
+            continue
+    return names
+
+
+def _dotted(data: Any, prefix: str = "") -> list[str]:
+    if not isinstance(data, Mapping):
+        return [prefix]
+    return [name for key, value in data.items() for name in _dotted(value, f"{prefix}.{key}" if prefix else str(key))]
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    from cohort.common.errors import ConfigError
+
+    result: dict[str, Any] = {}
+    for dotted, value in flat.items():
+        *sections, key = dotted.split(".")
+        target = result
+        for section in sections:
+            inner = target.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"--set {dotted}: {section} is not a section")
+            target = inner
+        target[key] = value
+    return result

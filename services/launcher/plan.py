@@ -1,0 +1,137 @@
+"""Which processes a pipeline consists of: configuration → one `ProcessPlan` each. Pure.
+
+Also settles everything the configuration leaves open (`resolve`), so that the file all processes read holds no choice
+that two of them could make differently: model folder, threads per worker, ports given as 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+
+import msgspec
+
+from cohort.common.config import Config, WorkerGroup
+from cohort.common.types import Role
+
+MONITOR_OFFSET = 1
+METRICS_OFFSET = 10
+"""Usual distance of the monitor's port and of the first metrics port from the gateway's."""
+
+STOP_MARGIN_S = 7.0
+"""Beyond its own drain time a process gets this long to close its sockets before it is killed."""
+
+_FOLDER_OF_ROLE = {
+    Role.PREFILL: "prefill_worker",
+    Role.DECODE: "decode_worker",
+    Role.UNIFIED: "prefill_worker",  # the same program; its role comes from the configuration
+}
+
+
+class StopStage(IntEnum):
+    """Processes end in this order, each stage after the one before: first the only one that knows what still runs."""
+
+    GATEWAY = 0
+    MANAGER = 1
+    WORKERS = 2
+    OTHERS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlan:
+    """One process: what to start, where it answers `/ready`, how it ends."""
+
+    instance: str
+    folder: str
+    stage: StopStage
+    host: str
+    port: int
+    drain_s: float
+    passes_metrics_port: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ready_url(self) -> str:
+        return f"{http_base(self.host, self.port)}/ready"
+
+    @property
+    def stop_timeout_s(self) -> float:
+        return self.drain_s + STOP_MARGIN_S
+
+    def command(self, python: str, config_file: Path, run_dir: Path) -> list[str]:
+        """`-P`: the working folder is no place to import from (a clone's own kernels/ would hide others' `kernels`)."""
+        command = [python, "-P", "-m", f"cohort.services.{self.folder}"]
+        command += ["--config", str(config_file), "--instance", self.instance, "--run-dir", str(run_dir)]
+        if self.passes_metrics_port:
+            command += ["--metrics-port", str(self.port)]
+        return command
+
+
+def http_base(host: str, port: int) -> str:
+    """How to reach a server on this machine that listens on `host`."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
+    return f"http://{reachable}:{port}"
+
+
+def plan(config: Config) -> list[ProcessPlan]:
+    """All processes of a resolved configuration, in the order a person reads the pipeline."""
+    single = _threads_environment(1)
+    host, base = config.metrics.host, config.metrics.base_port
+    short_drain_s = 5.0
+    plans = [
+        ProcessPlan(
+            "gateway", "gateway", StopStage.GATEWAY, config.gateway.host, config.gateway.port, config.gateway.drain_s,
+            passes_metrics_port=False, environment=single,
+        ),
+        ProcessPlan(
+            "predictor", "length_predictor", StopStage.OTHERS, host, base, short_drain_s, environment=single,
+        ),
+        ProcessPlan(
+            "manager", "bucketing_manager", StopStage.MANAGER, host, base + 1, short_drain_s, environment=single,
+        ),
+        ProcessPlan(
+            "monitor", "global_monitor", StopStage.OTHERS, config.monitor.host, config.monitor.port, short_drain_s,
+            passes_metrics_port=False, environment=single,
+        ),
+    ]
+    for index, (instance, role) in enumerate(config.instance_roles.items()):
+        plans.append(
+            ProcessPlan(
+                instance, _FOLDER_OF_ROLE[role], StopStage.WORKERS, host, base + 2 + index, config.engine.drain_s,
+                environment=_threads_environment(config.worker_threads(instance, 1)),
+            )
+        )
+    return plans
+
+
+def resolve(config: Config, *, model: Path, cores: int, free_port: Callable[[], int]) -> Config:
+    """Settle what is open. `free_port` is asked at most once, for the first of a block of free ports; what is
+    configured as 0 takes its usual distance from it."""
+    groups = tuple(
+        WorkerGroup(role=group.role, count=group.count, threads=group.threads or _share(config, cores))
+        for group in config.workers
+    )
+    replace = msgspec.structs.replace
+    ports = (config.gateway.port, config.monitor.port, config.metrics.base_port)
+    block = 0 if all(ports) else free_port()
+    return replace(
+        config,
+        workers=groups,
+        model=replace(config.model, path=str(model)),
+        gateway=replace(config.gateway, port=config.gateway.port or block),
+        monitor=replace(config.monitor, port=config.monitor.port or block + MONITOR_OFFSET),
+        metrics=replace(config.metrics, base_port=config.metrics.base_port or block + METRICS_OFFSET),
+    )
+
+
+def _share(config: Config, cores: int) -> int:
+    """Threads of a worker whose group names none: the engine's, else an equal share."""
+    return config.engine.threads or max(1, cores // max(1, len(config.instance_roles)))
+
+
+def _threads_environment(threads: int) -> dict[str, str]:
+    """Every library with an own thread pool keeps to the process's share of the cores."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+    return {name: str(threads) for name in names}

@@ -1,0 +1,114 @@
+"""Checks before anything is started: model folder, ports, open-file limit. Each failure is one clear sentence.
+
+Called by the launcher only; the processes check their own share again. Never loads a model.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+from cohort.common.errors import ConfigError, ModelError
+from cohort.services.launcher.plan import ProcessPlan
+
+PORT_BLOCK = 40  # the gateway's, the monitor's, and metrics ports of up to 28 workers
+WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def check_model(folder: Path) -> None:
+    """Raises `ModelError` unless the folder looks like a model in Hugging Face format."""
+    if folder.suffix == ".gguf" and folder.is_file():
+        raise ModelError(
+            f"{folder} is a GGUF file; convert it once: "
+            f"python -m cohort.services.launcher.default_model --gguf {folder} --output {folder.with_suffix('')}"
+        )
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder; --model wants a local folder in Hugging Face format")
+    config = folder / "config.json"
+    try:
+        json.loads(config.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{folder}: no config.json there; --model wants a folder in Hugging Face format") from None
+    except ValueError as error:
+        raise ModelError(f"{config}: not valid JSON: {error}") from None
+    if not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
+        raise ModelError(f"{folder}: no weights ({' or '.join(WEIGHT_PATTERNS)})")
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise ModelError(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)})")
+
+
+def check_ports(plans: Iterable[ProcessPlan]) -> None:
+    """Raises `ConfigError` naming the first port that is taken, and for whom it was meant."""
+    processes = list(plans)
+    seen: dict[int, str] = {}
+    for process in processes:
+        if process.port in seen:
+            raise ConfigError(f"port {process.port} is meant for both {seen[process.port]} and {process.instance}")
+        seen[process.port] = process.instance
+    for process in processes:
+        problem = port_problem(process.host, process.port)
+        if problem:
+            raise ConfigError(f"{process.instance}: {problem}; {_remedy(process)}")
+
+
+def port_problem(host: str, port: int) -> str:
+    """Why nobody can listen on this address, or ""."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        return f"{host!r} is no address of this machine: {error.strerror}"
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return f"port {port} on {host} is taken by another program"
+            return f"cannot listen on {host}:{port}: {error.strerror}"
+    return ""
+
+
+def free_port() -> int:
+    """A port nobody listens on now, and neither on the ones after it."""
+    for _ in range(50):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        block = range(port, port + PORT_BLOCK)
+        if block.stop <= 65_536 and not any(port_problem("127.0.0.1", candidate) for candidate in block):
+            return port
+    raise ConfigError("no free ports on 127.0.0.1")
+
+
+def usable_cores() -> int:
+    """Cores this process may use: its affinity, and its container's CPU quota where there is one."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass  # no cgroup v2: the affinity is all there is
+    return cores
+
+
+def raise_open_file_limit() -> None:
+    """A gateway holds a socket per client; the soft limit of most shells is 1024. Children inherit ours."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65_536 if hard == resource.RLIM_INFINITY else min(65_536, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _remedy(process: ProcessPlan) -> str:
+    if process.instance == "gateway":
+        return "choose another with --port"
+    if process.instance == "monitor":
+        return "choose another with --set monitor.port=PORT"
+    return "choose other ones with --set metrics.base_port=PORT"

@@ -1,0 +1,76 @@
+"""Decides whether and when a process that ended is started again. Pure: one object per process, time is an argument.
+
+        start ──▶ running ──(ready)──▶ proven
+          ▲          │ ends              │ ends
+          │          ▼                   ▼
+          └── Restart(delay) ◀───────────┤      delays 0.2 → 5 s, doubled, back to 0.2 after 30 healthy seconds
+                     │
+                     └─▶ GiveUp          never ready so far, and: configuration error (exit code 2), or the 5th end
+
+A process that was ready once is never given up: its configuration is good, so whatever ended it may pass.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+FIRST_DELAY_S = 0.2
+LONGEST_DELAY_S = 5.0
+HEALTHY_AFTER_S = 30.0
+ATTEMPTS_AT_START = 5
+EXIT_CONFIG_ERROR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    delay_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    reason: str
+
+
+class RestartPolicy:
+    def __init__(self) -> None:
+        self._delay_s = FIRST_DELAY_S
+        self._failures_at_start = 0
+        self._proven = False
+        self._ready_since_s: float | None = None
+
+    def started(self) -> None:
+        self._ready_since_s = None
+
+    def became_ready(self, now_s: float) -> None:
+        self._proven = True
+        self._ready_since_s = now_s
+
+    def ended(self, now_s: float, exit_code: int) -> Restart | GiveUp:
+        """It ended without being asked to. `exit_code` as subprocess gives it: negative = killed by that signal."""
+        reason = exit_reason(exit_code)
+        if not self._proven:
+            if exit_code == EXIT_CONFIG_ERROR:
+                return GiveUp(f"{reason}: its configuration is wrong")
+            self._failures_at_start += 1
+            if self._failures_at_start >= ATTEMPTS_AT_START:
+                return GiveUp(f"{reason}: it never became ready in {ATTEMPTS_AT_START} attempts")
+        if self._ready_since_s is not None and now_s - self._ready_since_s >= HEALTHY_AFTER_S:
+            self._delay_s = FIRST_DELAY_S
+        delay_s = self._delay_s
+        self._delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+        self._ready_since_s = None
+        return Restart(delay_s, reason)
+
+
+def exit_reason(exit_code: int) -> str:
+    """In words, with the usual suspect where there is one."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    hint = " (by hand, or the system ran out of memory)" if name == "SIGKILL" else ""
+    return f"killed by {name}{hint}"

@@ -1,0 +1,206 @@
+"""The run folder of one pipeline: who owns it, its state file, its logs, and what a crashed run left behind.
+
+    run/<port>/             0700
+      launcher.lock         held (flock) as long as a launcher lives: the one truth about "is it running"
+      launcher.json         its pid and the processes', each with its start time, so that no stranger is ever signalled
+      resolved.yaml         the configuration all processes read
+      *.sock                inboxes of the processes
+      logs/<instance>.log   output of each process; .1 is the run before
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from cohort.common.errors import CohortError
+
+LOG_LIMIT_BYTES = 64 << 20
+"""A log that grew beyond this moves to .1 while its process keeps writing."""
+
+
+class RunFilesError(CohortError):
+    """The run folder is in use or cannot be used."""
+
+
+class ProcessMark(msgspec.Struct, frozen=True):
+    """A process that cannot be mistaken: its pid, and when it started in clock ticks since boot."""
+
+    pid: int
+    start_ticks: int
+
+    @staticmethod
+    def of(pid: int) -> ProcessMark | None:
+        ticks = _start_ticks(pid)
+        return None if ticks is None else ProcessMark(pid, ticks)
+
+    @property
+    def alive(self) -> bool:
+        return _start_ticks(self.pid) == self.start_ticks
+
+    def send(self, number: signal.Signals) -> bool:
+        """Signal exactly this process; False if it is gone. The pidfd pins it before its start time is compared."""
+        try:
+            fd = os.pidfd_open(self.pid)
+        except (ProcessLookupError, PermissionError):
+            return False
+        try:
+            if not self.alive:
+                return False
+            signal.pidfd_send_signal(fd, number)
+        except (ProcessLookupError, PermissionError):
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+    def wait_gone(self, timeout_s: float) -> bool:
+        """Wait until it ended; also works for processes that are not our children."""
+        try:
+            fd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return True
+        try:
+            if not self.alive:
+                return True
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+            return bool(poll.poll(max(0.0, timeout_s) * 1000))
+        finally:
+            os.close(fd)
+
+
+class LauncherState(msgspec.Struct, frozen=True):
+    """What `--stop` and `--status` need to know."""
+
+    launcher: ProcessMark
+    name: str
+    url: str
+    stop_timeout_s: float
+    processes: dict[str, ProcessMark]
+    ready_urls: dict[str, str]
+
+
+class RunFiles:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config_file = folder / "resolved.yaml"
+        self.logs = folder / "logs"
+        self._state_file = folder / "launcher.json"
+        self._lock_file = folder / "launcher.lock"
+
+    def log_file(self, instance: str) -> Path:
+        return self.logs / f"{instance}.log"
+
+    @contextlib.contextmanager
+    def claim(self) -> Iterator[None]:
+        """Own the folder as long as the context lasts. Raises `RunFilesError` if a launcher runs here."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.folder.chmod(0o700)
+        with self._lock_file.open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                state = self.state()
+                who = f" (process {state.launcher.pid}, {state.url})" if state else ""
+                raise RunFilesError(
+                    f"a pipeline is already running here{who}; end it with --stop, or choose another --port"
+                ) from None
+            self._clear_leftovers()
+            try:
+                yield
+            finally:
+                self._remove_sockets()
+                self._state_file.unlink(missing_ok=True)
+
+    @property
+    def claimed(self) -> bool:
+        """A launcher runs here."""
+        try:
+            with self._lock_file.open("r") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
+    def state(self) -> LauncherState | None:
+        try:
+            return msgspec.json.decode(self._state_file.read_bytes(), type=LauncherState)
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return None
+
+    def write_state(self, state: LauncherState) -> None:
+        self._write(self._state_file, msgspec.json.encode(state))
+
+    def write_config(self, text: str) -> None:
+        """It may hold API keys: for its owner's eyes only."""
+        self._write(self.config_file, text.encode())
+
+    def start_log(self, instance: str) -> None:
+        """A new run begins an empty log and keeps the last one."""
+        path = self.log_file(instance)
+        if path.exists():
+            path.replace(path.with_suffix(".log.1"))
+
+    def limit_log(self, instance: str) -> None:
+        """Its process appends to the open file, so the content is copied away and the file cut."""
+        path = self.log_file(instance)
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_size > LOG_LIMIT_BYTES:
+                shutil.copyfile(path, path.with_suffix(".log.1"))
+                os.truncate(path, 0)
+
+    def log_tail(self, instance: str, lines: int) -> list[str]:
+        """The last lines of a log, empty ones left out."""
+        try:
+            with self.log_file(instance).open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 65_536))
+                text = file.read().decode("utf-8", "replace")
+        except FileNotFoundError:
+            return []
+        return [line for line in text.splitlines() if line.strip()][-lines:]
+
+    def _clear_leftovers(self) -> None:
+        """A launcher that was killed leaves its state; its processes die with it, a wedged one by our hand."""
+        state = self.state()
+        if state is not None:
+            deadline_s = time.monotonic() + 3.0
+            for mark in state.processes.values():
+                if not mark.wait_gone(deadline_s - time.monotonic()):
+                    mark.send(signal.SIGKILL)
+                    mark.wait_gone(3.0)
+            self._state_file.unlink(missing_ok=True)
+        self._remove_sockets()
+
+    def _remove_sockets(self) -> None:
+        for path in self.folder.glob("*.sock"):
+            path.unlink(missing_ok=True)
+
+    @staticmethod
+    def _write(path: Path, data: bytes) -> None:
+        partial = path.with_name(f".{path.name}.partial")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        partial.replace(path)
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Field 22 of /proc/PID/stat; the name in field 2 may contain anything, so count from its closing parenthesis.
+    A zombie has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,239 @@
+"""Keeps the processes of a pipeline running until asked to stop, then ends them in order.
+
+Per process one task:  start ─▶ probe /ready ─▶ wait for its end ─▶ ask the restart policy ─▶ start …
+Stopping: stage by stage (gateway, manager, workers, others) SIGTERM, a deadline, SIGKILL; a second request to stop
+kills at once. A process that is given up stops the pipeline with exit code 1.
+
+Called by `main`. Decides nothing about restarts (`restart_policy`) and knows nothing about what the processes do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from cohort.services.launcher.child import Child
+from cohort.services.launcher.console import Console, State
+from cohort.services.launcher.log_follower import LogFollower
+from cohort.services.launcher.plan import ProcessPlan, StopStage
+from cohort.services.launcher.probe import answers_ok
+from cohort.services.launcher.restart_policy import GiveUp, RestartPolicy, exit_reason
+from cohort.services.launcher.run_files import ProcessMark, RunFiles
+
+PROBE_INTERVAL_S = 0.05  # while a process starts; nothing else tells from outside that it is ready
+PROBE_TIMEOUT_S = 2.0
+REFRESH_INTERVAL_S = 0.5  # of warnings on the console and of the log size check
+KILL_TIMEOUT_S = 10.0  # for the kernel to end a killed process
+FAILED_STOP_TIMEOUT_S = 3.0  # for each stage when the pipeline is given up: nothing is worth draining for
+TAIL_LINES = 12
+
+_ALWAYS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+_UNLESS_SET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class Supervised:
+    """One process and its history."""
+
+    def __init__(self, plan: ProcessPlan) -> None:
+        self.plan = plan
+        self.policy = RestartPolicy()
+        self.child: Child | None = None
+        self.ready = asyncio.Event()
+        self.done = asyncio.Event()
+
+    @property
+    def running(self) -> bool:
+        return self.child is not None and self.child.running
+
+
+class Supervisor:
+    def __init__(
+        self, plans: Sequence[ProcessPlan], files: RunFiles, console: Console, *, on_change: Callable[[], None],
+        python: str = sys.executable,
+    ) -> None:
+        self._files = files
+        self._console = console
+        self._on_change = on_change
+        self._python = python
+        self._processes = [Supervised(plan) for plan in plans]
+        self._stopping = asyncio.Event()
+        self._kill_now = asyncio.Event()
+        self._failure = ""
+
+    @property
+    def marks(self) -> dict[str, ProcessMark]:
+        """What runs now."""
+        marks = {}
+        for process in self._processes:
+            if process.child is not None and process.child.running:
+                mark = ProcessMark.of(process.child.pid)
+                if mark is not None:
+                    marks[process.plan.instance] = mark
+        return marks
+
+    @property
+    def failure(self) -> str:
+        """Why the pipeline was given up; "" if it was not."""
+        return self._failure
+
+    def request_stop(self) -> None:
+        """First call: drain and end. Second: kill."""
+        if self._stopping.is_set():
+            self._kill_now.set()
+        self._stopping.set()
+
+    async def run(self, on_ready: Callable[[], None]) -> int:
+        """Until everything has ended. `on_ready` is called once, when all processes are ready."""
+        async with asyncio.TaskGroup() as tasks:
+            keepers = [tasks.create_task(self._keep(process)) for process in self._processes]
+            helpers = [tasks.create_task(self._announce(on_ready)), tasks.create_task(self._watch_logs())]
+            await self._stopping.wait()
+            await self._stop_all()
+            for task in keepers:
+                await task
+            for task in helpers:
+                task.cancel()
+        return 1 if self._failure else 0
+
+    # -- keeping one process running -----------------------------------------------------------------------------
+
+    async def _keep(self, process: Supervised) -> None:
+        plan = process.plan
+        self._files.start_log(plan.instance)
+        try:
+            while not self._stopping.is_set():
+                delay_s = await self._run_once(process)
+                if delay_s is None:
+                    return
+                await _wait(self._stopping, delay_s)
+        finally:
+            process.done.set()
+
+    async def _run_once(self, process: Supervised) -> float | None:
+        """One life of the process. Returns the delay before the next, or None if there is none."""
+        plan = process.plan
+        command = plan.command(self._python, self._files.config_file, self._files.folder)
+        child = Child(command, self._files.log_file(plan.instance), _environment(plan))
+        process.child = child
+        process.policy.started()
+        self._console.update(plan.instance, State.STARTING, pid=child.pid)
+        self._on_change()
+        probe = asyncio.create_task(self._until_ready(process))
+        try:
+            code = await child.wait()
+        finally:
+            probe.cancel()
+        process.ready.clear()
+        if self._stopping.is_set():
+            note = "" if code in (0, -signal.SIGTERM) else exit_reason(code)
+            self._console.update(plan.instance, State.STOPPED, note=note)
+            return None
+        match process.policy.ended(time.monotonic(), code):
+            case GiveUp(reason):
+                self._console.update(plan.instance, State.FAILED, note=reason)
+                self._give_up(process, reason)
+                return None
+            case restart:
+                note = f"({restart.reason}; again in {restart.delay_s:.1f} s)"
+                self._console.update(plan.instance, State.RESTARTING, note=note)
+                self._on_change()
+                return restart.delay_s
+
+    async def _until_ready(self, process: Supervised) -> None:
+        """Ends when the process is ready, or is cancelled when it ends before."""
+        while not await answers_ok(process.plan.ready_url, PROBE_TIMEOUT_S):  # noqa: ASYNC110
+            await asyncio.sleep(PROBE_INTERVAL_S)
+        process.policy.became_ready(time.monotonic())
+        process.ready.set()
+        if not self._stopping.is_set():
+            self._console.update(process.plan.instance, State.READY)
+
+    def _give_up(self, process: Supervised, reason: str) -> None:
+        if not self._failure:
+            self._console.settle()
+            self._failure = f"{process.plan.instance}: {reason}"
+            log = self._files.log_file(process.plan.instance)
+            self._console.say(f"{self._failure}; the end of {log}:", style="red")
+            for line in self._files.log_tail(process.plan.instance, TAIL_LINES):
+                self._console.say(f"  {line}")
+        self._stopping.set()
+
+    async def _announce(self, on_ready: Callable[[], None]) -> None:
+        while not all(process.ready.is_set() for process in self._processes):
+            for process in self._processes:
+                await process.ready.wait()
+        if not self._stopping.is_set():
+            on_ready()
+
+    async def _watch_logs(self) -> None:
+        followers = {p.plan.instance: LogFollower(self._files.log_file(p.plan.instance)) for p in self._processes}
+        while True:
+            await asyncio.sleep(REFRESH_INTERVAL_S)
+            for instance, follower in followers.items():
+                for line in follower.new_lines():
+                    if not self._stopping.is_set():  # processes that lose each other while ending are no news
+                        self._console.echo_log(instance, line)
+                self._files.limit_log(instance)
+
+    # -- ending ---------------------------------------------------------------------------------------------------
+
+    async def _stop_all(self) -> None:
+        self._console.settle()
+        if not self._failure:
+            self._console.say("draining: running requests finish; Ctrl-C again ends at once")
+        for stage in StopStage:
+            group = [process for process in self._processes if process.plan.stage is stage]
+            await self._stop(group)
+
+    async def _stop(self, group: Sequence[Supervised]) -> None:
+        for process in group:
+            if process.running and process.child is not None:
+                self._console.update(process.plan.instance, State.STOPPING)
+                process.child.terminate()
+        if group and not self._kill_now.is_set():
+            drain_s = max(process.plan.stop_timeout_s for process in group)
+            timeout_s = FAILED_STOP_TIMEOUT_S if self._failure else drain_s
+            await _wait_all_or(self._kill_now, [process.done for process in group], timeout_s)
+        for process in group:
+            if process.running and process.child is not None:
+                if not self._kill_now.is_set():
+                    self._console.say(f"{process.plan.instance} did not end in time; killed", style="red")
+                process.child.kill()
+        await _wait_all_or(None, [process.done for process in group], KILL_TIMEOUT_S)
+
+
+def _environment(plan: ProcessPlan) -> Mapping[str, str]:
+    """The process's thread count comes from the configuration, not from the shell that started the launcher."""
+    return {**_UNLESS_SET, **os.environ, **plan.environment, **_ALWAYS}
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    """Until the event or the deadline."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        pass
+
+
+async def _wait_all_or(abort: asyncio.Event | None, events: Sequence[asyncio.Event], timeout_s: float) -> None:
+    """Until all events, the abort event, or the deadline."""
+    everything = asyncio.ensure_future(_all(events))
+    waiting: set[asyncio.Future[None] | asyncio.Task[bool]] = {everything}
+    if abort is not None:
+        waiting.add(asyncio.ensure_future(abort.wait()))
+    try:
+        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def _all(events: Sequence[asyncio.Event]) -> None:
+    for event in events:
+        await event.wait()

@@ -1,0 +1,96 @@
+"""The length model as it serves: features in, mean and quantiles out. Immutable; replaced whole after a training.
+
+    n-grams ──▶ linear score (ridge on log length) ──┐
+    compact features ────────────────────────────────┴─▶ boosted trees ──▶ mean, p50, p90, p99 ──▶ + shifts, clipped
+
+Trees predict in log space; each quantile is shifted by what held-out residuals demanded (split conformal), so that
+about 90 % of the answers really are below p90. Called by `service.py`; fitted by `training.py`; never learns itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cohort.common.types import Prediction
+from cohort.services.length_predictor.features import COMPACT, HASH_DIMS, FeatureVector, ngram_weights
+from cohort.services.length_predictor.forest import Forest
+
+QUANTILES = (0.5, 0.9, 0.99)
+_LOG_LARGEST = math.log(1e9)  # no answer is longer; also keeps exp() finite
+
+Arrays = dict[str, NDArray[np.generic]]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthModel:
+    """`weights` score the n-grams; `forest` has outputs [log mean, log p50, log p90, log p99]; `shifts` calibrate the
+    quantiles. `trained_on` observations, `version` counts trainings."""
+
+    weights: NDArray[np.float64]
+    forest: Forest
+    shifts: NDArray[np.float64]
+    trained_on: int
+    version: int
+
+    def predict_log(self, vector: FeatureVector) -> NDArray[np.float64]:
+        """[log mean, log p50, log p90, log p99], quantiles shifted, not yet ordered or clipped."""
+        raw = self.forest.evaluate(np.append(vector.compact, self.score(vector)))
+        raw[1:] += self.shifts
+        return raw
+
+    def score(self, vector: FeatureVector) -> np.float32:
+        """The linear stage: how much longer (in log tokens) than average these n-grams ask for."""
+        return np.float32(self.weights[vector.buckets] @ ngram_weights(vector.counts))
+
+    def to_arrays(self) -> Arrays:
+        """Plain arrays for an npz file or a pipe."""
+        forest = {f"forest_{f.name}": np.asarray(getattr(self.forest, f.name)) for f in fields(Forest)}
+        return {"weights": self.weights, "shifts": self.shifts, "trained_on": np.asarray(self.trained_on),
+                "version": np.asarray(self.version), **forest}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, NDArray[np.generic]]) -> LengthModel:
+        """Raises `ValueError` or `KeyError` if they cannot be a model."""
+        forest = Forest(
+            feature=arrays["forest_feature"].astype(np.int32), threshold=arrays["forest_threshold"].astype(np.float64),
+            left=arrays["forest_left"].astype(np.int32), right=arrays["forest_right"].astype(np.int32),
+            value=arrays["forest_value"].astype(np.float64), roots=arrays["forest_roots"].astype(np.int32),
+            output=arrays["forest_output"].astype(np.int32), base=arrays["forest_base"].astype(np.float64),
+            depth=int(arrays["forest_depth"].item()),
+        )
+        model = cls(arrays["weights"].astype(np.float64), forest, arrays["shifts"].astype(np.float64),
+                    int(arrays["trained_on"].item()), int(arrays["version"].item()))
+        model.check()
+        return model
+
+    def check(self) -> None:
+        self.forest.check()
+        if self.weights.shape != (HASH_DIMS,) or not np.isfinite(self.weights).all():
+            raise ValueError("weights do not fit the n-gram table")
+        if self.shifts.shape != (len(QUANTILES),) or not np.isfinite(self.shifts).all():
+            raise ValueError("shifts do not fit the quantiles")
+        if len(self.forest.base) != 1 + len(QUANTILES):
+            raise ValueError("forest has the wrong outputs")
+        if self.forest.feature.size and self.forest.feature.max() > len(COMPACT):
+            raise ValueError("forest reads features that do not exist")
+
+
+def to_prediction(log_lengths: NDArray[np.float64], max_tokens: int) -> Prediction:
+    """Lengths from log lengths: quantiles ordered, everything within [1, max_tokens]."""
+    limit = math.log(max(1, max_tokens))
+    mean, *quantiles = np.exp(np.clip(log_lengths, 0.0, min(limit, _LOG_LARGEST)))
+    p50, p90, p99 = np.minimum(np.maximum.accumulate(quantiles), max(1, max_tokens))
+    return Prediction(float(min(mean, max(1, max_tokens))), float(p50), float(p90), float(p99), "model")
+
+
+def default_prediction(mean_tokens: float, max_tokens: int) -> Prediction:
+    """Before anything was learned: a log-normal with the configured mean and σ = 1, about what chat traffic shows."""
+    median = mean_tokens * math.exp(-0.5)
+    limit = float(max(1, max_tokens))
+    p50, p90, p99 = (min(max(1.0, median * math.exp(z)), limit) for z in (0.0, 1.2816, 2.3263))
+    return Prediction(min(max(1.0, mean_tokens), limit), p50, p90, p99, "default")

@@ -1,0 +1,149 @@
+"""The length predictor's loop: PredictLength → model → Predicted; ObserveLength → calibration, training child.
+
+Hosted by `__main__.py`, and by tests on an in-process bus. Every answer is computed at once from the model at hand;
+nothing here waits for training, disk or anybody else.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from structlog.stdlib import BoundLogger
+
+from cohort.common.config import Config
+from cohort.common.errors import PeerUnreachable
+from cohort.common.messages import ObserveLength, Predicted, PredictLength
+from cohort.common.paths import DEFAULT_MODEL_NAME, cache_dir
+from cohort.common.transport.bus import Bus
+from cohort.common.types import Prediction
+from cohort.services.length_predictor.buffer import Observation
+from cohort.services.length_predictor.calibration import OnlineCalibration
+from cohort.services.length_predictor.features import Facts, FeatureVector, extract
+from cohort.services.length_predictor.model import LengthModel, default_prediction, to_prediction
+from cohort.services.length_predictor.trainer import TrainingChild
+
+_ERROR_MEMORY = 0.98  # moving average of the error: about the last 50 requests
+
+
+def state_file(config: Config) -> Path:
+    """Lengths are a habit of the model that is served, so each has its own state."""
+    if config.predictor.state_path:
+        return Path(config.predictor.state_path).expanduser()
+    name = config.model.served_name or Path(config.model.path).name or DEFAULT_MODEL_NAME
+    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
+    return cache_dir() / "length_predictor" / f"{safe}.npz"
+
+
+@dataclass(slots=True)
+class _Metrics:
+    predictions: Counter
+    latency: Histogram
+    observations: Counter
+    error: Histogram
+
+    @classmethod
+    def on(cls, registry: CollectorRegistry, service: LengthPredictor) -> _Metrics:
+        for name, help_text, read in (
+            ("cohort_predictor_trainings", "Trainings since start.", lambda: service.child.trainings),
+            ("cohort_predictor_dropped_observations", "Observations the training child could not take.",
+             lambda: service.child.dropped),
+            ("cohort_predictor_model_observations", "Requests the current model was fitted to.",
+             lambda: service.model.trained_on if service.model else 0),
+        ):
+            Gauge(name, help_text, registry=registry).set_function(read)
+        return cls(
+            Counter("cohort_predictor_predictions", "Predictions answered, by source.", ["source"], registry=registry),
+            Histogram("cohort_predictor_latency_seconds", "Time to compute one prediction.", registry=registry,
+                      buckets=(5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)),
+            Counter("cohort_predictor_observations", "Finished requests learned from.", registry=registry),
+            Histogram("cohort_predictor_absolute_error_tokens", "Predicted mean against what came.",
+                      registry=registry, buckets=(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)),
+        )
+
+
+class LengthPredictor:
+    """Owns the model at hand, its calibration and the training child."""
+
+    def __init__(self, config: Config, bus: Bus, log: BoundLogger, registry: CollectorRegistry) -> None:
+        self.model: LengthModel | None = None
+        self._calibration = OnlineCalibration()
+        self._bus = bus
+        self._log = log
+        self._default_mean = float(config.gateway.default_prediction_tokens)
+        self._predictions = 0
+        self._observations = 0
+        self._error_tokens = math.nan
+        self.child = TrainingChild(config.predictor, state_file(config), log, self._take_model)
+        self._metrics = _Metrics.on(registry, self)
+
+    async def serve(self) -> None:
+        """Answer until cancelled."""
+        while True:
+            sender, message = await self._bus.receive()
+            match message:
+                case PredictLength():
+                    answer = Predicted(message.request_id, self.predict(_facts(message)))
+                    try:
+                        self._bus.send(sender, answer)
+                    except PeerUnreachable:
+                        self._log.debug("predictor_asker_gone", peer=sender, request_id=message.request_id)
+                case ObserveLength():
+                    self.observe(_facts(message), message.output_tokens, message.truncated)
+                case _:
+                    self._log.warning("unexpected_message", peer=sender, type=type(message).__name__)
+
+    def predict(self, facts: Facts) -> Prediction:
+        started_s = time.perf_counter()
+        if self.model is None:
+            prediction = default_prediction(self._default_mean, facts.max_tokens)
+        else:
+            prediction = to_prediction(self._log_lengths(self.model, extract(facts)), facts.max_tokens)
+        self._predictions += 1
+        self._metrics.predictions.labels(prediction.source).inc()
+        self._metrics.latency.observe(time.perf_counter() - started_s)
+        return prediction
+
+    def observe(self, facts: Facts, output_tokens: int, truncated: bool) -> None:
+        """Learn from a finished request; one without any output says nothing."""
+        if output_tokens < 1:
+            return
+        vector = extract(facts)
+        self._observations += 1
+        self._metrics.observations.inc()
+        if self.model is not None:
+            log_lengths = self._log_lengths(self.model, vector)
+            error = abs(to_prediction(log_lengths, facts.max_tokens).mean - output_tokens)
+            self._metrics.error.observe(error)
+            first = math.isnan(self._error_tokens)
+            self._error_tokens = error if first else _ERROR_MEMORY * self._error_tokens + (1 - _ERROR_MEMORY) * error
+            self._calibration.observe(log_lengths, math.log(output_tokens), math.log(max(1, facts.max_tokens)))
+        self.child.observe(Observation(vector, output_tokens, max(1, facts.max_tokens), truncated))
+
+    def figures(self) -> dict[str, float]:
+        """What rides in heartbeats; the error only once there is one."""
+        figures = {
+            "observations": float(self.child.remembered + self._observations),
+            "predictions_total": float(self._predictions),
+            "trainings_total": float(self.child.trainings),
+        }
+        if not math.isnan(self._error_tokens):
+            figures["mae_tokens"] = self._error_tokens
+        return figures
+
+    def _log_lengths(self, model: LengthModel, vector: FeatureVector) -> NDArray[np.float64]:
+        return self._calibration.adjusted(model.predict_log(vector))
+
+    def _take_model(self, model: LengthModel) -> None:
+        self.model = model
+        self._calibration = OnlineCalibration()
+
+
+def _facts(message: PredictLength | ObserveLength) -> Facts:
+    return Facts(message.tokens, message.chat, message.max_tokens, message.temperature, message.stop_strings,
+                 message.text_bytes)

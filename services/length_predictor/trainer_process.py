@@ -1,0 +1,170 @@
+"""The training child: keeps the newest finished requests, refits the model, keeps both on disk.
+
+Started by `trainer.py` as `python -m …trainer_process`; reads `Finished` frames from stdin, writes models to stdout.
+Runs at low scheduling priority with one thread, so that serving on the same cores hardly feels it. Ends,
+having saved, when stdin ends.
+
+    stdin ─▶ reader thread ─▶ queue ─▶ main thread: add; train when due; save when due
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+from cohort.services.length_predictor import state, training_wire
+from cohort.services.length_predictor.buffer import Observation, ObservationBuffer
+from cohort.services.length_predictor.model import LengthModel
+
+_NICENESS = 10  # serving comes first, yet a saturated box still leaves us about a tenth of a core
+_MAX_DUTY = 0.1  # training takes at most this share of one core, however fast requests finish
+_QUEUED_ROWS = 10_000
+
+
+class Trainer:
+    """The child's state and its two decisions: is a training due, is a save due."""
+
+    def __init__(
+        self, path: Path, *, buffer_size: int, retrain_every: int, min_observations: int, save_every_s: float
+    ) -> None:
+        self.buffer = ObservationBuffer(buffer_size)
+        self.model: LengthModel | None = None
+        self._path = path
+        self._retrain_every = retrain_every
+        self._min_observations = min_observations
+        self._save_every_s = save_every_s
+        self._new_rows = 0
+        self._unsaved = False
+        self._not_before_s = float("-inf")
+        self._last_save_s = float("-inf")
+
+    def load(self) -> None:
+        """Raises `StateUnreadable`; then this starts afresh."""
+        saved = state.load(self._path)
+        if saved is not None:
+            self.buffer.restore(saved.data)
+            self.model = saved.model
+            self._new_rows = len(self.buffer) - (saved.model.trained_on if saved.model else 0)
+
+    def add(self, row: Observation) -> None:
+        self.buffer.add(row)
+        self._new_rows += 1
+        self._unsaved = True
+
+    def training_due(self, now_s: float) -> bool:
+        enough = self._retrain_every if self.model else 1
+        return len(self.buffer) >= self._min_observations and self._new_rows >= enough and now_s >= self._not_before_s
+
+    def train(self, now_s: float) -> tuple[LengthModel, float]:
+        """The new model and the processor seconds it took."""
+        # scikit-learn comes in with the first training: an idle pipeline need not carry it.
+        from cohort.services.length_predictor.training import train
+
+        self._new_rows = 0
+        started_s = time.process_time()
+        try:
+            self.model = train(self.buffer.dataset(), (self.model.version if self.model else 0) + 1)
+            self._unsaved = True
+        finally:
+            took_s = time.process_time() - started_s
+            self._not_before_s = now_s + took_s / _MAX_DUTY
+        return self.model, took_s
+
+    def save_due(self, now_s: float) -> bool:
+        return self._unsaved and now_s >= self._last_save_s + self._save_every_s
+
+    def save(self, now_s: float) -> None:
+        """Raises `OSError`; the next try is due only after another interval."""
+        self._last_save_s = now_s
+        if self._unsaved:
+            state.save(self._path, state.State(self.buffer.dataset(), self.model))
+            self._unsaved = False
+
+    def next_due_s(self, now_s: float) -> float:
+        """Seconds until something may be due without further requests."""
+        dues = [self._save_every_s]
+        if self._unsaved:
+            dues.append(self._last_save_s + self._save_every_s - now_s)
+        if self._new_rows >= self._retrain_every:
+            dues.append(self._not_before_s - now_s)
+        return max(0.05, min(dues))
+
+
+def run(trainer: Trainer, incoming: BinaryIO, outgoing: BinaryIO) -> None:
+    """Serve until `incoming` ends."""
+
+    def say(message: training_wire.FromChild) -> None:
+        outgoing.write(training_wire.frame(message))
+        outgoing.flush()
+
+    try:
+        trainer.load()
+    except state.StateUnreadable as error:
+        say(training_wire.Trouble("predictor_state_unreadable", str(error)))
+    model = trainer.model
+    say(training_wire.Loaded(len(trainer.buffer), state.pack(model.to_arrays()) if model else b""))
+
+    rows: queue.Queue[Observation | None] = queue.Queue(_QUEUED_ROWS)
+    threading.Thread(target=_read_all, args=(incoming, rows), name="reader", daemon=True).start()
+    reading = True
+    while reading:
+        with contextlib.suppress(queue.Empty):
+            row = rows.get(timeout=trainer.next_due_s(time.monotonic()))
+            while row is not None:
+                trainer.add(row)
+                row = rows.get_nowait()
+            reading = False
+        now_s = time.monotonic()
+        if reading and trainer.training_due(now_s):
+            try:
+                model, took_s = trainer.train(now_s)
+                say(training_wire.Learned(len(trainer.buffer), state.pack(model.to_arrays()), took_s))
+            except (ValueError, ArithmeticError, MemoryError, ImportError) as error:
+                say(training_wire.Trouble("predictor_training_failed", f"{type(error).__name__}: {error}"))
+        if trainer.save_due(now_s) or not reading:
+            try:
+                trainer.save(now_s)
+            except OSError as error:
+                with contextlib.suppress(BrokenPipeError):
+                    say(training_wire.Trouble("predictor_state_not_saved", str(error)))
+
+
+def _read_all(incoming: BinaryIO, rows: queue.Queue[Observation | None]) -> None:
+    try:
+        while (finished := training_wire.read_finished(incoming)) is not None:
+            rows.put(finished.observation())
+    finally:
+        rows.put(None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="length predictor's training child", description=__doc__)
+    parser.add_argument("--state", type=Path, required=True, help="file the learned state persists in")
+    parser.add_argument("--buffer-size", type=int, required=True)
+    parser.add_argument("--retrain-every", type=int, required=True)
+    parser.add_argument("--min-observations", type=int, required=True)
+    parser.add_argument("--save-every-s", type=float, required=True)
+    options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches us too; the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.nice(_NICENESS)
+    outgoing = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing a library prints may corrupt the frames
+    trainer = Trainer(
+        options.state, buffer_size=options.buffer_size, retrain_every=options.retrain_every,
+        min_observations=options.min_observations, save_every_s=options.save_every_s,
+    )
+    with contextlib.suppress(BrokenPipeError):
+        run(trainer, sys.stdin.buffer, outgoing)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""A real pipeline of real processes for tests: started, broken and examined from outside, as an operator would."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from cohort.common.config import Config, dump_config, load_config
+from cohort.common.types import Role
+
+START_TIMEOUT_S = 120.0
+_FOLDERS = {"gateway": "gateway", "predictor": "length_predictor", "manager": "bucketing_manager",
+            "monitor": "global_monitor"}  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Answer:
+    """What one streamed completion gave."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: str | None = None
+    cached_tokens: int = 0
+    extras: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    longest_pause_s: float = 0.0
+
+
+class Pipeline:
+    """One set of processes over one run folder. Use as a context manager: whatever happens, nothing survives it."""
+
+    def __init__(self, folder: Path, model: Path, overrides: Mapping[str, Any] | None = None, *, preset: str = "") -> None:
+        self.folder = folder
+        self.port = free_port()
+        given: dict[str, Any] = {
+            "model": {"path": str(model), "dtype": "float32"},
+            "gateway": {"port": self.port},
+            "monitor": {"port": free_port()},
+            "metrics": {"base_port": 0},
+            "predictor": {"state_path": str(folder / "lengths.npz")},
+        }
+        for section, values in (overrides or {}).items():
+            if isinstance(values, Mapping):
+                given.setdefault(section, {}).update(values)
+            else:
+                given[section] = values
+        self.config: Config = load_config(preset=preset, overrides=given)
+        self._file = folder / "config.yaml"
+        self._file.write_text(dump_config(self.config), encoding="utf-8")
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.names = ["monitor", "manager", "predictor", "gateway", *self.config.instance_roles]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Pipeline:
+        try:
+            for name in self.names:
+                self.start(name)
+            self.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- processes ---------------------------------------------------------------------------------------------
+
+    def start(self, name: str) -> None:
+        role = self.config.instance_roles.get(name)
+        folder = _FOLDERS.get(name) or ("decode_worker" if role is Role.DECODE else "prefill_worker")
+        threads = str(self.config.worker_threads(name, os.cpu_count() or 1)) if role else "1"
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", f"cohort.services.{folder}", "--config", str(self._file), "--instance", name,
+                 "--run-dir", str(self.folder / "run")],
+                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"},
+            )  # fmt: skip
+
+    def kill(self, name: str) -> None:
+        """As an out-of-memory killer would."""
+        process = self.processes.pop(name)
+        process.kill()
+        process.wait(10)
+
+    def terminate(self, name: str, timeout_s: float = 60.0) -> int:
+        process = self.processes.pop(name)
+        process.send_signal(signal.SIGTERM)
+        return process.wait(timeout_s)
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self.processes.values():
+            process.wait(10)
+        self.processes.clear()
+
+    def wait_ready(self, workers: int | None = None) -> None:
+        """Until the gateway is ready and all workers (or so many) are registered."""
+        wanted = len(self.config.instance_roles) if workers is None else workers
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            for name, process in self.processes.items():
+                if process.poll() is not None:
+                    raise AssertionError(f"{name} ended with {process.returncode}:\n{self.log(name)}")
+            with contextlib.suppress(OSError, urllib.error.URLError, json.JSONDecodeError, KeyError):
+                self.get("/ready")
+                if self.figures("manager").get("workers", 0) >= wanted:
+                    return
+            time.sleep(0.1)
+        logs = "\n".join(f"--- {name}\n{self.log(name)}" for name in self.names)
+        raise AssertionError(f"not ready within {START_TIMEOUT_S} s\n{logs}")
+
+    def log(self, name: str, lines: int = 30) -> str:
+        path = self.folder / f"{name}.log"
+        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
+
+    # -- figures -----------------------------------------------------------------------------------------------
+
+    def get(self, path: str, port: int | None = None) -> Any:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port or self.port}{path}", timeout=5) as response:
+            body = response.read()
+        return json.loads(body) if body[:1] in b"{[" else body.decode()
+
+    def state(self) -> dict[str, Any]:
+        """All processes' last heartbeats, from the monitor."""
+        state = self.get("/api/state", self.config.monitor.port)
+        return {process["instance"]: process for process in state["processes"]}
+
+    def figures(self, name: str) -> dict[str, float]:
+        process = self.state()[name]
+        return dict(process["figures"]) if process["status"] == "up" else {}
+
+    def assert_nothing_left(self, timeout_s: float = 20.0) -> None:
+        """No request, block or lease is held anywhere (heartbeats need a moment to say so)."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = self._left()
+            if not left:
+                return
+            if time.monotonic() > deadline:
+                raise AssertionError(f"left behind: {left}")
+            time.sleep(0.25)
+
+    def _left(self) -> dict[str, float]:
+        left = {}
+        for name in self.config.instance_roles:
+            if name not in self.processes:
+                continue
+            figures = self.figures(name)
+            if not figures:
+                left[f"{name} is not up"] = 1.0
+            for key in ("held_blocks", "leases", "running", "waiting", "awaiting_kv", "parked", "quarantined_blocks"):
+                if figures.get(key, 0):
+                    left[f"{name}.{key}"] = figures[key]
+        manager = self.figures("manager")
+        left |= {f"manager.{key}": manager[key] for key in ("waiting", "live") if manager.get(key, 0)}
+        gateway = self.figures("gateway")
+        left |= {f"gateway.{key}": gateway[key] for key in ("requests_running", "requests_waiting", "open_streams")
+                 if gateway.get(key, 0)}  # fmt: skip
+        return left
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    async def complete(self, session: aiohttp.ClientSession, **body: Any) -> Answer:
+        """One streamed /v1/completions; `tokens` are there if the body says `return_token_ids`."""
+        answer = Answer()
+        last = time.monotonic()
+        request = {"stream": True, "stream_options": {"include_usage": True}, **body}
+        async with session.post(f"{self.url}/v1/completions", json=request) as response:
+            if response.status != 200:
+                answer.error = f"{response.status}: {await response.text()}"
+                return answer
+            async for raw in response.content:
+                line = raw.strip()
+                if not line.startswith(b"data: ") or line == b"data: [DONE]":
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    answer.error = str(chunk["error"])
+                    continue
+                now = time.monotonic()
+                answer.longest_pause_s, last = max(answer.longest_pause_s, now - last), now
+                for choice in chunk["choices"]:
+                    answer.text += choice["text"]
+                    answer.finish = choice["finish_reason"] or answer.finish
+                if chunk.get("usage"):
+                    details = chunk["usage"].get("prompt_tokens_details") or {}
+                    answer.cached_tokens = details.get("cached_tokens", 0)
+                for extras in (chunk.get("cohort") or {}).get("requests", []):
+                    answer.extras = extras
+                    answer.tokens = extras.get("token_ids", [])
+        return answer
+
+    def complete_all(self, bodies: list[dict[str, Any]], concurrency: int = 16) -> list[Answer]:
+        """All of them, `concurrency` at a time, in order."""
+
+        async def run() -> list[Answer]:
+            gate = asyncio.Semaphore(concurrency)
+            timeout = aiohttp.ClientTimeout(total=300)
+            async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+
+                async def one(body: dict[str, Any]) -> Answer:
+                    async with gate:
+                        return await self.complete(session, **body)
+
+                return await asyncio.gather(*(one(body) for body in bodies))
+
+        return asyncio.run(run())
+
+
+@contextlib.contextmanager
+def running(folder: Path, model: Path, overrides: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Pipeline]:
+    with Pipeline(folder, model, overrides, **options) as pipeline:
+        yield pipeline

@@ -1,0 +1,81 @@
+"""Whatever way a request takes through the pipeline, its tokens are those of `transformers.generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.golden import Golden, near_ties
+from tests.e2e.pipeline import Answer, Pipeline
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+
+MEBIBYTE = 1 << 20
+UNIFIED: dict[str, Any] = {"workers": [{"role": "unified"}], "policies": {"placement": "colocated"}}
+
+
+def ask(golden: Golden) -> dict[str, Any]:
+    return {
+        "prompt": list(golden.prompt), "max_tokens": len(golden.output), "temperature": 0, "ignore_eos": True,
+        "return_token_ids": True,
+    }  # fmt: skip
+
+
+def compare(goldens: list[Golden], answers: list[Answer]) -> int:
+    """Number of near-ties met; anything else unequal fails."""
+    for answer in answers:
+        assert not answer.error, answer.error
+    ties = sum(near_ties(golden, answer.tokens) for golden, answer in zip(goldens, answers, strict=True))
+    print(f"{len(goldens)} answers, {ties} parted at a near-tie")
+    assert ties <= len(goldens) // 10, "near-ties are rare; so many are a defect"
+    return ties
+
+
+def test_disaggregated_with_prefix_cache_and_long_prompts(
+    tmp_path: Path, default_model: Path, goldens: list[Golden], longest_golden: list[Golden]
+) -> None:
+    with Pipeline(tmp_path, default_model) as pipeline:
+        compare(goldens, pipeline.complete_all([ask(g) for g in goldens]))
+        compare(longest_golden, pipeline.complete_all([ask(g) for g in longest_golden]))
+        again = [g for g in goldens if len(g.prompt) > 48]
+        answers = pipeline.complete_all([ask(g) for g in again])
+        compare(again, answers)
+        assert sum(answer.cached_tokens > 0 for answer in answers) >= len(again) // 2
+        assert pipeline.figures("decode-0")["transfers_total"] >= len(goldens)
+        assert pipeline.figures("decode-0")["transfer_failures_total"] == 0
+        pipeline.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "evidence"),
+    [
+        pytest.param(
+            {**UNIFIED, "engine": {"prefill_chunk": 48, "preemption": "swap"}, "kv": {"memory_bytes": 56 * MEBIBYTE}},
+            "preemptions_total", id="colocated, chunks of 48, swapped",
+        ),
+        pytest.param(
+            {
+                **UNIFIED, "engine": {"prefill_chunk": 500, "preemption": "recompute"},
+                "kv": {"memory_bytes": 56 * MEBIBYTE, "prefix_caching": False},
+            },
+            "preemptions_total", id="colocated, chunks of 500, recomputed",
+        ),
+        pytest.param(
+            {
+                "engine": {"prefill_chunk": 16, "preemption": "swap"}, "transfer": {"links": ["zmq"]},
+                "kv": {"memory_bytes": 80 * MEBIBYTE},
+            },
+            "transfers_total", id="disaggregated, chunks of 16, over the fallback link",
+        ),
+    ],
+)  # fmt: skip
+def test_chunked_preempted_transferred(
+    tmp_path: Path, default_model: Path, goldens: list[Golden], overrides: Mapping[str, Any], evidence: str
+) -> None:
+    with Pipeline(tmp_path, default_model, overrides) as pipeline:
+        compare(goldens, pipeline.complete_all([ask(g) for g in goldens], concurrency=32))
+        assert sum(pipeline.figures(name)[evidence] for name in pipeline.config.instance_roles) > 0
+        pipeline.assert_nothing_left()

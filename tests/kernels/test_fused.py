@@ -1,0 +1,114 @@
+"""The elementwise steps against formulas written out here in float64, for both implementations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cohort.kernels.fused import add_rms_norm, rms_norm, rope_inplace, silu_mul
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+EPS = 1e-5
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x.double()
+    return wide / (wide.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(576,), (1, 576), (300, 64), (5, 37), (6, 3, 80)], ids=str)
+def test_rms_norm(implementation, assert_close, dtype, shape):
+    x, weight = (3 * torch.randn(shape)).to(dtype), torch.randn(shape[-1]).to(dtype)
+    out = torch.empty_like(x)
+    rms_norm(x, weight, EPS, out)
+    assert_close(out, normed(x, weight))
+
+
+@DTYPES
+def test_rms_norm_in_place_on_heads_of_a_fused_projection(implementation, assert_close, dtype):
+    qkv, weight = torch.randn(9, 8, 48).to(dtype), torch.randn(48).to(dtype)
+    before = qkv.clone()
+    rms_norm(qkv[:, 2:5], weight, EPS, qkv[:, 2:5])
+    assert_close(qkv[:, 2:5], normed(before[:, 2:5], weight))
+    assert torch.equal(qkv[:, :2], before[:, :2])
+    assert torch.equal(qkv[:, 5:], before[:, 5:])
+
+
+def test_the_epsilon_counts(implementation, assert_close):
+    x, out = torch.full((2, 32), 1e-4), torch.empty(2, 32)
+    rms_norm(x, torch.ones(32), EPS, out)
+    assert_close(out, normed(x, torch.ones(32)))
+    assert out.max() < 0.1  # without it this would be 1
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 576), (300, 64), (5, 37)], ids=str)
+@pytest.mark.parametrize("into_x", [False, True])
+def test_add_rms_norm(implementation, assert_close, dtype, shape, into_x):
+    x, residual = torch.randn(shape).to(dtype), (2 * torch.randn(shape)).to(dtype)
+    weight = torch.randn(shape[-1]).to(dtype)
+    total = residual + x  # rounded to dtype, as the residual stream is
+    out = x if into_x else torch.empty_like(x)
+    add_rms_norm(x, residual, weight, EPS, out)
+    assert torch.equal(residual, total)
+    assert_close(out, normed(total, weight))
+
+
+@DTYPES
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 80), (80, 20), (36, 36)])
+@pytest.mark.parametrize("tokens", [1, 200])
+def test_rope_on_views_of_a_fused_projection(implementation, assert_close, dtype, head_dim, rotary_dim, tokens):
+    qkv = torch.randn(tokens, 8, head_dim).to(dtype)
+    before = qkv.clone()
+    q, k, _ = torch.split(qkv, [4, 2, 2], dim=1)
+    half = rotary_dim // 2
+    angle = torch.arange(500)[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    positions = torch.randint(0, 500, (tokens,))
+    rope_inplace(q, k, angle.cos(), angle.sin(), positions)
+    # a head's element i and element i + half are one complex number, turned by the position's angle
+    pairs = torch.complex(before[:, :6, :half].double(), before[:, :6, half:rotary_dim].double())
+    turned = pairs * torch.polar(torch.ones_like(angle), angle)[positions][:, None].to(torch.complex128)
+    assert_close(qkv[:, :6, :half], turned.real)
+    assert_close(qkv[:, :6, half:rotary_dim], turned.imag)
+    assert torch.equal(qkv[:, :6, rotary_dim:], before[:, :6, rotary_dim:])
+    assert torch.equal(qkv[:, 6:], before[:, 6:])
+
+
+def test_rope_refuses_a_position_beyond_the_table(implementation):
+    q, k, table = torch.randn(1, 2, 8), torch.randn(1, 1, 8), torch.rand(10, 4)
+    with pytest.raises(IndexError):
+        rope_inplace(q, k, table, table, torch.tensor([10]))
+
+
+@DTYPES
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1536), (200, 48), (3, 21)])
+def test_silu_mul(implementation, assert_close, dtype, tokens, width):
+    gate_up = (4 * torch.randn(tokens, 2 * width)).to(dtype)
+    out = torch.empty(tokens, width, dtype=dtype)
+    silu_mul(gate_up, out)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_close(out, gate / (1 + torch.exp(-gate)) * up)
+
+
+@DTYPES
+def test_silu_mul_at_the_extremes(implementation, dtype):
+    gate = torch.tensor([[-1e30, -200.0, -0.0, 200.0, 1e30, float("inf"), float("nan")]])
+    gate_up = torch.cat((gate, torch.ones_like(gate)), dim=1).to(dtype)
+    out = torch.empty(1, 7, dtype=dtype)
+    silu_mul(gate_up, out)
+    expected = torch.tensor([0.0, 0.0, 0.0, 200.0, 1e30, float("inf"), float("nan")]).to(dtype)
+    torch.testing.assert_close(out[0], expected, equal_nan=True)
+
+
+def test_bfloat16_rounds_as_torch_does(implementation):
+    """Every bfloat16 there is, through a product with one: nothing may change, NaN stays NaN."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(64, 1024)
+    residual = every.clone()
+    add_rms_norm(torch.zeros_like(every), residual, torch.ones(1024, dtype=torch.bfloat16), EPS, torch.empty_like(every))
+    assert torch.equal(residual.isnan(), every.isnan())
+    assert torch.equal(residual.nan_to_num(), every.nan_to_num())
+    x, y = torch.randn(64, 1024).bfloat16(), torch.randn(64, 1024).bfloat16()
+    total = y.clone()
+    add_rms_norm(x, total, torch.ones(1024, dtype=torch.bfloat16), EPS, torch.empty_like(x))
+    assert torch.equal(total, y + x)

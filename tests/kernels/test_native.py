@@ -1,0 +1,95 @@
+"""The choice between the extension and the reference."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import structlog
+import torch
+
+from cohort.common.errors import ConfigError
+from cohort.kernels import native
+from cohort.kernels.build import KernelBuildError, find_compiler, library_path
+from cohort.kernels.self_check import first_difference
+
+
+def test_the_environment_forces_the_reference(monkeypatch):
+    monkeypatch.setenv("COHORT_KERNELS", "reference")
+    assert native.load() is None
+
+
+def test_an_unknown_choice_is_named(monkeypatch):
+    monkeypatch.setenv("COHORT_KERNELS", "fast")
+    with pytest.raises(ConfigError, match=r"COHORT_KERNELS='fast': must be 'auto' or 'reference'"):
+        native.load()
+
+
+def test_a_failed_build_is_one_warning(monkeypatch):
+    def fail() -> None:
+        raise KernelBuildError("no C++ compiler found")
+
+    monkeypatch.delenv("COHORT_KERNELS", raising=False)
+    monkeypatch.setattr(native, "build", fail)
+    monkeypatch.setattr(native, "_decided", False)
+    monkeypatch.setattr(native, "_operators", None)
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(3):
+            assert native.ops_for(torch.ones(1)) is None
+    assert [(entry["log_level"], entry["implementation"]) for entry in logs] == [("warning", "reference")]
+    assert native.implementation() == "reference"
+
+
+def test_a_file_that_is_no_library_is_one_warning(monkeypatch, tmp_path):
+    path = tmp_path / "cohort_kernels.so"
+    path.write_bytes(b"half a file")
+    monkeypatch.delenv("COHORT_KERNELS", raising=False)
+    monkeypatch.setattr(native, "build", lambda: path)
+    with structlog.testing.capture_logs() as logs:
+        assert native.load() is None
+    assert [entry["log_level"] for entry in logs] == ["warning"]
+
+
+def test_other_dtypes_go_to_the_reference():
+    for dtype in (torch.float16, torch.float64):
+        assert native.ops_for(torch.ones(1, dtype=dtype)) is None
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+class TestWithTheExtension:
+    def test_it_is_what_runs(self):
+        assert native.implementation() == "native"
+        assert library_path().exists()
+
+    def test_the_self_check_finds_a_wrong_kernel(self):
+        operators = native.ops_for(torch.ones(1))
+        assert first_difference(operators) is None
+
+        class Wrong:
+            def __getattr__(self, name):
+                return getattr(operators, name)
+
+            def silu_mul(self, gate_up, out):
+                operators.silu_mul(gate_up, out)
+                out[1, 2] += 0.1
+
+        assert first_difference(Wrong()) == "elementwise steps in torch.float32"
+
+        class NotANumber(Wrong):
+            def paged_attention(self, *arguments):
+                operators.paged_attention(*arguments)
+                arguments[8][0, 0, 0] = float("nan")
+
+        assert first_difference(NotANumber()) == "attention in torch.float32"
+
+    def test_a_cached_library_loads_without_the_build_tools(self):
+        """Loading must be quick: nothing of torch's extension builder, and no compiler, may be touched."""
+        native.implementation()
+        program = (
+            "import sys; from cohort.kernels import native; assert native.implementation() == 'native'; "
+            "assert 'torch.utils.cpp_extension' not in sys.modules"
+        )
+        environment = {**os.environ, "CXX": "/nonexistent", "PATH": ""}
+        subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)

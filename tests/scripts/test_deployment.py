@@ -1,0 +1,255 @@
+"""The compose file, the image's entry point, and what Prometheus and Grafana are given.
+
+No container engine is needed: the compose file is checked for structure, every command it gives is run by hand on this
+machine (host names mapped to 127.0.0.1), and the dashboard's metric names are compared with the ones that exist.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from cohort.common import metrics
+from cohort.common.config import load_config
+from cohort.common.paths import default_model_dir
+from cohort.services.launcher.preflight import free_port
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+PROCESSES = ("gateway", "length_predictor", "bucketing_manager", "global_monitor", "prefill_worker", "decode_worker")
+
+# Keys of the compose specification that this file may use; anything else is a mistake.
+TOP_KEYS = {"name", "services", "networks", "volumes"}
+SERVICE_KEYS = {
+    "build", "cap_add", "command", "depends_on", "deploy", "environment", "healthcheck", "image", "init", "ipc",
+    "logging", "networks", "pid", "ports", "profiles", "pull_policy", "restart", "stop_grace_period", "ulimits",
+    "volumes",
+}  # fmt: skip
+HEALTH_KEYS = {"test", "interval", "timeout", "retries", "start_period"}
+
+
+def test_only_keys_of_the_specification():
+    assert {key for key in COMPOSE if not key.startswith("x-")} == TOP_KEYS
+    for name, service in SERVICES.items():
+        assert set(service) <= SERVICE_KEYS, name
+        assert set(service.get("healthcheck", {})) <= HEALTH_KEYS, name
+
+
+def test_one_service_per_process_for_gpu_and_for_cpu():
+    assert set(PROCESSES) <= set(SERVICES)
+    for worker in ("prefill_worker", "decode_worker"):
+        gpu, cpu = SERVICES[worker], SERVICES[f"{worker}_cpu"]
+        assert gpu["profiles"] == ["gpu"] and cpu["profiles"] == ["cpu"]
+        (device,) = gpu["deploy"]["resources"]["reservations"]["devices"]
+        assert device["driver"] == "nvidia" and device["capabilities"] == ["gpu"]
+        assert "deploy" not in cpu
+        assert {**cpu, "profiles": 0} == {**{k: v for k, v in gpu.items() if k != "deploy"}, "profiles": 0}
+
+
+def test_every_process_is_watched_restarted_and_given_time_to_drain():
+    config = load_config([ROOT / "configs" / "compose.yaml"])
+    for name, service in SERVICES.items():
+        if name.removesuffix("_cpu") not in PROCESSES:
+            continue
+        assert service["restart"] == "unless-stopped"
+        assert service["healthcheck"]["test"][0] == "CMD"
+        assert service["depends_on"]["model"]["condition"] == "service_completed_successfully"
+        drain_s = config.gateway.drain_s if name == "gateway" else config.engine.drain_s if "worker" in name else 5.0
+        assert int(service["stop_grace_period"].removesuffix("s")) > drain_s + 5
+
+
+def test_names_and_files_that_are_referred_to_exist():
+    named_volumes, networks = set(COMPOSE["volumes"]), set(COMPOSE["networks"])
+    for name, service in SERVICES.items():
+        assert set(service["networks"]) <= networks
+        assert set(service.get("depends_on", ())) <= set(SERVICES)
+        for volume in service.get("volumes", ()):
+            source = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", volume).split(":")[0]
+            assert source in named_volumes or (ROOT / source).exists(), f"{name}: {volume}"
+    assert (ROOT / SERVICES["gateway"]["build"]["dockerfile"]).exists()
+
+
+def test_the_default_needs_no_option_and_cpu_one_file():
+    def settings(path: Path) -> dict[str, str]:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+        return dict(line.split("=", 1) for line in lines)
+
+    assert settings(ROOT / ".env") == {"COMPOSE_PROFILES": "gpu", "COHORT_ACCELERATOR": "cuda"}
+    assert settings(ROOT / "docker" / "cpu.env") == {"COMPOSE_PROFILES": "cpu", "COHORT_ACCELERATOR": "cpu"}
+
+
+def test_endpoints_are_the_services_host_names():
+    endpoints = load_config([ROOT / "configs" / "compose.yaml"]).endpoints
+    for endpoint in (endpoints.manager, endpoints.predictor, endpoints.monitor, endpoints.gateway):
+        assert re.fullmatch(r"tcp://(\w+):\d+", endpoint)[1] in SERVICES  # type: ignore[index]
+
+
+def test_docker_compose_accepts_it():
+    """Where the plugin is installed it has the last word."""
+    docker = shutil.which("docker")
+    plugin = [docker or "docker", "compose", "version"]
+    if docker is None or subprocess.run(plugin, capture_output=True, check=False).returncode != 0:
+        pytest.skip("docker compose is not installed")
+    for env in (".env", "docker/cpu.env"):
+        command = [docker, "compose", "--env-file", env, "config", "--quiet"]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        assert result.returncode == 0, result.stderr
+
+
+# -- dashboards --------------------------------------------------------------------------------------------------
+
+
+def known_names() -> set[str]:
+    registry = CollectorRegistry()
+    for family in (metrics.RequestMetrics, metrics.EngineMetrics, metrics.TransferMetrics):
+        family(metrics.MetricFactory(registry, model_name="m", instance="i"))
+    other = CollectorRegistry()  # shares some names with the engine's
+    metrics.SchedulerMetrics(metrics.MetricFactory(other, model_name="m", instance="i"))
+    names: set[str] = set()
+    for metric in [*registry.collect(), *other.collect()]:
+        suffixes = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}[metric.type]
+        names |= {metric.name + suffix for suffix in suffixes}
+    exporter = (ROOT / "services" / "global_monitor" / "exporter.py").read_text(encoding="utf-8")
+    for name in re.findall(r'"(cohort_\w+)"', exporter):
+        names |= {name, f"{name}_total"}
+    return names
+
+
+def test_the_dashboard_asks_for_metrics_that_exist():
+    dashboard = json.loads((ROOT / "docker/grafana/dashboards/cohort.json").read_text(encoding="utf-8"))
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    expressions += [variable["definition"] for variable in dashboard["templating"]["list"]]
+    asked = {name for expression in expressions for name in re.findall(r"\bcohort_\w+", expression)}
+    assert len(asked) > 20
+    assert asked - known_names() == set()
+
+
+def test_the_dashboard_finds_its_data_source():
+    provisioned = yaml.safe_load((ROOT / "docker/grafana/provisioning/datasources/prometheus.yaml").read_text())
+    (source,) = provisioned["datasources"]
+    dashboard = json.loads((ROOT / "docker/grafana/dashboards/cohort.json").read_text(encoding="utf-8"))
+    used = {panel["datasource"]["uid"] for panel in dashboard["panels"] if "datasource" in panel}
+    assert used == {source["uid"]}
+    host, port = source["url"].removeprefix("http://").split(":")
+    assert host in SERVICES and SERVICES[host]["ports"][0].endswith(f":{port}")
+
+
+# -- every command, run by hand ----------------------------------------------------------------------------------
+
+
+class Containers:
+    """The compose file's commands as processes of this machine: host names become 127.0.0.1, ports become free ones."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self._folder = folder
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        block = free_port()
+        self.gateway, self.monitor = block, block + 1
+        text = (ROOT / "configs" / "compose.yaml").read_text(encoding="utf-8")
+        config = yaml.safe_load(text)
+        config["gateway"].update(host="127.0.0.1", port=self.gateway)
+        config["monitor"].update(host="127.0.0.1", port=self.monitor)
+        config["metrics"]["host"] = "127.0.0.1"
+        for offset, name in enumerate(("manager", "predictor", "monitor", "gateway")):
+            config["endpoints"][name] = f"tcp://127.0.0.1:{block + 2 + offset}"
+        config["endpoints"]["bind_host"] = "127.0.0.1"
+        config["model"] = {"path": str(model)}
+        config["kv"] = {"cpu_memory_bytes": 64 << 20, "host_memory_bytes": 0}
+        self._config = folder / "compose.yaml"
+        self._config.write_text(yaml.safe_dump(config), encoding="utf-8")
+
+    def start(self, service: str) -> None:
+        command = ["0" if part == "9100" else part for part in SERVICES[service]["command"]]
+        run_dir = self._folder / service
+        run_dir.mkdir()
+        environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "COHORT_BASE_CONFIG": str(self._config),
+            "COHORT_CONFIG": "",
+            "COHORT_RUN_DIR": str(run_dir),
+            "COHORT_HOST": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+        }
+        with (self._folder / f"{service}.log").open("wb") as log:
+            self._processes[service] = subprocess.Popen(
+                [str(ROOT / "docker" / "entrypoint"), *command],
+                env=environment, stdout=log, stderr=log, cwd=self._folder,
+            )
+
+    def fetch(self, url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+        data = json.dumps(body).encode() if body is not None else None
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, None
+        except OSError:
+            return 0, None
+
+    def until_ready(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while self.fetch(f"http://127.0.0.1:{self.gateway}/ready")[0] != 200:
+            for name, process in self._processes.items():
+                assert process.poll() is None, (self._folder / f"{name}.log").read_text()[-2000:]
+            assert time.monotonic() < deadline_s, {
+                name: (self._folder / f"{name}.log").read_text()[-600:] for name in self._processes
+            }
+            time.sleep(0.2)
+
+    def stop(self) -> dict[str, int]:
+        for process in self._processes.values():
+            process.send_signal(signal.SIGTERM)
+        codes = {}
+        for name, process in self._processes.items():
+            try:
+                codes[name] = process.wait(timeout=45)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                codes[name] = process.wait()
+        return codes
+
+
+@pytest.fixture
+def containers(tmp_path: Path) -> Iterator[Containers]:
+    model = Path(os.environ.get("COHORT_TEST_MODEL") or default_model_dir())
+    if not (model / "config.json").exists():
+        pytest.skip(f"no model in {model}: run scripts/setup, or set COHORT_TEST_MODEL")
+    made = Containers(tmp_path, model)
+    yield made
+    made.stop()
+
+
+@pytest.mark.pipeline
+@pytest.mark.slow
+def test_the_containers_commands_make_a_pipeline(containers: Containers):
+    for service in ("gateway", "length_predictor", "bucketing_manager", "global_monitor"):
+        containers.start(service)
+    for service in ("prefill_worker_cpu", "decode_worker_cpu"):
+        containers.start(service)
+    containers.until_ready(timeout_s=120)
+    base = f"http://127.0.0.1:{containers.gateway}"
+    status, models = containers.fetch(f"{base}/v1/models")
+    assert status == 200
+    body = {"model": models["data"][0]["id"], "prompt": "The sea is", "max_tokens": 8, "temperature": 0}
+    status, answer = containers.fetch(f"{base}/v1/completions", body)
+    assert status == 200
+    assert answer["usage"]["completion_tokens"] == 8
+    assert set(containers.stop().values()) == {0}

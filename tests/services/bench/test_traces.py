@@ -1,0 +1,171 @@
+"""Each trace format from a tiny file; every wrong file is refused with its name and line."""
+
+from __future__ import annotations
+
+import gzip
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cohort.common.errors import ConfigError
+from cohort.services.bench.datasets import DatasetRow, read_dataset
+from cohort.services.bench.traces import TraceRow, read_trace
+
+MOONCAKE = """\
+{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48]}
+{"timestamp": 30535, "input_length": 6472, "output_length": 26, "hash_ids": [46, 47, 2353]}
+"""
+AZURE = """\
+TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:17:03.9799600,4808,10
+2023-11-16 18:17:04.0319600,3180,8
+"""
+BURSTGPT = """\
+Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,a1,2.5,ChatGPT,472,18,490,Conversation log
+45,,3,GPT-4,1087,0,1087,Conversation log
+118,a1,4,GPT-4,417,276,693,API log
+"""
+COHORT = """\
+arrival_s,prompt_tokens,output_tokens,hash_ids,session
+0,6758,500,0 1 2,
+1.5,36,29,,7
+"""
+
+
+def write(folder: Path, text: str, name: str = "trace") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_mooncake(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path, MOONCAKE))
+    assert trace.format == "mooncake"
+    assert [replace(row, arrival_s=None) for row in trace.rows] == [
+        TraceRow(None, 6955, 52, (46, 47, 48)), TraceRow(None, 6472, 26, (46, 47, 2353)),
+    ]
+    assert trace.arrival_s == pytest.approx([0.0, 3.053])
+
+
+def test_azure(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path, AZURE))
+    assert trace.format == "azure"
+    assert [replace(row, arrival_s=None) for row in trace.rows] == [TraceRow(None, 4808, 10), TraceRow(None, 3180, 8)]
+    assert trace.arrival_s == pytest.approx([0.0, 0.052], abs=1e-4)
+
+
+def test_azure_with_zone(tmp_path: Path) -> None:
+    """The 2024 traces write the zone."""
+    text = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+        f"2024-05-10 00:00:0{i}.250000+00:00,10,{i + 1}\n" for i in range(2)
+    )
+    assert read_trace(write(tmp_path, text)).arrival_s == [0.0, 1.0]
+
+
+def test_burstgpt_leaves_out_failed_requests(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path, BURSTGPT))
+    assert trace.format == "burstgpt"
+    assert trace.skipped_rows == 1
+    assert trace.rows == (TraceRow(0.0, 472, 18, session="a1"), TraceRow(113.0, 417, 276, session="a1"))
+
+
+def test_burstgpt_without_sessions(tmp_path: Path) -> None:
+    text = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,GPT-4,472,18,490,API log\n"
+    assert read_trace(write(tmp_path, text)).rows == (TraceRow(0.0, 472, 18),)
+
+
+def test_normalised(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path, COHORT))
+    assert trace.format == "cohort"
+    assert trace.rows == (TraceRow(0.0, 6758, 500, (0, 1, 2)), TraceRow(1.5, 36, 29, (), "7"))
+    assert trace.arrival_s == [0.0, 1.5]
+
+
+def test_gzip_is_recognised_by_content(tmp_path: Path) -> None:
+    path = tmp_path / "no-suffix"
+    path.write_bytes(gzip.compress(COHORT.encode()))
+    assert len(read_trace(path).rows) == 2
+
+
+def test_length_list_has_no_times(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path, "arrival_s,prompt_tokens,output_tokens\n,42,285\n,19,82\n"))
+    assert trace.arrival_s is None
+    assert [row.prompt_tokens for row in trace.rows] == [42, 19]
+
+
+def test_rows_are_put_in_order_of_arrival(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path, "arrival_s,prompt_tokens,output_tokens\n9,1,1\n5,2,2\n9,3,3\n"))
+    assert [(row.arrival_s, row.prompt_tokens) for row in trace.rows] == [(0.0, 2), (4.0, 1), (4.0, 3)]
+
+
+def test_limit_counts_usable_rows(tmp_path: Path) -> None:
+    assert [row.output_tokens for row in read_trace(write(tmp_path, BURSTGPT), limit=2).rows] == [18, 276]
+    assert len(read_trace(write(tmp_path, MOONCAKE), limit=1).rows) == 1
+
+
+@pytest.mark.parametrize(("text", "line", "reason"), [
+    (MOONCAKE + '{"timestamp": 1}\n', 3, "input_length"),
+    (MOONCAKE + "oops\n", 3, "Mooncake"),
+    (AZURE + "not a time,1,2\n", 4, "not a time"),
+    (AZURE + "2023-11-16 18:17:05,x,2\n", 4, "ContextTokens"),
+    (AZURE + "2023-11-16 18:17:05,1\n", 4, "2 of 3 columns"),
+    (BURSTGPT + "200,,1,GPT-4,1.5,2,3,API log\n", 5, "whole number"),
+    (COHORT + "2,-4,2,,\n", 4, "negative"),
+    (COHORT + "2,4,2,0 x,\n", 4, "'x'"),
+    (COHORT + "nan,4,2,,\n", 4, "nan"),
+    (COHORT + ",4,2,,\n", 4, "arrival"),
+    ("a,b\n1,2\n", 1, "not a known trace"),
+    ("\n", 1, "empty"),
+])
+def test_wrong_rows_are_named(tmp_path: Path, text: str, line: int, reason: str) -> None:
+    path = write(tmp_path, text, "bad.csv")
+    with pytest.raises(ConfigError) as caught:
+        read_trace(path)
+    assert str(caught.value).startswith(f"{path}:{line}: ")
+    assert reason in str(caught.value)
+
+
+def test_a_named_format_must_fit(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="an azure trace needs the columns ContextTokens, Generat"):
+        read_trace(write(tmp_path, COHORT), "azure")
+
+
+@pytest.mark.parametrize("content", [
+    gzip.compress(COHORT.encode())[:-9], b"\x1f\x8b garbage", b"\xff\xfe\x00binary",
+    b"arrival_s,prompt_tokens,output_tokens\n",
+])
+def test_unreadable_files_are_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"bad\.csv"):
+        read_trace(path)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.csv: cannot be read"):
+        read_trace(tmp_path / "absent.csv")
+
+
+def test_dataset_fields(tmp_path: Path) -> None:
+    path = write(tmp_path, "\n".join((
+        '{"prompt": "a"}',
+        '{"instruction": "b", "input": "c", "ref_output_tokens_approx": 9}',
+        '{"turns": ["d", "later"], "category": "writing", "ref_output_tokens_approx": [4, 8]}',
+        '{"messages": [{"role": "system", "content": "e"}, {"role": "user", "content": "f"}], "output_tokens": 3}',
+    )))
+    assert read_dataset(path) == (
+        DatasetRow((("user", "a"),)),
+        DatasetRow((("user", "b\n\nc"),), 9),
+        DatasetRow((("user", "d"),), 4, "writing"),
+        DatasetRow((("system", "e"), ("user", "f")), 3),
+    )
+    assert len(read_dataset(path, limit=2)) == 2
+
+
+@pytest.mark.parametrize("bad", ["{", '{"answer": "x"}', '{"prompt": ""}', '{"prompt": 5}', '{"turns": []}'])
+def test_wrong_dataset_rows_are_named(tmp_path: Path, bad: str) -> None:
+    path = write(tmp_path, '{"prompt": "fine"}\n' + bad, "prompts.jsonl")
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl:2: not a prompt"):
+        read_dataset(path)

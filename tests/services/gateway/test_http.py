@@ -1,0 +1,189 @@
+"""Everything around generation: probes, keys, errors, and whatever bytes a stranger sends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import cohort
+from cohort.common.errors import ConfigError
+from cohort.services.gateway.middleware import resolve_keys
+from tests.services.gateway.conftest import OpenSite, Site
+
+ASK = {"prompt": "x", "max_tokens": 4}
+
+
+async def test_probes(site: Site) -> None:
+    assert await site.get("/health") == (200, {"status": "ok"})
+    assert await site.get("/ready") == (200, {"ready": True})
+    status, body = await site.get("/version")
+    assert (status, body["version"], body["preset"]) == (200, cohort.__version__, "cohort")
+
+
+async def test_models(site: Site) -> None:
+    status, body = await site.get("/v1/models")
+    assert (status, body["object"]) == (200, "list")
+    [model] = body["data"]
+    assert set(model) == {"id", "object", "created", "owned_by", "root", "parent", "max_model_len"}
+    assert (model["id"], model["object"], model["max_model_len"], model["parent"]) == ("tiny", "model", 512, None)
+    assert await site.get("/v1/models/tiny") == (200, model)
+    assert await site.get("/v1/models" + model["root"]) == (200, model)  # a tokenizer loads from there
+    assert (await site.get("/v1/models/gpt-9"))[0] == 404
+
+
+async def test_workers_with_less_room_bound_the_context(open_site: OpenSite) -> None:
+    async with open_site() as site:
+        site.manager.load = msgspec.structs.replace(site.manager.load, max_model_len=64)
+        await asyncio.sleep(0.2)
+        assert (await site.get("/v1/models"))[1]["data"][0]["max_model_len"] == 64
+        status, body = await site.post("/v1/completions", {"prompt": [5] * 60, "max_tokens": 8})
+        assert (status, "64 tokens" in body["error"]["message"]) == (400, True)
+
+
+async def test_metrics_are_prometheus_text(site: Site) -> None:
+    await site.post("/v1/completions", ASK)
+    async with site.session.get(site.url + "/metrics") as response:
+        text = await response.text()
+        assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+    for line in (
+        'cohort_request_success_total{class="rt",finished_reason="length",instance="gateway",model_name="tiny"} 1.0',
+        'cohort_generation_tokens_total{class="rt",instance="gateway",model_name="tiny"} 4.0',
+        'cohort_time_to_first_token_seconds_count{class="rt",instance="gateway",model_name="tiny"} 1.0',
+        'cohort_inter_token_latency_seconds_count{class="rt",instance="gateway",model_name="tiny"} 3.0',
+        'cohort_ttft_stage_seconds_count{class="rt",instance="gateway",model_name="tiny",stage="prefill"} 1.0',
+        'cohort_slo_requests_total{class="rt",instance="gateway",model_name="tiny",objective="ttft",outcome="met"} 1.0',
+    ):
+        assert line in text
+    figures = site.context.figures()
+    assert (figures["finished_total"], figures["generation_tokens_total"], figures["open_streams"]) == (1, 4, 0)
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [
+    ("GET", "/nothing", 404), ("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("POST", "/health", 405),
+    ("DELETE", "/v1/chat/completions", 405), ("POST", "/v1/embeddings", 404), ("GET", "/%ff", 404),
+])
+async def test_wrong_addresses_are_json_errors(site: Site, method: str, path: str, status: int) -> None:
+    async with site.session.request(method, site.url + path) as response:
+        assert (response.status, response.content_type) == (status, "application/json")
+        error = (await response.json())["error"]
+        assert set(error) == {"message", "type", "param", "code"} and error["code"] == status
+        assert ("Allow" in response.headers) == (status == 405)
+        assert response.headers["x-request-id"]
+
+
+async def test_a_body_too_large_is_413(open_site: OpenSite) -> None:
+    async with open_site(max_body_bytes=1000) as site:
+        status, body = await site.post("/v1/completions", {"prompt": "x" * 2000})
+        assert (status, body["error"]["code"], "1000" in body["error"]["message"]) == (413, 413, True)
+
+
+async def test_compressed_rubbish_is_the_clients_error(site: Site) -> None:
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    async with site.session.post(site.url + "/v1/completions", data=b"no gzip", headers=headers) as response:
+        assert response.status == 400
+
+
+async def test_any_content_type_will_do(site: Site) -> None:
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl says when told nothing
+    data = json.dumps(ASK).encode()
+    async with site.session.post(site.url + "/v1/completions", data=data, headers=headers) as response:
+        assert response.status == 200
+
+
+async def test_keys(open_site: OpenSite, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THE_KEY", "from-env")
+    async with open_site(api_keys=("plain", "env:THE_KEY")) as site:
+        for key, status in (("plain", 200), ("from-env", 200), ("env:THE_KEY", 401), ("wrong", 401), ("", 401)):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert (await site.post("/v1/completions", ASK, headers=headers))[0] == status
+        async with site.session.post(site.url + "/v1/completions", json=ASK) as response:
+            assert (response.status, response.headers["WWW-Authenticate"]) == (401, "Bearer")
+            assert set((await response.json())["error"]) == {"message", "type", "param", "code"}
+        assert (await site.post("/v1/completions", ASK, headers={"Authorization": "Basic plain"}))[0] == 401
+        assert (await site.get("/v1/models"))[0] == 401
+        for path in ("/health", "/ready", "/version"):
+            assert (await site.get(path))[0] == 200
+
+
+def test_a_key_that_is_missing_is_named_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"api_keys\[1\].*NO_SUCH_KEY"):
+        resolve_keys(("a", "env:NO_SUCH_KEY"))
+    with pytest.raises(ConfigError, match=r"api_keys\[0\]"):
+        resolve_keys(("",))
+
+
+@pytest.mark.parametrize("given", ["", "x" * 300, "caf\u00e9"])
+async def test_request_ids_that_cannot_be_echoed_are_replaced(site: Site, given: str) -> None:
+    async with site.session.get(site.url + "/health", headers={"x-request-id": given}) as response:
+        assert response.status == 200
+        assert response.headers["x-request-id"] not in ("", given)
+
+
+async def test_a_defect_of_ours_is_a_plain_500(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("secret detail")
+
+    monkeypatch.setattr(site.gateway._api, "_accept", broken)
+    status, body = await site.post("/v1/completions", ASK)
+    assert (status, body["error"]["code"], "secret" in body["error"]["message"]) == (500, 500, False)
+
+
+async def test_a_taken_port_is_named(site: Site, open_site: OpenSite) -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.port"):
+        async with open_site(port=site.gateway.port):
+            pass
+
+
+async def test_nodelay_is_set(site: Site) -> None:
+    import socket
+
+    seen = []
+    original = site.gateway._api._accept
+
+    async def spy(request: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(request.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        return await original(request, *args, **kwargs)
+
+    site.gateway._api._accept = spy  # type: ignore[method-assign]
+    await site.post("/v1/completions", ASK)
+    assert seen[0] != 0
+
+
+PIECES = st.sampled_from([
+    b'{"prompt":', b'"x"', b"[1,2]", b"[[1],[2]]", b',"max_tokens":', b"3", b"-1", b"1e400", b',"stream":', b"true",
+    b"null", b',"messages":', b'[{"role":"user","content":"x"}]', b"}", b"{", b',"stop":', b'""', b',"n":', b"2",
+    b',"logit_bias":', b'{"1":2}', b',"cohort":', b'"\\udc80"', b"\xff", b',"temperature":', b',"logprobs":',
+    b',"seed":',
+])
+
+
+async def test_no_bytes_make_a_500(site: Site) -> None:
+    """Hypothesis on the live handler: each example is one real HTTP request."""
+    loop = asyncio.get_running_loop()
+
+    async def ask(path: str, data: bytes, headers: dict[str, str]) -> int:
+        async with site.session.post(site.url + path, data=data, headers=headers) as response:
+            await response.read()
+            return response.status
+
+    @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        path=st.sampled_from(["/v1/completions", "/v1/chat/completions"]),
+        data=st.lists(PIECES, max_size=12).map(b"".join) | st.binary(max_size=60),
+        headers=st.dictionaries(
+            st.sampled_from(["x-cohort-class", "x-request-id", "Authorization", "x-cohort-tpot-slo-ms"]),
+            st.text(st.characters(codec="latin-1", exclude_categories=["Cc"]), max_size=10), max_size=2,
+        ),
+    )
+    def fuzz(path: str, data: bytes, headers: dict[str, str]) -> None:
+        status = asyncio.run_coroutine_threadsafe(ask(path, data, headers), loop).result(10)
+        assert status in (200, 400, 404)
+
+    await asyncio.to_thread(fuzz)

@@ -1,0 +1,70 @@
+"""The openai package's own client against a live port."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.services.gateway.conftest import ANSWER, OpenSite, Site
+
+openai = pytest.importorskip("openai")
+
+
+@pytest.fixture
+async def keyed(open_site: OpenSite) -> AsyncIterator[Site]:
+    async with open_site(api_keys=("sk-1",)) as site:
+        yield site
+
+
+@pytest.fixture
+async def client(keyed: Site) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=keyed.url + "/v1", api_key="sk-1", max_retries=0) as client:
+        yield client
+
+
+async def test_chat(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "Hi"}], logprobs=True, top_logprobs=2, seed=1
+    )
+    assert answer.choices[0].message.content == ANSWER
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].logprobs.content[0].token == "The"
+    assert answer.usage.prompt_tokens_details.cached_tokens == 1
+    assert answer.model_extra["cohort"]["requests"][0]["attempts"] == 1
+
+
+async def test_chat_stream(client: openai.AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage.completion_tokens > 5
+
+
+async def test_completions_stream_and_not(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=100, logprobs=1)
+    assert [choice.text for choice in answer.choices] == [ANSWER, ANSWER]
+    stream = await client.completions.create(model="tiny", prompt=[5, 6], max_tokens=100, stream=True)
+    assert "".join([chunk.choices[0].text async for chunk in stream]) == ANSWER
+
+
+async def test_models(client: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == ["tiny"]
+    assert (await client.models.retrieve("tiny")).id == "tiny"
+
+
+async def test_errors_are_the_packages_own(keyed: Site, client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        await client.completions.create(model="gpt-9", prompt="x")
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.completions.create(model="tiny", prompt="x", temperature=9)
+    assert caught.value.param == "temperature"
+    with pytest.raises(openai.AuthenticationError):
+        await client.with_options(api_key="wrong").models.list()
+    keyed.context.stopping.set()
+    with pytest.raises(openai.InternalServerError):
+        await client.completions.create(model="tiny", prompt="x")

@@ -1,0 +1,139 @@
+"""Who is up, who failed, who left: the whole life of a process, step by step under a clock of our own."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cohort.common.messages import Farewell, Heartbeat
+from cohort.services.global_monitor.aggregate import MAX_INSTANCES, Cluster, Event, Status
+
+
+def beat(
+    instance: str = "decode-0", role: str = "decode_worker", incarnation: int = 1, ready: bool = True, **figures: float
+) -> Heartbeat:
+    return Heartbeat(instance, role, incarnation, 4711, ready, "", figures)
+
+
+def cluster() -> Cluster:
+    return Cluster(silence_s=3.0, history_s=900.0)
+
+
+def test_a_process_appears_falls_silent_and_comes_back() -> None:
+    watched = cluster()
+    assert watched.heard(0.0, beat()) == [Event(0.0, "decode-0", "appeared")]
+    assert watched.heard(1.0, beat()) == []
+    assert watched.tick(4.0) == []  # exactly silence_s: still up
+    assert watched.tick(4.1) == [Event(4.1, "decode-0", "down")]
+    assert watched.tick(9.0) == []
+    process = watched.processes["decode-0"]
+    assert (process.status, process.ready, process.since_s) == (Status.DOWN, False, 4.1)
+    assert watched.heard(10.0, beat()) == [Event(10.0, "decode-0", "back")]
+    assert (process.status, process.ready, process.restarts) == (Status.UP, True, 0)
+    assert [event.what for event in watched.events] == ["appeared", "down", "back"]
+
+
+def test_a_new_incarnation_without_farewell_is_a_restart_even_without_silence() -> None:
+    watched = cluster()
+    watched.heard(0.0, beat(incarnation=1))
+    assert watched.heard(0.5, beat(incarnation=2)) == [Event(0.5, "decode-0", "restarted")]
+    assert watched.processes["decode-0"].restarts == 1
+
+
+def test_a_farewell_is_no_failure_and_coming_back_no_restart() -> None:
+    watched = cluster()
+    watched.heard(0.0, beat(incarnation=1))
+    assert watched.left(1.0, Farewell("decode-0", 1)) == [Event(1.0, "decode-0", "left")]
+    assert watched.tick(100.0) == []
+    assert watched.heard(100.0, beat(incarnation=1)) == []  # was still under way
+    assert watched.processes["decode-0"].status is Status.LEFT
+    assert watched.heard(101.0, beat(incarnation=2)) == [Event(101.0, "decode-0", "back")]
+    assert watched.processes["decode-0"].restarts == 0
+
+
+def test_words_of_a_replaced_process_are_ignored() -> None:
+    watched = cluster()
+    watched.heard(0.0, beat(incarnation=5, running=1))
+    assert watched.heard(1.0, beat(incarnation=4, running=9)) == []
+    assert watched.left(1.0, Farewell("decode-0", 4)) == []
+    process = watched.processes["decode-0"]
+    assert (process.incarnation, process.figures, process.status) == (5, {"running": 1}, Status.UP)
+
+
+def test_a_farewell_of_a_stranger_is_ignored() -> None:
+    watched = cluster()
+    assert watched.left(0.0, Farewell("nobody", 1)) == []
+    assert watched.processes == {}
+
+
+def test_the_long_gone_are_forgotten_and_the_living_are_not() -> None:
+    watched = Cluster(silence_s=3.0, history_s=60.0)
+    watched.heard(0.0, beat("decode-0"))
+    watched.heard(0.0, beat("decode-1"))
+    for now_s in range(1, 120):
+        watched.heard(float(now_s), beat("decode-1"))
+        watched.tick(float(now_s))
+    assert set(watched.processes) == {"decode-1"}
+
+
+def test_the_number_of_processes_is_bounded() -> None:
+    watched = cluster()
+    for index in range(MAX_INSTANCES + 5):
+        watched.heard(0.0, beat(f"decode-{index}"))
+    assert len(watched.processes) == MAX_INSTANCES
+
+
+def test_what_the_manager_is_told() -> None:
+    watched = cluster()
+    watched.heard(0.0, beat("decode-0", running=2))
+    watched.heard(2.0, beat("prefill-0", "prefill_worker", running=1))
+    watched.tick(4.0)
+    told = watched.figures_for_manager(4.0)
+    assert [(i.instance, i.role, i.age_s, i.alive, i.figures) for i in told.instances] == [
+        ("decode-0", "decode_worker", 4.0, False, {"running": 2}),
+        ("prefill-0", "prefill_worker", 2.0, True, {"running": 1}),
+    ]
+
+
+def test_samples_show_rates_and_cache_use() -> None:
+    watched = cluster()
+    watched.tick(0.0)
+    watched.heard(0.0, beat("gateway", "gateway", requests_total=0))
+    watched.heard(0.0, beat("decode-0", kv_total_blocks=100, kv_free_blocks=75))
+    watched.heard(1.5, beat("gateway", "gateway", requests_total=6, generation_tokens_total=300, requests_running=4))
+    watched.tick(2.0)
+    (sample,) = watched.samples
+    assert (sample.arrivals_per_s, sample.output_tokens_per_s) == (3.0, 150.0)
+    assert (sample.requests_running, sample.kv_used) == (4, 0.25)
+
+
+def test_samples_are_bounded_by_the_history() -> None:
+    watched = Cluster(silence_s=3.0, history_s=10.0)
+    for now_s in range(100):
+        watched.tick(float(now_s))
+    assert len(watched.samples) == 10
+
+
+@given(st.lists(st.tuples(
+    st.sampled_from(["beat", "farewell", "tick"]), st.sampled_from(["a", "b"]), st.integers(1, 4),
+    st.floats(0.0, 5.0),
+), max_size=60))
+def test_any_history_leaves_a_consistent_state(history: list[tuple[str, str, int, float]]) -> None:
+    watched, now_s = cluster(), 0.0
+    newest: dict[str, int] = {}
+    for action, instance, incarnation, passed_s in history:
+        now_s += passed_s
+        match action:
+            case "beat":
+                watched.heard(now_s, beat(instance, incarnation=incarnation))
+                newest[instance] = max(newest.get(instance, 0), incarnation)
+            case "farewell":
+                watched.left(now_s, Farewell(instance, incarnation))
+            case _:
+                watched.tick(now_s)
+                assert all(p.age_s(now_s) <= 3.0 for p in watched.up())
+        for process in watched.processes.values():
+            assert process.incarnation == newest[process.instance]
+            assert process.since_s <= now_s
+            assert process.status is Status.UP or not process.ready
+            assert process.restarts < process.incarnation

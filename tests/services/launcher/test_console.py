@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from cohort.services.launcher.console import Console, Line, State, readable_warning
+from cohort.services.launcher.log_follower import LogFollower
+
+
+def event(level: str, **more: str) -> str:
+    return json.dumps({"level": level, "event": "queue full", "instance": "gateway", "timestamp": "t", **more})
+
+
+def test_only_warnings_and_worse_are_shown():
+    assert readable_warning(event("info")) == ""
+    assert readable_warning("plain text, no JSON") == ""
+    assert readable_warning("[1, 2]") == ""
+    assert readable_warning(event("warning", peer="manager")) == "warning: queue full peer=manager"
+    failure = event("error", exception="Traceback\n  …\nOSError: gone")
+    assert readable_warning(failure) == "error: queue full OSError: gone"
+
+
+def test_without_a_terminal_every_change_is_a_line(capsys):
+    console = Console([Line("gateway", 8000, Path("/logs/gateway.log"))], terminal=False)
+    console.start()
+    console.update("gateway", State.STARTING, pid=7)
+    console.update("gateway", State.STARTING, pid=7)
+    console.update("gateway", State.READY)
+    console.say("[not markup] {neither}")
+    assert capsys.readouterr().out.splitlines() == [
+        "gateway      starting   pid 7       port 8000  /logs/gateway.log",
+        "gateway      ready      pid 7       port 8000  /logs/gateway.log",
+        "[not markup] {neither}",
+    ]
+
+
+def test_a_log_is_followed_over_cuts_and_partial_lines(tmp_path: Path):
+    log = tmp_path / "x.log"
+    follower = LogFollower(log)
+    assert follower.new_lines() == []
+    log.write_text("one\ntw")
+    assert follower.new_lines() == ["one"]
+    with log.open("a") as file:
+        file.write("o\nthree\n")
+    assert follower.new_lines() == ["two", "three"]
+    log.write_text("cut\n")
+    assert follower.new_lines() == ["cut"]

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from cohort.common.config import load_config
+from cohort.common.errors import ConfigError
+from cohort.services.launcher.options import add_arguments, keys_of, overrides_of
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_nothing_given_overrides_nothing():
+    assert overrides_of(parse(), set()) == {}
+
+
+def test_the_port_takes_monitor_and_metrics_along():
+    assert overrides_of(parse("--port", "9000"), set()) == {
+        "gateway": {"port": 9000}, "monitor": {"port": 9001}, "metrics": {"base_port": 9010},
+    }  # fmt: skip
+    assert overrides_of(parse("--port", "0"), set()) == {
+        "gateway": {"port": 0}, "monitor": {"port": 0}, "metrics": {"base_port": 0},
+    }  # fmt: skip
+
+
+def test_ports_that_somebody_set_stay():
+    assert overrides_of(parse("--port", "9000", "--set", "metrics.base_port=7000"), {"monitor.port"}) == {
+        "gateway": {"port": 9000}, "metrics": {"base_port": 7000},
+    }  # fmt: skip
+
+
+def test_options_reach_the_configuration():
+    options = parse("--model", "/m", "--served-name", "x", "--host", "0.0.0.0", "--set", "kv.block_size=32",
+                    "--set", "gateway.api_keys=[a, b]")  # fmt: skip
+    config = load_config(overrides=overrides_of(options, set()))
+    assert (config.model.path, config.model.served_name, config.gateway.host) == ("/m", "x", "0.0.0.0")
+    assert config.kv.block_size == 32
+    assert config.gateway.api_keys == ("a", "b")
+
+
+@pytest.mark.parametrize("assignment", ["kv.block_size", "=3", "kv.block_size={"])
+def test_a_wrong_assignment_is_named(assignment):
+    with pytest.raises(ConfigError, match="--set"):
+        overrides_of(parse("--set", assignment), set())
+
+
+def test_an_unknown_option_is_named_with_a_hint():
+    with pytest.raises(ConfigError, match=r"kv\.blok_size.*block_size"):
+        load_config(overrides=overrides_of(parse("--set", "kv.blok_size=32"), set()))
+
+
+def test_keys_that_files_set(tmp_path: Path):
+    file = tmp_path / "a.yaml"
+    file.write_text("monitor: {port: 1}\nname: x\n")
+    broken = tmp_path / "b.yaml"
+    broken.write_text("{")
+    assert keys_of([file, broken, tmp_path / "absent.yaml"]) == {"monitor.port", "name"}

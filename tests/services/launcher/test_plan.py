@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cohort.common.config import Config, EngineConfig, GatewayConfig, MetricsConfig, MonitorConfig, WorkerGroup
+from cohort.common.service import metrics_port
+from cohort.common.types import Role
+from cohort.services.launcher.plan import StopStage, http_base, plan, resolve
+
+
+def never() -> int:
+    raise AssertionError("no port was asked to be chosen")
+
+
+def test_the_default_is_six_processes_with_a_port_each():
+    plans = plan(Config())
+    assert [(p.instance, p.folder, p.port) for p in plans] == [
+        ("gateway", "gateway", 8000),
+        ("predictor", "length_predictor", 8010),
+        ("manager", "bucketing_manager", 8011),
+        ("monitor", "global_monitor", 8001),
+        ("prefill-0", "prefill_worker", 8012),
+        ("decode-0", "decode_worker", 8013),
+    ]
+    assert [p.instance for p in plans if p.stage is StopStage.GATEWAY] == ["gateway"]
+    assert [p.instance for p in plans if p.stage is StopStage.WORKERS] == ["prefill-0", "decode-0"]
+
+
+def test_ports_agree_with_what_the_processes_choose_by_themselves():
+    config = Config(workers=(WorkerGroup(Role.PREFILL, 2), WorkerGroup(Role.DECODE), WorkerGroup(Role.UNIFIED)))
+    for process in plan(config):
+        if process.passes_metrics_port:
+            assert process.port == metrics_port(config, process.folder, process.instance)
+
+
+def test_a_unified_worker_runs_the_prefill_program():
+    workers = [p for p in plan(Config(workers=(WorkerGroup(Role.UNIFIED),))) if p.stage is StopStage.WORKERS]
+    assert [(p.instance, p.folder) for p in workers] == [("unified-0", "prefill_worker")]
+
+
+def test_the_command_is_what_a_person_would_type():
+    predictor = plan(Config())[1]
+    assert predictor.command("python", Path("/r/resolved.yaml"), Path("/r")) == [
+        "python", "-P", "-m", "cohort.services.length_predictor", "--config", "/r/resolved.yaml",
+        "--instance", "predictor", "--run-dir", "/r", "--metrics-port", "8010",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("groups", "engine_threads", "cores", "expected"),
+    [
+        ((WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE)), 0, 8, [4, 4]),
+        ((WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE)), 0, 1, [1, 1]),
+        ((WorkerGroup(Role.PREFILL, 2, 3), WorkerGroup(Role.DECODE)), 0, 9, [3, 3, 3]),
+        ((WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE, 1, 1)), 2, 8, [2, 1]),
+    ],
+)
+def test_threads_are_settled_for_everyone(groups, engine_threads, cores, expected):
+    config = Config(workers=groups, engine=EngineConfig(threads=engine_threads))
+    settled = resolve(config, model=Path("/m"), cores=cores, free_port=never)
+    workers = [p for p in plan(settled) if p.stage is StopStage.WORKERS]
+    assert [int(p.environment["OMP_NUM_THREADS"]) for p in workers] == expected
+    assert settled.model.path == "/m"
+
+
+def test_ports_given_as_zero_are_settled():
+    config = Config(gateway=GatewayConfig(port=0), monitor=MonitorConfig(port=0), metrics=MetricsConfig(base_port=0))
+    settled = resolve(config, model=Path("/m"), cores=2, free_port=lambda: 40_000)
+    assert (settled.gateway.port, settled.monitor.port, settled.metrics.base_port) == (40_000, 40_001, 40_010)
+
+
+def test_where_a_server_on_all_interfaces_is_reached():
+    assert http_base("0.0.0.0", 80) == "http://127.0.0.1:80"
+    assert http_base("10.0.0.7", 80) == "http://10.0.0.7:80"

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import resource
+import socket
+from pathlib import Path
+
+import pytest
+
+from cohort.common.config import Config, GatewayConfig, MetricsConfig, MonitorConfig
+from cohort.common.errors import ConfigError, ModelError
+from cohort.services.launcher import preflight
+from cohort.services.launcher.plan import plan
+
+
+def model_folder(folder: Path) -> Path:
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").touch()
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_a_model_folder_passes(tmp_path: Path):
+    preflight.check_model(model_folder(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("removed", "complaint"),
+    [("config.json", "no config.json"), ("model.safetensors", "no weights"), ("tokenizer.json", "no tokenizer")],
+)
+def test_what_is_missing_is_named(tmp_path: Path, removed: str, complaint: str):
+    (model_folder(tmp_path) / removed).unlink()
+    with pytest.raises(ModelError, match=complaint):
+        preflight.check_model(tmp_path)
+
+
+def test_a_folder_that_is_not_there_and_a_gguf_file(tmp_path: Path):
+    with pytest.raises(ModelError, match="no such folder"):
+        preflight.check_model(tmp_path / "absent")
+    gguf = tmp_path / "x.gguf"
+    gguf.touch()
+    with pytest.raises(ModelError, match=r"default_model --gguf .*x\.gguf"):
+        preflight.check_model(gguf)
+
+
+def config_on(block: int) -> Config:
+    return Config(
+        gateway=GatewayConfig(port=block),
+        monitor=MonitorConfig(port=block + 1),
+        metrics=MetricsConfig(base_port=block + 10),
+    )
+
+
+def test_free_ports_pass_and_a_taken_one_is_named_with_its_owner():
+    block = preflight.free_port()
+    plans = plan(config_on(block))
+    preflight.check_ports(plans)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", block + 11))
+        taken.listen()
+        with pytest.raises(ConfigError, match=rf"manager: port {block + 11} .* taken .*metrics\.base_port"):
+            preflight.check_ports(plans)
+
+
+def test_one_port_for_two_is_an_error():
+    with pytest.raises(ConfigError, match="meant for both gateway and monitor"):
+        preflight.check_ports(plan(Config(gateway=GatewayConfig(port=8001))))
+
+
+def test_an_address_of_another_machine():
+    assert "cannot listen on 192.0.2.1:1" in preflight.port_problem("192.0.2.1", 18_000)
+
+
+def test_the_open_file_limit_is_raised_within_the_hard_one():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        preflight.raise_open_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(65_536, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_cores_are_at_least_one():
+    assert preflight.usable_cores() >= 1

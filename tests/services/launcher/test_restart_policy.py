@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from cohort.services.launcher.restart_policy import GiveUp, Restart, RestartPolicy, exit_reason
+
+
+def ready_policy(now_s: float) -> RestartPolicy:
+    policy = RestartPolicy()
+    policy.started()
+    policy.became_ready(now_s)
+    return policy
+
+
+def test_delays_double_up_to_five_seconds():
+    policy = ready_policy(0.0)
+    decisions = [policy.ended(1.0, 1) for _ in range(7)]
+    assert decisions == [Restart(delay_s, "exit code 1") for delay_s in (0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0)]
+
+
+def test_thirty_healthy_seconds_reset_the_delay():
+    policy = ready_policy(0.0)
+    for _ in range(4):
+        policy.ended(1.0, 1)
+    policy.started()
+    policy.became_ready(10.0)
+    assert policy.ended(39.9, 1) == Restart(3.2, "exit code 1")
+    policy.started()
+    policy.became_ready(50.0)
+    assert policy.ended(80.0, 1) == Restart(0.2, "exit code 1")
+
+
+def test_five_ends_before_it_was_ever_ready():
+    policy = RestartPolicy()
+    decisions = [policy.ended(float(second), 1) for second in range(5)]
+    assert all(isinstance(decision, Restart) for decision in decisions[:4])
+    assert decisions[4] == GiveUp("exit code 1: it never became ready in 5 attempts")
+
+
+def test_a_configuration_error_is_not_repeated():
+    assert RestartPolicy().ended(0.0, 2) == GiveUp("exit code 2: its configuration is wrong")
+
+
+def test_a_process_that_worked_once_is_never_given_up():
+    policy = ready_policy(0.0)
+    assert all(isinstance(policy.ended(1.0, 2), Restart) for _ in range(50))
+
+
+def test_reasons_in_words():
+    assert exit_reason(3) == "exit code 3"
+    assert exit_reason(-11) == "killed by SIGSEGV"
+    assert exit_reason(-9).startswith("killed by SIGKILL (")
+    assert exit_reason(-500) == "killed by signal 500"

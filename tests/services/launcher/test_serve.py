@@ -1,0 +1,138 @@
+"""`cohort serve` with the real processes and a real model: once through its life, and its death."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cohort.common.paths import cache_dir, default_model_dir
+from cohort.services.launcher.preflight import free_port
+from cohort.services.launcher.run_files import LauncherState, RunFiles
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+
+SMALL = ["--set", "kv.cpu_memory_bytes=67108864", "--set", "kv.host_memory_bytes=0"]
+
+
+class Serve:
+    """The command, with a cache folder of its own."""
+
+    def __init__(self, cache: Path, model: Path) -> None:
+        self.port = free_port()
+        self.files = RunFiles(cache / "run" / str(self.port))
+        self._model = model
+        self._environment = {**os.environ, "COHORT_CACHE_DIR": str(cache)}
+        kernels = cache_dir() / "kernels"
+        kernels.mkdir(parents=True, exist_ok=True)
+        (cache / "kernels").symlink_to(kernels)  # compiled once per machine, not once per test
+
+    def __call__(self, *options: str, model: Path | None = None) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-P", "-m", "cohort.services.launcher", "--port", str(self.port), *options]
+        if not {"--stop", "--status"} & set(options):
+            command += ["--model", str(model or self._model), *SMALL]
+        return subprocess.run(
+            command, env=self._environment, capture_output=True, text=True, timeout=180, check=False, cwd="/"
+        )
+
+    @property
+    def state(self) -> LauncherState:
+        state = self.files.state()
+        assert state is not None
+        return state
+
+    def complete(self) -> str:
+        body = {"model": "served", "prompt": "The sea is", "max_tokens": 5, "temperature": 0}
+        url = f"http://127.0.0.1:{self.port}/v1/completions"
+        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text: str = json.loads(answer.read())["choices"][0]["text"]
+            return text
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    model = Path(os.environ.get("COHORT_TEST_MODEL") or default_model_dir())
+    if not (model / "config.json").exists():
+        pytest.skip(f"no model in {model}: run scripts/setup, or set COHORT_TEST_MODEL")
+    made = Serve(tmp_path, model)
+    yield made
+    state = made.files.state()
+    if state is not None:
+        state.launcher.send(signal.SIGKILL)
+        for mark in state.processes.values():
+            mark.wait_gone(10.0)
+
+
+def test_a_pipeline_from_start_to_stop(serve: Serve):
+    started = serve("--detach", "--served-name", "served")
+    assert started.returncode == 0, started.stdout + started.stderr
+    for instance in ("gateway", "predictor", "manager", "monitor", "prefill-0", "decode-0"):
+        assert any(line.startswith(instance) and " ready " in line for line in started.stdout.splitlines()), instance
+    assert f"http://127.0.0.1:{serve.port}" in started.stdout
+    curl = next(line for line in started.stdout.splitlines() if "curl" in line).partition("try")[2]
+    answer = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, timeout=60, check=False)
+    assert json.loads(answer.stdout)["choices"], answer.stderr
+
+    again = serve("--detach")
+    assert again.returncode == 2
+    assert "already running" in again.stderr
+    assert serve("--status").returncode == 0
+
+    os.kill(serve.state.processes["decode-0"].pid, signal.SIGKILL)
+    assert serve.complete()
+
+    marks = serve.state.processes
+    assert serve("--stop").returncode == 0
+    assert not any(mark.alive for mark in marks.values())
+    assert list(serve.files.folder.glob("*.sock")) == []
+    assert serve("--stop").returncode == 3
+
+
+def test_a_killed_launcher_takes_its_processes_along_and_the_next_start_works(serve: Serve):
+    assert serve("--detach", "--preset", "unified").returncode == 0
+    state = serve.state
+    assert set(state.processes) == {"gateway", "predictor", "manager", "monitor", "unified-0"}
+    state.launcher.send(signal.SIGKILL)
+    assert all(mark.wait_gone(10.0) for mark in state.processes.values())
+    assert serve("--status").returncode == 3
+
+    assert serve("--detach", "--preset", "unified", "--served-name", "served").returncode == 0
+    assert serve.complete()
+    assert serve("--stop").returncode == 0
+
+
+def test_what_cannot_work_is_said_before_anything_starts(serve: Serve, tmp_path: Path):
+    result = serve(model=tmp_path / "absent")
+    assert result.returncode == 2 and "absent: no such folder" in result.stderr
+    result = serve("--preset", "nonsense")
+    assert result.returncode == 2 and "there are: cohort, disaggregated, unified" in result.stderr
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", serve.port))
+        taken.listen()
+        result = serve("--detach")
+        assert result.returncode == 2 and f"port {serve.port} on 127.0.0.1 is taken" in result.stderr
+    assert not serve.files.claimed
+
+
+def test_a_worker_that_cannot_load_the_model_is_reported(serve: Serve, tmp_path: Path):
+    """The folder looks right, its weights are not: the workers say so, the launcher shows it and ends the rest."""
+    model = tmp_path / "broken"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (model / name).write_bytes((serve._model / name).read_bytes())
+    (model / "model.safetensors").write_bytes(b"not weights")
+    started_s = time.monotonic()
+    result = serve("--detach", model=model)
+    assert result.returncode == 1
+    assert "prefill-0" in result.stderr or "decode-0" in result.stderr
+    assert time.monotonic() - started_s < 120

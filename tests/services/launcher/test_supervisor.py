@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from cohort.services.launcher.run_files import ProcessMark, RunFiles
+
+pytestmark = pytest.mark.pipeline
+
+
+async def test_all_become_ready_and_end_in_order(run, toys, capsys):
+    pipeline = run(toys(gateway="ready", manager="ready", monitor="ready"))
+    await pipeline.until_ready()
+    marks = pipeline.supervisor.marks
+    assert set(marks) == {"gateway", "manager", "monitor"}
+    pipeline.supervisor.request_stop()
+    assert await pipeline.exit_code() == 0
+    assert not any(mark.alive for mark in marks.values())
+    stopping = [line.split()[0] for line in capsys.readouterr().out.splitlines() if " stopped" in line]
+    assert stopping == ["gateway", "manager", "monitor"]
+
+
+async def test_a_killed_process_comes_back_under_a_new_pid(run, toys):
+    pipeline = run(toys(gateway="ready", manager="ready"))
+    await pipeline.until_ready()
+    before = pipeline.supervisor.marks
+    os.kill(before["manager"].pid, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        while pipeline.supervisor.marks.get("manager") in (None, before["manager"]):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert pipeline.pid("gateway") == before["gateway"].pid
+
+
+async def test_a_crash_at_start_is_tried_again(run, toys, files: RunFiles):
+    pipeline = run(toys(manager="crash_once"))
+    await pipeline.until_ready()
+    assert (files.folder / "manager.marker").exists()
+
+
+async def test_a_configuration_error_ends_the_pipeline_and_shows_the_log(run, toys, capsys):
+    pipeline = run(toys(gateway="ready", manager="config_error"))
+    assert await pipeline.exit_code() == 1
+    assert "exit code 2" in pipeline.supervisor.failure
+    assert "kv.block_size: 7 is none of 8, 16" in capsys.readouterr().out
+    assert pipeline.supervisor.marks == {}
+
+
+async def test_a_process_that_never_starts_is_given_up_after_five_attempts(run, toys, monkeypatch):
+    monkeypatch.setattr("cohort.services.launcher.restart_policy.FIRST_DELAY_S", 0.01)
+    pipeline = run(toys(manager="crash"))
+    assert await pipeline.exit_code() == 1
+    assert "never became ready in 5 attempts" in pipeline.supervisor.failure
+
+
+async def test_what_ignores_sigterm_is_killed_after_its_deadline(run, toys, capsys):
+    pipeline = run(toys(gateway="stubborn"))
+    await pipeline.until_ready()
+    mark = pipeline.supervisor.marks["gateway"]
+    pipeline.supervisor.request_stop()
+    assert await pipeline.exit_code() == 0
+    assert not mark.alive
+    assert "gateway did not end in time; killed" in capsys.readouterr().out
+
+
+async def test_helpers_of_a_killed_process_end_with_it(run, toys, files: RunFiles):
+    pipeline = run(toys(predictor="helper"))
+    await pipeline.until_ready()
+    helper = ProcessMark.of(int(files.log_tail("predictor", 1)[0]))
+    assert helper is not None
+    os.kill(pipeline.pid("predictor"), signal.SIGKILL)
+    assert await asyncio.to_thread(helper.wait_gone, 5.0)
+
+
+def test_nothing_outlives_a_killed_launcher(tmp_path: Path):
+    """The launcher is killed with no chance to react; its processes must be gone at once."""
+    script = textwrap.dedent(
+        f"""
+        import asyncio, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from pathlib import Path
+        from cohort.services.launcher.child import Child
+
+        async def main():
+            code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+            child = Child([sys.executable, "-c", code], Path({str(tmp_path / "log")!r}), {{}})
+            print(child.pid, flush=True)
+            await child.wait()
+
+        asyncio.run(main())
+        """
+    )
+    launcher = subprocess.Popen([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    child = ProcessMark.of(int(launcher.stdout.readline()))
+    assert child is not None and child.alive
+    launcher.kill()
+    launcher.wait(timeout=10)
+    launcher.stdout.close()
+    assert child.wait_gone(5.0)

@@ -1,0 +1,188 @@
+"""The running service: answers from the first moment, learns, survives restarts and the death of its child."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import structlog
+from prometheus_client import CollectorRegistry, generate_latest
+
+from cohort.common.config import Config, ModelConfig, PredictorConfig
+from cohort.common.messages import ObserveLength, Predicted, PredictLength
+from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
+from cohort.common.types import Prediction
+from cohort.services.length_predictor import state
+from cohort.services.length_predictor.features import Facts
+from cohort.services.length_predictor.service import LengthPredictor, state_file
+
+if TYPE_CHECKING:
+    from .conftest import World
+
+DEADLINE_S = 120.0
+
+
+class Rig:
+    """A predictor and a gateway's end of the bus."""
+
+    def __init__(self, service: LengthPredictor, gateway: MemoryBus, registry: CollectorRegistry) -> None:
+        self.service = service
+        self.gateway = gateway
+        self.registry = registry
+
+    async def ask(self, facts: Facts, request_id: str = "r") -> Prediction:
+        self.gateway.send("predictor", PredictLength(
+            request_id, list(facts.tokens), facts.chat, facts.max_tokens, facts.temperature, facts.stop_strings,
+            facts.text_bytes))
+        async with asyncio.timeout(DEADLINE_S):
+            sender, message = await self.gateway.receive()
+        assert isinstance(message, Predicted) and (sender, message.request_id) == ("predictor", request_id)
+        return message.prediction
+
+    def tell(self, facts: Facts, output_tokens: int) -> None:
+        self.gateway.send("predictor", ObserveLength(
+            "r", list(facts.tokens), facts.chat, facts.max_tokens, facts.temperature, facts.stop_strings,
+            facts.text_bytes, min(output_tokens, facts.max_tokens), output_tokens > facts.max_tokens))
+
+    async def settled(self, observations: int) -> None:
+        """Until the service has taken so many observations in."""
+        await self.until(lambda: self.service.figures()["observations"] == observations)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():  # noqa: ASYNC110 - what is awaited happens in another process
+                await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def running(tmp_path: Path, **changes: int) -> AsyncIterator[Rig]:
+    settings = {"retrain_every": 64, "min_observations": 32, **changes}
+    config = Config(
+        predictor=PredictorConfig(state_path=str(tmp_path / "state.npz"), save_every_s=0.2, **settings)  # type: ignore[arg-type]
+    )
+    network = MemoryNetwork()
+    registry = CollectorRegistry()
+    service = LengthPredictor(config, network.bus("predictor"), structlog.get_logger(), registry)
+    gateway = network.bus("gateway")
+    gateway.connect("predictor", "memory://predictor")
+    tasks = [asyncio.create_task(service.serve()), asyncio.create_task(service.child.run())]
+    try:
+        yield Rig(service, gateway, registry)
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results), results
+
+
+def _saved_model(path: Path) -> bool:
+    saved = state.load(path)
+    return saved is not None and saved.model is not None
+
+
+async def test_first_default_then_learned_then_remembered(world: World, tmp_path: Path) -> None:
+    async with running(tmp_path) as rig:
+        facts, _ = world.request()
+        assert (await rig.ask(facts)).source == "default"
+        for _ in range(200):
+            rig.tell(*world.request())
+        await rig.until(lambda: rig.service.model is not None)
+        learned = await rig.ask(facts)
+        assert learned.source == "model"
+        for _ in range(20):
+            rig.tell(*world.request())
+        await rig.until(lambda: rig.service.figures()["observations"] == 220)
+        figures = rig.service.figures()
+        assert figures["trainings_total"] >= 1 and figures["mae_tokens"] > 0
+        text = generate_latest(rig.registry).decode()
+        assert 'cohort_predictor_predictions_total{source="default"} 1.0' in text
+        assert "cohort_predictor_observations_total 220.0" in text
+
+    async with running(tmp_path) as rig:
+        await rig.until(lambda: rig.service.model is not None)
+        assert rig.service.figures()["observations"] == 220
+        assert (await rig.ask(facts)).source == "model"
+
+
+async def test_corrupt_state_starts_afresh(world: World, tmp_path: Path) -> None:
+    (tmp_path / "state.npz").write_bytes(b"PK\x03\x04 nonsense")
+    async with running(tmp_path) as rig:
+        await rig.until(lambda: (tmp_path / "state.npz.unreadable").exists())
+        assert (await rig.ask(world.request()[0])).source == "default"
+        rig.tell(*world.request())
+        await rig.until(lambda: (tmp_path / "state.npz").exists())  # and it learns on
+
+
+async def test_a_killed_child_comes_back_with_what_it_knew(world: World, tmp_path: Path) -> None:
+    async with running(tmp_path) as rig:
+        await rig.until(lambda: rig.service.child.pid is not None)
+        for _ in range(40):
+            rig.tell(*world.request())
+        await rig.until(lambda: _saved_model(tmp_path / "state.npz"))
+        first = rig.service.child.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        facts, _ = world.request()
+        assert (await rig.ask(facts)).source == "model"  # serving never noticed
+        await rig.until(lambda: rig.service.child.pid not in (None, first))
+        for _ in range(70):
+            rig.tell(*world.request())
+        await rig.until(lambda: rig.service.model is not None and rig.service.model.trained_on >= 100)
+
+
+async def test_the_child_ends_with_its_parent(world: World, tmp_path: Path) -> None:
+    async with running(tmp_path) as rig:
+        await rig.until(lambda: rig.service.child.pid is not None)
+        pid = rig.service.child.pid
+        rig.tell(*world.request())
+        await rig.until(lambda: rig.service.figures()["observations"] == 1)
+    assert pid is not None
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        raise AssertionError("the training child is still there")
+    assert (tmp_path / "state.npz").exists()
+
+
+async def test_predictions_do_not_wait_for_training(world: World, tmp_path: Path) -> None:
+    async with running(tmp_path, min_observations=1000, retrain_every=1000) as rig:
+        requests = [world.request() for _ in range(1000)]
+        for start in range(0, len(requests), 200):
+            for request in requests[start : start + 200]:
+                rig.tell(*request)
+            await rig.settled(start + 200)
+        times_s: list[float] = []
+        while rig.service.model is None and len(times_s) < 20_000:  # the child is training now
+            facts, _ = requests[len(times_s) % 500]
+            started_s = time.perf_counter()
+            rig.service.predict(facts)
+            times_s.append(time.perf_counter() - started_s)
+            await asyncio.sleep(0)
+        await rig.until(lambda: rig.service.model is not None)
+        for index in range(500):
+            started_s = time.perf_counter()
+            rig.service.predict(requests[index][0])
+            times_s.append(time.perf_counter() - started_s)
+        assert np.quantile(times_s, 0.99) < 0.004  # 2 ms on a core of one's own; test machines share theirs
+
+
+async def test_strange_messages_and_vanished_askers_do_no_harm(world: World, tmp_path: Path) -> None:
+    async with running(tmp_path) as rig:
+        rig.tell(Facts([], False, 0, float("nan"), 0, 0), 0)
+        prediction = await rig.ask(Facts([], False, 0, float("nan"), 0, 0))
+        assert (prediction.p50, prediction.p99) == (1.0, 1.0)
+        assert rig.service.figures()["observations"] == 0
+
+
+def test_each_model_has_its_own_state() -> None:
+    one = state_file(Config(model=ModelConfig(path="/models/Qwen2.5-7B/")))
+    other = state_file(Config(model=ModelConfig(served_name="org/My model")))
+    assert one.name == "Qwen2.5-7B.npz"
+    assert other.name == "org_My_model.npz"

@@ -1,0 +1,223 @@
+"""Rules about the tree that neither ruff nor import-linter can say. Each failure names file and line."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from cohort.common.config import CONFIGS_DIR, Config, load_config
+from cohort.common.service import ROLES
+
+ROOT = Path(__file__).resolve().parent.parent
+CODE = ("common", "kernels", "services")
+PAPERS = ("alignedserve", "bros", "bucketserve", "dynaserve", "ecoserve")
+
+Import = tuple[Path, int, str]
+
+
+def sources(*folders: str) -> Iterator[Path]:
+    for folder in folders:
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """Every imported module by its dotted name, `from` imports with what they take."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield path, node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            for alias in node.names:
+                yield path, node.lineno, f"{node.module}.{alias.name}"
+
+
+def shown(path: Path, line: int, text: str) -> str:
+    return f"{path.relative_to(ROOT)}:{line}: {text}"
+
+
+def test_the_import_root_is_links():
+    for name in (*CODE, "configs"):
+        link = ROOT / "cohort" / name
+        assert link.is_symlink() and os.readlink(link) == f"../{name}", f"cohort/{name} must be a link to ../{name}"
+
+
+def test_imports_go_through_the_root():
+    """Bare `services`, `common`, `kernels` collide with other people's packages."""
+    found = [
+        shown(path, line, name)
+        for path, line, name in (entry for file in sources(*CODE, "tests", "scripts") for entry in imports_of(file))
+        if name.split(".")[0] in CODE
+    ]
+    assert found == []
+
+
+def test_nobody_imports_scripts_or_tests():
+    found = [
+        shown(path, line, name)
+        for file in sources(*CODE)
+        for path, line, name in imports_of(file)
+        if name.split(".")[0] in ("scripts", "tests")
+    ]
+    assert found == []
+
+
+def test_no_pickle():
+    """Nothing that unpickles: not by name, and not through torch.load without weights_only."""
+    found = []
+    for file in sources(*CODE):
+        found += [
+            shown(path, line, name)
+            for path, line, name in imports_of(file)
+            if name.split(".")[0] in ("pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib")
+        ]
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                safe = any(k.arg == "weights_only" and getattr(k.value, "value", None) is True for k in node.keywords)
+                found += [] if safe else [shown(file, node.lineno, "torch.load without weights_only=True")]
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("np.load", "numpy.load"):
+                risky = any(k.arg == "allow_pickle" and getattr(k.value, "value", False) for k in node.keywords)
+                found += [shown(file, node.lineno, "np.load with allow_pickle")] if risky else []
+    assert found == []
+
+
+PRINTERS = {
+    "common/service.py",  # one line on stderr before logging exists
+    "kernels/build.py",
+    "kernels/bench.py",
+    "common/transport/bench_links.py",
+}
+TERMINAL_PROGRAMS = ("services/cli/", "services/bench/", "services/launcher/")
+
+
+def test_services_log_and_do_not_print():
+    found = [
+        shown(file, node.lineno, ast.unparse(node)[:60])
+        for file in sources(*CODE)
+        if str(file.relative_to(ROOT)) not in PRINTERS
+        and not str(file.relative_to(ROOT)).startswith(TERMINAL_PROGRAMS)
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert found == []
+
+
+HIDDEN_CHANCE = re.compile(r"(random\.(?!Random$)\w+|(np|numpy)\.random\.(?!Generator|default_rng|SeedSequence)\w+)$")
+
+
+def test_policies_and_machines_take_time_and_chance_as_arguments():
+    """`random.Random(seed)` is an argument; `random.random()` is hidden state. So is NumPy's global generator."""
+    clocks = {"time", "datetime", "asyncio", "threading", "socket", "zmq", "torch", "secrets", "uuid"}
+    found = []
+    for file in sources("common/policies", "common/machines", "common/kv"):
+        found += [shown(p, line, name) for p, line, name in imports_of(file) if name.split(".")[0] in clocks]
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                if HIDDEN_CHANCE.match(called):
+                    found.append(shown(file, node.lineno, called))
+                if called in ("np.random.default_rng", "numpy.random.default_rng", "random.Random") and not node.args:
+                    found.append(shown(file, node.lineno, f"{called}() without a seed"))
+                if isinstance(node.func, ast.Name) and node.func.id in ("print", "open", "input"):
+                    found.append(shown(file, node.lineno, called))
+    assert found == []
+
+
+def test_papers_do_not_know_each_other():
+    """Only compose.py and the combination import several."""
+    found = []
+    for paper in PAPERS:
+        others = {f"cohort.common.policies.{other}" for other in PAPERS if other != paper}
+        for file in sources(f"common/policies/{paper}"):
+            found += [
+                shown(path, line, name) for path, line, name in imports_of(file)
+                if any(name == other or name.startswith(other + ".") for other in others)
+            ]  # fmt: skip
+    assert found == []
+
+
+def test_every_service_can_be_started_and_read():
+    """Every folder under services/ has `__main__.py`; the six processes have `service.py`, where one begins to read."""
+    processes = set(ROLES)
+    folders = [path for path in (ROOT / "services").iterdir() if path.is_dir() and path.name != "__pycache__"]
+    assert {path.name for path in folders} >= processes
+    assert [path.name for path in folders if not (path / "__main__.py").exists()] == []
+    assert [name for name in sorted(processes) if not (ROOT / "services" / name / "service.py").exists()] == []
+
+
+def test_every_module_says_what_it_is():
+    found = [
+        str(file.relative_to(ROOT))
+        for file in sources(*CODE, "scripts")
+        if file.read_text(encoding="utf-8").strip() and ast.get_docstring(tree_of(file)) is None
+    ]
+    assert found == []
+
+
+def test_nothing_is_left_for_later():
+    words = re.compile(r"\b(TODO|FIXME|XXX|HACK|raise NotImplementedError)\b")
+    found = [
+        shown(file, number, line.strip())
+        for file in sources(*CODE, "scripts")
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if words.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("module", ["gateway", "bucketing_manager", "global_monitor", "length_predictor", "launcher"])
+def test_processes_without_tensors_start_without_torch(module: str):
+    entry = "main" if module == "launcher" else "service"
+    code = f"import sys, cohort.services.{module}.{entry}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60, check=False).returncode == 0
+
+
+# -- configuration files -----------------------------------------------------------------------------------------
+
+
+PRESETS = sorted(CONFIGS_DIR.glob("presets/*.yaml"))
+
+
+@pytest.mark.parametrize("path", [*sorted(CONFIGS_DIR.glob("*.yaml")), *PRESETS], ids=lambda path: path.name)
+def test_every_configuration_file_loads(path: Path):
+    assert load_config([path]).workers
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_is_named_like_its_file_and_its_policies_exist(path: Path):
+    from cohort.common.policies.compose import check_names
+
+    config = load_config(preset=path.stem)
+    assert config.name == path.stem
+    check_names(config)
+
+
+def test_the_default_file_is_the_built_in_defaults():
+    assert load_config([CONFIGS_DIR / "default.yaml"]) == Config()
+
+
+def test_the_default_file_lists_and_explains_every_option():
+    command = [sys.executable, "-P", str(ROOT / "scripts" / "make_default_config.py"), "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    written = yaml.safe_load((CONFIGS_DIR / "default.yaml").read_text(encoding="utf-8"))
+    assert list(written) == list(Config.__struct_fields__)
+    for section, value in msgspec.to_builtins(Config()).items():
+        if isinstance(value, dict):
+            assert list(written[section]) == list(value)
+
+
+def test_the_default_preset_is_the_default():
+    assert load_config(preset="cohort") == Config()

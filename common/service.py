@@ -63,8 +63,8 @@ _ENDPOINTS: dict[str, EndpointName] = {
     "gateway": "gateway", "length_predictor": "predictor", "bucketing_manager": "manager", "global_monitor": "monitor",
 }  # fmt: skip
 
-DRAIN_MARGIN_S = 5.0  # beyond a service's own drain time, before its build is cancelled
-CANCEL_S = 5.0  # the longest a cancelled build may take to clean up
+DRAIN_MARGIN_S = 3.0  # beyond a service's own drain time, before its build is cancelled
+CANCEL_S = 3.0  # the longest a cancelled build may take to clean up
 FAREWELL_QUEUE_MESSAGES = 4  # a monitor that comes back wants the latest heartbeats, not all it missed
 
 
@@ -194,6 +194,16 @@ def metrics_routes(context: ServiceContext) -> list[web.RouteDef]:
         return web.json_response({"ready": now}, status=200 if now else 503)
 
     return [web.get("/metrics", metrics), web.get("/health", health), web.get("/ready", ready)]
+
+
+def process_figures() -> dict[str, float]:
+    """What every process says of itself: memory, open files, tasks."""
+    figures = {"asyncio_tasks": float(len(asyncio.all_tasks()))}
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            figures["rss_bytes"] = float(int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+        figures["open_fds"] = float(len(os.listdir("/proc/self/fd")))
+    return figures
 
 
 class BusCollector(Collector):
@@ -363,7 +373,7 @@ class _Service:
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.SockSite(runner, listener).start()
-        return f"http://{_named(host)}:{listener.getsockname()[1]}/metrics"
+        return f"http://{named_host(host)}:{listener.getsockname()[1]}/metrics"
 
     async def _heartbeat(self, context: ServiceContext, bus: ZmqBus) -> None:
         """Every `monitor.heartbeat_s`; a monitor that is away costs nothing."""
@@ -376,7 +386,7 @@ class _Service:
         while True:
             lag.set(max(0.0, loop.time() - due_s))
             try:
-                figures = context.figures()
+                figures = {**process_figures(), **context.figures()}
             except Exception:
                 self._log.exception("figures for the heartbeat could not be read")
                 figures = {}
@@ -437,7 +447,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _named(host: str) -> str:
+def named_host(host: str) -> str:
     """A host that others can dial, for one that binds everywhere."""
     if host in ("0.0.0.0", "::"):
         return socket.gethostname()

@@ -98,6 +98,7 @@ PRINTERS = {
     "kernels/build.py",
     "kernels/bench.py",
     "common/transport/bench_links.py",
+    "services/prefill_worker/in_process.py",
 }
 TERMINAL_PROGRAMS = ("services/cli/", "services/bench/", "services/launcher/")
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 from cohort.common import paths
 from cohort.common.config import Config
@@ -40,19 +41,33 @@ from cohort.common.messages import (
     WorkerReport,
 )
 from cohort.common.metrics import EngineMetrics, TransferMetrics
-from cohort.common.policies import compose
-from cohort.common.policies.interface import IterationPlan, KvCopy, Sequence
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, KvAllocator, KvCopy, Sequence
 from cohort.common.service import MANAGER, ServiceContext
 from cohort.common.transport.kv_link import KvLink
-from cohort.common.types import Role, WorkerCapacity
+from cohort.common.types import KvGeometry, Role, WorkerCapacity
 
 _TICK_S = 0.1
 _REGISTER_EVERY_S = 0.5
 _STEP_FAILURE_PAUSE_S = 0.05
 
 
+class WorkerPolicies(Protocol):
+    """Where a worker's policies come from: `common/policies/compose.py`, handed in by the service."""
+
+    def check_names(self, config: Config) -> None: ...
+
+    def iteration(self, config: Config) -> IterationScheduler: ...
+
+    def allocation(
+        self, config: Config, geometry: KvGeometry, num_blocks: int, host_blocks: int
+    ) -> KvAllocator: ...
+
+
 class WorkerLoop:
-    def __init__(self, context: ServiceContext, role: Role, runner: ModelRunner, links: dict[str, KvLink]) -> None:
+    def __init__(
+        self, context: ServiceContext, role: Role, runner: ModelRunner, links: dict[str, KvLink],
+        policies: WorkerPolicies,
+    ) -> None:  # fmt: skip
         config = context.config
         self._context = context
         self._config = config
@@ -62,7 +77,7 @@ class WorkerLoop:
         self._log = context.log
         self._engine_metrics = EngineMetrics(context.metrics)
         self._transfer_metrics = TransferMetrics(context.metrics)
-        self.capacity = _capacity(config, role, runner, context.model_name)
+        self.capacity = capacity_of(config, role, runner, context.model_name)
         self._agent = TransferAgent(
             links,
             _CacheMemory(runner.kv),
@@ -75,7 +90,7 @@ class WorkerLoop:
             on_sent=self._run_sent,
             on_received=self._run_received,
         )
-        kv = compose.allocation(config, self.capacity.geometry, self.capacity.num_blocks, self.capacity.host_blocks)
+        kv = policies.allocation(config, self.capacity.geometry, self.capacity.num_blocks, self.capacity.host_blocks)
         self.machine = WorkerMachine(
             context.instance,
             MANAGER,
@@ -87,7 +102,7 @@ class WorkerLoop:
                 lease_s=config.transfer.lease_s,
                 default_prediction=float(config.gateway.default_prediction_tokens),
             ),
-            compose.iteration(config),
+            policies.iteration(config),
             kv,
             random.Random(random.SystemRandom().getrandbits(64)),
             self._agent.addresses,
@@ -413,7 +428,7 @@ def _copy(kv: KvTensors, copy: KvCopy) -> None:
         kv.copy_in(list(zip(copy.host, copy.device, strict=True)))
 
 
-def _capacity(config: Config, role: Role, runner: ModelRunner, model: str) -> WorkerCapacity:
+def capacity_of(config: Config, role: Role, runner: ModelRunner, model: str) -> WorkerCapacity:
     geometry = runner.kv.geometry
     num_blocks = len(runner.kv.blocks)
     longest = config.model.max_model_len or runner.geometry.max_positions
@@ -517,16 +532,16 @@ def _data_endpoint(context: ServiceContext) -> str:
     return f"ipc://{context.run_dir / context.instance}.kv.sock"
 
 
-async def run_worker(context: ServiceContext, default_role: Role) -> None:
+async def run_worker(context: ServiceContext, default_role: Role, policies: WorkerPolicies) -> None:
     """The whole life of a worker process: load, serve, drain."""
     config = context.config
-    compose.check_names(config)
+    policies.check_names(config)
     role = config.instance_roles.get(context.instance, default_role)
     threads = config.worker_threads(context.instance, len(_cores()))
     started = time.monotonic()
     runner = await asyncio.to_thread(load_runner, config, threads)
     await asyncio.to_thread(runner.warm_up)
-    loop = WorkerLoop(context, role, runner, open_links(context))
+    loop = WorkerLoop(context, role, runner, open_links(context), policies)
     context.log.info(
         "worker ready",
         role=role.value,

@@ -13,6 +13,7 @@ so a lost message, a dead worker and a restarted manager are one case. After a s
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -45,6 +46,8 @@ from cohort.common.types import InstanceId, Request, RequestId, Segment
 
 _HOLD_GRACE_S = 2.0
 """A worker's report may miss what was sent to it so recently."""
+_FINISHED_GRACE_S = 5.0
+"""A finished request's last tokens travel on another connection and may reach its gateway later than we know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,8 @@ class ManagerMachine:
         self._requests: dict[RequestId, _Managed] = {}
         self._unclaimed: dict[SequenceKey, float] = {}
         """Held by a worker, claimed by no gateway, since when."""
+        self._finished: deque[tuple[float, SequenceKey]] = deque()
+        self._finished_keys: set[SequenceKey] = set()
         self._figures: ClusterFigures | None = None
         self._figures_at_s = 0.0
         self._next_load_s = 0.0
@@ -210,6 +215,8 @@ class ManagerMachine:
                 self._abandon(now_s, instance, "gateway is silent")
         if now_s >= self._settled_at_s:
             self._cancel_unclaimed(now_s)
+        while self._finished and now_s - self._finished[0][0] > _FINISHED_GRACE_S:
+            self._finished_keys.discard(self._finished.popleft()[1])
         self.schedule(now_s)
         if now_s >= self._next_load_s:
             self._next_load_s = now_s + self._settings.load_interval_s
@@ -280,7 +287,7 @@ class ManagerMachine:
                 for name in holders:
                     self._engage(now_s, adopted, name)
                 self._unclaimed.pop(key, None)
-            elif now_s >= self._settled_at_s:
+            elif now_s >= self._settled_at_s and key not in self._finished_keys:
                 lost.append(held)
         if lost:
             self.counters.displaced += len(lost)
@@ -457,6 +464,8 @@ class ManagerMachine:
             case "finished":
                 self.counters.finished += 1
                 self._disengage(managed, message.instance)
+                self._finished.append((now_s, managed.key))
+                self._finished_keys.add(managed.key)
                 self._forget(now_s, managed, "finished")
             case "handed_over" | "cancelled":
                 self._disengage(managed, message.instance)

@@ -115,6 +115,10 @@ class WorkerCounters:
     finished: dict[str, int] = field(default_factory=dict)
 
 
+def _held(sequence: Sequence) -> Held:
+    return Held(sequence.request.request_id, sequence.request.attempt)
+
+
 class WorkerMachine:
     def __init__(
         self,
@@ -174,12 +178,12 @@ class WorkerMachine:
     @property
     def held(self) -> list[Held]:
         """Attempts whose state is here."""
-        return [Held(s.request.request_id, s.request.attempt) for s in self._sequences.values() if s.phase is not Phase.AWAITING_KV]
+        return [_held(s) for s in self._sequences.values() if s.phase is not Phase.AWAITING_KV]
 
     @property
     def awaiting(self) -> list[Held]:
         """Attempts whose state is with another worker, who should hand it over."""
-        return [Held(s.request.request_id, s.request.attempt) for s in self._sequences.values() if s.phase is Phase.AWAITING_KV]
+        return [_held(s) for s in self._sequences.values() if s.phase is Phase.AWAITING_KV]
 
     def on_message(self, now_s: float, sender: InstanceId, message: Message) -> bool:
         """False for a message that is not a worker's business."""

@@ -74,7 +74,7 @@ class Authenticator:
     def __init__(self, context: zmq.Context[Any], keys: CurveKeys) -> None:
         self._thread = ThreadAuthenticator(context)
         self._thread.start()
-        self._thread.configure_curve_callback(domain="*", credentials_provider=_OneKey(keys.public))
+        self._thread.configure_curve_callback(domain=ZAP_DOMAIN.decode(), credentials_provider=_OneKey(keys.public))
 
     def stop(self) -> None:
         self._thread.stop()

@@ -52,7 +52,7 @@ MAX_VOIDS = 1024
 _WITHDRAW_TAG = (1 << 64) - 1  # outside what `tag_of` gives to any real lease: 2^40 - 1 leases are never reached
 _WITHDRAW_BYTES = 8
 
-_ENVIRONMENT = {"UCX_LOG_LEVEL": "error", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+_ENVIRONMENT = {"UCX_LOG_LEVEL": "error", "UCX_LOG_FILE": "stderr", "UCX_WARN_UNUSED_ENV_VARS": "n"}
 
 
 class BufferStranded(TransferTimeout):
@@ -69,7 +69,7 @@ class _Peer:
 
     address: bytes
     identity: ProcessIdentity
-    endpoint: int
+    endpoint: int | None
     watch: ProcessWatch | None = None
     dead: bool = False
 
@@ -188,7 +188,7 @@ class UcxLink:
     # ---- posting --------------------------------------------------------------------------------------------
 
     def _post_send(self, peer: _Peer, tag: int, region: Region) -> _Operation:
-        if peer.dead:
+        if peer.dead or peer.endpoint is None:
             raise TransferError("ucx: the receiving process has died")
         try:
             request = self._api.send(peer.endpoint, region.pointer, region.nbytes, tag)
@@ -403,10 +403,11 @@ class UcxLink:
         """The next send to this peer dials anew, if it still lives."""
         for peer in [peer for peer in self._peers.values() if peer.endpoint == endpoint]:
             log.info("ucx endpoint failed", error=self._api.text(status))
+            peer.endpoint = None  # UCX has taken it down itself
             self.forget(peer.address)
 
     def _close_endpoint(self, peer: _Peer) -> None:
-        if self._worker is None:
+        if self._worker is None or peer.endpoint is None:
             return
         try:
             request = self._api.close_endpoint(peer.endpoint)

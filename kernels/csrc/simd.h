@@ -87,12 +87,29 @@ struct Simd {
     std::memcpy(&v, &bits, sizeof(F));
     return v;
   }
-  static inline void store(bf16* to, F v) {
+  // The bits of v rounded to bfloat16, still in the upper half of each lane; to nearest even, as from_float.
+  static inline I round_bits(F v) {
     I bits;
     std::memcpy(&bits, &v, sizeof(I));
-    I rounded = bits + 0x7fff + ((bits >> 16) & 1);  // to nearest even, as from_float
-    rounded = (bits & 0x7fffffff) > 0x7f800000 ? I{} + 0x7fc00000 : rounded;
-    H half = __builtin_convertvector((rounded >> 16) & 0xffff, H);
+    I rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & int32_t(0xffff0000);
+    return (bits & 0x7fffffff) > 0x7f800000 ? I{} + 0x7fc00000 : rounded;
+  }
+  static inline void store(bf16* to, F v) {
+    I low = (round_bits(v) >> 16) & 0xffff;
+#if defined(__AVX2__)
+    if constexpr (W == 8) {
+      __m256i twice = _mm256_packus_epi32((__m256i)low, (__m256i)low);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(_mm256_permute4x64_epi64(twice, 0x08)));
+      return;
+    }
+#endif
+#if defined(__AVX512F__)
+    if constexpr (W == 16) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)low));
+      return;
+    }
+#endif
+    H half = __builtin_convertvector(low, H);
     std::memcpy(to, &half, sizeof(H));
   }
   static inline F splat(float x) { return x - F{}; }
@@ -100,10 +117,13 @@ struct Simd {
   // v rounded to T and back
   template <typename T>
   static inline F rounded(F v) {
-    if constexpr (sizeof(T) == sizeof(float)) return v;
-    bf16 narrow[W];
-    store(narrow, v);
-    return load(narrow);
+    if constexpr (sizeof(T) == sizeof(float)) {
+      return v;
+    } else {
+      I bits = round_bits(v);
+      std::memcpy(&v, &bits, sizeof(F));
+      return v;
+    }
   }
 
   // The operand order matters for NaN: a NaN in `b` survives.

@@ -8,9 +8,10 @@ requests placed here when no prefill worker lives.
 from __future__ import annotations
 
 from cohort.common.engine.worker_loop import run_worker
+from cohort.common.policies import compose
 from cohort.common.service import ServiceContext
 from cohort.common.types import Role
 
 
 async def serve(context: ServiceContext) -> None:
-    await run_worker(context, Role.DECODE)
+    await run_worker(context, Role.DECODE, compose)

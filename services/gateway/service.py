@@ -33,7 +33,7 @@ from cohort.common.messages import (
 )
 from cohort.common.metrics import RequestMetrics
 from cohort.common.policies import compose
-from cohort.common.service import MANAGER, PREDICTOR, ServiceContext
+from cohort.common.service import MANAGER, PREDICTOR, ServiceContext, named_host
 from cohort.common.types import InstanceId
 from cohort.services.gateway.admission import Door
 from cohort.services.gateway.ledger import Ledger
@@ -137,7 +137,7 @@ class Gateway:
             raise ConfigError(f"gateway.port: cannot listen on {host}:{port}: {error.strerror}") from error
         addresses = runner.addresses
         self.port: int = addresses[0][1]
-        named = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+        named = named_host(host)
         self._context.metrics_url = f"http://{named}:{self.port}/metrics"
         self._context.log.info("listening", url=f"http://{named}:{self.port}", model=self._card.name,
                                max_model_len=self._card.max_model_len, api_keys=len(self._keys))

@@ -54,9 +54,9 @@ class EventStream:
 
     async def _write(self, data: bytes) -> None:
         transport = self._request.transport
-        opened = self.response.prepared and transport is not None
-        if opened and len(data) < AT_ONCE_BYTES and not transport.get_write_buffer_size():
-            # The client keeps up and this event goes straight to the socket: nothing to wait for, no timer.
+        keeps_up = transport is not None and not transport.get_write_buffer_size()
+        if keeps_up and self.response.prepared and len(data) < AT_ONCE_BYTES:
+            # This event goes straight to the socket: nothing to wait for, no timer.
             await self.response.write(data)
             return
         async with asyncio.timeout(self._write_timeout_s):

@@ -16,6 +16,7 @@ from cohort.common.clock import Clock
 from cohort.common.config import Config
 from cohort.common.errors import PeerUnreachable
 from cohort.common.messages import Farewell, Heartbeat
+from cohort.common.service import process_figures
 from cohort.common.transport.bus import Bus
 from cohort.services.global_monitor.aggregate import Cluster, Event
 from cohort.services.global_monitor.page import ClusterState, state
@@ -79,13 +80,3 @@ class GlobalMonitor:
         for event in events:
             level = self._log.warning if event.what in ("down", "restarted") else self._log.info
             level(f"process_{event.what}", process=event.instance)
-
-
-def process_figures() -> dict[str, float]:
-    """What every process says of itself: memory, open files, tasks."""
-    figures = {"asyncio_tasks": float(len(asyncio.all_tasks()))}
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        with open("/proc/self/statm", encoding="ascii") as statm:
-            figures["rss_bytes"] = float(int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-        figures["open_fds"] = float(len(os.listdir("/proc/self/fd")))
-    return figures

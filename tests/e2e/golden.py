@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
+
+from cohort.common.paths import cache_dir
 
 NEAR_TIE = 1e-3
 """Two best logits closer than this: another order of the same float32 sums may pick the other token."""
@@ -23,6 +29,27 @@ class Golden:
 
 
 def golden_outputs(model_dir: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Golden]:
+    """The reference's answers, computed once per machine: they are kept in the cache folder under a key of everything
+    they depend on."""
+    weights = max((file.stat().st_mtime_ns, file.stat().st_size) for file in model_dir.glob("*.safetensors"))
+    key = hashlib.sha256(
+        repr((torch.__version__, transformers.__version__, str(model_dir.resolve()), weights, new_tokens, prompts))
+        .encode()
+    ).hexdigest()[:24]
+    kept = cache_dir() / "test_goldens" / f"{key}.json"
+    if kept.is_file():
+        return [
+            Golden(tuple(p), tuple(o), tuple(g), tuple(r)) for p, o, g, r in json.loads(kept.read_text(encoding="utf-8"))
+        ]
+    goldens = compute(model_dir, prompts, new_tokens)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    fresh = kept.with_suffix(f".{os.getpid()}")
+    fresh.write_text(json.dumps([[g.prompt, g.output, g.gaps, g.runner_up] for g in goldens]), encoding="utf-8")
+    fresh.replace(kept)
+    return goldens
+
+
+def compute(model_dir: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Golden]:
     """One after the other, without padding; end tokens are ignored, as `ignore_eos` does."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.conftest import CONTEXT_LIMIT
 from tests.e2e.golden import Golden, near_ties
 from tests.e2e.pipeline import Answer, Pipeline
 
@@ -37,7 +38,7 @@ def compare(goldens: list[Golden], answers: list[Answer]) -> int:
 def test_disaggregated_with_prefix_cache_and_long_prompts(
     tmp_path: Path, default_model: Path, goldens: list[Golden], longest_golden: list[Golden]
 ) -> None:
-    with Pipeline(tmp_path, default_model) as pipeline:
+    with Pipeline(tmp_path, default_model, {"model": {"max_model_len": CONTEXT_LIMIT}}) as pipeline:
         compare(goldens, pipeline.complete_all([ask(g) for g in goldens]))
         compare(longest_golden, pipeline.complete_all([ask(g) for g in longest_golden]))
         again = [g for g in goldens if len(g.prompt) > 48]

@@ -102,13 +102,14 @@ def test_silu_mul_at_the_extremes(implementation, dtype):
 
 
 def test_bfloat16_rounds_as_torch_does(implementation):
-    """Every bfloat16 there is, through a product with one: nothing may change, NaN stays NaN."""
+    """Every bfloat16 there is, plus zero: nothing may change, NaN stays NaN. Then sums that must be rounded."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(64, 1024)
     residual = every.clone()
-    add_rms_norm(torch.zeros_like(every), residual, torch.ones(1024, dtype=torch.bfloat16), EPS, torch.empty_like(every))
+    ones = torch.ones(1024, dtype=torch.bfloat16)
+    add_rms_norm(torch.zeros_like(every), residual, ones, EPS, torch.empty_like(every))
     assert torch.equal(residual.isnan(), every.isnan())
     assert torch.equal(residual.nan_to_num(), every.nan_to_num())
     x, y = torch.randn(64, 1024).bfloat16(), torch.randn(64, 1024).bfloat16()
     total = y.clone()
-    add_rms_norm(x, total, torch.ones(1024, dtype=torch.bfloat16), EPS, torch.empty_like(x))
+    add_rms_norm(x, total, ones, EPS, torch.empty_like(x))
     assert torch.equal(total, y + x)

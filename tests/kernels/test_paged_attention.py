@@ -46,17 +46,18 @@ def test_prefill_chunks_and_decode_in_one_call(
     assert_close(attend(step, sliding_window=sliding_window), step.expected(sliding_window))
 
 
-@pytest.mark.parametrize("directions", ["reversed", "mixed"])
-@pytest.mark.parametrize("queries", [1, 30])
-def test_direction_changes_where_tokens_lie_and_nothing_else(
-    implementation, make_step, assert_close, directions, queries
-):
-    rows = [(90, queries), (33, queries)]
-    step = make_step(rows, directions=directions)
-    out = attend(step)
-    assert_close(out, step.expected())
-    step.meta.directions = None  # the same cache read from the left: not the same tokens
-    assert not torch.allclose(out, attend(step), atol=1e-2)
+@pytest.mark.parametrize("queries", [1, 20])
+def test_direction_changes_where_tokens_lie_and_nothing_else(implementation, make_step, queries):
+    rows = [(96, queries), (32, queries)]  # full blocks, so that reading the wrong way round reads tokens, not NaN
+    forward, backward = make_step(rows), make_step(rows, directions="reversed")
+    torch.testing.assert_close(attend(backward), attend(forward), rtol=1e-5, atol=1e-6)
+    backward.meta.context_lens -= 3  # the last block's first tokens are the ones on the right
+    expected = make_step([(93, queries), (29, queries)])
+    expected.kv, expected.query = forward.kv, forward.query
+    expected.meta.block_tables = forward.meta.block_tables
+    torch.testing.assert_close(attend(backward), attend(expected), rtol=1e-5, atol=1e-6)
+    backward.meta.directions = None
+    assert not torch.allclose(attend(backward), attend(expected), atol=1e-2)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 8, 32, 128])
@@ -92,10 +93,10 @@ def test_one_thread_and_two_agree(implementation, make_step, assert_close):
 
 
 @DTYPES
-def test_scores_far_apart_do_not_overflow(implementation, make_step, assert_close, dtype):
+def test_scores_far_apart_do_not_overflow(implementation, make_step, dtype):
     step = make_step([(80, 20), (80, 1)], dtype=dtype)
-    step.scale *= 200.0  # softmax weights from 1 down to e^-thousands
-    assert_close(attend(step), step.expected())
+    step.scale *= 200.0  # softmax weights from 1 down to e^-thousands; scores in the thousands carry an error of 1e-4
+    torch.testing.assert_close(attend(step).double(), step.expected(), rtol=1e-2, atol=1e-2)
 
 
 @DTYPES

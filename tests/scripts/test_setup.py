@@ -27,9 +27,13 @@ def setup(*options: str, **environment: str) -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_parse_and_can_be_executed(script: Path):
     assert os.access(script, os.X_OK)
-    shell = script.read_text(encoding="utf-8").splitlines()[0].rpartition("/")[2].removeprefix("env ")
-    assert shell in ("bash", "sh")
-    subprocess.run([shell, "-n", script], check=True, timeout=10)
+    text = script.read_text(encoding="utf-8")
+    match text.splitlines()[0].rpartition("/")[2].removeprefix("env ").split()[0]:
+        case "bash" | "sh" as shell:
+            subprocess.run([shell, "-n", script], check=True, timeout=10)
+        case interpreter:
+            assert interpreter.startswith("python")
+            compile(text, str(script), "exec")
 
 
 def test_help_and_unknown_options():
@@ -71,7 +75,7 @@ def test_development_needs_more_than_serving_but_not_the_other_way_round(finishe
     assert setup("--dev", **finished).returncode == 0
     assert "dev]" in (tmp_path / "calls").read_text()
     (tmp_path / "calls").unlink()
-    (Path(finished["COHORT_VENV"]) / ".cohort-serve").unlink()
+    assert not (Path(finished["COHORT_VENV"]) / ".cohort-serve").exists()
     assert setup(**finished).stdout == ""
     assert not (tmp_path / "calls").exists()
 

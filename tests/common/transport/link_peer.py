@@ -24,14 +24,6 @@ def pattern(seed: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.resize(block, nbytes)
 
 
-def buffer_of(kind: str, data: np.ndarray[Any, Any]) -> Any:
-    if kind == "torch":
-        import torch
-
-        return torch.from_numpy(data)
-    return data
-
-
 class Peer:
     def __init__(self, kind: str) -> None:
         self.link: KvLink
@@ -53,21 +45,19 @@ class Peer:
                 return {"address": self.link.address().hex()}
             case "send":
                 data = pattern(command["seed"], command["nbytes"])
-                buffer = buffer_of(command.get("buffer", "numpy"), data)
-                await self.link.send(bytes.fromhex(command["peer"]), command["tag"], buffer, timeout_s=timeout_s)
+                await self.link.send(bytes.fromhex(command["peer"]), command["tag"], data, timeout_s=timeout_s)
                 return {}
             case "receive":
                 data = np.zeros(command["nbytes"], np.uint8)
-                buffer = buffer_of(command.get("buffer", "numpy"), data)
                 if command.get("announce"):
                     answer({"id": command["id"], "announced": True})
                 try:
-                    await self.link.receive(command["tag"], buffer, timeout_s=timeout_s)
+                    await self.link.receive(command["tag"], data, timeout_s=timeout_s)
                 finally:
-                    before = zlib.crc32(data)
+                    before = zlib.crc32(data.data)
                     if watch_s := command.get("watch_s", 0.0):  # nothing may write into it any more
                         await asyncio.sleep(watch_s)
-                        assert zlib.crc32(data) == before, "written after the receive had ended"
+                        assert zlib.crc32(data.data) == before, "written after the receive had ended"
                 return {"crc": before}
             case "settled":
                 if self.stranded is not None:
@@ -75,7 +65,7 @@ class Peer:
                 return {}
             case "figures":
                 return {"rebuilt": getattr(self.link, "rebuilt", 0), "stranded": getattr(self.link, "stranded", 0),
-                        "receiving": self.link.receiving}
+                        "receiving": getattr(self.link, "receiving", 0)}
             case "cpu":
                 start_s = time.process_time()
                 await asyncio.sleep(command["for_s"])

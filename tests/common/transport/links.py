@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def crc_of(seed: int, nbytes: int) -> int:
-    return zlib.crc32(pattern(seed, nbytes))
+    return zlib.crc32(pattern(seed, nbytes).data)
 
 
 class LinkProcess:

@@ -121,13 +121,11 @@ def open_site(model_dir: Path, tmp_path: Path) -> OpenSite:
         )
         network = MemoryNetwork()
         card, tokenizer = load_model(config)
-        if isinstance(script, str):
-            answer = [*tokenizer.encode(script, special_tokens=False), *card.eos_token_ids]
+        answer = tokenizer.encode(script, special_tokens=False) if isinstance(script, str) else []
 
-            def scripted(request: Request) -> list[int]:
-                return answer
-        else:
-            scripted = script
+        def scripted(request: Request) -> list[int]:
+            return [*answer, *card.eos_token_ids] if isinstance(script, str) else script(request)
+
         manager = Manager(network, scripted, step_s=step_s)
         predictor = Predictor(network, delay_s=predictor_delay_s)
         context = ServiceContext(

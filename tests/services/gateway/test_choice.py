@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cohort.common.messages import TokenLogprob
 from cohort.common.types import FinishReason
-from cohort.services.gateway.choice import Choice, Piece
+from cohort.services.gateway.choice import Choice, Piece, ScoredToken
 from cohort.services.gateway.detokenizer import TokenText
 from cohort.services.gateway.tokenizer import Tokenizer
 
@@ -70,7 +70,8 @@ def test_any_split_gives_the_same_text_scores_and_count(data: st.DataObject, tok
     whole = choice(tokenizer, stops, scored=True)
     expected = whole.feed(tokens, scores, FinishReason.LENGTH)
     split = choice(tokenizer, stops, scored=True)
-    text, found, at = "", [], 0
+    text, at = "", 0
+    found: list[ScoredToken] = []
     while True:
         size = data.draw(st.integers(1, 5))
         last = at + size >= len(tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from functools import partial
 from typing import Any
 
 import pytest
@@ -147,7 +148,7 @@ async def test_a_request_nobody_can_finish_ends_with_503(open_site: OpenSite) ->
     async with open_site(step_s=5.0, max_attempts=2) as site:
         asking = asyncio.create_task(site.post("/v1/completions", LONG))
         for attempt in range(2):
-            await eventually(lambda attempt=attempt: len(site.manager.submitted) == attempt + 1)
+            await eventually(partial(_submitted, site, attempt + 1))
             site.manager.displace([Held(site.manager.submitted[-1].request_id, attempt)])
         status, body = await asking
         assert (status, "2 times" in body["error"]["message"]) == (503, True)
@@ -249,6 +250,10 @@ async def test_the_wire_is_not_believed(site: Site) -> None:
     worker.bus.send("gateway", Refused("nobody", 0, 400, "?"))
     await eventually(lambda: Held("nobody", 0) in site.manager.cancelled)
     assert (await site.post("/v1/completions", LONG))[1]["choices"][0]["text"] == ANSWER
+
+
+def _submitted(site: Site, count: int) -> bool:
+    return len(site.manager.submitted) == count
 
 
 async def _metrics(site: Site) -> tuple[int, str]:

@@ -253,7 +253,7 @@ async def test_a_slow_predictor_is_not_waited_for_and_revised_later(open_site: O
     async with open_site(predictor_delay_s=0.1, predictor_wait_s=0.005, step_s=0.02) as site:
         status, body = await site.post("/v1/completions", {"prompt": "x", "max_tokens": 100})
         assert status == 200
-        assert site.manager.submitted[0].prediction.source == "default"  # type: ignore[union-attr]
+        assert site.manager.submitted[0].prediction.source == "default"
         assert [message.prediction.mean for message in site.manager.revised] == [7]
         assert body["cohort"]["requests"][0]["prediction"]["mean"] == 7
 

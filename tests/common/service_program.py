@@ -1,0 +1,86 @@
+"""A service with one behaviour per instance name, run as a real process by `test_service`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from cohort.common.errors import ConfigError
+from cohort.common.messages import KvRenew, Registered
+from cohort.common.service import ServiceContext, metrics_routes, service_main
+
+
+async def build(context: ServiceContext) -> None:
+    match context.instance:
+        case "fails":
+            raise RuntimeError("it was not meant to be")
+        case "fails-later":
+            await asyncio.sleep(0.1)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(_fail())
+        case "bad-option":
+            raise ConfigError("model.path: /nowhere holds no model")
+        case "returns":
+            return
+        case "stuck" | "stuck-2":
+            context.ready = True
+            await asyncio.Event().wait()
+        case "deaf":
+            context.ready = True
+            while True:
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    context.log.info("not listening")
+        case "own-metrics":
+            application = web.Application()
+            application.add_routes(metrics_routes(context))
+            runner = web.AppRunner(application)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            context.metrics_url = f"http://127.0.0.1:{runner.addresses[0][1]}/metrics"
+            context.ready = True
+            await context.stopping.wait()
+            await runner.cleanup()
+        case _:
+            await _echo(context)
+
+
+async def _fail() -> None:
+    raise RuntimeError("a part of it failed")
+
+
+async def _echo(context: ServiceContext) -> None:
+    """Answers Registered with KvRenew; drains for half a second."""
+    beats = 0
+
+    def figures() -> dict[str, float]:
+        nonlocal beats
+        beats += 1
+        if beats == 2:
+            raise RuntimeError("figures are not ready")
+        return {"beats": float(beats)}
+
+    context.figures = figures
+    context.metrics.counter("echoes", "Messages answered")().inc()
+    context.ready = True
+
+    async def answer() -> None:
+        while True:
+            peer, message = await context.bus.receive()
+            if isinstance(message, Registered):
+                context.bus.send(peer, KvRenew([message.incarnation]))
+
+    task = asyncio.create_task(answer())
+    await context.stopping.wait()
+    await asyncio.sleep(0.5)
+    context.log.info("drained")
+    task.cancel()
+
+
+if __name__ == "__main__":
+    import sys
+
+    service_main("decode_worker", build, serve_metrics="own-metrics" not in sys.argv)

@@ -1,0 +1,172 @@
+"""What both buses promise. `test_zmq_bus` has what only sockets can do wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from cohort.common.errors import PeerUnreachable
+from cohort.common.messages import Cancel, Drain, Held, KvRenew, Registered
+from cohort.common.transport.bus import Bus
+from cohort.common.transport.memory_bus import MemoryNetwork
+from cohort.common.transport.zmq_bus import ZmqBus
+
+Open = Callable[[str], Bus]
+
+
+@pytest.fixture(params=["memory", "ipc", "tcp"])
+async def new_bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Open]:
+    network = MemoryNetwork()
+    opened: list[Bus] = []
+
+    def make(identity: str) -> Bus:
+        bus: Bus
+        if request.param == "memory":
+            bus = network.bus(identity)
+        elif request.param == "ipc":
+            bus = ZmqBus(identity, f"ipc://{tmp_path}/{identity}.sock")
+        else:
+            bus = ZmqBus(identity, "tcp://127.0.0.1:0")
+        opened.append(bus)
+        return bus
+
+    yield make
+    for bus in opened:
+        await bus.close()
+
+
+async def soon(bus: Bus, within_s: float = 5.0) -> tuple[str, object]:
+    return await asyncio.wait_for(bus.receive(), within_s)
+
+
+async def test_both_directions_and_names(new_bus: Open) -> None:
+    manager, worker = new_bus("manager-7"), new_bus("prefill-0")
+    worker.connect("manager", manager.endpoint)  # dialled under a name of the dialler's choice
+    worker.send("manager", Drain(1.0))
+    assert await soon(manager) == ("prefill-0", Drain(1.0))
+    manager.send("prefill-0", Registered(3))
+    assert await soon(worker) == ("manager", Registered(3))
+
+
+async def test_order_holds(new_bus: Open) -> None:
+    a, b = new_bus("a"), new_bus("b")
+    a.connect("b", b.endpoint)
+    for number in range(2000):
+        a.send("b", Registered(number))
+    received = [await soon(b) for _ in range(2000)]
+    assert received == [("a", Registered(number)) for number in range(2000)]
+
+
+async def test_many_senders_each_get_their_turn(new_bus: Open) -> None:
+    hub = new_bus("hub")
+    peers = [new_bus(f"w-{index}") for index in range(4)]
+    for peer in peers:
+        peer.connect("hub", hub.endpoint)
+        for number in range(50):
+            peer.send("hub", Registered(number))
+    received = [await soon(hub) for _ in range(200)]
+    for peer in peers:
+        assert [message for name, message in received if name == peer.identity] == [Registered(n) for n in range(50)]
+
+
+async def test_a_flood_does_not_starve_other_tasks(new_bus: Open) -> None:
+    a, b = new_bus("a"), new_bus("b")
+    a.connect("b", b.endpoint)
+    for number in range(3000):
+        a.send("b", Registered(number))
+    await asyncio.sleep(0.3)
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    for _ in range(3000):
+        await soon(b)
+    task.cancel()
+    assert turns >= 50
+
+
+async def test_unknown_peer_is_unreachable(new_bus: Open) -> None:
+    a = new_bus("a")
+    with pytest.raises(PeerUnreachable, match="nobody"):
+        a.send("nobody", Drain(1.0))
+
+
+async def test_disconnect_forgets(new_bus: Open) -> None:
+    a, b = new_bus("a"), new_bus("b")
+    a.connect("b", b.endpoint)
+    a.send("b", Drain(1.0))
+    await soon(b)
+    a.disconnect("b")
+    a.disconnect("b")
+    with pytest.raises(PeerUnreachable):
+        a.send("b", Drain(1.0))
+
+
+async def test_messages_wait_for_a_dialled_peer(new_bus: Open, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    a = new_bus("a")
+    first = new_bus("late")
+    endpoint = first.endpoint
+    if endpoint.startswith("tcp"):
+        pytest.skip("the second bus would get another port")
+    await first.close()
+    a.connect("late", endpoint)
+    a.send("late", Drain(2.0))
+    late = new_bus("late")
+    assert await soon(late) == ("a", Drain(2.0))
+
+
+async def test_another_endpoint_replaces_the_connection(new_bus: Open) -> None:
+    a, old, new = new_bus("a"), new_bus("old"), new_bus("new")
+    a.connect("peer", old.endpoint)
+    a.send("peer", Drain(1.0))
+    assert await soon(old) == ("a", Drain(1.0))
+    a.connect("peer", new.endpoint)
+    a.connect("peer", new.endpoint)
+    a.send("peer", Drain(2.0))
+    assert await soon(new) == ("a", Drain(2.0))
+
+
+async def test_answering_a_peer_that_left_is_unreachable(new_bus: Open) -> None:
+    hub, peer = new_bus("hub"), new_bus("peer")
+    peer.connect("hub", hub.endpoint)
+    peer.send("hub", Drain(1.0))
+    await soon(hub)
+    await peer.close()
+    deadline_s = time.monotonic() + 3.0
+    with pytest.raises(PeerUnreachable):
+        while time.monotonic() < deadline_s:
+            hub.send("peer", Registered(1))
+            await asyncio.sleep(0.01)
+
+
+async def test_cancelled_receive_loses_nothing(new_bus: Open) -> None:
+    a, b = new_bus("a"), new_bus("b")
+    a.connect("b", b.endpoint)
+    for _ in range(3):
+        task = asyncio.create_task(b.receive())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    a.send("b", Cancel([Held("r", 1)]))
+    assert await soon(b) == ("a", Cancel([Held("r", 1)]))
+
+
+async def test_close_ends_a_waiting_receive(new_bus: Open) -> None:
+    a = new_bus("a")
+    waiting = asyncio.create_task(a.receive())
+    await asyncio.sleep(0.01)
+    await a.close()
+    with pytest.raises(PeerUnreachable):
+        await asyncio.wait_for(waiting, 1.0)
+    with pytest.raises(PeerUnreachable):
+        a.send("b", KvRenew([1]))
+    await a.close()

@@ -23,5 +23,5 @@ def decode(data: bytes | memoryview) -> Message:
     """Raises `WireError` for anything that is not one of our messages."""
     try:
         return _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"not a message of ours ({len(data)} bytes): {error}") from error

@@ -6,6 +6,11 @@ answer at the gateway; everything else is an internal fault that its owner turns
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncio import Future
+
 
 class CohortError(Exception):
     """Base of all errors raised on purpose."""
@@ -53,12 +58,16 @@ class TransferTimeout(TransferError):
     """A KV transfer did not finish before its deadline."""
 
 
+class BufferStranded(TransferTimeout):
+    """A transfer did not end and could not be silenced: keep the buffer out of use until `settled` is done."""
+
+    def __init__(self, message: str, settled: Future[None]) -> None:
+        super().__init__(message)
+        self.settled = settled
+
+
 class ChecksumMismatch(TransferError):
     """KV bytes arrived that are not the bytes that were sent."""
-
-
-class BufferInUse(TransferError):
-    """A transfer failed and the link cannot promise that it will not touch the buffer again: keep it out of use."""
 
 
 class LeaseExpired(CohortError):

@@ -130,10 +130,10 @@ def inbox_of(config: Config, role: str, instance: str, run_dir: Path) -> tuple[s
         advertise = endpoint_of(config, name, run_dir)
     else:
         advertise = config.endpoints.worker or f"ipc://{run_dir / instance}.sock"
-    return _bind_address(advertise, config.endpoints.bind_host), advertise
+    return bind_address(advertise, config.endpoints.bind_host), advertise
 
 
-def _bind_address(endpoint: str, bind_host: str) -> str:
+def bind_address(endpoint: str, bind_host: str) -> str:
     if not endpoint.startswith("tcp://"):
         return endpoint
     _, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -329,7 +329,7 @@ class _Service:
     def _open_bus(self) -> ZmqBus:
         bind, advertise = "", ""
         if isinstance(self._inbox, str):
-            bind = _bind_address(self._inbox, self._config.endpoints.bind_host)
+            bind = bind_address(self._inbox, self._config.endpoints.bind_host)
             advertise = self._inbox
         elif self._inbox:
             bind, advertise = inbox_of(self._config, self._role, self._instance, self._run_dir)

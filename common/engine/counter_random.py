@@ -1,10 +1,13 @@
-"""Randomness without state: the random number of position t of a request depends only on (seed, t).
+"""Randomness without state: the random numbers of position t of a request depend only on (seed, t).
 
 Called by the sampler. A request that moved, was preempted or is recovered therefore draws exactly what it would have
 drawn undisturbed, and rows of one batch cannot influence each other.
 """
 
 from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -18,10 +21,17 @@ def splitmix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) for position `position` of the request with this seed; 53 random bits.
+def exponentials(seed: int, position: int, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """One standard exponential number per token id, for position `position` of the request with this seed.
 
     The seed is scrambled before the position enters, so that neighbouring seeds do not walk through the same
-    sequence shifted by one.
+    sequence shifted by one. 53 random bits each; values in [0, 36.8].
     """
-    return (splitmix64(splitmix64(seed & _MASK) ^ (position & _MASK)) >> 11) * 2.0**-53
+    key = splitmix64(splitmix64(seed & _MASK) ^ (position & _MASK))
+    with np.errstate(over="ignore"):
+        value = (tokens.astype(np.uint64) ^ np.uint64(key)) + np.uint64(_GOLDEN)
+        value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        value ^= value >> np.uint64(31)
+    uniform = ((value >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53  # in (0, 1]
+    return -np.log(uniform)

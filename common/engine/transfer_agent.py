@@ -1,8 +1,7 @@
 """Moves the runs a `WorkerMachine` asks for over its KV links, checks them, and reports every one back exactly once.
 
 Owned by the worker loop, on its event loop. A run that is not reported keeps its blocks forever, so every path ends in
-`on_sent` or `on_received` (the one exception: a link that cannot promise silence; then the blocks stay in
-quarantine on purpose). Decides nothing.
+`on_sent` or `on_received`; where a link cannot promise silence yet, only once it can. Decides nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Protocol
 import structlog
 
 from cohort.common.clock import Clock
-from cohort.common.errors import BufferInUse, ChecksumMismatch, TransferError, TransferTimeout
+from cohort.common.errors import BufferStranded, ChecksumMismatch, TransferError, TransferTimeout
 from cohort.common.machines.effects import ReceiveRuns, Run, SendRuns
 from cohort.common.messages import KvChunk, KvRun
 from cohort.common.metrics import TransferMetrics
@@ -77,6 +76,12 @@ class TransferAgent:
         for task in list(self._tasks.get(lease_id, ())):
             task.cancel()
 
+    def forget(self, addresses: Mapping[str, bytes]) -> None:
+        """The process behind these addresses is gone."""
+        for name, address in addresses.items():
+            if name in self._links:
+                self._links[name].forget(address)
+
     async def close(self) -> None:
         """Cancel everything and wait until nothing reads or writes the cache any more."""
         tasks = [task for group in self._tasks.values() for task in group]
@@ -131,10 +136,9 @@ class TransferAgent:
                 try:
                     await link.send(effect.address, run.tag, buffer, timeout_s=self._run_timeout_s)
                     self._moved(effect.link, "sent", run, started_s)
-                except BufferInUse as failure:
-                    self._quarantine(run, failure)
-                    reported += 1
-                    continue
+                except BufferStranded as failure:
+                    error = self._failed(effect.link, failure)
+                    await self._quarantine(run, failure)
                 except TransferError as failure:
                     error = self._failed(effect.link, failure)
                 reported += 1
@@ -158,9 +162,9 @@ class TransferAgent:
                 raise ChecksumMismatch(f"{run.num_blocks} blocks from {run.target} differ from what was sent")
             self._moved(effect.link, "received", run, started_s)
             error = None
-        except BufferInUse as failure:
-            self._quarantine(run, failure)
-            return
+        except BufferStranded as failure:
+            error = self._failed(effect.link, failure)
+            await self._quarantine(run, failure)
         except TransferError as failure:
             error = self._failed(effect.link, failure)
         except asyncio.CancelledError:
@@ -192,11 +196,16 @@ class TransferAgent:
         structlog.get_logger(__name__).warning("KV run failed", link=link, reason=reason, error=str(failure))
         return str(failure)
 
-    def _quarantine(self, run: Run, failure: Exception) -> None:
+    async def _quarantine(self, run: Run, failure: BufferStranded) -> None:
+        """Nobody is told about this run until the link has let go of its blocks; so they stay out of use."""
         self.quarantined_blocks += run.num_blocks
-        self._metrics.quarantined_blocks().inc(run.num_blocks)
-        structlog.get_logger(__name__).critical(
-            "KV blocks kept out of use: the link cannot promise that it will not touch them",
-            error=str(failure),
-            blocks=run.num_blocks,
+        self._metrics.quarantined_blocks().set(self.quarantined_blocks)
+        structlog.get_logger(__name__).error(
+            "KV blocks kept out of use until the link lets go of them", reason=str(failure), blocks=run.num_blocks
         )
+        while not failure.settled.done():
+            # Even a cancelled transfer has to wait here: this is what the cancellation waits for.
+            with suppress(asyncio.CancelledError):
+                await asyncio.shield(failure.settled)
+        self.quarantined_blocks -= run.num_blocks
+        self._metrics.quarantined_blocks().set(self.quarantined_blocks)

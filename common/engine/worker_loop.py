@@ -26,7 +26,7 @@ from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner, resolve_device, resolve_dtype
 from cohort.common.engine.transfer_agent import TransferAgent
-from cohort.common.errors import ConfigError, PeerUnreachable, TransferError
+from cohort.common.errors import ConfigError, PeerUnreachable
 from cohort.common.machines.effects import CancelRuns, Dial, ReceiveRuns, Send, SendRuns
 from cohort.common.machines.worker import Sampled, WorkerMachine, WorkerSettings
 from cohort.common.messages import (
@@ -42,8 +42,10 @@ from cohort.common.messages import (
 )
 from cohort.common.metrics import EngineMetrics, TransferMetrics
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, KvAllocator, KvCopy, Sequence
-from cohort.common.service import MANAGER, ServiceContext
+from cohort.common.service import MANAGER, ServiceContext, bind_address
 from cohort.common.transport.kv_link import KvLink
+from cohort.common.transport.links import open_links
+from cohort.common.transport.security import load_keys
 from cohort.common.types import KvGeometry, Role, WorkerCapacity
 
 _TICK_S = 0.1
@@ -105,7 +107,7 @@ class WorkerLoop:
             policies.iteration(config),
             kv,
             random.Random(random.SystemRandom().getrandbits(64)),
-            self._agent.addresses,
+            lambda: self._agent.addresses,
         )
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._work = asyncio.Event()
@@ -501,27 +503,15 @@ def _free_after_weights(config: Config, model_dir: Path) -> int:
     return int(config.kv.memory_fraction * max(0, free - weights))
 
 
-def open_links(context: ServiceContext) -> dict[str, KvLink]:
-    """The configured links that can be had here, best first; at least one, or a `ConfigError`."""
-    links: dict[str, KvLink] = {}
-    for name in context.config.transfer.links:
-        try:
-            links[name] = _open_link(name, context)
-        except TransferError as error:
-            context.log.warning("KV link not available", link=name, error=str(error))
-    if not links:
-        raise ConfigError("transfer.links: none of them can be had here; see the warnings above")
-    return links
-
-
-def _open_link(name: str, context: ServiceContext) -> KvLink:
-    if name == "ucx":
-        from cohort.common.transport.ucx_link import UcxLink
-
-        return UcxLink()
-    from cohort.common.transport.zmq_link import ZmqLink
-
-    return ZmqLink(_data_endpoint(context))
+def open_worker_links(context: ServiceContext) -> dict[str, KvLink]:
+    """The configured links that can be had here, best first."""
+    endpoint = _data_endpoint(context)
+    curve = load_keys(context.config.security.curve_secret_key_file)
+    links = open_links(
+        context.config.transfer.links, zmq_bind=bind_address(endpoint, context.config.endpoints.bind_host),
+        zmq_advertise=endpoint, curve=curve,
+    )  # fmt: skip
+    return {link.name: link for link in links}
 
 
 def _data_endpoint(context: ServiceContext) -> str:
@@ -541,7 +531,7 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     started = time.monotonic()
     runner = await asyncio.to_thread(load_runner, config, threads)
     await asyncio.to_thread(runner.warm_up)
-    loop = WorkerLoop(context, role, runner, open_links(context), policies)
+    loop = WorkerLoop(context, role, runner, open_worker_links(context), policies)
     context.log.info(
         "worker ready",
         role=role.value,

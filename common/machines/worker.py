@@ -14,7 +14,7 @@ cancellations mark their sequences as doomed and take effect when the plan compl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
@@ -129,7 +129,7 @@ class WorkerMachine:
         scheduler: IterationScheduler,
         kv: KvAllocator,
         random: Random,
-        link_addresses: Mapping[str, bytes],
+        link_addresses: Callable[[], Mapping[str, bytes]],
     ) -> None:
         self.instance = instance
         self.manager = manager
@@ -139,7 +139,7 @@ class WorkerMachine:
         self.scheduler = scheduler
         self._settings = settings
         self._random = random
-        self._link_addresses = dict(link_addresses)
+        self._link_addresses = link_addresses  # asked for every grant: a link may have to move
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._segments: dict[SequenceKey, StartSegment] = {}
         self._logprobs: dict[SequenceKey, list[TokenLogprob]] = {}
@@ -670,7 +670,7 @@ class WorkerMachine:
                 offer.sender,
                 KvGrant(
                     offer.request_id, offer.attempt, offer.transfer_id, lease_id, self._settings.lease_s,
-                    list(self.kv.blocks(sequence.key)), cached, self._link_addresses,
+                    list(self.kv.blocks(sequence.key)), cached, dict(self._link_addresses()),
                 ),
             )
         )

@@ -31,7 +31,8 @@ class KvLink(Protocol):
 
         Raises like `send`, also when the length differs. On return or raise nothing writes into the buffer any more:
         only then may its blocks be freed. Cancelling the awaiting task gives the same guarantee. The one exception,
-        for both directions, is `BufferInUse`: the link could not stop the operation, so the buffer must stay unused.
+        for both directions, is `BufferStranded`: the link could not stop the operation yet, so the buffer stays
+        unused until its `settled` is done.
         """
 
     def forget(self, peer: bytes) -> None:

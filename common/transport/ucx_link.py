@@ -36,7 +36,7 @@ from typing import Any
 
 import structlog
 
-from cohort.common.errors import TransferError, TransferTimeout
+from cohort.common.errors import BufferStranded, TransferError, TransferTimeout
 from cohort.common.transport.buffers import Region, region_of
 from cohort.common.transport.peer_process import ProcessIdentity, ProcessWatch, watch
 from cohort.common.transport.ucp_api import ERR_CANCELED, ERR_TRUNCATED, IN_PROGRESS, OK, UcpApi, UcpError
@@ -53,14 +53,6 @@ _WITHDRAW_TAG = (1 << 64) - 1  # outside what `tag_of` gives to any real lease: 
 _WITHDRAW_BYTES = 8
 
 _ENVIRONMENT = {"UCX_LOG_LEVEL": "error", "UCX_LOG_FILE": "stderr", "UCX_WARN_UNUSED_ENV_VARS": "n"}
-
-
-class BufferStranded(TransferTimeout):
-    """A transfer did not end and could not be silenced: keep the buffer out of use until `settled` is done."""
-
-    def __init__(self, message: str, settled: asyncio.Future[None]) -> None:
-        super().__init__(message)
-        self.settled = settled
 
 
 @dataclass(slots=True, eq=False)

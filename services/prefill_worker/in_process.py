@@ -19,7 +19,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-
 from cohort.common.config import Config, load_config
 from cohort.common.engine.batch import StepOutput
 from cohort.common.engine.batch_builder import build_batch
@@ -57,7 +56,7 @@ class InProcessEngine:
         self._machine = WorkerMachine(
             "in-process", "nobody", capacity, WorkerSettings((), 30.0, 30.0, 30.0, 256.0), compose.iteration(config),
             compose.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks),
-            random.Random(0), {},
+            random.Random(0), dict,
         )  # fmt: skip
         self.engine_s = 0.0
 

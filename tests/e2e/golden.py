@@ -38,9 +38,8 @@ def golden_outputs(model_dir: Path, prompts: Sequence[Sequence[int]], new_tokens
     ).hexdigest()[:24]
     kept = cache_dir() / "test_goldens" / f"{key}.json"
     if kept.is_file():
-        return [
-            Golden(tuple(p), tuple(o), tuple(g), tuple(r)) for p, o, g, r in json.loads(kept.read_text(encoding="utf-8"))
-        ]
+        rows = json.loads(kept.read_text(encoding="utf-8"))
+        return [Golden(tuple(p), tuple(o), tuple(g), tuple(r)) for p, o, g, r in rows]
     goldens = compute(model_dir, prompts, new_tokens)
     kept.parent.mkdir(parents=True, exist_ok=True)
     fresh = kept.with_suffix(f".{os.getpid()}")

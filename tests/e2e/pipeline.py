@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,9 @@ class Answer:
 class Pipeline:
     """One set of processes over one run folder. Use as a context manager: whatever happens, nothing survives it."""
 
-    def __init__(self, folder: Path, model: Path, overrides: Mapping[str, Any] | None = None, *, preset: str = "") -> None:
+    def __init__(
+        self, folder: Path, model: Path, overrides: Mapping[str, Any] | None = None, *, preset: str = ""
+    ) -> None:
         self.folder = folder
         self.port = free_port()
         given: dict[str, Any] = {
@@ -157,6 +159,13 @@ class Pipeline:
         process = self.state()[name]
         return dict(process["figures"]) if process["status"] == "up" else {}
 
+    def wait_for(self, name: str, figure: str, at_least: float, timeout_s: float = 5.0) -> None:
+        """Until a heartbeat says so."""
+        deadline = time.monotonic() + timeout_s
+        while (value := self.figures(name).get(figure, 0.0)) < at_least:
+            assert time.monotonic() < deadline, f"{name}: {figure} is {value}, expected {at_least} or more"
+            time.sleep(0.1)
+
     def assert_nothing_left(self, timeout_s: float = 20.0) -> None:
         """No request, block or lease is held anywhere (heartbeats need a moment to say so)."""
         deadline = time.monotonic() + timeout_s
@@ -233,9 +242,3 @@ class Pipeline:
                 return await asyncio.gather(*(one(body) for body in bodies))
 
         return asyncio.run(run())
-
-
-@contextlib.contextmanager
-def running(folder: Path, model: Path, overrides: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Pipeline]:
-    with Pipeline(folder, model, overrides, **options) as pipeline:
-        yield pipeline

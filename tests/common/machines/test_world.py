@@ -1,4 +1,4 @@
-"""Manager and workers together: whatever breaks, every request ends once with exactly its output, and nothing is left."""
+"""Manager and workers together: whatever breaks, every request ends once, exactly, and nothing is left."""
 
 from __future__ import annotations
 
@@ -160,8 +160,8 @@ def test_cancelled_requests_leave_nothing() -> None:
     ),
 )
 def test_anything_may_break_at_any_time(
-    seed: int, placement: Callable[[], Placement], preemption: str, blocks: int, chunk: int, caching: bool, failures: float, delay: float,
-    faults: list[tuple[str, float, float]],
+    seed: int, placement: Callable[[], Placement], preemption: str, blocks: int, chunk: int, caching: bool,
+    failures: float, delay: float, faults: list[tuple[str, float, float]],
 ) -> None:  # fmt: skip
     world = World(
         seed, PD_TWICE, placement, blocks=blocks, preemption=preemption, chunk=chunk,

@@ -265,7 +265,7 @@ class World:
             name, "manager", capacity, WorkerSettings(("ucx", "zmq"), 5.0, 5.0, 2.0, 8.0),
             ContinuousBatching(max_rows=8, max_step_tokens=32, prefill_chunk=chunk, preemption=preemption),  # type: ignore[arg-type]
             PagedAllocator(geometry, blocks, host_blocks, prefix_caching=caching),
-            Random(self.random.getrandbits(32)), {"ucx": name.encode(), "zmq": name.encode()},
+            Random(self.random.getrandbits(32)), lambda: {"ucx": name.encode(), "zmq": name.encode()},
         )  # fmt: skip
         node = WorkerNode(
             name, machine, self._incarnation(), [self.random.getrandbits(40) for _ in range(blocks * BLOCK)],
@@ -282,7 +282,10 @@ class World:
         def report() -> None:
             if node.alive:
                 if not node.registered:
-                    self.post(name, "manager", RegisterWorker(name, node.incarnation, name, capacity, machine.held, machine.awaiting))
+                    self.post(
+                        name, "manager",
+                        RegisterWorker(name, node.incarnation, name, capacity, machine.held, machine.awaiting),
+                    )  # fmt: skip
                 else:
                     node.sequence += 1
                     figures = machine.figures(0)

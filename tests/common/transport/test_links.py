@@ -211,6 +211,51 @@ async def test_stopped_receiver_strands_a_send_until_it_answers(start: Start) ->
     await transfer(a, b, 3, MB)
 
 
+async def test_stalled_sender_is_silenced(start: Start, pool: Pool) -> None:
+    """A sender that stops in the middle and goes on later finds nobody to write to."""
+    a, b = await start(), await start()
+    await transfer(a, b, 1, MB)
+    receive = await b.begun_receive(tag=2, nbytes=256 * MB, timeout_s=0.6, watch_s=2.0)
+    _, send = a.begin("send", peer=b.address, tag=2, seed=2, nbytes=256 * MB, timeout_s=2.0)
+    await asyncio.sleep(0.4)
+    a.signal(signal.SIGSTOP)
+    await asyncio.sleep(2.0)
+    a.signal(signal.SIGCONT)
+    answer = await asyncio.wait_for(receive, 15.0)
+    if "error" in answer:
+        assert answer["error"] == "TransferTimeout", answer
+    else:
+        assert answer["crc"] == crc_of(2, 256 * MB)  # through before the stop, or pulled by the receiver regardless
+    await asyncio.wait_for(send, 15.0)
+    await transfer(a, b, 3, 4 * MB)
+    await transfer(b, a, 4, 4 * MB)
+
+
+@needs_ucx
+async def test_rebuilt_link_has_a_new_address_and_works() -> None:
+    """Over TCP bytes under way cannot be recalled: the receiver tears its UCX worker down."""
+    a, b = [await LinkProcess.start("ucx", UCX_TLS="tcp,self") for _ in range(2)]
+    try:
+        await transfer(a, b, 1, MB)
+        receive = await b.begun_receive(tag=2, nbytes=256 * MB, timeout_s=0.3, watch_s=1.0)
+        a.begin("send", peer=b.address, tag=2, seed=2, nbytes=256 * MB, timeout_s=1.0)
+        other = await b.begun_receive(tag=3, nbytes=MB, timeout_s=20.0)
+        answer = await asyncio.wait_for(receive, 15.0)
+        assert answer["error"] == "TransferTimeout", answer
+        figures = await b.ask("figures")
+        if figures["rebuilt"]:  # else it was cancelled before its first byte
+            assert (await other)["error"] == "TransferError"
+            assert (await b.ask("address"))["address"] != b.address
+        else:
+            await a.ask("send", peer=b.address, tag=3, seed=3, nbytes=MB)
+            assert "error" not in await other
+        await transfer(a, b, 5, 4 * MB)
+        await transfer(b, a, 6, 4 * MB)
+    finally:
+        await a.end()
+        await b.end()
+
+
 @needs_ucx
 async def test_ucx_runs_under_uvloop() -> None:
     a, b = await LinkProcess.start("ucx", loop="uvloop"), await LinkProcess.start("ucx", loop="uvloop")

@@ -1,0 +1,159 @@
+"""The running pipeline as its users meet it: the `openai` package, other architectures, limits, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import openai
+import pytest
+import torch
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from tests.e2e.golden import compute, near_ties
+from tests.e2e.pipeline import Pipeline
+from tests.services.gateway.tiny_model import byte_level
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Iterator[Pipeline]:
+    with Pipeline(tmp_path_factory.mktemp("clients"), default_model, {"kv": {"memory_bytes": 200 << 20}}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(pipeline: Pipeline) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{pipeline.url}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+def test_chat_streamed_and_whole_say_the_same(pipeline: Pipeline, client: openai.OpenAI) -> None:
+    model = client.models.list().data[0].id
+    ask = {
+        "model": model, "messages": [{"role": "user", "content": "Name three colours of the sea."}],
+        "max_completion_tokens": 24, "temperature": 0.7, "seed": 11,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**ask)  # type: ignore[call-overload]
+    stream = client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})  # type: ignore[call-overload]
+    text, usage = "", None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    assert len(text) > 20
+
+
+def test_choices_logprobs_and_stop_strings(client: openai.OpenAI) -> None:
+    model = client.models.list().data[0].id
+    answer = client.completions.create(
+        model=model, prompt="One, two, three, four,", n=3, max_tokens=16, temperature=0.9, seed=3, logprobs=2
+    )
+    assert len({choice.text for choice in answer.choices}) > 1
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert len(choice.logprobs.tokens or []) == 16
+        assert all(value <= 0 for value in choice.logprobs.token_logprobs or [])
+    counted = client.completions.create(model=model, prompt="1 2 3 4 5 6", max_tokens=40, temperature=0, stop=["12"])
+    assert counted.choices[0].finish_reason == "stop"
+    assert "11" in counted.choices[0].text
+    assert "12" not in counted.choices[0].text
+
+
+def test_refusals_name_what_is_wrong(client: openai.OpenAI) -> None:
+    model = client.models.list().data[0].id
+    with pytest.raises(openai.NotFoundError, match="no-such-model"):
+        client.completions.create(model="no-such-model", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="9000"):
+        client.completions.create(model=model, prompt=[5] * 9000, max_tokens=5)
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model=model, prompt="x", temperature=9.0)
+
+
+def test_every_process_has_metrics_and_the_monitor_has_all(pipeline: Pipeline) -> None:
+    pipeline.complete_all([{"prompt": "Hello", "max_tokens": 4}])
+    text = pipeline.get("/metrics")
+    assert "cohort_time_to_first_token_seconds_bucket" in text
+    assert 'cohort_request_success_total{class="rt",finished_reason="length"' in text
+    time.sleep(1.5)
+    merged = pipeline.get("/metrics", pipeline.config.monitor.port)
+    for instance in ("gateway", "predictor", "manager", "prefill-0", "decode-0"):
+        assert f'instance="{instance}"' in merged
+    for family in ("kv_cache_usage_perc", "kv_transfer_bytes_total", "up", "step_seconds_sum"):
+        assert f"cohort_{family}" in merged
+
+
+def test_a_drained_worker_finishes_what_it_has(tmp_path: Path, default_model: Path) -> None:
+    async def run(pipeline: Pipeline) -> None:
+        async with aiohttp.ClientSession() as session:
+            asked = [
+                asyncio.create_task(
+                    pipeline.complete(session, prompt=[50 + i] * 9, max_tokens=30, temperature=0, ignore_eos=True)
+                )
+                for i in range(6)
+            ]
+            await asyncio.sleep(1.0)
+            assert await asyncio.to_thread(pipeline.terminate, "decode-0") == 0
+            answers = await asyncio.gather(*asked)
+            later = await pipeline.complete(session, prompt="Still there?", max_tokens=5, ignore_eos=True)
+        assert [answer.error for answer in [*answers, later]] == [""] * 7
+        assert all(answer.finish == "length" for answer in answers)
+
+    with Pipeline(tmp_path, default_model) as pipeline:
+        asyncio.run(run(pipeline))
+        assert pipeline.terminate("prefill-0") == 0
+
+
+def tiny(folder: Path, model: PreTrainedModel) -> Path:
+    folder.mkdir()
+    for parameter in model.parameters():  # the default initialisation is so small that all logits nearly tie
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    byte_level(400).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def qwen2() -> PreTrainedModel:
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=400, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=512,
+        )
+    )  # fmt: skip
+
+
+def opt() -> PreTrainedModel:
+    return OPTForCausalLM(
+        OPTConfig(
+            vocab_size=400, hidden_size=64, ffn_dim=128, num_hidden_layers=3, num_attention_heads=4,
+            max_position_embeddings=512, word_embed_proj_dim=64,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [qwen2, opt])
+def test_other_architectures_equal_the_reference(tmp_path: Path, make: type[PreTrainedModel]) -> None:
+    torch.manual_seed(7)
+    folder = tiny(tmp_path / "model", make())
+    prompts = [[(i * j) % 390 + 5 for j in range(1, 4 + 7 * i)] for i in range(1, 14)]
+    goldens = compute(folder, prompts, 20)
+    overrides = {"engine": {"prefill_chunk": 24}, "kv": {"memory_bytes": 16 << 20}}
+    with Pipeline(tmp_path, folder, overrides) as pipeline:
+        answers = pipeline.complete_all(
+            [
+                {"prompt": list(g.prompt), "max_tokens": 20, "temperature": 0, "ignore_eos": True,
+                 "return_token_ids": True}
+                for g in goldens
+            ]
+        )  # fmt: skip
+        assert [answer.error for answer in answers] == [""] * len(goldens)
+        assert sum(near_ties(g, a.tokens) for g, a in zip(goldens, answers, strict=True)) <= 1
+        pipeline.wait_for("decode-0", "transfers_total", len(goldens))
+        pipeline.assert_nothing_left()

@@ -58,6 +58,7 @@ class TransferAgent:
         self._on_sent = on_sent
         self._on_received = on_received
         self._tasks: dict[int, set[asyncio.Task[None]]] = {}
+        self._peer_addresses: dict[tuple[str, str], bytes] = {}
         self.quarantined_blocks = 0
 
     @property
@@ -65,6 +66,10 @@ class TransferAgent:
         return {name: link.address() for name, link in self._links.items()}
 
     def send(self, effect: SendRuns) -> None:
+        known = self._peer_addresses.get((effect.peer, effect.link))
+        if known is not None and known != effect.address:
+            self._links[effect.link].forget(known)  # the peer is another process now, or moved
+        self._peer_addresses[effect.peer, effect.link] = effect.address
         self._spawn(effect.lease_id, self._send(effect), f"send {effect.request_id}")
 
     def receive(self, effect: ReceiveRuns) -> None:
@@ -75,12 +80,6 @@ class TransferAgent:
         """Stop what is in flight for a lease; each run still reports."""
         for task in list(self._tasks.get(lease_id, ())):
             task.cancel()
-
-    def forget(self, addresses: Mapping[str, bytes]) -> None:
-        """The process behind these addresses is gone."""
-        for name, address in addresses.items():
-            if name in self._links:
-                self._links[name].forget(address)
 
     async def close(self) -> None:
         """Cancel everything and wait until nothing reads or writes the cache any more."""

@@ -37,6 +37,7 @@ from cohort.common.messages import (
     Message,
     Registered,
     RegisterWorker,
+    SegmentEnded,
     TokenLogprob,
     WorkerReport,
 )
@@ -164,6 +165,11 @@ class WorkerLoop:
         for effect in self.machine.take_effects():
             match effect:
                 case Send(peer=peer, message=message):
+                    if isinstance(message, SegmentEnded):
+                        self._log.info(
+                            "segment ended", request_id=message.request_id, attempt=message.attempt,
+                            outcome=message.outcome, positions=message.positions, reason=message.reason,
+                        )  # fmt: skip
                     self._send(peer, message)
                 case Dial(peer=peer, endpoint=endpoint):
                     self._bus.connect(peer, endpoint)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cohort.common.policies.baselines.bounded_admission import BoundedAdmission
-
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
+from cohort.common.policies.baselines.bounded_admission import BoundedAdmission
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
 from cohort.common.policies.baselines.first_come import FirstCome
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator

@@ -100,7 +100,7 @@ class ManagerService:
             case Placed():
                 self._metrics.placements(message.reason).inc()
                 self._metrics.queue_seconds("all").observe(message.queued_s)
-                log.debug("placed", request_id=message.request_id, attempt=message.attempt,
+                log.info("placed", request_id=message.request_id, attempt=message.attempt,
                           instances=message.instances, reason=message.reason)
             case Displaced(attempts=attempts, reason=reason):
                 self._metrics.displaced(reason.partition(":")[2].strip() or reason).inc(len(attempts))

@@ -118,6 +118,22 @@ def test_a_killed_gateway_breaks_its_streams_visibly_and_leaves_nothing(pipeline
     assert [answer.error for answer in answers] == [""] * 4
 
 
+def test_no_file_or_socket_is_left_open(pipeline: Pipeline) -> None:
+    """Connections of killed peers, finished clients and broken transfers are closed again."""
+    pipeline.complete_all(bodies()[:8])
+    before = {name: pipeline.figures(name)["open_fds"] for name in pipeline.names if name != "monitor"}
+    for _ in range(2):
+        pipeline.kill("decode-0")
+        pipeline.start("decode-0")
+        pipeline.wait_ready()
+        pipeline.complete_all(bodies()[:8])
+    pipeline.assert_nothing_left()
+    time.sleep(1.0)
+    after = {name: pipeline.figures(name)["open_fds"] for name in before}
+    grown = {name: (before[name], after[name]) for name in before if after[name] > before[name] + 8}
+    assert not grown, f"open files grew: {grown}"
+
+
 def test_clients_that_leave_free_everything(pipeline: Pipeline) -> None:
     async def run() -> None:
         async with aiohttp.ClientSession() as session:

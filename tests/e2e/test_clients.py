@@ -13,6 +13,9 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from cohort.common.messages import GatewayHello
+from cohort.common.transport.security import generate_keys
+from cohort.common.transport.zmq_bus import ZmqBus
 from tests.e2e.golden import compute, near_ties
 from tests.e2e.pipeline import Pipeline
 from tests.services.gateway.tiny_model import byte_level
@@ -108,6 +111,29 @@ def test_a_drained_worker_finishes_what_it_has(tmp_path: Path, default_model: Pa
     with Pipeline(tmp_path, default_model) as pipeline:
         asyncio.run(run(pipeline))
         assert pipeline.terminate("prefill-0") == 0
+
+
+def test_an_encrypted_pipeline_serves_and_strangers_cannot_talk(tmp_path: Path, default_model: Path) -> None:
+    generate_keys(tmp_path / "cluster.key")
+    overrides = {"security": {"curve_secret_key_file": str(tmp_path / "cluster.key")}, "transfer": {"links": ["zmq"]}}
+    with Pipeline(tmp_path, default_model, overrides) as pipeline:
+        (answer,) = pipeline.complete_all([{"prompt": "Hello there", "max_tokens": 5, "ignore_eos": True}])
+        assert (answer.error, answer.finish) == ("", "length")
+        assert answer.extras["instances"] == ["prefill-0", "decode-0"]
+
+        async def intrude() -> None:
+            bus = ZmqBus("intruder")
+            bus.connect("manager", f"ipc://{tmp_path}/run/manager.sock")
+            bus.send("manager", GatewayHello("intruder", 1, "ipc://nowhere"))
+            try:
+                async with asyncio.timeout(1.5):
+                    raise AssertionError(f"the manager answered a stranger: {await bus.receive()}")
+            except TimeoutError:
+                pass
+            finally:
+                await bus.close()
+
+        asyncio.run(intrude())
 
 
 def tiny(folder: Path, model: PreTrainedModel) -> Path:

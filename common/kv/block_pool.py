@@ -122,13 +122,6 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def clear_cache(self) -> None:
-        """Forget all contents that nobody owns."""
-        for block in self._cached:
-            self._forget_hash(block)
-            self._free.append(block)
-        self._cached.clear()
-
     def check(self, owned: Sequence[Sequence[int]]) -> None:
         """Compare with what the owners say they have. Raises `InvariantViolated`."""
         expected = [0] * self.num_blocks

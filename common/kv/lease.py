@@ -64,6 +64,3 @@ class LeaseTable:
             del self._leases[lease.lease_id]
         self.expired += len(late)
         return late
-
-    def next_deadline_s(self) -> float | None:
-        return min((lease.deadline_s for lease in self._leases.values()), default=None)

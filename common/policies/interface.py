@@ -362,11 +362,6 @@ class Sequence:
         return self.target - self.computed
 
     @property
-    def decoding(self) -> bool:
-        """Exactly one position to compute, and it yields a token."""
-        return self.uncomputed == 1 and self.known > self.request.prompt_tokens
-
-    @property
     def output_tokens(self) -> int:
         return self.known - self.request.prompt_tokens
 

@@ -8,7 +8,6 @@ into Python objects.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -46,7 +45,3 @@ def tag_of(lease_id: int, sequence: int) -> int:
     if not 0 <= sequence < 1 << 24:
         raise ValueError(f"run number {sequence} does not fit 24 bits")
     return (lease_id & ((1 << 40) - 1)) << 24 | sequence
-
-
-Links = Sequence[KvLink]
-"""A worker's links, best first."""

@@ -156,8 +156,8 @@ class Pipeline:
         return {process["instance"]: process for process in state["processes"]}
 
     def figures(self, name: str) -> dict[str, float]:
-        process = self.state()[name]
-        return dict(process["figures"]) if process["status"] == "up" else {}
+        process = self.state().get(name)  # a monitor that just started has not heard of everybody
+        return dict(process["figures"]) if process is not None and process["status"] == "up" else {}
 
     def wait_for(self, name: str, figure: str, at_least: float, timeout_s: float = 5.0) -> None:
         """Until a heartbeat says so."""

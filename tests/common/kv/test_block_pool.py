@@ -126,12 +126,6 @@ class PoolMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.owned) - 1))
         self.pool.release(self.owned.pop(index))
 
-    @rule()
-    def clear(self) -> None:
-        self.pool.clear_cache()
-        held = {block for blocks in self.owned for block in blocks}
-        self.content = {block: digest for block, digest in self.content.items() if block in held}
-
     @invariant()
     def consistent(self) -> None:
         self.pool.check(self.owned)

@@ -55,4 +55,3 @@ def test_against_a_dictionary_of_deadlines(history: list[tuple[str, int, float]]
             assert {lease.lease_id for lease in table.expire(now_s)} == late
             model = {key: deadline for key, deadline in model.items() if key not in late}
         assert len(table) == len(model)
-        assert table.next_deadline_s() == min(model.values(), default=None)

@@ -237,8 +237,9 @@ async def test_rebuilt_link_has_a_new_address_and_works() -> None:
     a, b = [await LinkProcess.start("ucx", UCX_TLS="tcp,self") for _ in range(2)]
     try:
         await transfer(a, b, 1, MB)
-        receive = await b.begun_receive(tag=2, nbytes=256 * MB, timeout_s=0.3, watch_s=1.0)
-        a.begin("send", peer=b.address, tag=2, seed=2, nbytes=256 * MB, timeout_s=1.0)
+        # Half a gigabyte takes loopback TCP longer than the receiver has patience.
+        receive = await b.begun_receive(tag=2, nbytes=512 * MB, timeout_s=0.1, watch_s=1.0)
+        a.begin("send", peer=b.address, tag=2, seed=2, nbytes=512 * MB, timeout_s=1.0)
         other = await b.begun_receive(tag=3, nbytes=MB, timeout_s=20.0)
         answer = await asyncio.wait_for(receive, 15.0)
         assert answer["error"] == "TransferTimeout", answer

@@ -103,7 +103,7 @@ class TransferConfig(_Section, frozen=True):
 
 class EngineConfig(_Section, frozen=True):
     device: str = "auto"  # cpu, cuda, cuda:1 …
-    threads: NotNegative = 0  # CPU threads of one worker; 0 = cores divided by workers
+    threads: NotNegative = 0  # CPU threads of one worker; 0 = cores divided by workers, at least 2
     max_rows: Positive = 256  # requests in one iteration
     max_step_tokens: Positive = 2048  # tokens in one iteration, prefill and decode together
     prefill_chunk: Positive = 512  # prompt tokens of one request in one iteration
@@ -182,11 +182,14 @@ class Config(_Section, frozen=True):
         return {name: group.role for name, group in self._instances()}
 
     def worker_threads(self, instance: str, cores: int) -> int:
-        """CPU threads of a worker: its group's, else the engine's, else an equal share of the cores."""
+        """CPU threads of a worker: its group's, else the engine's, else an equal share of the cores.
+
+        At least two where there are two: prefill and decode are seldom busy together (measured: docs/benchmarks.md).
+        """
         instances = dict(self._instances())
         group = instances.get(instance)
         asked = (group.threads if group else 0) or self.engine.threads
-        return asked or max(1, cores // max(1, len(instances)))
+        return asked or max(min(2, cores), cores // max(1, len(instances)))
 
     def _instances(self) -> list[tuple[str, WorkerGroup]]:
         counts: dict[Role, int] = {}

@@ -69,7 +69,7 @@ class WorkerPolicies(Protocol):
 class WorkerLoop:
     def __init__(
         self, context: ServiceContext, role: Role, runner: ModelRunner, links: dict[str, KvLink],
-        policies: WorkerPolicies,
+        policies: WorkerPolicies, engine: ThreadPoolExecutor,
     ) -> None:  # fmt: skip
         config = context.config
         self._context = context
@@ -110,7 +110,7 @@ class WorkerLoop:
             random.Random(random.SystemRandom().getrandbits(64)),
             lambda: self._agent.addresses,
         )
-        self._engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._engine = engine
         self._work = asyncio.Event()
         self._manager_incarnation: int | None = None
         self._report_sequence = 0
@@ -136,7 +136,6 @@ class WorkerLoop:
                     task.cancel()
         finally:
             await self._agent.close()
-            self._engine.shutdown(wait=True)
 
     # -- messages ----------------------------------------------------------------------------------------------
 
@@ -535,9 +534,13 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     role = config.instance_roles.get(context.instance, default_role)
     threads = config.worker_threads(context.instance, len(_cores()))
     started = time.monotonic()
-    runner = await asyncio.to_thread(load_runner, config, threads)
-    await asyncio.to_thread(runner.warm_up)
-    loop = WorkerLoop(context, role, runner, open_worker_links(context), policies)
+    # One thread does everything with torch, from loading on: OpenMP keeps a pool per calling thread, and with two pools
+    # on the cores of one it stops spinning between two operators, which makes a step half as slow again.
+    engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
+    in_engine = asyncio.get_running_loop().run_in_executor
+    runner = await in_engine(engine, load_runner, config, threads)
+    await in_engine(engine, runner.warm_up)
+    loop = WorkerLoop(context, role, runner, open_worker_links(context), policies, engine)
     context.log.info(
         "worker ready",
         role=role.value,
@@ -547,7 +550,10 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
         max_model_len=loop.capacity.max_model_len,
         dtype=runner.dtype,
     )
-    await loop.run()
+    try:
+        await loop.run()
+    finally:
+        engine.shutdown(wait=True)
 
 
 def _cores() -> set[int]:

@@ -182,14 +182,14 @@ class Config(_Section, frozen=True):
         return {name: group.role for name, group in self._instances()}
 
     def worker_threads(self, instance: str, cores: int) -> int:
-        """CPU threads of a worker: its group's, else the engine's, else an equal share of the cores.
+        """CPU threads of a worker: its group's, else the engine's, else `default_threads`."""
+        group = dict(self._instances()).get(instance)
+        return (group.threads if group else 0) or self.default_threads(cores)
 
-        At least two where there are two: prefill and decode are seldom busy together (measured: docs/benchmarks.md).
-        """
-        instances = dict(self._instances())
-        group = instances.get(instance)
-        asked = (group.threads if group else 0) or self.engine.threads
-        return asked or max(min(2, cores), cores // max(1, len(instances)))
+    def default_threads(self, cores: int) -> int:
+        """The engine's, else an equal share of the cores, but at least two where there are two: prefill and decode
+        workers are seldom both busy (measured: docs/benchmarks.md)."""
+        return self.engine.threads or max(min(2, cores), cores // max(1, len(self.instance_roles)))
 
     def _instances(self) -> list[tuple[str, WorkerGroup]]:
         counts: dict[Role, int] = {}

@@ -51,7 +51,7 @@ def _serve(options: argparse.Namespace, arguments: list[str], config: Config) ->
     config = resolve(
         config, model=_model_folder(config), cores=preflight.usable_cores(), free_port=preflight.free_port
     )
-    plans = plan(config)
+    plans = plan(config, preflight.usable_cores())
     files = RunFiles(paths.run_dir(config.gateway.port))
     if options.detach:
         _check(files, plans)

@@ -75,8 +75,11 @@ def http_base(host: str, port: int) -> str:
     return f"http://{reachable}:{port}"
 
 
-def plan(config: Config) -> list[ProcessPlan]:
-    """All processes of a resolved configuration, in the order a person reads the pipeline."""
+def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
+    """All processes of a resolved configuration, in the order a person reads the pipeline.
+
+    `cores` of this machine, 0 if unknown: workers that have more threads between them must yield while they wait.
+    """
     single = _threads_environment(1)
     host, base = config.metrics.host, config.metrics.base_port
     short_drain_s = 5.0
@@ -96,11 +99,13 @@ def plan(config: Config) -> list[ProcessPlan]:
             passes_metrics_port=False, environment=single,
         ),
     ]
+    threads = {instance: config.worker_threads(instance, 1) for instance in config.instance_roles}
+    crowded = 0 < cores < sum(threads.values())
     for index, (instance, role) in enumerate(config.instance_roles.items()):
         plans.append(
             ProcessPlan(
                 instance, _FOLDER_OF_ROLE[role], StopStage.WORKERS, host, base + 2 + index, config.engine.drain_s,
-                environment=_threads_environment(config.worker_threads(instance, 1)),
+                environment=_threads_environment(threads[instance], crowded=crowded),
             )
         )
     return plans
@@ -110,7 +115,7 @@ def resolve(config: Config, *, model: Path, cores: int, free_port: Callable[[], 
     """Settle what is open. `free_port` is asked at most once, for the first of a block of free ports; what is
     configured as 0 takes its usual distance from it."""
     groups = tuple(
-        WorkerGroup(role=group.role, count=group.count, threads=group.threads or _share(config, cores))
+        WorkerGroup(role=group.role, count=group.count, threads=group.threads or config.default_threads(cores))
         for group in config.workers
     )
     replace = msgspec.structs.replace
@@ -126,12 +131,8 @@ def resolve(config: Config, *, model: Path, cores: int, free_port: Callable[[], 
     )
 
 
-def _share(config: Config, cores: int) -> int:
-    """Threads of a worker whose group names none: the engine's, else an equal share."""
-    return config.engine.threads or max(1, cores // max(1, len(config.instance_roles)))
-
-
-def _threads_environment(threads: int) -> dict[str, str]:
-    """Every library with an own thread pool keeps to the process's share of the cores."""
+def _threads_environment(threads: int, *, crowded: bool = False) -> dict[str, str]:
+    """Every library with an own thread pool keeps to the process's share of the cores. On a crowded machine a thread
+    that spins while it waits takes the core of one that works (measured: docs/benchmarks.md)."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-    return {name: str(threads) for name in names}
+    return {name: str(threads) for name in names} | ({"OMP_WAIT_POLICY": "passive"} if crowded else {})

@@ -101,7 +101,9 @@ class Pipeline:
                 [sys.executable, "-m", f"cohort.services.{folder}", "--config", str(self._file), "--instance", name,
                  "--run-dir", str(self.folder / "run")],
                 stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"},
+                env={
+                    **os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1",
+                },
             )  # fmt: skip
 
     def kill(self, name: str) -> None:

@@ -53,6 +53,7 @@ def test_the_command_is_what_a_person_would_type():
     [
         ((WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE)), 0, 8, [4, 4]),
         ((WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE)), 0, 1, [1, 1]),
+        ((WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE)), 0, 2, [2, 2]),
         ((WorkerGroup(Role.PREFILL, 2, 3), WorkerGroup(Role.DECODE)), 0, 9, [3, 3, 3]),
         ((WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE, 1, 1)), 2, 8, [2, 1]),
     ],
@@ -63,6 +64,13 @@ def test_threads_are_settled_for_everyone(groups, engine_threads, cores, expecte
     workers = [p for p in plan(settled) if p.stage is StopStage.WORKERS]
     assert [int(p.environment["OMP_NUM_THREADS"]) for p in workers] == expected
     assert settled.model.path == "/m"
+
+
+def test_workers_that_share_cores_yield_while_they_wait():
+    config = resolve(Config(), model=Path("/m"), cores=2, free_port=never)
+    policies = [p.environment.get("OMP_WAIT_POLICY") for p in plan(config, 2) if p.stage is StopStage.WORKERS]
+    assert policies == ["passive", "passive"]
+    assert all("OMP_WAIT_POLICY" not in p.environment for p in plan(config, 4))
 
 
 def test_ports_given_as_zero_are_settled():

@@ -47,7 +47,7 @@ from cohort.common.service import MANAGER, ServiceContext, bind_address
 from cohort.common.transport.kv_link import KvLink
 from cohort.common.transport.links import open_links
 from cohort.common.transport.security import load_keys
-from cohort.common.types import KvGeometry, Role, WorkerCapacity
+from cohort.common.types import KvGeometry, Role, WorkerCapacity, WorkerFigures
 
 _TICK_S = 0.1
 _REGISTER_EVERY_S = 0.5
@@ -275,19 +275,20 @@ class WorkerLoop:
                 await asyncio.sleep(_REGISTER_EVERY_S)
                 continue
             self._report_sequence += 1
+            figures = self.machine.figures(self._memory_free_bytes())
             self._send(
                 MANAGER,
                 WorkerReport(
                     self._context.instance,
                     self._context.incarnation,
                     self._report_sequence,
-                    self.machine.figures(self._memory_free_bytes()),
+                    figures,
                     self.machine.held,
                     self.machine.awaiting,
                     self._draining,
                 ),
             )
-            self._export()
+            self._export(figures)
             await asyncio.sleep(self._config.engine.report_interval_s)
 
     def _register(self) -> None:
@@ -324,7 +325,7 @@ class WorkerLoop:
             return int(torch.cuda.mem_get_info(self._runner.device)[0])
         return _available_memory_bytes()
 
-    def _export(self) -> None:
+    def _export(self, figures: WorkerFigures) -> None:
         """Machine totals into this process's metrics."""
         machine, metrics, seen = self.machine, self._engine_metrics, self._seen
         waiting = {"rt": 0, "be": 0}
@@ -335,7 +336,6 @@ class WorkerLoop:
         for name in ("rt", "be"):
             metrics.requests_running(name).set(running[name])
             metrics.requests_waiting(name).set(waiting[name])
-        figures = machine.figures(0)
         used = figures.total_blocks - figures.free_blocks - figures.cached_blocks
         metrics.requests_awaiting_kv().set(figures.awaiting_kv)
         metrics.requests_parked().set(figures.parked)

@@ -11,6 +11,13 @@ from dataclasses import dataclass
 from cohort.common.errors import InvariantViolated, LeaseExpired
 
 
+def tag_of(lease_id: int, sequence: int) -> int:
+    """64-bit tag: 40 bits of lease id, 24 bits of run number within the lease."""
+    if not 0 <= sequence < 1 << 24:
+        raise ValueError(f"run number {sequence} does not fit 24 bits")
+    return (lease_id & ((1 << 40) - 1)) << 24 | sequence
+
+
 @dataclass(slots=True)
 class Lease:
     lease_id: int

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from cohort.common.kv.lease import tag_of
 from cohort.common.machines.effects import Run
 from cohort.common.messages import KvHandOver
 from cohort.common.policies.interface import Sequence
 from cohort.common.types import InstanceId
-
-_TAG_SEQUENCE_BITS = 24
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +77,7 @@ class Outgoing:
         self.handed_over = False
 
     def _tag(self) -> int:
-        tag = (self.lease_id & ((1 << 40) - 1)) << _TAG_SEQUENCE_BITS | self.next_tag
+        tag = tag_of(self.lease_id, self.next_tag)
         self.next_tag += 1
         return tag
 

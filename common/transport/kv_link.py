@@ -38,10 +38,3 @@ class KvLink(Protocol):
         """The process with that address is gone; drop what is kept for it."""
 
     async def close(self) -> None: ...
-
-
-def tag_of(lease_id: int, sequence: int) -> int:
-    """64-bit tag: 40 bits of lease id, 24 bits of run number within the lease."""
-    if not 0 <= sequence < 1 << 24:
-        raise ValueError(f"run number {sequence} does not fit 24 bits")
-    return (lease_id & ((1 << 40) - 1)) << 24 | sequence

@@ -5,15 +5,13 @@ Called once at start. Understands the fields that public prompt sets use and ref
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from cohort.common.errors import ConfigError
-from cohort.services.bench.traces import open_text
+from cohort.common.workloads.files import reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +51,16 @@ class _Row(msgspec.Struct):
 def read_dataset(path: Path, limit: int | None = None) -> tuple[DatasetRow, ...]:
     decoder = msgspec.json.Decoder(_Row)
     rows: list[DatasetRow] = []
-    with open_text(path) as file:
-        try:
-            for line, text in enumerate(file, start=1):
-                if not text.strip():
-                    continue
-                try:
-                    rows.append(_row(decoder.decode(text)))
-                except (msgspec.MsgspecError, ValueError) as error:
-                    raise ConfigError(f"{path}:{line}: not a prompt: {error}") from error
-                if limit is not None and len(rows) >= limit:
-                    break
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}: not UTF-8 text ({error.reason})") from error
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ConfigError(f"{path}: damaged gzip file ({error})") from error
+    with reading(path) as file:
+        for line, text in enumerate(file, start=1):
+            if not text.strip():
+                continue
+            try:
+                rows.append(_row(decoder.decode(text)))
+            except (msgspec.MsgspecError, ValueError) as error:
+                raise ConfigError(f"{path}:{line}: not a prompt: {error}") from error
+            if limit is not None and len(rows) >= limit:
+                break
     if not rows:
         raise ConfigError(f"{path}: no prompt in it")
     return tuple(rows)

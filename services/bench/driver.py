@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cohort.services.bench.arrivals import Arrivals, ClosedLoop
+from cohort.common.workloads.arrivals import Arrivals, ClosedLoop
 from cohort.services.bench.client import PreparedRequest, StreamClient, now_s
 from cohort.services.bench.records import RequestRecord
 

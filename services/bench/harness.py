@@ -18,11 +18,11 @@ import aiohttp
 from rich.console import Console
 
 from cohort.common.errors import ConfigError
+from cohort.common.workloads.arrivals import ClosedLoop
 from cohort.services.bench import prompts as prompts_
 from cohort.services.bench import report as report_
 from cohort.services.bench import target as target_
 from cohort.services.bench import workload as workload_
-from cohort.services.bench.arrivals import ClosedLoop
 from cohort.services.bench.client import HttpStreamClient, PreparedRequest
 from cohort.services.bench.driver import Driver, Progress, RunLog
 from cohort.services.bench.options import BenchOptions

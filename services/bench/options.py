@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from cohort.common.errors import ConfigError
 
 if TYPE_CHECKING:
+    from cohort.common.workloads.traces import Trace
     from cohort.services.bench.report import SloLimits
-    from cohort.services.bench.traces import Trace
     from cohort.services.bench.workload import Source, WorkloadSpec
 
 SweepKey = Literal["rate", "concurrency", "time-scale"]
@@ -302,8 +302,9 @@ def _check_hash_block(trace: Trace, hash_block_tokens: int) -> None:
 
 def _workload(args: argparse.Namespace, mode: Mode) -> WorkloadSpec:
     # Here and not above: numpy takes a tenth of a second that `cohort --help` should not.
-    from cohort.services.bench.arrivals import AllAtOnce, Arrivals, ClosedLoop, RandomArrivals, TraceTimes
-    from cohort.services.bench.workload import FromTrace, WorkloadSpec
+    from cohort.common.workloads.arrivals import AllAtOnce, Arrivals, ClosedLoop, RandomArrivals, TraceTimes
+    from cohort.common.workloads.generate import FromTrace
+    from cohort.services.bench.workload import WorkloadSpec
 
     source = _source(args)
     arrivals: Arrivals
@@ -334,10 +335,11 @@ def _workload(args: argparse.Namespace, mode: Mode) -> WorkloadSpec:
 
 
 def _source(args: argparse.Namespace) -> Source:
+    from cohort.common.workloads.generate import Drawn, FromTrace, Mixed
+    from cohort.common.workloads.lengths import parse_distribution, parse_mix
+    from cohort.common.workloads.traces import read_trace
     from cohort.services.bench.datasets import read_dataset
-    from cohort.services.bench.lengths import parse_distribution, parse_mix
-    from cohort.services.bench.traces import read_trace
-    from cohort.services.bench.workload import Drawn, FromDataset, FromTrace, Mixed
+    from cohort.services.bench.workload import FromDataset
 
     sources = (("--mix", args.mix), ("--trace", args.trace), ("--dataset", args.dataset))
     chosen = [flag for flag, value in sources if value]
@@ -348,7 +350,7 @@ def _source(args: argparse.Namespace) -> Source:
     if chosen and chosen[0] != "--dataset" and args.output_len is not None:
         raise ConfigError(f"--output-len and {chosen[0]} each say how long outputs are; give one")
     if args.trace is not None:
-        trace = read_trace(args.trace, args.trace_format, args.limit)
+        trace = read_trace(args.trace, args.trace_format, args.limit, sort=True)
         _check_hash_block(trace, args.hash_block)
         return FromTrace(trace, args.trace.name, args.shuffle)
     output = parse_distribution(args.output_len or ("256" if args.dataset else "64"), "--output-len")

@@ -7,51 +7,33 @@ prefix cache. Every clip and skip is counted in `WorkloadFacts` and stated in th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 
 import msgspec
 import numpy as np
 
 from cohort.common.errors import ConfigError
-from cohort.services.bench.arrivals import Arrivals, ClosedLoop, RandomArrivals, TraceTimes, describe, due_times
+from cohort.common.workloads.arrivals import (
+    Arrivals,
+    ClosedLoop,
+    RandomArrivals,
+    TraceTimes,
+    describe,
+    due_times,
+    enough_for,
+)
+from cohort.common.workloads.generate import (
+    Drawn,
+    FromTrace,
+    Mixed,
+    Stream,
+    describe_source,
+    draw_rows,
+    stream,
+)
+from cohort.common.workloads.lengths import LengthDistribution, draw
 from cohort.services.bench.datasets import DatasetRow
-from cohort.services.bench.lengths import Fixed, LengthDistribution, Shape, draw, draw_shapes
-from cohort.services.bench.traces import Trace
-
-
-class _Stream(IntEnum):
-    """Independent random streams, so that changing one aspect of a workload leaves the others as they were."""
-
-    ARRIVALS = 1
-    PROMPT_LENGTHS = 2
-    OUTPUT_LENGTHS = 3
-    SHAPES = 4
-    CLASSES = 5
-    SHUFFLE = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """Lengths drawn independently for prompt and output."""
-
-    prompt: LengthDistribution
-    output: LengthDistribution
-
-
-@dataclass(frozen=True, slots=True)
-class Mixed:
-    """Lengths drawn as whole shapes, by weight."""
-
-    shapes: tuple[Shape, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FromTrace:
-    trace: Trace
-    name: str
-    shuffle: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +110,7 @@ def build(spec: WorkloadSpec) -> Workload:
     trace_s = trace.arrival_s[:count] if trace is not None and trace.arrival_s is not None else None
     if isinstance(spec.arrivals, TraceTimes) and trace is None:
         raise ConfigError("trace times need a --trace; give --rate, --concurrency or --all-at-once")
-    due = due_times(spec.arrivals, count, _rng(spec, _Stream.ARRIVALS), trace_s)
+    due = due_times(spec.arrivals, count, stream(spec.seed, Stream.ARRIVALS), trace_s)
     if due is not None:
         plans = [replace(plan, due_s=due_s) for plan, due_s in zip(plans, due, strict=True)]
         if spec.duration_s is not None:
@@ -165,10 +147,6 @@ def at_rate(spec: WorkloadSpec, rate_per_s: float) -> WorkloadSpec:
             return replace(spec, arrivals=RandomArrivals(rate_per_s))
 
 
-def _rng(spec: WorkloadSpec, stream: _Stream) -> np.random.Generator:
-    return np.random.default_rng([spec.seed, int(stream)])
-
-
 def _count(spec: WorkloadSpec) -> int:
     if isinstance(spec.source, FromTrace):
         rows = len(spec.source.trace.rows)
@@ -176,35 +154,25 @@ def _count(spec: WorkloadSpec) -> int:
     if spec.num_requests is not None:
         return spec.num_requests
     if spec.duration_s is not None and isinstance(spec.arrivals, RandomArrivals):
-        # Enough for the duration even when the gaps fall short of their mean; the surplus is cut off by time.
-        expected = spec.arrivals.rate_per_s * spec.duration_s
-        return int(expected + 6 * max(1.0, spec.arrivals.cv) * expected**0.5) + 16
+        return enough_for(spec.arrivals, spec.duration_s)  # the surplus is cut off by time
     if spec.duration_s is not None and isinstance(spec.arrivals, ClosedLoop):
         raise ConfigError("--duration-s with --concurrency needs --num-requests as the upper bound")
     return 100
 
 
 def _lengths(spec: WorkloadSpec, count: int) -> list[RequestPlan]:
-    match spec.source:
-        case Drawn(prompt, output):
-            prompts = draw(prompt, _rng(spec, _Stream.PROMPT_LENGTHS), count)
-            outputs = draw(output, _rng(spec, _Stream.OUTPUT_LENGTHS), count)
-            return [RequestPlan(i, None, int(p), int(o)) for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))]
-        case Mixed(shapes):
-            picked = draw_shapes(shapes, _rng(spec, _Stream.SHAPES), count)
-            return [RequestPlan(i, None, s.prompt_tokens, s.output_tokens, group=s.label) for i, s in enumerate(picked)]
-        case FromTrace(trace, _, shuffle):
-            rows = trace.rows
-            order = _rng(spec, _Stream.SHUFFLE).permutation(len(rows)) if shuffle else range(len(rows))
+    source = spec.source
+    match source:
+        case Drawn() | Mixed() | FromTrace():
             return [
-                RequestPlan(i, None, rows[at].prompt_tokens, rows[at].output_tokens, hash_ids=rows[at].hash_ids,
-                            session=rows[at].session)
-                for i, at in enumerate([int(k) for k in order][:count])
+                RequestPlan(i, None, row.prompt_tokens, row.output_tokens, hash_ids=row.hash_ids, session=row.session,
+                            group=f"{row.prompt_tokens}x{row.output_tokens}" if isinstance(source, Mixed) else "")
+                for i, row in enumerate(draw_rows(source, count, spec.seed))
             ]
         case FromDataset(texts, _, output, shuffle):
-            order = _rng(spec, _Stream.SHUFFLE).permutation(len(texts)) if shuffle else range(len(texts))
+            order = stream(spec.seed, Stream.SHUFFLE).permutation(len(texts)) if shuffle else range(len(texts))
             picks = [int(k) for k in order]
-            outputs = draw(output, _rng(spec, _Stream.OUTPUT_LENGTHS), count)
+            outputs = draw(output, stream(spec.seed, Stream.OUTPUT_LENGTHS), count)
             chosen = [texts[picks[i % len(picks)]] for i in range(count)]
             return [
                 RequestPlan(i, None, 0, row.output_tokens or int(outputs[i]), group=row.category, row=row)
@@ -230,7 +198,7 @@ def _classes(plans: list[RequestPlan], spec: WorkloadSpec) -> list[RequestPlan]:
         return plans
     names = [name for name, _ in spec.class_mix]
     edges = np.cumsum([weight for _, weight in spec.class_mix])
-    picks = np.searchsorted(edges, _rng(spec, _Stream.CLASSES).random(len(plans)) * edges[-1], side="right")
+    picks = np.searchsorted(edges, stream(spec.seed, Stream.CLASSES).random(len(plans)) * edges[-1], side="right")
     return [
         replace(plan, traffic_class=names[min(int(pick), len(names) - 1)])
         for plan, pick in zip(plans, picks, strict=True)
@@ -238,24 +206,6 @@ def _classes(plans: list[RequestPlan], spec: WorkloadSpec) -> list[RequestPlan]:
 
 
 def _describe_source(source: Source) -> str:
-    match source:
-        case Drawn(prompt, output):
-            return f"prompt {_describe_length(prompt)}, output {_describe_length(output)}"
-        case Mixed(shapes):
-            total = sum(shape.weight for shape in shapes)
-            return "mix " + ", ".join(f"{100 * shape.weight / total:.3g} % {shape.label}" for shape in shapes)
-        case FromTrace(trace, name, shuffle):
-            return f"trace {name} ({trace.format}{', shuffled' if shuffle else ''})"
-        case FromDataset(rows, name, _, shuffle):
-            return f"dataset {name} ({len(rows)} prompts{', shuffled' if shuffle else ''})"
-
-
-def _describe_length(distribution: LengthDistribution) -> str:
-    match distribution:
-        case Fixed(tokens):
-            return f"{tokens} tokens"
-        case _:
-            fields: Mapping[str, float] = {
-                name: getattr(distribution, name) for name in distribution.__dataclass_fields__
-            }
-            return type(distribution).__name__.lower() + "(" + ", ".join(f"{k}={v:g}" for k, v in fields.items()) + ")"
+    if isinstance(source, FromDataset):
+        return f"dataset {source.name} ({len(source.rows)} prompts{', shuffled' if source.shuffle else ''})"
+    return describe_source(source)

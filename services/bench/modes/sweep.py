@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import assert_never
 
 from cohort.common.errors import ConfigError
-from cohort.services.bench.arrivals import ClosedLoop, TraceTimes
+from cohort.common.workloads.arrivals import ClosedLoop, TraceTimes
+from cohort.common.workloads.generate import FromTrace
 from cohort.services.bench.export import BenchResult
 from cohort.services.bench.harness import Harness, Interrupted, Measurement, derive_salt
 from cohort.services.bench.options import SweepKey
-from cohort.services.bench.workload import FromTrace, WorkloadSpec, at_rate
+from cohort.services.bench.workload import WorkloadSpec, at_rate
 
 
 async def run(harness: Harness, key: SweepKey, values: tuple[float, ...]) -> tuple[BenchResult, list[Measurement]]:

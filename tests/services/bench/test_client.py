@@ -9,10 +9,11 @@ import aiohttp
 import pytest
 
 from cohort.common.errors import ConfigError
-from cohort.services.bench.arrivals import AllAtOnce, Arrivals, ClosedLoop, RandomArrivals
+from cohort.common.workloads.arrivals import AllAtOnce, Arrivals, ClosedLoop, RandomArrivals
+from cohort.common.workloads.generate import Drawn
+from cohort.common.workloads.lengths import Fixed
 from cohort.services.bench.client import HttpStreamClient, PreparedRequest
 from cohort.services.bench.driver import Driver, RunLog
-from cohort.services.bench.lengths import Fixed
 from cohort.services.bench.prompts import PromptFactory, Vocabulary, from_range
 from cohort.services.bench.records import RequestRecord
 from cohort.services.bench.report import max_in_flight
@@ -27,7 +28,7 @@ from cohort.services.bench.target import (
     discover,
     negotiate,
 )
-from cohort.services.bench.workload import Drawn, RequestPlan, WorkloadSpec, build
+from cohort.services.bench.workload import RequestPlan, WorkloadSpec, build
 
 from .conftest import FakeServer
 

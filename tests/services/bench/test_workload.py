@@ -11,16 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.errors import ConfigError
-from cohort.services.bench.arrivals import AllAtOnce, ClosedLoop, RandomArrivals, TraceTimes, due_times
+from cohort.common.workloads.arrivals import AllAtOnce, ClosedLoop, RandomArrivals, TraceTimes, due_times
+from cohort.common.workloads.generate import Drawn, FromTrace, Mixed
+from cohort.common.workloads.lengths import Fixed, LogNormal, Shape, Uniform
+from cohort.common.workloads.traces import Trace, TraceRow
 from cohort.services.bench.datasets import DatasetRow
-from cohort.services.bench.lengths import Fixed, LogNormal, Shape, Uniform
 from cohort.services.bench.prompts import PromptFactory, from_range
-from cohort.services.bench.traces import Trace, TraceRow
 from cohort.services.bench.workload import (
-    Drawn,
     FromDataset,
-    FromTrace,
-    Mixed,
     RequestPlan,
     WorkloadSpec,
     at_rate,

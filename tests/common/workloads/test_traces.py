@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cohort.common.errors import ConfigError
-from cohort.services.bench.datasets import DatasetRow, read_dataset
-from cohort.services.bench.traces import TraceRow, read_trace
+from cohort.common.workloads.traces import Trace, TraceRow, read_trace
 
 MOONCAKE = """\
 {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48]}
@@ -95,8 +95,14 @@ def test_length_list_has_no_times(tmp_path: Path) -> None:
     assert [row.prompt_tokens for row in trace.rows] == [42, 19]
 
 
-def test_rows_are_put_in_order_of_arrival(tmp_path: Path) -> None:
-    trace = read_trace(write(tmp_path, "arrival_s,prompt_tokens,output_tokens\n9,1,1\n5,2,2\n9,3,3\n"))
+UNSORTED = "arrival_s,prompt_tokens,output_tokens\n9,1,1\n5,2,2\n9,3,3\n"
+
+
+def test_times_that_go_back_are_refused_unless_sorting_is_asked_for(tmp_path: Path) -> None:
+    path = write(tmp_path, UNSORTED, "back.csv")
+    with pytest.raises(ConfigError, match=r"back\.csv:3: the arrival time 5 is before 9"):
+        read_trace(path)
+    trace = read_trace(path, sort=True)
     assert [(row.arrival_s, row.prompt_tokens) for row in trace.rows] == [(0.0, 2), (4.0, 1), (4.0, 3)]
 
 
@@ -114,7 +120,12 @@ def test_limit_counts_usable_rows(tmp_path: Path) -> None:
     (BURSTGPT + "200,,1,GPT-4,1.5,2,3,API log\n", 5, "whole number"),
     (COHORT + "2,-4,2,,\n", 4, "negative"),
     (COHORT + "2,4,2,0 x,\n", 4, "'x'"),
+    (COHORT + "2,4,-2,,\n", 4, "output_tokens"),
     (COHORT + "nan,4,2,,\n", 4, "nan"),
+    (COHORT + "x,4,2,,\n", 4, "'arrival_s': 'x' is not a number"),
+    (COHORT + "2,4\n", 4, "'output_tokens' is missing"),
+    (MOONCAKE + '{"timestamp": 1, "input_length": -1, "output_length": 2}\n', 3, "input_length: -1"),
+    ("arrival_s,prompt_tokens\n1,2\n", 1, "missing here: output_tokens"),
     (COHORT + ",4,2,,\n", 4, "arrival"),
     ("a,b\n1,2\n", 1, "not a known trace"),
     ("\n", 1, "empty"),
@@ -148,24 +159,46 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         read_trace(tmp_path / "absent.csv")
 
 
-def test_dataset_fields(tmp_path: Path) -> None:
-    path = write(tmp_path, "\n".join((
-        '{"prompt": "a"}',
-        '{"instruction": "b", "input": "c", "ref_output_tokens_approx": 9}',
-        '{"turns": ["d", "later"], "category": "writing", "ref_output_tokens_approx": [4, 8]}',
-        '{"messages": [{"role": "system", "content": "e"}, {"role": "user", "content": "f"}], "output_tokens": 3}',
-    )))
-    assert read_dataset(path) == (
-        DatasetRow((("user", "a"),)),
-        DatasetRow((("user", "b\n\nc"),), 9),
-        DatasetRow((("user", "d"),), 4, "writing"),
-        DatasetRow((("system", "e"), ("user", "f")), 3),
-    )
-    assert len(read_dataset(path, limit=2)) == 2
+PROMPTS = """\
+{"instruction": "a", "prompt_tokens_approx": 20, "ref_output_tokens_approx": 88}
+{"turns": ["b", "c"], "first_turn_tokens_approx": 7, "ref_output_tokens_approx": [31, 40]}
+{"turns": ["d"], "first_turn_tokens_approx": 9, "ref_output_tokens_approx": null}
+"""
 
 
-@pytest.mark.parametrize("bad", ["{", '{"answer": "x"}', '{"prompt": ""}', '{"prompt": 5}', '{"turns": []}'])
-def test_wrong_dataset_rows_are_named(tmp_path: Path, bad: str) -> None:
-    path = write(tmp_path, '{"prompt": "fine"}\n' + bad, "prompts.jsonl")
-    with pytest.raises(ConfigError, match=r"prompts\.jsonl:2: not a prompt"):
-        read_dataset(path)
+def test_prompt_sets_give_lengths_of_the_first_turn(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path, PROMPTS))
+    assert (trace.format, trace.skipped_rows) == ("prompts", 1)
+    assert trace.rows == (TraceRow(None, 20, 88), TraceRow(None, 7, 31))
+    with pytest.raises(ConfigError, match="first_turn_tokens_approx"):
+        read_trace(write(tmp_path, PROMPTS + '{"turns": []}\n'))
+
+
+@pytest.mark.parametrize(("lengths", "block"), [
+    ([(1024, 2), (1025, 3), (100, 1)], 512),  # begun blocks count: Mooncake's rule
+    ([(40, 2), (63, 3), (160, 10)], 16),  # full blocks only
+    ([(7, 0)], 0),
+])
+def test_tokens_per_hash_id_follow_from_the_rows(lengths: list[tuple[int, int]], block: int) -> None:
+    rows = tuple(TraceRow(None, prompt, 1, tuple(range(ids))) for prompt, ids in lengths)
+    assert Trace("cohort", rows, 0).hash_block() == block
+
+
+def test_hash_ids_that_fit_no_block_are_refused() -> None:
+    rows = (TraceRow(None, 1024, 1, (1, 2)), TraceRow(None, 16, 1, (1, 2, 3, 4)))
+    with pytest.raises(ConfigError, match="hash_ids"):
+        Trace("cohort", rows, 0).hash_block()
+
+
+TRACES = os.environ.get("COHORT_TRACES", "")
+
+
+@pytest.mark.skipif(not TRACES, reason="COHORT_TRACES names no folder of trace files")
+@pytest.mark.parametrize(("name", "rows", "block"), [
+    ("azure2023_code.csv.gz", 8819, 0), ("mooncake_conversation.csv.gz", 12031, 512),
+    ("sharegpt_gpt4_blocks16.csv.gz", 300, 16), ("burstgpt3_sessions_head.csv.gz", 279, 0),
+    ("wildchat_250.csv.gz", 250, 0), ("alpaca_prompts.jsonl.gz", 9225, 0), ("mt_bench_prompts.jsonl.gz", 30, 0),
+])
+def test_real_traces(name: str, rows: int, block: int) -> None:
+    trace = read_trace(Path(TRACES) / name)
+    assert (len(trace.rows), trace.hash_block()) == (rows, block)

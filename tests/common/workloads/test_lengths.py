@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cohort.common.errors import ConfigError
-from cohort.services.bench.lengths import (
+from cohort.common.workloads.lengths import (
     Fixed,
     LogNormal,
     Shape,

@@ -1,6 +1,6 @@
-"""How many tokens prompts and outputs have: fixed, uniform, lognormal, or a weighted mix of shapes.
+"""How many tokens prompts and outputs have: fixed, uniform, lognormal, by quantiles, or a weighted mix.
 
-Pure. Called by `options` (parsing) and `workload` (drawing); lengths from traces and datasets do not pass here.
+Pure. Called by `generate` (drawing) and by command lines (parsing); lengths from traces and datasets do not pass here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,30 @@ class LogNormal:
     high: int = UNBOUNDED_TOKENS
 
 
-LengthDistribution = Fixed | Uniform | LogNormal
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """An empirical distribution by its quantile function: `values[i]` tokens at probability i / (len - 1).
+
+    Drawn by inverse CDF: the value at a uniform probability, straight lines between the points. `label` says whose.
+    """
+
+    label: str
+    values: tuple[int, ...]
+
+    @property
+    def mean(self) -> float:
+        """Of what is drawn: the area under the quantile function."""
+        return float(np.trapezoid(np.asarray(self.values, dtype=np.float64), dx=1.0 / (len(self.values) - 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """With each probability (weights of any sum) one of several distributions."""
+
+    parts: tuple[tuple[float, Fixed | Uniform | LogNormal | Quantiles], ...]
+
+
+LengthDistribution = Fixed | Uniform | LogNormal | Quantiles | Blend
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +92,48 @@ def draw(distribution: LengthDistribution, rng: np.random.Generator, count: int)
         case LogNormal(mu, sigma, low, high):
             values = np.exp(mu + sigma * rng.standard_normal(count))
             return np.clip(np.rint(values), low, high).astype(np.int64)
+        case Quantiles(_, points):
+            known = np.asarray(points, dtype=np.float64)
+            at = rng.random(count) * (len(known) - 1)
+            return np.rint(np.interp(at, np.arange(len(known)), known)).astype(np.int64)
+        case Blend(parts):
+            # Every part draws in full from a generator of its own, or a longer draw would not begin like a shorter one.
+            seeds = rng.integers(0, 2**63, size=len(parts) + 1)
+            edges = np.cumsum([weight for weight, _ in parts])
+            at = np.random.default_rng(seeds[-1]).random(count) * edges[-1]
+            picks = np.minimum(np.searchsorted(edges, at, side="right"), len(parts) - 1)
+            drawn = np.stack([
+                draw(part, np.random.default_rng(seed), count) for (_, part), seed in zip(parts, seeds, strict=False)
+            ])
+            chosen: NDArray[np.int64] = np.take_along_axis(drawn, picks[np.newaxis, :], axis=0)[0]
+            return chosen
+        case _:
+            assert_never(distribution)
+
+
+def lognormal(mean: float, std: float, low: int = 1, high: int = UNBOUNDED_TOKENS) -> LogNormal:
+    """The lognormal with these moments *before* it is clipped to [low, high].
+
+    mean = exp(mu + sigma²/2), var/mean² = exp(sigma²) - 1.
+    """
+    sigma = math.sqrt(math.log1p((std / mean) ** 2))
+    return LogNormal(math.log(mean) - sigma * sigma / 2, sigma, low, high)
+
+
+def describe_length(distribution: LengthDistribution) -> str:
+    """A few words for reports."""
+    match distribution:
+        case Fixed(tokens):
+            return f"{tokens} tokens"
+        case Uniform(low, high):
+            return f"uniform(low={low}, high={high})"
+        case LogNormal(mu, sigma, low, high):
+            return f"lognormal(mu={mu:g}, sigma={sigma:g}, low={low:g}, high={high:g})"
+        case Quantiles(label, _):
+            return f"quantiles of {label}"
+        case Blend(parts):
+            total = sum(weight for weight, _ in parts)
+            return " + ".join(f"{100 * weight / total:.3g} % {describe_length(part)}" for weight, part in parts)
         case _:
             assert_never(distribution)
 
@@ -112,9 +177,8 @@ def _parse_lognormal(text: str, usage: str) -> LogNormal:
     elif values.keys() == {"mean", "std"}:
         if values["mean"] <= 0:
             raise ConfigError(f"{usage}; mean must be above 0")
-        # Moments of a lognormal: mean = exp(mu + sigma²/2), var/mean² = exp(sigma²) - 1.
-        sigma = math.sqrt(math.log1p((values["std"] / values["mean"]) ** 2))
-        mu = math.log(values["mean"]) - sigma * sigma / 2
+        found = lognormal(values["mean"], values["std"])
+        mu, sigma = found.mu, found.sigma
     else:
         raise ConfigError(f"{usage}; got {', '.join(sorted(values)) or 'nothing'}")
     if sigma < 0 or not math.isfinite(mu + sigma):

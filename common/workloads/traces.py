@@ -1,0 +1,279 @@
+"""Reads workload traces: Mooncake JSONL, Azure CSV, BurstGPT CSV, our normalised CSV, and prompt sets with counts.
+
+Plain or gzip. Called by the simulator and by the benchmark. Decides what a row means and refuses what it cannot read,
+naming file, line and field. Never clips or scales: that is the workload's business and is stated in its facts.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, TextIO, get_args
+
+import msgspec
+
+from cohort.common.errors import ConfigError
+from cohort.common.workloads.files import reading
+
+TraceFormat = Literal["mooncake", "azure", "burstgpt", "cohort", "prompts"]
+TRACE_FORMATS: tuple[TraceFormat, ...] = get_args(TraceFormat)
+
+MOONCAKE_HASH_BLOCK = 512
+"""Tokens per hash id in Mooncake's own traces."""
+
+_HEADERS: Mapping[TraceFormat, frozenset[str]] = {
+    "azure": frozenset({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}),
+    "burstgpt": frozenset({"Timestamp", "Request tokens", "Response tokens"}),
+    "cohort": frozenset({"arrival_s", "prompt_tokens", "output_tokens"}),
+}
+_HASH_BLOCKS = tuple(1 << power for power in range(16))
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One request. `arrival_s` None: a list of lengths without times. `hash_ids`: equal leading ids = shared prefix."""
+
+    arrival_s: float | None
+    prompt_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...] = ()
+    session: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """`rows` in order of arrival, the first at second 0; `skipped_rows` had no prompt or no output (failed
+    requests, prompts without a reference answer)."""
+
+    format: TraceFormat
+    rows: tuple[TraceRow, ...]
+    skipped_rows: int
+
+    @property
+    def arrival_s(self) -> list[float] | None:
+        times = [row.arrival_s for row in self.rows]
+        return None if any(t is None for t in times) else [t for t in times if t is not None]
+
+    def hash_block(self) -> int:
+        """Tokens per hash id: the power of two with which every row's number of ids is its prompt's full blocks, or
+        its full blocks and a begun one. 0 without ids. Raises `ConfigError` when none fits.
+
+        Of several that fit the largest is taken: the blocks of a trace with short prompts only cannot be told apart.
+        """
+        hashed = [row for row in self.rows if row.hash_ids]
+        if not hashed:
+            return 0
+        for block in reversed(_HASH_BLOCKS):
+            begun = all(len(row.hash_ids) == -(-row.prompt_tokens // block) for row in hashed)
+            if begun or all(len(row.hash_ids) == row.prompt_tokens // block for row in hashed):
+                return block
+        raise ConfigError("hash_ids: no power of two of tokens per id fits all rows; say how many there are")
+
+
+class _MooncakeLine(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int] = []
+
+
+class _PromptLine(msgspec.Struct):
+    """Prompt sets with token counts beside their texts: one turn (`prompt_tokens_approx`) or several."""
+
+    prompt_tokens_approx: int | None = None
+    first_turn_tokens_approx: int | None = None
+    ref_output_tokens_approx: int | list[int] | None = None
+
+
+def read_trace(
+    path: Path, trace_format: TraceFormat | None = None, limit: int | None = None, *, sort: bool = False
+) -> Trace:
+    """The first `limit` usable rows. The format is recognised by the first line unless named.
+
+    Arrivals must not go backwards unless `sort` allows it (stable by time). Raises `ConfigError`.
+    """
+    rows: list[TraceRow] = []
+    skipped = 0
+    with reading(path) as file:
+        found, numbered = _rows(path, file, trace_format)
+        for line, row in numbered:
+            if row.prompt_tokens == 0 or row.output_tokens == 0:
+                skipped += 1
+                continue
+            if rows and (row.arrival_s is None) != (rows[0].arrival_s is None):
+                raise ConfigError(f"{path}:{line}: either every row has an arrival time or none has")
+            if not sort and rows and row.arrival_s is not None and row.arrival_s < (rows[-1].arrival_s or 0.0):
+                raise ConfigError(
+                    f"{path}:{line}: the arrival time {row.arrival_s:g} is before {rows[-1].arrival_s:g} of the row "
+                    "before it"
+                )
+            rows.append(row)
+            if limit is not None and len(rows) >= limit:
+                break
+    if not rows:
+        raise ConfigError(f"{path}: no row with a prompt and an output")
+    return Trace(found, _from_zero(rows), skipped)
+
+
+def _from_zero(rows: list[TraceRow]) -> tuple[TraceRow, ...]:
+    """In order of arrival (stable), the first at 0."""
+    if rows[0].arrival_s is None:
+        return tuple(rows)
+    rows = sorted(rows, key=lambda row: row.arrival_s or 0.0)
+    first_s = rows[0].arrival_s or 0.0
+    return tuple(replace(row, arrival_s=(row.arrival_s or 0.0) - first_s) for row in rows)
+
+
+def _rows(
+    path: Path, file: TextIO, wanted: TraceFormat | None,
+) -> tuple[TraceFormat, Iterator[tuple[int, TraceRow]]]:
+    first = file.readline()
+    if not first.strip():
+        raise ConfigError(f"{path}:1: the first line is empty")
+    if wanted == "prompts" or (wanted is None and first.lstrip().startswith("{") and "_tokens_approx" in first):
+        return "prompts", _prompts(path, first, file)
+    if wanted == "mooncake" or (wanted is None and first.lstrip().startswith("{")):
+        return "mooncake", _mooncake(path, first, file)
+    columns = [name.strip() for name in next(csv.reader([first]))]
+    for name, needed in _HEADERS.items():
+        if wanted in (None, name) and needed <= set(columns):
+            return name, _csv_rows(path, file, columns, name)
+    if wanted is not None:
+        missing = ", ".join(sorted(_HEADERS[wanted] - set(columns)))
+        raise ConfigError(f"{path}:1: {'an' if wanted == 'azure' else 'a'} {wanted} trace needs the columns {missing}")
+    nearest = min(_HEADERS.values(), key=lambda needed: len(needed - set(columns)))
+    hint = f" (missing here: {', '.join(sorted(nearest - set(columns)))})" if nearest & set(columns) else ""
+    raise ConfigError(
+        f"{path}:1: not a known trace{hint}. Known: Mooncake JSONL; CSV with the columns "
+        + "; or ".join(", ".join(sorted(needed)) for needed in _HEADERS.values())
+    )
+
+
+def _mooncake(path: Path, first: str, file: TextIO) -> Iterator[tuple[int, TraceRow]]:
+    decoder = msgspec.json.Decoder(_MooncakeLine)
+    for line, text in enumerate(_chain(first, file), start=1):
+        if not text.strip():
+            continue
+        try:
+            row = decoder.decode(text)
+            yield line, TraceRow(
+                row.timestamp / 1000.0, _not_negative(row.input_length, "input_length"),
+                _not_negative(row.output_length, "output_length"), tuple(row.hash_ids),
+            )
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise ConfigError(f"{path}:{line}: not a Mooncake row: {error}") from error
+
+
+def _prompts(path: Path, first: str, file: TextIO) -> Iterator[tuple[int, TraceRow]]:
+    """Lengths of the first turn. Rows without a reference answer have output 0, so they are counted as skipped."""
+    decoder = msgspec.json.Decoder(_PromptLine)
+    for line, text in enumerate(_chain(first, file), start=1):
+        if not text.strip():
+            continue
+        try:
+            row = decoder.decode(text)
+            prompt = row.prompt_tokens_approx if row.prompt_tokens_approx is not None else row.first_turn_tokens_approx
+            if prompt is None:
+                raise ValueError("needs prompt_tokens_approx or first_turn_tokens_approx")
+            output = row.ref_output_tokens_approx
+            output = (output[0] if output else None) if isinstance(output, list) else output
+            yield line, TraceRow(
+                None, _not_negative(prompt, "prompt_tokens_approx"),
+                _not_negative(output or 0, "ref_output_tokens_approx"),
+            )
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise ConfigError(f"{path}:{line}: not a prompt with token counts: {error}") from error
+
+
+def _chain(first: str, rest: TextIO) -> Iterator[str]:
+    yield first
+    yield from rest
+
+
+def _csv_rows(path: Path, file: TextIO, columns: list[str], kind: TraceFormat) -> Iterator[tuple[int, TraceRow]]:
+    reader = csv.reader(file)
+    for cells in reader:
+        line = reader.line_num + 1  # the header was read before the reader started
+        if not cells:
+            continue
+        if len(cells) < len(columns):
+            raise ConfigError(
+                f"{path}:{line}: {len(cells)} of {len(columns)} columns; column {columns[len(cells)]!r} is missing"
+            )
+        row = dict(zip(columns, cells, strict=False))
+        try:
+            yield line, _csv_row(row, kind)
+        except ValueError as error:
+            raise ConfigError(f"{path}:{line}: {error}") from error
+
+
+def _csv_row(row: Mapping[str, str], kind: TraceFormat) -> TraceRow:
+    match kind:
+        case "azure":
+            return TraceRow(
+                _utc_s(row["TIMESTAMP"]),
+                _tokens(row, "ContextTokens"), _tokens(row, "GeneratedTokens"),
+            )
+        case "burstgpt":
+            return TraceRow(
+                _seconds(row, "Timestamp"), _tokens(row, "Request tokens"), _tokens(row, "Response tokens"),
+                session=row.get("Session ID", "").strip(),
+            )
+        case "cohort":
+            return TraceRow(
+                _seconds(row, "arrival_s") if row["arrival_s"].strip() else None,
+                _tokens(row, "prompt_tokens"), _tokens(row, "output_tokens"),
+                _hash_ids(row.get("hash_ids", "")), row.get("session", "").strip(),
+            )
+        case "mooncake" | "prompts":
+            raise AssertionError("JSON lines, not CSV")
+
+
+def _seconds(row: Mapping[str, str], column: str) -> float:
+    text = row[column].strip()
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"column {column!r}: {text!r} is not a number") from None
+    if not math.isfinite(value):
+        raise ValueError(f"column {column!r}: {text!r} is not a time")
+    return value
+
+
+def _utc_s(text: str) -> float:
+    """A time stamp without a zone counts as UTC, so that no daylight-saving jump falls into a trace."""
+    try:
+        moment = datetime.fromisoformat(text.strip())
+    except ValueError:
+        raise ValueError(f"column 'TIMESTAMP': {text!r} is not a time") from None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _tokens(row: Mapping[str, str], column: str) -> int:
+    """A count; some exports write whole numbers as floats ("12.0")."""
+    text = row[column].strip()
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(f"column {column!r}: {text!r} is not a number") from None
+    if not number.is_integer():
+        raise ValueError(f"column {column!r}: {text!r} is not a whole number of tokens")
+    return _not_negative(int(number), f"column {column!r}")
+
+
+def _not_negative(tokens: int, name: str) -> int:
+    if tokens < 0:
+        raise ValueError(f"{name}: {tokens} tokens; a count must not be negative")
+    return tokens
+
+
+def _hash_ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split())
+    except ValueError:
+        wrong = next(part for part in text.split() if not part.lstrip("-").isdigit())
+        raise ValueError(f"column 'hash_ids': {wrong!r} is not a whole number") from None

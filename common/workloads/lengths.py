@@ -120,6 +120,37 @@ def lognormal(mean: float, std: float, low: int = 1, high: int = UNBOUNDED_TOKEN
     return LogNormal(math.log(mean) - sigma * sigma / 2, sigma, low, high)
 
 
+def fitted_lognormal(mean: float, std: float, low: int, high: int) -> LogNormal:
+    """The lognormal whose mean is right *after* clipping to [low, high], with the spread of `lognormal(mean, std)`.
+
+    Papers name mean, minimum and maximum of what they replayed; a lognormal of that mean falls short once it is
+    clipped. Found by bisection on mu: the clipped mean grows with mu and lies between low and high. Raises
+    `ConfigError` for a mean that is not strictly between them.
+    """
+    if not low < mean < high:
+        raise ConfigError(f"a mean of {mean:g} cannot come from lengths between {low} and {high}")
+    sigma = lognormal(mean, std).sigma
+    below, above = math.log(low) - 8 * sigma - 1, math.log(high) + 8 * sigma + 1
+    for _ in range(80):
+        mu = (below + above) / 2
+        if _clipped_mean(mu, sigma, low, high) < mean:
+            below = mu
+        else:
+            above = mu
+    return LogNormal((below + above) / 2, sigma, low, high)
+
+
+def _clipped_mean(mu: float, sigma: float, low: int, high: int) -> float:
+    """Mean of exp(Normal(mu, sigma)) clipped to [low, high]: both atoms and the partial expectation between."""
+    at_low, at_high = (math.log(low) - mu) / sigma, (math.log(high) - mu) / sigma
+    between = _normal_cdf(at_high - sigma) - _normal_cdf(at_low - sigma)
+    return low * _normal_cdf(at_low) + high * (1 - _normal_cdf(at_high)) + math.exp(mu + sigma * sigma / 2) * between
+
+
+def _normal_cdf(x: float) -> float:
+    return (1 + math.erf(x / math.sqrt(2))) / 2
+
+
 def describe_length(distribution: LengthDistribution) -> str:
     """A few words for reports."""
     match distribution:

@@ -1,0 +1,100 @@
+"""The papers' workloads by name: lengths from the figures they print, and what had to be assumed.
+
+Pure. For data sets that are not at hand; with the trace itself use `traces` and `generate.FromTrace`. Every length
+distribution has the mean that its paper prints, after clipping to the minimum and maximum it prints; where a paper
+gives no spread, the note says whose was taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from cohort.common.errors import ConfigError
+from cohort.common.workloads.arrivals import Arrivals, RandomArrivals
+from cohort.common.workloads.generate import Drawn, generate
+from cohort.common.workloads.items import Workload
+from cohort.common.workloads.lengths import Blend, Fixed, LogNormal, Uniform, fitted_lognormal
+
+
+@dataclass(frozen=True, slots=True)
+class PaperShape:
+    """`rate_per_s`: the paper's own arrival rate (Poisson), None where it sweeps."""
+
+    lengths: Drawn
+    source: str
+    rate_per_s: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+SHAPES: Mapping[str, PaperShape] = {
+    "bros-sharegpt": PaperShape(
+        Drawn(fitted_lognormal(222.76, 256.36, 4, 1024), fitted_lognormal(234.51, 268.50, 4, 1024)),
+        "BROS Table 2, RT-ShareGPT",
+        notes=("clipped to 4…1024 tokens, the usual filter; the paper names none",),
+    ),
+    "bros-lmsys": PaperShape(
+        Drawn(fitted_lognormal(90.50, 148.52, 1, 1024), fitted_lognormal(237.04, 228.21, 1, 1024)),
+        "BROS Table 2, RT-LMSYS-Chat-1M",
+        notes=("clipped to 1…1024 tokens; the paper names no bounds",),
+    ),
+    "bros-best-effort": PaperShape(Drawn(Uniform(512, 1024), Uniform(32, 128)), "BROS §7.1, BE-Synthetic"),
+    "ecoserve-alpaca": PaperShape(
+        Drawn(fitted_lognormal(19.31, 14.1, 9, 2470), fitted_lognormal(58.41, 62.8, 13, 292)),
+        "EcoServe Table 2, Alpaca", rate_per_s=36.0,
+        notes=("spreads measured on 9,229 random Alpaca rows (standard deviations 14.1 and 62.8)",),
+    ),
+    "ecoserve-sharegpt": PaperShape(
+        Drawn(fitted_lognormal(161.31, 256.36, 16, 3200), fitted_lognormal(337.99, 240.0, 19, 991)),
+        "EcoServe Table 2, ShareGPT", rate_per_s=28.0,
+        notes=(
+            "spread of prompts as in BROS Table 2",
+            "spread of outputs measured on ShareGPT's first turns (standard deviation 240)",
+        ),
+    ),
+    "ecoserve-bookcorpus": PaperShape(
+        # A book is cut into chunks of 2048 and a remainder of any length: 90.5 % full chunks give the printed mean.
+        Drawn(Blend(((0.9053, Fixed(2048)), (0.0947, Uniform(18, 2047)))), fitted_lognormal(681.2, 200.0, 32, 1041)),
+        "EcoServe Table 2, BookCorpus in chunks of 2048", rate_per_s=1.2,
+        notes=("remainders of chunking uniform; spread of outputs assumed (standard deviation 200)",),
+    ),
+    "bucketserve-alpaca": PaperShape(
+        Drawn(fitted_lognormal(83.0, 14.1, 64, 2534), fitted_lognormal(58.41, 62.8, 13, 292)),
+        "BucketServe §II-C, Alpaca with its prompt template",
+        notes=("outputs as in EcoServe Table 2: BucketServe prints none", "spread of prompts as in bare Alpaca"),
+    ),
+    "bucketserve-longbench": PaperShape(
+        # exp(mu) is a lognormal's median.
+        Drawn(LogNormal(math.log(41_417), 0.75, 1024, 1 << 20), Uniform(32, 512)),
+        "BucketServe §II-C, LongBench (median 41,417 tokens); clip it to the model's context",
+        notes=("long tail lognormal with sigma 0.75 (assumed)", "outputs uniform 32…512 (assumed: none printed)"),
+    ),
+    "alignedserve-short": PaperShape(
+        Drawn(Uniform(16, 999), Uniform(32, 512)), "AlignedServe §4.1, synthetic, short requests",
+        notes=("uniform below 1,000 tokens; outputs uniform 32…512 (assumed: none printed)",),
+    ),
+    "alignedserve-long": PaperShape(
+        Drawn(Uniform(1000, 8000), Uniform(32, 512)), "AlignedServe §4.1, synthetic, long requests",
+        notes=("uniform from 1,000 to 8,000 tokens; outputs uniform 32…512 (assumed: none printed)",),
+    ),
+    "dynaserve-code": PaperShape(Drawn(Fixed(8192), Fixed(32)), "DynaServe §2.4 and Table 1, long prompt"),
+    "dynaserve-balanced": PaperShape(Drawn(Fixed(2048), Fixed(512)), "DynaServe §2.4 and Table 1, balanced"),
+    "dynaserve-reasoning": PaperShape(Drawn(Fixed(219), Fixed(1467)), "DynaServe §2.4 and Table 1, Mini Reasoning"),
+}
+
+
+def paper_workload(
+    name: str, arrivals: Arrivals | None = None, *, count: int | None = None, duration_s: float | None = None,
+    seed: int = 0,
+) -> Workload:
+    """A workload of one of `SHAPES`, at the paper's own rate unless told otherwise. Raises `ConfigError`."""
+    shape = SHAPES.get(name)
+    if shape is None:
+        raise ConfigError(f"no workload named {name!r}; there are: {', '.join(SHAPES)}")
+    if arrivals is None:
+        if shape.rate_per_s is None:
+            raise ConfigError(f"{name}: the paper sweeps the rate; give one")
+        arrivals = RandomArrivals(shape.rate_per_s)
+    workload = generate(name, shape.lengths, arrivals, count=count, duration_s=duration_s, seed=seed)
+    return replace(workload, facts=replace(workload.facts, source=shape.source, notes=shape.notes))

@@ -1,0 +1,42 @@
+"""What each paper promises its requests: rules item → `Slo`, for `changes.promise`.
+
+Pure. A rule sees the true output length, because E9 is defined by it; policies see the promise only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cohort.common.types import Slo
+from cohort.common.workloads.items import NO_PROMISE, WorkItem
+
+SloRule = Callable[[WorkItem], Slo]
+
+
+def per_token(ttft_s: float = 0.0, tpot_s: float = 0.0, *, scale: float = 1.0) -> SloRule:
+    """First token and tokens after it, both times `scale`; 0 = no promise.
+
+    BucketServe (§V-B) varies "SLO requirements" without naming figures: its experiments are this rule over several
+    scales, with targets the caller must choose and state.
+    """
+    slo = Slo(ttft_s=ttft_s * scale, tpot_s=tpot_s * scale)
+    return lambda item: slo
+
+
+def bros(item: WorkItem) -> Slo:
+    """Real-time: TTFT 0.4 s, TPOT 0.2 s (BROS §7.1). Best-effort: nothing."""
+    return Slo(ttft_s=0.4, tpot_s=0.2) if item.traffic_class == "rt" else NO_PROMISE
+
+
+def dynaserve(item: WorkItem) -> Slo:
+    """100 ms between tokens for every model size (DynaServe §6.1); the first token has no target there."""
+    return Slo(tpot_s=0.1)
+
+
+def ecoserve(prompt_s: float, token_s: float, *, scale: float = 2.0) -> SloRule:
+    """E9 · EcoServe §4: the whole answer within scale · (t_p + t_g · l_g) of its arrival.
+
+    t_p → `prompt_s`, the data set's mean prompt latency; t_g → `token_s`, its mean latency per generated token, both
+    measured without contention; l_g → the item's true output length. Scale 2 is the paper's default.
+    """
+    return lambda item: Slo(deadline_s=scale * (prompt_s + token_s * item.output_tokens))

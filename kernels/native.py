@@ -23,6 +23,8 @@ _DTYPES = frozenset({torch.float32, torch.bfloat16})
 _OPERATORS = (
     "paged_attention", "write_kv", "gather_slots", "scatter_slots",
     "rms_norm", "add_rms_norm", "rope_inplace", "silu_mul",
+    "pack_panels", "panel_outputs", "panel_product", "panel_product_added", "panel_product_gated", "panel_rows",
+    "panels_multiply_bf16", "huge_zeros",
 )  # fmt: skip
 _log = structlog.get_logger(__name__)
 
@@ -77,6 +79,13 @@ def implementation() -> Literal["native", "reference"]:
     if not _decided:
         _decide()
     return "reference" if _operators is None else "native"
+
+
+def operators() -> Any:
+    """The compiled operators, or None where the reference must do; decides if nothing was called yet."""
+    if not _decided:
+        _decide()
+    return _operators
 
 
 def ops_for(tensor: Tensor) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.types import KvGeometry
+from cohort.kernels.panels import huge_zeros
 from cohort.kernels.slots import gather_slots, scatter_slots
 
 
@@ -28,8 +29,12 @@ class KvTensors:
         self.device = device
         self.block_bytes = geometry.block_bytes
         # Zeros, not empty: a kernel may multiply a masked slot's content by weight zero, which NaN would survive. On
-        # the CPU the zero pages cost nothing until they are written.
-        self.blocks = torch.zeros((num_blocks, *block), dtype=dtype, device=device)
+        # the CPU the zero pages cost nothing until they are written, and huge ones spare decode the address lookups.
+        if device.type == "cpu":
+            memory = huge_zeros(num_blocks * geometry.block_bytes)
+            self.blocks = memory.view(dtype).view((num_blocks, *block))
+        else:
+            self.blocks = torch.zeros((num_blocks, *block), dtype=dtype, device=device)
         self.host_blocks = torch.zeros((host_blocks, *block), dtype=dtype)
         if device.type == "cuda" and host_blocks:
             self.host_blocks = self.host_blocks.pin_memory()

@@ -1,8 +1,9 @@
 """Llama-shaped decoders (Llama, Mistral, Qwen2, Qwen2.5, Qwen3, SmolLM2) as one function per step.
 
 Called by the model runner. The mathematics and the order of roundings are transformers'; what differs is the cost: one
-product for q, k and v, one for gate and up, no module dispatch, normalisation and rotation in place, and the
-vocabulary only for sampled rows. Knows nothing of requests: it sees tokens, positions and slots.
+product for q, k and v, one for gate and up that also activates, no module dispatch, no allocation, normalisation and
+rotation in place, and the vocabulary only for sampled rows. Knows nothing of requests: it sees tokens, positions and
+slots.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from cohort.common.engine.linear import Linear
+from cohort.common.engine.linear import Embedding, GatedLinear, Linear
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.rope import rope_tables
 from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.engine.weights import WeightFiles
-from cohort.kernels.fused import add_rms_norm, rms_norm, rope_inplace, silu_mul
+from cohort.kernels.fused import rms_norm, rope_inplace
 from cohort.kernels.paged_attention import paged_attention, write_kv
+from cohort.kernels.panels import Arena
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ class _Layer:
     k_norm: Tensor | None
     attention_out: Linear
     mlp_norm: Tensor
-    gate_up: Linear
+    gate_up: GatedLinear
     down: Linear
     sliding_window: int
 
@@ -46,6 +47,7 @@ class LeanLlama:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        max_rows: int,
         max_step_tokens: int,
     ) -> None:
         self._geometry = geometry
@@ -62,61 +64,71 @@ class LeanLlama:
         def vector(name: str, size: int) -> Tensor:
             return files.read(prefix + name, (size,), dtype, device)
 
-        self._embedding = files.read(prefix + "embed_tokens.weight", (vocab, hidden), dtype, device)
+        arena = Arena()
+        table = files.read(prefix + "embed_tokens.weight", (vocab, hidden), dtype, device)
+        tied = geometry.tie_embeddings or "lm_head.weight" not in files
+        head = table if tied else files.read("lm_head.weight", (vocab, hidden), dtype, device)
+        self._lm_head = Linear(head, arena=arena)
+        self._embedding = Embedding(table, self._lm_head if tied else None)
+        del table, head
         self._layers = [
-            _read_layer(files, geometry, f"{prefix}layers.{index}.", index, dtype, device)
+            _read_layer(files, geometry, f"{prefix}layers.{index}.", index, dtype, device, arena)
             for index in range(geometry.num_layers)
         ]
         self._final_norm = vector("norm.weight", hidden)
-        tied = geometry.tie_embeddings or "lm_head.weight" not in files
-        head = self._embedding if tied else files.read("lm_head.weight", (vocab, hidden), dtype, device)
-        self._lm_head = Linear(head)
 
-        def buffer(width: int) -> Tensor:
-            return torch.empty((max_step_tokens, width), dtype=dtype, device=device)
+        def buffer(rows: int, width: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty((rows, width), dtype=dtype, device=device)
 
-        # One step at a time runs, so every layer of every step writes into the same three buffers.
-        self._normed = buffer(hidden)
-        self._attended = buffer(self._query_size)
-        self._activated = buffer(geometry.intermediate_size)
+        # One step at a time runs, so every layer of every step writes into the same buffers: no step allocates.
+        self._residual = buffer(max_step_tokens, hidden)
+        self._normed = buffer(max_step_tokens, hidden)
+        self._qkv = buffer(max_step_tokens, self._query_size + 2 * self._kv_size)
+        self._attended = buffer(max_step_tokens, self._query_size)
+        self._activated = buffer(max_step_tokens, geometry.intermediate_size)
+        self._logits = buffer(max_rows, vocab, torch.float32)
 
     def forward(self, step: StepInputs, kv: Tensor) -> Tensor:
-        """See `step_inputs.Model`."""
-        tokens = len(step.token_ids)
-        if tokens > len(self._normed):
-            self._grow(tokens)
-        normed, attended, activated = self._normed[:tokens], self._attended[:tokens], self._activated[:tokens]
+        """See `step_inputs.Model`. The logits are this model's own buffer: they hold until the next step."""
+        tokens, sampled = len(step.token_ids), len(step.sample_index)
+        self._fit(tokens, sampled)
+        residual, normed, qkv = self._residual[:tokens], self._normed[:tokens], self._qkv[:tokens]
+        attended, activated = self._attended[:tokens], self._activated[:tokens]
         meta, head_dim, eps = step.meta, self._geometry.head_dim, self._eps
-        per_head = attended.view(tokens, -1, head_dim)
         key_end = self._query_size + self._kv_size
-        residual = F.embedding(step.token_ids, self._embedding)
-        rms_norm(residual, self._layers[0].input_norm, eps, normed)
+        query = qkv[:, : self._query_size].view(tokens, -1, head_dim)
+        key = qkv[:, self._query_size : key_end].view(tokens, -1, head_dim)
+        value = qkv[:, key_end:].view(tokens, -1, head_dim)
+        per_head = attended.view(tokens, -1, head_dim)
+        self._embedding.into(step.token_ids, residual)
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(normed)
-            query = qkv[:, : self._query_size].view(tokens, -1, head_dim)
-            key = qkv[:, self._query_size : key_end].view(tokens, -1, head_dim)
-            value = qkv[:, key_end:].view(tokens, -1, head_dim)
+            rms_norm(residual, layer.input_norm, eps, normed)
+            layer.qkv.into(normed, qkv)
             if layer.q_norm is not None and layer.k_norm is not None:
                 rms_norm(query, layer.q_norm, eps, query)
                 rms_norm(key, layer.k_norm, eps, key)
             rope_inplace(query, key, self._cos, self._sin, step.positions)
             write_kv(key, value, kv, index, step.slot_mapping)
             paged_attention(query, kv, index, meta, self._scale, per_head, sliding_window=layer.sliding_window)
-            add_rms_norm(layer.attention_out(attended), residual, layer.mlp_norm, eps, normed)
-            silu_mul(layer.gate_up(normed), activated)
-            projected = layer.down(activated)
-            if index + 1 < len(self._layers):
-                add_rms_norm(projected, residual, self._layers[index + 1].input_norm, eps, normed)
-            else:  # only the sampled tokens go on
-                last = residual[step.sample_index] + projected[step.sample_index]
-                rms_norm(last, self._final_norm, eps, last)
-        return self._lm_head(last).float()
+            layer.attention_out.add_into(attended, residual)
+            rms_norm(residual, layer.mlp_norm, eps, normed)
+            layer.gate_up.into(normed, activated)
+            layer.down.add_into(activated, residual)
+        # Only the sampled tokens go on.
+        last, logits = normed[:sampled], self._logits[:sampled]
+        torch.index_select(residual, 0, step.sample_index, out=last)
+        rms_norm(last, self._final_norm, eps, last)
+        self._lm_head.into(last, logits)
+        return logits
 
-    def _grow(self, tokens: int) -> None:
+    def _fit(self, tokens: int, sampled: int) -> None:
         """A step larger than announced (only the profiler makes one): larger buffers from now on."""
-        self._normed, self._attended, self._activated = (
-            old.new_empty((tokens, old.shape[1])) for old in (self._normed, self._attended, self._activated)
-        )
+        if tokens > len(self._residual):
+            for name in ("_residual", "_normed", "_qkv", "_attended", "_activated"):
+                old: Tensor = getattr(self, name)
+                setattr(self, name, old.new_empty((tokens, old.shape[1])))
+        if sampled > len(self._logits):
+            self._logits = self._logits.new_empty((sampled, self._logits.shape[1]))
 
 
 def _tensor_names(geometry: ModelGeometry, prefix: str) -> list[str]:
@@ -134,16 +146,20 @@ def _tensor_names(geometry: ModelGeometry, prefix: str) -> list[str]:
 
 
 def _read_layer(
-    files: WeightFiles, geometry: ModelGeometry, prefix: str, index: int, dtype: torch.dtype, device: torch.device
-) -> _Layer:
+    files: WeightFiles, geometry: ModelGeometry, prefix: str, index: int, dtype: torch.dtype, device: torch.device,
+    arena: Arena,
+) -> _Layer:  # fmt: skip
     hidden, inner = geometry.hidden_size, geometry.intermediate_size
     query_size = geometry.num_heads * geometry.head_dim
     kv_size = geometry.num_kv_heads * geometry.head_dim
 
-    def linear(modules: list[str], rows: list[int], width: int, bias: bool) -> Linear:
+    def fused(modules: list[str], rows: list[int], width: int, bias: bool) -> tuple[Tensor, Tensor | None]:
         weight = files.read_rows([f"{prefix}{module}.weight" for module in modules], rows, (width,), dtype, device)
         biases = [f"{prefix}{module}.bias" for module in modules]
-        return Linear(weight, files.read_rows(biases, rows, (), dtype, device) if bias else None)
+        return weight, files.read_rows(biases, rows, (), dtype, device) if bias else None
+
+    def linear(modules: list[str], rows: list[int], width: int, bias: bool) -> Linear:
+        return Linear(*fused(modules, rows, width, bias), arena=arena)
 
     def vector(name: str, size: int) -> Tensor:
         return files.read(prefix + name, (size,), dtype, device)
@@ -158,7 +174,9 @@ def _read_layer(
         k_norm=vector("self_attn.k_norm.weight", geometry.head_dim) if head_norms else None,
         attention_out=linear(["self_attn.o_proj"], [hidden], query_size, geometry.output_bias),
         mlp_norm=vector("post_attention_layernorm.weight", hidden),
-        gate_up=linear(["mlp.gate_proj", "mlp.up_proj"], [inner, inner], hidden, geometry.mlp_bias),
+        gate_up=GatedLinear(
+            *fused(["mlp.gate_proj", "mlp.up_proj"], [inner, inner], hidden, geometry.mlp_bias), arena=arena
+        ),
         down=linear(["mlp.down_proj"], [hidden], inner, geometry.mlp_bias),
         sliding_window=geometry.sliding_windows[index],
     )

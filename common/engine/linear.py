@@ -1,16 +1,15 @@
 """One matrix product of a model, in the form that is fastest on its device.
 
-Called by the lean models for every projection. The form depends only on device and dtype, never on timing or on the
-number of rows, so that all workers of a pipeline compute alike:
+Called by the lean models for every projection. The form depends only on device, dtype and shape, never on timing or on
+the number of rows, so that all workers of a pipeline compute alike:
 
-    CPU, float32                         packed: weights reordered once for oneDNN
-    CPU, bfloat16 and it computes in it  packed
-    CPU, other 16-bit                    widened: weights packed in float32, x widened, the product rounded
-    anything else                        plain: F.linear
+    CPU, float32                         panels: weights packed once for our own kernel
+    CPU, bfloat16 and it computes in it  panels
+    CPU, other 16-bit                    widened: float32 panels, x widened, the product rounded
+    no compiled kernels, or a GPU        plain: F.linear
 
-Prepacked products are faster than F.linear from a few rows on (two to three times for the vocabulary at four rows), and
-in float32 they give a row the same bits whatever other rows stand beside it, which F.linear's BLAS does not: a request
-computes exactly the same in every batch.
+Panels are faster than anything torch has from one row to hundreds, and they give a row the same bits whatever other
+rows stand beside it, which BLAS does not: a request computes exactly the same in every batch.
 """
 
 from __future__ import annotations
@@ -21,16 +20,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Form = Literal["plain", "packed", "widened"]
+from cohort.kernels import panels
+from cohort.kernels.fused import silu_mul
+from cohort.kernels.panels import Arena, Panels
+
+Form = Literal["plain", "panels", "widened"]
 
 
-def linear_form(device: torch.device, dtype: torch.dtype) -> Form:
-    """Which form serves this device and dtype; see the table above."""
-    if device.type != "cpu" or not torch._C._has_mkldnn:
+def linear_form(device: torch.device, dtype: torch.dtype, inputs: int) -> Form:
+    """Which form serves this device, dtype and number of inputs; see the table above."""
+    if device.type != "cpu":
         return "plain"
-    if dtype == torch.float32:
-        return "packed"
-    return "packed" if dtype == torch.bfloat16 and native_bfloat16() else "widened"
+    if panels.available(dtype, inputs):
+        return "panels"
+    if dtype != torch.float32 and panels.available(torch.float32, inputs):
+        return "widened"
+    return "plain"
 
 
 def native_bfloat16() -> bool:
@@ -43,27 +48,80 @@ def native_bfloat16() -> bool:
 class Linear:
     """x ↦ x · weightᵀ + bias for x [T, in]."""
 
-    __slots__ = ("bias", "dtype", "form", "in_features", "out_features", "weight")
+    __slots__ = ("bias", "dtype", "form", "in_features", "out_features", "packed", "weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, form: Form | None = None) -> None:
-        """Takes weight [out, in]; where the form packs it, the caller's tensor may be dropped afterwards."""
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, arena: Arena | None = None, form: Form | None = None
+    ) -> None:
+        """Takes weight [out, in]; where the form packs it (into `arena`), the caller's tensor may be dropped."""
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        self.form = form or linear_form(weight.device, weight.dtype)
+        self.form = form or linear_form(weight.device, weight.dtype, self.in_features)
         self.bias = bias
-        match self.form:
-            case "plain":
-                self.weight = weight
-            case "packed":
-                self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-            case "widened":
-                self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.float())
-                self.bias = None if bias is None else bias.float()
+        self.weight, self.packed = weight, None
+        if self.form != "plain":
+            self.packed = Panels(weight.float() if self.form == "widened" else weight, arena or Arena())
+            self.weight = weight.new_empty(0)
+        if self.form == "widened" and bias is not None:
+            self.bias = bias.float()
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.form == "plain":
-            return F.linear(x, self.weight, self.bias)
-        if self.form == "widened":
-            x = x.float()
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return out.to(self.dtype) if self.form == "widened" else out
+        out = x.new_empty((len(x), self.out_features))
+        self.into(x, out)
+        return out
+
+    def into(self, x: Tensor, out: Tensor) -> None:
+        """out [T, out] = the product; `out` may be float32, then it takes the sums unrounded where they are known."""
+        if self.packed is None:
+            out.copy_(F.linear(x, self.weight, self.bias))
+        elif self.form == "panels":
+            self.packed.product(x, self.bias, out)
+        else:
+            wide = torch.empty((len(x), self.out_features))
+            self.packed.product(x.float(), self.bias, wide)
+            out.copy_(wide)
+
+    def add_into(self, x: Tensor, residual: Tensor) -> None:
+        """residual [T, out] += the product, rounded before it is added."""
+        if self.form == "panels" and self.packed is not None and self.bias is None:
+            self.packed.add_product(x, residual)
+        else:
+            residual.add_(self(x))
+
+
+class GatedLinear:
+    """x ↦ silu(x · gateᵀ + …) · (x · upᵀ + …): the first half of a gated MLP, in one product where nothing is added."""
+
+    __slots__ = ("_both", "_packed")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, arena: Arena | None = None) -> None:
+        """Takes weight [2 · out, in], the gates over the ups."""
+        packs = bias is None and linear_form(weight.device, weight.dtype, weight.shape[1]) == "panels"
+        self._packed = Panels(weight, arena or Arena(), gated=True) if packs else None
+        self._both = None if packs else Linear(weight, bias, arena=arena)
+
+    def into(self, x: Tensor, out: Tensor) -> None:
+        """out [T, out]."""
+        if self._packed is not None:
+            self._packed.gated_product(x, out)
+        elif self._both is not None:
+            silu_mul(self._both(x), out)
+
+
+class Embedding:
+    """ids ↦ rows of a table [vocabulary, width]; a table that is also the last product's weight is not kept twice."""
+
+    __slots__ = ("_shared", "_table", "_width")
+
+    def __init__(self, table: Tensor, head: Linear | None = None) -> None:
+        """`head`: the product over the same matrix, where the model ties both."""
+        self._shared = head.packed if head is not None and head.form == "panels" else None
+        self._width = table.shape[1]
+        self._table = table.new_empty(0) if self._shared is not None else table
+
+    def into(self, ids: Tensor, out: Tensor) -> None:
+        """out [T, width]."""
+        if self._shared is not None:
+            self._shared.rows(ids, out)
+        else:
+            torch.index_select(self._table, 0, ids, out=out)

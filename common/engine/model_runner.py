@@ -146,8 +146,9 @@ class ModelRunner:
             match geometry.family:
                 case "llama":
                     return LeanLlama(
-                        model_dir, geometry, dtype=dtype, device=self.device, max_step_tokens=self.max_step_tokens
-                    )
+                        model_dir, geometry, dtype=dtype, device=self.device, max_rows=self.max_rows,
+                        max_step_tokens=self.max_step_tokens,
+                    )  # fmt: skip
                 case "opt":
                     return LeanOpt(model_dir, geometry, dtype=dtype, device=self.device)
                 case "generic":

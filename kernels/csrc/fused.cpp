@@ -9,6 +9,7 @@
 #include <cmath>
 
 #include "ops.h"
+#include "silu.h"
 #include "simd.h"
 
 namespace cohort {
@@ -131,16 +132,6 @@ void rope(const at::Tensor& q, const at::Tensor& k, const at::Tensor& cos, const
       for (int64_t h = 0; h < keys.heads; ++h) rotate(keys.at(t, h), c, s, half);
     }
   });
-}
-
-// silu(g) = g / (1 + e^-g), through e^-|g| so that nothing overflows
-template <typename T>
-inline typename Simd<kWide>::F silu_mul_lanes(typename Simd<kWide>::F gate, typename Simd<kWide>::F up) {
-  using S = Simd<kWide>;
-  auto positive = gate > 0.0f;
-  auto small = S::exp2((positive ? -gate : gate) * 1.44269504f);
-  auto silu = (positive ? gate : gate * small) / (1.0f + small);
-  return S::template rounded<T>(silu) * up;
 }
 
 template <typename T>

@@ -38,6 +38,14 @@ TORCH_LIBRARY(cohort, m) {
   m.def("add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, Tensor(b!) out) -> ()");
   m.def("rope_inplace(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, Tensor positions) -> ()");
   m.def("silu_mul(Tensor gate_up, Tensor(a!) out) -> ()");
+  m.def("panel_outputs() -> int", &cohort::panel_outputs);
+  m.def("panels_multiply_bf16() -> bool", &cohort::panels_multiply_bf16);
+  m.def("huge_zeros(int bytes) -> Tensor", &cohort::huge_zeros);
+  m.def("pack_panels(Tensor weight, Tensor(a!) panels, bool gated) -> ()");
+  m.def("panel_product(Tensor x, Tensor panels, Tensor? bias, Tensor(a!) out) -> ()");
+  m.def("panel_product_added(Tensor x, Tensor panels, Tensor(a!) residual) -> ()");
+  m.def("panel_product_gated(Tensor x, Tensor panels, Tensor(a!) out) -> ()");
+  m.def("panel_rows(Tensor panels, Tensor ids, Tensor(a!) out) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(cohort, CPU, m) {
@@ -49,4 +57,9 @@ TORCH_LIBRARY_IMPL(cohort, CPU, m) {
   m.impl("add_rms_norm", &cohort::add_rms_norm);
   m.impl("rope_inplace", &cohort::rope_inplace);
   m.impl("silu_mul", &cohort::silu_mul);
+  m.impl("pack_panels", &cohort::pack_panels);
+  m.impl("panel_product", &cohort::panel_product);
+  m.impl("panel_product_added", &cohort::panel_product_added);
+  m.impl("panel_product_gated", &cohort::panel_product_gated);
+  m.impl("panel_rows", &cohort::panel_rows);
 }

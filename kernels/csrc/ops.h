@@ -27,5 +27,14 @@ void add_rms_norm(const at::Tensor& x, at::Tensor& residual, const at::Tensor& w
 void rope_inplace(at::Tensor& q, at::Tensor& k, const at::Tensor& cos, const at::Tensor& sin,
                   const at::Tensor& positions);
 void silu_mul(const at::Tensor& gate_up, at::Tensor& out);
+int64_t panel_outputs();
+bool panels_multiply_bf16();
+void pack_panels(const at::Tensor& weight, at::Tensor& panels, bool gated);
+void panel_product(const at::Tensor& x, const at::Tensor& panels, const std::optional<at::Tensor>& bias,
+                   at::Tensor& out);
+void panel_product_added(const at::Tensor& x, const at::Tensor& panels, at::Tensor& residual);
+void panel_product_gated(const at::Tensor& x, const at::Tensor& panels, at::Tensor& out);
+void panel_rows(const at::Tensor& panels, const at::Tensor& ids, at::Tensor& out);
+at::Tensor huge_zeros(int64_t bytes);
 
 }  // namespace cohort

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cohort.common.engine.linear import Form, Linear, linear_form
+from cohort.common.engine.linear import Embedding, Form, GatedLinear, Linear, linear_form, native_bfloat16
 
 CPU = torch.device("cpu")
+COMPILED = linear_form(CPU, torch.float32, 64) == "panels"
+needs_kernels = pytest.mark.skipif(not COMPILED, reason="no compiled kernels here")
+needs_bfloat16 = pytest.mark.skipif(
+    linear_form(CPU, torch.bfloat16, 64) != "panels", reason="this processor does not multiply bfloat16"
+)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -15,9 +20,11 @@ CPU = torch.device("cpu")
     ("dtype", "form", "tolerance"),
     [
         (torch.float32, "plain", 1e-5),
-        (torch.float32, "packed", 1e-5),
-        (torch.bfloat16, "widened", 1e-2),
-        (torch.float16, "widened", 2e-3),
+        (torch.bfloat16, "plain", 2e-2),
+        pytest.param(torch.float32, "panels", 1e-5, marks=needs_kernels),
+        pytest.param(torch.bfloat16, "panels", 1e-2, marks=needs_bfloat16),
+        pytest.param(torch.bfloat16, "widened", 1e-2, marks=needs_kernels),
+        pytest.param(torch.float16, "widened", 2e-3, marks=needs_kernels),
     ],
 )
 def test_forms_agree(dtype: torch.dtype, form: Form, tolerance: float, bias: bool) -> None:
@@ -30,13 +37,70 @@ def test_forms_agree(dtype: torch.dtype, form: Form, tolerance: float, bias: boo
     assert torch.allclose(out.double(), exact, rtol=tolerance, atol=tolerance * 4)
 
 
-@pytest.mark.skipif(linear_form(CPU, torch.float32) != "packed", reason="this torch was built without oneDNN")
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=needs_kernels), pytest.param(torch.bfloat16, marks=needs_bfloat16)]
+)
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (576, 1536), (1999, 576)])
-def test_packed_rows_are_independent(outputs: int, inputs: int) -> None:
+def test_packed_rows_are_independent(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     """To the last bit: what makes a request compute the same in every batch."""
     torch.manual_seed(1)
-    linear, x = Linear(torch.randn(outputs, inputs)), torch.randn(70, inputs)
+    linear, x = Linear(torch.randn(outputs, inputs).to(dtype)), torch.randn(70, inputs).to(dtype)
     whole = linear(x)
     for rows in (1, 2, 3, 7, 16, 33):
         assert torch.equal(linear(x[:rows]), whole[:rows])
         assert torch.equal(linear(x[70 - rows :]), whole[70 - rows :])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inner", "inputs"), [(32, 64), (70, 48), (1536, 576)])
+def test_gated_linear_is_silu_of_gate_times_up(inner: int, inputs: int, dtype: torch.dtype, bias: bool) -> None:
+    torch.manual_seed(2)
+    weight, x = torch.randn(2 * inner, inputs).to(dtype) / inputs**0.5, torch.randn(5, inputs).to(dtype)
+    offset = torch.randn(2 * inner).to(dtype) if bias else None
+    out = torch.empty(5, inner, dtype=dtype)
+    GatedLinear(weight, offset).into(x, out)
+    both = x.double() @ weight.double().T + (0 if offset is None else offset.double())
+    exact = torch.nn.functional.silu(both[:, :inner]) * both[:, inner:]
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert torch.allclose(out.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_add_into_adds_the_rounded_product(dtype: torch.dtype, bias: bool) -> None:
+    torch.manual_seed(3)
+    linear = Linear(torch.randn(70, 48).to(dtype), torch.randn(70).to(dtype) if bias else None)
+    x, residual = torch.randn(9, 48).to(dtype), torch.randn(9, 70).to(dtype)
+    expected = residual + linear(x)
+    linear.add_into(x, residual)
+    assert torch.equal(residual, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_embedding_shared_with_the_last_product_reads_the_same_rows(dtype: torch.dtype) -> None:
+    table = torch.randn(101, 48).to(dtype)
+    ids = torch.tensor([0, 100, 31, 32, 31, 64])
+    out = torch.empty(6, 48, dtype=dtype)
+    Embedding(table, Linear(table.clone())).into(ids, out)
+    assert torch.equal(out, table[ids])
+    Embedding(table).into(ids, out.zero_())
+    assert torch.equal(out, table[ids])
+
+
+def test_a_token_outside_the_vocabulary_is_an_error() -> None:
+    """Never a read beyond the weights."""
+    table = torch.randn(96, 48)
+    with pytest.raises(IndexError):
+        Embedding(table, Linear(table)).into(torch.tensor([3, 96]), torch.empty(2, 48))
+
+
+@needs_bfloat16
+def test_bfloat16_panels_only_where_the_processor_has_it() -> None:
+    assert native_bfloat16()
+
+
+def test_an_odd_number_of_inputs_is_served_too() -> None:
+    weight, x = torch.randn(40, 7).bfloat16(), torch.randn(3, 7).bfloat16()
+    out = Linear(weight)(x)
+    assert torch.allclose(out.float(), x.float() @ weight.float().T, rtol=2e-2, atol=5e-2)

@@ -1,0 +1,231 @@
+"""What an iteration costs: the model's arithmetic over the device's speed, plus what the serving stack adds.
+
+One formula for every device; the simulator turns plans into virtual time with it, and a policy that predicts (D4, R3)
+may ask it too. Pure arithmetic on numbers that `configs/models` and `configs/devices` hold and
+`scripts/fit_cost_model.py` fits; nothing here is tuned to a result of a paper.
+
+    step  =  max(host, device) + fixed + per_row · rows
+    host  =  launch · layers                                     the host issuing kernels; 0 where graphs are replayed
+    device = linear + prefill attention + decode attention + tensor-parallel exchange + layer · layers
+    linear = (computeⁿ + memoryⁿ)^(1/n), n = 4                   a roofline with a round corner: both limits are near
+
+Decode attention has two models (A1):
+
+    split_kv       the KV of all rows is read at the device's bandwidth, however long single rows are
+    unit_per_row   one work unit reads the whole KV of one head of one row (kernels without split-KV): a unit has a
+                   fixed share of the bandwidth, so a long row holds the others up and few rows cannot fill the device
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from cohort.common.types import KvGeometry
+
+DecodeAttention = Literal["split_kv", "unit_per_row"]
+
+_CORNER = 4.0
+"""Sharpness of the roofline's corner; at the ridge point the smooth maximum is 19 % above either limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The numbers of a decoder that cost depends on. Grouped-query attention has fewer `kv_heads` than `heads`."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    gated_mlp: bool
+    vocabulary: int
+    tied_embeddings: bool
+    max_positions: int
+    weight_bytes: int
+    kv_bytes: int
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of the matrices of one layer; norms and biases are a thousandth of them."""
+        attention = self.hidden * (self.heads + 2 * self.kv_heads) * self.head_dim
+        output = self.heads * self.head_dim * self.hidden
+        return attention + output + (3 if self.gated_mlp else 2) * self.hidden * self.intermediate
+
+    @property
+    def head_parameters(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        embeddings = self.head_parameters * (1 if self.tied_embeddings else 2)
+        return self.layers * self.layer_parameters + embeddings
+
+    @property
+    def weights_total_bytes(self) -> int:
+        return self.parameters * self.weight_bytes
+
+    def kv_geometry(self, block_size: int) -> KvGeometry:
+        return KvGeometry(self.layers, self.kv_heads, self.head_dim, self.kv_bytes, block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceShape:
+    """One accelerator (or CPU): data-sheet peaks and the fitted share of them that real kernels reach.
+
+    `units`: what runs a work unit of decode attention at a time (streaming multiprocessors, threads).
+    `unit_speedup`: how many times its equal share of the memory bandwidth one unit alone can draw.
+    `exchange_*`: all-reduce between the devices of one instance. `host_bytes_per_s`: to host memory, for swapping.
+    """
+
+    name: str
+    flops_per_s: float
+    memory_bytes_per_s: float
+    memory_bytes: int
+    compute_efficiency: float
+    memory_efficiency: float
+    attention_efficiency: float
+    units: int
+    unit_speedup: float
+    exchange_bytes_per_s: float
+    exchange_latency_s: float
+    host_bytes_per_s: float
+    layer_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StackShape:
+    """What the serving software adds to an iteration.
+
+    `launch_s`: host time to issue one layer, hidden behind the device unless it is longer. `step_s`: fixed, per
+    iteration. `row_s`: per row (scheduling, block tables, sampling, detokenising). The `parallel_*` are added where an
+    instance has several devices (their driver has to talk to them).
+    """
+
+    name: str
+    launch_s: float
+    step_s: float
+    row_s: float
+    parallel_step_s: float = 0.0
+    parallel_row_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """One iteration in numbers.
+
+    `tokens`: computed. `rows`: sequences in it. `drawn`: of these, how many draw a token (the output head runs for
+    them). `pairs`: query-key pairs of rows with more than one token. `prefill_context`: KV positions those rows read.
+    `decode_rows`, `decode_context`, `longest_context`: rows of one token, the KV positions they read together, and
+    the most that one reads.
+    """
+
+    tokens: int
+    rows: int
+    drawn: int
+    pairs: int = 0
+    prefill_context: int = 0
+    decode_rows: int = 0
+    decode_context: int = 0
+    longest_context: int = 0
+
+
+def prefill_pairs(start: int, count: int) -> int:
+    """Query-key pairs of positions [start, start + count): each sees everything up to and including itself."""
+    return count * start + count * (count + 1) // 2
+
+
+class CostModel:
+    """Seconds of an iteration of `model` on `tensor_parallel` devices."""
+
+    def __init__(
+        self, model: ModelShape, device: DeviceShape, stack: StackShape, *, tensor_parallel: int = 1,
+        decode_attention: DecodeAttention = "split_kv",
+    ) -> None:  # fmt: skip
+        self.model = model
+        self.device = device
+        self.stack = stack
+        self.tensor_parallel = tensor_parallel
+        self.decode_attention = decode_attention
+        peak = device.flops_per_s * tensor_parallel
+        bandwidth = device.memory_bytes_per_s * device.memory_efficiency * tensor_parallel
+        compute = peak * device.compute_efficiency
+        self._token_s = 2.0 * model.layers * model.layer_parameters / compute
+        self._draw_s = 2.0 * model.head_parameters / compute
+        weights = model.layers * model.layer_parameters + model.head_parameters
+        self._weights_s = weights * model.weight_bytes / bandwidth
+        self._pair_s = 4.0 * model.layers * model.heads * model.head_dim / (peak * device.attention_efficiency)
+        position_bytes = model.kv_geometry(1).token_bytes
+        self._position_s = position_bytes / bandwidth
+        # A unit reads one head of one row; with few units running each draws more than its equal share.
+        share = bandwidth / (device.units * tensor_parallel) * device.unit_speedup
+        self._unit_position_s = position_bytes / model.kv_heads / share
+        self._exchange_token_s = 0.0
+        self._exchange_s = 0.0
+        if tensor_parallel > 1:
+            # Two all-reduces a layer; a ring moves 2·(n−1)/n of the activations over every link.
+            moved = 2.0 * (tensor_parallel - 1) / tensor_parallel * model.hidden * model.weight_bytes
+            self._exchange_token_s = 2 * model.layers * moved / device.exchange_bytes_per_s
+            self._exchange_s = 2 * model.layers * device.exchange_latency_s
+        self._host_s = stack.launch_s * model.layers
+        self._layers_s = device.layer_s * model.layers
+        parallel = tensor_parallel > 1
+        self._fixed_s = stack.step_s + (stack.parallel_step_s if parallel else 0.0)
+        self._row_s = stack.row_s + (stack.parallel_row_s if parallel else 0.0)
+
+    def step_s(self, work: StepWork) -> float:
+        """Seconds of one iteration; 0 rows cost nothing."""
+        if work.rows == 0:
+            return 0.0
+        return self._fixed_s + self._row_s * work.rows + max(self._host_s, self._device_s(work))
+
+    def repeated_s(self, work: StepWork) -> Iterator[float]:
+        """Seconds of this all-decode iteration and of those that follow with the same rows, one position longer each
+        time; without end. The same numbers as `step_s` of each, only cheaper."""
+        overhead = self._fixed_s + self._row_s * work.rows
+        exchange = self._exchange_token_s * work.tokens + self._exchange_s
+        fixed = self._linear_s(work) + exchange + self._layers_s
+        context, longest, rows = work.decode_context, work.longest_context, work.decode_rows
+        while True:
+            device = fixed + self._decode_s(context, longest)
+            yield overhead + max(self._host_s, device)
+            context += rows
+            longest += 1
+
+    def swap_s(self, swapped_bytes: int) -> float:
+        """Copies between device and host memory; every device of an instance has its own path."""
+        return swapped_bytes / (self.device.host_bytes_per_s * self.tensor_parallel)
+
+    def flops(self, work: StepWork) -> float:
+        """Model FLOPs of an iteration, for utilisation figures: matrices, output head, attention."""
+        model = self.model
+        pairs = work.pairs + work.decode_context
+        return (
+            2.0 * model.layers * model.layer_parameters * work.tokens
+            + 2.0 * model.head_parameters * work.drawn
+            + 4.0 * model.layers * model.heads * model.head_dim * pairs
+        )
+
+    @property
+    def peak_flops_per_s(self) -> float:
+        return self.device.flops_per_s * self.tensor_parallel
+
+    def _device_s(self, work: StepWork) -> float:
+        prefill = self._pair_s * work.pairs + self._position_s * work.prefill_context if work.pairs else 0.0
+        exchange = self._exchange_token_s * work.tokens + self._exchange_s
+        # Same order of additions as in `repeated_s`: a decode step must come out equal to the last bit.
+        fixed = self._linear_s(work) + exchange + self._layers_s
+        return fixed + prefill + self._decode_s(work.decode_context, work.longest_context)
+
+    def _linear_s(self, work: StepWork) -> float:
+        compute = self._token_s * work.tokens + self._draw_s * work.drawn
+        return float((compute**_CORNER + self._weights_s**_CORNER) ** (1.0 / _CORNER))
+
+    def _decode_s(self, context: int, longest: int) -> float:
+        together = self._position_s * context
+        if self.decode_attention == "split_kv":
+            return together
+        return max(together, self._unit_position_s * longest)

@@ -1,0 +1,1 @@
+"""The simulator: the machines and policies of the live services under virtual time, a cost model for the engine."""

@@ -1,0 +1,220 @@
+"""Models, devices, links and clusters as data: YAML files in configs/, checked key by key.
+
+    configs/models/NAME.yaml     a decoder's shape
+    configs/devices/NAME.yaml    a device: peaks, fitted efficiencies, the stacks measured on it
+    configs/hardware/links.yaml  bandwidth and latency by kind of link
+    configs/clusters/NAME.yaml   which devices, how many, how they are connected
+
+Read by the commands of the simulator; whatever is wrong is a `ConfigError` that names file and field. Knows nothing of
+requests or policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import yaml
+
+from cohort.common.config import CONFIGS_DIR
+from cohort.common.errors import ConfigError
+from cohort.common.policies.cost_model import DecodeAttention, DeviceShape, ModelShape, StackShape
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+_Positive = Annotated[int, msgspec.Meta(gt=0)]
+_Rate = Annotated[float, msgspec.Meta(gt=0)]
+_Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+_NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class _ModelFile(_File, frozen=True):
+    name: str
+    layers: _Positive
+    hidden: _Positive
+    heads: _Positive
+    kv_heads: _Positive
+    head_dim: _Positive
+    intermediate: _Positive
+    gated_mlp: bool
+    vocabulary: _Positive
+    tied_embeddings: bool
+    max_positions: _Positive
+    weight_bytes: _Positive
+    kv_bytes: _Positive
+
+
+class _StackFile(_File, frozen=True):
+    launch_s: _NotNegative
+    step_s: _NotNegative
+    row_s: _NotNegative
+    parallel_step_s: _NotNegative = 0.0
+    parallel_row_s: _NotNegative = 0.0
+
+
+class _DeviceFile(_File, frozen=True):
+    name: str
+    flops_per_s: _Rate
+    memory_bytes_per_s: _Rate
+    memory_bytes: _Positive
+    reserve_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    compute_efficiency: _Share
+    memory_efficiency: _Share
+    attention_efficiency: _Share
+    units: _Positive
+    unit_speedup: _Rate
+    exchange_bytes_per_s: _Rate
+    exchange_latency_s: _NotNegative
+    host_bytes_per_s: _Rate
+    layer_s: _NotNegative
+    within: str
+    stacks: dict[str, _StackFile]
+
+
+class LinkShape(_File, frozen=True):
+    """One direction of a link between two instances."""
+
+    bytes_per_s: _Rate
+    latency_s: _NotNegative
+
+
+class _ClusterFile(_File, frozen=True):
+    device: str
+    instances: _Positive
+    tensor_parallel: _Positive = 1
+    per_host: Annotated[int, msgspec.Meta(ge=0)] = 0
+    within: str = ""
+    across: str = "rdma"
+    stack: str = ""
+    decode_attention: DecodeAttention = "split_kv"
+    host_memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    control_latency_s: _NotNegative = 0.0003
+
+
+class Cluster(msgspec.Struct, frozen=True):
+    """Hardware: equal instances of `tensor_parallel` devices, `per_host` of them (0 = all) on one machine.
+
+    `stack` is a property of the serving software on this device (graphs replayed, eager …). `control_latency_s` is
+    what a control message takes between two processes.
+    """
+
+    name: str
+    device: DeviceShape
+    device_reserve_bytes: int
+    instances: int
+    tensor_parallel: int
+    per_host: int
+    within: LinkShape
+    across: LinkShape
+    stack: StackShape
+    decode_attention: DecodeAttention
+    host_memory_bytes: int
+    control_latency_s: float
+
+    def link(self, first: int, second: int) -> LinkShape:
+        """Between the instances of these numbers."""
+        per_host = self.per_host or self.instances
+        return self.within if first // per_host == second // per_host else self.across
+
+
+def load_model(name: str) -> ModelShape:
+    """A model of configs/models, or of a YAML file. Raises `ConfigError`."""
+    data = _read(name, "models", _ModelFile)
+    return ModelShape(**{field: getattr(data, field) for field in _ModelFile.__struct_fields__})
+
+
+def load_device(name: str) -> tuple[DeviceShape, _DeviceFile]:
+    data = _read(name, "devices", _DeviceFile)
+    fields = [field for field in DeviceShape.__slots__ if field in _DeviceFile.__struct_fields__]
+    return DeviceShape(**{field: getattr(data, field) for field in fields}), data
+
+
+def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Cluster:
+    """`NAME` of configs/clusters, a YAML file, or `DEVICE:COUNT` (all on one host). Raises `ConfigError`."""
+    device_name, colon, count = text.rpartition(":")
+    if colon and not Path(text).exists():
+        if not count.isdigit() or int(count) < 1:
+            raise ConfigError(f"--cluster {text}: {count!r} is not a number of instances (DEVICE:COUNT)")
+        data: dict[str, Any] = {"device": device_name, "instances": int(count)}
+    else:
+        known = (CONFIGS_DIR / "clusters" / f"{text}.yaml").is_file() or Path(text).is_file()
+        data = _mapping(text, "clusters") if known or text not in _names("devices") else {"device": text, "instances": 1}
+    data |= {key: value for key, value in (overrides or {}).items() if value is not None}
+    file = _convert(data, _ClusterFile, f"cluster {text}")
+    device, device_file = load_device(file.device)
+    stack_name = file.stack or next(iter(device_file.stacks), "")
+    if stack_name not in device_file.stacks:
+        known_stacks = ", ".join(device_file.stacks)
+        raise ConfigError(f"cluster {text}: stack: {file.device} has no stack {stack_name!r}; known: {known_stacks}")
+    stack = device_file.stacks[stack_name]
+    if file.per_host and file.instances > file.per_host and file.instances % file.per_host:
+        raise ConfigError(f"cluster {text}: per_host: {file.instances} instances do not fill hosts of {file.per_host}")
+    return Cluster(
+        name=text,
+        device=device,
+        device_reserve_bytes=device_file.reserve_bytes,
+        instances=file.instances,
+        tensor_parallel=file.tensor_parallel,
+        per_host=file.per_host,
+        within=load_link(file.within or device_file.within),
+        across=load_link(file.across),
+        stack=StackShape(stack_name, *(getattr(stack, field) for field in _StackFile.__struct_fields__)),
+        decode_attention=file.decode_attention,
+        host_memory_bytes=file.host_memory_bytes,
+        control_latency_s=file.control_latency_s,
+    )
+
+
+@cache
+def _links() -> dict[str, LinkShape]:
+    path = CONFIGS_DIR / "hardware" / "links.yaml"
+    return {name: _convert(value, LinkShape, f"{path}: {name}") for name, value in _yaml(path).items()}
+
+
+def load_link(name: str) -> LinkShape:
+    links = _links()
+    if name not in links:
+        raise ConfigError(f"no link named {name!r}; there are: {', '.join(links)}")
+    return links[name]
+
+
+def _read(name: str, folder: str, kind: type[_T]) -> _T:
+    return _convert(_mapping(name, folder), kind, f"configs/{folder}/{name}" if not Path(name).is_file() else name)
+
+
+def _names(folder: str) -> list[str]:
+    return sorted(path.stem for path in (CONFIGS_DIR / folder).glob("*.yaml"))
+
+
+def _mapping(name: str, folder: str) -> dict[str, Any]:
+    path = Path(name)
+    if not path.is_file():
+        path = CONFIGS_DIR / folder / f"{name.lower()}.yaml"
+    if not path.is_file():
+        raise ConfigError(f"no {folder[:-1]} named {name!r}; there are: {', '.join(_names(folder))} (or a YAML file)")
+    return _yaml(path)
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping, found {type(data).__name__}")
+    return data
+
+
+def _convert(data: Any, kind: type[_T], origin: str) -> _T:
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{origin}: {error}") from error

@@ -98,7 +98,8 @@ def errors(points: Sequence[Point], predict: Callable[[Point], float]) -> dict[s
     for kind in ("prefill", "decode"):
         some = [point for point in points if point.kind == kind]
         off = np.array([abs(predict(point) / point.seconds - 1) for point in some])
-        table[kind] = (float(np.median(off)), float(np.quantile(off, 0.9)), float(off.max()), some[int(off.argmax())].label)
+        worst = int(off.argmax())
+        table[kind] = (float(np.median(off)), float(np.quantile(off, 0.9)), float(off[worst]), some[worst].label)
     return table
 
 
@@ -107,7 +108,9 @@ def show_errors(title: str, table: dict[str, tuple[float, float, float, str]]) -
         print(f"  {title:10s} {kind:8s} median {median:6.1%}   p90 {p90:6.1%}   worst {worst:6.1%} ({where})")
 
 
-def fit_gpu(points: Sequence[Point], device: DeviceShape, step: StackShape) -> tuple[DeviceShape, dict[str, StackShape]]:
+def fit_gpu(
+    points: Sequence[Point], device: DeviceShape, step: StackShape
+) -> tuple[DeviceShape, dict[str, StackShape]]:
     models = sorted({point.model for point in points})
     # Time per iteration outside the model is known from elsewhere (see the device files) and stays as it is there.
     fixed = StackShape("", 0.0, step.step_s, 0.0, step.parallel_step_s)
@@ -137,7 +140,7 @@ def fit_gpu(points: Sequence[Point], device: DeviceShape, step: StackShape) -> t
 
 
 def _eager(point: Point, device: DeviceShape, stack: StackShape) -> float:
-    """The per-row time was spent in decode steps only; prefill times of this profile stop at the first token's logits."""
+    """Per-row time is spent in decode steps only: prefill times of this profile end at the first token's logits."""
     stack = stack if point.kind == "decode" else replace(stack, row_s=0.0)
     return predicted(point, MODELS[point.model], device, stack)
 

@@ -100,10 +100,10 @@ class _Managed:
     segments: tuple[Segment, ...] = ()
     live: dict[InstanceId, float] = field(default_factory=dict)
     waiting: bool = False
+    key: SequenceKey = field(init=False)
 
-    @property
-    def key(self) -> SequenceKey:
-        return sequence_key(self.request_id, self.attempt)
+    def __post_init__(self) -> None:
+        self.key = sequence_key(self.request_id, self.attempt)
 
 
 @dataclass(slots=True)
@@ -137,7 +137,10 @@ class ManagerMachine:
         self._settled_at_s = now_s + settings.settle_s
         self._gateways: dict[InstanceId, _Gateway] = {}
         self._workers: dict[InstanceId, _Worker] = {}
+        self._views: dict[InstanceId, InstanceView] | None = None
         self._requests: dict[RequestId, _Managed] = {}
+        self._claimed: set[SequenceKey] = set()
+        """Keys of `_requests`."""
         self._unclaimed: dict[SequenceKey, float] = {}
         """Held by a worker, claimed by no gateway, since when."""
         self._finished: deque[tuple[float, SequenceKey]] = deque()
@@ -256,6 +259,7 @@ class ManagerMachine:
             return
         managed = _Managed(request.request_id, request.attempt, sender, now_s, request, waiting=True)
         self._requests[request.request_id] = managed
+        self._claimed.add(managed.key)
         self._order.add(now_s, WaitingRequest(request, now_s, request.prediction))
         self.schedule(now_s)
 
@@ -284,6 +288,9 @@ class ManagerMachine:
             if any(key not in self._workers[name].awaiting for name in holders):  # of a former manager
                 adopted = _Managed(held.request_id, held.attempt, sender, now_s)
                 self._requests[held.request_id] = adopted
+                if managed is not None:
+                    self._claimed.discard(managed.key)
+                self._claimed.add(key)
                 for name in holders:
                     self._engage(now_s, adopted, name)
                 self._unclaimed.pop(key, None)
@@ -303,6 +310,7 @@ class ManagerMachine:
         awaiting = _keys(message.awaiting)
         held = _keys(message.held) | awaiting
         view = InstanceView(message.instance, message.capacity)
+        self._views = None
         self._workers[message.instance] = _Worker(
             message.incarnation, message.endpoint, view, now_s, held, awaiting
         )
@@ -323,7 +331,9 @@ class ManagerMachine:
         view = worker.view
         view.figures = report.figures
         view.report_age_s = 0.0
-        view.draining = report.draining
+        if view.draining is not report.draining:
+            view.draining = report.draining
+            self._views = None
         for managed in list(worker.live.values()):
             if managed.key in worker.held:
                 worker.fresh.pop(managed.request_id, None)
@@ -334,10 +344,11 @@ class ManagerMachine:
         self.schedule(now_s)
 
     def _note_unclaimed(self, now_s: float, held: set[SequenceKey]) -> None:
-        claimed = {managed.key for managed in self._requests.values()}
-        for key in held - claimed:
-            self._unclaimed.setdefault(key, now_s)
-        for key in claimed & self._unclaimed.keys():
+        claimed = self._claimed
+        for key in held:
+            if key not in claimed:
+                self._unclaimed.setdefault(key, now_s)
+        for key in [key for key in self._unclaimed if key in claimed]:
             del self._unclaimed[key]
 
     def _cancel_unclaimed(self, now_s: float) -> None:
@@ -355,6 +366,7 @@ class ManagerMachine:
 
     def _worker_lost(self, now_s: float, instance: InstanceId, reason: str) -> None:
         worker = self._workers.pop(instance)
+        self._views = None
         self.counters.workers_lost += 1
         for managed in list(worker.live.values()):
             del managed.live[instance]
@@ -404,6 +416,7 @@ class ManagerMachine:
                 self._order.add(now_s, waiting)
             case seats.Impossible(reason=reason):
                 del self._requests[request.request_id]
+                self._claimed.discard(managed.key)
                 self._refuse(request, managed.gateway, 400, reason)
             case seats.Placed(segments=segments, reason=reason):
                 managed.waiting = False
@@ -492,6 +505,7 @@ class ManagerMachine:
 
     def _forget(self, now_s: float, managed: _Managed, reason: str) -> None:
         self._requests.pop(managed.request_id, None)
+        self._claimed.discard(managed.key)
         if managed.waiting:
             self._order.remove(now_s, managed.request_id)
         self._placement.finished(now_s, managed.request_id)
@@ -511,13 +525,20 @@ class ManagerMachine:
     def _cluster(self, now_s: float) -> ClusterView:
         figures = self._figures
         return ClusterView(
-            instances={name: worker.view for name, worker in self._workers.items() if not worker.view.draining},
+            instances=self._serving(),
             arrival_rate=figures.arrival_rate if figures else 0.0,
             arrival_rate_forecast=figures.arrival_rate_forecast if figures else 0.0,
             mean_prompt_tokens=figures.mean_prompt_tokens if figures else 0.0,
             mean_output_tokens=figures.mean_output_tokens if figures else 0.0,
             forecast_age_s=now_s - self._figures_at_s if figures else float("inf"),
         )
+
+    def _serving(self) -> dict[InstanceId, InstanceView]:
+        """Workers that take requests. Built anew only when somebody came, went or drains: policies may keep nothing of
+        it, and every event asks."""
+        if self._views is None:
+            self._views = {name: worker.view for name, worker in self._workers.items() if not worker.view.draining}
+        return self._views
 
     def _send_load(self, now_s: float) -> None:
         interval = now_s - self._finished_at_s

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
@@ -44,10 +45,13 @@ from cohort.common.messages import (
     TokenUpdate,
 )
 from cohort.common.policies.interface import (
+    ForeseesDecisions,
+    GrowsByBlock,
     IterationPlan,
     IterationScheduler,
     KvAllocator,
     Phase,
+    Row,
     Sequence,
     SequenceKey,
     sequence_key,
@@ -352,6 +356,90 @@ class WorkerMachine:
             self._doomed.discard(key)
             self._drop(now_s, self._sequences[key])
         self._grant_offers(now_s)
+
+    def repeatable(self) -> bool:
+        """Whether the plan in flight will repeat itself, row by row one position on, until something happens: for
+        hosts with virtual time, who may then run several iterations as one (`repeat`)."""
+        plan = self._in_flight
+        scheduler, kv = self.scheduler, self.kv
+        if plan is None or self._offers or self._doomed or not plan.rows:
+            return False
+        if not isinstance(scheduler, ForeseesDecisions) or not isinstance(kv, GrowsByBlock) or not kv.grows_by_block:
+            return False
+        for row in plan.rows:
+            sequence = row.sequence
+            if (
+                row.count != 1
+                or sequence.end is not None
+                or sequence.last_token_s is None
+                or sequence.repeat_from is not None
+                or row.start != len(sequence.tokens) - 1
+                or sequence.phase is not Phase.RUNNING
+            ):
+                return False
+        return scheduler.repeats(plan, kv)
+
+    def fitting_repetitions(self, wanted: int) -> int:
+        """How many of `wanted` iterations after the one in flight find blocks without anybody being preempted."""
+        plan = self._in_flight
+        if plan is None:
+            raise InvariantViolated("no plan is in flight")
+        size = self.kv.geometry.block_size
+        available = self.kv.free_blocks + self.kv.cached_blocks
+        starts = [row.start for row in plan.rows]
+        low, high = 0, wanted
+        while low < high:
+            middle = (low + high + 1) // 2
+            # Position p opens a block when p is a multiple of the block size.
+            if sum((start + middle) // size - start // size for start in starts) <= available:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def repeat(self, ends_s: Seq[float], latencies_s: Seq[float], token: int) -> None:
+        """As if `completed` and `plan` had been called once for each of `ends_s`, every row drawing `token` each time;
+        the plan in flight is then the one that follows. Only after `repeatable`, for no more than
+        `fitting_repetitions`, and short of every row's last token. The token updates it would send are left to the
+        host, who knows them."""
+        plan = self._in_flight
+        if plan is None:
+            raise InvariantViolated("no plan is in flight")
+        count, size, kv = len(ends_s), self.kv.geometry.block_size, self.kv
+        averages = self._averages
+        for latency_s in latencies_s:
+            averages.step_s = _mix(averages.step_s, latency_s)
+            averages.decode_step_s = _mix(averages.decode_step_s, latency_s)
+        # What touches blocks happens in the order of the iterations: after each, full blocks are committed; then the
+        # next one reserves. So the same blocks go to the same rows.
+        touched: list[tuple[int, bool, int]] = []
+        last_s = ends_s[-1]
+        drawn = [token] * count
+        for index, row in enumerate(plan.rows):
+            start = row.start
+            to_boundary = size - start % size
+            touched += [(step - 1, False, index) for step in range(to_boundary, count + 1, size)]
+            touched += [(step, True, index) for step in range(to_boundary, count + 1, size)]
+            row.sequence.tokens += drawn
+        touched.sort()
+        rows = plan.rows
+        for step, reserves, index in touched:
+            row = rows[index]
+            if reserves:
+                if not kv.extend(row.sequence, row.start + step + 1):
+                    raise InvariantViolated(f"no block for {row.sequence.key} in a repeated iteration")
+            else:
+                row.sequence.computed = row.start + step + 1
+                kv.committed(row.sequence)
+        plan.rows = following = []
+        for row in rows:
+            sequence, start = row.sequence, row.start + count
+            sequence.computed = start
+            sequence.delivered += count
+            sequence.last_token_s = last_s
+            following.append(Row(sequence, start, 1))
+        self.counters.steps += count
+        self.counters.decode_tokens += count * len(rows)
 
     def step_failed(self, now_s: float, reason: str) -> None:
         """The forward itself failed: its requests are given back to be placed again, the worker lives on."""
@@ -817,18 +905,28 @@ class WorkerMachine:
     # -- reports -----------------------------------------------------------------------------------------------
 
     def figures(self, memory_free_bytes: int) -> WorkerFigures:
-        phases = {phase: 0 for phase in Phase}
-        queued = context = 0
+        running = waiting = awaiting_kv = parked = queued = context = 0
         queue: list[QueuedWork] = []
         for sequence in self._sequences.values():
-            phases[sequence.phase] += 1
-            prefill_left = max(0, min(len(sequence.request.tokens), sequence.target) - sequence.computed)
-            if sequence.phase in (Phase.WAITING, Phase.RUNNING, Phase.SWAPPED):
+            request, computed, known = sequence.request, sequence.computed, len(sequence.tokens)
+            prompt = len(request.tokens)  # with the output of former attempts: prefilled alike
+            prefill_left = (prompt if sequence.end is None else min(prompt, sequence.end)) - computed
+            prefill_left = max(prefill_left, 0)
+            phase = sequence.phase
+            if phase is Phase.RUNNING:
+                running += 1
+            elif phase is Phase.WAITING or phase is Phase.SWAPPED:
+                waiting += 1
+            elif phase is Phase.AWAITING_KV:
+                awaiting_kv += 1
+            else:
+                parked += 1
+            if phase is Phase.RUNNING or phase is Phase.WAITING or phase is Phase.SWAPPED:
                 queued += prefill_left if prefill_left > 1 else 0
-                context += sequence.computed
+                context += computed
             if len(queue) < _REPORTED_QUEUE:
-                left = max(0, round(sequence.predicted) - sequence.output_tokens)
-                queue.append(QueuedWork(sequence.request_id, prefill_left, sequence.computed, left))
+                left = max(0, round(sequence.predicted) - (known - request.prompt_tokens))
+                queue.append(QueuedWork(request.request_id, prefill_left, computed, left))
         kv = self.kv
         cache = kv.figures()
         return WorkerFigures(
@@ -838,10 +936,10 @@ class WorkerMachine:
             host_blocks=kv.host_blocks,
             host_free_blocks=kv.host_free_blocks,
             memory_free_bytes=memory_free_bytes,
-            running=phases[Phase.RUNNING],
-            waiting=phases[Phase.WAITING] + phases[Phase.SWAPPED],
-            awaiting_kv=phases[Phase.AWAITING_KV],
-            parked=phases[Phase.PARKED] + phases[Phase.LEAVING],
+            running=running,
+            waiting=waiting,
+            awaiting_kv=awaiting_kv,
+            parked=parked,
             queued_prefill_tokens=queued,
             running_context_tokens=context,
             step_s=self._averages.step_s,

@@ -38,7 +38,7 @@ import enum
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from cohort.common.types import (
     InstanceId,
@@ -337,15 +337,15 @@ class Sequence:
     """Its blocks are being read by a transfer: it must not be preempted now."""
     transfer_s: float = 0.0
     """Hand-over time on the way here that nothing was computed in."""
+    key: SequenceKey = field(init=False)
+    """Names this attempt of this request on a worker; the allocator's owner id."""
+
+    def __post_init__(self) -> None:
+        self.key = sequence_key(self.request.request_id, self.request.attempt)
 
     @property
     def request_id(self) -> RequestId:
         return self.request.request_id
-
-    @property
-    def key(self) -> SequenceKey:
-        """Names this attempt of this request on a worker; the allocator's owner id."""
-        return sequence_key(self.request.request_id, self.request.attempt)
 
     @property
     def known(self) -> int:
@@ -441,6 +441,28 @@ class IterationScheduler(Protocol):
         """The plan ran and took this long (R3, D5)."""
 
     def figures(self) -> dict[str, float]: ...
+
+
+@runtime_checkable
+class ForeseesDecisions(Protocol):
+    """What a scheduler may add to its seat: to know when it has nothing to decide for a while.
+
+    A virtual-time host then runs many iterations as one (`WorkerMachine.repeat`). Live hosts never ask. A scheduler
+    without this is asked for every iteration.
+    """
+
+    def repeats(self, plan: IterationPlan, kv: KvAllocator) -> bool:
+        """Whether the next decisions are certain: this all-decode plan, each row one position on, nothing else, and
+        `observe` on them changes nothing. To hold for as long as no sequence is added, removed or at its end and
+        every `extend` succeeds."""
+
+
+@runtime_checkable
+class GrowsByBlock(Protocol):
+    """What an allocator may add to its seat, for the same purpose: `extend` changes nothing but at the first position
+    of a block, `committed` nothing but when one is full, and `extend` succeeds while blocks are free or cached."""
+
+    grows_by_block: bool
 
 
 # -- KvAllocator (worker) ----------------------------------------------------------------------------------------

@@ -144,7 +144,8 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
         data: dict[str, Any] = {"device": device_name, "instances": int(count)}
     else:
         known = (CONFIGS_DIR / "clusters" / f"{text}.yaml").is_file() or Path(text).is_file()
-        data = _mapping(text, "clusters") if known or text not in _names("devices") else {"device": text, "instances": 1}
+        one_device = not known and text in _names("devices")
+        data = {"device": text, "instances": 1} if one_device else _mapping(text, "clusters")
     data |= {key: value for key, value in (overrides or {}).items() if value is not None}
     file = _convert(data, _ClusterFile, f"cluster {text}")
     device, device_file = load_device(file.device)

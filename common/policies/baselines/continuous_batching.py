@@ -90,6 +90,17 @@ class ContinuousBatching:
     def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
         """First come, first served needs no cost model."""
 
+    def repeats(self, plan: IterationPlan, kv: KvAllocator) -> bool:
+        """Everybody who runs decodes, and nobody can join: nobody wants to, or rows, tokens or blocks are used up (and
+        growing rows only use up more)."""
+        rows = len(plan.rows)
+        if plan.preempted or plan.copies or rows != len(self._running) or self._swapped:
+            return False
+        if any(row.count != 1 for row in plan.rows):
+            return False
+        full = rows >= min(self._max_rows, self._max_step_tokens)
+        return not self._waiting or full or not self._has_room(self._waiting[0], kv)
+
     def figures(self) -> dict[str, float]:
         return {"swapped": float(len(self._swapped))}
 

@@ -25,6 +25,8 @@ class _Holding:
 
 
 class PagedAllocator:
+    grows_by_block = True
+
     def __init__(self, geometry: KvGeometry, num_blocks: int, host_blocks: int, *, prefix_caching: bool = True) -> None:
         self.geometry = geometry
         self._caching = prefix_caching

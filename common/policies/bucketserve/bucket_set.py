@@ -1,0 +1,141 @@
+"""Which lengths share a bucket: Alg. 1 of BucketServe over cells of equal width.
+
+Holds boundaries and two counters per bucket, never requests: those stay in the `LengthIndex`, which answers how many
+lie in any range of cells. So a lookup is a bisection, a merge resets two lists, a split costs one range count, and
+nothing is copied. Owned by `prefill_order.py`.
+
+Alg. 1 leaves some things open; chosen here: an empty bucket is not split (0/0); one of a single cell is not split; a
+midpoint is rounded down to a cell; S ≥ L_max belongs to the last bucket; at most `max_buckets` exist, so that the cost
+of an adjustment is bounded when N_max is tiny and the queue is long.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cohort.common.errors import InvariantViolated
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Cells [low, high); `count` requests, `below` of them below the midpoint."""
+
+    low: int
+    high: int
+    count: int = 0
+    below: int = 0
+
+    @property
+    def middle(self) -> int:
+        return (self.low + self.high) // 2
+
+
+class BucketSet:
+    def __init__(
+        self, max_tokens: int, *, max_cells: int = 4096, max_buckets: int = 64, split_share: float = 0.5,
+        count_between: Callable[[int, int], int],
+    ) -> None:  # fmt: skip
+        """`max_tokens` is L_max, `split_share` θ; `count_between(low, high)` counts waiting requests by cells."""
+        self.max_tokens = max(1, max_tokens)
+        self.cell_tokens = -(-self.max_tokens // max_cells)
+        self.cells = -(-self.max_tokens // self.cell_tokens)
+        self.total = 0
+        self.merges = 0
+        self.splits = 0
+        self._max_buckets = max_buckets
+        self._split_share = split_share
+        self._count_between = count_between
+        self._buckets = [Bucket(0, self.cells)]
+        self._lows = [0]
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """Ascending; they meet exactly and cover all cells."""
+        return self._buckets
+
+    @property
+    def upper_bounds(self) -> list[int]:
+        """Exclusive bounds in tokens, ascending."""
+        return [min(bucket.high * self.cell_tokens, self.max_tokens) for bucket in self._buckets]
+
+    def cell_of(self, tokens: int) -> int:
+        return min(tokens // self.cell_tokens, self.cells - 1)
+
+    def bucket_of(self, cell: int) -> Bucket:
+        """B5 · Alg. 1 lines 4-11, by bisection: O(log k) where the paper walks over all k."""
+        return self._buckets[bisect_right(self._lows, cell) - 1]
+
+    def added(self, cell: int) -> None:
+        bucket = self.bucket_of(cell)
+        bucket.count += 1
+        bucket.below += cell < bucket.middle
+        self.total += 1
+
+    def removed(self, cell: int) -> None:
+        bucket = self.bucket_of(cell)
+        bucket.count -= 1
+        bucket.below -= cell < bucket.middle
+        self.total -= 1
+
+    def adjust(self, safe_batch: int) -> None:
+        """B5 · BucketServe Alg. 1, AdjustBuckets: merge all below N_max waiting requests, else split what is uneven.
+
+        `safe_batch` is N_max (Eq. 6), also the minimum split size m. Differs from the paper: repeats until nothing
+        splits (the text says so, the listing makes one pass).
+        """
+        if self.total < safe_batch:  # lines 15-16
+            if len(self._buckets) > 1:
+                self.merges += 1
+                self.rebound([0])
+            return
+        index = 0
+        while index < len(self._buckets) and len(self._buckets) < self._max_buckets:
+            bucket = self._buckets[index]
+            # Lines 20-22; more than m ≥ 1 requests also means the bucket is not empty.
+            if bucket.count > safe_batch and bucket.below > self._split_share * bucket.count and self._wide(bucket):
+                self._split(index)  # lines 27-31; the left half is looked at again
+            else:
+                index += 1
+
+    def rebound(self, lows: Sequence[int]) -> None:
+        """Take these lower bounds (cells, ascending, the first 0): a merge, or what another splitter found."""
+        highs = [*lows[1:], self.cells]
+        self._lows = list(lows)
+        self._buckets = [self._counted(low, high) for low, high in zip(lows, highs, strict=True)]
+
+    def check(self, waiting: int) -> None:
+        """Raises `InvariantViolated` unless the buckets meet exactly and their counters are what a count finds."""
+        if self.total != waiting or sum(bucket.count for bucket in self._buckets) != waiting:
+            raise InvariantViolated(f"{waiting} requests wait, buckets count {self.total}")
+        if self._lows != [bucket.low for bucket in self._buckets] or self._lows[0] != 0:
+            raise InvariantViolated("lower bounds differ from the buckets")
+        if [bucket.high for bucket in self._buckets] != [*self._lows[1:], self.cells]:
+            raise InvariantViolated("buckets do not meet")
+        for bucket in self._buckets:
+            found = self._counted(bucket.low, bucket.high)
+            if (bucket.count, bucket.below) != (found.count, found.below):
+                raise InvariantViolated(f"bucket [{bucket.low}, {bucket.high}) counts {bucket.count}, {bucket.below}")
+
+    @staticmethod
+    def _wide(bucket: Bucket) -> bool:
+        return bucket.high - bucket.low >= 2
+
+    def _split(self, index: int) -> None:
+        bucket = self._buckets[index]
+        left = Bucket(bucket.low, bucket.middle, bucket.below)
+        left.below = self._count_between(left.low, left.middle)
+        right = Bucket(bucket.middle, bucket.high, bucket.count - bucket.below)
+        right.below = self._count_between(right.low, right.middle)
+        self._buckets[index : index + 1] = [left, right]
+        self._lows.insert(index + 1, right.low)
+        self.splits += 1
+
+    def _counted(self, low: int, high: int) -> Bucket:
+        bucket = Bucket(low, high, self._count_between(low, high))
+        bucket.below = self._count_between(low, bucket.middle)
+        return bucket

@@ -1,0 +1,194 @@
+"""The dynamic batching controller: how large may the next batch be, recomputed from live memory at every batch.
+
+    BatchController.open(now, cluster) ──▶ Round: one prefill worker after the other, each batch bounded by
+        · the decode workers' KV memory     Σ S_i of prompt + predicted output (B3, B4)
+        · the prefill worker's KV memory    Σ of prompts (its KV stays until it was handed over)
+        · its device memory beside the KV   tokens of one forward × bytes each
+        · how much work it already has      what is sent too early can no longer be reordered
+
+Asked by `prefill_order.py`, which chooses the requests; never looks at the queue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+
+from cohort.common.policies.bucketserve.demand import DemandRule
+from cohort.common.policies.bucketserve.live_memory import LiveMemory
+from cohort.common.policies.bucketserve.safe_batch import expected_safe_batch, safe_bytes
+from cohort.common.policies.interface import ClusterView, InstanceView
+from cohort.common.types import InstanceId, RequestId
+
+
+@dataclass(slots=True)
+class _Target:
+    """A worker that decodes, and the blocks it can safely take in this round; offline work leaves `floor` of them."""
+
+    view: InstanceView
+    blocks: int
+    floor: int
+    idle: bool
+
+
+@dataclass(slots=True)
+class _Prefiller:
+    """A worker that prefills: work it may still be sent, and the blocks its prompts may take."""
+
+    view: InstanceView
+    tokens: int
+    blocks: int
+    idle: bool
+    forward_tokens: int
+
+
+class Round:
+    """The room of one call of `decide`. Mutable: every request that is taken leaves less."""
+
+    def __init__(
+        self, memory: LiveMemory, prefillers: list[_Prefiller], targets: list[_Target], *, now_s: float, padded: bool
+    ) -> None:
+        self._memory = memory
+        self._prefillers = prefillers
+        self._targets = {target.view.instance: target for target in targets}
+        # The target with most room in O(log targets): (−blocks, instance), checked against the target when read.
+        self._roomiest = [(-target.blocks, target.view.instance) for target in targets]
+        heapify(self._roomiest)
+        self._now_s = now_s
+        self._padded = padded
+        self._worker: _Prefiller | None = None
+        self._rows = 0
+        self._longest = 0
+        self._tokens = 0
+
+    def next_batch(self) -> InstanceId | None:
+        """Begin a batch on the prefill worker with the least work; None when all have enough."""
+        self._worker = max(self._prefillers, key=lambda p: p.tokens, default=None)
+        if self._worker is None or self._worker.tokens <= 0:
+            return None
+        self._rows = self._longest = self._tokens = 0
+        return self._worker.view.instance
+
+    def set_aside(self) -> None:
+        """The present worker cannot take the next request: go on without it in this round."""
+        self._prefillers = [prefiller for prefiller in self._prefillers if prefiller is not self._worker]
+        self._worker = None
+
+    def take(self, request_id: RequestId, prompt_tokens: int, span_tokens: int, *, online: bool) -> bool:
+        """Whether the request still fits the batch; if so it is in, and its memory promised.
+
+        Eq. 6, one request at a time. The first of a batch may exceed the forward, the work ahead and, on a worker
+        with nothing else, the 10 % reserve: or a request that needs nearly a whole cache would wait for ever.
+        """
+        worker = self._worker
+        if worker is None:
+            return False
+        first = self._rows == 0
+        longest = max(self._longest, prompt_tokens)
+        tokens = (self._rows + 1) * longest if self._padded else self._tokens + prompt_tokens
+        if not first and (tokens > worker.forward_tokens or prompt_tokens > worker.tokens):
+            return False
+        unified = self._targets.get(worker.view.instance)
+        target = unified or self._most_room()
+        blocks = target.view.capacity.geometry.blocks_for(span_tokens)
+        if target.blocks - blocks < (0 if online else target.floor) and not target.idle:
+            return False
+        prompt_blocks = worker.view.capacity.geometry.blocks_for(prompt_tokens)
+        if unified is None and worker.blocks < prompt_blocks and not worker.idle:
+            return False
+        target.blocks -= blocks
+        target.idle = False
+        self._memory.promise(self._now_s, target.view.instance, request_id, blocks)
+        if unified is None:
+            worker.blocks -= prompt_blocks
+            worker.idle = False
+            self._memory.promise(self._now_s, worker.view.instance, request_id, prompt_blocks)
+        worker.tokens -= prompt_tokens
+        self._rows, self._longest, self._tokens = self._rows + 1, longest, self._tokens + prompt_tokens
+        return True
+
+    def _most_room(self) -> _Target:
+        """Where placement will most likely put the output."""
+        while True:
+            negative, instance = self._roomiest[0]
+            target = self._targets[instance]
+            if target.blocks == -negative:
+                return target
+            heapreplace(self._roomiest, (-target.blocks, instance))
+
+
+class BatchController:
+    def __init__(
+        self, *, reserve: float, max_batch: int, dispatch_ahead_tokens: int, activation_bytes: int,
+        figures_max_age_s: float, demand: DemandRule, padded: bool,
+    ) -> None:  # fmt: skip
+        """`reserve`: share of the remaining memory never promised (B3). `max_batch`: requests, whatever memory allows.
+        `activation_bytes`: device memory outside the
+        KV cache per token of a forward, 0 = not bounded. `padded`: a batch costs N · S_max tokens, not Σ S."""
+        self._reserve = reserve
+        self.max_batch = max_batch
+        self._ahead = dispatch_ahead_tokens
+        self._activation_bytes = activation_bytes
+        self._figures_max_age_s = figures_max_age_s
+        self._padded = padded
+        self.demand = demand
+        self._memory = LiveMemory()
+        self.safe_memory_bytes = 0
+        """M_safe over all decode workers at the last round, for metrics."""
+
+    def withdraw(self, request_id: RequestId) -> None:
+        self._memory.withdraw(request_id)
+
+    def open(self, now_s: float, cluster: ClusterView) -> Round:
+        """B7 · BucketServe §III-IV: the room for batches now, from the newest figures of every worker.
+
+        Differs from the paper: M_remain is what the paged cache can still hand out after the predicted growth of what
+        runs (the cache itself was allocated once, so the device cannot run out of it), and the device's own free
+        memory bounds the tokens of one forward. Workers whose report is older than `figures_max_age_s` get nothing.
+        """
+        self._memory.update(now_s, cluster)
+        fresh = [v for v in cluster.instances.values() if v.report_age_s <= self._figures_max_age_s]
+        # A role without a living worker is taken over by the other one, as placement does.
+        prefilling = [v for v in fresh if v.role.prefills] or fresh
+        decoding = [v for v in fresh if v.role.decodes] or fresh
+        held_back = self.demand.kept_free(cluster)
+        targets = [
+            _Target(view, blocks, int(held_back * blocks), self._memory.idle(view))
+            for view, blocks in ((view, self._safe_blocks(view)) for view in decoding)
+        ]
+        self.safe_memory_bytes = sum(t.blocks * t.view.capacity.geometry.block_bytes for t in targets)
+        prefillers = [
+            _Prefiller(
+                v, self._ahead - v.queued_prefill_tokens, self._safe_blocks(v), self._memory.idle(v),
+                self._forward_tokens(v),
+            )
+            for v in (prefilling if targets else [])
+        ]  # fmt: skip
+        return Round(self._memory, prefillers, targets, now_s=now_s, padded=self._padded)
+
+    def has_room(self, cluster: ClusterView) -> bool:
+        """Quick no: every prefill worker has work enough."""
+        views = cluster.instances.values()
+        return any(self._ahead > view.queued_prefill_tokens for view in views if view.role.prefills) or (
+            bool(views) and not any(view.role.prefills for view in views)
+        )
+
+    def expected_batch(self, cluster: ClusterView, mean_span_tokens: float) -> int:
+        """B4 · N_max of Alg. 1: Eq. 6 at the mean span of what waits, never past the configured bound."""
+        view = next((v for v in cluster.instances.values() if v.role.decodes), None)
+        if view is None:
+            return self.max_batch
+        expected = expected_safe_batch(mean_span_tokens, self.safe_memory_bytes, view.capacity.geometry)
+        return min(self.max_batch, expected)
+
+    def _safe_blocks(self, view: InstanceView) -> int:
+        block_bytes = view.capacity.geometry.block_bytes
+        return safe_bytes(self._memory.remaining_blocks(view) * block_bytes, self._reserve) // block_bytes
+
+    def _forward_tokens(self, view: InstanceView) -> int:
+        """Tokens of one prefill batch: one iteration, and no more than the device's free memory holds."""
+        tokens = view.capacity.max_step_tokens
+        if self._activation_bytes and view.figures.memory_free_bytes:
+            free = safe_bytes(view.figures.memory_free_bytes, self._reserve)
+            tokens = min(tokens, free // self._activation_bytes)
+        return tokens

@@ -1,0 +1,47 @@
+"""What the global monitor's forecast means for the next batch, and what to do while the monitor is silent.
+
+Read by `controller.py` for every round of batches. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cohort.common.policies.interface import ClusterView
+
+
+@dataclass(frozen=True, slots=True)
+class DemandRule:
+    """`horizon_s`: how much expected online work an offline batch must leave room for. `max_age_s`: older forecasts
+    are ignored. `default_output`: tokens expected of an answer nobody predicted. `max_share` of the safe memory is the
+    most that is ever left free, `blind_share` is what is left free while nothing is known."""
+
+    horizon_s: float
+    max_age_s: float
+    default_output: float
+    max_share: float = 0.5
+    blind_share: float = 0.2
+
+    def known(self, cluster: ClusterView) -> bool:
+        return cluster.forecast_age_s <= self.max_age_s
+
+    def expected_output(self, cluster: ClusterView) -> float:
+        """Tokens of an answer without a prediction of its own: the monitor's mean while it is fresh (B9)."""
+        if self.known(cluster) and cluster.mean_output_tokens > 0.0:
+            return cluster.mean_output_tokens
+        return self.default_output
+
+    def kept_free(self, cluster: ClusterView) -> float:
+        """B9 · share of the safe memory that offline work must leave to online requests still to come.
+
+        BucketServe §III: the monitor informs the controller about expected future demand. The paper does not say how
+        it is used: here the forecast arrivals of `horizon_s`, at mean length, are held back from offline batches.
+        A silent monitor means an unknown demand, so a fixed share is held back and serving goes on.
+        """
+        if not self.known(cluster):
+            return self.blind_share
+        decoding = [view.capacity for view in cluster.instances.values() if view.role.decodes]
+        tokens = sum(capacity.num_blocks * capacity.block_size for capacity in decoding)
+        coming = max(cluster.arrival_rate_forecast, cluster.arrival_rate) * self.horizon_s
+        mean_tokens = cluster.mean_prompt_tokens + self.expected_output(cluster)
+        return min(self.max_share, coming * mean_tokens / tokens) if tokens else self.blind_share

@@ -1,0 +1,96 @@
+"""How much KV memory every worker really has left: reported free blocks, less what is already spoken for.
+
+A worker's report is a moment old, and what runs there still grows. So from the reported free blocks go
+
+  * the growth of everything the report lists: to the end of its prompt on a worker that prefills, to the end of its
+    predicted output on one that decodes, and
+  * what was dispatched since and is in no report yet (a promise: kept until a report names the request).
+
+Owned by `controller.py`; read for every batch. Blocks an offer was granted for but whose KV is still on its way count
+twice for that moment: that errs on the safe side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cohort.common.policies.interface import ClusterView, InstanceView
+from cohort.common.types import InstanceId, RequestId, WorkerFigures
+
+PROMISE_S = 2.0
+"""A dispatched request that no report named by then is not coming (refused, cancelled, displaced), or is beyond what
+a report lists; the manager gives reports the same time."""
+
+
+@dataclass(slots=True)
+class _Account:
+    """One worker; `figures` is the report `growth_blocks` was computed from."""
+
+    figures: WorkerFigures
+    growth_blocks: int = 0
+    promised: dict[RequestId, tuple[float, int]] = field(default_factory=dict)
+    """Until when, how many blocks."""
+    promised_blocks: int = 0
+
+    def forget(self, request_id: RequestId) -> None:
+        promise = self.promised.pop(request_id, None)
+        if promise is not None:
+            self.promised_blocks -= promise[1]
+
+
+class LiveMemory:
+    def __init__(self) -> None:
+        self._accounts: dict[InstanceId, _Account] = {}
+
+    def update(self, now_s: float, cluster: ClusterView) -> None:
+        """Take the newest reports in. Costs nothing for a worker that has not reported since."""
+        for name in self._accounts.keys() - cluster.instances.keys():
+            del self._accounts[name]
+        for name, view in cluster.instances.items():
+            account = self._accounts.get(name)
+            if account is None:
+                self._accounts[name] = _Account(view.figures, _growth_blocks(view))
+            elif account.figures is not view.figures:
+                account.figures = view.figures
+                account.growth_blocks = _growth_blocks(view)
+                for work in view.figures.queue:
+                    account.forget(work.request_id)
+            if account is not None:
+                for request_id in [r for r, (until_s, _) in account.promised.items() if until_s <= now_s]:
+                    account.forget(request_id)
+
+    def remaining_blocks(self, view: InstanceView) -> int:
+        """M_remain of Eq. 5 in blocks; never negative."""
+        account = self._accounts[view.instance]
+        return max(0, view.free_blocks - account.growth_blocks - account.promised_blocks)
+
+    def idle(self, view: InstanceView) -> bool:
+        """Nothing is there and nothing is on its way: whatever fits at all fits now."""
+        figures = view.figures
+        here = figures.running + figures.waiting + figures.awaiting_kv + figures.parked
+        return here == 0 and not self._accounts[view.instance].promised
+
+    def promise(self, now_s: float, instance: InstanceId, request_id: RequestId, blocks: int) -> None:
+        account = self._accounts[instance]
+        account.forget(request_id)
+        account.promised[request_id] = (now_s + PROMISE_S, blocks)
+        account.promised_blocks += blocks
+
+    def withdraw(self, request_id: RequestId) -> None:
+        """It was not placed after all."""
+        for account in self._accounts.values():
+            account.forget(request_id)
+
+
+def _growth_blocks(view: InstanceView) -> int:
+    """Blocks that what the report lists will still take; what is beyond the list counts like its mean."""
+    geometry = view.capacity.geometry
+    decodes = view.role.decodes
+    growth = 0
+    for work in view.figures.queue:
+        final = work.prefill_left + work.context + (work.decode_left if decodes else 0)
+        growth += geometry.blocks_for(final) - geometry.blocks_for(work.context)
+    figures = view.figures
+    everybody = figures.running + figures.waiting + figures.awaiting_kv + figures.parked
+    listed = len(figures.queue)
+    return -(-growth * everybody // listed) if 0 < listed < everybody else growth

@@ -1,0 +1,318 @@
+"""The bucketing manager's policy: waiting requests in adaptive buckets, dispatched as memory-safe batches.
+
+    add ──▶ length → cell → bucket (Alg. 1) ──▶ decide: adjust buckets
+                                                        leader = whoever is due first (priority, class, age)
+                                                        its bucket gives the batch, as large as memory is safe for
+
+Takes the seat `PrefillOrder`. The leader of every batch is the most urgent of all waiting requests, so nothing
+starves whatever order fills the rest of the batch. Cost per request: O(log cells + log buckets), whatever waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cohort.common.policies.bucketserve.ageing import due_s
+from cohort.common.policies.bucketserve.bucket_set import Bucket, BucketSet
+from cohort.common.policies.bucketserve.controller import BatchController, Round
+from cohort.common.policies.bucketserve.length_histogram import LengthHistogram
+from cohort.common.policies.bucketserve.length_index import Entry, LengthIndex
+from cohort.common.policies.bucketserve.optimal_split import optimal_bounds
+from cohort.common.policies.bucketserve.waste import expected_waste, waste_ratio
+from cohort.common.policies.interface import ClusterView, Dispatch, WaitingRequest
+from cohort.common.types import InstanceId, Prediction, RequestId
+
+Fill = Literal["oldest", "sjf", "ljf"]
+Splitter = Literal["bisection", "optimal"]
+OutputEstimate = Literal["mean", "p50", "p90", "p99", "max"]
+
+_RESPLIT_AFTER = 512
+"""Arrivals between two runs of the optimal splitter."""
+_RECENT = 0.98
+"""Weight of the past in the moving average of the waste ratio: about the last 50 batches."""
+
+
+@dataclass(slots=True)
+class _Item:
+    waiting: WaitingRequest
+    prompt_tokens: int
+    span_tokens: int
+    cell: int
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSettings:
+    """`fill`: how an offline batch is filled after its leader. `length_limit`: L_max until a worker names its own.
+    `output_estimate`: which figure of the prediction enters S_i. Times in seconds."""
+
+    fill: Fill = "sjf"
+    splitter: Splitter = "bisection"
+    split_share: float = 0.5
+    max_buckets: int = 64
+    output_estimate: OutputEstimate = "mean"
+    priority_step_s: float = 10.0
+    offline_delay_s: float = 60.0
+    length_limit: int = 131_072
+
+
+class BucketedPrefill:
+    """B5, B6 · BucketServe §III-IV: requests by prompt length in buckets, one batch from one bucket."""
+
+    def __init__(self, settings: BucketSettings, controller: BatchController) -> None:
+        self._settings = settings
+        self._controller = controller
+        self._items: dict[RequestId, _Item] = {}
+        self._serials: dict[int, RequestId] = {}
+        self._next_serial = 0
+        self._next_batch = 1
+        self._prompt_tokens = 0
+        self._span_tokens = 0
+        self._default_output = controller.demand.default_output
+        self._since_resplit = 0
+        self._waste = 0.0
+        self._batches = 0
+        self._batched = 0
+        self._real_tokens = 0
+        self._padding_tokens = 0
+        self._limit_known = False
+        self._lay_out(settings.length_limit)
+
+    # -- the queue ---------------------------------------------------------------------------------------------
+
+    def add(self, now_s: float, waiting: WaitingRequest) -> None:
+        self._forget(waiting.request_id)
+        self._controller.withdraw(waiting.request_id)  # it returns when it could not be placed
+        request = waiting.request
+        tokens = len(request.tokens)
+        settings = self._settings
+        self._next_serial += 1
+        due = due_s(request, priority_step_s=settings.priority_step_s, offline_delay_s=settings.offline_delay_s)
+        item = _Item(waiting, tokens, self._span(waiting), 0, (due, self._next_serial))
+        self._items[waiting.request_id] = item
+        self._serials[self._next_serial] = waiting.request_id
+        self._prompt_tokens += tokens
+        self._span_tokens += item.span_tokens
+        self._histogram.add(tokens)
+        self._since_resplit += 1
+        self._insert(item)
+
+    def remove(self, now_s: float, request_id: RequestId) -> None:
+        self._forget(request_id)
+
+    def revise(self, now_s: float, request_id: RequestId, prediction: Prediction) -> None:
+        """Only the memory it will need changes, not its bucket: that is about the prompt."""
+        item = self._items.get(request_id)
+        if item is not None:
+            item.waiting.prediction = prediction
+            self._span_tokens -= item.span_tokens
+            item.span_tokens = self._span(item.waiting)
+            self._span_tokens += item.span_tokens
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def waiting_tokens(self) -> int:
+        return self._prompt_tokens
+
+    def next_wake_s(self, now_s: float) -> float | None:
+        """Room appears with reports only, and each of them asks."""
+        return None
+
+    # -- decisions ---------------------------------------------------------------------------------------------
+
+    def decide(self, now_s: float, cluster: ClusterView) -> list[Dispatch]:
+        if not self._items or not self._controller.has_room(cluster):
+            return []
+        self._default_output = self._controller.demand.expected_output(cluster)
+        self._fit_limit(cluster)
+        room = self._controller.open(now_s, cluster)
+        self._adjust(cluster)
+        dispatches = []
+        while self._items:
+            instance = room.next_batch()
+            if instance is None:
+                break
+            dispatch = self._batch(room, instance, cluster)
+            if dispatch is None:
+                room.set_aside()
+            else:
+                dispatches.append(dispatch)
+        return dispatches
+
+    def _batch(self, room: Round, instance: InstanceId, cluster: ClusterView) -> Dispatch | None:
+        """One batch of one bucket, headed by the most urgent request; None when memory has no room for it now.
+
+        B6 · §IV: online, the bucket whose oldest request arrived first, and within it the oldest first; offline
+        requests of that bucket fill it by SJF or LJF once no online request waits anywhere.
+        """
+        leader = self._leader()
+        bucket = self._buckets.bucket_of(leader.cell)
+        if not self._could_ever_run(leader, cluster):  # placement will say so to its client
+            self._take(leader)
+            return self._dispatch([leader], None, "fits no worker")
+        batch: list[_Item] = []
+        item: _Item | None = leader
+        while item is not None and len(batch) < self._controller.max_batch:
+            if not room.take(
+                item.waiting.request_id, item.prompt_tokens, item.span_tokens, online=item.waiting.request.online
+            ):
+                break
+            self._take(item)
+            batch.append(item)
+            item = self._next_of(bucket)
+        if not batch:
+            return None
+        tokens = self._buckets.cell_tokens
+        return self._dispatch(batch, instance, f"bucket [{bucket.low * tokens}, {bucket.high * tokens})")
+
+    def _leader(self) -> _Item:
+        heads = [entry for entry in (self._online.oldest, self._offline.oldest) if entry is not None]
+        return self._items[self._serials[min(heads)[1]]]
+
+    def _next_of(self, bucket: Bucket) -> _Item | None:
+        low, high = bucket.low, bucket.high
+        entry = self._online.first_due(low, high)
+        if entry is None and not len(self._online):
+            match self._settings.fill:
+                case "oldest":
+                    entry = self._offline.first_due(low, high)
+                case "sjf":
+                    entry = self._offline.shortest(low, high)
+                case "ljf":
+                    entry = self._offline.longest(low, high)
+        return None if entry is None else self._items[self._serials[entry[1]]]
+
+    def _dispatch(self, batch: list[_Item], instance: InstanceId | None, reason: str) -> Dispatch:
+        lengths = [item.prompt_tokens for item in batch]
+        ratio = waste_ratio(lengths)
+        self._waste = ratio if self._batches == 0 else _RECENT * self._waste + (1 - _RECENT) * ratio
+        self._batches += 1
+        self._batched += len(batch)
+        self._real_tokens += sum(lengths)
+        self._padding_tokens += max(lengths) * len(lengths) - sum(lengths)
+        dispatch = Dispatch(tuple(item.waiting.request_id for item in batch), self._next_batch, instance, reason)
+        self._next_batch += 1
+        return dispatch
+
+    @staticmethod
+    def _could_ever_run(item: _Item, cluster: ClusterView) -> bool:
+        request = item.waiting.request
+        longest = request.prompt_tokens + request.sampling.max_tokens
+        return any(
+            longest <= v.capacity.max_model_len
+            and v.capacity.geometry.blocks_for(request.max_positions) <= v.capacity.num_blocks
+            for v in cluster.instances.values()
+        )
+
+    # -- buckets -----------------------------------------------------------------------------------------------
+
+    def _adjust(self, cluster: ClusterView) -> None:
+        safe_batch = self._controller.expected_batch(cluster, self._span_tokens / len(self._items))
+        self._safe_batch = safe_batch
+        if self._settings.splitter == "bisection":
+            self._buckets.adjust(safe_batch)
+        elif self._buckets.total < safe_batch:
+            self._buckets.adjust(safe_batch)  # the merge of Alg. 1
+        elif len(self._buckets) == 1 or self._since_resplit >= _RESPLIT_AFTER:
+            self._resplit()
+
+    def _resplit(self) -> None:
+        """The bounds of least expected waste (Eq. 3) over the observed lengths instead of the bisection's."""
+        self._since_resplit = 0
+        lengths, weights = self._histogram.lengths_and_weights()
+        buckets = min(self._settings.max_buckets, -(-self._buckets.total // max(1, self._safe_batch)) + 1)
+        bounds = optimal_bounds(self._histogram.edges, lengths, weights, buckets)
+        # The DP's bounds are tokens; a bucket must hold whole cells, and no two bounds may share one.
+        lows = {0} | {self._buckets.cell_of(bound) for bound in bounds[:-1]}
+        self._buckets.rebound(sorted(lows))
+
+    def _count_between(self, low: int, high: int) -> int:
+        return self._online.count(low, high) + self._offline.count(low, high)
+
+    def _fit_limit(self, cluster: ClusterView) -> None:
+        """L_max is what the longest worker can hold; learned from the first registrations, then followed."""
+        limit = max((view.capacity.max_model_len for view in cluster.instances.values()), default=0)
+        if limit and (not self._limit_known or limit > self._buckets.max_tokens):
+            self._limit_known = True
+            if limit != self._buckets.max_tokens:
+                self._lay_out(limit)
+                for item in self._items.values():
+                    self._histogram.add(item.prompt_tokens)
+                    self._insert(item)
+
+    def _lay_out(self, limit: int) -> None:
+        settings = self._settings
+        self._buckets = BucketSet(
+            limit, max_buckets=settings.max_buckets, split_share=settings.split_share,
+            count_between=self._count_between,
+        )  # fmt: skip
+        self._online = LengthIndex(self._buckets.cells)
+        self._offline = LengthIndex(self._buckets.cells)
+        self._histogram = LengthHistogram(limit)
+        self._safe_batch = self._controller.max_batch
+
+    # -- bookkeeping -------------------------------------------------------------------------------------------
+
+    def _span(self, waiting: WaitingRequest) -> int:
+        """S_i of Eq. 6: known tokens plus the output still expected, at least one more."""
+        request = waiting.request
+        limit = request.sampling.max_tokens
+        prediction = waiting.prediction
+        estimate = self._settings.output_estimate
+        if estimate == "max":
+            output = float(limit)
+        elif prediction is None or prediction.source == "default":
+            output = self._default_output
+        else:
+            output = float(getattr(prediction, estimate))
+        output = min(max(output, request.output_known + 1.0), float(limit))
+        return max(len(request.tokens), request.prompt_tokens + round(output))
+
+    def _insert(self, item: _Item) -> None:
+        item.cell = self._buckets.cell_of(item.prompt_tokens)
+        (self._online if item.waiting.request.online else self._offline).add(item.cell, item.entry)
+        self._buckets.added(item.cell)
+
+    def _take(self, item: _Item) -> None:
+        self._forget(item.waiting.request_id)
+
+    def _forget(self, request_id: RequestId) -> None:
+        item = self._items.pop(request_id, None)
+        if item is None:
+            return
+        del self._serials[item.entry[1]]
+        self._prompt_tokens -= item.prompt_tokens
+        self._span_tokens -= item.span_tokens
+        (self._online if item.waiting.request.online else self._offline).remove(item.cell, item.entry)
+        self._buckets.removed(item.cell)
+
+    # -- figures -----------------------------------------------------------------------------------------------
+
+    def figures(self) -> dict[str, float]:
+        """Own metrics. `batch_waste_ratio` is Eq. 2 (moving average over batches), `expected_waste` Eq. 3 at the
+        present bounds; both are real costs on padded paths only."""
+        lengths, weights = self._histogram.lengths_and_weights()
+        return {
+            "buckets": float(len(self._buckets)),
+            "bucket_splits_total": float(self._buckets.splits),
+            "bucket_merges_total": float(self._buckets.merges),
+            "safe_batch": float(self._safe_batch),
+            "safe_memory_bytes": float(self._controller.safe_memory_bytes),
+            "batches_total": float(self._batches),
+            "batched_requests_total": float(self._batched),
+            "batch_waste_ratio": self._waste,
+            "expected_waste": expected_waste(self._buckets.upper_bounds, lengths, weights),
+            "prompt_tokens_total": float(self._real_tokens),
+            "padding_tokens_total": float(self._padding_tokens),
+            "waiting_online": float(len(self._online)),
+            "waiting_offline": float(len(self._offline)),
+        }
+
+    def check(self) -> None:
+        """Raises `InvariantViolated` when index, buckets and requests disagree; for tests."""
+        self._online.check()
+        self._offline.check()
+        self._buckets.check(len(self._items))

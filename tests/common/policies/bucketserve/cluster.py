@@ -1,0 +1,64 @@
+"""Clusters and waiting requests for the tests of these policies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cohort.common.policies.bucketserve.controller import BatchController
+from cohort.common.policies.bucketserve.demand import DemandRule
+from cohort.common.policies.bucketserve.prefill_order import BucketedPrefill, BucketSettings
+from cohort.common.policies.interface import ClusterView, InstanceView, WaitingRequest
+from cohort.common.types import Prediction, QueuedWork, Request, Role, SamplingParams, WorkerCapacity, WorkerFigures
+
+BLOCK = 4
+
+
+def view(
+    name: str, role: Role, *, blocks: int = 100, free: int | None = None, queued: int = 0, running: int = 0,
+    queue: list[QueuedWork] | None = None, step: int = 512, limit: int = 1024, memory: int = 0, age_s: float = 0.0,
+) -> InstanceView:  # fmt: skip
+    capacity = WorkerCapacity(role, "m", limit, 2, 1, 8, 2, BLOCK, blocks, 0, 64, step)
+    figures = WorkerFigures(
+        total_blocks=blocks, free_blocks=blocks if free is None else free, queued_prefill_tokens=queued,
+        running=running or len(queue or []), queue=queue or [], memory_free_bytes=memory,
+    )  # fmt: skip
+    return InstanceView(name, capacity, figures, report_age_s=age_s)
+
+
+def cluster(*views: InstanceView, **figures: float) -> ClusterView:
+    return ClusterView({v.instance: v for v in views}, **figures)
+
+
+def pair(**decode: Any) -> ClusterView:
+    """One prefill worker with plenty of memory, one decode worker."""
+    return cluster(view("p0", Role.PREFILL, blocks=1000), view("d0", Role.DECODE, **decode))
+
+
+def waiting(
+    name: str, prompt: int = 16, output: int = 4, *, max_tokens: int = 100, arrival_s: float = 0.0, online: bool = True,
+    priority: int = 0,
+) -> WaitingRequest:  # fmt: skip
+    prediction = Prediction(output, output, output, output)
+    request = Request(
+        name, 1, "g", [0] * prompt, prompt, SamplingParams(max_tokens=max_tokens), arrival_s, online=online,
+        priority=priority, prediction=prediction,
+    )  # fmt: skip
+    return WaitingRequest(request, arrival_s, prediction)
+
+
+def demand_rule(**options: float) -> DemandRule:
+    return DemandRule(**{"horizon_s": 1.0, "max_age_s": 3.0, "default_output": 8.0, **options})
+
+
+def controller(
+    *, reserve: float = 0.1, max_batch: int = 64, ahead: int = 512, activation_bytes: int = 0, padded: bool = False,
+    demand: DemandRule | None = None,
+) -> BatchController:  # fmt: skip
+    return BatchController(
+        reserve=reserve, max_batch=max_batch, dispatch_ahead_tokens=ahead, activation_bytes=activation_bytes,
+        figures_max_age_s=1.0, demand=demand or demand_rule(blind_share=0.0), padded=padded,
+    )  # fmt: skip
+
+
+def order(settings: BucketSettings | None = None, **options: object) -> BucketedPrefill:
+    return BucketedPrefill(settings or BucketSettings(), controller(**options))  # type: ignore[arg-type]

@@ -1,0 +1,73 @@
+"""Free blocks less growth less promises, and how promises end."""
+
+from __future__ import annotations
+
+from cohort.common.policies.bucketserve.live_memory import LiveMemory
+from cohort.common.types import QueuedWork, Role
+from tests.common.policies.bucketserve.cluster import cluster, view
+
+
+def work(name: str, prefill_left: int, context: int, decode_left: int) -> QueuedWork:
+    return QueuedWork(name, prefill_left, context, decode_left)
+
+
+def test_what_runs_grows_to_its_predicted_end() -> None:
+    # r1 holds 3 blocks and will need ceil((10+15)/4) = 7: four more; r2 still waits for its KV: ceil(20/4) = 5
+    queue = [work("r1", 0, 10, 15), work("r2", 12, 0, 8)]
+    memory = LiveMemory()
+    decode, prefill = view("d", Role.DECODE, free=50, queue=queue), view("p", Role.PREFILL, free=50, queue=queue)
+    memory.update(0.0, cluster(decode, prefill))
+    assert memory.remaining_blocks(decode) == 50 - 4 - 5
+    # A prefill worker hands over before the answer grows: r1 needs nothing more, r2 three blocks
+    assert memory.remaining_blocks(prefill) == 50 - 0 - 3
+
+
+def test_requests_beyond_the_list_count_like_the_listed() -> None:
+    crowded = view("d", Role.DECODE, free=50, running=3, queue=[work("r1", 0, 4, 8)])
+    memory = LiveMemory()
+    memory.update(0.0, cluster(crowded))
+    assert memory.remaining_blocks(crowded) == 50 - 3 * 2
+
+
+def test_a_promise_counts_until_a_report_names_it() -> None:
+    memory = LiveMemory()
+    decode = view("d", Role.DECODE, free=50)
+    memory.update(0.0, cluster(decode))
+    assert memory.idle(decode)
+    memory.promise(0.0, "d", "r1", 7)
+    memory.promise(0.0, "d", "r2", 5)
+    assert not memory.idle(decode)
+    assert memory.remaining_blocks(decode) == 38
+    decode = view("d", Role.DECODE, free=48, queue=[work("r1", 0, 8, 20)])
+    memory.update(0.3, cluster(decode))
+    assert memory.remaining_blocks(decode) == 48 - 5 - 5  # r1's growth, r2's promise
+    memory.withdraw("r2")
+    assert memory.remaining_blocks(decode) == 43
+
+
+def test_a_promise_nobody_keeps_ends() -> None:
+    memory = LiveMemory()
+    decode = view("d", Role.DECODE, free=50)
+    memory.update(0.0, cluster(decode))
+    memory.promise(0.0, "d", "r1", 7)
+    memory.update(1.9, cluster(decode))
+    assert memory.remaining_blocks(decode) == 43
+    memory.update(2.0, cluster(decode))
+    assert memory.remaining_blocks(decode) == 50
+
+
+def test_a_worker_that_left_takes_its_account_along() -> None:
+    memory = LiveMemory()
+    decode = view("d", Role.DECODE, free=50)
+    memory.update(0.0, cluster(decode))
+    memory.promise(0.0, "d", "r1", 7)
+    memory.update(0.1, cluster())
+    memory.update(0.2, cluster(decode))
+    assert memory.remaining_blocks(decode) == 50
+
+
+def test_never_negative() -> None:
+    memory = LiveMemory()
+    decode = view("d", Role.DECODE, free=1, queue=[work("r", 0, 4, 400)])
+    memory.update(0.0, cluster(decode))
+    assert memory.remaining_blocks(decode) == 0

@@ -1,0 +1,62 @@
+"""The dynamic programme against every possible choice of bounds, and never worse than bisection."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cohort.common.policies.bucketserve.optimal_split import bisection_bounds, optimal_bounds
+from cohort.common.policies.bucketserve.waste import expected_waste
+
+
+def test_two_lengths_two_buckets_waste_next_to_nothing() -> None:
+    lengths, weights = np.array([9.0, 99.0]), np.array([5.0, 5.0])
+    assert optimal_bounds(range(1, 101), lengths, weights, 2) == [10, 100]
+    assert expected_waste([10, 100], lengths, weights) == pytest.approx((0.1 + 0.01) / 2)
+
+
+def test_one_bucket_is_the_whole_range_and_more_than_needed_are_not_used() -> None:
+    lengths, weights = np.array([9.0]), np.array([5.0])
+    assert optimal_bounds([50, 100], lengths, weights, 1) == [100]
+    assert optimal_bounds([10, 50, 100], lengths, weights, 3) == [10, 100]
+
+
+def test_bisection_follows_the_majority() -> None:
+    lengths, weights = np.array([5.0, 90.0]), np.array([8.0, 2.0])
+    assert bisection_bounds(100, lengths, weights, 8.0) == [50, 100]
+    assert bisection_bounds(100, lengths, weights, 10.0) == [100]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    histogram=st.dictionaries(st.integers(0, 45), st.integers(1, 9), min_size=1, max_size=12),
+    candidates=st.sets(st.integers(1, 39), min_size=1, max_size=8),
+    buckets=st.integers(1, 4),
+)
+def test_no_choice_of_bounds_wastes_less(histogram: dict[int, int], candidates: set[int], buckets: int) -> None:
+    bounds = [*sorted(candidates), 40]
+    lengths, weights = np.array(list(histogram), float), np.array(list(histogram.values()), float)
+    found = optimal_bounds(bounds, lengths, weights, buckets)
+    best = min(
+        expected_waste([*inner, 40], lengths, weights)
+        for size in range(min(buckets, len(bounds)))
+        for inner in combinations(bounds[:-1], size)
+    )
+    assert found[-1] == 40
+    assert len(found) <= buckets
+    assert expected_waste(found, lengths, weights) == pytest.approx(best)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sample=st.lists(st.integers(0, 255), min_size=2, max_size=40), minimum=st.integers(1, 10)
+)  # fmt: skip
+def test_with_as_many_buckets_it_is_never_worse_than_bisection(sample: list[int], minimum: int) -> None:
+    lengths, weights = np.array(sample, float), np.ones(len(sample))
+    bisected = bisection_bounds(256, lengths, weights, minimum)
+    optimal = optimal_bounds(range(1, 257), lengths, weights, len(bisected))
+    assert expected_waste(optimal, lengths, weights) <= expected_waste(bisected, lengths, weights) + 1e-9

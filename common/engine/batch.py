@@ -68,9 +68,10 @@ GREEDY = SamplingRow(seed=0, position=0, temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Rows of one forward: prefill rows first, then decode rows, concatenated without padding (R14).
+    """Rows of one forward: prefill rows first, then decode rows, concatenated (R14).
 
-    T tokens in R rows, S of which are sampled. A row's tokens are the last ones of its context.
+    T tokens in R rows, S of which are sampled. A row's tokens are the last ones of its context. On the padded path the
+    last `padding[r]` tokens of a row are padding: computed, written behind its context, seen by nobody.
     """
 
     token_ids: Int64Array  # [T]
@@ -82,6 +83,7 @@ class StepBatch:
     slot_mapping: Int64Array  # [T] block · block_size + slot where each token's KV goes
     sample_rows: Int32Array  # [S] rows whose last token's logits are sampled
     sampling: tuple[SamplingRow, ...]  # one per sample row
+    padding: Int32Array | None = None  # [R] tokens at a row's end that only fill it up; None = none anywhere
 
     @property
     def num_rows(self) -> int:
@@ -106,6 +108,8 @@ class StepBatch:
             "one table per row": self.block_tables.shape[0] == self.num_rows,
             "directions match the tables": self.directions is None or self.directions.shape == self.block_tables.shape,
             "one sampling row per sampled row": len(self.sample_rows) == len(self.sampling),
+            "a row is more than its padding": self.padding is None
+            or (len(self.padding) == self.num_rows and bool(((self.padding >= 0) & (self.padding < lengths)).all())),
         }
         if broken := [name for name, holds in facts.items() if not holds]:
             raise InvariantViolated(f"step batch: not true that {'; '.join(broken)}")
@@ -135,6 +139,7 @@ class StepBatch:
             slot_mapping=self.slot_mapping[tokens],
             sample_rows=self.sample_rows[sampled] - np.int32(first),
             sampling=tuple(self.sampling[i] for i in sampled),
+            padding=None if self.padding is None else self.padding[first:end],
         )
 
 

@@ -9,13 +9,20 @@ import numpy as np
 
 from cohort.common.engine.batch import PenaltyContext, SamplingRow, StepBatch
 from cohort.common.policies.interface import IterationPlan, KvAllocator, Row, Sequence
+from cohort.common.policies.padding import row_padding
 
 
 def build_batch(plan: IterationPlan, kv: KvAllocator) -> tuple[StepBatch, list[Sequence]]:
-    """The batch of `plan.rows`, and the sequences whose next token it draws, in the order of `sample_rows`."""
+    """The batch of `plan.rows`, and the sequences whose next token it draws, in the order of `sample_rows`.
+
+    With `plan.padded_to` (B2) every prefill row is filled up to that many tokens, as far as its blocks reach.
+    """
     size = kv.geometry.block_size
     rows = plan.rows
+    padding = np.array(row_padding(rows, plan.padded_to, kv), dtype=np.int32) if plan.padded_to else None
     counts = np.fromiter((row.count for row in rows), dtype=np.int64, count=len(rows))
+    if padding is not None:
+        counts += padding
     starts = np.fromiter((row.start for row in rows), dtype=np.int64, count=len(rows))
     query_start = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(counts, out=query_start[1:])
@@ -38,6 +45,8 @@ def build_batch(plan: IterationPlan, kv: KvAllocator) -> tuple[StepBatch, list[S
             token_ids.append(row.sequence.tokens[row.start])
         else:
             token_ids.extend(row.sequence.tokens[row.start : row.start + row.count])
+        if padding is not None:
+            token_ids.extend([row.sequence.tokens[row.start + row.count - 1]] * int(padding[index]))
 
     row_of_token = np.repeat(np.arange(len(rows)), counts)
     positions = np.arange(len(token_ids), dtype=np.int64) - np.repeat(query_start[:-1] - starts, counts)
@@ -58,6 +67,7 @@ def build_batch(plan: IterationPlan, kv: KvAllocator) -> tuple[StepBatch, list[S
         slot_mapping=slot_mapping,
         sample_rows=np.array(drawing, dtype=np.int32),
         sampling=tuple(_sampling(rows[index]) for index in drawing),
+        padding=padding,
     )
     return batch, [rows[index].sequence for index in drawing]
 

@@ -41,6 +41,8 @@ def step_inputs(batch: StepBatch, block_size: int, device: torch.device) -> Step
     """Put a batch on the device."""
     lengths = np.diff(batch.query_start)
     last_token = batch.query_start[1:].astype(np.int64) - 1
+    if batch.padding is not None:
+        last_token -= batch.padding
     longer_rows = np.flatnonzero(lengths > 1)
 
     def put(array: npt.NDArray[np.generic]) -> Tensor:

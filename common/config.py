@@ -56,7 +56,22 @@ class GatewayConfig(_Section, frozen=True):
     request_timeout_s: Seconds = 3600.0  # the longest a request may live, queueing included
     stall_timeout_s: Seconds = 600.0  # placed but no token for so long: resubmitted
     max_attempts: Positive = 8  # placements before a request fails with 503
+    write_timeout_s: Seconds = 60.0  # a client that takes nothing of its stream for so long is given up
     drain_s: Seconds = 30.0  # on SIGTERM: the longest to wait for running requests
+
+
+class BatchConfig(_Section, frozen=True):
+    """Files and batch jobs of the gateway (/v1/files, /v1/batches), kept on its disk."""
+
+    folder: str = ""  # database and files, for one gateway alone; "" = one per gateway port inside the cache folder
+    concurrency: Positive = 128  # lines of all batches in work at once
+    busy_concurrency: Positive = 1  # no further line starts beyond this while an online request waits for a worker
+    max_file_bytes: Positive = 209_715_200  # one uploaded file; beyond: 413
+    max_lines: Positive = 50_000  # requests in one batch; beyond: the batch fails
+    max_unfinished: Positive = 256  # batches not ended; beyond: 429
+    storage_bytes: Positive = 21_474_836_480  # all files together; beyond: no uploads (413)
+    retention_s: Seconds = 2_592_000.0  # files and ended batches are deleted after so long
+    upload_idle_s: Seconds = 60.0  # an upload that sends nothing for so long is given up
 
 
 class PredictorConfig(_Section, frozen=True):
@@ -165,6 +180,7 @@ class Config(_Section, frozen=True):
     workers: tuple[WorkerGroup, ...] = (WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE))
     policies: PolicyConfig = PolicyConfig()
     gateway: GatewayConfig = GatewayConfig()
+    batch: BatchConfig = BatchConfig()
     predictor: PredictorConfig = PredictorConfig()
     manager: ManagerConfig = ManagerConfig()
     monitor: MonitorConfig = MonitorConfig()

@@ -139,6 +139,8 @@ class Ledger:
         self.dropped_tokens_total = 0
         self.waiting_requests = 0
         """Never placed so far; what admission bounds."""
+        self.waiting_online = 0
+        """Those of them that somebody waits for; batch work starts nothing new meanwhile."""
         self.waiting_tokens = 0.0
 
     def __len__(self) -> int:
@@ -163,6 +165,7 @@ class Ledger:
         )
         self._entries[request.request_id] = entry
         self.waiting_requests += 1
+        self.waiting_online += request.online
         self.waiting_tokens += entry.queued_tokens
         return entry
 
@@ -359,6 +362,7 @@ class Ledger:
     def _leave_queue(self, entry: Entry) -> None:
         if entry.queued_tokens:
             self.waiting_requests -= 1
+            self.waiting_online -= entry.request.online
             self.waiting_tokens -= entry.queued_tokens
             entry.queued_tokens = 0.0
 

@@ -23,6 +23,8 @@ from cohort.services.gateway.responses import error_body, retry_after
 
 REQUEST_ID_HEADER = "x-request-id"
 HTTP_ID = web.RequestKey("http_id", str)
+OWNER = web.RequestKey("owner", str)
+"""Whose files and batches a request sees: a digest of its API key; "" where no keys are configured."""
 MAX_ID_CHARACTERS = 256
 
 _encode = msgspec.json.Encoder().encode
@@ -85,6 +87,7 @@ def require_key(keys: Sequence[str]) -> Middleware:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request[OWNER] = ""
         if digests and request.path.startswith("/v1"):
             scheme, _, token = request.headers.get("Authorization", "").partition(" ")
             given = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
@@ -96,6 +99,7 @@ def require_key(keys: Sequence[str]) -> Middleware:
                     if not token else "Incorrect API key provided.",
                     status=401,
                 )
+            request[OWNER] = given.hex()
         return await handler(request)
 
     return middleware

@@ -2,16 +2,18 @@
 
     read body ─▶ parse ─▶ tokenise ─▶ prepare ─▶ admit ─▶ open ─▶ start ─▶ deltas ─▶ text ─▶ chunks or one answer
 
-Called by aiohttp through `middleware.py`. Every exit, whatever its reason, abandons what is still open, so a client
-that disconnects frees its blocks on every worker.
+Called by aiohttp through `middleware.py`, and by `batch_runner.py` for the lines of a batch. Every exit, whatever its
+reason, abandons what is still open, so a client that disconnects frees its blocks on every worker.
 """
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import re
 import secrets
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -28,7 +30,7 @@ from cohort.services.gateway.choice import Choice, Piece, ScoredToken
 from cohort.services.gateway.detokenizer import TokenText
 from cohort.services.gateway.middleware import HTTP_ID, REQUEST_ID_HEADER
 from cohort.services.gateway.model_card import ModelCard
-from cohort.services.gateway.parsing import Call, parse_chat, parse_completion
+from cohort.services.gateway.parsing import CLASS_HEADER, Call, parse_chat, parse_completion
 from cohort.services.gateway.preparation import prepare
 from cohort.services.gateway.responses import (
     Answer,
@@ -45,7 +47,11 @@ from cohort.services.gateway.streams import Delta, Generation, Streams
 from cohort.services.gateway.timing import GatewayTimes
 from cohort.services.gateway.tokenizer import Tokenizer
 
-WRITE_TIMEOUT_S = 60.0
+# About a millisecond of parsing; beyond, a thread does it.
+PARSE_AT_ONCE_BYTES = 262_144
+# Further than any priority a client may name: batch work never overtakes a request that somebody waits for.
+BEHIND_EVERYBODY = 2**32
+_BATCH_HEADERS = {CLASS_HEADER: "be"}
 
 # What of a client's request id may become part of ours (they travel through logs and file names).
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
@@ -70,6 +76,7 @@ class _Answering:
     shape: Shape
     choices: list[Choice]
     echoes: list[str]
+    base_id: str
     id: str
     created: int
     model: str
@@ -87,13 +94,22 @@ class _Answering:
         return _Next(piece, finish, first)
 
 
+@dataclass(frozen=True, slots=True)
+class LineAnswer:
+    """A complete answer to a line of a batch: its JSON, our id of the request, what it used."""
+
+    body: bytes
+    request_id: str
+    usage: Usage
+
+
 class OpenAiApi:
     """The two generation endpoints over one `Streams`."""
 
     def __init__(
         self, *, config: GatewayConfig, card: ModelCard, tokenizer: Tokenizer, streams: Streams, door: Door,
         clock: Clock, metrics: RequestMetrics, log: structlog.stdlib.BoundLogger, instance: InstanceId,
-        draining: Callable[[], bool], max_model_len: Callable[[], int], write_timeout_s: float = WRITE_TIMEOUT_S,
+        draining: Callable[[], bool], max_model_len: Callable[[], int],
     ) -> None:
         self._config = config
         self._card = card
@@ -107,7 +123,6 @@ class OpenAiApi:
         self._instance = instance
         self._draining = draining
         self._max_model_len = max_model_len
-        self._write_timeout_s = write_timeout_s
         self._completion = CompletionShape(self._text)
         self._chat = ChatShape(self._text)
 
@@ -135,9 +150,28 @@ class OpenAiApi:
             await self._streams.start(generation)
             if answering.call.stream:
                 return await self._stream(request, answering)
-            return await self._whole(answering)
+            answer = await self._whole(answering)
+            return web.Response(body=_encode(answer), content_type="application/json")
         finally:
             self._streams.abandon(generation)
+
+    async def answer_line(self, data: bytes, *, chat: bool, line_id: str) -> LineAnswer:
+        """One line of a batch, as if its body had been posted: best effort, offline, behind all online requests.
+
+        `line_id` becomes part of the ids that workers log. Raises `RequestError` with the status the body would get.
+        """
+        times = GatewayTimes(arrived_s=self._clock.now_s())
+        call = await self._parse(data, _BATCH_HEADERS, chat=chat)
+        if call.stream:
+            raise RequestError("stream: the answers of a batch are written to a file.", param="stream")
+        call = dataclasses.replace(call, online=False, priority=BEHIND_EVERYBODY + call.priority)
+        answering = await self._begin(call, len(data), times, named=line_id)
+        try:
+            await self._streams.start(answering.generation)
+            answer = await self._whole(answering)
+        finally:
+            self._streams.abandon(answering.generation, "the batch gave it up")
+        return LineAnswer(_encode(answer), answering.base_id, _usage(answering))
 
     async def _accept(self, request: web.Request, times: GatewayTimes, *, chat: bool) -> _Answering:
         """Everything before the request is owned; refusals are `RequestError`s."""
@@ -148,15 +182,27 @@ class OpenAiApi:
             )
         self._door.check_estimate(request.content_length or 0, self._config.default_class)
         data = await _read(request)
+        call = await self._parse(data, request.headers, chat=chat)
+        http_id = request[HTTP_ID]
+        own = request.headers.get(REQUEST_ID_HEADER) == http_id and _PLAIN_ID.fullmatch(http_id)
+        answering = await self._begin(call, len(data), times, named=http_id if own else "")
+        self._log.debug("accepted", http_id=http_id, request_ids=answering.generation.request_ids)
+        return answering
+
+    async def _parse(self, data: bytes, headers: Mapping[str, str], *, chat: bool) -> Call:
         parse = parse_chat if chat else parse_completion
-        call = parse(data, request.headers, self._config, self._card)
+        if len(data) <= PARSE_AT_ONCE_BYTES:
+            return parse(data, headers, self._config, self._card)
+        return await asyncio.to_thread(parse, data, headers, self._config, self._card)
+
+    async def _begin(self, call: Call, body_bytes: int, times: GatewayTimes, *, named: str) -> _Answering:
+        """Tokenise, ask the door, own the requests. `named`: an id of the client's that ours should begin with."""
         began_s = self._clock.now_s()
         prompts = await self._tokenize(call)
         times.tokenize_s = self._clock.now_s() - began_s
-        http_id = request[HTTP_ID]
         base_id = uuid.uuid4().hex[:20]
-        if request.headers.get(REQUEST_ID_HEADER) == http_id and _PLAIN_ID.fullmatch(http_id):
-            base_id = f"{http_id}-{base_id[:8]}"  # unique though a client may repeat its ids
+        if named:
+            base_id = f"{named}-{base_id[:8]}"  # unique though a client may repeat its ids
         created_s = self._clock.wall_s()
         requests = prepare(
             call, prompts, base_id=base_id, gateway=self._instance, arrival_s=created_s,
@@ -165,23 +211,22 @@ class OpenAiApi:
         )
         self._door.check(requests)
         echoes = [self._echo(call, index, prompts) for index in range(len(requests))]
-        shape: Shape = self._chat if chat else self._completion
+        shape: Shape = self._chat if call.chat else self._completion
         generation = self._streams.open(
-            requests, times, chat=chat, prompt_bytes=len(data), stop_strings=len(call.stop_strings)
+            requests, times, chat=call.chat, prompt_bytes=body_bytes, stop_strings=len(call.stop_strings)
         )
-        self._log.debug("accepted", http_id=http_id, request_ids=generation.request_ids)
         return _Answering(
             call, generation, shape,
             choices=[
                 Choice(
                     self._text.stream(
-                        context=() if chat else item.tokens[-16:], skip_special=call.skip_special_tokens
+                        context=() if call.chat else item.tokens[-16:], skip_special=call.skip_special_tokens
                     ),
                     call.stop_strings, min_tokens=call.min_tokens, scored=call.sampling.logprobs >= 0,
                 )
                 for item in requests
             ],
-            echoes=echoes, id=shape.id_prefix + base_id, created=int(created_s), model=self._card.name,
+            echoes=echoes, base_id=base_id, id=shape.id_prefix + base_id, created=int(created_s), model=self._card.name,
         )
 
     async def _tokenize(self, call: Call) -> list[list[int]]:
@@ -214,7 +259,7 @@ class OpenAiApi:
 
     # -- One answer ------------------------------------------------------------------------------------------------
 
-    async def _whole(self, answering: _Answering) -> web.Response:
+    async def _whole(self, answering: _Answering) -> Answer:
         generation, shape, call = answering.generation, answering.shape, answering.call
         texts: list[list[str]] = [[] for _ in generation.entries]
         scores: list[list[ScoredToken]] = [[] for _ in generation.entries]
@@ -233,7 +278,7 @@ class OpenAiApi:
             if step.finish is not None:
                 finished[delta.index] = step.finish
         scored = call.sampling.logprobs >= 0
-        answer = Answer(
+        return Answer(
             id=answering.id, object=shape.whole_object, created=answering.created, model=answering.model,
             choices=[
                 shape.whole(index, "".join(texts[index]), scores[index] if scored else None, finished[index])
@@ -242,12 +287,10 @@ class OpenAiApi:
             usage=_usage(answering),
             cohort=_extras(answering, range(len(generation.entries))),
         )
-        return web.Response(body=_encode(answer), content_type="application/json")
 
     async def _stream(self, request: web.Request, answering: _Answering) -> web.StreamResponse:
-        events = EventStream(
-            request, {REQUEST_ID_HEADER: request[HTTP_ID]}, write_timeout_s=self._write_timeout_s
-        )
+        write_timeout_s = self._config.write_timeout_s
+        events = EventStream(request, {REQUEST_ID_HEADER: request[HTTP_ID]}, write_timeout_s=write_timeout_s)
         try:
             await self._send_chunks(events, answering)
         except RequestError as error:
@@ -257,7 +300,7 @@ class OpenAiApi:
         except ConnectionError:
             self._log.debug("client went away", http_id=request[HTTP_ID])
         except TimeoutError:
-            self._log.warning("client does not read its stream", write_timeout_s=self._write_timeout_s)
+            self._log.warning("client does not read its stream", write_timeout_s=write_timeout_s)
             if request.transport is not None:
                 request.transport.abort()
         except Exception:

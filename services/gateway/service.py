@@ -36,6 +36,7 @@ from cohort.common.policies import compose
 from cohort.common.service import MANAGER, PREDICTOR, ServiceContext, named_host
 from cohort.common.types import InstanceId
 from cohort.services.gateway.admission import Door
+from cohort.services.gateway.batches import Batches
 from cohort.services.gateway.ledger import Ledger
 from cohort.services.gateway.manager_link import ManagerLink
 from cohort.services.gateway.middleware import answer_everything, require_key, resolve_keys
@@ -97,18 +98,26 @@ class Gateway:
         )
         context.figures = self._figures
 
-    def application(self) -> web.Application:
+    def application(self, batches: Batches) -> web.Application:
         application = web.Application(
             middlewares=[answer_everything(self._context.log), require_key(self._keys)],
             client_max_size=self._config.gateway.max_body_bytes,
         )
-        application.add_routes([*self._api.routes(), *self._probes.routes()])
+        application.add_routes([*self._api.routes(), *batches.routes(), *self._probes.routes()])
         return application
 
     async def run(self) -> None:
+        async with Batches.opened(
+            self._config, answer=self._api.answer_line, online_waiting=lambda: self._ledger.waiting_online,
+            clock=self._context.clock, metrics=self._context.metrics, log=self._context.log,
+        ) as batches:
+            self.streams.on_online_placed = batches.online_placed
+            await self._serve(batches)
+
+    async def _serve(self, batches: Batches) -> None:
         context = self._context
         runner = web.AppRunner(
-            self.application(), access_log=None, handler_cancellation=True, keepalive_timeout=KEEP_ALIVE_S,
+            self.application(batches), access_log=None, handler_cancellation=True, keepalive_timeout=KEEP_ALIVE_S,
             shutdown_timeout=STREAM_END_S,
         )
         await runner.setup()
@@ -119,8 +128,11 @@ class Gateway:
                     tasks.create_task(self._receive(), name="receive"),
                     tasks.create_task(self._tick(), name="tick"),
                 ]
+                working_off = tasks.create_task(batches.run(), name="batches")
+                background.append(working_off)
                 try:
                     await context.stopping.wait()
+                    working_off.cancel()  # what is in work is answered again after the next start
                     await self._drain()
                 finally:
                     for task in background:

@@ -121,6 +121,9 @@ class Streams:
         self._tracks: dict[RequestId, _Track] = {}
         self._empty = asyncio.Event()
         self._empty.set()
+        self._online_waited = False
+        self.on_online_placed: Callable[[], None] = lambda: None
+        """Called when the last online request that waited for a worker has one, or is gone."""
         self.recent = Recent()
 
     def __len__(self) -> int:
@@ -145,6 +148,7 @@ class Streams:
             self._metrics.in_flight(request.traffic_class).inc()
             self._metrics.prompt_tokens(request.traffic_class).inc(request.prompt_tokens)
             self.recent.accepted(request.prompt_tokens)
+            self._online_waited = self._online_waited or request.online
         self._empty.clear()
         return generation
 
@@ -205,6 +209,9 @@ class Streams:
                     self._submit(entry)
                 case CancelAttempt(held, holders, reason):
                     self._cancel(held, holders, reason)
+        if self._online_waited and not self.ledger.waiting_online:
+            self._online_waited = False
+            self.on_online_placed()
 
     def resubmit_unsent(self) -> None:
         """Try again what could not be handed to the manager."""

@@ -61,6 +61,7 @@ class Pipeline:
             "monitor": {"port": free_port()},
             "metrics": {"base_port": 0},
             "predictor": {"state_path": str(folder / "lengths.npz")},
+            "batch": {"folder": str(folder / "batches")},
         }
         for section, values in (overrides or {}).items():
             if isinstance(values, Mapping):

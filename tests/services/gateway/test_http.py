@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -135,9 +136,9 @@ async def test_a_defect_of_ours_is_a_plain_500(site: Site, monkeypatch: pytest.M
     assert (status, body["error"]["code"], "secret" in body["error"]["message"]) == (500, 500, False)
 
 
-async def test_a_taken_port_is_named(site: Site, open_site: OpenSite) -> None:
+async def test_a_taken_port_is_named(site: Site, open_site: OpenSite, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gateway\.port"):
-        async with open_site(port=site.gateway.port):
+        async with open_site(port=site.gateway.port, batch={"folder": str(tmp_path / "other")}):
             pass
 
 

@@ -1,0 +1,39 @@
+"""Whose turn it is: how many lines of batches may be in work, so that batches fill what online requests leave.
+
+Called by `batch_runner.py` before and after every line; told by `streams.py` when no online request waits any more.
+Decides only when a line may start: what runs is never taken back here, the workers' own policies do that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+class Turns:
+    """At most `limit` lines at a time; while an online request waits for a worker, no new one beyond `busy_limit`.
+    First come, first served, so that batches that run at the same time advance alike."""
+
+    def __init__(self, limit: int, busy_limit: int, online_waiting: Callable[[], int]) -> None:
+        self._limit = limit
+        self._busy_limit = min(limit, busy_limit)
+        self._online_waiting = online_waiting
+        self._queue = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self.taken = 0
+
+    async def take(self) -> None:
+        """Whoever took a turn must `give_back` it."""
+        async with self._queue:
+            while self.taken >= (self._busy_limit if self._online_waiting() else self._limit):
+                self._changed.clear()
+                await self._changed.wait()
+            self.taken += 1
+
+    def give_back(self) -> None:
+        self.taken -= 1
+        self._changed.set()
+
+    def look_again(self) -> None:
+        """No online request waits any more."""
+        self._changed.set()

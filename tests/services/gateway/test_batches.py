@@ -1,0 +1,471 @@
+"""Files and batches over HTTP, with the openai package's own client where it can say what is meant."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from openai.types import Batch
+
+from cohort.common.errors import ConfigError
+from cohort.common.messages import Refused
+from tests.services.gateway.conftest import ANSWER, OpenSite, Site, eventually
+
+PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions"}
+ENDED = ("completed", "failed", "cancelled", "expired")
+
+
+def job(*bodies: dict[str, Any], kind: str = "text") -> bytes:
+    """An input file; custom ids count from 0."""
+    return b"".join(
+        json.dumps({"custom_id": str(index), "method": "POST", "url": PATHS[kind], "body": body}).encode() + b"\n"
+        for index, body in enumerate(bodies)
+    )
+
+
+def ask(prompt: str = "x", **more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": prompt, "max_tokens": 100, **more}
+
+
+@asynccontextmanager
+async def client_of(site: Site, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=site.url + "/v1", api_key=key, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def client(site: Site) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with client_of(site) as client:
+        yield client
+
+
+async def begin(client: openai.AsyncOpenAI, data: bytes, kind: str = "text", window: Any = "24h", **more: Any) -> Batch:
+    file = await client.files.create(file=("job.jsonl", data), purpose="batch")
+    return await client.batches.create(
+        input_file_id=file.id, endpoint=PATHS[kind], completion_window=window, **more  # type: ignore[arg-type]
+    )
+
+
+async def until(
+    client: openai.AsyncOpenAI, batch: Batch, condition: Callable[[Batch], bool], timeout_s: float = 10.0
+) -> Batch:
+    async with asyncio.timeout(timeout_s):
+        while not condition(batch := await client.batches.retrieve(batch.id)):  # noqa: ASYNC110 -- as a client polls
+            await asyncio.sleep(0.01)
+    return batch
+
+
+async def ended(client: openai.AsyncOpenAI, batch: Batch, timeout_s: float = 10.0) -> Batch:
+    return await until(client, batch, lambda now: now.status in ENDED, timeout_s)
+
+
+async def lines(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, Any]:
+    """By custom id."""
+    assert file_id is not None
+    text = (await client.files.content(file_id)).text
+    found = [json.loads(line) for line in text.splitlines()]
+    assert len({line["custom_id"] for line in found}) == len(found)
+    return {line["custom_id"]: line for line in found}
+
+
+def contents(site: Site) -> list[str]:
+    """Names in the folder, half-written ones included."""
+    return [path.name for path in (Path(site.context.config.batch.folder) / "files").iterdir()]
+
+
+async def test_files(client: openai.AsyncOpenAI, site: Site) -> None:
+    data = "Köln\n".encode() * 100_000
+    file = await client.files.create(file=("ä job.jsonl", data), purpose="batch")
+    assert (file.bytes, file.filename, file.purpose, file.object) == (len(data), "ä job.jsonl", "batch", "file")
+    assert file.expires_at == file.created_at + 2_592_000
+    assert (await client.files.content(file.id)).content == data
+    short = await client.files.create(
+        file=b"x", purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+    )
+    assert short.expires_at == short.created_at + 3600
+    assert [found.id async for found in client.files.list(limit=1)] == [short.id, file.id]
+    assert [found.id async for found in client.files.list(order="asc", purpose="batch")] == [file.id, short.id]
+    assert await client.files.retrieve(file.id) == file
+    gone = await client.files.delete(file.id)
+    assert (gone.deleted, gone.id, gone.object) == (True, file.id, "file")
+    for call in (client.files.retrieve, client.files.delete, client.files.content):
+        with pytest.raises(openai.NotFoundError):
+            await call(file.id)
+    assert file.id not in contents(site)
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+async def test_a_batch(client: openai.AsyncOpenAI, site: Site, kind: str) -> None:
+    bodies = [ask(str(index)) for index in range(20)]
+    if kind == "chat":
+        bodies = [{"model": "tiny", "messages": [{"role": "user", "content": str(index)}]} for index in range(20)]
+    batch = await begin(client, job(*bodies, kind=kind), kind, metadata={"run": "7"})
+    assert (batch.object, batch.status, batch.metadata) == ("batch", "validating", {"run": "7"})
+    batch = await ended(client, batch)
+    assert (batch.status, batch.errors, batch.error_file_id, batch.model) == ("completed", None, None, "tiny")
+    assert batch.request_counts and batch.request_counts.model_dump() == {"total": 20, "completed": 20, "failed": 0}
+    moments = [batch.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at]
+    assert all(moments) and moments == sorted(moments)  # type: ignore[type-var]
+    assert batch.expires_at == batch.created_at + 86_400
+    found = await lines(client, batch.output_file_id)
+    assert list(found) == [str(index) for index in range(20)], "in the order of the input"
+    prompt_tokens = 0
+    for line in found.values():
+        assert set(line) == {"id", "custom_id", "response", "error"} and line["error"] is None
+        assert line["response"]["status_code"] == 200 and line["response"]["request_id"].startswith(line["id"])
+        body = line["response"]["body"]
+        [choice] = body["choices"]
+        assert (choice["message"]["content"] if kind == "chat" else choice["text"]) == ANSWER
+        assert body["cohort"]["requests"][0]["class"] == "be"
+        prompt_tokens += body["usage"]["prompt_tokens"]
+    assert batch.usage and batch.usage.input_tokens == prompt_tokens
+    assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
+    output = await client.files.retrieve(str(batch.output_file_id))
+    assert (output.purpose, output.filename) == ("batch_output", f"{batch.id}_output.jsonl")
+
+
+async def test_lines_are_best_effort_offline_and_behind_everybody(client: openai.AsyncOpenAI, site: Site) -> None:
+    await client.completions.create(**ask(), extra_body={"priority": 2**31 - 1})
+    named: dict[str, Any] = {"cohort": {"class": "rt", "online": True}, "priority": -(2**31)}
+    await ended(client, await begin(client, job(ask(), ask(**named))))
+    online, *offline = site.manager.submitted
+    assert online.online and len(offline) == 2
+    for request in offline:
+        assert (request.traffic_class, request.online, request.slo.ttft_s) == ("be", False, 0.0)
+        assert request.priority > online.priority
+
+
+async def test_errors_of_a_line_stay_in_the_line(client: openai.AsyncOpenAI) -> None:
+    bad = [ask(model="gpt-9"), ask(temperature=9), ask(stream=True), {"nonsense": 1}, ask(max_tokens=10**6)]
+    batch = await ended(client, await begin(client, job(ask(), *bad, ask())))
+    assert (batch.status, batch.errors) == ("completed", None)
+    assert batch.request_counts and batch.request_counts.model_dump() == {"total": 7, "completed": 2, "failed": 5}
+    assert list(await lines(client, batch.output_file_id)) == ["0", "6"]
+    errors = await lines(client, batch.error_file_id)
+    assert [line["response"]["status_code"] for line in errors.values()] == [404, 400, 400, 400, 400]
+    assert errors["1"]["error"] is None and errors["1"]["response"]["body"]["error"]["param"] == "model"
+
+
+async def test_a_bad_input_fails_the_batch(client: openai.AsyncOpenAI, site: Site) -> None:
+    batch = await ended(client, await begin(client, job(ask()) + b"rubbish\n" + job(ask())))
+    assert (batch.status, batch.output_file_id, batch.error_file_id) == ("failed", None, None)
+    assert batch.failed_at and batch.errors and batch.errors.data and batch.errors.object == "list"
+    found = [(error.code, error.line) for error in batch.errors.data]
+    assert found == [("invalid_json_line", 2), ("duplicate_custom_id", 3)]
+    assert site.manager.submitted == []
+
+
+async def test_a_batch_of_errors_alone_has_no_output_file(client: openai.AsyncOpenAI) -> None:
+    batch = await ended(client, await begin(client, job(ask(model="gpt-9"))))
+    assert (batch.status, batch.output_file_id) == ("completed", None) and batch.error_file_id
+
+
+async def test_cancelling_keeps_what_is_done(open_site: OpenSite) -> None:
+    """The first lines have short answers, the others never end."""
+    async with open_site(lambda request: [9] * 4000, step_s=0.02) as site, client_of(site) as client:
+        bodies = [ask(max_tokens=1), ask(max_tokens=1), *[ask(max_tokens=400, ignore_eos=True)] * 4]
+        batch = await begin(client, job(*bodies))
+        batch = await until(client, batch, lambda now: bool(now.request_counts and now.request_counts.completed == 2))
+        assert batch.status == "in_progress"
+        with pytest.raises(openai.ConflictError):
+            await client.files.delete(batch.input_file_id)
+        batch = await client.batches.cancel(batch.id)
+        assert batch.status in ("cancelling", "cancelled") and batch.cancelling_at
+        batch = await ended(client, batch)
+        assert (batch.status, bool(batch.cancelled_at)) == ("cancelled", True)
+        assert list(await lines(client, batch.output_file_id)) == ["0", "1"]
+        errors = await lines(client, batch.error_file_id)
+        assert {name: line["error"]["code"] for name, line in errors.items()} == dict.fromkeys(
+            "2345", "batch_cancelled"
+        )
+        await eventually(site.nothing_left)
+        with pytest.raises(openai.ConflictError):
+            await client.batches.cancel((await ended(client, await begin(client, job(ask(max_tokens=1))))).id)
+        await client.files.delete(batch.input_file_id)
+
+
+async def test_expiry_writes_what_is_done(open_site: OpenSite) -> None:
+    async with open_site(lambda request: [9] * 4000, step_s=0.02) as site, client_of(site) as client:
+        bodies = [ask(max_tokens=1), ask(max_tokens=400, ignore_eos=True)]
+        batch = await ended(client, await begin(client, job(*bodies), window="2s"))
+        assert (batch.status, bool(batch.expired_at), bool(batch.completed_at)) == ("expired", True, False)
+        assert list(await lines(client, batch.output_file_id)) == ["0"]
+        errors = await lines(client, batch.error_file_id)
+        assert (errors["1"]["response"], errors["1"]["error"]["code"]) == (None, "batch_expired")
+        await eventually(site.nothing_left)
+
+
+async def test_an_interrupted_batch_goes_on_and_repeats_nothing(open_site: OpenSite) -> None:
+    """The first gateway stops in the middle; the second one finds what is left in the folder."""
+    bodies = [ask(f"p{index}", max_tokens=2) for index in range(30)]
+    async with open_site(step_s=0.05, batch={"concurrency": 4}) as site, client_of(site) as client:
+        batch = await begin(client, job(*bodies))
+        await until(client, batch, lambda now: bool(now.request_counts and now.request_counts.completed >= 8))
+        site.context.stopping.set()
+        assert site.task is not None
+        await site.task
+    async with open_site() as site, client_of(site) as client:
+        left = await client.batches.retrieve(batch.id)
+        assert left.request_counts
+        batch = await ended(client, batch)
+        assert (batch.status, len(await lines(client, batch.output_file_id))) == ("completed", 30)
+        again = len(site.manager.submitted)
+        assert 0 < again <= 30 - 8, f"{again} lines ran after the restart"
+
+
+async def test_uploads_cut_off_leave_nothing(open_site: OpenSite, tmp_path: Path) -> None:
+    folder = tmp_path / "batches" / "files"
+    folder.mkdir(parents=True)
+    (folder / "file-1.part").write_bytes(b"half")
+    (folder / "file-2").write_bytes(b"whole, but its row was never written")
+    async with open_site() as site:
+        assert list(folder.iterdir()) == []
+        form = aiohttp.FormData()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield b"x" * 3_000_000
+            await asyncio.sleep(60)
+
+        form.add_field("purpose", "batch")
+        form.add_field("file", slowly(), filename="f")
+        posting = asyncio.create_task(site.session.post(site.url + "/v1/files", data=form))
+        await eventually(lambda: any(folder.iterdir()))
+        posting.cancel()
+        with suppress(asyncio.CancelledError):
+            await posting
+        await eventually(lambda: not list(folder.iterdir()))
+
+
+async def test_an_upload_that_stalls_is_given_up(open_site: OpenSite) -> None:
+    async with open_site(batch={"upload_idle_s": 0.1}) as site:
+        form = aiohttp.FormData()
+
+        async def stalling() -> AsyncIterator[bytes]:
+            yield b"x" * 1000
+            await asyncio.sleep(2)
+
+        form.add_field("file", stalling(), filename="f")
+        async with site.session.post(site.url + "/v1/files", data=form) as response:
+            assert response.status == 408
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_file_too_large_is_413(open_site: OpenSite, streamed: bool) -> None:
+    """By its announced length at once, else when the limit is passed."""
+    async with open_site(batch={"max_file_bytes": 3_000_000}) as site:
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for _ in range(40):
+                yield b"x" * 100_000
+
+        form = aiohttp.FormData()
+        form.add_field("purpose", "batch")
+        form.add_field("file", pieces() if streamed else b"x" * 4_000_000, filename="f")
+        with suppress(aiohttp.ClientOSError):  # the server closes while we still send: the answer may be lost
+            async with site.session.post(site.url + "/v1/files", data=form) as response:
+                assert (response.status, (await response.json())["error"]["code"]) == (413, 413)
+        status, body = await site.get("/v1/files")
+        assert (status, body["data"]) == (200, [])
+
+
+async def test_the_folder_has_a_limit(open_site: OpenSite) -> None:
+    async with open_site(batch={"storage_bytes": 1000}) as site, client_of(site) as client:
+        first = await client.files.create(file=b"x" * 900, purpose="batch")
+        with pytest.raises(openai.APIStatusError, match="1000 bytes together"):
+            await client.files.create(file=b"x" * 200, purpose="batch")
+        await client.files.delete(first.id)
+        await client.files.create(file=b"x" * 200, purpose="batch")
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"file": b"x"}, "purpose"), ({"purpose": "batch"}, "file"), ({"purpose": "fine-tune", "file": b"x"}, "purpose"),
+    ({"purpose": "batch", "file": b"x", "more": "1"}, "more"),
+    ({"purpose": "batch", "file": b"x", "expires_after[seconds]": "5000"}, "expires_after"),
+    ({"purpose": "batch", "file": b"x", "expires_after[anchor]": "created_at", "expires_after[seconds]": "5"},
+     "expires_after"),
+    ({"purpose": "batch", "file": b"x", "expires_after[anchor]": "created_at", "expires_after[seconds]": "many"},
+     "expires_after"),
+    ({"purpose": "x" * 2000, "file": b"x"}, "purpose"),
+])
+async def test_bad_uploads_are_400(site: Site, fields: dict[str, Any], param: str) -> None:
+    form = aiohttp.FormData(default_to_multipart=True)
+    for name, value in fields.items():
+        form.add_field(name, value, filename="f" if name == "file" else None)
+    async with site.session.post(site.url + "/v1/files", data=form) as response:
+        assert (response.status, (await response.json())["error"]["param"]) == (400, param)
+    assert contents(site) == []
+
+
+@pytest.mark.parametrize(("content_type", "body"), [
+    ("application/json", b"{}"), ("multipart/form-data", b"x"), ("multipart/form-data; boundary=b", b"no form"),
+    ("multipart/form-data; boundary=b", b"--b\r\nContent-Disposition: form-data; name=\"file\"\r\n\r\nhalf"),
+    ("multipart/form-data; boundary=b", b"--b\r\n\r\nx\r\n--b--\r\n"),
+])
+async def test_bodies_that_are_no_form_are_400(site: Site, content_type: str, body: bytes) -> None:
+    async with site.session.post(
+        site.url + "/v1/files", data=body, headers={"Content-Type": content_type}
+    ) as response:
+        assert response.status == 400, await response.text()
+
+
+@pytest.mark.parametrize(("change", "param"), [
+    ({"endpoint": "/v1/embeddings"}, "endpoint"), ({"completion_window": "soon"}, "completion_window"),
+    ({"completion_window": "99d"}, "completion_window"), ({"input_file_id": "file-nobody"}, "input_file_id"),
+    ({"metadata": {"k": "v" * 513}}, "metadata[...]"), ({"metadata": {"k" * 65: "v"}}, "metadata"),
+    ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
+    ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after.seconds"),
+    ({"nonsense": 1}, None), ({"input_file_id": None}, "input_file_id"), ({"input_file_id": "\udc80"}, None),
+])
+async def test_bad_batches_are_400(client: openai.AsyncOpenAI, site: Site, change: dict[str, Any], param: Any) -> None:
+    file = await client.files.create(file=job(ask()), purpose="batch")
+    body = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h", **change}
+    status, answer = await site.post("/v1/batches", body)
+    assert status == 400, answer
+    if param is not None:
+        assert answer["error"]["param"] == param
+    assert (await site.get("/v1/batches"))[1]["data"] == []
+
+
+async def test_what_does_not_exist_is_404(site: Site) -> None:
+    for path in ("/v1/files/x", "/v1/files/x/content", "/v1/batches/x", "/v1/files/%ff", "/v1/files/%2e%2e%2flock"):
+        assert (await site.get(path))[0] == 404
+    assert (await site.post("/v1/batches/x/cancel", {}))[0] == 404
+    for query in ("limit=0", "limit=x", "limit=101", "nonsense=1"):
+        assert (await site.get(f"/v1/batches?{query}"))[0] == 400
+    assert (await site.get("/v1/files?order=up"))[0] == 400
+
+
+async def test_batches_are_listed_newest_first(client: openai.AsyncOpenAI) -> None:
+    made = [await begin(client, job(ask())) for _ in range(5)]
+    assert [batch.id async for batch in client.batches.list(limit=2)] == [batch.id for batch in reversed(made)]
+    page = await client.batches.list(limit=2, after=made[3].id)
+    assert ([batch.id for batch in page.data], page.has_more) == ([made[2].id, made[1].id], True)
+    for batch in made:
+        await ended(client, batch)
+
+
+async def test_everybody_has_their_own(open_site: OpenSite) -> None:
+    async with (
+        open_site(api_keys=("mine", "yours")) as site, client_of(site, "mine") as me, client_of(site, "yours") as you,
+    ):
+        batch = await ended(me, await begin(me, job(ask())))
+        assert batch.status == "completed"
+        assert [found.id async for found in you.files.list()] == []
+        assert [found.id async for found in you.batches.list()] == []
+        for call in (you.batches.retrieve, you.batches.cancel):
+            with pytest.raises(openai.NotFoundError):
+                await call(batch.id)
+        for file_id in (batch.input_file_id, str(batch.output_file_id)):
+            for read in (you.files.retrieve, you.files.content, you.files.delete):
+                with pytest.raises(openai.NotFoundError):
+                    await read(file_id)
+        with pytest.raises(openai.BadRequestError):
+            await you.batches.create(
+                input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h"
+            )
+        assert len([found.id async for found in me.files.list()]) == 2
+
+
+async def test_a_busy_server_makes_lines_wait_and_not_fail(open_site: OpenSite) -> None:
+    async with open_site(max_waiting_requests=3, batch={"concurrency": 8}) as site, client_of(site) as client:
+        batch = await ended(client, await begin(client, job(*[ask(max_tokens=1) for _ in range(12)])))
+        assert batch.request_counts and batch.request_counts.completed == 12
+
+
+async def test_lost_workers_cost_a_line_only_after_many_tries(open_site: OpenSite) -> None:
+    async with open_site() as site, client_of(site) as client:
+        site.manager.place = False
+        batch = await begin(client, job(ask(), ask()))
+        refusals = 0
+        async with asyncio.timeout(15):
+            while (await client.batches.retrieve(batch.id)).status not in ENDED:
+                for request in site.manager.submitted[refusals:]:
+                    site.manager.bus.send("gateway", Refused(request.request_id, 0, 503, "nobody"))
+                    refusals += 1
+                await asyncio.sleep(0.01)
+        assert refusals == 10
+        errors = await lines(client, (await client.batches.retrieve(batch.id)).error_file_id)
+        assert [line["response"]["status_code"] for line in errors.values()] == [503, 503]
+
+
+async def test_no_line_starts_while_an_online_request_waits(open_site: OpenSite) -> None:
+    async with open_site(step_s=0.01, batch={"concurrency": 4}) as site, client_of(site) as client:
+        site.manager.place = False
+        asking = asyncio.create_task(site.post("/v1/completions", ask("online")))
+        await eventually(lambda: len(site.manager.submitted) == 1)
+        batch = await begin(client, job(*[ask(max_tokens=1) for _ in range(6)]))
+        await eventually(lambda: len(site.manager.submitted) == 2)
+        await asyncio.sleep(0.1)
+        assert [request.online for request in site.manager.submitted] == [True, False], "one line, no more"
+        asking.cancel()  # nobody waits any more
+        await eventually(lambda: len(site.manager.submitted) == 5)
+        await client.batches.cancel(batch.id)
+        await ended(client, batch)
+
+
+async def test_too_many_batches_are_429(open_site: OpenSite) -> None:
+    endless = open_site(lambda request: [9] * 4000, step_s=0.02, batch={"max_unfinished": 1})
+    async with endless as site, client_of(site) as client:
+        batch = await begin(client, job(ask(max_tokens=400, ignore_eos=True)))
+        with pytest.raises(openai.RateLimitError):
+            await begin(client, job(ask()))
+        await client.batches.cancel(batch.id)
+        await ended(client, batch)
+        await ended(client, await begin(client, job(ask(max_tokens=1))))
+
+
+async def test_metrics(client: openai.AsyncOpenAI, site: Site) -> None:
+    await ended(client, await begin(client, job(ask(), ask(model="gpt-9"))))
+    await ended(client, await begin(client, b"rubbish"))
+    async with site.session.get(site.url + "/metrics") as response:
+        text = await response.text()
+    common = 'instance="gateway",model_name="tiny"'
+    for expected in (
+        f'cohort_batches{{{common},status="completed"}} 1.0', f'cohort_batches{{{common},status="failed"}} 1.0',
+        f'cohort_batches{{{common},status="in_progress"}} 0.0',
+        f'cohort_batch_lines_total{{{common},outcome="completed"}} 1.0',
+        f'cohort_batch_lines_total{{{common},outcome="failed"}} 1.0', f"cohort_batch_lines_in_work{{{common}}} 0.0",
+    ):
+        assert expected in text
+
+
+async def test_a_folder_has_one_gateway(site: Site, open_site: OpenSite) -> None:
+    with pytest.raises(ConfigError, match=r"batch\.folder: another gateway"):
+        async with open_site():
+            pass
+
+
+async def test_a_folder_that_cannot_be_used_is_named_at_start(open_site: OpenSite, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_bytes(b"a file")
+    with pytest.raises(ConfigError, match=r"batch\.folder: .*taken"):
+        async with open_site(batch={"folder": str(tmp_path / "taken")}):
+            pass
+
+
+async def test_a_full_disk_delays_and_does_not_end_anything(
+    client: openai.AsyncOpenAI, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output file cannot be written at first; nothing is answered twice because of that."""
+    from cohort.services.gateway.batch_files import ContentWriter
+
+    refusals = 0
+    original = ContentWriter.keep
+
+    def refusing(writer: ContentWriter) -> None:
+        nonlocal refusals
+        if refusals == 0 and "output" in writer._target.name:
+            refusals += 1
+            raise OSError(28, "No space left on device")
+        original(writer)
+
+    monkeypatch.setattr(ContentWriter, "keep", refusing)
+    batch = await ended(client, await begin(client, job(ask(), ask())))
+    assert (batch.status, refusals) == ("completed", 1)
+    assert len(site.manager.submitted) == 2 and len(await lines(client, batch.output_file_id)) == 2

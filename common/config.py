@@ -138,6 +138,25 @@ class PolicyConfig(_Section, frozen=True):
     waiting_kv: str = "none"
 
 
+class BucketServeConfig(_Section, frozen=True):
+    """Buckets and safe batches of `policies.prefill_order: buckets` (docs/papers.md, B1-B11)."""
+
+    memory_reserve: Fraction = 0.1  # share of the remaining KV memory that no batch may be promised
+    max_batch: Positive = 256  # requests in one batch at most, whatever memory allows
+    split_share: Fraction = 0.5  # a crowded bucket splits when more than this share is below its midpoint
+    max_buckets: Positive = 64  # buckets at most
+    splitter: Literal["bisection", "optimal"] = "bisection"  # of a crowded bucket: halves, or least expected waste
+    fill: Literal["oldest", "sjf", "ljf"] = "sjf"  # offline batches after their first: oldest, shortest, longest
+    output_estimate: Literal["mean", "p50", "p90", "p99", "max"] = "mean"  # of the prediction, in a request's memory
+    padding: Literal["none", "longest"] = "none"  # of prefill batches; longest needs policies.iteration: padded_prefill
+    priority_step_s: Seconds = 10.0  # seconds of waiting that one level of priority is worth
+    offline_delay_s: Seconds = 60.0  # seconds an offline request lets online ones pass before it counts like them
+    demand_horizon_s: Seconds = 1.0  # offline batches leave room for the online requests forecast for so long
+    forecast_max_age_s: Seconds = 3.0  # the monitor's older figures are not used
+    figures_max_age_s: Seconds = 1.0  # a worker whose last report is older gets no batch
+    activation_bytes: NotNegative = 65_536  # device memory beside the KV cache per token of a forward; 0 = not bounded
+
+
 class WorkerGroup(_Section, frozen=True):
     role: Role
     count: Positive = 1
@@ -179,6 +198,7 @@ class Config(_Section, frozen=True):
     model: ModelConfig = ModelConfig()
     workers: tuple[WorkerGroup, ...] = (WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE))
     policies: PolicyConfig = PolicyConfig()
+    bucketserve: BucketServeConfig = BucketServeConfig()
     gateway: GatewayConfig = GatewayConfig()
     batch: BatchConfig = BatchConfig()
     predictor: PredictorConfig = PredictorConfig()

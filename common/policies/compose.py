@@ -11,6 +11,10 @@ from cohort.common.policies.baselines.continuous_batching import ContinuousBatch
 from cohort.common.policies.baselines.first_come import FirstCome
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
+from cohort.common.policies.bucketserve.controller import BatchController
+from cohort.common.policies.bucketserve.demand import DemandRule
+from cohort.common.policies.bucketserve.padded_prefill import PaddedPrefill
+from cohort.common.policies.bucketserve.prefill_order import BucketedPrefill, BucketSettings
 from cohort.common.policies.interface import (
     Admission,
     IterationScheduler,
@@ -23,8 +27,8 @@ from cohort.common.types import KvGeometry
 
 ADMISSIONS = ("bounded",)
 PLACEMENTS = ("colocated", "disaggregated")
-PREFILL_ORDERS = ("fcfs",)
-ITERATIONS = ("continuous_batching",)
+PREFILL_ORDERS = ("fcfs", "buckets")
+ITERATIONS = ("continuous_batching", "padded_prefill")
 ALLOCATIONS = ("paged",)
 WAITING_KV = ("none",)
 
@@ -44,7 +48,29 @@ def placement(config: Config) -> Placement:
 
 def prefill_order(config: Config) -> PrefillOrder:
     _known("prefill_order", config.policies.prefill_order, PREFILL_ORDERS)
+    if config.policies.prefill_order == "buckets":
+        return _bucketed_prefill(config)
     return FirstCome(dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens)
+
+
+def _bucketed_prefill(config: Config) -> PrefillOrder:
+    options = config.bucketserve
+    demand = DemandRule(
+        horizon_s=options.demand_horizon_s, max_age_s=options.forecast_max_age_s,
+        default_output=float(config.gateway.default_prediction_tokens),
+    )  # fmt: skip
+    controller = BatchController(
+        reserve=options.memory_reserve, max_batch=options.max_batch,
+        dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens, activation_bytes=options.activation_bytes,
+        figures_max_age_s=options.figures_max_age_s, demand=demand, padded=options.padding == "longest",
+    )  # fmt: skip
+    settings = BucketSettings(
+        fill=options.fill, splitter=options.splitter, split_share=options.split_share,
+        max_buckets=options.max_buckets, output_estimate=options.output_estimate,
+        priority_step_s=options.priority_step_s, offline_delay_s=options.offline_delay_s,
+        length_limit=config.model.max_model_len or 131_072,
+    )  # fmt: skip
+    return BucketedPrefill(settings, controller)
 
 
 def late_binding(config: Config) -> LateBinding | None:
@@ -54,7 +80,8 @@ def late_binding(config: Config) -> LateBinding | None:
 
 def iteration(config: Config) -> IterationScheduler:
     _known("iteration", config.policies.iteration, ITERATIONS)
-    return ContinuousBatching(
+    batching = PaddedPrefill if config.policies.iteration == "padded_prefill" else ContinuousBatching
+    return batching(
         max_rows=config.engine.max_rows,
         max_step_tokens=config.engine.max_step_tokens,
         prefill_chunk=config.engine.prefill_chunk,
@@ -80,6 +107,8 @@ def check_names(config: Config) -> None:
     }
     for seat, (name, known) in seats.items():
         _known(seat, name, known)
+    if (policies.iteration == "padded_prefill") != (config.bucketserve.padding == "longest"):
+        raise ConfigError("bucketserve.padding longest and policies.iteration padded_prefill go together")
 
 
 

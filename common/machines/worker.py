@@ -176,6 +176,13 @@ class WorkerMachine:
         """No request is here in any phase and no transfer is settling."""
         return not self._sequences and not self._settling
 
+    @property
+    def plan_in_flight(self) -> IterationPlan:
+        """Between `plan` and `completed`. Raises `InvariantViolated` otherwise."""
+        if self._in_flight is None:
+            raise InvariantViolated("no plan is in flight")
+        return self._in_flight
+
     def sequences(self) -> Iterable[Sequence]:
         return self._sequences.values()
 

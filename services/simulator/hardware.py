@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import yaml
@@ -60,6 +60,7 @@ class _StackFile(_File, frozen=True):
 
 class _DeviceFile(_File, frozen=True):
     name: str
+    kind: Literal["gpu", "cpu"]
     flops_per_s: _Rate
     memory_bytes_per_s: _Rate
     memory_bytes: _Positive
@@ -107,6 +108,7 @@ class Cluster(msgspec.Struct, frozen=True):
     name: str
     device: DeviceShape
     device_reserve_bytes: int
+    cpu: bool
     instances: int
     tensor_parallel: int
     per_host: int
@@ -160,6 +162,7 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
         name=text,
         device=device,
         device_reserve_bytes=device_file.reserve_bytes,
+        cpu=device_file.kind == "cpu",
         instances=file.instances,
         tensor_parallel=file.tensor_parallel,
         per_host=file.per_host,

@@ -1,0 +1,32 @@
+"""The clock and what is to come: a heap of (time, order of scheduling, what to do).
+
+Two events of the same moment happen in the order in which they were scheduled, so a run depends on its inputs and seed
+only.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+
+class Events:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.handled = 0
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._scheduled = 0
+
+    def at(self, time_s: float, action: Callable[..., None], *arguments: Any) -> None:
+        """A time that has passed means now."""
+        self._scheduled += 1
+        heapq.heappush(self._heap, (max(time_s, self.now_s), self._scheduled, action, arguments))
+
+    def run(self, until_s: float, done: Callable[[], bool]) -> None:
+        """Until nothing is left, `done` says so, or the next event is later than `until_s`."""
+        heap = self._heap
+        while heap and heap[0][0] <= until_s and not done():
+            self.now_s, _, action, arguments = heapq.heappop(heap)
+            self.handled += 1
+            action(*arguments)

@@ -1,0 +1,46 @@
+"""A plan in the cost model's numbers: what one iteration computes, draws and copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cohort.common.policies.cost_model import StepWork, prefill_pairs
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.types import KvGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCost:
+    """`useful_tokens` without padding; `padded_tokens` are the ones computed for nothing (B2)."""
+
+    work: StepWork
+    useful_tokens: int
+    padded_tokens: int
+    copied_bytes: int
+
+
+def plan_cost(plan: IterationPlan, geometry: KvGeometry) -> PlanCost:
+    tokens = useful = pairs = prefill_context = decode_rows = decode_context = longest = drawn = 0
+    padded_to = plan.padded_to
+    for row in plan.rows:
+        start, count = row.start, row.count
+        useful += count
+        if start + count == len(row.sequence.tokens):
+            drawn += 1
+        if count == 1:
+            tokens += 1
+            decode_rows += 1
+            decode_context += start + 1
+            if start >= longest:
+                longest = start + 1
+        else:
+            computed = max(count, padded_to)
+            tokens += computed
+            pairs += prefill_pairs(start, computed)
+            prefill_context += start + computed
+    copied = 0
+    for copy in plan.copies:
+        unit = geometry.block_bytes if copy.unit == "block" else geometry.token_bytes
+        copied += len(copy.device) * unit
+    work = StepWork(tokens, len(plan.rows), drawn, pairs, prefill_context, decode_rows, decode_context, longest)
+    return PlanCost(work, useful, tokens - useful, copied)

@@ -199,6 +199,7 @@ class SchedulerMetrics:
                                          ROW_BUCKETS)
         self.padding_waste = make.histogram("padding_waste_ratio", "Share of a batch that would be padding", (),
                                             FRACTION_BUCKETS)
+        self.order_figures = make.gauge("prefill_order", "The prefill order's own figures, by name", ("figure",))
         self.prediction_ratio = make.histogram("prediction_ratio", "Predicted over real output length", (),
                                                RATIO_BUCKETS)
 

@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from cohort.common.machines.effects import Effect, Send
 from cohort.common.messages import (
     BindSegment,
@@ -267,6 +269,8 @@ class ManagerMachine:
         managed = self._requests.get(message.request_id)
         if managed is None:
             return
+        if managed.request is not None:  # the worker it is sent to later starts from the newest figure
+            managed.request = msgspec.structs.replace(managed.request, prediction=message.prediction)
         if managed.waiting:
             self._order.revise(now_s, message.request_id, message.prediction)
         for instance in managed.live:

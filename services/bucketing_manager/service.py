@@ -15,6 +15,7 @@ from cohort.common.messages import Displaced, Message, Placed
 from cohort.common.metrics import SchedulerMetrics
 from cohort.common.policies import compose
 from cohort.common.service import ServiceContext
+from cohort.services.bucketing_manager.measured import MeasuredOrder
 
 _TICK_S = 0.05
 
@@ -33,7 +34,7 @@ class ManagerService:
                 load_interval_s=config.manager.load_interval_s,
                 max_waiting_requests=config.manager.max_waiting_requests,
             ),
-            compose.prefill_order(config),
+            MeasuredOrder(compose.prefill_order(config), self._metrics),
             compose.placement(config),
             compose.late_binding(config),
             context.clock.now_s(),

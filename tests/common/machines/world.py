@@ -47,6 +47,7 @@ from cohort.common.policies.interface import (
     IterationPlan,
     Placed,
     Placement,
+    PrefillOrder,
     Wait,
     WaitingRequest,
 )
@@ -159,6 +160,7 @@ class World:
         caching: bool = True,
         run_failure_rate: float = 0.0,
         message_delay_s: float = 0.01,
+        order: Callable[[], PrefillOrder] = lambda: FirstCome(dispatch_ahead_tokens=64),
     ) -> None:
         self.random = Random(seed)
         self.now_s = 0.0
@@ -166,6 +168,7 @@ class World:
         self._count = 0
         self._pair_time: dict[tuple[str, str], float] = {}
         self._placement = placement
+        self._order = order
         self._options = (blocks, host_blocks, preemption, chunk, caching)
         self._run_failure_rate = run_failure_rate
         self._message_delay_s = message_delay_s
@@ -239,7 +242,7 @@ class World:
         self.manager_incarnation = incarnation
         self.manager = ManagerMachine(
             "manager", incarnation, ManagerSettings(3.0, 1.5, 0.5, 10_000),
-            FirstCome(dispatch_ahead_tokens=64), self._placement(), None, self.now_s,
+            self._order(), self._placement(), None, self.now_s,
         )  # fmt: skip
         self.manager_alive = True
 

@@ -1,0 +1,110 @@
+"""BucketServe's order in the virtual cluster: two prefill and two decode workers, small caches, kills, cancellations.
+
+The world checks every slot of KV; here also that the manager's batches arrive as batches and nothing is left.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from random import Random
+
+import pytest
+
+from cohort.common.machines.worker import WorkerMachine
+from cohort.common.messages import Message, StartSegment
+from cohort.common.policies.baselines.placements import Colocated, Disaggregated
+from cohort.common.policies.bucketserve.prefill_order import BucketedPrefill, BucketSettings
+from cohort.common.policies.interface import Placement
+from cohort.common.types import Role
+from tests.common.machines.world import VOCABULARY, World
+from tests.common.policies.bucketserve.cluster import controller, demand_rule
+
+PD_TWICE = {
+    "prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE,
+}  # fmt: skip
+UNIFIED_TWICE = {"unified-0": Role.UNIFIED, "unified-1": Role.UNIFIED}
+
+
+def buckets() -> BucketedPrefill:
+    return BucketedPrefill(
+        BucketSettings(), controller(max_batch=6, ahead=64, demand=demand_rule(blind_share=0.1, default_output=12.0))
+    )
+
+
+def offer(world: World, count: int) -> None:
+    random = Random(world.random.getrandbits(32))
+    for index in range(count):
+        long = random.random() < 0.3
+        prompt = [random.randrange(VOCABULARY) for _ in range(random.randint(40, 60) if long else random.randint(1, 9))]
+        world.at(random.random() * 2.0, partial(world.submit, f"r{index}", prompt, random.randint(1, 30)))
+
+
+def finish(world: World) -> None:
+    world.run(4.0)
+    world.run_until_quiet()
+    world.check_outputs()
+
+
+@pytest.mark.parametrize("blocks", [24, 40, 64])
+@pytest.mark.parametrize(("roles", "placement"), [(PD_TWICE, Disaggregated), (UNIFIED_TWICE, Colocated)])
+def test_undisturbed_also_with_little_memory(roles: dict[str, Role], placement: type[Placement], blocks: int) -> None:
+    world = World(11, roles, placement, blocks=blocks, order=buckets)
+    offer(world, 70)
+    finish(world)
+    assert world.displaced == 0
+    figures = world.manager.figures()
+    assert figures["batches_total"] > 0
+    assert figures["bucket_splits_total"] > 0
+
+
+def test_batches_stay_together_on_their_way_to_a_prefill_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[int, set[str]] = {}
+    sizes: dict[int, int] = {}
+    receive = WorkerMachine.on_message
+
+    def spy(machine: WorkerMachine, now_s: float, sender: str, message: Message) -> bool:
+        if isinstance(message, StartSegment) and message.index == 0:
+            seen.setdefault(message.batch_id, set()).add(machine.instance)
+            sizes[message.batch_id] = sizes.get(message.batch_id, 0) + 1
+        return receive(machine, now_s, sender, message)
+
+    monkeypatch.setattr(WorkerMachine, "on_message", spy)
+    world = World(12, PD_TWICE, Disaggregated, order=buckets)
+    offer(world, 70)
+    finish(world)
+    assert all(len(workers) == 1 for workers in seen.values())
+    assert {worker for workers in seen.values() for worker in workers} == {"prefill-0", "prefill-1"}
+    assert max(sizes.values()) > 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "manager"])
+def test_kills(victim: str, seed: int) -> None:
+    world = World(20 + seed, PD_TWICE, Disaggregated, blocks=40, order=buckets, run_failure_rate=0.05)
+    offer(world, 50)
+    if victim == "manager":
+        world.at(2.5, lambda: world.kill_manager(0.4))
+    else:
+        world.at(2.2, lambda: world.kill_worker(victim, 1.5))
+    for index in range(0, 50, 9):
+        world.at(2.1 + 0.01 * index, partial(world.cancel, f"r{index}"))
+    finish(world)
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+def test_the_last_of_a_role_is_stood_in_for(victim: str) -> None:
+    world = World(30, {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}, Disaggregated, order=buckets)
+    offer(world, 30)
+    world.at(2.2, lambda: world.kill_worker(victim, None))
+    finish(world)
+
+
+def test_what_fits_nowhere_is_refused_and_blocks_nobody() -> None:
+    world = World(31, PD_TWICE, Disaggregated, blocks=8, order=buckets)
+    world.run(3.0)
+    world.submit("big", [1] * 40, 30)
+    world.submit("small", [1] * 10, 5)
+    world.run_until_quiet()
+    assert world.owned["big"].refused
+    assert world.owned["small"].finish is not None
+    world.check_outputs()

@@ -23,6 +23,7 @@ from cohort.common.types import Role
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
+NotNegativeReal = Annotated[float, msgspec.Meta(ge=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 CONFIGS_DIR = Path(__file__).resolve().parent.parent / "configs"
@@ -157,6 +158,19 @@ class BucketServeConfig(_Section, frozen=True):
     activation_bytes: NotNegative = 65_536  # device memory beside the KV cache per token of a forward; 0 = not bounded
 
 
+class BaselinesConfig(_Section, frozen=True):
+    """Options of the baseline policies (docs/papers.md, Baselines); each says which policy reads it."""
+
+    batch_size: Positive = 8  # orca, mlfq, srtf: requests in one iteration, as EcoServe §2.1 gives ORCA and FastServe
+    target_forward_tokens: NotNegative = 0  # chunked_prefill, multires: tokens that fill the device; 0 = a full step
+    prediction_padding: NotNegativeReal = 0.15  # allocation predicted: share added to the predicted output
+    queue_levels: Positive = 5  # mlfq: feedback queues
+    queue_quantum_s: NotNegativeReal = 0.0  # mlfq: quantum of the first queue, doubled from queue to queue; 0 = learned
+    queue_starvation_s: Seconds = 10.0  # mlfq: who got nothing for so long moves to the first queue
+    batch_spread: Annotated[float, msgspec.Meta(ge=1)] = 1.5  # predicted_batches: outputs within this factor
+    padded: bool = False  # predicted_batches: prompts of an iteration are computed as long as the longest
+
+
 class WorkerGroup(_Section, frozen=True):
     role: Role
     count: Positive = 1
@@ -199,6 +213,7 @@ class Config(_Section, frozen=True):
     workers: tuple[WorkerGroup, ...] = (WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE))
     policies: PolicyConfig = PolicyConfig()
     bucketserve: BucketServeConfig = BucketServeConfig()
+    baselines: BaselinesConfig = BaselinesConfig()
     gateway: GatewayConfig = GatewayConfig()
     batch: BatchConfig = BatchConfig()
     predictor: PredictorConfig = PredictorConfig()

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
 from cohort.common.policies.baselines.bounded_admission import BoundedAdmission
+from cohort.common.policies.baselines.class_round_robin import ClassRoundRobin
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
+from cohort.common.policies.baselines.draft import IterationLimits
+from cohort.common.policies.baselines.feedback_queues import SkipJoinQueues
 from cohort.common.policies.baselines.first_come import FirstCome
+from cohort.common.policies.baselines.multi_resource import MultiResource
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
-from cohort.common.policies.baselines.placements import Colocated, Disaggregated
+from cohort.common.policies.baselines.placements import Colocated, ColocatedInTurn, Disaggregated
+from cohort.common.policies.baselines.predicted_batches import PredictedBatches
+from cohort.common.policies.baselines.prefill_first import PrefillFirst
+from cohort.common.policies.baselines.ranked_batching import ArrivalRanking, RankedBatching
+from cohort.common.policies.baselines.reserved_allocation import (
+    Reservation,
+    ReservedAllocator,
+    all_positions,
+    known_positions,
+    predicted_positions,
+)
+from cohort.common.policies.baselines.shortest_remaining import ShortestRemaining
 from cohort.common.policies.bucketserve.controller import BatchController
 from cohort.common.policies.bucketserve.demand import DemandRule
 from cohort.common.policies.bucketserve.padded_prefill import PaddedPrefill
@@ -26,10 +42,13 @@ from cohort.common.policies.interface import (
 from cohort.common.types import KvGeometry
 
 ADMISSIONS = ("bounded",)
-PLACEMENTS = ("colocated", "disaggregated")
+PLACEMENTS = ("colocated", "colocated_in_turn", "disaggregated")
 PREFILL_ORDERS = ("fcfs", "buckets")
-ITERATIONS = ("continuous_batching", "padded_prefill")
-ALLOCATIONS = ("paged",)
+BASELINE_ITERATIONS = (
+    "chunked_prefill", "vllm", "orca", "srtf", "mlfq", "multires", "round_robin", "predicted_batches",
+)  # fmt: skip
+ITERATIONS = ("continuous_batching", "padded_prefill", *BASELINE_ITERATIONS)
+ALLOCATIONS = ("paged", "max", "predicted")
 WAITING_KV = ("none",)
 
 
@@ -43,6 +62,8 @@ def admission(config: Config) -> Admission:
 def placement(config: Config) -> Placement:
     name = config.policies.placement
     _known("placement", name, PLACEMENTS)
+    if name == "colocated_in_turn":
+        return ColocatedInTurn()
     return Colocated() if name == "colocated" else Disaggregated()
 
 
@@ -80,6 +101,8 @@ def late_binding(config: Config) -> LateBinding | None:
 
 def iteration(config: Config) -> IterationScheduler:
     _known("iteration", config.policies.iteration, ITERATIONS)
+    if config.policies.iteration in BASELINE_ITERATIONS:
+        return _baseline_iteration(config)
     batching = PaddedPrefill if config.policies.iteration == "padded_prefill" else ContinuousBatching
     return batching(
         max_rows=config.engine.max_rows,
@@ -89,9 +112,60 @@ def iteration(config: Config) -> IterationScheduler:
     )
 
 
+def _baseline_iteration(config: Config) -> IterationScheduler:
+    engine, options = config.engine, config.baselines
+    reservation = _reservation(config)
+    target = min(options.target_forward_tokens or engine.max_step_tokens, engine.max_step_tokens)
+    # Baselines other than these two compute prompts as a whole where an iteration can hold them.
+    whole = IterationLimits(engine.max_rows, engine.max_step_tokens, engine.max_step_tokens, engine.preemption)
+    fixed = replace(whole, max_rows=min(options.batch_size, engine.max_rows))
+    match config.policies.iteration:
+        case "chunked_prefill":
+            return ContinuousBatching(
+                max_rows=engine.max_rows, max_step_tokens=target, prefill_chunk=target, preemption=engine.preemption
+            )
+        case "vllm":
+            return PrefillFirst(whole)
+        case "orca":
+            return RankedBatching(ArrivalRanking(), fixed, reservation=reservation, evicting=False)
+        case "srtf":
+            return RankedBatching(ShortestRemaining(), fixed, reservation=reservation, evicting=True)
+        case "mlfq":
+            queues = SkipJoinQueues(
+                levels=options.queue_levels, quantum_s=options.queue_quantum_s,
+                starvation_s=options.queue_starvation_s,
+            )  # fmt: skip
+            return RankedBatching(queues, fixed, reservation=reservation, evicting=True)
+        case "multires":
+            return MultiResource(replace(whole, max_tokens=target, chunk=target), reservation=reservation)
+        case "round_robin":
+            return ClassRoundRobin(replace(whole, chunk=engine.prefill_chunk))
+        case "predicted_batches":
+            return PredictedBatches(
+                replace(whole, padded=options.padded), reservation=reservation, spread=options.batch_spread
+            )
+        case name:
+            raise AssertionError(f"{name} is no baseline")
+
+
+def _reservation(config: Config) -> Reservation:
+    """What the chosen allocation takes at admission: schedulers that plan with memory must count as it does."""
+    match config.policies.allocation:
+        case "max":
+            return all_positions
+        case "predicted":
+            return predicted_positions(config.baselines.prediction_padding)
+        case _:
+            return known_positions
+
+
 def allocation(config: Config, geometry: KvGeometry, num_blocks: int, host_blocks: int) -> KvAllocator:
     _known("allocation", config.policies.allocation, ALLOCATIONS)
-    return PagedAllocator(geometry, num_blocks, host_blocks, prefix_caching=config.kv.prefix_caching)
+    if config.policies.allocation == "paged":
+        return PagedAllocator(geometry, num_blocks, host_blocks, prefix_caching=config.kv.prefix_caching)
+    return ReservedAllocator(
+        geometry, num_blocks, host_blocks, reservation=_reservation(config), prefix_caching=config.kv.prefix_caching
+    )
 
 
 def check_names(config: Config) -> None:

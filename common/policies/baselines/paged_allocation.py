@@ -39,9 +39,14 @@ class PagedAllocator:
 
     # -- taking ------------------------------------------------------------------------------------------------
 
+    def positions_wanted(self, sequence: Sequence) -> int:
+        """Positions a sequence gets blocks for at admission and on its way back from host memory: what is known."""
+        return sequence.target
+
     def admit(self, sequence: Sequence) -> int | None:
-        # At least one position must be computed, or there are no logits to sample from.
-        return self._take(sequence.key, sequence.tokens, sequence.target, max_cached=sequence.target - 1)
+        # At least one position must be computed, or there are no logits to sample from; all, if all are wanted.
+        max_cached = 0 if sequence.scores_prompt else sequence.target - 1
+        return self._take(sequence.key, sequence.tokens, self.positions_wanted(sequence), max_cached=max_cached)
 
     def reserve(self, key: SequenceKey, tokens: Seq[int], positions: int) -> int | None:
         return self._take(key, tokens, positions, max_cached=min(positions, len(tokens)))
@@ -112,7 +117,7 @@ class PagedAllocator:
 
     def swap_in(self, sequence: Sequence) -> KvCopy | None:
         holding = self._held[sequence.key]
-        wanted = self.geometry.blocks_for(sequence.target)
+        wanted = self.geometry.blocks_for(self.positions_wanted(sequence))
         if wanted > self._pool.available:
             return None
         blocks = self._pool.allocate(wanted)

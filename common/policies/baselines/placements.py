@@ -66,6 +66,35 @@ class Colocated:
         """Keeps nothing per request."""
 
 
+class ColocatedInTurn:
+    """One segment, instances in turn whatever their load: how DynaServe routes its colocated baseline (§2.4).
+
+    An instance that could never hold the request is passed over; a wish is granted as elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self._last: InstanceId = ""
+
+    def place(
+        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: InstanceId | None
+    ) -> Placed | Wait | Impossible:
+        views = list(cluster.instances.values())
+        if not views:
+            return Wait("no worker is registered")
+        able = [view for view in views if fits(view, waiting.request)]
+        if not able:
+            return _impossible(views, waiting.request)
+        unified = sorted(v.instance for v in ([v for v in able if v.role.prefills and v.role.decodes] or able))
+        if wish in unified:
+            return Placed((Segment(0, None, wish),), "colocated as wished")
+        # By name, not by count: instances come and go, and the turn goes on behind the last one served.
+        self._last = next((name for name in unified if name > self._last), unified[0])
+        return Placed((Segment(0, None, self._last),), "colocated in turn")
+
+    def finished(self, now_s: float, request_id: RequestId) -> None:
+        """Keeps nothing per request."""
+
+
 class Disaggregated:
     """[0, P) on the prefill worker with the shortest queue, [P, ∞) on the decode worker with the most room (B8)."""
 

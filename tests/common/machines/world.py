@@ -45,13 +45,26 @@ from cohort.common.policies.interface import (
     ClusterView,
     Impossible,
     IterationPlan,
+    IterationScheduler,
+    KvAllocator,
     Placed,
     Placement,
     PrefillOrder,
     Wait,
     WaitingRequest,
 )
-from cohort.common.types import FinishReason, KvGeometry, Request, Role, SamplingParams, Segment, WorkerCapacity
+from cohort.common.policies.padding import row_padding
+from cohort.common.types import (
+    FinishReason,
+    KvGeometry,
+    Prediction,
+    Request,
+    Role,
+    SamplingParams,
+    Segment,
+    TrafficClass,
+    WorkerCapacity,
+)
 
 BLOCK = 4
 VOCABULARY = 50
@@ -114,6 +127,9 @@ class Owned:
     finish: FinishReason | None = None
     refused: bool = False
     cancelled: bool = False
+    traffic_class: TrafficClass = "rt"
+    predicted: float = 0.0
+    """0 = the workers' default."""
     finishes: int = 0
 
 
@@ -161,6 +177,8 @@ class World:
         run_failure_rate: float = 0.0,
         message_delay_s: float = 0.01,
         order: Callable[[], PrefillOrder] = lambda: FirstCome(dispatch_ahead_tokens=64),
+        scheduler: Callable[[], IterationScheduler] | None = None,
+        allocator: Callable[[KvGeometry, int, int], KvAllocator] | None = None,
     ) -> None:
         self.random = Random(seed)
         self.now_s = 0.0
@@ -169,7 +187,13 @@ class World:
         self._pair_time: dict[tuple[str, str], float] = {}
         self._placement = placement
         self._order = order
-        self._options = (blocks, host_blocks, preemption, chunk, caching)
+        self._scheduler = scheduler or (
+            lambda: ContinuousBatching(max_rows=8, max_step_tokens=32, prefill_chunk=chunk, preemption=preemption)  # type: ignore[arg-type]
+        )
+        self._allocator = allocator or (
+            lambda geometry, device, host: PagedAllocator(geometry, device, host, prefix_caching=caching)
+        )
+        self._blocks = (blocks, host_blocks)
         self._run_failure_rate = run_failure_rate
         self._message_delay_s = message_delay_s
         self.roles = roles
@@ -260,14 +284,13 @@ class World:
         self.at(back_after_s, self.start_manager)
 
     def start_worker(self, name: str) -> None:
-        blocks, host_blocks, preemption, chunk, caching = self._options
+        blocks, host_blocks = self._blocks
         self.generation[name] = self.generation.get(name, 0) + 1
         geometry = KvGeometry(1, 1, 1, 1, BLOCK)
         capacity = WorkerCapacity(self.roles[name], "m", 10_000, 1, 1, 1, 1, BLOCK, blocks, host_blocks, 8, 32)
         machine = WorkerMachine(
             name, "manager", capacity, WorkerSettings(("ucx", "zmq"), 5.0, 5.0, 2.0, 8.0),
-            ContinuousBatching(max_rows=8, max_step_tokens=32, prefill_chunk=chunk, preemption=preemption),  # type: ignore[arg-type]
-            PagedAllocator(geometry, blocks, host_blocks, prefix_caching=caching),
+            self._scheduler(), self._allocator(geometry, blocks, host_blocks),
             Random(self.random.getrandbits(32)), lambda: {"ucx": name.encode(), "zmq": name.encode()},
         )  # fmt: skip
         node = WorkerNode(
@@ -476,7 +499,8 @@ class World:
                 else:
                     node.slots[d] = node.host[h]
         sampled = []
-        for row in plan.rows:
+        padding = row_padding(plan.rows, plan.padded_to, node.machine.kv) if plan.padded_to else [0] * len(plan.rows)
+        for row, filled in zip(plan.rows, padding, strict=True):
             tokens = row.sequence.tokens
             blocks = node.machine.kv.blocks(row.sequence.key)
             for position in range(row.start + row.count):
@@ -488,6 +512,8 @@ class World:
                     )
                 else:
                     node.slots[slot] = value
+            for position in range(row.start + row.count, row.start + row.count + filled):
+                node.slots[blocks[position // BLOCK] * BLOCK + position % BLOCK] = -1  # the engine writes there too
             if row.start + row.count == row.sequence.known:
                 sampled.append(Sampled(row.sequence, next_token(tokens)))
         node.stepping = False
@@ -498,8 +524,12 @@ class World:
 
     # -- the gateway -------------------------------------------------------------------------------------------
 
-    def submit(self, name: str, prompt: list[int], max_tokens: int) -> None:
-        self.owned[name] = Owned(prompt, max_tokens, list(prompt))
+    def submit(
+        self, name: str, prompt: list[int], max_tokens: int, traffic_class: TrafficClass = "rt", predicted: float = 0.0
+    ) -> None:
+        self.owned[name] = Owned(
+            prompt, max_tokens, list(prompt), traffic_class=traffic_class, predicted=predicted
+        )
         self._submit(name)
 
     def cancel(self, name: str) -> None:
@@ -513,6 +543,8 @@ class World:
         request = Request(
             name, owned.attempt, "gateway", owned.tokens, len(owned.prompt),
             SamplingParams(max_tokens=owned.max_tokens, stop_token_ids=(STOP_TOKEN,)), self.now_s,
+            traffic_class=owned.traffic_class,
+            prediction=Prediction(*(owned.predicted,) * 4) if owned.predicted else None,
         )  # fmt: skip
         self.post("gateway", "manager", Submit(request))
 

@@ -1,0 +1,156 @@
+"""One iteration in the making: rows, budgets, and who gives way when the cache is full.
+
+Shared by the baseline schedulers, which decide only whom to offer a place and in which order. Knows nothing of queues;
+changes sequences through `cohort.common.policies.sequences` alone.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Row, Sequence
+from cohort.common.policies.sequences import preempt, resume, start
+
+RankKey = tuple[int | float | str, ...]
+Rank = Callable[[Sequence], RankKey]
+"""Lower goes first; must tell any two sequences apart."""
+
+
+def by_arrival(sequence: Sequence) -> RankKey:
+    """First come, first served within a priority."""
+    return (sequence.request.priority, sequence.arrived_s, sequence.key)
+
+
+@dataclass(frozen=True, slots=True)
+class IterationLimits:
+    """`max_rows` requests and `max_tokens` tokens in one iteration, `chunk` tokens of one prompt.
+
+    `padded`: every prompt row counts as the longest beside it (`IterationPlan.padded_to`).
+    """
+
+    max_rows: int
+    max_tokens: int
+    chunk: int
+    preemption: Literal["swap", "recompute"]
+    padded: bool = False
+
+
+class Draft:
+    """`running`: every sequence that holds KV here and may be planned or preempted."""
+
+    def __init__(self, limits: IterationLimits, kv: KvAllocator, running: Iterable[Sequence], rank: Rank) -> None:
+        self._limits = limits
+        self._kv = kv
+        self._rank = rank
+        self._holders = sorted(running, key=rank)
+        self._prefill: list[Row] = []
+        self._decode: list[Row] = []
+        self._planned: set[Sequence] = set()
+        self._evicted: set[Sequence] = set()
+        self._plan = IterationPlan()
+        self.tokens_left = limits.max_tokens
+
+    @property
+    def full(self) -> bool:
+        return self.tokens_left <= 0 or len(self._planned) >= self._limits.max_rows
+
+    @property
+    def rows(self) -> int:
+        return len(self._planned)
+
+    @property
+    def preempted(self) -> bool:
+        """Somebody lost its place in the cache in this iteration."""
+        return bool(self._evicted)
+
+    def evicted(self, sequence: Sequence) -> bool:
+        return sequence in self._evicted
+
+    def go_on(self, sequence: Sequence) -> bool:
+        """A row for a running sequence. Without a free block, lower ranks give way, at last the sequence itself."""
+        if self.full or sequence.phase is not Phase.RUNNING or sequence in self._planned or sequence.uncomputed < 1:
+            return False
+        count = self._count(sequence)
+        if not self._fits_beside(count):
+            return False
+        while not self._kv.extend(sequence, sequence.computed + count):
+            lower = self._holders[self._holders.index(sequence) :]
+            victim = next((s for s in reversed(lower) if s not in self._planned and not s.pinned), None)
+            # Lower ranks that run or are being read are waited for; the lowest of all makes room for the others.
+            if victim is None or (victim is sequence and len(lower) > 1):
+                return False
+            self._evict(victim)
+            if victim is sequence:
+                return False
+        self._add(sequence, count)
+        return True
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Blocks and a row for a waiting or swapped sequence, if there is room."""
+        if self.full or sequence in self._evicted or not self._fits_beside(self._count(sequence)):
+            return False
+        if sequence.phase is Phase.WAITING:
+            admitted = start(sequence, self._kv)
+        elif sequence.phase is Phase.SWAPPED:
+            admitted = resume(sequence, self._kv, self._plan)
+        else:
+            return False
+        if admitted:
+            insort(self._holders, sequence, key=self._rank)
+            self._add(sequence, self._count(sequence))
+        return admitted
+
+    def admit_by_force(self, sequence: Sequence, blocks: int) -> bool:
+        """`admit`, and if that fails lower ranks give way, as long as they have enough to give for `blocks`.
+
+        Nobody loses its place in the middle of its prompt: then a token is drawn between any two evictions of a
+        sequence, and however ranks change, work that is thrown away is paid for by progress.
+        """
+        if self.full or sequence in self._evicted:
+            return False
+        if self.admit(sequence):
+            return True
+        key = self._rank(sequence)
+        victims = [
+            s for s in self._holders
+            if self._rank(s) > key and s not in self._planned and not s.pinned and s.uncomputed <= 1
+        ]
+        held = self._kv.owners()
+        if self._kv.free_blocks + self._kv.cached_blocks + sum(held.get(s.key, 0) for s in victims) < blocks:
+            return False
+        for victim in reversed(victims):
+            self._evict(victim)
+            if self.admit(sequence):
+                return True
+        return False
+
+    def finish(self) -> IterationPlan:
+        plan = self._plan
+        plan.rows = self._prefill + self._decode
+        if self._limits.padded and self._prefill:
+            plan.padded_to = max(row.count for row in self._prefill)
+        plan.reason = f"{len(self._prefill)} prefill, {len(self._decode)} decode, {len(plan.preempted)} preempted"
+        return plan
+
+    def _count(self, sequence: Sequence) -> int:
+        return min(sequence.uncomputed, self._limits.chunk, self.tokens_left)
+
+    def _fits_beside(self, count: int) -> bool:
+        """Padded prompts are a rectangle, which must not have more tokens than an iteration."""
+        if not self._limits.padded or count == 1:
+            return True
+        widest = max([count, *(row.count for row in self._prefill)])
+        return (len(self._prefill) + 1) * widest + len(self._decode) <= self._limits.max_tokens
+
+    def _add(self, sequence: Sequence, count: int) -> None:
+        (self._decode if count == 1 else self._prefill).append(Row(sequence, sequence.computed, count))
+        self._planned.add(sequence)
+        self.tokens_left -= count
+
+    def _evict(self, victim: Sequence) -> None:
+        self._holders.remove(victim)
+        self._evicted.add(victim)
+        preempt(victim, self._kv, self._plan, self._limits.preemption)

@@ -1,0 +1,99 @@
+"""FastServe's skip-join multi-level feedback queue (Wu et al., 2023): a baseline of EcoServe, with five queues there.
+
+A ranking of `RankedBatching`. Queue i serves for a quantum of base · 2^i seconds; who used it up moves one queue down.
+A newcomer does not start at the top: it joins the first queue whose quantum covers its prefill (skip-join), since its
+first iteration cannot be cut short and would use up the higher quanta at once. Who got nothing for `starvation_s` is
+moved to the top, so nothing starves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cohort.common.policies.baselines.draft import RankKey
+from cohort.common.policies.interface import IterationPlan, Sequence, SequenceKey
+
+QUANTUM_RATIO = 2.0
+
+
+@dataclass(slots=True)
+class _Standing:
+    level: int
+    entered_s: float
+    """Of this level: within a level first come, first served."""
+    used_s: float
+    served_s: float
+    """When it last ran, or came."""
+
+
+class SkipJoinQueues:
+    """`quantum_s` 0: the base quantum is the mean time of an iteration without prefill, learned from `observe`.
+
+    Differs from FastServe: the prefill time of a newcomer comes from measured iterations instead of an offline profile,
+    so the first requests after a start join at the top; and what is preempted goes to host memory when its blocks are
+    needed, not ahead of that.
+    """
+
+    steady = False
+
+    def __init__(self, *, levels: int, quantum_s: float, starvation_s: float) -> None:
+        self._levels = levels
+        self._quantum_s = quantum_s
+        self._starvation_s = starvation_s
+        self._standing: dict[SequenceKey, _Standing] = {}
+        self._iteration_s = 0.0
+        self._prefill_token_s = 0.0
+        self._promotions = 0
+
+    def key(self, sequence: Sequence) -> RankKey:
+        standing = self._standing[sequence.key]
+        return (sequence.request.priority, standing.level, standing.entered_s, sequence.arrived_s, sequence.key)
+
+    def added(self, now_s: float, sequence: Sequence) -> None:
+        prefill_s = sequence.uncomputed * self._prefill_token_s if sequence.uncomputed > 1 else 0.0
+        level = next((i for i in range(self._levels) if self._quantum(i) >= prefill_s), self._levels - 1)
+        self._standing[sequence.key] = _Standing(level, now_s, 0.0, now_s)
+
+    def removed(self, sequence: Sequence) -> None:
+        self._standing.pop(sequence.key, None)
+
+    def begin(self, now_s: float, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            standing = self._standing[sequence.key]
+            if standing.level > 0 and now_s - standing.served_s > self._starvation_s:
+                self._promotions += 1
+                self._standing[sequence.key] = _Standing(0, standing.entered_s, 0.0, now_s)
+
+    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
+        prefill = sum(row.count for row in plan.rows if row.count > 1)
+        if prefill:
+            self._prefill_token_s = _mix(self._prefill_token_s, latency_s / prefill)
+        else:
+            self._iteration_s = _mix(self._iteration_s, latency_s)
+        for row in plan.rows:
+            standing = self._standing.get(row.sequence.key)
+            if standing is None:
+                continue
+            standing.served_s = now_s
+            standing.used_s += latency_s
+            if standing.used_s >= self._quantum(standing.level) and standing.level < self._levels - 1:
+                standing.level += 1
+                standing.entered_s = now_s
+                standing.used_s = 0.0
+
+    def _quantum(self, level: int) -> float:
+        return float((self._quantum_s or self._iteration_s) * QUANTUM_RATIO**level)
+
+    def figures(self) -> dict[str, float]:
+        counts = [0] * self._levels
+        for standing in self._standing.values():
+            counts[standing.level] += 1
+        return {
+            "starvation_promotions_total": float(self._promotions),
+            **{f"queue_{level}": float(count) for level, count in enumerate(counts)},
+        }
+
+
+def _mix(old: float, new: float) -> float:
+    return new if old == 0.0 else 0.9 * old + 0.1 * new

@@ -1,0 +1,80 @@
+"""MultiRes: the waiting request whose demand is nearest to what is left joins, until none fits (EcoServe §2.1).
+
+A multi-resource scheduler as clusters use them, over two resources: the device's tokens per iteration up to the target
+forward size, and the KV cache by exact allocation. Each choice looks at every waiting request, so an iteration costs
+O(n²): the paper shows that price, and `IterationLimits` does not hide it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from cohort.common.policies.baselines.draft import Draft, IterationLimits, by_arrival
+from cohort.common.policies.baselines.reserved_allocation import Reservation
+from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Sequence, SequenceKey
+
+
+class MultiResource:
+    """`limits.max_tokens` is the target forward size, `reservation` the allocator's exact allocation.
+
+    What runs goes on; swapped sequences come back first, by arrival. Then, again and again, of the waiting requests
+    that fit, the one whose demand vector (prompt tokens / target forward size, blocks / all blocks) has the smallest
+    Euclidean distance to the vector of what is left.
+
+    Differs from the paper: a prompt longer than what is left of the iteration is not excluded but begun, or it would
+    never be the turn of a long prompt while anybody decodes. Makes no other promise against starvation: a demand that
+    never is the nearest waits until the queue runs dry.
+    """
+
+    def __init__(self, limits: IterationLimits, *, reservation: Reservation) -> None:
+        self._limits = limits
+        self._reservation = reservation
+        self._sequences: dict[SequenceKey, Sequence] = {}
+
+    def add(self, now_s: float, sequence: Sequence) -> None:
+        self._sequences[sequence.key] = sequence
+
+    def remove(self, now_s: float, sequence: Sequence) -> None:
+        self._sequences.pop(sequence.key, None)
+
+    def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
+        everybody = sorted(self._sequences.values(), key=by_arrival)
+        running = [s for s in everybody if s.phase is Phase.RUNNING]
+        draft = Draft(self._limits, kv, running, by_arrival)
+        # Tokens of running answers first, so that a long prompt cannot take their place in the iteration.
+        for sequence in sorted(running, key=lambda s: s.uncomputed > 1):
+            draft.go_on(sequence)
+        if draft.preempted:
+            return draft.finish()
+        for sequence in everybody:
+            if sequence.phase is Phase.SWAPPED and not draft.admit(sequence):
+                return draft.finish()
+        waiting = [s for s in everybody if s.phase is Phase.WAITING]
+        while waiting and not draft.full:
+            chosen = self._nearest(waiting, kv, draft)
+            if chosen is None or not draft.admit(chosen):
+                break
+            waiting.remove(chosen)
+        return draft.finish()
+
+    def _nearest(self, waiting: list[Sequence], kv: KvAllocator, draft: Draft) -> Sequence | None:
+        free_blocks = kv.free_blocks + kv.cached_blocks
+        tokens_left = draft.tokens_left / self._limits.max_tokens
+        blocks_left = free_blocks / kv.total_blocks
+        nearest: Sequence | None = None
+        smallest = math.inf
+        for sequence in waiting:
+            blocks = kv.geometry.blocks_for(self._reservation(sequence))
+            if blocks > free_blocks:
+                continue
+            tokens = min(sequence.uncomputed, self._limits.max_tokens) / self._limits.max_tokens
+            distance = math.hypot(tokens_left - tokens, blocks_left - blocks / kv.total_blocks)
+            if distance < smallest:  # of equals the earliest: they come in order of arrival
+                nearest, smallest = sequence, distance
+        return nearest
+
+    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
+        """Demands, not times, decide."""
+
+    def figures(self) -> dict[str, float]:
+        return {"swapped": float(sum(1 for s in self._sequences.values() if s.phase is Phase.SWAPPED))}

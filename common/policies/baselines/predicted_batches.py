@@ -1,0 +1,91 @@
+"""UELLM-like: batches of requests with similar predicted outputs, each run to its end before the next begins.
+
+The colocated baseline of BucketServe (§V-A): predicts, batches by the prediction, couples prefill and decode, and does
+not adapt while a batch runs. The oldest waiting request opens a batch, so nothing starves; its company is whoever is
+predicted nearest to it, as many as rows and, by exact allocation, memory allow.
+"""
+
+from __future__ import annotations
+
+from cohort.common.policies.baselines.draft import Draft, IterationLimits, by_arrival
+from cohort.common.policies.baselines.reserved_allocation import Reservation
+from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Sequence, SequenceKey
+
+
+class PredictedBatches:
+    """`spread`: predicted outputs of a batch lie within a factor of so much of the oldest one's. With `limits.padded`
+    prompts are computed as rectangles, as without variable-length kernels.
+
+    First all prompts, then all tokens; who is done leaves, nobody joins. Differs from UELLM: its device mapping and its
+    fine-tuned predictor are other seats' business, its latency term is left out of the grouping, and rows that are done
+    are not computed on. Sequences that came by hand-over join the batch that runs.
+    """
+
+    def __init__(self, limits: IterationLimits, *, reservation: Reservation, spread: float) -> None:
+        self._limits = limits
+        self._reservation = reservation
+        self._spread = spread
+        self._sequences: dict[SequenceKey, Sequence] = {}
+        self._batch: set[SequenceKey] = set()
+        self._batches = 0
+
+    def add(self, now_s: float, sequence: Sequence) -> None:
+        self._sequences[sequence.key] = sequence
+        if sequence.phase is Phase.RUNNING:
+            self._batch.add(sequence.key)
+
+    def remove(self, now_s: float, sequence: Sequence) -> None:
+        self._sequences.pop(sequence.key, None)
+        self._batch.discard(sequence.key)
+
+    def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
+        if not self._batch and self._sequences:
+            self._batch = self._next_batch(kv)
+            self._batches += 1
+        members = sorted((self._sequences[key] for key in self._batch), key=by_arrival)
+        draft = Draft(self._limits, kv, (s for s in members if s.phase is Phase.RUNNING), by_arrival)
+        for sequence in members:
+            if sequence.uncomputed > 1:
+                draft.go_on(sequence)
+        self._admit(members, Phase.WAITING, draft)
+        if draft.rows:
+            return draft.finish()
+        for sequence in members:
+            draft.go_on(sequence)
+        self._admit(members, Phase.SWAPPED, draft)
+        return draft.finish()
+
+    def _admit(self, members: list[Sequence], phase: Phase, draft: Draft) -> None:
+        for sequence in members:
+            if sequence.phase is phase and (draft.preempted or not draft.admit(sequence)):
+                return
+
+    def _next_batch(self, kv: KvAllocator) -> set[SequenceKey]:
+        waiting = sorted(self._sequences.values(), key=by_arrival)
+        oldest = waiting[0]
+        wanted = max(1.0, oldest.predicted)
+        similar = [
+            s for s in waiting[1:]
+            if s.request.priority == oldest.request.priority
+            and wanted / self._spread <= max(1.0, s.predicted) <= wanted * self._spread
+        ]
+        similar.sort(key=lambda s: abs(s.predicted - wanted))  # stable: of equals the earliest
+        blocks_left = kv.free_blocks + kv.cached_blocks
+        batch: set[SequenceKey] = set()
+        for sequence in [oldest, *similar]:
+            blocks = kv.geometry.blocks_for(self._reservation(sequence))
+            if batch and (blocks > blocks_left or len(batch) >= self._limits.max_rows):
+                break
+            blocks_left -= blocks
+            batch.add(sequence.key)
+        return batch
+
+    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
+        """A batch is not adapted while it runs."""
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "batch": float(len(self._batch)),
+            "batches_total": float(self._batches),
+            "swapped": float(sum(1 for s in self._sequences.values() if s.phase is Phase.SWAPPED)),
+        }

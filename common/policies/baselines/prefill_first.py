@@ -1,0 +1,88 @@
+"""vLLM's first scheduler (Kwon et al., SOSP 2023): batches of whole prompts first, else one decode step for everybody.
+
+The vLLM baseline of BROS and EcoServe: block allocation on demand, first come first served, an iteration is either
+prefill or decode. While somebody is swapped out no new prompt is let in. When a decoding sequence finds no block
+the latest gives way, by swap or recomputation. The earliest always advances, so nothing starves; but prompts that keep
+coming stall the tokens of running answers, which is what the comparisons are about.
+"""
+
+from __future__ import annotations
+
+from cohort.common.policies.baselines.draft import Draft, IterationLimits, by_arrival
+from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Sequence, SequenceKey
+
+WATERMARK = 0.01
+"""Share of the cache that a newcomer must leave free, or it would push somebody out at once."""
+
+
+class PrefillFirst:
+    """`limits.max_rows` bounds all running sequences, `limits.max_tokens` the prompts of one prefill batch.
+
+    Differs from vLLM: a prompt of more tokens than an iteration may have is computed in several (vLLM refuses it), and
+    sequences that came by hand-over run with the others.
+    """
+
+    def __init__(self, limits: IterationLimits) -> None:
+        self._limits = limits
+        self._sequences: dict[SequenceKey, Sequence] = {}
+
+    def add(self, now_s: float, sequence: Sequence) -> None:
+        self._sequences[sequence.key] = sequence
+
+    def remove(self, now_s: float, sequence: Sequence) -> None:
+        self._sequences.pop(sequence.key, None)
+
+    def _in(self, phase: Phase) -> list[Sequence]:
+        return sorted((s for s in self._sequences.values() if s.phase is phase), key=by_arrival)
+
+    def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
+        running, swapped = self._in(Phase.RUNNING), self._in(Phase.SWAPPED)
+        draft = Draft(self._limits, kv, running, by_arrival)
+        self._prefill(draft, kv, running, swapped)
+        if draft.rows:
+            return draft.finish()
+        for sequence in running:
+            draft.go_on(sequence)
+        if not draft.preempted:
+            for sequence in swapped:
+                if not self._leaves_room(sequence, kv, len(running)) or not draft.admit(sequence):
+                    break
+        return draft.finish()
+
+    def _prefill(self, draft: Draft, kv: KvAllocator, running: list[Sequence], swapped: list[Sequence]) -> None:
+        """Prompts begun in an earlier iteration, then waiting ones as a whole, as many as fit."""
+        for sequence in running:
+            if sequence.uncomputed > 1:
+                draft.go_on(sequence)
+        if swapped or draft.preempted:
+            return
+        alive = len(running)
+        for sequence in self._in(Phase.WAITING):
+            whole = sequence.target <= draft.tokens_left or draft.rows == 0
+            if alive >= self._limits.max_rows or not whole or not self._leaves_room(sequence, kv, alive):
+                return
+            if not draft.admit(sequence):
+                return
+            alive += 1
+
+    def _leaves_room(self, sequence: Sequence, kv: KvAllocator, alive: int) -> bool:
+        spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
+        return alive == 0 or spare >= WATERMARK * kv.total_blocks
+
+    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
+        """First come, first served needs no cost model."""
+
+    def repeats(self, plan: IterationPlan, kv: KvAllocator) -> bool:
+        """Everybody who runs decodes, and the first who waits finds no place: that stays so while they grow."""
+        if plan.preempted or plan.copies or any(row.count != 1 for row in plan.rows):
+            return False
+        running, waiting = self._in(Phase.RUNNING), self._in(Phase.WAITING)
+        if len(running) != len(plan.rows) or len(running) + len(waiting) != len(self._sequences):
+            return False
+        if any(row.sequence.phase is not Phase.RUNNING for row in plan.rows):
+            return False
+        full = len(running) >= self._limits.max_rows
+        return not waiting or full or not self._leaves_room(waiting[0], kv, len(running))
+
+    def figures(self) -> dict[str, float]:
+        return {"swapped": float(len(self._in(Phase.SWAPPED)))}

@@ -1,0 +1,126 @@
+"""Iteration-level scheduling by rank: in every iteration the best ranked sequences run, whoever they are.
+
+The frame of three baselines, which differ in their `Ranking` alone: arrival (ORCA), shortest remaining output (SRTF),
+feedback queues (FastServe). A running sequence that is not in the plan keeps its KV. With `evicting`, a better ranked
+newcomer takes the place in the cache of worse ranked sequences; without, it waits until somebody ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from cohort.common.policies.baselines.draft import Draft, IterationLimits, RankKey, by_arrival
+from cohort.common.policies.baselines.reserved_allocation import Reservation
+from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Sequence, SequenceKey
+
+
+class Ranking(Protocol):
+    steady: bool
+    """The order of sequences that run together never changes while they do."""
+
+    def key(self, sequence: Sequence) -> RankKey:
+        """Lower goes first; tells any two sequences apart; fixed from `begin` to the end of the iteration."""
+
+    def added(self, now_s: float, sequence: Sequence) -> None: ...
+
+    def removed(self, sequence: Sequence) -> None: ...
+
+    def begin(self, now_s: float, sequences: Iterable[Sequence]) -> None:
+        """An iteration is about to be planned from these."""
+
+    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None: ...
+
+    def figures(self) -> dict[str, float]: ...
+
+
+class ArrivalRanking:
+    """ORCA's order (its Algorithm 1): first come, first served within a priority."""
+
+    steady = True
+
+    def key(self, sequence: Sequence) -> RankKey:
+        return by_arrival(sequence)
+
+    def added(self, now_s: float, sequence: Sequence) -> None:
+        """Arrival is in the sequence."""
+
+    def removed(self, sequence: Sequence) -> None:
+        """Nothing is kept."""
+
+    def begin(self, now_s: float, sequences: Iterable[Sequence]) -> None:
+        """Arrivals do not change."""
+
+    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
+        """Needs no cost model."""
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+
+class RankedBatching:
+    """`reservation` is the allocator's: it says how many blocks a newcomer will ask for.
+
+    ORCA (Yu et al., OSDI 2022, Algorithm 1) is this with `ArrivalRanking`, max-allocation, its fixed batch size as
+    `max_rows`, whole prompts, and no eviction. Differs from ORCA: a prompt of more tokens than an iteration may have is
+    computed in several, and a sequence that came by hand-over and finds no block makes the latest give way.
+    """
+
+    def __init__(
+        self, ranking: Ranking, limits: IterationLimits, *, reservation: Reservation, evicting: bool
+    ) -> None:
+        self._ranking = ranking
+        self._limits = limits
+        self._reservation = reservation
+        self._evicting = evicting
+        self._sequences: dict[SequenceKey, Sequence] = {}
+
+    def add(self, now_s: float, sequence: Sequence) -> None:
+        self._sequences[sequence.key] = sequence
+        self._ranking.added(now_s, sequence)
+
+    def remove(self, now_s: float, sequence: Sequence) -> None:
+        if self._sequences.pop(sequence.key, None) is not None:
+            self._ranking.removed(sequence)
+
+    def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
+        everybody = list(self._sequences.values())
+        self._ranking.begin(now_s, everybody)
+        draft = Draft(
+            self._limits, kv, (s for s in everybody if s.phase is Phase.RUNNING), self._ranking.key
+        )
+        queue_stands = False
+        for sequence in sorted(everybody, key=self._ranking.key):
+            if draft.full:
+                break
+            if sequence.phase is Phase.RUNNING:
+                draft.go_on(sequence)
+            elif not queue_stands:
+                # Nobody of a worse rank overtakes who does not fit, or large requests would wait forever.
+                queue_stands = not self._admit(sequence, kv, draft)
+        return draft.finish()
+
+    def _admit(self, sequence: Sequence, kv: KvAllocator, draft: Draft) -> bool:
+        if not self._evicting:
+            # Who runs out of blocks must find them next time: no newcomer in such an iteration.
+            return not draft.preempted and draft.admit(sequence)
+        return draft.admit_by_force(sequence, kv.geometry.blocks_for(self._reservation(sequence)))
+
+    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
+        self._ranking.observe(now_s, plan, latency_s)
+
+    def repeats(self, plan: IterationPlan, kv: KvAllocator) -> bool:
+        """Everybody decodes in this plan, or its rows are all there are and nobody can push anybody out."""
+        if not self._ranking.steady or plan.preempted or plan.copies or any(row.count != 1 for row in plan.rows):
+            return False
+        if any(row.sequence.phase is not Phase.RUNNING for row in plan.rows):
+            return False
+        if len(plan.rows) == len(self._sequences):
+            return True
+        running = sum(1 for s in self._sequences.values() if s.phase is Phase.RUNNING)
+        full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
+        return full and running == len(plan.rows) and not self._evicting
+
+    def figures(self) -> dict[str, float]:
+        swapped = sum(1 for s in self._sequences.values() if s.phase is Phase.SWAPPED)
+        return {"swapped": float(swapped), **self._ranking.figures()}

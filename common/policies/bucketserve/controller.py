@@ -29,6 +29,7 @@ class _Target:
     blocks: int
     floor: int
     idle: bool
+    block_size: int
 
 
 @dataclass(slots=True)
@@ -40,6 +41,7 @@ class _Prefiller:
     blocks: int
     idle: bool
     forward_tokens: int
+    block_size: int
 
 
 class Round:
@@ -57,6 +59,8 @@ class Round:
         self._now_s = now_s
         self._padded = padded
         self._worker: _Prefiller | None = None
+        self._unified: _Target | None = None
+        """The present worker's own target, where it decodes itself."""
         self._rows = 0
         self._longest = 0
         self._tokens = 0
@@ -67,7 +71,9 @@ class Round:
         if self._worker is None or self._worker.tokens <= 0:
             return None
         self._rows = self._longest = self._tokens = 0
-        return self._worker.view.instance
+        instance = self._worker.view.instance
+        self._unified = self._targets.get(instance)
+        return instance
 
     def set_aside(self) -> None:
         """The present worker cannot take the next request: go on without it in this round."""
@@ -88,12 +94,12 @@ class Round:
         tokens = (self._rows + 1) * longest if self._padded else self._tokens + prompt_tokens
         if not first and (tokens > worker.forward_tokens or prompt_tokens > worker.tokens):
             return False
-        unified = self._targets.get(worker.view.instance)
+        unified = self._unified
         target = unified or self._most_room()
-        blocks = target.view.capacity.geometry.blocks_for(span_tokens)
+        blocks = -(-span_tokens // target.block_size)
         if target.blocks - blocks < (0 if online else target.floor) and not target.idle:
             return False
-        prompt_blocks = worker.view.capacity.geometry.blocks_for(prompt_tokens)
+        prompt_blocks = -(-prompt_tokens // worker.block_size)
         if unified is None and worker.blocks < prompt_blocks and not worker.idle:
             return False
         target.blocks -= blocks
@@ -153,14 +159,14 @@ class BatchController:
         decoding = [v for v in fresh if v.role.decodes] or fresh
         held_back = self.demand.kept_free(cluster)
         targets = [
-            _Target(view, blocks, int(held_back * blocks), self._memory.idle(view))
+            _Target(view, blocks, int(held_back * blocks), self._memory.idle(view), view.capacity.block_size)
             for view, blocks in ((view, self._safe_blocks(view)) for view in decoding)
         ]
         self.safe_memory_bytes = sum(t.blocks * t.view.capacity.geometry.block_bytes for t in targets)
         prefillers = [
             _Prefiller(
                 v, self._ahead - v.queued_prefill_tokens, self._safe_blocks(v), self._memory.idle(v),
-                self._forward_tokens(v),
+                self._forward_tokens(v), v.capacity.block_size,
             )
             for v in (prefilling if targets else [])
         ]  # fmt: skip
@@ -182,8 +188,8 @@ class BatchController:
         return min(self.max_batch, expected)
 
     def _safe_blocks(self, view: InstanceView) -> int:
-        block_bytes = view.capacity.geometry.block_bytes
-        return safe_bytes(self._memory.remaining_blocks(view) * block_bytes, self._reserve) // block_bytes
+        """M_safe of Eq. 5 in whole blocks."""
+        return safe_bytes(self._memory.remaining_blocks(view), self._reserve)
 
     def _forward_tokens(self, view: InstanceView) -> int:
         """Tokens of one prefill batch: one iteration, and no more than the device's free memory holds."""

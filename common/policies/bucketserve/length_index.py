@@ -1,11 +1,11 @@
 """Waiting requests by length: the oldest, shortest or longest of any range of lengths in O(log cells).
 
-Lengths fall into cells of equal width (a bucket is a range of cells). A segment tree over the cells keeps per node how
-many requests wait below it and which of them is due first; a cell's requests lie in a heap with lazy deletion. So a
-bucket never owns a list: splitting and merging buckets moves no request (B5, B11). Owned by `prefill_order.py`, one
-index per task class; decides nothing.
+Lengths fall into cells of equal width (a bucket is a range of cells). A segment tree over the cells keeps per node
+which request below it is due first; a cell's requests lie in a heap with lazy deletion; cells and groups of cells are
+counted. So a bucket never owns a list: splitting and merging buckets moves no request (B5, B11). Owned by
+`prefill_order.py`, one index per task class; decides nothing.
 
-Invariant: `count[node]` and `best[node]` equal what a walk over the node's live entries finds; `check()` compares.
+Invariant: counts and `best[node]` equal what a walk over the live entries finds; `check()` compares.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ Entry = tuple[float, int]
 """(due in seconds, serial number): earlier is more urgent, the serial breaks ties and names the request."""
 
 _NOBODY: Entry = (inf, 0)
+_GROUP = 64
+"""Cells counted together, so that counting a range adds up a few dozen numbers."""
 
 
 class LengthIndex:
@@ -27,50 +29,53 @@ class LengthIndex:
         while leaves < cells:
             leaves *= 2
         self._leaves = leaves
-        self._count = [0] * (2 * leaves)
+        self._counts = [0] * leaves
+        self._group_counts = [0] * (leaves // _GROUP + 1)
+        self._total = 0
         self._best: list[Entry] = [_NOBODY] * (2 * leaves)
         self._heaps: dict[int, list[Entry]] = {}
         self._dead: set[int] = set()
 
     def __len__(self) -> int:
-        return self._count[1]
+        return self._total
 
     @property
     def oldest(self) -> Entry | None:
         """Due first among all."""
-        return self._best[1] if self._count[1] else None
+        return self._best[1] if self._total else None
 
     def add(self, cell: int, entry: Entry) -> None:
         heappush(self._heaps.setdefault(cell, []), entry)
-        count, best = self._count, self._best
+        self._counts[cell] += 1
+        self._group_counts[cell // _GROUP] += 1
+        self._total += 1
+        best = self._best
         node = cell + self._leaves
-        while node:
-            count[node] += 1
-            if entry < best[node]:
-                best[node] = entry
+        while node and entry < best[node]:  # whoever is due before it here is so all the way up
+            best[node] = entry
             node >>= 1
 
     def remove(self, cell: int, entry: Entry) -> None:
         """`entry` must be in `cell`."""
         heap = self._heaps[cell]
-        if heap[0] == entry:
-            heappop(heap)
-            while heap and heap[0][1] in self._dead:
-                self._dead.discard(heappop(heap)[1])
-        else:
+        self._counts[cell] -= 1
+        self._group_counts[cell // _GROUP] -= 1
+        self._total -= 1
+        if heap[0] != entry:  # it stood in nobody's way
             self._dead.add(entry[1])
-        count, best = self._count, self._best
+            if len(heap) > 2 * self._counts[cell] + 8:  # mostly cancelled: forget them before they pile up
+                self._compact(cell)
+            return
+        heappop(heap)
+        while heap and heap[0][1] in self._dead:
+            self._dead.discard(heappop(heap)[1])
+        best = self._best
         node = cell + self._leaves
-        count[node] -= 1
-        if len(heap) > 2 * count[node] + 8:  # mostly cancelled: forget them before they pile up
-            self._compact(cell)
-            heap = self._heaps[cell]
         best[node] = heap[0] if heap else _NOBODY
         if not heap:
             del self._heaps[cell]
         node >>= 1
-        while node:
-            count[node] -= 1
+        while node and best[node] == entry:  # where it was not the first, it is not so further up
             left, right = best[2 * node], best[2 * node + 1]
             best[node] = left if left < right else right
             node >>= 1
@@ -83,18 +88,14 @@ class LengthIndex:
 
     def count(self, low: int, high: int) -> int:
         """Requests in cells [low, high)."""
-        total = 0
-        low, high = low + self._leaves, high + self._leaves
-        while low < high:
-            if low & 1:
-                total += self._count[low]
-                low += 1
-            if high & 1:
-                high -= 1
-                total += self._count[high]
-            low >>= 1
-            high >>= 1
-        return total
+        first, last = -(-low // _GROUP), high // _GROUP  # whole groups
+        if first >= last:
+            return sum(self._counts[low:high])
+        return (
+            sum(self._counts[low : first * _GROUP])
+            + sum(self._group_counts[first:last])
+            + sum(self._counts[last * _GROUP : high])
+        )
 
     def first_due(self, low: int, high: int) -> Entry | None:
         """The most urgent in cells [low, high); None if nobody is there."""
@@ -116,20 +117,22 @@ class LengthIndex:
 
     def shortest(self, low: int, high: int) -> Entry | None:
         """The most urgent of the lowest occupied cell in [low, high)."""
+        best = self._best
         for node in self._cover(low, high):
-            if self._count[node]:
+            if best[node] is not _NOBODY:
                 while node < self._leaves:
-                    node = 2 * node if self._count[2 * node] else 2 * node + 1
-                return self._best[node]
+                    node = 2 * node if best[2 * node] is not _NOBODY else 2 * node + 1
+                return best[node]
         return None
 
     def longest(self, low: int, high: int) -> Entry | None:
         """The most urgent of the highest occupied cell in [low, high)."""
+        best = self._best
         for node in reversed(self._cover(low, high)):
-            if self._count[node]:
+            if best[node] is not _NOBODY:
                 while node < self._leaves:
-                    node = 2 * node + 1 if self._count[2 * node + 1] else 2 * node
-                return self._best[node]
+                    node = 2 * node + 1 if best[2 * node + 1] is not _NOBODY else 2 * node
+                return best[node]
         return None
 
     def _cover(self, low: int, high: int) -> list[int]:
@@ -152,12 +155,13 @@ class LengthIndex:
         """Raises `InvariantViolated` when a node disagrees with the entries below it."""
         for cell in range(self._leaves):
             live = [entry for entry in self._heaps.get(cell, []) if entry[1] not in self._dead]
-            node = cell + self._leaves
-            if self._count[node] != len(live) or self._best[node] != min(live, default=_NOBODY):
-                raise InvariantViolated(f"cell {cell}: counted {self._count[node]}, found {len(live)}")
+            if self._counts[cell] != len(live) or self._best[cell + self._leaves] != min(live, default=_NOBODY):
+                raise InvariantViolated(f"cell {cell}: counted {self._counts[cell]}, found {len(live)}")
+        for group, count in enumerate(self._group_counts):
+            if count != sum(self._counts[group * _GROUP : (group + 1) * _GROUP]):
+                raise InvariantViolated(f"group {group}: count differs from its cells")
+        if self._total != sum(self._counts):
+            raise InvariantViolated(f"counted {self._total} in all, {sum(self._counts)} by cells")
         for node in range(1, self._leaves):
-            left, right = 2 * node, 2 * node + 1
-            if self._count[node] != self._count[left] + self._count[right]:
-                raise InvariantViolated(f"node {node}: count differs from its children")
-            if self._best[node] != min(self._best[left], self._best[right]):
+            if self._best[node] != min(self._best[2 * node], self._best[2 * node + 1]):
                 raise InvariantViolated(f"node {node}: not the first due of its children")

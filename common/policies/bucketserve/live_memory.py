@@ -41,6 +41,8 @@ class _Account:
 class LiveMemory:
     def __init__(self) -> None:
         self._accounts: dict[InstanceId, _Account] = {}
+        self._recent: set[RequestId] = set()
+        """Everything that may have a promise; most requests that are asked about have none."""
 
     def update(self, now_s: float, cluster: ClusterView) -> None:
         """Take the newest reports in. Costs nothing for a worker that has not reported since."""
@@ -56,8 +58,18 @@ class LiveMemory:
                 for work in view.figures.queue:
                     account.forget(work.request_id)
             if account is not None:
-                for request_id in [r for r, (until_s, _) in account.promised.items() if until_s <= now_s]:
-                    account.forget(request_id)
+                self._expire(now_s, account)
+        if len(self._recent) > 64 and not any(account.promised for account in self._accounts.values()):
+            self._recent.clear()
+
+    @staticmethod
+    def _expire(now_s: float, account: _Account) -> None:
+        """Promises are made in order of time, so the overdue ones come first."""
+        while account.promised:
+            request_id, (until_s, _) = next(iter(account.promised.items()))
+            if until_s > now_s:
+                return
+            account.forget(request_id)
 
     def remaining_blocks(self, view: InstanceView) -> int:
         """M_remain of Eq. 5 in blocks; never negative."""
@@ -71,15 +83,20 @@ class LiveMemory:
         return here == 0 and not self._accounts[view.instance].promised
 
     def promise(self, now_s: float, instance: InstanceId, request_id: RequestId, blocks: int) -> None:
+        """`blocks` of `instance` are this request's from now on."""
         account = self._accounts[instance]
-        account.forget(request_id)
+        if request_id in self._recent:
+            account.forget(request_id)
         account.promised[request_id] = (now_s + PROMISE_S, blocks)
         account.promised_blocks += blocks
+        self._recent.add(request_id)
 
     def withdraw(self, request_id: RequestId) -> None:
         """It was not placed after all."""
-        for account in self._accounts.values():
-            account.forget(request_id)
+        if request_id in self._recent:
+            self._recent.discard(request_id)
+            for account in self._accounts.values():
+                account.forget(request_id)
 
 
 def _growth_blocks(view: InstanceView) -> int:

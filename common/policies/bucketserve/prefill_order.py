@@ -36,6 +36,8 @@ _RECENT = 0.98
 @dataclass(slots=True)
 class _Item:
     waiting: WaitingRequest
+    name: RequestId
+    online: bool
     prompt_tokens: int
     span_tokens: int
     cell: int
@@ -64,7 +66,7 @@ class BucketedPrefill:
         self._settings = settings
         self._controller = controller
         self._items: dict[RequestId, _Item] = {}
-        self._serials: dict[int, RequestId] = {}
+        self._serials: dict[int, _Item] = {}
         self._next_serial = 0
         self._next_batch = 1
         self._prompt_tokens = 0
@@ -89,9 +91,10 @@ class BucketedPrefill:
         settings = self._settings
         self._next_serial += 1
         due = due_s(request, priority_step_s=settings.priority_step_s, offline_delay_s=settings.offline_delay_s)
-        item = _Item(waiting, tokens, self._span(waiting), 0, (due, self._next_serial))
-        self._items[waiting.request_id] = item
-        self._serials[self._next_serial] = waiting.request_id
+        entry = (due, self._next_serial)
+        item = _Item(waiting, request.request_id, request.online, tokens, self._span(waiting), 0, entry)
+        self._items[item.name] = item
+        self._serials[self._next_serial] = item
         self._prompt_tokens += tokens
         self._span_tokens += item.span_tokens
         self._histogram.add(tokens)
@@ -151,16 +154,14 @@ class BucketedPrefill:
         leader = self._leader()
         bucket = self._buckets.bucket_of(leader.cell)
         if not self._could_ever_run(leader, cluster):  # placement will say so to its client
-            self._take(leader)
+            self._forget(leader.name)
             return self._dispatch([leader], None, "fits no worker")
         batch: list[_Item] = []
         item: _Item | None = leader
         while item is not None and len(batch) < self._controller.max_batch:
-            if not room.take(
-                item.waiting.request_id, item.prompt_tokens, item.span_tokens, online=item.waiting.request.online
-            ):
+            if not room.take(item.name, item.prompt_tokens, item.span_tokens, online=item.online):
                 break
-            self._take(item)
+            self._forget(item.name)
             batch.append(item)
             item = self._next_of(bucket)
         if not batch:
@@ -170,7 +171,7 @@ class BucketedPrefill:
 
     def _leader(self) -> _Item:
         heads = [entry for entry in (self._online.oldest, self._offline.oldest) if entry is not None]
-        return self._items[self._serials[min(heads)[1]]]
+        return self._serials[min(heads)[1]]
 
     def _next_of(self, bucket: Bucket) -> _Item | None:
         low, high = bucket.low, bucket.high
@@ -183,7 +184,7 @@ class BucketedPrefill:
                     entry = self._offline.shortest(low, high)
                 case "ljf":
                     entry = self._offline.longest(low, high)
-        return None if entry is None else self._items[self._serials[entry[1]]]
+        return None if entry is None else self._serials[entry[1]]
 
     def _dispatch(self, batch: list[_Item], instance: InstanceId | None, reason: str) -> Dispatch:
         lengths = [item.prompt_tokens for item in batch]
@@ -193,19 +194,19 @@ class BucketedPrefill:
         self._batched += len(batch)
         self._real_tokens += sum(lengths)
         self._padding_tokens += max(lengths) * len(lengths) - sum(lengths)
-        dispatch = Dispatch(tuple(item.waiting.request_id for item in batch), self._next_batch, instance, reason)
+        dispatch = Dispatch(tuple(item.name for item in batch), self._next_batch, instance, reason)
         self._next_batch += 1
         return dispatch
 
     @staticmethod
     def _could_ever_run(item: _Item, cluster: ClusterView) -> bool:
         request = item.waiting.request
-        longest = request.prompt_tokens + request.sampling.max_tokens
-        return any(
-            longest <= v.capacity.max_model_len
-            and v.capacity.geometry.blocks_for(request.max_positions) <= v.capacity.num_blocks
-            for v in cluster.instances.values()
-        )
+        positions = request.max_positions
+        for view in cluster.instances.values():
+            capacity = view.capacity
+            if positions < capacity.max_model_len and positions <= capacity.num_blocks * capacity.block_size:
+                return True
+        return False
 
     # -- buckets -----------------------------------------------------------------------------------------------
 
@@ -273,11 +274,8 @@ class BucketedPrefill:
 
     def _insert(self, item: _Item) -> None:
         item.cell = self._buckets.cell_of(item.prompt_tokens)
-        (self._online if item.waiting.request.online else self._offline).add(item.cell, item.entry)
+        (self._online if item.online else self._offline).add(item.cell, item.entry)
         self._buckets.added(item.cell)
-
-    def _take(self, item: _Item) -> None:
-        self._forget(item.waiting.request_id)
 
     def _forget(self, request_id: RequestId) -> None:
         item = self._items.pop(request_id, None)
@@ -286,7 +284,7 @@ class BucketedPrefill:
         del self._serials[item.entry[1]]
         self._prompt_tokens -= item.prompt_tokens
         self._span_tokens -= item.span_tokens
-        (self._online if item.waiting.request.online else self._offline).remove(item.cell, item.entry)
+        (self._online if item.online else self._offline).remove(item.cell, item.entry)
         self._buckets.removed(item.cell)
 
     # -- figures -----------------------------------------------------------------------------------------------

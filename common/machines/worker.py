@@ -141,6 +141,8 @@ class WorkerMachine:
         self.counters = WorkerCounters()
         self.kv = kv
         self.scheduler = scheduler
+        by_block = isinstance(kv, GrowsByBlock) and kv.grows_by_block
+        self._foreseeing = scheduler if by_block and isinstance(scheduler, ForeseesDecisions) else None
         self._settings = settings
         self._random = random
         self._link_addresses = link_addresses  # asked for every grant: a link may have to move
@@ -368,10 +370,8 @@ class WorkerMachine:
         """Whether the plan in flight will repeat itself, row by row one position on, until something happens: for
         hosts with virtual time, who may then run several iterations as one (`repeat`)."""
         plan = self._in_flight
-        scheduler, kv = self.scheduler, self.kv
-        if plan is None or self._offers or self._doomed or not plan.rows:
-            return False
-        if not isinstance(scheduler, ForeseesDecisions) or not isinstance(kv, GrowsByBlock) or not kv.grows_by_block:
+        scheduler = self._foreseeing
+        if scheduler is None or plan is None or self._offers or self._doomed or not plan.rows:
             return False
         for row in plan.rows:
             sequence = row.sequence
@@ -384,7 +384,7 @@ class WorkerMachine:
                 or sequence.phase is not Phase.RUNNING
             ):
                 return False
-        return scheduler.repeats(plan, kv)
+        return scheduler.repeats(plan, self.kv)
 
     def fitting_repetitions(self, wanted: int) -> int:
         """How many of `wanted` iterations after the one in flight find blocks without anybody being preempted."""

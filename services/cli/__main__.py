@@ -21,6 +21,10 @@ COMMANDS = {
     "serve": "start a whole pipeline on this machine and watch over it",
     "status": "what is running: processes, queues, KV use",
     "bench": "measure any OpenAI-style server",
+    "simulate": "replay traffic on a cluster that need not exist",
+    "advise": "which preset, roles and settings suit a traffic and a cluster",
+    "reproduce": "the papers' figures beside ours",
+    "profile": "measure this machine's engine: points for the simulator's cost model",
 }
 
 DESCRIPTION = """\

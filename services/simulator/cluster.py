@@ -48,7 +48,7 @@ from cohort.common.policies.cost_model import CostModel, ModelShape
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.types import KvGeometry, Role, WorkerCapacity
 from cohort.common.workloads.closed_loop import ClosedLoopUsers
-from cohort.common.workloads.items import Workload, WorkItem
+from cohort.common.workloads.items import WorkItem, Workload
 from cohort.services.simulator.events import Events
 from cohort.services.simulator.gateway import OUTPUT_TOKEN, PredictorKind, SimGateway
 from cohort.services.simulator.hardware import Cluster
@@ -63,13 +63,14 @@ _GATEWAY_BEAT_S = 1.0
 @dataclass(frozen=True, slots=True)
 class SimOptions:
     """`max_tokens`: what clients ask for at most; 0 = what the context leaves. `horizon_s`: virtual time after which
-    the run ends even if requests are left."""
+    the run ends even if requests are left. `warmup_s`: figures count from then on."""
 
     seed: int = 0
     predictor: PredictorKind = "oracle"
     predictor_sigma: float = 0.0
     max_tokens: int = 0
     horizon_s: float = float("inf")
+    warmup_s: float = 0.0
     jump: bool = True
 
 
@@ -88,6 +89,26 @@ class WallTime:
             self.longest_s = seconds
 
 
+@dataclass(slots=True)
+class WorkerTally:
+    """What one instance did since counting began. `before` are the machine's own counters at that moment."""
+
+    steps: int = 0
+    busy_s: float = 0.0
+    flops: float = 0.0
+    rows: int = 0
+    useful_tokens: int = 0
+    padded_tokens: int = 0
+    swapped_bytes: int = 0
+    kv_samples: int = 0
+    kv_used_sum: float = 0.0
+    kv_used_peak: float = 0.0
+    prefill_tokens_before: int = 0
+    decode_tokens_before: int = 0
+    preemptions_before: int = 0
+    failures_before: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class SimWorker:
     """One instance: its machine, the iteration in flight, and what it did so far."""
@@ -96,23 +117,13 @@ class SimWorker:
     number: int
     machine: WorkerMachine
     role: Role
+    tally: WorkerTally = field(default_factory=WorkerTally)
     epoch: int = 0
     ends_s: list[float] = field(default_factory=list)
     """When the iteration in flight ends, and those that will repeat it."""
     latencies_s: list[float] = field(default_factory=list)
-    rows: int = 0
     next_report_s: float = 0.0
     report_sequence: int = 0
-    steps: int = 0
-    busy_s: float = 0.0
-    flops: float = 0.0
-    rows_sum: int = 0
-    useful_tokens: int = 0
-    padded_tokens: int = 0
-    swapped_bytes: int = 0
-    kv_samples: int = 0
-    kv_used_sum: float = 0.0
-    kv_used_peak: float = 0.0
     pending_receives: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Tag → (lease, round) of receives that were posted."""
     flying: dict[int, list[int]] = field(default_factory=dict)
@@ -227,9 +238,23 @@ class SimCluster:
         self.events.at(0.0, self._manager_tick)
         self.events.at(0.0, self._gateway_beat)
         self._next_arrival()
+        if self.options.warmup_s:
+            self.events.at(self.options.warmup_s, self._begin_counting)
         for number, (part, _) in enumerate(self._users):
             self.events.at(part.start_s, self._start_users, number)
         self.events.run(self.options.horizon_s, self._done)
+
+    def _begin_counting(self) -> None:
+        """The cluster is warm: what came before is no figure."""
+        self.gateway.begin_counting(self.events.now_s)
+        for worker in self.workers:
+            self._catch_up(worker)
+            counters, kv = worker.machine.counters, worker.machine.kv.figures()
+            worker.tally = WorkerTally(
+                prefill_tokens_before=counters.prefill_tokens, decode_tokens_before=counters.decode_tokens,
+                preemptions_before=counters.preemptions,
+                failures_before=int(kv.get("allocation_failures_total", 0)),
+            )  # fmt: skip
 
     def _done(self) -> bool:
         return not self._arrivals_left and not self._parts_to_start and not self.gateway.live
@@ -340,9 +365,10 @@ class SimCluster:
         machine.tick(now_s)
         figures = machine.figures(0)
         used = 1.0 - (figures.free_blocks + figures.cached_blocks) / max(1, figures.total_blocks)
-        worker.kv_samples += 1
-        worker.kv_used_sum += used
-        worker.kv_used_peak = max(worker.kv_used_peak, used)
+        tally = worker.tally
+        tally.kv_samples += 1
+        tally.kv_used_sum += used
+        tally.kv_used_peak = max(tally.kv_used_peak, used)
         worker.report_sequence += 1
         self._post_manager(
             worker.name,
@@ -370,7 +396,9 @@ class SimCluster:
                 case ReceiveRuns():
                     for run in effect.runs:
                         worker.pending_receives[run.tag] = (effect.lease_id, effect.round)
-                        self._settle(run.tag)
+                    early = [run.tag for run in effect.runs if self._has_arrived(run.tag)]
+                    if early:  # not now: the machine's effects are still being performed
+                        self.events.at(self.events.now_s, self._arrived, early)
                 case CancelRuns(lease_id=lease_id):
                     self._cancel_runs(worker, lease_id)
                 case Dial():
@@ -399,35 +427,39 @@ class SimCluster:
         )
 
     def _arrived(self, tags: list[int]) -> None:
+        touched: dict[str, SimWorker] = {}
         for tag in tags:
             run = self._runs.get(tag)
             if run is not None:
                 run.arrived = True
-                self._settle(tag)
+                for worker in self._settle(run):
+                    touched[worker.name] = worker
+        for worker in touched.values():
+            self._after_runs(worker)
 
-    def _settle(self, tag: int) -> None:
-        """Both ends are told once the bytes are there and the receive was posted."""
+    def _has_arrived(self, tag: int) -> bool:
         run = self._runs.get(tag)
-        if run is None or not run.arrived:
-            return
-        posted = run.receiver.pending_receives.pop(tag, None)
+        return run is not None and run.arrived
+
+    def _settle(self, run: _Run) -> tuple[SimWorker, ...]:
+        """Both ends are told once the bytes are there and the receive was posted; who was told."""
+        sender, receiver = run.sender, run.receiver
+        posted = receiver.pending_receives.pop(run.tag, None)
         if posted is None and run.error is None:
-            return
-        del self._runs[tag]
-        sender = run.sender
+            return ()
+        del self._runs[run.tag]
         self._interrupt(sender)
-        sender.flying[run.sender_lease].remove(tag)
+        sender.flying[run.sender_lease].remove(run.tag)
         if not sender.flying[run.sender_lease]:
             del sender.flying[run.sender_lease]
         sender.machine.run_sent(self.events.now_s, run.sender_lease, run.error)
-        self.events.at(self.events.now_s, self._after_run, sender)
-        if posted is not None:
-            self._interrupt(run.receiver)
-            run.receiver.machine.run_received(self.events.now_s, *posted, run.error)
-            self.events.at(self.events.now_s, self._after_run, run.receiver)
+        if posted is None:
+            return (sender,)
+        self._interrupt(receiver)
+        receiver.machine.run_received(self.events.now_s, *posted, run.error)
+        return (sender, receiver)
 
-    def _after_run(self, worker: SimWorker) -> None:
-        self._interrupt(worker)
+    def _after_runs(self, worker: SimWorker) -> None:
         self._perform(worker, worker.machine.take_effects())
         self._start_step(worker)
 
@@ -456,9 +488,7 @@ class SimCluster:
             return
         cost = plan_cost(plan, self.geometry)
         latency_s = self.cost.step_s(cost.work) + self.cost.swap_s(cost.copied_bytes)
-        worker.swapped_bytes += cost.copied_bytes
         worker.ends_s, worker.latencies_s = [now_s + latency_s], [latency_s]
-        worker.rows = len(plan.rows)
         self._note_step(worker, cost)
         self._perform(worker, effects)
         if self.options.jump and machine.repeatable():
@@ -490,12 +520,14 @@ class SimCluster:
         del latencies_s[fitting + 1 :]
 
     def _note_step(self, worker: SimWorker, cost: PlanCost) -> None:
-        worker.steps += 1
-        worker.busy_s += worker.latencies_s[0]
-        worker.flops += self.cost.flops(cost.work)
-        worker.rows_sum += cost.work.rows
-        worker.useful_tokens += cost.useful_tokens
-        worker.padded_tokens += cost.padded_tokens
+        tally = worker.tally
+        tally.steps += 1
+        tally.busy_s += worker.latencies_s[0]
+        tally.flops += self.cost.flops(cost.work)
+        tally.rows += cost.work.rows
+        tally.useful_tokens += cost.useful_tokens
+        tally.padded_tokens += cost.padded_tokens
+        tally.swapped_bytes += cost.copied_bytes
 
     def _repeat(self, worker: SimWorker, count: int) -> None:
         """The first `count` iterations foreseen have ended; the one after them is in flight."""
@@ -508,13 +540,14 @@ class SimCluster:
         self.gateway.repeated(rows, [end_s + delay_s for end_s in done_s])
         number = len(rows)
         first_context = sum(row.start + 1 for row in rows)
-        worker.steps += count
-        worker.busy_s += sum(latencies_s[1 : count + 1])
-        worker.rows_sum += number * count
-        worker.useful_tokens += number * count
+        tally = worker.tally
+        tally.steps += count
+        tally.busy_s += sum(latencies_s[1 : count + 1])
+        tally.rows += number * count
+        tally.useful_tokens += number * count
         # Each further iteration attends to one more position a row.
         positions = count * first_context + number * count * (count + 1) // 2
-        worker.flops += count * number * self._row_flops + positions * self._position_flops
+        tally.flops += count * number * self._row_flops + positions * self._position_flops
         del ends_s[:count]
         del latencies_s[:count]
 
@@ -575,12 +608,13 @@ def spread_roles(config: Config, instances: int) -> dict[Role, int]:
     total = sum(counts.values())
     spread = {role: max(1, instances * count // total) for role, count in counts.items()}
     # What rounding left over goes to whoever is furthest below its share.
+    def above(role: Role) -> float:
+        return spread[role] - instances * counts[role] / total
+
     while sum(spread.values()) < instances:
-        role = max(counts, key=lambda role: instances * counts[role] / total - spread[role])
-        spread[role] += 1
+        spread[min(counts, key=above)] += 1
     while sum(spread.values()) > instances:
-        role = max((r for r in spread if spread[r] > 1), key=lambda role: spread[role] - instances * counts[role] / total)
-        spread[role] -= 1
+        spread[max((role for role in spread if spread[role] > 1), key=above)] -= 1
     return spread
 
 

@@ -1,15 +1,16 @@
 """The gateway's part of a simulation: requests arrive, are admitted and predicted; their tokens become figures.
 
 It knows what no policy may know: how long every answer really is. Requests carry a stop token and the client's
-`max_tokens` like live ones; the model's draw (`next_token`) is the stop token exactly at the true length. What has ended
-is forgotten, so memory holds what is in flight and the histograms, however long the run.
+`max_tokens` like live ones; the model's draw (`next_token`) is the stop token exactly at the true length. What has
+ended is forgotten, so memory holds what is in flight and the histograms, however long the run.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from random import Random
 from typing import Literal
 
@@ -43,7 +44,7 @@ class InFlight:
 
 @dataclass(slots=True)
 class ClassFigures:
-    """Everything about the requests of one class (and of all of them)."""
+    """Everything about the requests of one class, or (`absorb`) of several."""
 
     sent: int = 0
     finished: int = 0
@@ -58,11 +59,23 @@ class ClassFigures:
     kept_deadline: int = 0
     kept_output_tokens: int = 0
     tokens_within_tbt: int = 0
+    promised_output_tokens: int = 0
     ttft: Histogram = field(default_factory=Histogram)
     tpot: Histogram = field(default_factory=Histogram)
     tbt: Histogram = field(default_factory=Histogram)
     jct: Histogram = field(default_factory=Histogram)
     normalised: Histogram = field(default_factory=Histogram)
+
+    def absorb(self, other: ClassFigures) -> None:
+        for entry in fields(self):
+            mine, theirs = getattr(self, entry.name), getattr(other, entry.name)
+            if isinstance(mine, Histogram):
+                mine.absorb(theirs)
+            elif isinstance(mine, dict):
+                for reason, count in theirs.items():
+                    mine[reason] = mine.get(reason, 0) + count
+            else:
+                setattr(self, entry.name, mine + theirs)
 
 
 class SimGateway:
@@ -72,7 +85,6 @@ class SimGateway:
     ) -> None:  # fmt: skip
         self.name = name
         self.classes: dict[str, ClassFigures] = {}
-        self.all = ClassFigures()
         self.live: dict[str, InFlight] = {}
         self.first_arrival_s = math.inf
         self.last_end_s = 0.0
@@ -87,8 +99,19 @@ class SimGateway:
         self._distinct = distinct_prompts
         self._random = Random(seed)
         self._count = 0
-        self._waiting = 0
-        self._waiting_tokens = 0
+
+    @property
+    def all(self) -> ClassFigures:
+        """The figures of all classes together."""
+        together = ClassFigures()
+        for figures in self.classes.values():
+            together.absorb(figures)
+        return together
+
+    def begin_counting(self, now_s: float) -> None:
+        """Forget the figures so far, not the requests."""
+        self.classes = {name: ClassFigures() for name in self.classes}
+        self.first_arrival_s = now_s
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -97,9 +120,7 @@ class SimGateway:
         index = self._count
         self._count += 1
         self.first_arrival_s = min(self.first_arrival_s, now_s)
-        figures = self._class(item)
-        for each in (self.all, figures):
-            each.sent += 1
+        self._class(item).sent += 1
         room = self._max_model_len - item.prompt_tokens
         if room < 1:
             self._refused(now_s, item, "the prompt exceeds the model's context", answered)
@@ -222,12 +243,11 @@ class SimGateway:
         limit_s = live.item.slo.tpot_s
         if not limit_s or gap_s <= limit_s:
             live.gaps_within += 1
-        self.all.tbt.add(gap_s)
-        self._class(live.item).tbt.add(gap_s)
+        self.classes[live.item.traffic_class].tbt.add(gap_s)
 
     def repeated(self, rows: Iterable[Row], ends_s: Sequence[float]) -> None:
         """The tokens of iterations that were run as one: a token for each row at each of these times."""
-        gaps = [after - before for before, after in zip(ends_s, ends_s[1:], strict=False)]
+        gaps = [after - before for before, after in itertools.pairwise(ends_s)]
         longest = max(gaps, default=0.0)
         within: dict[float, int] = {}
         rows_of: dict[str, int] = {}
@@ -244,10 +264,10 @@ class SimGateway:
             live.last_s = last_s
             name = live.item.traffic_class
             rows_of[name] = rows_of.get(name, 0) + 1
-        for name, number in rows_of.items():
-            for histogram in (self.all.tbt, self.classes[name].tbt):
-                for gap in gaps:
-                    histogram.add(gap, number)
+        for group, number in rows_of.items():
+            histogram = self.classes[group].tbt
+            for gap in gaps:
+                histogram.add(gap, number)
 
     # -- endings -----------------------------------------------------------------------------------------------
 
@@ -261,23 +281,25 @@ class SimGateway:
         kept_tpot = not slo.tpot_s or tpot_s <= slo.tpot_s
         kept_deadline = not slo.deadline_s or jct_s <= slo.deadline_s
         promised = bool(slo.ttft_s or slo.tpot_s or slo.deadline_s)
-        for each in (self.all, self._class(item)):
-            each.finished += 1
-            each.prompt_tokens += item.prompt_tokens
-            each.output_tokens += live.produced
-            each.promised += promised
+        each = self._class(item)
+        each.finished += 1
+        each.prompt_tokens += item.prompt_tokens
+        each.output_tokens += live.produced
+        if promised:
+            each.promised += 1
             each.kept_ttft += kept_ttft
             each.kept_tpot += kept_tpot
             each.kept_deadline += kept_deadline
-            each.tokens_within_tbt += live.gaps_within + 1
+            each.tokens_within_tbt += live.gaps_within + kept_ttft
+            each.promised_output_tokens += live.produced
             if kept_ttft and kept_tpot and kept_deadline:
                 each.kept += 1
                 each.kept_output_tokens += live.produced
-            each.ttft.add(ttft_s)
-            each.jct.add(jct_s)
-            each.normalised.add(jct_s / live.produced)
-            if live.produced > 1:
-                each.tpot.add(tpot_s)
+        each.ttft.add(ttft_s)
+        each.jct.add(jct_s)
+        each.normalised.add(jct_s / live.produced)
+        if live.produced > 1:
+            each.tpot.add(tpot_s)
         if live.answered is not None:
             live.answered(now_s)
 
@@ -285,9 +307,9 @@ class SimGateway:
         self, now_s: float, item: WorkItem, reason: str, answered: Callable[[float], None] | None
     ) -> None:
         slo = item.slo
-        for each in (self.all, self._class(item)):
-            each.refused[reason] = each.refused.get(reason, 0) + 1
-            each.promised += bool(slo.ttft_s or slo.tpot_s or slo.deadline_s)
+        each = self._class(item)
+        each.refused[reason] = each.refused.get(reason, 0) + 1
+        each.promised += bool(slo.ttft_s or slo.tpot_s or slo.deadline_s)
         if answered is not None:
             answered(now_s)
 

@@ -43,6 +43,13 @@ class Histogram:
         if value_s > self.max_s:
             self.max_s = value_s
 
+    def absorb(self, other: Histogram) -> None:
+        for bucket, times in other._buckets.items():
+            self._buckets[bucket] = self._buckets.get(bucket, 0) + times
+        self.count += other.count
+        self.sum_s += other.sum_s
+        self.max_s = max(self.max_s, other.max_s)
+
     def quantile(self, share: float) -> float:
         """Seconds below which this share of the values lies; 0 for an empty histogram."""
         wanted = share * self.count

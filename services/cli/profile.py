@@ -1,0 +1,44 @@
+"""`cohort profile`: measure this machine's engine, for the simulator's cost model.
+
+Starts a process that loads the model as a worker does (this one never loads torch), and waits for its file of points.
+`scripts/fit_cost_model.py profile FILE` makes a device of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from cohort.common.config import dump_config, load_config
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
+    parser = subparsers.add_parser("profile", help="measure this machine's engine")
+    parser.add_argument("--model", default="", help="folder of the model (default: the default model)")
+    parser.add_argument("--model-name", default="smollm2-135m", help="its shape in configs/models")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: as a worker has)")
+    parser.add_argument("--repeats", type=int, default=5, help="steps per point; the median counts")
+    parser.add_argument("--max-context", type=int, default=2048, help="longest context measured, in tokens")
+    parser.add_argument("--config", action="append", default=[], metavar="FILE")
+    parser.add_argument("--output", required=True, metavar="FILE", help="where the points go, as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    overrides = {"model": {"path": args.model}} if args.model else None
+    config = load_config([Path(file) for file in args.config], overrides=overrides)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = args.threads or config.default_threads(cores)
+    with tempfile.TemporaryDirectory() as folder:
+        merged = Path(folder) / "config.yaml"
+        merged.write_text(dump_config(config), encoding="utf-8")
+        command = [
+            sys.executable, "-P", "-m", "cohort.common.engine.profile_process", "--config", str(merged), "--threads",
+            str(threads), "--repeats", str(args.repeats), "--max-context", str(args.max_context), "--model-name",
+            args.model_name, "--output", str(Path(args.output).absolute()),
+        ]  # fmt: skip
+        return subprocess.run(command, check=False).returncode

@@ -1,0 +1,179 @@
+"""`cohort simulate`, `cohort advise` and `cohort reproduce`: parsed options in, tables and JSON out, exit code back.
+
+Also `python -m cohort.services.simulator simulate|advise|reproduce …`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from cohort.common.errors import CohortError, ConfigError
+from cohort.common.types import Slo
+from cohort.services.simulator import advise as advise_
+from cohort.services.simulator import options as options_
+from cohort.services.simulator import plots, render, reproduce
+from cohort.services.simulator.hardware import load_model
+from cohort.services.simulator.report import SimReport
+from cohort.services.simulator.run import find_capacity, simulate
+from cohort.services.simulator.setup import (
+    cluster_of,
+    configuration,
+    parse_roles,
+    preset_names,
+    simulation_options,
+    traffic_of,
+)
+from cohort.services.simulator.traffic import parse_slo
+
+_PIPED_WIDTH = 140
+
+
+def run_simulate(options: argparse.Namespace) -> int:
+    if options.plot:
+        plots.check_available()
+    what, values = _sweep(options.sweep)
+    if options.plot and not what:
+        raise ConfigError("--plot draws a sweep: give --sweep")
+    console = _console(quiet=options.json == "-")
+    if options.capacity is not None:
+        return _capacity(options, console)
+    model, traffic, sim_options = load_model(options.model), traffic_of(options), simulation_options(options)
+    roles = parse_roles(options.roles)
+    reports = []
+    for value in values:
+        preset = value if what == "preset" else options.preset
+        cluster = cluster_of(options, value if what == "cluster" else options.cluster)
+        rate = _number(value) if what == "rate" else options.rate
+        workload = traffic.workload(rate, options.concurrency)
+        reports.append(simulate(configuration(options, preset), cluster, model, workload, sim_options, roles))
+    if what:
+        render.print_head(reports[0], console)
+        console.print(render.comparison(what, values, reports))
+    else:
+        render.print_report(reports[0], console)
+    _write_json(options.json, reports)
+    if options.plot:
+        plots.write_plot(Path(options.plot), what, values, reports)
+    return 0 if all(report.overall.finished for report in reports) else 1
+
+
+def _capacity(options: argparse.Namespace, console: Console) -> int:
+    if not 0 < options.capacity <= 1:
+        raise ConfigError(f"--capacity {options.capacity}: a share between 0 and 1")
+    if parse_slo(options.slo) == Slo():
+        raise ConfigError("--capacity needs a promise to keep: give --slo")
+    model, traffic, sim_options = load_model(options.model), traffic_of(options), simulation_options(options)
+    cluster, config = cluster_of(options, options.cluster), configuration(options, options.preset)
+    roles = parse_roles(options.roles)
+
+    def at_rate(rate: float) -> SimReport:
+        return simulate(config, cluster, model, traffic.workload(rate), sim_options, roles)
+
+    capacity = find_capacity(at_rate, options.rate or traffic.own_rate_per_s or 1.0, options.capacity)
+    console.print(render.capacity_line(capacity), soft_wrap=True)
+    _write_json(options.json, capacity)
+    return 0 if capacity.rate_per_s else 1
+
+
+def run_advise(options: argparse.Namespace) -> int:
+    console, errors = _console(quiet=options.json == "-"), Console(stderr=True)
+    if not options.slo:
+        options.slo = "ttft=2,tpot=0.2"
+        errors.print("no --slo: judged by the gateway's defaults for real-time requests, ttft=2,tpot=0.2")
+    presets = [name.strip() for name in options.preset.split(",") if name.strip()] or preset_names()
+    traffic = traffic_of(options, count=options.count or options.requests)
+    advice = advise_.advise(
+        options, presets, cluster_of(options, options.cluster), load_model(options.model), traffic,
+        simulation_options(options), lambda label: errors.print(f"trying {label}", highlight=False),
+    )  # fmt: skip
+    render.print_head(advice.best.report, console)
+    console.print(render.advice_table(advice))
+    for name, reason in advice.impossible.items():
+        console.print(f"cannot run: {name}: {reason}", highlight=False, soft_wrap=True)
+    console.print(render.recommendation(advice), soft_wrap=True)
+    _write_json(options.json, advice)
+    return 0
+
+
+def run_reproduce(options: argparse.Namespace) -> int:
+    figures = reproduce.select(options.paper, options.figure)
+    if options.list:
+        console = _console()
+        for figure in figures:
+            console.print(f"{figure.id}: {figure.figure}, {figure.workload}, {figure.metric}", highlight=False)
+        return 0
+    errors = Console(stderr=True)
+    results = reproduce.reproduce(figures, lambda figure: errors.print(figure.id, highlight=False))
+    if options.json:
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    else:
+        _console().print(render.reproduction(results))
+    if options.docs:
+        Path(options.docs).write_text(reproduce.markdown(results), encoding="utf-8")
+    return 0
+
+
+def _sweep(text: str | None) -> tuple[str, list[str]]:
+    if not text:
+        return "", [""]
+    what, equals, values = text.partition("=")
+    found = [value.strip() for value in values.split(",") if value.strip()]
+    if what not in ("rate", "preset", "cluster") or not equals or not found:
+        raise ConfigError(f"--sweep {text}: wants rate=, preset= or cluster= and values separated by commas")
+    return what, found
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"--sweep rate: {text!r} is not a number") from None
+
+
+def _console(*, quiet: bool = False) -> Console:
+    console = Console(quiet=quiet)
+    # A pipe has no width; 80 columns would wrap tables for nobody.
+    return console if console.is_terminal else Console(width=_PIPED_WIDTH, quiet=quiet)
+
+
+def _write_json(target: str | None, data: object) -> None:
+    if target is None:
+        return
+    encoded = msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n"
+    if target == "-":
+        sys.stdout.buffer.write(encoded)
+        sys.stdout.flush()
+    else:
+        Path(target).write_bytes(encoded)
+
+
+COMMANDS = {
+    "simulate": (options_.add_simulate_arguments, run_simulate),
+    "advise": (options_.add_advise_arguments, run_advise),
+    "reproduce": (options_.add_reproduce_arguments, run_reproduce),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="simulator")
+    subparsers = parser.add_subparsers(required=True)
+    for name, (add, run) in COMMANDS.items():
+        subparser = subparsers.add_parser(name)
+        add(subparser)
+        subparser.set_defaults(run=run)
+    options = parser.parse_args(argv)
+    try:
+        return int(options.run(options))
+    except CohortError as error:
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

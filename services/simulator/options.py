@@ -1,0 +1,83 @@
+"""The options of `cohort simulate`, `advise` and `reproduce`. Imported by the command line: loads nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+
+TRAFFIC_HELP = "a trace file, PROMPTxOUTPUT (all requests alike), or a paper's shape by name"
+
+SIMULATE_EPILOG = """\
+examples:
+  cohort simulate --trace azure_conv.csv.gz --cluster a100-80:8 --model llama-2-13b --preset unified
+  cohort simulate --trace 2048x512 --rate 2.5 --duration 600 --cluster a100-80:2 --model qwen2.5-14b --slo tpot=0.1
+  cohort simulate … --sweep rate=1,2,4,8 --plot rates.png
+  cohort simulate … --sweep preset=unified,disaggregated --json -
+  cohort simulate … --slo ttft=2,tpot=0.1 --capacity 0.9
+
+Without --rate or --concurrency a trace keeps its own times; what has none arrives all at once."""
+
+
+def _cluster(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("cluster")
+    group.add_argument("--cluster", required=True, help="a file of configs/clusters, a YAML file, or DEVICE:COUNT")
+    group.add_argument("--model", required=True, help="a file of configs/models, or a YAML file")
+    group.add_argument("--tensor-parallel", type=int, metavar="N", help="devices of one instance")
+    group.add_argument("--decode-attention", choices=("split_kv", "unit_per_row"), help="how decode kernels share work")
+    group.add_argument("--stack", help="serving stack of the device file (default: its first)")
+
+
+def _traffic(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("traffic")
+    group.add_argument("--trace", required=True, help=TRAFFIC_HELP)
+    group.add_argument("--rate", type=float, metavar="R", help="requests a second instead of the trace's times")
+    group.add_argument("--cv", type=float, default=1.0, help="burstiness of --rate: 1 = Poisson (default)")
+    group.add_argument("--count", type=int, metavar="N", help="requests")
+    group.add_argument("--duration", type=float, metavar="S", help="seconds of arrivals")
+    group.add_argument("--time-scale", type=float, default=1.0, help="factor on the trace's times")
+    group.add_argument("--sort", action="store_true", help="accept a trace whose times go backwards, and sort it")
+    group.add_argument("--best-effort", type=float, default=0.0, metavar="SHARE", help="share of best-effort requests")
+    group.add_argument("--slo", default="", metavar="ttft=S,tpot=S,deadline=S", help="what every request is promised")
+    group.add_argument("--max-tokens", type=int, default=0, help="what clients ask for at most; 0 = the context's rest")
+    group.add_argument("--predictor", choices=("oracle", "noisy", "none"), default="oracle")
+    group.add_argument("--predictor-sigma", type=float, default=0.0, help="standard deviation of `noisy`, in tokens")
+    group.add_argument("--seed", type=int, default=0)
+
+
+def _configuration(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("configuration")
+    group.add_argument("--config", action="append", default=[], metavar="FILE", help="over the preset; may repeat")
+    group.add_argument("--set", action="append", default=[], metavar="SECTION.OPTION=VALUE", help="may repeat")
+
+
+def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    _traffic(parser)
+    _cluster(parser)
+    _configuration(parser)
+    parser.add_argument("--preset", default="cohort", help="of configs/presets (default: %(default)s)")
+    parser.add_argument("--roles", metavar="ROLE=N,…", help="e.g. prefill=3,decode=5 (default: the preset's shares)")
+    parser.add_argument("--concurrency", type=int, metavar="N", help="closed loop: so many users, one request each")
+    parser.add_argument("--horizon", type=float, metavar="S", help="end after so much virtual time")
+    parser.add_argument("--warmup", type=float, default=0.0, metavar="S", help="virtual time before figures count")
+    parser.add_argument("--sweep", metavar="rate|preset|cluster=A,B,…", help="one run per value")
+    parser.add_argument("--capacity", type=float, metavar="SHARE", help="search the rate that keeps this share")
+    parser.add_argument("--step-by-step", action="store_true", help="one event per iteration (slower, same result)")
+    parser.add_argument("--json", metavar="FILE", help="write everything; - = standard output")
+    parser.add_argument("--plot", metavar="FILE", help="picture of a sweep")
+
+
+def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
+    _traffic(parser)
+    _cluster(parser)
+    _configuration(parser)
+    parser.add_argument("--preset", default="", metavar="A,B,…", help="candidates (default: all of configs/presets)")
+    parser.add_argument("--requests", type=int, default=400, metavar="N", help="of the traffic, for each candidate")
+    parser.add_argument("--capacity", type=float, default=0.9, metavar="SHARE", help="kept promises for the capacity")
+    parser.add_argument("--json", metavar="FILE", help="write everything; - = standard output")
+
+
+def add_reproduce_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--paper", metavar="NAME", help="figures of this system only")
+    parser.add_argument("--figure", metavar="ID", help="figures whose id begins so")
+    parser.add_argument("--list", action="store_true", help="name the figures, run nothing")
+    parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
+    parser.add_argument("--docs", metavar="FILE", help="write docs/reproduction.md there")

@@ -1,0 +1,179 @@
+"""Reports as tables for a person. Computes nothing that the JSON does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cohort.services.simulator.advise import Advice
+from cohort.services.simulator.report import SimReport, Slice
+from cohort.services.simulator.reproduce import Reproduced
+from cohort.services.simulator.run import Capacity
+from cohort.services.simulator.statistics import Distribution
+
+
+def table(first: str, *columns: str) -> Table:
+    """Words left, figures right, no frames."""
+    made = Table(first, box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        made.add_column(column, justify="right")
+    return made
+
+
+def print_report(report: SimReport, console: Console) -> None:
+    print_head(report, console)
+    rates = Table(show_header=False, box=None, pad_edge=False)
+    rates.add_column()
+    rates.add_column(justify="right")
+    whole = report.overall
+    refused = sum(whole.refused.values())
+    rates.add_row("Finished / refused / sent", f"{whole.finished} / {refused} / {whole.sent}")
+    rates.add_row("Duration (virtual)", f"{report.duration_s:.1f} s")
+    rates.add_row("Requests", f"{whole.requests_per_s:.3f} /s")
+    rates.add_row("Prompt, output tokens", f"{whole.prompt_tokens_per_s:.0f}, {whole.output_tokens_per_s:.0f} /s")
+    console.print(rates)
+    for reason, count in whole.refused.items():
+        console.print(f"refused: {count} x {escape(reason)}")
+
+    slices = {"": whole}
+    if len(report.by_class) > 1:
+        slices = {"all ": whole} | {f"{name} ": part for name, part in report.by_class.items()}
+    latencies = table("ms", "mean", "p50", "p90", "p99", "max")
+    for name, part in slices.items():
+        for what, figures in _latencies(part).items():
+            if figures is not None:
+                values = (figures.mean, figures.p50, figures.p90, figures.p99, figures.max)
+                latencies.add_row(f"{name}{what}", *(f"{value:.1f}" for value in values))
+    console.print(latencies)
+    if any(part.promises for part in slices.values()):
+        kept = table("promises kept", "all", "TTFT", "TPOT", "deadline", "tokens", "goodput /s", "tokens /s")
+        for name, part in slices.items():
+            if part.promises is not None:
+                p = part.promises
+                shares = (p.attainment, p.ttft, p.tpot, p.deadline, p.tbt)
+                kept.add_row(
+                    name.strip() or "all", *(f"{share:.1%}" for share in shares),
+                    f"{p.goodput_requests_per_s:.2f}", f"{p.goodput_tokens_per_s:.0f}",
+                )  # fmt: skip
+        console.print(kept)
+    console.print(_instances(report))
+    measured = report.measured
+    console.print(
+        f"decisions took {measured.worker_mean_us:.0f} us (worker, mean of {measured.worker_decisions}) and "
+        f"{measured.manager_mean_us:.0f} us (manager, mean of {measured.manager_events}) of this machine's time; "
+        f"{report.moved_bytes / 1e9:.1f} GB of KV moved between instances",
+        soft_wrap=True,
+    )
+    for note in report.notes:
+        console.print(f"[yellow]note:[/yellow] {escape(note)}", soft_wrap=True)
+
+
+def print_head(report: SimReport, console: Console) -> None:
+    console.print(
+        f"[bold]{escape(report.preset)}[/bold]: {escape(report.model)} on {escape(report.device)} "
+        f"({report.stack}, {report.decode_attention}); {escape(report.source or report.workload)}; "
+        f"{escape(report.arrivals)}; predictor {report.predictor}; seed {report.seed}",
+        soft_wrap=True,
+    )
+
+
+def comparison(label: str, names: Sequence[str], reports: Sequence[SimReport]) -> Table:
+    """One line per run of a sweep."""
+    lines = table(
+        label, "requests /s", "tokens /s", "TTFT p50", "TTFT p99", "TPOT p50", "TBT p99", "JCT p50", "kept", "KV",
+        "busy", "preempted",
+    )  # fmt: skip
+    for name, report in zip(names, reports, strict=True):
+        whole = report.overall
+        instances = report.instances
+        lines.add_row(
+            name, f"{whole.requests_per_s:.2f}", f"{whole.output_tokens_per_s:.0f}",
+            _ms(whole.ttft_ms, "p50"), _ms(whole.ttft_ms, "p99"), _ms(whole.tpot_ms, "p50"), _ms(whole.tbt_ms, "p99"),
+            _ms(whole.jct_ms, "p50"), f"{whole.promises.attainment:.1%}" if whole.promises else "–",
+            f"{sum(i.kv_mean for i in instances) / len(instances):.0%}",
+            f"{sum(i.busy for i in instances) / len(instances):.0%}", f"{sum(i.preemptions for i in instances)}",
+        )  # fmt: skip
+    return lines
+
+
+def capacity_line(capacity: Capacity) -> str:
+    tried = ", ".join(f"{rate:.3g}/s {kept:.1%}" for rate, kept in sorted(capacity.tried))
+    if not capacity.rate_per_s:
+        return f"capacity: no rate tried keeps {capacity.target:.0%} of the promises ({tried})"
+    found = f"[bold]{capacity.rate_per_s:.3g}[/bold] requests/s"
+    return f"capacity at {capacity.target:.0%} of promises kept: {found} ({tried})"
+
+
+def _instances(report: SimReport) -> Table:
+    lines = table(
+        "instance", "steps", "rows", "busy", "compute", "KV mean", "KV peak", "preempted", "no room", "padding",
+    )  # fmt: skip
+    for instance in report.instances[:16]:
+        lines.add_row(
+            instance.instance, f"{instance.steps}", f"{instance.mean_rows:.1f}", f"{instance.busy:.0%}",
+            f"{instance.compute:.1%}", f"{instance.kv_mean:.0%}", f"{instance.kv_peak:.0%}",
+            f"{instance.preemptions}", f"{instance.allocation_failures}", f"{instance.padding_waste:.0%}",
+        )  # fmt: skip
+    if len(report.instances) > 16:
+        lines.add_row(f"… {len(report.instances) - 16} more in the JSON")
+    return lines
+
+
+def _latencies(part: Slice) -> dict[str, Distribution | None]:
+    return {
+        "TTFT": part.ttft_ms, "TPOT": part.tpot_ms, "TBT": part.tbt_ms, "JCT": part.jct_ms,
+        "JCT / output token": part.normalised_ms,
+    }  # fmt: skip
+
+
+def _ms(figures: Distribution | None, name: str) -> str:
+    return "–" if figures is None else f"{getattr(figures, name):.0f}"
+
+
+def advice_table(advice: Advice) -> Table:
+    """Candidates, best first."""
+    lines = table("candidate", "kept", "goodput tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TBT p99", "capacity /s")
+    for trial in advice.trials:
+        whole = trial.report.overall
+        roles = ", ".join(f"{count} {role}" for role, count in trial.roles.items())
+        lines.add_row(
+            f"{trial.preset}: {roles}; {', '.join(trial.settings)}",
+            f"{whole.promises.attainment:.1%}" if whole.promises else "–",
+            f"{whole.promises.goodput_tokens_per_s:.0f}" if whole.promises else "–",
+            _ms(whole.ttft_ms, "p50"), _ms(whole.ttft_ms, "p99"), _ms(whole.tpot_ms, "p50"), _ms(whole.tbt_ms, "p99"),
+            f"{trial.capacity.rate_per_s:.3g}" if trial.capacity else "",
+        )  # fmt: skip
+    return lines
+
+
+def recommendation(advice: Advice) -> str:
+    """One sentence and what to type."""
+    best = advice.best
+    roles = ", ".join(f"{count} {role}" for role, count in best.roles.items())
+    whole = best.report.overall
+    kept = f"keeps {whole.promises.attainment:.1%} of the promises" if whole.promises else "made no promise"
+    capacity = ""
+    if best.capacity is not None and best.capacity.rate_per_s:
+        capacity = f" and up to {best.capacity.rate_per_s:.3g} requests/s at {best.capacity.target:.0%}"
+    settings = " ".join(f"--set {setting}" for setting in best.settings)
+    return (
+        f"[bold]Recommended: {best.preset}[/bold] with {roles}: {kept}{capacity}.\n"
+        f"  cohort serve --preset {best.preset} {settings}"
+    )
+
+
+def reproduction(results: Sequence[Reproduced]) -> Table:
+    lines = Table("figure", "workload", "system", "metric", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("paper", "ours", "ratio"):
+        lines.add_column(column, justify="right")
+    lines.add_column("note")
+    for r in results:
+        lines.add_row(
+            r.figure, r.workload, r.baseline, f"{r.metric}, {r.unit}", f"{r.paper:g}", f"{r.ours:.4g}",
+            f"{r.ratio:.2f}", r.note,
+        )  # fmt: skip
+    return lines

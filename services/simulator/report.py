@@ -1,0 +1,200 @@
+"""What a simulation found, as data: built once a run has ended, printed by `render`, drawn by `plots`, saved as JSON.
+
+Everything but `measured` depends on inputs and seed only. Definitions (docs/simulator.md says the same in prose):
+
+    TTFT   first token − arrival                      JCT    last token − arrival
+    TPOT   (last − first token) / (tokens − 1)        TBT    every gap between two tokens of a request
+    normalised latency   JCT / output tokens          goodput   requests that kept every promise, a second
+    attainment           requests that kept every promise / requests that had one and ended or were refused
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cohort.common.workloads.items import WorkloadFacts
+from cohort.services.simulator.cluster import SimCluster, SimWorker, WallTime
+from cohort.services.simulator.gateway import ClassFigures
+from cohort.services.simulator.statistics import Distribution
+
+
+class Promises(msgspec.Struct, frozen=True):
+    """`judged` requests had a promise; shares are of them. `tbt` is the share of tokens within the TPOT promise."""
+
+    judged: int
+    attainment: float
+    ttft: float
+    tpot: float
+    deadline: float
+    tbt: float
+    goodput_requests_per_s: float
+    goodput_tokens_per_s: float
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """The requests of one class, or all. Latencies in ms; rates over the whole run's duration."""
+
+    sent: int
+    finished: int
+    refused: dict[str, int]
+    requests_per_s: float
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    ttft_ms: Distribution | None
+    tpot_ms: Distribution | None
+    tbt_ms: Distribution | None
+    jct_ms: Distribution | None
+    normalised_ms: Distribution | None
+    promises: Promises | None
+
+
+class InstanceReport(msgspec.Struct, frozen=True):
+    """`busy`: share of the duration in iterations. `compute`: model FLOPs over peak. `kv_mean`, `kv_peak`: share of
+    blocks in use at reports. `mean_rows`: rows of an iteration."""
+
+    instance: str
+    role: str
+    steps: int
+    busy: float
+    compute: float
+    kv_mean: float
+    kv_peak: float
+    kv_blocks: int
+    mean_rows: float
+    prefill_tokens: int
+    decode_tokens: int
+    preemptions: int
+    allocation_failures: int
+    padding_waste: float
+    swapped_bytes: int
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """Wall-clock time of the deciding code, on the machine that simulated: the only figures that vary between runs."""
+
+    worker_decisions: int
+    worker_mean_us: float
+    worker_max_us: float
+    manager_events: int
+    manager_mean_us: float
+    manager_max_us: float
+
+
+class SimReport(msgspec.Struct, frozen=True):
+    preset: str
+    model: str
+    cluster: str
+    device: str
+    stack: str
+    decode_attention: str
+    workload: str
+    source: str
+    arrivals: str
+    seed: int
+    predictor: str
+    duration_s: float
+    ended: bool
+    notes: list[str]
+    overall: Slice
+    by_class: dict[str, Slice]
+    instances: list[InstanceReport]
+    moved_bytes: int
+    measured: Measured
+
+
+def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
+    gateway, cluster = sim.gateway, sim.cluster
+    start_s = gateway.first_arrival_s if gateway.first_arrival_s < float("inf") else 0.0
+    end_s = gateway.last_end_s if not gateway.live else sim.events.now_s
+    duration_s = max(end_s - start_s, 1e-9)
+    notes = list(facts.notes)
+    if gateway.clipped_outputs:
+        notes.append(f"{gateway.clipped_outputs} answers are cut at the context's end")
+    if gateway.live:
+        notes.append(f"{len(gateway.live)} requests had not ended at the horizon")
+    if gateway.resubmitted:
+        notes.append(f"{gateway.resubmitted} requests were given back and submitted again")
+    counts = {"rows without usable lengths": facts.skipped_rows, "prompts clipped": facts.clipped_prompts,
+              "outputs clipped": facts.clipped_outputs, "rows dropped": facts.dropped}  # fmt: skip
+    notes += [f"workload: {count} {what}" for what, count in counts.items() if count]
+    return SimReport(
+        preset=sim.config.name,
+        model=sim.model.name,
+        cluster=cluster.name,
+        device=f"{cluster.instances} x {cluster.tensor_parallel} {cluster.device.name}",
+        stack=cluster.stack.name,
+        decode_attention=cluster.decode_attention,
+        workload=name,
+        source=facts.source,
+        arrivals=facts.arrivals,
+        seed=sim.options.seed,
+        predictor=sim.options.predictor,
+        duration_s=duration_s,
+        ended=not gateway.live,
+        notes=notes,
+        overall=_slice(gateway.all, duration_s),
+        by_class={name: _slice(figures, duration_s) for name, figures in sorted(gateway.classes.items())},
+        instances=[_instance(sim, worker, duration_s) for worker in sim.workers],
+        moved_bytes=sim.ports.moved_bytes,
+        measured=_measured(sim.wall["worker"], sim.wall["manager"]),
+    )
+
+
+def _slice(figures: ClassFigures, duration_s: float) -> Slice:
+    return Slice(
+        sent=figures.sent,
+        finished=figures.finished,
+        refused=dict(figures.refused),
+        requests_per_s=figures.finished / duration_s,
+        prompt_tokens_per_s=figures.prompt_tokens / duration_s,
+        output_tokens_per_s=figures.output_tokens / duration_s,
+        ttft_ms=figures.ttft.figures(),
+        tpot_ms=figures.tpot.figures(),
+        tbt_ms=figures.tbt.figures(),
+        jct_ms=figures.jct.figures(),
+        normalised_ms=figures.normalised.figures(),
+        promises=_promises(figures, duration_s) if figures.promised else None,
+    )
+
+
+def _promises(figures: ClassFigures, duration_s: float) -> Promises:
+    judged = figures.promised
+    return Promises(
+        judged=judged,
+        attainment=figures.kept / judged,
+        ttft=figures.kept_ttft / judged,
+        tpot=figures.kept_tpot / judged,
+        deadline=figures.kept_deadline / judged,
+        tbt=figures.tokens_within_tbt / max(1, figures.promised_output_tokens),
+        goodput_requests_per_s=figures.kept / duration_s,
+        goodput_tokens_per_s=figures.kept_output_tokens / duration_s,
+    )
+
+
+def _instance(sim: SimCluster, worker: SimWorker, duration_s: float) -> InstanceReport:
+    counters, tally, kv = worker.machine.counters, worker.tally, worker.machine.kv
+    computed = tally.useful_tokens + tally.padded_tokens
+    return InstanceReport(
+        instance=worker.name,
+        role=worker.role.value,
+        steps=tally.steps,
+        busy=tally.busy_s / duration_s,
+        compute=tally.flops / (duration_s * sim.cost.peak_flops_per_s),
+        kv_mean=tally.kv_used_sum / max(1, tally.kv_samples),
+        kv_peak=tally.kv_used_peak,
+        kv_blocks=kv.total_blocks,
+        mean_rows=tally.rows / max(1, tally.steps),
+        prefill_tokens=counters.prefill_tokens - tally.prefill_tokens_before,
+        decode_tokens=counters.decode_tokens - tally.decode_tokens_before,
+        preemptions=counters.preemptions - tally.preemptions_before,
+        allocation_failures=int(kv.figures().get("allocation_failures_total", 0)) - tally.failures_before,
+        padding_waste=tally.padded_tokens / max(1, computed),
+        swapped_bytes=tally.swapped_bytes,
+    )
+
+
+def _measured(worker: WallTime, manager: WallTime) -> Measured:
+    return Measured(
+        worker.calls, worker.seconds / max(1, worker.calls) * 1e6, worker.longest_s * 1e6,
+        manager.calls, manager.seconds / max(1, manager.calls) * 1e6, manager.longest_s * 1e6,
+    )  # fmt: skip

@@ -1,0 +1,81 @@
+"""Runs the papers' comparisons and prints paper, ours, ratio. `docs/reproduction.md` is written from the same list."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from itertools import groupby
+
+import msgspec
+
+from cohort.common.errors import ConfigError
+from cohort.services.simulator.figures.figure import Figure, Lab
+
+MODULES = ("baselines",)
+"""Modules of `figures/`, in the order in which they run."""
+
+
+class Reproduced(msgspec.Struct, frozen=True):
+    id: str
+    system: str
+    figure: str
+    workload: str
+    baseline: str
+    metric: str
+    unit: str
+    paper: float
+    ours: float
+    ratio: float
+    note: str
+
+
+def all_figures() -> list[Figure]:
+    found: list[Figure] = []
+    for name in MODULES:
+        found += importlib.import_module(f"cohort.services.simulator.figures.{name}").FIGURES
+    return found
+
+
+def select(system: str | None, prefix: str | None) -> list[Figure]:
+    """Raises `ConfigError` when nothing is left."""
+    figures = all_figures()
+    chosen = [
+        figure for figure in figures
+        if (system is None or figure.system == system.lower()) and figure.id.startswith(prefix or "")
+    ]  # fmt: skip
+    if not chosen:
+        systems = ", ".join(sorted({figure.system for figure in figures}))
+        raise ConfigError(f"no such figure; systems: {systems}; `cohort reproduce --list` names all")
+    return chosen
+
+
+def reproduce(figures: Iterable[Figure], progress: Callable[[Figure], None]) -> list[Reproduced]:
+    lab = Lab()
+    results = []
+    for figure in figures:
+        progress(figure)
+        ours = float(figure.measure(lab))
+        results.append(Reproduced(
+            figure.id, figure.system, figure.figure, figure.workload, figure.baseline, figure.metric, figure.unit,
+            figure.paper, ours, ours / figure.paper, figure.note,
+        ))  # fmt: skip
+    return results
+
+
+def markdown(results: Iterable[Reproduced]) -> str:
+    lines = [
+        "# Do we reproduce the papers?",
+        "",
+        "Written by `cohort reproduce --docs docs/reproduction.md`; nothing here is typed by hand. Every number comes",
+        "from the simulator: the policies of the live services under virtual time (docs/simulator.md says what it",
+        "models). `ratio` is ours over the paper's.",
+    ]
+    for (system, figure), group in groupby(results, key=lambda result: (result.system, result.figure)):
+        lines += ["", f"## {figure} ({system})", "", "| workload | system | metric | paper | ours | ratio | note |",
+                  "|---|---|---|---:|---:|---:|---|"]  # fmt: skip
+        for r in group:
+            lines.append(
+                f"| {r.workload} | {r.baseline} | {r.metric}, {r.unit} | {r.paper:g} | {r.ours:.4g} | {r.ratio:.2f} "
+                f"| {r.note} |"
+            )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,75 @@
+"""One simulation from its ingredients, and searches made of many: sweeps, capacity at a promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from cohort.common.config import Config
+from cohort.common.policies.cost_model import ModelShape
+from cohort.common.types import Role
+from cohort.common.workloads.items import Workload
+from cohort.services.simulator.cluster import SimCluster, SimOptions
+from cohort.services.simulator.hardware import Cluster
+from cohort.services.simulator.report import SimReport, make_report
+
+
+def simulate(
+    config: Config, cluster: Cluster, model: ModelShape, workload: Workload, options: SimOptions | None = None,
+    roles: Mapping[Role, int] | None = None,
+) -> SimReport:  # fmt: skip
+    """Replay the workload. Raises `ConfigError` when it or the cluster is impossible."""
+    sim = SimCluster(config, cluster, model, workload, options or SimOptions(), roles)
+    sim.run()
+    return make_report(sim, workload.name, workload.facts)
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """The highest request rate at which the share of kept promises is at least `target`; 0 when none of the rates
+    tried is. `tried`: rate → attainment, in the order of the search."""
+
+    target: float
+    rate_per_s: float
+    tried: list[tuple[float, float]]
+
+
+def attainment(report: SimReport) -> float:
+    """0 when nothing had a promise: a capacity without a promise means nothing."""
+    return report.overall.promises.attainment if report.overall.promises else 0.0
+
+
+def find_capacity(
+    at_rate: Callable[[float], SimReport], start_per_s: float, target: float, *, tolerance: float = 0.04,
+) -> Capacity:
+    """Double or halve from `start_per_s` until the target is bracketed, then bisect to `tolerance` of the rate.
+
+    Assumes that attainment falls with the rate, which holds up to noise; the noise is the same at every rate because a
+    rate only scales the pattern of arrivals.
+    """
+    tried: list[tuple[float, float]] = []
+
+    def keeps(rate: float) -> bool:
+        tried.append((rate, attainment(at_rate(rate))))
+        return tried[-1][1] >= target
+
+    good, bad = 0.0, float("inf")
+    rate = start_per_s
+    for _ in range(12):
+        if keeps(rate):
+            good = max(good, rate)
+            rate *= 2
+        else:
+            bad = min(bad, rate)
+            rate /= 2
+        if good and bad < float("inf"):
+            break
+        if good == 0.0 and len(tried) > 8:
+            return Capacity(target, 0.0, tried)
+    while bad < float("inf") and bad - good > tolerance * bad:
+        middle = (good + bad) / 2
+        if keeps(middle):
+            good = middle
+        else:
+            bad = middle
+    return Capacity(target, good, tried)

@@ -1,0 +1,68 @@
+"""Parsed options → what a simulation needs: configuration, cluster, model, roles. Every fault is a `ConfigError`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cohort.common.config import CONFIGS_DIR, Config, load_config
+from cohort.common.errors import ConfigError
+from cohort.common.types import Role
+from cohort.services.simulator.cluster import SimOptions
+from cohort.services.simulator.hardware import Cluster, load_cluster
+from cohort.services.simulator.traffic import Traffic, parse_slo
+
+
+def configuration(options: argparse.Namespace, preset: str, settings: Sequence[str] = ()) -> Config:
+    overrides: dict[str, Any] = {}
+    for text in (*options.set, *settings):
+        key, equals, value = text.partition("=")
+        section, dot, name = key.partition(".")
+        if not (equals and dot):
+            raise ConfigError(f"--set {text}: wants SECTION.OPTION=VALUE")
+        overrides.setdefault(section, {})[name] = yaml.safe_load(value)
+    return load_config([Path(file) for file in options.config], preset=preset, overrides=overrides or None)
+
+
+def cluster_of(options: argparse.Namespace, text: str) -> Cluster:
+    return load_cluster(text, {
+        "tensor_parallel": options.tensor_parallel,
+        "decode_attention": options.decode_attention,
+        "stack": options.stack,
+    })  # fmt: skip
+
+
+def traffic_of(options: argparse.Namespace, *, count: int | None = None) -> Traffic:
+    return Traffic(
+        options.trace, count=count if count is not None else options.count, duration_s=options.duration,
+        time_scale=options.time_scale, cv=options.cv, seed=options.seed, slo=parse_slo(options.slo),
+        best_effort=options.best_effort, sort=options.sort,
+    )  # fmt: skip
+
+
+def simulation_options(options: argparse.Namespace) -> SimOptions:
+    return SimOptions(
+        seed=options.seed, predictor=options.predictor, predictor_sigma=options.predictor_sigma,
+        max_tokens=options.max_tokens, horizon_s=getattr(options, "horizon", None) or float("inf"),
+        warmup_s=getattr(options, "warmup", 0.0), jump=not getattr(options, "step_by_step", False),
+    )  # fmt: skip
+
+
+def parse_roles(text: str | None) -> dict[Role, int] | None:
+    if not text:
+        return None
+    roles: dict[Role, int] = {}
+    for part in text.split(","):
+        name, _, count = part.partition("=")
+        if name.strip() not in list(Role) or not count.isdigit() or int(count) < 1:
+            raise ConfigError(f"--roles {text}: {part!r} is not ROLE=N with a role of {', '.join(Role)}")
+        roles[Role(name.strip())] = int(count)
+    return roles
+
+
+def preset_names() -> list[str]:
+    return sorted(path.stem for path in (CONFIGS_DIR / "presets").glob("*.yaml"))

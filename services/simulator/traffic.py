@@ -1,0 +1,107 @@
+"""`--trace` and its companions → a `Workload`: a file, a shape of a paper by name, or fixed lengths."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from cohort.common.errors import ConfigError
+from cohort.common.types import Slo
+from cohort.common.workloads.arrivals import AllAtOnce, Arrivals, ClosedLoop, RandomArrivals, TraceTimes
+from cohort.common.workloads.changes import promise, with_class_share
+from cohort.common.workloads.generate import Drawn, FromTrace, Source, generate
+from cohort.common.workloads.items import Workload
+from cohort.common.workloads.lengths import Fixed
+from cohort.common.workloads.papers import SHAPES, paper_workload
+from cohort.common.workloads.traces import Trace, read_trace
+
+_FIXED = re.compile(r"(\d+)x(\d+)$")
+_ENOUGH = 1000
+"""Requests when neither a number nor a duration is given and the source has no end."""
+
+
+class Traffic:
+    """A source of requests that is read once and can be replayed at several rates."""
+
+    def __init__(
+        self, text: str, *, count: int | None, duration_s: float | None, time_scale: float, cv: float, seed: int,
+        slo: Slo, best_effort: float, sort: bool = False,
+    ) -> None:  # fmt: skip
+        self._text, self._count, self._duration_s = text, count, duration_s
+        self._time_scale, self._cv, self._seed = time_scale, cv, seed
+        self._slo, self._best_effort = slo, best_effort
+        self._trace: Trace | None = None
+        self._source: Source | None = None
+        fixed = _FIXED.match(text)
+        if Path(text).is_file():
+            self._trace = read_trace(Path(text), sort=sort)
+        elif fixed:
+            prompt, output = int(fixed[1]), int(fixed[2])
+            if not prompt or not output:
+                raise ConfigError(f"--trace {text}: prompt and output need at least one token")
+            self._source = Drawn(Fixed(prompt), Fixed(output))
+        elif text not in SHAPES:
+            raise ConfigError(
+                f"--trace {text}: neither a file nor PROMPTxOUTPUT nor one of {', '.join(SHAPES)}"
+            )
+
+    def workload(self, rate_per_s: float | None = None, concurrency: int | None = None) -> Workload:
+        """At this rate (Poisson unless `cv`), at this concurrency, or with the source's own times. Without any of
+        them a source that has no times is all at once."""
+        arrivals: Arrivals | None = None
+        if rate_per_s is not None:
+            if rate_per_s <= 0:
+                raise ConfigError(f"--rate {rate_per_s:g}: must be above 0")
+            arrivals = RandomArrivals(rate_per_s, self._cv)
+        elif concurrency is not None:
+            arrivals = ClosedLoop(concurrency)
+        workload = self._generate(arrivals)
+        if self._slo != Slo():
+            workload = promise(workload, lambda item: self._slo)
+        if self._best_effort:
+            workload = with_class_share(workload, self._best_effort, seed=self._seed)
+        return workload
+
+    def _generate(self, arrivals: Arrivals | None) -> Workload:
+        count, duration_s = self._count, self._duration_s
+        if self._trace is not None:
+            name = Path(self._text).name
+            if arrivals is None:
+                timed = self._trace.arrival_s is not None
+                arrivals = TraceTimes(self._time_scale) if timed else AllAtOnce()
+            # A trace is repeated by drawing from it only where it must last for a time.
+            resample = isinstance(arrivals, RandomArrivals) and (
+                duration_s is not None or (count or 0) > len(self._trace.rows)
+            )
+            source = FromTrace(self._trace, name, resample=resample)
+            return generate(name, source, arrivals, count=count, duration_s=duration_s, seed=self._seed)
+        arrivals = arrivals or (None if self._text in SHAPES and SHAPES[self._text].rate_per_s else AllAtOnce())
+        if count is None and (duration_s is None or isinstance(arrivals, AllAtOnce | ClosedLoop)):
+            count = _ENOUGH
+        if self._source is None:
+            return paper_workload(self._text, arrivals, count=count, duration_s=duration_s, seed=self._seed)
+        return generate(
+            self._text, self._source, arrivals or AllAtOnce(), count=count, duration_s=duration_s, seed=self._seed
+        )
+
+    @property
+    def own_rate_per_s(self) -> float | None:
+        """Of the source's own times; None when it has none."""
+        if self._trace is None:
+            return SHAPES[self._text].rate_per_s if self._text in SHAPES else None
+        return self.workload().rate_per_s if self._trace.arrival_s is not None else None
+
+
+def parse_slo(text: str) -> Slo:
+    """`ttft=0.4,tpot=0.1,deadline=30` in seconds; "" = no promise. Raises `ConfigError`."""
+    values: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, number = part.partition("=")
+        try:
+            values[name.strip()] = float(number)
+        except ValueError:
+            raise ConfigError(f"--slo {text}: {number!r} is not a number of seconds") from None
+    unknown = set(values) - {"ttft", "tpot", "deadline"}
+    if unknown or any(value < 0 for value in values.values()):
+        raise ConfigError(f"--slo {text}: wants ttft=, tpot= and deadline= in seconds, separated by commas")
+    return Slo(values.get("ttft", 0.0), values.get("tpot", 0.0), values.get("deadline", 0.0))

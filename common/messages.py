@@ -68,6 +68,7 @@ class TokenUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `finish` closes the request (with no token when it failed: then `error` says why). `cached_tokens` prompt
     positions came from the prefix cache. `times` comes with the first token of each worker and with `finish`.
+    `prompt_logprobs` come with the first output token, where asked for: of the prompt's tokens from the second on.
     """
 
     request_id: RequestId
@@ -79,6 +80,7 @@ class TokenUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
     cached_tokens: int = 0
     times: StageTimes | None = None
+    prompt_logprobs: list[TokenLogprob] = []
 
 
 class TokenBatch(_Base, frozen=True):
@@ -386,6 +388,8 @@ class KvHandOver(_Base, frozen=True):
     """Of the output tokens this attempt produced so far; empty unless asked for."""
     exposed_s: float
     """How long the sender held the computed segment before it could send this message."""
+    prompt_logprobs: list[TokenLogprob] = []
+    """Of the prompt's tokens 1 … as far as they are computed; empty unless asked for."""
 
 
 class KvAccepted(_Base, frozen=True):

@@ -74,7 +74,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     `seed` is always set by the gateway: the random number of position t depends only on (seed, t), so a request
     that moves, is preempted or recovered continues exactly. `stop_token_ids` includes the model's end tokens
     unless the client said `ignore_eos`. Stop *strings* are the gateway's business: workers see tokens only.
-    `logprobs`: -1 = none, k = the k likeliest besides the chosen one.
+    `logprobs`: -1 = none, k = the k likeliest besides the chosen one. `prompt_logprobs`: the same for every token of
+    the prompt but the first, which nothing precedes.
     """
 
     max_tokens: int
@@ -90,6 +91,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int = -1
+    prompt_logprobs: int = -1
 
 
 class Segment(msgspec.Struct, frozen=True):

@@ -63,6 +63,17 @@ class SamplingRow:
         return self.temperature == 0.0 and not (self.penalised or self.logit_bias or self.banned)
 
 
+@dataclass(frozen=True, slots=True)
+class ScoringRow:
+    """Prompt tokens of one row whose log-probabilities are wanted: of `targets[i]` after the step's token `first + i`,
+    and of the `top` likeliest tokens there."""
+
+    row: int
+    first: int
+    targets: tuple[int, ...]
+    top: int
+
+
 GREEDY = SamplingRow(seed=0, position=0, temperature=0.0)
 
 
@@ -84,6 +95,7 @@ class StepBatch:
     sample_rows: Int32Array  # [S] rows whose last token's logits are sampled
     sampling: tuple[SamplingRow, ...]  # one per sample row
     padding: Int32Array | None = None  # [R] tokens at a row's end that only fill it up; None = none anywhere
+    scoring: tuple[ScoringRow, ...] = ()  # rows whose prompt tokens are scored
 
     @property
     def num_rows(self) -> int:
@@ -140,6 +152,10 @@ class StepBatch:
             sample_rows=self.sample_rows[sampled] - np.int32(first),
             sampling=tuple(self.sampling[i] for i in sampled),
             padding=None if self.padding is None else self.padding[first:end],
+            scoring=tuple(
+                ScoringRow(item.row - first, item.first - token_first, item.targets, item.top)
+                for item in self.scoring if first <= item.row < end
+            ),
         )
 
 
@@ -154,7 +170,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The drawn tokens, in the order of `StepBatch.sample_rows`."""
+    """The drawn tokens, in the order of `StepBatch.sample_rows`; prompt scores, in the order of `StepBatch.scoring`."""
 
     tokens: Int64Array  # [S]
     logprobs: tuple[TokenLogprobs | None, ...]  # [S]
+    scores: tuple[tuple[TokenLogprobs, ...], ...] = ()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cohort.common.engine.batch import PenaltyContext, SamplingRow, StepBatch
+from cohort.common.engine.batch import PenaltyContext, SamplingRow, ScoringRow, StepBatch
 from cohort.common.policies.interface import IterationPlan, KvAllocator, Row, Sequence
 from cohort.common.policies.padding import row_padding
 
@@ -68,8 +68,20 @@ def build_batch(plan: IterationPlan, kv: KvAllocator) -> tuple[StepBatch, list[S
         sample_rows=np.array(drawing, dtype=np.int32),
         sampling=tuple(_sampling(rows[index]) for index in drawing),
         padding=padding,
+        scoring=tuple(
+            _scoring(index, row, int(query_start[index]))
+            for index, row in enumerate(rows) if row.sequence.scores_prompt
+        ),
     )
     return batch, [rows[index].sequence for index in drawing]
+
+
+def _scoring(index: int, row: Row, first: int) -> ScoringRow:
+    """The prompt tokens that follow this row's tokens; nothing is known yet to follow the prompt's last one."""
+    request = row.sequence.request
+    end = min(row.start + row.count + 1, request.prompt_tokens)
+    targets = tuple(row.sequence.tokens[row.start + 1 : end])
+    return ScoringRow(index, first, targets, request.sampling.prompt_logprobs)
 
 
 def _sampling(row: Row) -> SamplingRow:

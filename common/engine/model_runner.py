@@ -7,6 +7,7 @@ step computes.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 from typing import assert_never
@@ -15,15 +16,16 @@ import numpy as np
 import structlog
 import torch
 
-from cohort.common.engine.batch import GREEDY, StepBatch, StepOutput
+from cohort.common.engine.batch import GREEDY, StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.generic import GenericModel
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.lean_llama import LeanLlama
 from cohort.common.engine.lean_opt import LeanOpt
 from cohort.common.engine.linear import native_bfloat16
 from cohort.common.engine.model_config import ModelGeometry, read_geometry
+from cohort.common.engine.prompt_scores import by_row, score, scored_tokens
 from cohort.common.engine.sampler import sample
-from cohort.common.engine.step_inputs import Model, step_inputs
+from cohort.common.engine.step_inputs import Model, StepInputs, step_inputs
 from cohort.common.errors import ConfigError
 
 log = structlog.get_logger(__name__)
@@ -122,6 +124,7 @@ class ModelRunner:
         return StepOutput(
             tokens=np.concatenate([output.tokens for output in outputs]),
             logprobs=outputs[0].logprobs + outputs[1].logprobs,
+            scores=outputs[0].scores + outputs[1].scores,
         )
 
     def warm_up(self) -> None:
@@ -137,8 +140,30 @@ class ModelRunner:
                 self.execute(batch)
 
     def _execute(self, batch: StepBatch) -> StepOutput:
-        logits = self._model.forward(step_inputs(batch, self.block_size, self.device), self.kv.blocks)
+        inputs = step_inputs(batch, self.block_size, self.device)
+        if batch.scoring:
+            return self._execute_and_score(batch, inputs)
+        logits = self._model.forward(inputs, self.kv.blocks)
         return sample(logits, batch.sampling)
+
+    def _execute_and_score(self, batch: StepBatch, inputs: StepInputs) -> StepOutput:
+        """A whole prompt's logits may be more than the device has, so those of `max_rows` tokens exist at a time. For
+        more of them the forward runs again, over the same tokens: it writes the same KV, and scoring is rare."""
+        sampled = len(batch.sample_rows)
+        wanted = torch.cat([inputs.sample_index, scored_tokens(batch.scoring, self.device)])
+        pairs = ((target, row.top) for row in batch.scoring for target in row.targets)
+        scores: list[TokenLogprobs] = []
+        output: StepOutput | None = None
+        at_once = max(self.max_rows, sampled, 1)
+        for start in range(0, max(1, len(wanted)), at_once):
+            inputs.sample_index = wanted[start : start + at_once]
+            logits = self._model.forward(inputs, self.kv.blocks)
+            if output is None:
+                output = sample(logits[:sampled], batch.sampling)
+                logits = logits[sampled:]
+            scores += score(logits, pairs)
+        assert output is not None
+        return dataclasses.replace(output, scores=by_row(batch.scoring, scores))
 
     def _load(self, model_dir: Path, dtype: torch.dtype) -> Model:
         geometry = self.geometry

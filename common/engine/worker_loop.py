@@ -20,7 +20,7 @@ from typing import Protocol
 
 from cohort.common import paths
 from cohort.common.config import Config
-from cohort.common.engine.batch import StepBatch, StepOutput
+from cohort.common.engine.batch import StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.batch_builder import build_batch
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.model_config import read_geometry
@@ -229,9 +229,16 @@ class WorkerLoop:
                 await asyncio.sleep(_STEP_FAILURE_PAUSE_S)  # a broken device must not spin the loop
                 continue
             ended_s = self._clock.now_s()
+            if output is not None and batch.scoring:
+                self._score_prompts(plan, batch, output)
             self.machine.completed(ended_s, _draws(drawing, output), ended_s - started_s)
             self._perform_quietly()
             self._observe_step(plan, ended_s - started_s)
+
+    def _score_prompts(self, plan: IterationPlan, batch: StepBatch, output: StepOutput) -> None:
+        for scoring, scores in zip(batch.scoring, output.scores, strict=True):
+            row = plan.rows[scoring.row]
+            self.machine.scored(row.sequence, row.start, [_to_wire(item) for item in scores])
 
     def _perform_quietly(self) -> None:
         """`_perform` without waking the step loop by its own effects."""
@@ -422,8 +429,12 @@ def _draws(drawing: list[Sequence], output: StepOutput | None) -> Iterable[Sampl
         yield Sampled(
             sequence,
             token,
-            TokenLogprob(logprobs.logprob, list(logprobs.top_ids), list(logprobs.top_logprobs)) if logprobs else None,
+            _to_wire(logprobs) if logprobs else None,
         )
+
+
+def _to_wire(logprobs: TokenLogprobs) -> TokenLogprob:
+    return TokenLogprob(logprobs.logprob, list(logprobs.top_ids), list(logprobs.top_logprobs))
 
 
 def _copy(kv: KvTensors, copy: KvCopy) -> None:

@@ -149,6 +149,7 @@ class WorkerMachine:
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._segments: dict[SequenceKey, StartSegment] = {}
         self._logprobs: dict[SequenceKey, list[TokenLogprob]] = {}
+        self._prompt_logprobs: dict[SequenceKey, list[TokenLogprob]] = {}
         """Of this attempt's output tokens, where asked for: they move with the request."""
         self._doomed: set[SequenceKey] = set()
         self._in_flight: IterationPlan | None = None
@@ -448,6 +449,12 @@ class WorkerMachine:
         self.counters.steps += count
         self.counters.decode_tokens += count * len(rows)
 
+    def scored(self, sequence: Sequence, position: int, scores: list[TokenLogprob]) -> None:
+        """What the iteration in flight found for the prompt tokens after `position`, one each; before `completed`.
+        Positions that are computed again (after a preemption) replace what was known."""
+        if sequence.key in self._sequences:
+            self._prompt_logprobs.setdefault(sequence.key, [])[position:] = scores
+
     def step_failed(self, now_s: float, reason: str) -> None:
         """The forward itself failed: its requests are given back to be placed again, the worker lives on."""
         plan = self._in_flight
@@ -491,6 +498,8 @@ class WorkerMachine:
                 finish,
                 cached_tokens=sequence.cached_tokens,
                 times=self._times(now_s, sequence) if first_here or finish else None,
+                prompt_logprobs=self._prompt_logprobs.get(sequence.key, [])
+                if start == sequence.request.prompt_tokens else [],
             ),
         )
         if finish is not None:
@@ -565,6 +574,7 @@ class WorkerMachine:
         self._sequences.pop(key, None)
         self._segments.pop(key, None)
         self._logprobs.pop(key, None)
+        self._prompt_logprobs.pop(key, None)
         outgoing = self._outgoing.pop(key, None)
         incoming = self._incoming.pop(key, None)
         held_back = False
@@ -688,6 +698,7 @@ class WorkerMachine:
                         sequence.request_id, sequence.request.attempt, outgoing.lease_id, outgoing.round,
                         sequence.tokens, computed, outgoing.round_runs, sequence.cached_tokens,
                         self._logprobs.get(sequence.key, []), exposed,
+                        self._prompt_logprobs.get(sequence.key, []),
                     ),
                 )
             )
@@ -713,6 +724,7 @@ class WorkerMachine:
         self._sequences.pop(sequence.key)
         self._segments.pop(sequence.key)
         self._logprobs.pop(sequence.key, None)
+        self._prompt_logprobs.pop(sequence.key, None)
         outgoing.dead = True
         if outgoing.in_flight:  # its bytes have arrived, but the link has not said so yet
             self._settling[lease_id] = outgoing
@@ -863,6 +875,8 @@ class WorkerMachine:
             sequence.repeat_from = len(sequence.request.tokens)
         if hand_over.logprobs:
             self._logprobs[sequence.key] = list(hand_over.logprobs)
+        if hand_over.prompt_logprobs:
+            self._prompt_logprobs[sequence.key] = list(hand_over.prompt_logprobs)
         sequence.transfer_s = hand_over.exposed_s + (now_s - incoming.hand_over_at_s)
         sequence.phase = Phase.RUNNING
         del self._incoming[sequence.key]

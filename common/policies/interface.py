@@ -353,6 +353,12 @@ class Sequence:
         return len(self.tokens)
 
     @property
+    def scores_prompt(self) -> bool:
+        """Its prompt's log-probabilities are still wanted: every position must be computed, none taken from a cache,
+        because only a computed position has logits."""
+        return self.request.sampling.prompt_logprobs >= 0 and self.output_tokens == 0
+
+    @property
     def target(self) -> int:
         """Positions to compute with the tokens known now."""
         return self.known if self.end is None else min(self.known, self.end)

@@ -18,10 +18,11 @@ from cohort.services.gateway.stop_strings import StopStrings
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A drawn token with its log-probabilities; `offset` is where its text starts, in characters."""
+    """A token with its log-probabilities; `offset` is where its text starts, in characters. The first token of an
+    echoed prompt has none."""
 
     token_id: int
-    score: TokenLogprob
+    score: TokenLogprob | None
     offset: int
 
 
@@ -32,6 +33,18 @@ class Piece:
     text: str
     scores: Sequence[ScoredToken]
     stopped: bool
+
+
+def prompt_scores(
+    detokenizer: Detokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprob]
+) -> list[ScoredToken]:
+    """An echoed prompt's tokens; `scores` are those of all but the first, which nothing precedes."""
+    found: list[ScoredToken] = []
+    offset = 0
+    for token_id, score in zip(tokens, (None, *scores), strict=True):
+        found.append(ScoredToken(token_id, score, offset))
+        offset += len(detokenizer.feed(token_id))
+    return found
 
 
 class Choice:

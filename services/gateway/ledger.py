@@ -44,6 +44,8 @@ class Entry:
     attempt: int = 0
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, where asked for; complete with the first output token."""
     prediction: Prediction | None = None
     cached_tokens: int = 0
     instances: list[InstanceId] = field(default_factory=list)
@@ -242,6 +244,13 @@ class Ledger:
                 f"{sender} sent {len(update.tokens)} tokens with {len(update.logprobs)} log-probabilities",
                 status=500, type_="server_error",
             ))
+        if entry.request.sampling.prompt_logprobs >= 0 and not entry.output and tokens:
+            entry.prompt_logprobs = update.prompt_logprobs
+            if len(entry.prompt_logprobs) != entry.request.prompt_tokens - 1:
+                return self._fail(entry, RequestError(
+                    f"{sender} sent {len(entry.prompt_logprobs)} log-probabilities for a prompt of "
+                    f"{entry.request.prompt_tokens} tokens", status=500, type_="server_error",
+                ))
         room = entry.request.sampling.max_tokens - len(entry.output)
         tokens, logprobs = tokens[:room], logprobs[:room]
         if tokens:

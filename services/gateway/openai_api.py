@@ -13,7 +13,7 @@ import dataclasses
 import re
 import secrets
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -26,7 +26,7 @@ from cohort.common.errors import RequestError
 from cohort.common.metrics import RequestMetrics
 from cohort.common.types import FinishReason, InstanceId
 from cohort.services.gateway.admission import Door
-from cohort.services.gateway.choice import Choice, Piece, ScoredToken
+from cohort.services.gateway.choice import Choice, Piece, ScoredToken, prompt_scores
 from cohort.services.gateway.detokenizer import TokenText
 from cohort.services.gateway.middleware import HTTP_ID, REQUEST_ID_HEADER
 from cohort.services.gateway.model_card import ModelCard
@@ -74,6 +74,7 @@ class _Answering:
     call: Call
     generation: Generation
     shape: Shape
+    text: TokenText
     choices: list[Choice]
     echoes: list[str]
     base_id: str
@@ -84,14 +85,30 @@ class _Answering:
 
     def next(self, delta: Delta) -> _Next:
         """The delta as text; a stop string ends the choice. An echoed prompt rides with the first text."""
-        index = delta.index
-        piece = self.choices[index].feed(delta.tokens, delta.logprobs, delta.finish)
-        finish = FinishReason.STOP if piece.stopped else delta.finish
+        index, tokens, finish = delta.index, delta.tokens, delta.finish
+        if self.call.max_tokens == 0 and finish is not None:
+            tokens, finish = [], FinishReason.LENGTH  # a scored prompt yields a token that nobody wanted
+        piece = self.choices[index].feed(tokens, delta.logprobs, finish)
+        finish = FinishReason.STOP if piece.stopped else finish
         first = index not in self.begun and bool(piece.text or finish)
+        scores = self._behind_echo(index, piece.scores)
         if first:
             self.begun.add(index)
-            piece = Piece(self.echoes[index] + piece.text, piece.scores, piece.stopped)
+            piece = Piece(self.echoes[index] + piece.text, [*self._echo_scores(index), *scores], piece.stopped)
+        else:
+            piece = Piece(piece.text, scores, piece.stopped)
         return _Next(piece, finish, first)
+
+    def _behind_echo(self, index: int, scores: Sequence[ScoredToken]) -> Sequence[ScoredToken]:
+        shift = len(self.echoes[index])
+        return [dataclasses.replace(item, offset=item.offset + shift) for item in scores] if shift else scores
+
+    def _echo_scores(self, index: int) -> list[ScoredToken]:
+        if not self.call.scores_prompt:
+            return []
+        entry = self.generation.entries[index]
+        detokenizer = self.text.stream(context=(), skip_special=self.call.skip_special_tokens)
+        return prompt_scores(detokenizer, entry.request.tokens, entry.prompt_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +233,7 @@ class OpenAiApi:
             requests, times, chat=call.chat, prompt_bytes=body_bytes, stop_strings=len(call.stop_strings)
         )
         return _Answering(
-            call, generation, shape,
+            call, generation, shape, self._text,
             choices=[
                 Choice(
                     self._text.stream(

@@ -52,11 +52,16 @@ class Call:
     include_usage: bool = False
     continuous_usage: bool = False
     echo: bool = False
+    """Together with log-probabilities: the prompt's own too."""
     return_token_ids: bool = False
     skip_special_tokens: bool = True
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.echo and self.sampling.logprobs >= 0
 
     @property
     def choices(self) -> int:
@@ -72,8 +77,6 @@ def parse_completion(data: bytes, headers: Mapping[str, str], config: GatewayCon
     body = _decode(_completion_decoder, data)
     if body.suffix:
         raise _refused("suffix", "text insertion is not supported")
-    if body.echo and body.logprobs is not None:
-        raise _refused("echo", "echo together with logprobs is not supported: prompts are not scored")
     max_tokens = _max_tokens(body.max_tokens, body.max_completion_tokens)
     return _call(
         body, headers, config, card,

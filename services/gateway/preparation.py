@@ -45,7 +45,9 @@ def prepare(
                 prompt_tokens=len(prompt),
                 sampling=msgspec.structs.replace(
                     call.sampling,
-                    max_tokens=max_tokens,
+                    # A prompt is scored while it is computed, which ends with a token, wanted or not.
+                    max_tokens=max(1, max_tokens) if call.scores_prompt else max_tokens,
+                    prompt_logprobs=call.sampling.logprobs if call.scores_prompt else -1,
                     seed=derived_seed(seed, index),
                     stop_token_ids=tuple(sorted(stop_ids)),
                 ),

@@ -59,9 +59,9 @@ class Extras(msgspec.Struct, frozen=True):
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -166,14 +166,16 @@ class CompletionShape:
             return None
         return CompletionLogprobs(
             text_offset=[scored.offset for scored in scores],
-            token_logprobs=[_finite(scored.score.logprob) for scored in scores],
+            token_logprobs=[None if scored.score is None else _finite(scored.score.logprob) for scored in scores],
             tokens=[self._name(scored.token_id) for scored in scores],
             top_logprobs=[self._top(scored) for scored in scores],
         )
 
-    def _top(self, scored: ScoredToken) -> dict[str, float]:
-        """The likeliest tokens and, always, the one that was drawn."""
+    def _top(self, scored: ScoredToken) -> dict[str, float] | None:
+        """The likeliest tokens and, always, the one that is there."""
         score = scored.score
+        if score is None:
+            return None
         top: dict[str, float] = {}
         for token_id, value in zip(score.top_ids, score.top_logprobs, strict=True):
             # Distinct tokens may be spelled alike; the likeliest of them keeps the name.
@@ -214,13 +216,13 @@ class ChatShape:
             return None
         return ChatLogprobs([
             ChatTokenLogprob(
-                *self._spelled(scored.token_id, scored.score.logprob),
+                *self._spelled(scored.token_id, score.logprob),
                 [
                     TopLogprob(*self._spelled(token_id, value))
-                    for token_id, value in zip(scored.score.top_ids, scored.score.top_logprobs, strict=True)
+                    for token_id, value in zip(score.top_ids, score.top_logprobs, strict=True)
                 ],
             )
-            for scored in scores
+            for scored in scores if (score := scored.score) is not None
         ])
 
     def _spelled(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:

@@ -160,6 +160,7 @@ class Worker:
                 request_id=request.request_id, attempt=request.attempt, position=request.prompt_tokens + done - 1,
                 tokens=[token], logprobs=scores(request, token), finish=finish, cached_tokens=1 if first else 0,
                 times=StageTimes(self.name, queue_s=0.001, prefill_s=0.002) if first else None,
+                prompt_logprobs=prompt_scores(request) if first else [],
             )])
             first = False
             if finish is not None:
@@ -175,6 +176,17 @@ def scores(request: Request, token: int) -> list[TokenLogprob]:
         return []
     top = [(token + step) % 300 for step in range(count)]
     return [TokenLogprob(-0.25, top, [-0.25 - step for step in range(count)])]
+
+
+def prompt_scores(request: Request) -> list[TokenLogprob]:
+    """Of the prompt's tokens from the second on."""
+    count = request.sampling.prompt_logprobs
+    if count < 0:
+        return []
+    return [
+        TokenLogprob(-0.5 - index, [(token + step) % 300 for step in range(count)], [-0.5 - index] * count)
+        for index, token in enumerate(request.tokens[1 : request.prompt_tokens])
+    ]
 
 
 @dataclass

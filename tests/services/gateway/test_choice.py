@@ -50,7 +50,7 @@ def test_scores_leave_with_their_text_and_never_after_a_stop_string(tokenizer: T
     one = choice(tokenizer, ["xy"], scored=True)
     a, x, y = (ids(tokenizer, letter)[0] for letter in "axy")
     first = one.feed([a, x], [TokenLogprob(-1), TokenLogprob(-2)], None)
-    assert [(item.token_id, item.score.logprob, item.offset) for item in first.scores] == [(a, -1, 0)]
+    assert first.scores == [ScoredToken(a, TokenLogprob(-1), 0)]
     assert one.feed([y], [TokenLogprob(-3)], None).scores == []
 
 

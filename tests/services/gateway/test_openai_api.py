@@ -122,6 +122,53 @@ async def test_echo_repeats_text_and_ids(site: Site) -> None:
     assert texts(events) == "東京" + ANSWER
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["quick Köln 🦊", [5, 6, 7], [9]])
+async def test_echo_with_logprobs_scores_the_prompt(site: Site, prompt: Any, stream: bool) -> None:
+    ids = site.tokenizer.encode(prompt, special_tokens=True) if isinstance(prompt, str) else prompt
+    body = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 3}
+    if stream:
+        events = await site.stream("/v1/completions", body)
+        choices = [chunk["choices"][0] for chunk in events[:-1]]
+    else:
+        choices = [(await site.post("/v1/completions", body))[1]["choices"][0]]
+    text = "".join(choice["text"] for choice in choices)
+    found = {key: [item for choice in choices for item in choice["logprobs"][key]] for key in choices[0]["logprobs"]}
+    echo = prompt if isinstance(prompt, str) else site.tokenizer.decode(ids, skip_special=True)
+    assert text.startswith(echo) and len(text) > len(echo)
+    assert len(found["tokens"]) == len(ids) + 3 == len(found["text_offset"])
+    assert found["token_logprobs"] == [None, *[-0.5 - index for index in range(len(ids) - 1)], -0.25, -0.25, -0.25]
+    assert found["top_logprobs"][0] is None and all(found["top_logprobs"][1:])
+    assert found["text_offset"][len(ids)] == len(echo) and found["text_offset"] == sorted(found["text_offset"])
+    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        special = offset == 0 and token not in text  # the one that begins every prompt is not part of its text
+        assert special or token.startswith("bytes:") or text[offset:].startswith(token)
+    [request] = site.manager.submitted
+    assert (request.sampling.prompt_logprobs, request.sampling.max_tokens) == (2, 3)
+
+
+async def test_a_prompt_scored_and_nothing_more(site: Site) -> None:
+    """As evaluation harnesses ask: no token of the answer is wanted."""
+    body = {"prompt": [[5, 6, 7], [8]], "echo": True, "logprobs": 1, "max_tokens": 0, "return_token_ids": True}
+    _, answer = await site.post("/v1/completions", body)
+    for ids, choice in zip(body["prompt"], answer["choices"], strict=True):  # type: ignore[call-overload]
+        assert choice["text"] == site.tokenizer.decode(ids, skip_special=True)
+        assert len(choice["logprobs"]["tokens"]) == len(ids)
+        assert choice["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 0
+    assert [extras["token_ids"] for extras in answer["cohort"]["requests"]] == [[], []]
+
+
+async def test_scores_that_are_missing_are_an_error(open_site: OpenSite, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that says too little must not make a text that looks complete."""
+    from tests.services.gateway import cluster
+
+    monkeypatch.setattr(cluster, "prompt_scores", lambda request: [])
+    async with open_site() as site:
+        status, body = await site.post("/v1/completions", {"prompt": [5, 6, 7], "echo": True, "logprobs": 0})
+        assert (status, "0 log-probabilities for a prompt of 3" in body["error"]["message"]) == (500, True)
+
+
 async def test_prompts_and_choices_are_requests_of_their_own(open_site: OpenSite) -> None:
     def script(request: Request) -> list[int]:
         return [*request.tokens[: request.prompt_tokens], 5 + request.sampling.seed % 50, 2]

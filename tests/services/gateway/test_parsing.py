@@ -123,7 +123,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(parse: Any, body: dict[str, 
 
 
 @pytest.mark.parametrize(("body", "param"), [
-    ({"suffix": "end"}, "suffix"), ({"echo": True, "logprobs": 1}, "echo"), ({"logprobs": 21}, "logprobs"),
+    ({"suffix": "end"}, "suffix"), ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"), ({"messages": HI}, "messages"), ({"tools": []}, "tools"),
 ])
 def test_completions_refuse(body: dict[str, Any], param: str) -> None:

@@ -66,16 +66,16 @@ Plan plan_tasks(const Step<T>& step, int64_t rows, int64_t table_blocks, int64_t
   plan.work = work * head_dim * 2;
   // tokens that a task may read before it is worth splitting
   int64_t share = threads == 1 ? INT64_MAX : std::max<int64_t>(1, work / (threads * kTasksPerThread));
-  auto add = [&](const RowPlan& row, int begin, int end) {
+  auto add = [&](const RowPlan& row, int begin, int end, int heads) {
     auto [kv_begin, kv_end] = visible(row, begin, end, step.window);
-    int64_t columns = (end - begin) * group, length = kv_end - kv_begin;
+    int64_t columns = (end - begin) * group * heads, length = kv_end - kv_begin;
     int64_t split = std::max(kSmallestSplit, share == INT64_MAX ? length : (share + columns - 1) / columns);
     int parts = int((length + split - 1) / split);
     int64_t part_length = (length + parts - 1) / parts;
     // parts begin where blocks begin
     part_length = (part_length + step.cache.block_size - 1) / step.cache.block_size * step.cache.block_size;
     parts = int((kv_end - kv_begin + part_length - 1) / part_length);
-    for (int head = 0; head < kv_heads; ++head) {
+    for (int head = 0; head < kv_heads; head += heads) {
       int merge = -1;
       if (parts > 1) {
         merge = int(plan.merges.size());
@@ -84,7 +84,7 @@ Plan plan_tasks(const Step<T>& step, int64_t rows, int64_t table_blocks, int64_t
       }
       for (int part = 0; part < parts; ++part) {
         int64_t from = kv_begin + part * part_length;
-        plan.tasks.push_back({row.row, head, begin, end, from, std::min(kv_end, from + part_length), merge, part});
+        plan.tasks.push_back({row.row, head, heads, begin, end, from, std::min(kv_end, from + part_length), merge, part});
       }
     }
   };
@@ -95,11 +95,15 @@ Plan plan_tasks(const Step<T>& step, int64_t rows, int64_t table_blocks, int64_t
     int per_task = row.queries_per_task;
     if (threads > 1 && scarce) per_task = std::max<int>(1, std::max<int64_t>(per_task / 4, 4 * kWide / group));
     // the last queries see most: longest tasks first
-    for (int end = row.queries; end > 0; end -= per_task) add(row, std::max(0, end - per_task), end);
+    for (int end = row.queries; end > 0; end -= per_task) add(row, std::max(0, end - per_task), end, 1);
   }
+  // A block's heads lie side by side: one task for all of them reads longer stretches. Few rows leave too few tasks.
+  int64_t few = 0;
+  for (RowPlan& row : row_plans) few += row.many ? 0 : row.queries;
+  const int heads = few >= 2 * threads ? int(kv_heads) : 1;
   for (RowPlan& row : row_plans) {
     if (row.many) continue;
-    for (int q = 0; q < row.queries; ++q) add(row, q, q + 1);
+    for (int q = 0; q < row.queries; ++q) add(row, q, q + 1, heads);
   }
   return plan;
 }
@@ -131,7 +135,7 @@ void run_task(const Step<T>& step, const Task& task, float* partial) {
   const int head_dim = step.cache.head_dim;
   const int columns = columns_of(task, step.group);
   bool one_query = task.query_end - task.query_begin == 1;
-  bool few = one_query && columns < kManyColumns;
+  bool few = one_query && step.group < kManyColumns;
   if (few && head_dim % Dot<T, kWide>::kChunk == 0) return attend_few<T, kWide>(step, task, partial, scratch);
   if (few && head_dim % Dot<T, 8>::kChunk == 0) return attend_few<T, 8>(step, task, partial, scratch);
   // panels of 2W columns: do not compute 32 when 16 hold them all

@@ -1,7 +1,7 @@
 // What the attention kernels share: the cache's shape, the step's rows, one task and its result.
 //
-// A *column* is one (query position, query head of the kv head) pair; all columns of a task read the same keys and
-// values, so these are loaded once for the whole group (GQA).
+// A *column* is one (query position, query head) pair; the columns of one kv head read the same keys and values, so these
+// are loaded once for the whole group (GQA).
 #pragma once
 
 #include <cstdint>
@@ -21,9 +21,8 @@ struct CacheView {
   int64_t num_blocks;
   int num_kv_heads, block_size, head_dim;
 
-  const T* keys(int64_t block, int kv_head) const {
-    return layer_base + block * block_stride + int64_t(kv_head) * block_size * head_dim;
-  }
+  int64_t head_stride() const { return int64_t(block_size) * head_dim; }
+  const T* keys(int64_t block, int kv_head) const { return layer_base + block * block_stride + kv_head * head_stride(); }
 };
 
 template <typename T>
@@ -44,7 +43,7 @@ struct Step {
 };
 
 struct Task {
-  int row, kv_head;
+  int row, kv_head, kv_heads;  // heads [kv_head, kv_head + kv_heads)
   int query_begin, query_end;  // within the row
   int64_t kv_begin, kv_end;    // positions
   int merge;                   // index of the merge group, or -1: this task owns its columns
@@ -57,7 +56,9 @@ struct MergeGroup {
   int64_t offset;  // floats, into the partial results: [part][column][head_dim + 2], the last two: maximum, sum
 };
 
-inline int columns_of(const Task& task, int group) { return (task.query_end - task.query_begin) * group; }
+inline int columns_of(const Task& task, int group) {
+  return (task.query_end - task.query_begin) * task.kv_heads * group;
+}
 
 // Tokens of a row that lie beside each other in memory; their order inside does not matter to a softmax.
 template <typename T>
@@ -71,6 +72,7 @@ struct Segment {
 //
 // R13 · A block filled right to left holds its j-th token in slot block_size-1-j, so tokens [a, b) of it lie in slots
 // [block_size-b, block_size-a): still one contiguous piece, which is why direction costs nothing here.
+// Of the task's first head; the next heads' keys and values follow `CacheView::head_stride` apart.
 template <typename T>
 inline Segment<T> segment_of(const Step<T>& step, const Task& task, int64_t begin, int64_t end) {
   const CacheView<T>& cache = step.cache;
@@ -97,8 +99,9 @@ inline void write_column(const Step<T>& step, const Task& task, int column, cons
     to[head_dim + 1] = total;
     return;
   }
-  int64_t token = step.query_start[task.row] + task.query_begin + column / step.group;
-  int64_t head = int64_t(task.kv_head) * step.group + column % step.group;
+  const int heads = task.kv_heads * step.group;
+  int64_t token = step.query_start[task.row] + task.query_begin + column / heads;
+  int64_t head = int64_t(task.kv_head) * step.group + column % heads;
   T* to = step.out + token * step.out_token_stride + head * step.out_head_stride;
   float inverse = 1.0f / total;
   for (int d = 0; d < head_dim; ++d) to[d] = from_float<T>(sum[d] * inverse);

@@ -2,8 +2,8 @@
 // once, in the order they lie, and prefetches the next block while computing this one.
 //
 // Per chunk of blocks: scores of all tokens, then the softmax weights, then the weighted sum of values; an online
-// softmax joins the chunks. Heads go in tiles of HT (1, 2, 4) lanes with W / HT tokens beside them, so that W dot
-// products end in exactly one vector: lane = token · HT + head.
+// softmax joins the chunks. Scores are computed head by head, W tokens at once, so that their dot products end in one
+// vector; values are read once for up to four heads.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@ namespace cohort {
 
 constexpr int kSegmentTokens = 64;  // a block longer than this is taken in pieces
 constexpr int kChunkSegments = 32;
-constexpr int kPrefetchBytes = 4096;  // how far ahead of the arithmetic memory is asked for; measured, AVX2
-constexpr int kMaxDistance = 8;
+constexpr int kPrefetchBytes = 8192;  // how far ahead of the arithmetic memory is asked for; measured
+constexpr int kMaxDistance = 16;
 
 // How W-lane kernels hold keys and queries. `kChunk` elements of a row are one step of the dot product.
 template <typename T, int W>
@@ -38,6 +38,7 @@ struct Dot<float, W> {
   static inline Key load_query(const float* from) { return {S::load(from)}; }
   static inline F madd(F sum, Key key, Key query) { return sum + key.all * query.all; }
   static constexpr int kQueryStep = W;  // floats of packed query per chunk
+  static constexpr bool kPairedTokens = false;
   static inline void load_values(const float* from, F* to) { to[0] = S::load(from); }
   static inline int place(int i) { return i; }
 };
@@ -70,6 +71,13 @@ struct Dot<bf16, W> {
     }
   }
   static constexpr int kQueryStep = W;
+  // Values of two tokens meet the pair of their weights in one instruction; the elements of a chunk lie as interleaving
+  // leaves them.
+  static constexpr bool kPairedTokens = true;
+  static inline int place(int i) {
+    int chunk = i / kChunk, lane = i % kChunk / 8, rest = i % 8;
+    return chunk * kChunk + rest / 4 * W + lane * 4 + rest % 4;
+  }
 #else
   struct Key {
     F even, odd;
@@ -86,168 +94,190 @@ struct Dot<bf16, W> {
   static inline Key load_query(const float* from) { return {S::load(from), S::load(from + W)}; }
   static inline F madd(F sum, Key key, Key query) { return sum + key.even * query.even + key.odd * query.odd; }
   static constexpr int kQueryStep = 2 * W;
+  static constexpr bool kPairedTokens = false;
+  static inline int place(int i) { return even_odd_place<W>(i); }
 #endif
   static inline void load_values(const bf16* from, F* to) { S::load_even_odd(from, to[0], to[1]); }
-  static inline int place(int i) { return even_odd_place<W>(i); }
 };
 
-// Without a trace in the outer caches: a step reads its KV once, and there this was 10 to 15 % faster than all other
-// hints.
+#if defined(__AVX512BF16__) && defined(__AVX512VL__)
+// The elements of two rows side by side, as `Dot<bf16, W>::place` says.
+template <int W>
+inline void interleave(const bf16* first, const bf16* second, typename Lanes<W>::Pairs* both) {
+  if constexpr (W == 16) {
+    const __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
+    both[0] = (__m512bh)_mm512_unpacklo_epi16(a, b);
+    both[1] = (__m512bh)_mm512_unpackhi_epi16(a, b);
+  } else {
+    const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(first));
+    const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(second));
+    both[0] = (__m256bh)_mm256_unpacklo_epi16(a, b);
+    both[1] = (__m256bh)_mm256_unpackhi_epi16(a, b);
+  }
+}
+template <int W>
+inline typename Lanes<W>::Pairs splat_pair(const bf16* from) {
+  int32_t pair;
+  std::memcpy(&pair, from, 4);
+  if constexpr (W == 16) return (__m512bh)_mm512_set1_epi32(pair);
+  else return (__m256bh)_mm256_set1_epi32(pair);
+}
+template <int W>
+inline typename Simd<W>::F add_pairs(typename Simd<W>::F sum, typename Lanes<W>::Pairs a, typename Lanes<W>::Pairs b) {
+  if constexpr (W == 16) return (typename Simd<W>::F)_mm512_dpbf16_ps((__m512)sum, a, b);
+  else return (typename Simd<W>::F)_mm256_dpbf16_ps((__m256)sum, a, b);
+}
+#endif
+
+// Into the second cache: lines asked for by the first one are too few in flight to hide the memory (measured: 25 GB/s
+// against 15, with or without other hints).
 template <typename T>
 inline void prefetch_bytes(const T* from, int64_t begin, int64_t end) {
   const char* at = reinterpret_cast<const char*>(from);
-  for (int64_t byte = begin; byte < end; byte += 64) __builtin_prefetch(at + byte, 0, 0);
+  for (int64_t byte = begin; byte < end; byte += 64) __builtin_prefetch(at + byte, 0, 2);
 }
 
-// scores[token · HT + head] = query[head] · key[token] · scale for the segment's tokens, masked from there to
-// `capacity` tokens (a multiple of W). NH ≤ HT heads are real.
-template <typename T, int W, int HT, int NH>
-inline void score_segment(const Segment<T>& segment, const T* next, const float* query, size_t query_stride,
-                          int head_dim, float scale, float* scores, int capacity) {
+// query · key of W tokens of which `last` is the last one; a full group is told at compile time.
+template <typename T, int W, bool kFull>
+inline typename Simd<W>::F score_tokens(const T* keys, int last, const float* query, int head_dim) {
   using D = Dot<T, W>;
-  using S = Simd<W>;
-  using F = typename S::F;
-  constexpr int kTokens = W / HT, kHeld = kTokens <= NH ? kTokens : NH;
+  using F = typename Simd<W>::F;
   const int chunks = head_dim / D::kChunk;
-  const int64_t row_bytes = int64_t(head_dim) * sizeof(T);
-  for (int token = 0; token < segment.count; token += kTokens) {
-    if (next) prefetch_bytes(next, token * row_bytes, (token + kTokens) * row_bytes);
-    const T* rows[kTokens];
-    for (int t = 0; t < kTokens; ++t) {
-      // past the end the last row again: slots nobody wrote may hold anything
-      rows[t] = segment.keys + int64_t(std::min(token + t, segment.count - 1)) * head_dim;
+  F sums[W];
+#pragma GCC unroll 16
+  for (int t = 0; t < W; ++t) sums[t] = F{};
+  for (int c = 0; c < chunks; ++c) {
+    const typename D::Key held = D::load_query(query + c * D::kQueryStep);
+    const T* column = keys + c * D::kChunk;
+#pragma GCC unroll 16
+    for (int t = 0; t < W; ++t) {
+      // past the end the last token again: slots nobody wrote may hold anything
+      const int64_t token = kFull ? t : std::min(t, last);
+      sums[t] = D::madd(sums[t], D::load_key(column + token * head_dim), held);
     }
-    F sums[W] = {};
-    for (int c = 0; c < chunks; ++c) {
-      typename D::Key held[kHeld];  // the smaller side stays in registers, the other passes by
-      if constexpr (kTokens <= NH) {
-        for (int t = 0; t < kTokens; ++t) held[t] = D::load_key(rows[t] + c * D::kChunk);
-        for (int h = 0; h < NH; ++h) {
-          typename D::Key passing = D::load_query(query + h * query_stride + c * D::kQueryStep);
-          for (int t = 0; t < kTokens; ++t) sums[t * HT + h] = D::madd(sums[t * HT + h], held[t], passing);
-        }
-      } else {
-        for (int h = 0; h < NH; ++h) held[h] = D::load_query(query + h * query_stride + c * D::kQueryStep);
-        for (int t = 0; t < kTokens; ++t) {
-          typename D::Key passing = D::load_key(rows[t] + c * D::kChunk);
-          for (int h = 0; h < NH; ++h) sums[t * HT + h] = D::madd(sums[t * HT + h], passing, held[h]);
-        }
-      }
-    }
-    S::store(scores + token * HT, S::sum_rows(sums) * scale);
   }
-  std::fill(scores + segment.count * HT, scores + capacity * HT, kMasked);
+  return Simd<W>::sum_rows(sums);
 }
 
-// Scores become weights 2^(score - maximum); `maximum` and `total` of the tile's heads move on, `rescale` says by how
-// much earlier sums shrink.
-template <int W, int HT>
-inline void weigh(float* scores, int tokens, int heads, float* maximum, float* total, float* rescale) {
+// scores[token] = query · key[token] · scale for the segment's tokens, masked from there to `capacity` tokens (a multiple
+// of W).
+template <typename T, int W>
+inline void score_segment(const Segment<T>& segment, const T* next, const float* query, int head_dim, float scale,
+                          float* scores, int capacity) {
+  using S = Simd<W>;
+  const int64_t row_bytes = int64_t(head_dim) * sizeof(T);
+  for (int token = 0; token < segment.count; token += W) {
+    if (next) prefetch_bytes(next, token * row_bytes, (token + W) * row_bytes);
+    const T* keys = segment.keys + int64_t(token) * head_dim;
+    const int last = segment.count - 1 - token;
+    auto sums = last >= W - 1 ? score_tokens<T, W, true>(keys, last, query, head_dim)
+                              : score_tokens<T, W, false>(keys, last, query, head_dim);
+    S::store(scores + token, sums * scale);
+  }
+  for (int token = segment.count; token < capacity; ++token) scores[token] = kMasked;
+}
+
+// Scores become weights 2^(score - maximum); a head's `maximum` and `total` move on. Returns by how much earlier sums
+// shrink. `pairs` (for paired tokens) takes the weights as bfloat16.
+template <typename T, int W>
+inline float weigh(float* scores, int tokens, float& maximum, float& total, bf16* pairs) {
   using S = Simd<W>;
   using F = typename S::F;
   float lanes[W];
-  F highest = S::splat(kNoScore);
-  for (int i = 0; i < tokens * HT; i += W) highest = S::max(S::load(scores + i), highest);
+  F highest = S::splat(maximum);
+  for (int i = 0; i < tokens; i += W) highest = S::max(S::load(scores + i), highest);
   S::store(lanes, highest);
-  float pattern[W];
-  for (int h = 0; h < HT; ++h) {
-    float best = h < heads ? maximum[h] : kNoScore;
-    for (int lane = h; lane < W; lane += HT) best = std::max(best, lanes[lane]);
-    for (int lane = h; lane < W; lane += HT) pattern[lane] = best;
-  }
-  F shift = S::load(pattern);
+  float best = lanes[0];
+  for (int lane = 1; lane < W; ++lane) best = std::max(best, lanes[lane]);
+  const F shift = S::splat(best);
   F sum{};
-  for (int i = 0; i < tokens * HT; i += W) {
+  for (int i = 0; i < tokens; i += W) {
     F weight = S::exp2(S::load(scores + i) - shift);
-    S::store(scores + i, weight);
+    if constexpr (Dot<T, W>::kPairedTokens) {
+      S::store(pairs + i, weight);
+    } else {
+      S::store(scores + i, weight);
+    }
     sum += weight;
   }
-  S::store(lanes, sum);
-  for (int h = 0; h < heads; ++h) {
-    rescale[h] = std::exp2(maximum[h] - pattern[h]);
-    float added = 0;
-    for (int lane = h; lane < W; lane += HT) added += lanes[lane];
-    total[h] = total[h] * rescale[h] + added;
-    maximum[h] = pattern[h];
-  }
+  const float rescale = std::exp2(maximum - best);
+  total = total * rescale + S::sum(sum);
+  maximum = best;
+  return rescale;
 }
 
-// sums[head] += Σ_token weight[token][head] · value[token], for `kSteps` chunks of the head dimension at once.
-template <typename T, int W, int HT, int NH, int kSteps>
-inline void add_values(const T* values, int tokens, int head_dim, const float* weights, float* sums,
-                       int64_t sum_stride) {
+// sums[head] += Σ_token weight[head][token] · value[token], for `kSteps` chunks of the head dimension at once. A head's
+// weights begin `stride` after those of the head before.
+template <typename T, int W, int NH, int kSteps>
+inline void add_values(const T* values, int tokens, int head_dim, const float* weights, size_t stride, float* sums) {
   using D = Dot<T, W>;
   using S = Simd<W>;
   using F = typename S::F;
   constexpr int kVectors = kSteps * D::kVectors;
   F held[NH][kVectors];
   for (int h = 0; h < NH; ++h)
-    for (int v = 0; v < kVectors; ++v) held[h][v] = S::load(sums + h * sum_stride + v * W);
-  for (int token = 0; token < tokens; ++token) {
-    F value[kVectors];
-    for (int s = 0; s < kSteps; ++s) {
-      D::load_values(values + int64_t(token) * head_dim + s * D::kChunk, value + s * D::kVectors);
+    for (int v = 0; v < kVectors; ++v) held[h][v] = S::load(sums + h * head_dim + v * W);
+  if constexpr (D::kPairedTokens) {
+    const bf16* pairs = reinterpret_cast<const bf16*>(weights);
+    for (int token = 0; token < tokens; token += 2) {
+      const T* first = values + int64_t(token) * head_dim;
+      const T* second = token + 1 < tokens ? first + head_dim : first;  // its weight is zero
+      typename D::Pairs both[kVectors];
+      for (int s = 0; s < kSteps; ++s) interleave<W>(first + s * D::kChunk, second + s * D::kChunk, both + 2 * s);
+      for (int h = 0; h < NH; ++h) {
+        const auto weight = splat_pair<W>(pairs + 2 * h * stride + token);
+        for (int v = 0; v < kVectors; ++v) held[h][v] = add_pairs<W>(held[h][v], both[v], weight);
+      }
     }
-    for (int h = 0; h < NH; ++h) {
-      F weight = S::splat(weights[token * HT + h]);
-      for (int v = 0; v < kVectors; ++v) held[h][v] += weight * value[v];
+  } else {
+    for (int token = 0; token < tokens; ++token) {
+      F value[kVectors];
+      for (int s = 0; s < kSteps; ++s) {
+        D::load_values(values + int64_t(token) * head_dim + s * D::kChunk, value + s * D::kVectors);
+      }
+      for (int h = 0; h < NH; ++h) {
+        F weight = S::splat(weights[h * stride + token]);
+        for (int v = 0; v < kVectors; ++v) held[h][v] += weight * value[v];
+      }
     }
   }
   for (int h = 0; h < NH; ++h)
-    for (int v = 0; v < kVectors; ++v) S::store(sums + h * sum_stride + v * W, held[h][v]);
+    for (int v = 0; v < kVectors; ++v) S::store(sums + h * head_dim + v * W, held[h][v]);
 }
 
-template <typename T, int W, int HT, int NH>
-inline void add_segment(const Segment<T>& segment, const T* next, int head_dim, const float* weights, float* sums,
-                        int64_t sum_stride) {
+template <typename T, int W, int NH>
+inline void add_segment(const Segment<T>& segment, const T* next, int head_dim, const float* weights, size_t stride,
+                        float* sums) {
   using D = Dot<T, W>;
   // few heads leave few sums in flight: take more of the head dimension at once to hide the multiply-add's latency
-  constexpr int kSteps = NH * D::kVectors >= 6 ? 1 : NH * D::kVectors >= 3 ? 2 : 4;
+  constexpr int kSteps = NH * D::kVectors >= 6 ? 2 : 4;
   const int chunks = head_dim / D::kChunk;
   const int64_t bytes = int64_t(segment.count) * head_dim * sizeof(T);
   int c = 0;
-  for (; c + kSteps <= chunks; c += kSteps) {
-    if (next) prefetch_bytes(next, bytes * c / chunks, bytes * (c + kSteps) / chunks);
-    add_values<T, W, HT, NH, kSteps>(segment.values + c * D::kChunk, segment.count, head_dim, weights,
-                                     sums + c * D::kChunk, sum_stride);
-  }
-  for (; c < chunks; ++c) {
-    add_values<T, W, HT, NH, 1>(segment.values + c * D::kChunk, segment.count, head_dim, weights, sums + c * D::kChunk,
-                                sum_stride);
-  }
+  auto take = [&](auto steps) {
+    if (next) prefetch_bytes(next, bytes * c / chunks, bytes * (c + steps()) / chunks);
+    add_values<T, W, NH, steps()>(segment.values + c * D::kChunk, segment.count, head_dim, weights, stride,
+                                  sums + c * D::kChunk);
+    c += steps();
+  };
+  while (c + kSteps <= chunks) take(std::integral_constant<int, kSteps>{});
+  while (c + 2 <= chunks) take(std::integral_constant<int, 2>{});
+  while (c < chunks) take(std::integral_constant<int, 1>{});
 }
 
-// Up to four heads that share a pass over the keys.
-struct HeadTile {
-  int first, real, lanes;
-};
-
-inline std::vector<HeadTile> head_tiles(int group) {
-  std::vector<HeadTile> tiles;
-  for (int first = 0; first < group;) {
-    int real = std::min(group - first, 4);
-    tiles.push_back({first, real, real == 3 ? 4 : real});
-    first += real;
-  }
-  return tiles;
-}
-
-// Calls `f(lanes, real)` with the tile's numbers as compile-time constants.
+// Calls `f` with the number of heads as a compile-time constant.
 template <typename Call>
-inline void with_constants(const HeadTile& tile, Call&& f) {
+inline void with_heads(int heads, Call&& f) {
   using std::integral_constant;
-  switch (tile.real) {
+  switch (heads) {
     case 4:
-      f(integral_constant<int, 4>{}, integral_constant<int, 4>{});
-      break;
+      return f(integral_constant<int, 4>{});
     case 3:
-      f(integral_constant<int, 4>{}, integral_constant<int, 3>{});
-      break;
+      return f(integral_constant<int, 3>{});
     case 2:
-      f(integral_constant<int, 2>{}, integral_constant<int, 2>{});
-      break;
+      return f(integral_constant<int, 2>{});
     default:
-      f(integral_constant<int, 1>{}, integral_constant<int, 1>{});
+      return f(integral_constant<int, 1>{});
   }
 }
 
@@ -273,79 +303,85 @@ template <typename T, int W>
 void attend_few(const Step<T>& step, const Task& task, float* partial, Scratch& scratch) {
   using D = Dot<T, W>;
   const int head_dim = step.cache.head_dim, block_size = step.cache.block_size, group = step.group;
+  const int kv_heads = task.kv_heads, heads = kv_heads * group;
+  const int64_t head_stride = step.cache.head_stride();
   const size_t query_stride = D::query_floats(head_dim);
   const int capacity = (std::min(block_size, kSegmentTokens) + W - 1) / W * W;  // score places of one segment
   const size_t chunk_scores = size_t(kChunkSegments) * capacity;                // of one lane
-  static thread_local std::vector<HeadTile> tiles;
-  if (tiles.empty() || tiles.back().first + tiles.back().real != group) tiles = head_tiles(group);
-
-  scratch.reset(group * (query_stride + head_dim + 2 + 4 * chunk_scores) + head_dim + 5 * 16);
-  float* query = scratch.take(group * query_stride);
-  float* sums = scratch.take(size_t(group) * head_dim);
-  float* maximum = scratch.take(group);
-  float* total = scratch.take(group);
+  scratch.reset(heads * (query_stride + head_dim + 2 + chunk_scores + 8) + head_dim + 6 * 16);
+  float* query = scratch.take(heads * query_stride);
+  float* sums = scratch.take(size_t(heads) * head_dim);
+  float* maximum = scratch.take(heads);
+  float* total = scratch.take(heads);
   float* ordered = scratch.take(head_dim);
-  float* scores = scratch.take(group * 4 * chunk_scores);  // each head of a tile of three has 4/3 places
+  // scores [head][token], and after `weigh` weights: bfloat16 ones in the first half of each head's place
+  float* scores = scratch.take(heads * chunk_scores);
 
   const int64_t token = step.query_start[task.row] + task.query_begin;
-  for (int h = 0; h < group; ++h) {
+  for (int h = 0; h < heads; ++h) {
     int64_t head = int64_t(task.kv_head) * group + h;
     D::pack_query(step.query + token * step.query_token_stride + head * step.query_head_stride, head_dim,
                   query + h * query_stride);
     maximum[h] = kNoScore;
     total[h] = 0;
   }
-  std::fill(sums, sums + size_t(group) * head_dim, 0.0f);
+  std::fill(sums, sums + size_t(heads) * head_dim, 0.0f);
 
-  // What is read, in this order: the chunk's keys, its values, the next chunk's keys. The hardware does not foresee the
-  // jumps between blocks, so each piece is prefetched `distance` pieces ahead, line by line among the arithmetic.
+  // What is read, in this order: the chunk's keys, its values, the next chunk's keys; of every block one head after the
+  // other, as they lie. The hardware does not foresee the jumps between blocks, so each piece is prefetched `distance`
+  // pieces ahead, line by line among the arithmetic.
   Chunk<T> chunk, next;
   const int piece_bytes = std::min(block_size, kSegmentTokens) * head_dim * int(sizeof(T));
   const int distance = std::clamp(kPrefetchBytes / piece_bytes, 1, kMaxDistance);
   int64_t at = chunk.fill(step, task, task.kv_begin);
-  for (int s = 0; s < std::min(distance, chunk.count); ++s) prefetch_bytes(chunk.segments[s].keys, 0, piece_bytes);
+  for (int i = 0; i < std::min(distance, chunk.count * kv_heads); ++i) {
+    prefetch_bytes(chunk.segments[i / kv_heads].keys + i % kv_heads * head_stride, 0, piece_bytes);
+  }
   for (; chunk.count > 0; std::swap(chunk, next)) {
     at = next.fill(step, task, at);
-    const int count = chunk.count;
+    const int pieces = chunk.count * kv_heads;
     auto ahead = [&](int piece) -> const T* {
       piece += distance;
-      if (piece < count) return chunk.segments[piece].keys;
-      if (piece < 2 * count) return chunk.segments[piece - count].values;
-      return piece < 2 * count + next.count ? next.segments[piece - 2 * count].keys : nullptr;
+      const int64_t head = piece % kv_heads * head_stride;  // `pieces` is a multiple of kv_heads
+      if (piece < pieces) return chunk.segments[piece / kv_heads].keys + head;
+      if (piece < 2 * pieces) return chunk.segments[piece / kv_heads - chunk.count].values + head;
+      piece = piece / kv_heads - 2 * chunk.count;
+      return piece < next.count ? next.segments[piece].keys + head : nullptr;
     };
-    for (int s = 0; s < count; ++s) {
-      for (const HeadTile& tile : tiles) {
-        with_constants(tile, [&](auto lanes, auto real) {
-          score_segment<T, W, lanes(), real()>(
-              chunk.segments[s], tile.first ? nullptr : ahead(s), query + tile.first * query_stride, query_stride,
-              head_dim, step.scale_log2, scores + (tile.first * 4 * chunk_scores + s * capacity * lanes()), capacity);
-        });
+    for (int piece = 0; piece < pieces; ++piece) {
+      Segment<T> segment = chunk.segments[piece / kv_heads];
+      const int first = piece % kv_heads * group;  // the kv head's first column
+      segment.keys += piece % kv_heads * head_stride;
+      for (int h = first; h < first + group; ++h) {
+        score_segment<T, W>(segment, h == first ? ahead(piece) : nullptr, query + h * query_stride, head_dim,
+                            step.scale_log2, scores + h * chunk_scores + piece / kv_heads * capacity, capacity);
       }
     }
-    for (const HeadTile& tile : tiles) {
-      float rescale[4];
-      with_constants(tile, [&](auto lanes, auto real) {
-        weigh<W, lanes()>(scores + tile.first * 4 * chunk_scores, count * capacity, real(), maximum + tile.first,
-                          total + tile.first, rescale);
-      });
-      for (int h = 0; h < tile.real; ++h) {
-        if (rescale[h] == 1.0f) continue;
-        float* sum = sums + int64_t(tile.first + h) * head_dim;
-        for (int d = 0; d < head_dim; ++d) sum[d] *= rescale[h];
-      }
+    for (int h = 0; h < heads; ++h) {
+      float* own = scores + h * chunk_scores;
+      const float rescale =
+          weigh<T, W>(own, chunk.count * capacity, maximum[h], total[h], reinterpret_cast<bf16*>(own));
+      if (rescale == 1.0f) continue;
+      for (int d = 0; d < head_dim; ++d) sums[int64_t(h) * head_dim + d] *= rescale;
     }
-    for (int s = 0; s < count; ++s) {
-      for (const HeadTile& tile : tiles) {
-        with_constants(tile, [&](auto lanes, auto real) {
-          add_segment<T, W, lanes(), real()>(chunk.segments[s], tile.first ? nullptr : ahead(count + s), head_dim,
-                                             scores + (tile.first * 4 * chunk_scores + s * capacity * lanes()),
-                                             sums + int64_t(tile.first) * head_dim, head_dim);
+    for (int piece = 0; piece < pieces; ++piece) {
+      Segment<T> segment = chunk.segments[piece / kv_heads];
+      const int first = piece % kv_heads * group;
+      segment.values += piece % kv_heads * head_stride;
+      for (int h = first; h < first + group; h += 4) {
+        const float* weights = scores + h * chunk_scores;
+        // bfloat16 weights take half the place
+        weights += piece / kv_heads * capacity / (D::kPairedTokens ? 2 : 1);
+        const T* next_piece = h == first ? ahead(pieces + piece) : nullptr;
+        with_heads(std::min(4, first + group - h), [&](auto count) {
+          add_segment<T, W, count()>(segment, next_piece, head_dim, weights, chunk_scores,
+                                     sums + int64_t(h) * head_dim);
         });
       }
     }
   }
 
-  for (int h = 0; h < group; ++h) {
+  for (int h = 0; h < heads; ++h) {
     const float* sum = sums + int64_t(h) * head_dim;
     for (int d = 0; d < head_dim; ++d) ordered[d] = sum[D::place(d)];
     write_column(step, task, h, ordered, maximum[h], total[h], partial);

@@ -172,15 +172,19 @@ struct Simd {
 #endif
 #if defined(__AVX512F__)
     if constexpr (W == 16) {
-      __m256 half[16];
-      for (int i = 0; i < 16; ++i) {
-        __m512 row = (__m512)rows[i];
-        half[i] = _mm512_castps512_ps256(row) + _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(row), 1));
+      // A tree of pairwise sums: each level interleaves two vectors and halves what is left of every row.
+      __m512 four[4];
+      for (int i = 0; i < 4; ++i) {
+        __m512 a = (__m512)rows[4 * i], b = (__m512)rows[4 * i + 1];
+        __m512 c = (__m512)rows[4 * i + 2], d = (__m512)rows[4 * i + 3];
+        __m512d ab = _mm512_castps_pd(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
+        __m512d cd = _mm512_castps_pd(_mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d));
+        four[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)) + _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
       }
-      __m256 low = sum_eight(half[0], half[1], half[2], half[3], half[4], half[5], half[6], half[7]);
-      __m256 high = sum_eight(half[8], half[9], half[10], half[11], half[12], half[13], half[14], half[15]);
-      return (F)_mm512_castpd_ps(
-          _mm512_insertf64x4(_mm512_castps_pd(_mm512_castps256_ps512(low)), _mm256_castps_pd(high), 1));
+      auto join = [](__m512 a, __m512 b) {
+        return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
+      };
+      return (F)join(join(four[0], four[1]), join(four[2], four[3]));
     }
 #endif
     F out{};

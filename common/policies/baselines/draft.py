@@ -7,11 +7,11 @@ changes sequences through `cohort.common.policies.sequences` alone.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import Literal
 
-from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Row, Sequence
+from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Row, Sequence, SequenceKey
 from cohort.common.policies.sequences import preempt, resume, start
 
 RankKey = tuple[int | float | str, ...]
@@ -103,11 +103,11 @@ class Draft:
             self._add(sequence, self._count(sequence))
         return admitted
 
-    def admit_by_force(self, sequence: Sequence, blocks: int) -> bool:
+    def admit_by_force(self, sequence: Sequence, blocks: int, kept: Set[SequenceKey]) -> bool:
         """`admit`, and if that fails lower ranks give way, as long as they have enough to give for `blocks`.
 
-        Nobody loses its place in the middle of its prompt: then a token is drawn between any two evictions of a
-        sequence, and however ranks change, work that is thrown away is paid for by progress.
+        Those in `kept` do not. With everybody in it who drew no token since it came in, a token lies between any two
+        evictions: however ranks change, work that is thrown away is paid for by progress.
         """
         if self.full or sequence in self._evicted:
             return False
@@ -116,7 +116,7 @@ class Draft:
         key = self._rank(sequence)
         victims = [
             s for s in self._holders
-            if self._rank(s) > key and s not in self._planned and not s.pinned and s.uncomputed <= 1
+            if self._rank(s) > key and s not in self._planned and not s.pinned and s.key not in kept
         ]
         held = self._kv.owners()
         if self._kv.free_blocks + self._kv.cached_blocks + sum(held.get(s.key, 0) for s in victims) < blocks:

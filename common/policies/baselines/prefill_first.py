@@ -67,7 +67,7 @@ class PrefillFirst:
 
     def _leaves_room(self, sequence: Sequence, kv: KvAllocator, alive: int) -> bool:
         spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
-        return alive == 0 or spare >= WATERMARK * kv.total_blocks
+        return alive == 0 or spare >= int(WATERMARK * kv.total_blocks)
 
     def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
         """First come, first served needs no cost model."""

@@ -74,6 +74,7 @@ class RankedBatching:
         self._reservation = reservation
         self._evicting = evicting
         self._sequences: dict[SequenceKey, Sequence] = {}
+        self._known_when_admitted: dict[SequenceKey, int] = {}
 
     def add(self, now_s: float, sequence: Sequence) -> None:
         self._sequences[sequence.key] = sequence
@@ -81,6 +82,7 @@ class RankedBatching:
 
     def remove(self, now_s: float, sequence: Sequence) -> None:
         if self._sequences.pop(sequence.key, None) is not None:
+            self._known_when_admitted.pop(sequence.key, None)
             self._ranking.removed(sequence)
 
     def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
@@ -89,6 +91,9 @@ class RankedBatching:
         draft = Draft(
             self._limits, kv, (s for s in everybody if s.phase is Phase.RUNNING), self._ranking.key
         )
+        fresh = {
+            key for key, known in self._known_when_admitted.items() if self._sequences[key].known <= known
+        }  # no token drawn since
         queue_stands = False
         for sequence in sorted(everybody, key=self._ranking.key):
             if draft.full:
@@ -97,14 +102,17 @@ class RankedBatching:
                 draft.go_on(sequence)
             elif not queue_stands:
                 # Nobody of a worse rank overtakes who does not fit, or large requests would wait forever.
-                queue_stands = not self._admit(sequence, kv, draft)
+                queue_stands = not self._admit(sequence, kv, draft, fresh)
         return draft.finish()
 
-    def _admit(self, sequence: Sequence, kv: KvAllocator, draft: Draft) -> bool:
+    def _admit(self, sequence: Sequence, kv: KvAllocator, draft: Draft, fresh: set[SequenceKey]) -> bool:
         if not self._evicting:
             # Who runs out of blocks must find them next time: no newcomer in such an iteration.
             return not draft.preempted and draft.admit(sequence)
-        return draft.admit_by_force(sequence, kv.geometry.blocks_for(self._reservation(sequence)))
+        admitted = draft.admit_by_force(sequence, kv.geometry.blocks_for(self._reservation(sequence)), fresh)
+        if admitted:
+            self._known_when_admitted[sequence.key] = sequence.known
+        return admitted
 
     def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
         self._ranking.observe(now_s, plan, latency_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cohort.common.policies.baselines.first_come import FirstCome
-from cohort.common.policies.baselines.placements import Colocated, Disaggregated
+from cohort.common.policies.baselines.placements import Colocated, ColocatedInTurn, Disaggregated
 from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
 from cohort.common.types import Request, Role, SamplingParams, Segment, WorkerCapacity, WorkerFigures
 
@@ -59,6 +59,21 @@ def test_roles_stand_in_for_each_other() -> None:
 def test_colocation_avoids_the_busy_instance() -> None:
     instances = cluster(view("u0", Role.UNIFIED, queued=400), view("u1", Role.UNIFIED, free=80))
     assert segments(Colocated().place(0.0, waiting(), instances, None)) == (Segment(0, None, "u1"),)
+
+
+def test_in_turn_means_whatever_the_load_and_who_is_there() -> None:
+    three = [view(name, Role.UNIFIED, queued=queued) for name, queued in (("u0", 900), ("u1", 0), ("u2", 50))]
+    policy = ColocatedInTurn()
+
+    def next_of(*views: InstanceView) -> str | None:
+        return segments(policy.place(0.0, waiting(), cluster(*views), None))[0].instance
+
+    assert [next_of(*three) for _ in range(4)] == ["u0", "u1", "u2", "u0"]
+    assert [next_of(three[0], three[2]) for _ in range(2)] == ["u2", "u0"]
+    assert segments(policy.place(0.0, waiting(), cluster(*three), "u2")) == (Segment(0, None, "u2"),)
+    assert next_of(*three) == "u1"
+    assert isinstance(policy.place(0.0, waiting(), cluster(), None), Wait)
+    assert isinstance(policy.place(0.0, waiting(prompt=2000), cluster(*three), None), Impossible)
 
 
 def test_a_wish_is_granted() -> None:

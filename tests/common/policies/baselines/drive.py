@@ -1,0 +1,59 @@
+"""Sequences made by hand, and what engine and machine do with a plan; for tests of schedulers without a cluster."""
+
+from __future__ import annotations
+
+from cohort.common.policies.baselines.paged_allocation import PagedAllocator
+from cohort.common.policies.baselines.reserved_allocation import Reservation, ReservedAllocator
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, KvAllocator, Sequence
+from cohort.common.types import KvGeometry, Request, SamplingParams, TrafficClass
+
+BLOCK = 4
+GEOMETRY = KvGeometry(1, 1, 1, 1, BLOCK)
+
+
+def sequence(
+    name: str, prompt: int, *, arrived_s: float = 0.0, max_tokens: int = 8, predicted: float = 8.0, priority: int = 0,
+    traffic_class: TrafficClass = "rt", end: int | None = None,
+) -> Sequence:  # fmt: skip
+    tokens = [hash(name) % 1000 + position for position in range(prompt)]
+    request = Request(
+        name, 1, "gateway", tokens, prompt, SamplingParams(max_tokens=max_tokens), 0.0, priority=priority,
+        traffic_class=traffic_class,
+    )  # fmt: skip
+    return Sequence(request, list(tokens), end, 0, arrived_s, predicted=predicted)
+
+
+def cache(blocks: int, host: int = 0, reservation: Reservation | None = None, *, caching: bool = False) -> KvAllocator:
+    if reservation is None:
+        return PagedAllocator(GEOMETRY, blocks, host, prefix_caching=caching)
+    return ReservedAllocator(GEOMETRY, blocks, host, reservation=reservation, prefix_caching=caching)
+
+
+def rows(plan: IterationPlan) -> list[tuple[str, int, int]]:
+    return [(row.sequence.request_id, row.start, row.count) for row in plan.rows]
+
+
+def names(plan: IterationPlan) -> list[str]:
+    return [row.sequence.request_id for row in plan.rows]
+
+
+def run(plan: IterationPlan, kv: KvAllocator) -> None:
+    """Compute, and draw a token where the last known one was reached."""
+    for row in plan.rows:
+        row.sequence.computed = row.start + row.count
+        if row.sequence.computed == row.sequence.known:
+            row.sequence.tokens.append(1)
+        kv.committed(row.sequence)
+
+
+def step(policy: IterationScheduler, kv: KvAllocator, now_s: float = 0.0, latency_s: float = 0.0) -> IterationPlan:
+    """Decide, compute, observe."""
+    plan = policy.decide(now_s, kv)
+    policy.observe(now_s, plan, latency_s)
+    run(plan, kv)
+    return plan
+
+
+def leave(policy: IterationScheduler, kv: KvAllocator, gone: Sequence) -> None:
+    policy.remove(0.0, gone)
+    kv.release(gone.key)

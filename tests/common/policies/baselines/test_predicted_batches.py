@@ -1,0 +1,65 @@
+"""UELLM-like batches by hand: who goes together, when the next batch begins, rectangles."""
+
+from __future__ import annotations
+
+from cohort.common.policies.baselines.draft import IterationLimits
+from cohort.common.policies.baselines.predicted_batches import PredictedBatches
+from cohort.common.policies.baselines.reserved_allocation import predicted_positions
+from tests.common.policies.baselines.drive import cache, leave, names, rows, sequence, step
+
+RULE = predicted_positions(0.0)
+
+
+def policy(rows: int = 4, tokens: int = 32, *, padded: bool = False) -> PredictedBatches:
+    return PredictedBatches(
+        IterationLimits(rows, tokens, tokens, "recompute", padded), reservation=RULE, spread=1.5
+    )
+
+
+def test_the_oldest_chooses_its_company_by_prediction_and_nobody_joins_later() -> None:
+    batches, kv = policy(), cache(60, reservation=RULE)
+    everybody = {
+        name: sequence(name, 4, predicted=predicted, arrived_s=at, max_tokens=60)
+        for at, (name, predicted) in enumerate((("a", 10), ("far", 40), ("near", 12), ("edge", 15), ("out", 6)))
+    }
+    for one in everybody.values():
+        batches.add(0.0, one)
+    assert names(step(batches, kv)) == ["a", "near", "edge"]
+    batches.add(0.0, sequence("late", 4, predicted=10, arrived_s=9.0))
+    assert rows(step(batches, kv)) == [("a", 4, 1), ("near", 4, 1), ("edge", 4, 1)]
+    for name in ("a", "edge"):
+        leave(batches, kv, everybody[name])
+    assert names(step(batches, kv)) == ["near"]
+    leave(batches, kv, everybody["near"])
+    assert names(step(batches, kv)) == ["far"]  # now the oldest
+    assert batches.figures()["batches_total"] == 2.0
+
+
+def test_a_batch_is_bounded_by_rows_and_by_memory_as_predicted() -> None:
+    batches, kv = policy(rows=2), cache(60, reservation=RULE)
+    for at, predicted in enumerate((10, 14, 11)):
+        batches.add(0.0, sequence(f"s{predicted}", 4, predicted=predicted, arrived_s=at))
+    assert names(step(batches, kv)) == ["s10", "s11"]
+    batches, kv = policy(), cache(7, reservation=RULE)
+    for at, name in enumerate("abc"):
+        batches.add(0.0, sequence(name, 4, predicted=9, arrived_s=at, max_tokens=20))  # 12 positions, three blocks
+    assert names(step(batches, kv)) == ["a", "b"]
+
+
+def test_all_prompts_come_before_the_first_token() -> None:
+    batches, kv = policy(tokens=8), cache(60, reservation=RULE)
+    for at, name in enumerate("abc"):
+        batches.add(0.0, sequence(name, 5, arrived_s=at))
+    assert [rows(step(batches, kv)) for _ in range(2)] == [[("a", 0, 5), ("b", 0, 3)], [("b", 3, 2), ("c", 0, 5)]]
+    assert names(step(batches, kv)) == ["a", "b", "c"]
+
+
+def test_padded_prompts_are_rectangles_no_larger_than_an_iteration() -> None:
+    batches, kv = policy(padded=True), cache(60, reservation=RULE)
+    for at, prompt in enumerate((4, 10, 12)):
+        batches.add(0.0, sequence(f"s{prompt}", prompt, arrived_s=at))
+    plan = step(batches, kv)
+    assert (names(plan), plan.padded_to) == (["s4", "s10"], 10)  # three rows of twelve would be 36 tokens
+    plan = step(batches, kv)
+    assert (names(plan), plan.padded_to) == (["s12"], 12)
+    assert step(batches, kv).padded_to == 0

@@ -81,6 +81,7 @@ class PredictorConfig(_Section, frozen=True):
     retrain_every: Positive = 64  # finished requests between trainings
     min_observations: Positive = 32  # below: the default prediction
     save_every_s: Seconds = 30.0
+    refine_after_prefill: bool = False  # workers send the prompt's last hidden state for a second, better prediction
 
 
 class ManagerConfig(_Section, frozen=True):

@@ -452,6 +452,18 @@ class ObserveLength(_Base, frozen=True):
     truncated: bool
 
 
+# To the length predictor, from workers.
+
+
+class PromptState(_Base, frozen=True):
+    """The model's final hidden state at the end of a prompt: float16, little-endian. Answered, where it improves the
+    prediction, with `RevisePrediction` to the manager."""
+
+    request_id: RequestId
+    attempt: int
+    hidden: bytes
+
+
 # --------------------------------------------------------------------------------------------------------------
 # To the global monitor, from every process.
 # --------------------------------------------------------------------------------------------------------------
@@ -507,6 +519,7 @@ Message = (
     | KvRenew
     | PredictLength
     | ObserveLength
+    | PromptState
     | Heartbeat
     | Farewell
 )

@@ -43,6 +43,8 @@ class GenericModel:
         expected = check_structure(self._model, geometry, model_dir, device)
         check_answers(self, expected, geometry, model_dir, dtype, device)
 
+    sampled_states: Tensor | None = None  # transformers' forward hands out logits only
+
     def forward(self, step: StepInputs, kv: Tensor) -> Tensor:
         """See `step_inputs.Model`."""
         extra = {"logits_to_keep": step.sample_index} if self._keeps_logits else {}

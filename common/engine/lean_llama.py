@@ -88,6 +88,8 @@ class LeanLlama:
         self._activated = buffer(max_step_tokens, geometry.intermediate_size)
         self._logits = buffer(max_rows, vocab, torch.float32)
 
+    sampled_states: Tensor | None = None
+
     def forward(self, step: StepInputs, kv: Tensor) -> Tensor:
         """See `step_inputs.Model`. The logits are this model's own buffer: they hold until the next step."""
         tokens, sampled = len(step.token_ids), len(step.sample_index)
@@ -118,6 +120,7 @@ class LeanLlama:
         last, logits = normed[:sampled], self._logits[:sampled]
         torch.index_select(residual, 0, step.sample_index, out=last)
         rms_norm(last, self._final_norm, eps, last)
+        self.sampled_states = last
         self._lm_head.into(last, logits)
         return logits
 

@@ -82,6 +82,8 @@ class LeanOpt:
         head = self._tokens if tied else files.read("lm_head.weight", (vocab, narrow), dtype, device)
         self._lm_head = Linear(head)
 
+    sampled_states: Tensor | None = None
+
     def forward(self, step: StepInputs, kv: Tensor) -> Tensor:
         """See `step_inputs.Model`."""
         tokens, hidden, head_dim = len(step.token_ids), self._geometry.hidden_size, self._geometry.head_dim
@@ -110,6 +112,7 @@ class LeanOpt:
             x = self._final_norm(x)
         if self._project_out is not None:
             x = self._project_out(x)
+        self.sampled_states = x
         return self._lm_head(x).float()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import assert_never
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 import torch
 
@@ -126,6 +127,14 @@ class ModelRunner:
             logprobs=outputs[0].logprobs + outputs[1].logprobs,
             scores=outputs[0].scores + outputs[1].scores,
         )
+
+    def sampled_states(self, sampled: int) -> npt.NDArray[np.float16] | None:
+        """Final hidden states [sampled, hidden] of the last step's sampled tokens; to be read before the next step.
+        None where the model keeps none, or the step ran in parts and these are not all of them."""
+        states = self._model.sampled_states
+        if states is None or len(states) != sampled:
+            return None
+        return states.to(device="cpu", dtype=torch.float16).numpy()
 
     def warm_up(self) -> None:
         """Run the step shapes that occur, so that the first request does not pay for code and caches being made.

@@ -32,6 +32,9 @@ class StepInputs:
 class Model(Protocol):
     """A decoder over the paged cache."""
 
+    sampled_states: Tensor | None
+    """Final hidden states [S, hidden] of the last step's sampled tokens, until the next step; None if not kept."""
+
     def forward(self, step: StepInputs, kv: Tensor) -> Tensor:
         """Write the step's KV into the cache and return float32 logits [S, vocabulary] of the sampled tokens."""
         ...

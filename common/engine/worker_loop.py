@@ -11,6 +11,7 @@ the event loop, so the machine needs no locks. Called by the worker services; de
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Iterable
@@ -25,6 +26,7 @@ from cohort.common.engine.batch_builder import build_batch
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner, resolve_device, resolve_dtype
+from cohort.common.engine.prompt_states import prompt_states
 from cohort.common.engine.transfer_agent import TransferAgent
 from cohort.common.errors import ConfigError, PeerUnreachable
 from cohort.common.machines.effects import CancelRuns, Dial, ReceiveRuns, Send, SendRuns
@@ -43,7 +45,7 @@ from cohort.common.messages import (
 )
 from cohort.common.metrics import EngineMetrics, TransferMetrics
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, KvAllocator, KvCopy, Sequence
-from cohort.common.service import MANAGER, ServiceContext, bind_address
+from cohort.common.service import MANAGER, PREDICTOR, ServiceContext, bind_address
 from cohort.common.transport.kv_link import KvLink
 from cohort.common.transport.links import open_links
 from cohort.common.transport.security import load_keys
@@ -120,6 +122,8 @@ class WorkerLoop:
     async def run(self) -> None:
         """Until asked to stop, then drain. All tasks end with this coroutine."""
         self._bus.connect(MANAGER, self._context.endpoint_of("manager"))
+        if self._config.predictor.refine_after_prefill:
+            self._bus.connect(PREDICTOR, self._context.endpoint_of("predictor"))
         self._context.figures = self.figures
         self._context.ready = True
         try:
@@ -232,6 +236,8 @@ class WorkerLoop:
             if output is not None and batch.scoring:
                 self._score_prompts(plan, batch, output)
             self.machine.completed(ended_s, _draws(drawing, output), ended_s - started_s)
+            if self._config.predictor.refine_after_prefill and not batch.scoring:
+                self._tell_predictor(drawing)
             self._perform_quietly()
             self._observe_step(plan, ended_s - started_s)
 
@@ -239,6 +245,12 @@ class WorkerLoop:
         for scoring, scores in zip(batch.scoring, output.scores, strict=True):
             row = plan.rows[scoring.row]
             self.machine.scored(row.sequence, row.start, [_to_wire(item) for item in scores])
+
+    def _tell_predictor(self, drawing: list[Sequence]) -> None:
+        """The states in which prompts ended; nobody waits for what the predictor makes of them."""
+        for state in prompt_states(self._runner, drawing):
+            with contextlib.suppress(PeerUnreachable):
+                self._bus.send(PREDICTOR, state)
 
     def _perform_quietly(self) -> None:
         """`_perform` without waking the step loop by its own effects."""

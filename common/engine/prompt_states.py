@@ -1,0 +1,29 @@
+"""What the model thinks at the end of a prompt, for the length predictor: its final hidden state there.
+
+Asked by the worker loop after every step that drew first tokens, if the configuration wants refined predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.messages import PromptState
+from cohort.common.policies.interface import Sequence
+
+
+def prompt_states(runner: ModelRunner, drawing: Seq[Sequence]) -> list[PromptState]:
+    """One message per sequence that has just drawn its very first token; `drawing` as the batch builder named them.
+
+    Empty for models that keep no states and for steps that ran in parts.
+    """
+    first = [
+        index for index, each in enumerate(drawing) if each.output_tokens == 1 and not each.request.output_known
+    ]
+    states = runner.sampled_states(len(drawing)) if first else None
+    if states is None:
+        return []
+    return [
+        PromptState(drawing[index].request_id, drawing[index].request.attempt, states[index].tobytes())
+        for index in first
+    ]

@@ -127,6 +127,7 @@ class EngineConfig(_Section, frozen=True):
     preemption: Literal["swap", "recompute"] = "recompute"
     report_interval_s: Seconds = 0.2
     drain_s: Seconds = 30.0
+    record_dir: str = ""  # folder for a recording of everything a worker decides, to replay it; "" = none
 
 
 class PolicyConfig(_Section, frozen=True):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import random
 import time
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from cohort.common import paths
-from cohort.common.config import Config
+from cohort.common.config import Config, dump_config
 from cohort.common.engine.batch import StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.batch_builder import build_batch
 from cohort.common.engine.kv_tensors import KvTensors
@@ -30,6 +31,7 @@ from cohort.common.engine.prompt_states import prompt_states
 from cohort.common.engine.transfer_agent import TransferAgent
 from cohort.common.errors import ConfigError, PeerUnreachable
 from cohort.common.machines.effects import CancelRuns, Dial, ReceiveRuns, Send, SendRuns
+from cohort.common.machines.recording import RecordedWorkerMachine
 from cohort.common.machines.worker import Sampled, WorkerMachine, WorkerSettings
 from cohort.common.messages import (
     Drain,
@@ -96,22 +98,25 @@ class WorkerLoop:
             on_received=self._run_received,
         )
         kv = policies.allocation(config, self.capacity.geometry, self.capacity.num_blocks, self.capacity.host_blocks)
-        self.machine = WorkerMachine(
-            context.instance,
-            MANAGER,
-            self.capacity,
-            WorkerSettings(
-                links=tuple(links),
-                offer_timeout_s=config.transfer.offer_timeout_s,
-                accept_timeout_s=2 * config.transfer.run_timeout_s + config.transfer.lease_s,
-                lease_s=config.transfer.lease_s,
-                default_prediction=float(config.gateway.default_prediction_tokens),
-            ),
-            policies.iteration(config),
-            kv,
-            random.Random(random.SystemRandom().getrandbits(64)),
-            lambda: self._agent.addresses,
+        settings = WorkerSettings(
+            links=tuple(links),
+            offer_timeout_s=config.transfer.offer_timeout_s,
+            accept_timeout_s=2 * config.transfer.run_timeout_s + config.transfer.lease_s,
+            lease_s=config.transfer.lease_s,
+            default_prediction=float(config.gateway.default_prediction_tokens),
         )
+        scheduler, seed = policies.iteration(config), random.SystemRandom().getrandbits(53)
+        self.machine: WorkerMachine
+        if config.engine.record_dir:
+            self.machine = RecordedWorkerMachine(
+                context.instance, MANAGER, self.capacity, settings, scheduler, kv, seed,
+                lambda: self._agent.addresses, dump_config(config), _recording(config, context.instance).write,
+            )  # fmt: skip
+        else:
+            self.machine = WorkerMachine(
+                context.instance, MANAGER, self.capacity, settings, scheduler, kv, random.Random(seed),
+                lambda: self._agent.addresses,
+            )  # fmt: skip
         self._engine = engine
         self._work = asyncio.Event()
         self._manager_incarnation: int | None = None
@@ -432,6 +437,13 @@ class _CacheMemory:
         return (
             memoryview(view.cpu().numpy().tobytes()) if view.is_cuda else self._kv.run_memory(first_block, num_blocks)
         )
+
+
+def _recording(config: Config, instance: str) -> io.BufferedWriter:
+    """A new file per worker process, closed with it."""
+    folder = Path(config.engine.record_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return (folder / f"{instance}-{time.time_ns()}.jsonl").open("wb")
 
 
 def _draws(drawing: list[Sequence], output: StepOutput | None) -> Iterable[Sampled]:

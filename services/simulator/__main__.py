@@ -1,6 +1,6 @@
 """`cohort simulate`, `cohort advise` and `cohort reproduce`: parsed options in, tables and JSON out, exit code back.
 
-Also `python -m cohort.services.simulator simulate|advise|reproduce …`.
+Also `python -m cohort.services.simulator simulate|advise|reproduce|replay …`; `replay` checks recorded live workers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from cohort.services.simulator import advise as advise_
 from cohort.services.simulator import options as options_
 from cohort.services.simulator import plots, render, reproduce
 from cohort.services.simulator.hardware import load_model
+from cohort.services.simulator.replay import replay
 from cohort.services.simulator.report import SimReport
 from cohort.services.simulator.run import find_capacity, simulate
 from cohort.services.simulator.setup import (
@@ -119,6 +120,19 @@ def run_reproduce(options: argparse.Namespace) -> int:
     return 0
 
 
+def run_replay(options: argparse.Namespace) -> int:
+    console, equal = _console(), True
+    for name in options.recordings:
+        found = replay(Path(name))
+        equal &= not found.difference
+        verdict = found.difference or "all equal"
+        console.print(
+            f"{found.instance}: {found.calls} calls, {found.plans} plans with {found.rows} rows, "
+            f"{found.effects} effects: {verdict}", markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    return 0 if equal else 1
+
+
 def _sweep(text: str | None) -> tuple[str, list[str]]:
     if not text:
         return "", [""]
@@ -157,6 +171,7 @@ COMMANDS = {
     "simulate": (options_.add_simulate_arguments, run_simulate),
     "advise": (options_.add_advise_arguments, run_advise),
     "reproduce": (options_.add_reproduce_arguments, run_reproduce),
+    "replay": (options_.add_replay_arguments, run_replay),
 }
 
 

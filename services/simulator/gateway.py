@@ -23,7 +23,8 @@ from cohort.services.simulator.statistics import Histogram
 OUTPUT_TOKEN, STOP_TOKEN = 1, 2
 _FIRST_PROMPT_TOKEN = 16
 
-PredictorKind = Literal["oracle", "noisy", "none"]
+PredictorKind = Literal["oracle", "noisy", "lognormal", "none"]
+"""The true length; with normal errors of `sigma` tokens; with errors by a log-normal factor of `sigma`; silence."""
 
 
 @dataclass(slots=True, eq=False)
@@ -189,6 +190,8 @@ class SimGateway:
         mean = float(output)
         if self._predictor == "noisy":
             mean = min(float(cap), max(1.0, self._random.gauss(mean, self._sigma)))
+        elif self._predictor == "lognormal":
+            mean = min(float(cap), max(1.0, mean * math.exp(self._random.gauss(0.0, self._sigma))))
         return Prediction(mean, mean, mean, mean, self._predictor)
 
     def _admit(self, now_s: float, item: WorkItem, cap: int, prediction: Prediction | None) -> Refuse | None:

@@ -38,8 +38,8 @@ def _traffic(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--best-effort", type=float, default=0.0, metavar="SHARE", help="share of best-effort requests")
     group.add_argument("--slo", default="", metavar="ttft=S,tpot=S,deadline=S", help="what every request is promised")
     group.add_argument("--max-tokens", type=int, default=0, help="what clients ask for at most; 0 = the context's rest")
-    group.add_argument("--predictor", choices=("oracle", "noisy", "none"), default="oracle")
-    group.add_argument("--predictor-sigma", type=float, default=0.0, help="standard deviation of `noisy`, in tokens")
+    group.add_argument("--predictor", choices=("oracle", "noisy", "lognormal", "none"), default="oracle")
+    group.add_argument("--predictor-sigma", type=float, default=0.0, help="of `noisy` in tokens, of `lognormal` a factor")
     group.add_argument("--seed", type=int, default=0)
 
 
@@ -81,3 +81,7 @@ def add_reproduce_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="name the figures, run nothing")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     parser.add_argument("--docs", metavar="FILE", help="write docs/reproduction.md there")
+
+
+def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recordings", nargs="+", metavar="FILE", help="what live workers wrote to engine.record_dir")

@@ -1,0 +1,115 @@
+"""The cost model against cases worked out by hand, on a device of round numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cohort.common.policies.cost_model import CostModel, DeviceShape, ModelShape, StackShape, StepWork, prefill_pairs
+
+# One layer: attention 4·(8 + 2·4)·2 in, 8·2·4 out; MLP 3·4·10; head 5·4. In parameters: 128 + 64 + 120 = 312, and 20.
+MODEL = ModelShape("m", 2, 4, 8, 4, 2, 10, True, 5, False, 1000, 2, 2)
+DEVICE = DeviceShape("d", 1000.0, 100.0, 10_000, 0.5, 0.5, 0.25, 10, 2.0, 50.0, 0.001, 40.0)
+STACK = StackShape("s", 0.0, 0.0, 0.0)
+
+
+def decode(rows: int, context: int, longest: int = 0) -> StepWork:
+    return StepWork(rows, rows, rows, 0, 0, rows, context, longest)
+
+
+def test_parameters_and_bytes():
+    assert MODEL.layer_parameters == 312
+    assert MODEL.parameters == 2 * 312 + 2 * 20
+    assert replace(MODEL, tied_embeddings=True).parameters == 2 * 312 + 20
+    assert replace(MODEL, gated_mlp=False).layer_parameters == 272
+    assert MODEL.weights_total_bytes == 2 * 664
+    assert MODEL.kv_geometry(16).token_bytes == 2 * 2 * 4 * 2 * 2
+
+
+def test_a_real_model_has_the_size_on_its_name():
+    llama = ModelShape("llama-2-7b", 32, 4096, 32, 32, 128, 11008, True, 32000, False, 4096, 2, 2)
+    assert llama.parameters == pytest.approx(6.74e9, rel=0.01)
+
+
+def test_one_decode_step_is_bound_by_the_weights():
+    # Memory: (624 + 20) parameters of 2 bytes at 50 B/s = 25.76 s. Compute: 2·624 + 2·20 = 1288 FLOP at 500 = 2.576 s.
+    expected = (25.76**4 + 2.576**4) ** 0.25 + 10 * 64 / 50
+    assert CostModel(MODEL, DEVICE, STACK).step_s(decode(1, 10, 10)) == pytest.approx(expected)
+
+
+def test_a_long_prefill_is_bound_by_compute():
+    work = StepWork(100, 1, 1, prefill_pairs(0, 100), 100)
+    # Compute: 2·624·100 + 40 at 500 FLOP/s = 249.68 s. Attention: 4·2·8·2 = 128 FLOP a pair, 5050 pairs, at 250.
+    expected = (249.68**4 + 25.76**4) ** 0.25 + 128 * 5050 / 250 + 100 * 64 / 50
+    assert CostModel(MODEL, DEVICE, STACK).step_s(work) == pytest.approx(expected)
+
+
+def test_host_time_hides_behind_the_device_and_the_rest_adds():
+    stack = StackShape("s", launch_s=1.0, step_s=0.5, row_s=0.25)
+    quiet = CostModel(MODEL, DEVICE, STACK).step_s(decode(3, 30, 10))
+    assert CostModel(MODEL, DEVICE, stack).step_s(decode(3, 30, 10)) == pytest.approx(quiet + 0.5 + 0.75)
+    slow_host = replace(stack, launch_s=1000.0)
+    assert CostModel(MODEL, DEVICE, slow_host).step_s(decode(3, 30, 10)) == pytest.approx(2000.0 + 0.5 + 0.75)
+
+
+def test_two_devices_halve_the_work_and_pay_for_the_exchange():
+    one, two = CostModel(MODEL, DEVICE, STACK), CostModel(MODEL, DEVICE, STACK, tensor_parallel=2)
+    # Two all-reduces a layer, two layers: 4 latencies, and 2·(1/2)·4·2 B = 8 B a token each at 50 B/s.
+    exchange = 4 * 0.001 + 4 * 8 * 7 / 50
+    assert two.step_s(decode(7, 70, 10)) == pytest.approx(one.step_s(decode(7, 70, 10)) / 2 + exchange)
+    stack = StackShape("s", 0.0, 0.0, 0.0, parallel_step_s=3.0, parallel_row_s=1.0)
+    driven = CostModel(MODEL, DEVICE, stack, tensor_parallel=2).step_s(decode(7, 70, 10))
+    assert driven == pytest.approx(two.step_s(decode(7, 70, 10)) + 10.0)
+
+
+def test_split_kv_counts_positions_and_unit_per_row_the_longest():
+    """A1: with one unit a row and head a long row holds the others up; split-KV does not care who is long."""
+    split = CostModel(MODEL, DEVICE, STACK)
+    unit = CostModel(MODEL, DEVICE, STACK, decode_attention="unit_per_row")
+    even, skewed = decode(4, 4000, 1000), decode(4, 4000, 3700)
+    assert split.step_s(even) == split.step_s(skewed)
+    # A unit draws 2/10 of 50 B/s and reads 64/4 B a position: 3700 take 5920 s, all of them together 5120 s.
+    assert unit.step_s(skewed) - split.step_s(skewed) == pytest.approx(3700 * 16 / 10 - 4000 * 64 / 50)
+    assert unit.step_s(even) == split.step_s(even)
+
+
+def test_copies_go_over_the_host_link():
+    assert CostModel(MODEL, DEVICE, STACK).swap_s(80) == 2.0
+    assert CostModel(MODEL, DEVICE, STACK, tensor_parallel=2).swap_s(80) == 1.0
+
+
+def test_flops_of_an_iteration():
+    work = StepWork(11, 2, 2, prefill_pairs(5, 10), 15, 1, 20, 20)
+    assert CostModel(MODEL, DEVICE, STACK).flops(work) == 2 * 624 * 11 + 2 * 20 * 2 + 128 * (105 + 20)
+
+
+def test_nothing_costs_nothing():
+    assert CostModel(MODEL, DEVICE, StackShape("s", 1.0, 1.0, 1.0)).step_s(StepWork(0, 0, 0)) == 0.0
+
+
+@given(start=st.integers(0, 60), count=st.integers(1, 60))
+def test_pairs_are_counted_as_by_hand(start: int, count: int):
+    assert prefill_pairs(start, count) == sum(position + 1 for position in range(start, start + count))
+
+
+@given(
+    rows=st.integers(1, 40), mean=st.integers(1, 500), longest=st.integers(1, 5000),
+    attention=st.sampled_from(["split_kv", "unit_per_row"]), devices=st.sampled_from([1, 4]),
+)  # fmt: skip
+def test_repeated_iterations_cost_what_they_cost_one_by_one(rows, mean, longest, attention, devices):
+    cost = CostModel(MODEL, DEVICE, StackShape("s", 0.3, 0.2, 0.1), tensor_parallel=devices, decode_attention=attention)
+    context = rows * mean
+    expected = [cost.step_s(decode(rows, context + step * rows, longest + step)) for step in range(20)]
+    assert list(islice(cost.repeated_s(decode(rows, context, longest)), 20)) == expected
+
+
+@given(rows=st.integers(1, 100), context=st.integers(1, 10_000), more=st.integers(1, 1000))
+def test_more_work_never_takes_less_time(rows: int, context: int, more: int):
+    cost = CostModel(MODEL, DEVICE, StackShape("s", 0.01, 0.2, 0.1), decode_attention="unit_per_row")
+    base = cost.step_s(decode(rows, context, context))
+    assert cost.step_s(decode(rows, context + more, context + more)) >= base
+    assert cost.step_s(decode(rows + more, context, context)) >= base

@@ -1,0 +1,68 @@
+"""Small clusters for simulator tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cohort.common.config import Config, load_config
+from cohort.common.policies.cost_model import ModelShape
+from cohort.common.types import Slo
+from cohort.common.workloads.items import Workload, WorkItem
+from cohort.services.simulator.cluster import SimCluster, SimOptions
+from cohort.services.simulator.hardware import Cluster, load_cluster
+
+# Big enough to be worth batching, small enough that a few blocks fill the cache.
+MODEL = ModelShape("small", 4, 512, 8, 8, 64, 2048, True, 1000, False, 2048, 2, 2)
+
+
+def config(preset: str = "unified", **sections: dict[str, Any]) -> Config:
+    return load_config(preset=preset, overrides=sections)
+
+
+def cluster(instances: int = 1, **overrides: Any) -> Cluster:
+    return load_cluster(f"a100-80:{instances}", overrides)
+
+
+def cache_of(blocks: int) -> dict[str, Any]:
+    """`kv` section: so many blocks of 16 on each instance."""
+    return {"memory_bytes": blocks * MODEL.kv_geometry(16).block_bytes}
+
+
+def workload(*lengths: tuple[float, int, int], slo: Slo | None = None) -> Workload:
+    items = tuple(WorkItem(arrival, prompt, output, slo=slo or Slo()) for arrival, prompt, output in lengths)
+    return Workload("test", items)
+
+
+class Recorded(SimCluster):
+    """Remembers when every token of every request reached the gateway, and in which order requests ended."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.token_times: dict[str, list[float]] = {}
+        gateway = self.gateway
+        one, several, finished = gateway._token, gateway.repeated, gateway._finished
+        self.ended: list[int] = []
+
+        def token(now_s: float, live: Any) -> None:
+            self.token_times.setdefault(f"r{live.index}", []).append(now_s)
+            one(now_s, live)
+
+        def repeated(rows: Any, ends_s: Any) -> None:
+            rows = list(rows)
+            for row in rows:
+                self.token_times[row.sequence.request_id].extend(ends_s)
+            several(rows, ends_s)
+
+        def end(now_s: float, live: Any) -> None:
+            self.ended.append(live.index)
+            finished(now_s, live)
+
+        gateway._token, gateway.repeated, gateway._finished = token, repeated, end  # type: ignore[method-assign]
+
+
+def run(config_: Config, cluster_: Cluster, workload_: Workload, **options: Any) -> Recorded:
+    sim = Recorded(config_, cluster_, MODEL, workload_, SimOptions(**options))
+    sim.run()
+    for worker in sim.workers:
+        worker.machine.check()
+    return sim

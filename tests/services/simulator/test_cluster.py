@@ -1,0 +1,213 @@
+"""The simulated cluster: a case by hand, everybody ends, nothing is left, one by one equals jumping, same seed same run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cohort.common.errors import ConfigError
+from cohort.common.policies.cost_model import StepWork, prefill_pairs
+from cohort.common.types import Role, Slo
+from cohort.common.workloads.items import ClosedLoopPart, Workload, WorkItem
+from cohort.services.simulator.cluster import SimCluster, SimOptions, spread_roles
+from cohort.services.simulator.report import make_report
+from tests.services.simulator.lab import MODEL, Recorded, cache_of, cluster, config, run, workload
+
+
+def test_one_request_takes_the_cost_of_its_iterations():
+    sim = run(config(engine={"prefill_chunk": 64}), cluster(), workload((0.0, 100, 3)))
+    cost = sim.cost
+    steps = [
+        StepWork(64, 1, 0, prefill_pairs(0, 64), 64),
+        StepWork(36, 1, 1, prefill_pairs(64, 36), 100),
+        StepWork(1, 1, 1, 0, 0, 1, 101, 101),
+        StepWork(1, 1, 1, 0, 0, 1, 102, 102),
+    ]
+    # Submit, StartSegment and the tokens each travel once.
+    travel = 3 * sim.cluster.control_latency_s
+    first = sum(cost.step_s(step) for step in steps[:2]) + travel
+    expected = [first, first + cost.step_s(steps[2]), first + cost.step_s(steps[2]) + cost.step_s(steps[3])]
+    assert sim.token_times["r0"] == pytest.approx(expected)
+    figures = sim.gateway.all
+    assert figures.ttft.sum_s == pytest.approx(expected[0])
+    assert figures.tpot.sum_s == pytest.approx((expected[2] - expected[0]) / 2)
+    assert figures.jct.sum_s == pytest.approx(expected[2])
+    assert figures.normalised.sum_s == pytest.approx(expected[2] / 3)
+
+
+def test_disaggregated_kv_crosses_the_link_once():
+    sim = run(config("disaggregated"), cluster(2), workload((0.0, 160, 5)))
+    assert sim.ports.moved_bytes == 10 * sim.geometry.block_bytes
+    prefill, decode = sim.workers
+    assert (prefill.machine.counters.prefill_tokens, prefill.machine.counters.decode_tokens) == (160, 0)
+    assert decode.machine.counters.decode_tokens == 4
+    assert len(sim.token_times["r0"]) == 5
+
+
+def test_a_prompt_beyond_the_context_is_refused_and_an_answer_is_cut_there():
+    sim = run(config(), cluster(), workload((0.0, 2048, 5), (0.0, 2000, 100)))
+    assert sim.gateway.all.refused == {"the prompt exceeds the model's context": 1}
+    assert len(sim.token_times["r1"]) == 48
+    assert sim.gateway.clipped_outputs == 1
+
+
+def test_shared_prefixes_are_computed_once():
+    blocks = tuple(range(4))
+    items = tuple(WorkItem(float(i), 300, 4, hash_ids=blocks, hash_block=64) for i in range(2))
+    sim = run(config(), cluster(), Workload("shared", items))
+    # 256 tokens are named by hash ids; the rest is each request's own.
+    assert sim.workers[0].machine.counters.prefill_tokens == 300 + (300 - 256)
+
+
+def test_a_full_cache_preempts_and_everybody_ends():
+    load = workload(*((0.001 * i, 100, 200) for i in range(8)))
+    sim = run(config(kv=cache_of(60)), cluster(), load)
+    assert sim.workers[0].machine.counters.preemptions > 0
+    assert [len(sim.token_times[f"r{i}"]) for i in range(8)] == [200] * 8
+
+
+def test_swapping_costs_the_host_link():
+    load = workload(*((0.001 * i, 100, 200) for i in range(8)))
+    sim = run(config(kv=cache_of(60), engine={"preemption": "swap"}), cluster(), load)
+    assert sim.workers[0].tally.swapped_bytes > 0
+    assert sim.gateway.all.finished == 8
+
+
+def test_closed_loop_users_ask_again_when_answered():
+    part = ClosedLoopPart(2, tuple(WorkItem(0.0, 50, 10) for _ in range(6)))
+    sim = run(config(), cluster(), Workload("users", (), closed_loop=(part,)))
+    assert sim.gateway.all.finished == 6
+    starts = sorted(times[0] for times in sim.token_times.values())
+    ends = sorted(times[-1] for times in sim.token_times.values())
+    assert all(start > end for start, end in zip(starts[2:], ends, strict=False))
+
+
+def test_promises_are_judged():
+    sim = run(config(), cluster(), workload((0.0, 100, 5), (0.0, 100, 5), slo=Slo(ttft_s=1e-6, tpot_s=10.0)))
+    report = make_report(sim, "test", Workload("test", ()).facts)
+    promises = report.overall.promises
+    assert promises is not None
+    assert (promises.attainment, promises.ttft, promises.tpot) == (0.0, 0.0, 1.0)
+
+
+def test_warm_up_counts_nothing_and_loses_nobody():
+    load = workload(*((0.1 * i, 100, 20) for i in range(20)))
+    whole, late = run(config(), cluster(), load), run(config(), cluster(), load, warmup_s=1.0)
+    assert late.token_times == whole.token_times
+    assert 0 < late.gateway.all.finished < whole.gateway.all.finished == 20
+
+
+def test_the_horizon_ends_a_run():
+    sim = run(config(), cluster(), workload(*((float(i), 500, 500) for i in range(100))), horizon_s=5.0)
+    assert sim.events.now_s <= 5.0
+    report = make_report(sim, "test", Workload("test", ()).facts)
+    assert not report.ended
+    assert any("had not ended" in note for note in report.notes)
+
+
+# -- determinism -------------------------------------------------------------------------------------------------
+
+
+def outcome(sim: Recorded) -> object:
+    tallies = [
+        (w.tally.steps, w.tally.rows, w.tally.useful_tokens, w.tally.padded_tokens, w.tally.swapped_bytes)
+        for w in sim.workers
+    ]
+    counters = [w.machine.counters for w in sim.workers]
+    return sim.token_times, sim.ended, tallies, counters, sim.ports.moved_bytes, sim.gateway.all.refused
+
+
+lengths = st.lists(
+    st.tuples(st.floats(0, 0.5, allow_nan=False), st.integers(1, 300), st.integers(1, 150)), min_size=1, max_size=14
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=lengths, preset=st.sampled_from(["unified", "disaggregated"]), blocks=st.sampled_from([45, 80, 1000]),
+    preemption=st.sampled_from(["swap", "recompute"]), rows=st.sampled_from([3, 256]), shared=st.booleans(),
+    attention=st.sampled_from(["split_kv", "unit_per_row"]),
+)  # fmt: skip
+def test_jumping_over_repeated_iterations_changes_nothing(
+    lengths, preset, blocks, preemption, rows, shared, attention
+):
+    items = tuple(
+        WorkItem(at, prompt, output, session="one" if shared and index % 2 else "")
+        for index, (at, prompt, output) in enumerate(sorted(lengths))
+    )
+    load = Workload("random", items)
+    chosen = config(preset, kv=cache_of(blocks), engine={"preemption": preemption, "max_rows": rows})
+    where = cluster(2, decode_attention=attention)
+    one_by_one = run(chosen, where, load, jump=False)
+    jumping = run(chosen, where, load)
+    assert outcome(jumping) == outcome(one_by_one)
+    assert [w.machine.kv.owners() for w in jumping.workers] == [{}, {}]
+    assert jumping.events.handled <= one_by_one.events.handled
+
+
+def test_jumps_are_taken():
+    load = workload((0.0, 100, 1000))
+    assert run(config(), cluster(), load).events.handled < run(config(), cluster(), load, jump=False).events.handled / 5
+
+
+def test_the_same_seed_gives_the_same_run_and_another_may_not():
+    load = workload(*((0.01 * i, 100 + i, 50) for i in range(30)))
+    options = {"predictor": "noisy", "predictor_sigma": 30.0}
+    chosen = config("disaggregated")
+    first, second = (run(chosen, cluster(2), load, seed=3, **options) for _ in range(2))
+    assert outcome(first) == outcome(second)
+    predictions = [
+        SimCluster(chosen, cluster(2), MODEL, load, SimOptions(seed=seed, **options)).gateway._predict(100, 1000)
+        for seed in (3, 3, 4)
+    ]
+    assert predictions[0] == predictions[1] != predictions[2]
+
+
+# -- roles and bad input -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("preset", "instances", "expected"),
+    [
+        ("unified", 5, {Role.UNIFIED: 5}),
+        ("disaggregated", 2, {Role.PREFILL: 1, Role.DECODE: 1}),
+        ("disaggregated", 7, {Role.PREFILL: 4, Role.DECODE: 3}),
+    ],
+)
+def test_roles_keep_the_presets_shares(preset, instances, expected):
+    assert spread_roles(config(preset), instances) == expected
+
+
+def test_too_few_instances_for_the_roles_is_said():
+    with pytest.raises(ConfigError, match="needs 2 roles"):
+        spread_roles(config("disaggregated"), 1)
+
+
+def test_a_model_that_does_not_fit_is_said_with_the_field():
+    from cohort.services.simulator.hardware import load_model
+
+    with pytest.raises(ConfigError, match="tensor_parallel: opt-175b"):
+        SimCluster(config(), cluster(), load_model("opt-175b"), workload((0.0, 1, 1)), SimOptions())
+    with pytest.raises(ConfigError, match=r"kv\.memory_bytes"):
+        SimCluster(config(kv={"memory_bytes": 10**14}), cluster(), MODEL, workload((0.0, 1, 1)), SimOptions())
+
+
+@pytest.mark.parametrize(
+    ("item", "field"),
+    [((0.0, -1, 5), "prompt_tokens"), ((0.0, 1, 0), "output_tokens"), ((-1.0, 1, 1), "arrival_s")],
+)
+def test_bad_items_are_named(item, field):
+    with pytest.raises(ConfigError, match=rf"item 0: {field}"):
+        SimCluster(config(), cluster(), MODEL, workload(item), SimOptions())
+
+
+def test_unsorted_times_are_named():
+    with pytest.raises(ConfigError, match=r"item 1: arrival_s 1\.0 is before 2\.0"):
+        SimCluster(config(), cluster(), MODEL, workload((2.0, 1, 1), (1.0, 1, 1)), SimOptions())
+
+
+def test_many_instances_run():
+    load = workload(*((0.001 * i, 64, 8) for i in range(300)))
+    sim = run(config(), cluster(200), load)
+    assert sim.gateway.all.finished == 300

@@ -168,7 +168,7 @@ class BaselinesConfig(_Section, frozen=True):
     prediction_padding: NotNegativeReal = 0.15  # allocation predicted: share added to the predicted output
     queue_levels: Positive = 5  # mlfq: feedback queues
     queue_quantum_s: NotNegativeReal = 0.0  # mlfq: quantum of the first queue, doubled from queue to queue; 0 = learned
-    queue_starvation_s: Seconds = 10.0  # mlfq: who got nothing for so long moves to the first queue
+    queue_starvation_s: Seconds = 60.0  # mlfq: who got nothing for so long moves to the first queue
     batch_spread: Annotated[float, msgspec.Meta(ge=1)] = 1.5  # predicted_batches: outputs within this factor
     padded: bool = False  # predicted_batches: prompts of an iteration are computed as long as the longest
 

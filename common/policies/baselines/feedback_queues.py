@@ -3,7 +3,7 @@
 A ranking of `RankedBatching`. Queue i serves for a quantum of base · 2^i seconds; who used it up moves one queue down.
 A newcomer does not start at the top: it joins the first queue whose quantum covers its prefill (skip-join), since its
 first iteration cannot be cut short and would use up the higher quanta at once. Who got nothing for `starvation_s` is
-moved to the top, so nothing starves.
+moved to the top for one quantum of the last queue, so nothing starves.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ class _Standing:
     used_s: float
     served_s: float
     """When it last ran, or came."""
+    promoted: bool = False
 
 
 class SkipJoinQueues:
     """`quantum_s` 0: the base quantum is the mean time of an iteration without prefill, learned from `observe`.
 
     Differs from FastServe: the prefill time of a newcomer comes from measured iterations instead of an offline profile,
-    so the first requests after a start join at the top; and what is preempted goes to host memory when its blocks are
-    needed, not ahead of that.
+    so the first requests after a start join at the top; what is preempted goes to host memory when its blocks are
+    needed, not ahead of that; and the starving get the last queue's quantum at the top, not the first one's: in a long
+    backlog everybody starves, and places would be swapped for one token each. Even so `starvation_s` must be long
+    beside the time a swap takes: below ten seconds an overloaded large model does little but swap.
     """
 
     steady = False
@@ -63,7 +66,7 @@ class SkipJoinQueues:
             standing = self._standing[sequence.key]
             if standing.level > 0 and now_s - standing.served_s > self._starvation_s:
                 self._promotions += 1
-                self._standing[sequence.key] = _Standing(0, standing.entered_s, 0.0, now_s)
+                self._standing[sequence.key] = _Standing(0, standing.entered_s, 0.0, now_s, promoted=True)
 
     def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
         prefill = sum(row.count for row in plan.rows if row.count > 1)
@@ -77,10 +80,13 @@ class SkipJoinQueues:
                 continue
             standing.served_s = now_s
             standing.used_s += latency_s
-            if standing.used_s >= self._quantum(standing.level) and standing.level < self._levels - 1:
-                standing.level += 1
+            last = self._levels - 1
+            quantum_s = self._quantum(last if standing.promoted else standing.level)
+            if standing.level < last and standing.used_s >= quantum_s:
+                standing.level = last if standing.promoted else standing.level + 1
                 standing.entered_s = now_s
                 standing.used_s = 0.0
+                standing.promoted = False
 
     def _quantum(self, level: int) -> float:
         return float((self._quantum_s or self._iteration_s) * QUANTUM_RATIO**level)

@@ -62,6 +62,19 @@ def test_the_starving_move_to_the_top() -> None:
     assert (level(policy, one), policy.figures()["starvation_promotions_total"]) == (0, 1.0)
 
 
+def test_a_promotion_is_worth_a_quantum_of_the_last_queue_and_ends_there() -> None:
+    policy = queues()  # quanta 1, 2, 4 s
+    one = sequence("a", 1)
+    policy.added(0.0, one)
+    policy.observe(1.0, IterationPlan(rows=[Row(one, 0, 1)]), 1.0)
+    policy.begin(12.0, [one])
+    seen = []
+    for now in range(12, 16):
+        policy.observe(float(now), IterationPlan(rows=[Row(one, 0, 1)]), 1.0)
+        seen.append(level(policy, one))
+    assert seen == [0, 0, 0, 2]
+
+
 def test_newcomers_run_before_those_who_had_their_share() -> None:
     ranking = queues()
     policy = RankedBatching(

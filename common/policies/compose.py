@@ -84,6 +84,7 @@ def _bucketed_prefill(config: Config) -> PrefillOrder:
         reserve=options.memory_reserve, max_batch=options.max_batch,
         dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens, activation_bytes=options.activation_bytes,
         figures_max_age_s=options.figures_max_age_s, demand=demand, padded=options.padding == "longest",
+        staging=options.staging_share,
     )  # fmt: skip
     settings = BucketSettings(
         fill=options.fill, splitter=options.splitter, split_share=options.split_share,

@@ -23,11 +23,13 @@ from cohort.common.types import InstanceId, RequestId
 
 @dataclass(slots=True)
 class _Target:
-    """A worker that decodes, and the blocks it can safely take in this round; offline work leaves `floor` of them."""
+    """A worker that decodes, and the blocks it can safely take in this round; offline work leaves `floor` of them.
+    `staging` blocks more may be promised: those requests' prompts wait, computed, on the prefill workers."""
 
     view: InstanceView
     blocks: int
     floor: int
+    staging: int
     idle: bool
     block_size: int
 
@@ -97,9 +99,9 @@ class Round:
         unified = self._unified
         target = unified or self._most_room()
         blocks = -(-span_tokens // target.block_size)
-        if target.blocks - blocks < (0 if online else target.floor) and not target.idle:
-            return False
         prompt_blocks = -(-prompt_tokens // worker.block_size)
+        if target.blocks - blocks < (0 if online else target.floor) - target.staging and not target.idle:
+            return False
         if unified is None and worker.blocks < prompt_blocks and not worker.idle:
             return False
         target.blocks -= blocks
@@ -126,17 +128,19 @@ class Round:
 class BatchController:
     def __init__(
         self, *, reserve: float, max_batch: int, dispatch_ahead_tokens: int, activation_bytes: int,
-        figures_max_age_s: float, demand: DemandRule, padded: bool,
+        figures_max_age_s: float, demand: DemandRule, padded: bool, staging: float = 0.0,
     ) -> None:  # fmt: skip
         """`reserve`: share of the remaining memory never promised (B3). `max_batch`: requests, whatever memory allows.
         `activation_bytes`: device memory outside the
-        KV cache per token of a forward, 0 = not bounded. `padded`: a batch costs N · S_max tokens, not Σ S."""
+        KV cache per token of a forward, 0 = not bounded. `padded`: a batch costs N · S_max tokens, not Σ S.
+        `staging`: share of the prefill workers' caches in which computed prompts may wait for room to decode."""
         self._reserve = reserve
         self.max_batch = max_batch
         self._ahead = dispatch_ahead_tokens
         self._activation_bytes = activation_bytes
         self._figures_max_age_s = figures_max_age_s
         self._padded = padded
+        self._staging = staging
         self.demand = demand
         self._memory = LiveMemory()
         self.safe_memory_bytes = 0
@@ -158,11 +162,15 @@ class BatchController:
         prefilling = [v for v in fresh if v.role.prefills] or fresh
         decoding = [v for v in fresh if v.role.decodes] or fresh
         held_back = self.demand.kept_free(cluster)
-        targets = [
-            _Target(view, blocks, int(held_back * blocks), self._memory.idle(view), view.capacity.block_size)
-            for view, blocks in ((view, self._safe_blocks(view)) for view in decoding)
-        ]
-        self.safe_memory_bytes = sum(t.blocks * t.view.capacity.geometry.block_bytes for t in targets)
+        apart = [view for view in prefilling if not view.role.decodes]
+        stage = sum(view.capacity.num_blocks * view.capacity.block_size for view in apart) * self._staging
+        targets = []
+        for view in decoding:
+            blocks, size = self._safe_blocks(view), view.capacity.block_size
+            staging = 0 if view in prefilling else int(stage / len(decoding)) // size
+            held = int(held_back * max(0, blocks))
+            targets.append(_Target(view, blocks, held, staging, self._memory.idle(view), size))
+        self.safe_memory_bytes = sum(max(0, t.blocks) * t.view.capacity.geometry.block_bytes for t in targets)
         prefillers = [
             _Prefiller(
                 v, self._ahead - v.queued_prefill_tokens, self._safe_blocks(v), self._memory.idle(v),
@@ -188,8 +196,9 @@ class BatchController:
         return min(self.max_batch, expected)
 
     def _safe_blocks(self, view: InstanceView) -> int:
-        """M_safe of Eq. 5 in whole blocks."""
-        return safe_bytes(self._memory.remaining_blocks(view), self._reserve)
+        """M_safe of Eq. 5 in whole blocks; what is promised beyond it stays negative."""
+        remaining = self._memory.remaining_blocks(view)
+        return safe_bytes(remaining, self._reserve) if remaining > 0 else remaining
 
     def _forward_tokens(self, view: InstanceView) -> int:
         """Tokens of one prefill batch: one iteration, and no more than the device's free memory holds."""

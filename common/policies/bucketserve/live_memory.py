@@ -72,9 +72,9 @@ class LiveMemory:
             account.forget(request_id)
 
     def remaining_blocks(self, view: InstanceView) -> int:
-        """M_remain of Eq. 5 in blocks; never negative."""
+        """M_remain of Eq. 5 in blocks; negative while more is promised than there is (prompts waiting elsewhere)."""
         account = self._accounts[view.instance]
-        return max(0, view.free_blocks - account.growth_blocks - account.promised_blocks)
+        return view.free_blocks - account.growth_blocks - account.promised_blocks
 
     def idle(self, view: InstanceView) -> bool:
         """Nothing is there and nothing is on its way: whatever fits at all fits now."""

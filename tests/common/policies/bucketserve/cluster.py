@@ -52,11 +52,12 @@ def demand_rule(**options: float) -> DemandRule:
 
 def controller(
     *, reserve: float = 0.1, max_batch: int = 64, ahead: int = 512, activation_bytes: int = 0, padded: bool = False,
-    demand: DemandRule | None = None,
+    demand: DemandRule | None = None, staging: float = 0.0,
 ) -> BatchController:  # fmt: skip
     return BatchController(
         reserve=reserve, max_batch=max_batch, dispatch_ahead_tokens=ahead, activation_bytes=activation_bytes,
         figures_max_age_s=1.0, demand=demand or demand_rule(blind_share=0.0), padded=padded,
+        staging=staging,
     )  # fmt: skip
 
 

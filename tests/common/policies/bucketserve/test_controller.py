@@ -80,6 +80,22 @@ def test_the_prefill_workers_own_cache_counts_too() -> None:
     assert [room.take(f"r{i}", 32, 36, online=True) for i in range(3)] == [True, True, False]  # 8 of 18 blocks each
 
 
+def test_prompts_may_wait_computed_in_a_share_of_the_prefill_workers_cache() -> None:
+    full = cluster(
+        view("p0", Role.PREFILL, blocks=100), view("d0", Role.DECODE, free=0, queue=[QueuedWork("x", 0, 400, 0)])
+    )  # fmt: skip
+    for staging, expected in ((0.0, 0), (0.5, 5), (1.0, 9)):
+        control = controller(staging=staging)
+        room = control.open(0.0, full)
+        room.next_batch()
+        # Spans of 10 blocks beyond the decode worker's memory; of the prefill worker's own cache 90 blocks are safe
+        assert [room.take(f"r{i}", 40, 40, online=True) for i in range(12)].count(True) == expected
+        # What was promised once is not promised again in the next round
+        room = control.open(0.1, full)
+        room.next_batch()
+        assert not room.take("again", 40, 40, online=True)
+
+
 def test_batches_go_to_the_prefill_worker_with_least_to_do() -> None:
     two = cluster(
         view("p0", Role.PREFILL, blocks=1000, queued=100), view("p1", Role.PREFILL, blocks=1000, queued=300),

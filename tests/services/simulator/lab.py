@@ -7,7 +7,7 @@ from typing import Any
 from cohort.common.config import Config, load_config
 from cohort.common.policies.cost_model import ModelShape
 from cohort.common.types import Slo
-from cohort.common.workloads.items import Workload, WorkItem
+from cohort.common.workloads.items import WorkItem, Workload
 from cohort.services.simulator.cluster import SimCluster, SimOptions
 from cohort.services.simulator.hardware import Cluster, load_cluster
 

@@ -1,4 +1,4 @@
-"""The simulated cluster: a case by hand, everybody ends, nothing is left, one by one equals jumping, same seed same run."""
+"""The simulated cluster: a case by hand, everybody ends, jumping equals one by one, same seed same run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cohort.common.errors import ConfigError
 from cohort.common.policies.cost_model import StepWork, prefill_pairs
 from cohort.common.types import Role, Slo
-from cohort.common.workloads.items import ClosedLoopPart, Workload, WorkItem
+from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload
 from cohort.services.simulator.cluster import SimCluster, SimOptions, spread_roles
 from cohort.services.simulator.report import make_report
 from tests.services.simulator.lab import MODEL, Recorded, cache_of, cluster, config, run, workload

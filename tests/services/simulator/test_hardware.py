@@ -1,0 +1,84 @@
+"""Every data file loads, and what is wrong in one is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cohort.common.config import CONFIGS_DIR
+from cohort.common.errors import ConfigError
+from cohort.services.simulator.hardware import load_cluster, load_device, load_link, load_model
+from cohort.services.simulator.network import Ports
+
+MODELS = {
+    "opt-2.7b": 2.65, "opt-6.7b": 6.66, "opt-13b": 12.85, "opt-30b": 29.97, "opt-66b": 65.7, "opt-175b": 174.6,
+    "llama-7b": 6.74, "llama-13b": 13.0, "llama-33b": 32.5, "llama-2-7b": 6.74, "llama-2-13b": 13.0,
+    "llama-2-70b": 69.0, "llama-3-8b": 8.03, "llama-3-70b": 70.6, "qwen2.5-14b": 14.77, "qwen2.5-32b": 32.76,
+    "qwen2.5-72b": 72.7, "bloom-176b": 176.2, "smollm2-135m": 0.1345,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS_DIR.glob("models/*.yaml")), ids=lambda path: path.stem)
+def test_models_have_their_published_size(path: Path):
+    assert load_model(path.stem).parameters / 1e9 == pytest.approx(MODELS[path.stem], rel=0.02)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS_DIR.glob("devices/*.yaml")), ids=lambda path: path.stem)
+def test_devices_load_and_their_links_exist(path: Path):
+    device, file = load_device(path.stem)
+    assert device.name == path.stem
+    assert load_link(file.within).bytes_per_s > 0
+    assert load_cluster(path.stem).instances == 1
+
+
+def test_a_cluster_by_device_and_count():
+    cluster = load_cluster("h100-80:6", {"tensor_parallel": 2, "decode_attention": None})
+    assert (cluster.instances, cluster.tensor_parallel, cluster.stack.name) == (6, 2, "graphs")
+    assert cluster.link(0, 5) == load_link("nvlink4")
+
+
+def test_instances_on_different_hosts_use_the_network(tmp_path: Path):
+    file = tmp_path / "two-hosts.yaml"
+    file.write_text("{device: a100-80, instances: 4, per_host: 2, across: tcp}")
+    cluster = load_cluster(str(file))
+    assert cluster.link(0, 1) == load_link("nvlink3")
+    assert cluster.link(1, 2) == load_link("tcp")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("device: a100-80", "instances"),
+        ("{device: a100-80, instances: 0}", r"instances"),
+        ("{device: a100-80, instances: 2, colour: red}", "colour"),
+        ("{device: nothing, instances: 2}", "no device named 'nothing'"),
+        ("{device: a100-80, instances: 2, stack: fast}", "stack: a100-80 has no stack 'fast'"),
+        ("{device: a100-80, instances: 2, across: string}", "no link named 'string'"),
+        ("{device: a100-80, instances: 3, per_host: 2}", "per_host"),
+        ("[1, 2]", "expected a mapping"),
+        ("{", "not valid YAML"),
+    ],
+)
+def test_wrong_clusters_are_named(tmp_path: Path, text: str, message: str):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_cluster(str(file))
+
+
+@pytest.mark.parametrize("text", ["a100-80:0", "a100-80:many", "nowhere", "nothing:2"])
+def test_wrong_names_are_named(text: str):
+    with pytest.raises(ConfigError):
+        load_cluster(text)
+
+
+def test_a_port_carries_one_piece_at_a_time():
+    link = load_link("tcp")
+    ports = Ports(3)
+    size = int(link.bytes_per_s)
+    assert ports.transfer(0.0, 0, 1, link, size) == pytest.approx(1.0 + link.latency_s)
+    assert ports.transfer(0.0, 0, 2, link, size) == pytest.approx(2.0 + link.latency_s)  # 0 is still sending
+    assert ports.transfer(0.0, 2, 1, link, size) == pytest.approx(2.0 + link.latency_s)  # 1 was receiving
+    assert ports.transfer(0.0, 1, 0, link, size) == pytest.approx(1.0 + link.latency_s)  # the other way is free
+    assert ports.moved_bytes == 4 * size

@@ -1,0 +1,229 @@
+"""Searching the capacity, replaying recordings, traffic from text, and the commands as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cohort.common.config import dump_config
+from cohort.common.errors import ConfigError
+from cohort.common.machines.recording import RecordedWorkerMachine
+from cohort.common.types import Slo
+from cohort.services.cli.__main__ import main
+from cohort.services.simulator import cluster as cluster_module
+from cohort.services.simulator.figures.figure import Figure
+from cohort.services.simulator.replay import replay
+from cohort.services.simulator.reproduce import all_figures, markdown, reproduce, select
+from cohort.services.simulator.run import find_capacity
+from cohort.services.simulator.traffic import Traffic, parse_slo
+from tests.services.simulator.lab import cache_of, cluster, config, run, workload
+
+CLUSTER = ["--cluster", "a100-80:2", "--model", "opt-2.7b"]
+
+
+def kept(share: float) -> Any:
+    return SimpleNamespace(overall=SimpleNamespace(promises=SimpleNamespace(attainment=share)))
+
+
+@pytest.mark.parametrize("start", [0.3, 6.9, 7.1, 300.0])
+def test_the_capacity_is_found_from_any_start(start: float):
+    found = find_capacity(lambda rate: kept(1.0 if rate <= 7.0 else 0.5), start, 0.9)
+    assert 7.0 * 0.95 <= found.rate_per_s <= 7.0
+
+
+def test_no_capacity_is_zero():
+    assert find_capacity(lambda rate: kept(0.0), 4.0, 0.9).rate_per_s == 0.0
+
+
+# -- replay ------------------------------------------------------------------------------------------------------
+
+
+def record(monkeypatch: pytest.MonkeyPatch, folder: Path, **sections: Any) -> list[Path]:
+    """Recordings of all workers of a small disaggregated run with preemptions."""
+    chosen = config("disaggregated", kv=cache_of(70) | {"prefix_caching": False}, **sections)
+    files: dict[str, Any] = {}
+
+    def machine(instance: str, *args: Any) -> RecordedWorkerMachine:
+        manager, capacity, settings, scheduler, kv, _, links = args
+        file = files[instance] = (folder / f"{instance}.jsonl").open("wb")
+        return RecordedWorkerMachine(
+            instance, manager, capacity, settings, scheduler, kv, 7, links, dump_config(chosen), file.write
+        )
+
+    monkeypatch.setattr(cluster_module, "WorkerMachine", machine)
+    sim = run(chosen, cluster(2), workload(*((0.002 * i, 100, 120) for i in range(10))), jump=False)
+    assert sim.gateway.all.finished == 10
+    for file in files.values():
+        file.close()
+    return sorted(folder.glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_a_recording_replays_to_the_same_decisions(monkeypatch: Any, tmp_path: Path, preemption: str):
+    for path in record(monkeypatch, tmp_path, engine={"preemption": preemption}):
+        found = replay(path)
+        assert found.difference == ""
+        assert found.plans > 10 and found.effects > 10
+
+
+def test_a_changed_decision_is_noticed(monkeypatch: Any, tmp_path: Path):
+    path = record(monkeypatch, tmp_path)[0]
+    lines = path.read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if '"planned"' in line and "[0, " in line)
+    lines[at] = lines[at].replace("[0, ", "[1, ")
+    path.write_text("\n".join(lines))
+    assert replay(path).difference.startswith(f"line {at + 1}: live planned")
+
+
+def test_no_recording_is_said(tmp_path: Path):
+    path = tmp_path / "x.jsonl"
+    path.write_text("{}\n")
+    with pytest.raises(ConfigError, match="not a recording"):
+        replay(path)
+
+
+# -- traffic -----------------------------------------------------------------------------------------------------
+
+
+def traffic(text: str, **options: Any) -> Traffic:
+    given: dict[str, Any] = {
+        "count": None, "duration_s": None, "time_scale": 1.0, "cv": 1.0, "seed": 0, "slo": Slo(), "best_effort": 0.0,
+    }  # fmt: skip
+    return Traffic(text, **(given | options))
+
+
+def test_fixed_lengths_at_a_rate():
+    load = traffic("30x4", count=50, slo=Slo(ttft_s=1.0)).workload(10.0)
+    assert len(load.items) == 50
+    assert {(i.prompt_tokens, i.output_tokens, i.slo.ttft_s) for i in load.items} == {(30, 4, 1.0)}
+    assert load.rate_per_s == pytest.approx(10.0, rel=0.5)
+
+
+def test_a_trace_keeps_its_times_or_takes_a_rate(tmp_path: Path):
+    path = tmp_path / "t.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens\n0,5,2\n4,6,3\n6,7,4\n")
+    own = traffic(str(path))
+    assert [i.arrival_s for i in own.workload().items] == [0.0, 4.0, 6.0]
+    assert own.own_rate_per_s == pytest.approx(1 / 3)
+    assert len(traffic(str(path), duration_s=20.0).workload(5.0).items) > 50
+    assert own.workload(concurrency=2).closed_loop[0].concurrency == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "where"),
+    [
+        ("0,5,2\n1,-6,3\n", ":3: column 'prompt_tokens'"),
+        ("5,5,2\n1,6,3\n", ":3: the arrival time 1 is before 5"),
+        ("0,5,many\n", ":2: column 'output_tokens'"),
+    ],
+)
+def test_bad_rows_are_named_by_line_and_column(tmp_path: Path, rows: str, where: str):
+    path = tmp_path / "t.csv"
+    path.write_text(f"arrival_s,prompt_tokens,output_tokens\n{rows}")
+    with pytest.raises(ConfigError, match=where):
+        traffic(str(path))
+
+
+def test_a_missing_column_is_named(tmp_path: Path):
+    path = tmp_path / "t.csv"
+    path.write_text("arrival_s,prompt_tokens\n0,5\n")
+    with pytest.raises(ConfigError, match="output_tokens"):
+        traffic(str(path))
+
+
+@pytest.mark.parametrize("text", ["ttft=x", "colour=1", "ttft=-1"])
+def test_wrong_promises_are_said(text: str):
+    with pytest.raises(ConfigError, match="--slo"):
+        parse_slo(text)
+
+
+# -- commands ----------------------------------------------------------------------------------------------------
+
+
+def test_simulate_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "out.json"
+    command = ["simulate", "--trace", "64x8", "--rate", "20", "--count", "40", *CLUSTER, "--preset", "disaggregated",
+               "--slo", "ttft=1,tpot=0.1", "--json", str(out)]  # fmt: skip
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "TTFT" in printed and "promises kept" in printed and "decode-0" in printed
+    (report,) = json.loads(out.read_text())
+    assert report["overall"]["finished"] == 40
+    assert report["overall"]["promises"]["attainment"] == 1.0
+    assert [i["instance"] for i in report["instances"]] == ["prefill-0", "decode-0"]
+
+
+def test_a_sweep_is_a_line_per_value_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    plot = tmp_path / "plot.png"
+    command = ["simulate", "--trace", "64x8", "--count", "30", *CLUSTER, "--sweep", "rate=5,50", "--plot", str(plot)]
+    assert main(command) == 0
+    assert plot.stat().st_size > 1000
+    command = ["simulate", "--trace", "64x8", "--count", "30", *CLUSTER, "--sweep", "preset=unified,disaggregated",
+               "--json", "-"]  # fmt: skip
+    capsys.readouterr()
+    assert main(command) == 0
+    assert [r["preset"] for r in json.loads(capsys.readouterr().out)] == ["unified", "disaggregated"]
+
+
+def test_the_capacity_command(capsys: pytest.CaptureFixture[str]):
+    command = ["simulate", "--trace", "512x16", "--count", "60", *CLUSTER, "--preset", "unified", "--slo", "ttft=0.2",
+               "--capacity", "0.9"]  # fmt: skip
+    assert main(command) == 0
+    assert "capacity at 90%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--trace", "nothing.csv", *CLUSTER], "--trace nothing.csv"),
+        (["--trace", "8x8", "--cluster", "a100-80:2", "--model", "gpt-9"], "no model named"),
+        (["--trace", "8x8", *CLUSTER, "--roles", "cook=2"], "--roles"),
+        (["--trace", "8x8", *CLUSTER, "--roles", "unified=5"], "the cluster has 2"),
+        (["--trace", "8x8", *CLUSTER, "--sweep", "colour=1"], "--sweep"),
+        (["--trace", "8x8", *CLUSTER, "--capacity", "0.9"], "give --slo"),
+        (["--trace", "8x8", *CLUSTER, "--set", "engine.colour=1"], "colour"),
+        (["--trace", "8x8", *CLUSTER, "--rate", "0"], "--rate"),
+    ],
+)
+def test_wrong_options_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["simulate", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_advise_recommends_with_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "advice.json"
+    command = ["advise", "--trace", "256x16", "--rate", "10", "--requests", "40", *CLUSTER, "--slo", "ttft=1,tpot=0.2",
+               "--preset", "unified,disaggregated", "--json", str(out)]  # fmt: skip
+    assert main(command) == 0
+    assert "Recommended: " in capsys.readouterr().out
+    advice = json.loads(out.read_text())
+    assert {trial["preset"] for trial in advice["trials"]} == {"unified", "disaggregated"}
+    assert advice["trials"][0]["capacity"]["rate_per_s"] > 0
+
+
+# -- reproduction ------------------------------------------------------------------------------------------------
+
+
+def test_figures_have_unique_ids_and_numbers():
+    figures = all_figures()
+    assert len({figure.id for figure in figures}) == len(figures)
+    assert all(figure.paper > 0 for figure in figures)
+    assert select("baselines", "dynaserve-table1-code")[0].figure == "DynaServe Table 1"
+    with pytest.raises(ConfigError, match="no such figure"):
+        select("nobody", None)
+
+
+def test_a_figure_becomes_a_row():
+    figure = Figure("x-1", "baselines", "Fig. 1", "w", "b", "m", "ms", 4.0, lambda lab: 5.0, "why")
+    (row,) = reproduce([figure], lambda _: None)
+    assert (row.ours, row.ratio, row.note) == (5.0, 1.25, "why")
+    assert "| w | b | m, ms | 4 | 5 | 1.25 | why |" in markdown([row])
+
+
+def test_reproduce_lists(capsys: pytest.CaptureFixture[str]):
+    assert main(["reproduce", "--list", "--figure", "dynaserve-table1-code"]) == 0
+    assert len(capsys.readouterr().out.strip().splitlines()) == 6

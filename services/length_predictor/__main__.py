@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 
-from cohort.common.service import ServiceContext, service_main
+from cohort.common.service import MANAGER, ServiceContext, service_main
 from cohort.services.length_predictor.service import LengthPredictor
 
 
 async def build(context: ServiceContext) -> None:
     """Answer until asked to stop; then the training child saves what was learned."""
     service = LengthPredictor(context.config, context.bus, context.log, context.registry)
+    if context.config.predictor.refine_after_prefill:
+        context.bus.connect(MANAGER, context.endpoint_of("manager"))
     context.figures = service.figures
     async with asyncio.TaskGroup() as tasks:
         running = [
             tasks.create_task(service.serve(), name="serve"),
             tasks.create_task(service.child.run(), name="training child"),
+            tasks.create_task(service.second.keep(context.config.predictor.save_every_s), name="refinement"),
         ]
         context.ready = True
         await context.stopping.wait()

@@ -30,7 +30,7 @@ _INT64_MAX = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a request before its first token; the fields of PredictLength and ObserveLength."""
+    """What is known of a request before its first token; the fields of `LengthFacts`."""
 
     tokens: Sequence[int]
     chat: bool

@@ -1,4 +1,5 @@
-"""The length predictor's loop: PredictLength → model → Predicted; ObserveLength → calibration, training child.
+"""The length predictor's loop: PredictLength → model → Predicted; ObserveLength → calibration, training child;
+PromptState of a worker → refined prediction → RevisePrediction to the manager.
 
 Hosted by `__main__.py`, and by tests on an in-process bus. Every answer is computed at once from the model at hand;
 nothing here waits for training, disk or anybody else.
@@ -18,14 +19,16 @@ from structlog.stdlib import BoundLogger
 
 from cohort.common.config import Config
 from cohort.common.errors import PeerUnreachable
-from cohort.common.messages import ObserveLength, Predicted, PredictLength
+from cohort.common.messages import LengthFacts, ObserveLength, Predicted, PredictLength, PromptState
 from cohort.common.paths import DEFAULT_MODEL_NAME, cache_dir
+from cohort.common.service import MANAGER
 from cohort.common.transport.bus import Bus
 from cohort.common.types import Prediction
 from cohort.services.length_predictor.buffer import Observation
 from cohort.services.length_predictor.calibration import OnlineCalibration
 from cohort.services.length_predictor.features import Facts, FeatureVector, extract
 from cohort.services.length_predictor.model import LengthModel, default_prediction, to_prediction
+from cohort.services.length_predictor.second_opinion import SecondOpinions, sending
 from cohort.services.length_predictor.trainer import TrainingChild
 
 _ERROR_MEMORY = 0.98  # moving average of the error: about the last 50 requests
@@ -81,6 +84,10 @@ class LengthPredictor:
         self._error_tokens = math.nan
         self.child = TrainingChild(config.predictor, state_file(config), log, self._take_model)
         self._metrics = _Metrics.on(registry, self)
+        self.second = SecondOpinions(
+            state_file(config).with_suffix(".refined.npz"), log,
+            sending(lambda revision: bus.send(MANAGER, revision), PeerUnreachable),
+        )
 
     async def serve(self) -> None:
         """Answer until cancelled."""
@@ -88,13 +95,17 @@ class LengthPredictor:
             sender, message = await self._bus.receive()
             match message:
                 case PredictLength():
-                    answer = Predicted(message.request_id, self.predict(_facts(message)))
+                    answer = Predicted(message.request_id, self.predict(_facts(message.facts)))
+                    self.second.asked(message.request_id, answer.prediction, message.facts.max_tokens)
                     try:
                         self._bus.send(sender, answer)
                     except PeerUnreachable:
                         self._log.debug("predictor_asker_gone", peer=sender, request_id=message.request_id)
                 case ObserveLength():
-                    self.observe(_facts(message), message.output_tokens, message.truncated)
+                    self.observe(_facts(message.facts), message.output_tokens, message.truncated)
+                    self.second.finished(message.request_id, message.output_tokens, message.truncated)
+                case PromptState():
+                    self.second.state_came(message)
                 case _:
                     self._log.warning("unexpected_message", peer=sender, type=type(message).__name__)
 
@@ -134,7 +145,7 @@ class LengthPredictor:
         }
         if not math.isnan(self._error_tokens):
             figures["mae_tokens"] = self._error_tokens
-        return figures
+        return figures | self.second.figures()
 
     def _log_lengths(self, model: LengthModel, vector: FeatureVector) -> NDArray[np.float64]:
         return self._calibration.adjusted(model.predict_log(vector))
@@ -144,6 +155,5 @@ class LengthPredictor:
         self._calibration = OnlineCalibration()
 
 
-def _facts(message: PredictLength | ObserveLength) -> Facts:
-    return Facts(message.tokens, message.chat, message.max_tokens, message.temperature, message.stop_strings,
-                 message.text_bytes)
+def _facts(facts: LengthFacts) -> Facts:
+    return Facts(facts.tokens, facts.chat, facts.max_tokens, facts.temperature, facts.stop_strings, facts.text_bytes)

@@ -24,7 +24,7 @@ from cohort.services.length_predictor import state, training_wire
 from cohort.services.length_predictor.buffer import Observation, ObservationBuffer
 from cohort.services.length_predictor.model import LengthModel
 
-_NICENESS = 10  # serving comes first, yet a saturated box still leaves us about a tenth of a core
+_NICENESS = 19  # serving comes first; a box with nothing to spare still leaves us a hundredth of a core
 _MAX_DUTY = 0.1  # training takes at most this share of one core, however fast requests finish
 _QUEUED_ROWS = 10_000
 

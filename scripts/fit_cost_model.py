@@ -72,7 +72,7 @@ def splitwise_points(path: Path, hardware: str) -> list[Point]:
     return points
 
 
-def profile_points(path: Path) -> tuple[str, list[Point]]:
+def profile_points(path: Path, time_of: str) -> tuple[str, list[Point]]:
     data = json.loads(path.read_text(encoding="utf-8"))
     points = []
     for entry in data["points"]:
@@ -84,7 +84,7 @@ def profile_points(path: Path) -> tuple[str, list[Point]]:
             pairs = rows * prefill_pairs(context - count, count)
             work = StepWork(rows * count, rows, rows, pairs, rows * context)
         kind = "decode" if count == 1 else "prefill"
-        points.append(Point(data["model"], 1, kind, f"{rows} x {count} at {context}", work, entry["median_s"]))
+        points.append(Point(data["model"], 1, kind, f"{rows} x {count} at {context}", work, entry[time_of]))
     return data["model"], points
 
 
@@ -169,6 +169,7 @@ def main() -> None:
     parser.add_argument("source", choices=("splitwise", "profile"))
     parser.add_argument("path", type=Path)
     parser.add_argument("--device", default="cpu-2core", help="device file the profile belongs to")
+    parser.add_argument("--fastest", action="store_true", help="fit the fastest repetition (on a machine that is busy)")
     parser.add_argument("--verbose", action="store_true", help="every point")
     options = parser.parse_args()
     if options.source == "splitwise":
@@ -190,7 +191,7 @@ def main() -> None:
                     print(f"    {point.kind:8s} {point.label:32s} {point.seconds * 1e3:9.1f} ms  x {ratio:.2f}")
         return
     device, file = load_device(options.device)
-    model, points = profile_points(options.path)
+    model, points = profile_points(options.path, "fastest_s" if options.fastest else "median_s")
     cpu, stack = fit_cpu(points, model, device)
     print(f"{options.device}: {len(points)} points of {model}")
     for field in (*FITTED[:3], "layer_s"):

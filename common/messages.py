@@ -425,16 +425,23 @@ class KvRenew(_Base, frozen=True):
 # --------------------------------------------------------------------------------------------------------------
 
 
-class PredictLength(_Base, frozen=True):
-    """How long will the answer be? Answered with `Predicted`."""
+class LengthFacts(msgspec.Struct, frozen=True, array_like=True):
+    """What is known of a request before its first token. `text_bytes`: of the body it came in; `stop_strings`: how
+    many there are."""
 
-    request_id: RequestId
     tokens: list[int]
     chat: bool
     max_tokens: int
     temperature: float
     stop_strings: int
     text_bytes: int
+
+
+class PredictLength(_Base, frozen=True):
+    """How long will the answer be? Answered with `Predicted`."""
+
+    request_id: RequestId
+    facts: LengthFacts
 
 
 class ObserveLength(_Base, frozen=True):
@@ -442,12 +449,7 @@ class ObserveLength(_Base, frozen=True):
     least that (a censored observation)."""
 
     request_id: RequestId
-    tokens: list[int]
-    chat: bool
-    max_tokens: int
-    temperature: float
-    stop_strings: int
-    text_bytes: int
+    facts: LengthFacts
     output_tokens: int
     truncated: bool
 

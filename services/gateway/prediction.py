@@ -99,4 +99,4 @@ class PredictorClient:
         self._silences += 1
         if future is not None:
             self._unanswered.add(question.request_id)
-        return default_prediction(self._default_tokens, question.max_tokens)
+        return default_prediction(self._default_tokens, question.facts.max_tokens)

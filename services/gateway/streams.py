@@ -21,6 +21,7 @@ from cohort.common.errors import PeerUnreachable, RequestError
 from cohort.common.messages import (
     Cancel,
     Held,
+    LengthFacts,
     Message,
     ObserveLength,
     PredictLength,
@@ -156,7 +157,9 @@ class Streams:
         """Ask how long the answers will be, briefly, and submit."""
         began_s = self._clock.now_s()
         groups = _by_prompt(generation.entries)
-        questions = [self._question(generation, group[0].request) for group in groups]
+        questions = [
+            PredictLength(group[0].request_id, _facts(generation, group[0].request)) for group in groups
+        ]
         predictions = await self.predictor.predict(questions)
         generation.times.predict_s = self._clock.now_s() - began_s
         for group, prediction in zip(groups, predictions, strict=True):
@@ -292,11 +295,8 @@ class Streams:
         self._count(entry, finish, ttft_s, e2e_s)
         complete = finish in (FinishReason.STOP, FinishReason.LENGTH)
         if complete and entry.output:
-            question = self._question(track.generation, request)
             self.predictor.observe(ObserveLength(
-                request_id=question.request_id, tokens=question.tokens, chat=question.chat,
-                max_tokens=question.max_tokens, temperature=question.temperature, stop_strings=question.stop_strings,
-                text_bytes=question.text_bytes, output_tokens=len(entry.output),
+                request.request_id, _facts(track.generation, request), output_tokens=len(entry.output),
                 truncated=finish is FinishReason.LENGTH,
             ))
         write = self._log.warning if finish is FinishReason.FAILED else self._log.info
@@ -346,13 +346,13 @@ class Streams:
                 except PeerUnreachable:
                     return  # it rides along when the request is submitted again
 
-    @staticmethod
-    def _question(generation: Generation, request: Request) -> PredictLength:
-        return PredictLength(
-            request_id=request.request_id, tokens=request.tokens, chat=generation.chat,
-            max_tokens=request.sampling.max_tokens, temperature=request.sampling.temperature,
-            stop_strings=generation.stop_strings, text_bytes=generation.prompt_bytes,
-        )
+
+def _facts(generation: Generation, request: Request) -> LengthFacts:
+    return LengthFacts(
+        tokens=request.tokens, chat=generation.chat, max_tokens=request.sampling.max_tokens,
+        temperature=request.sampling.temperature, stop_strings=generation.stop_strings,
+        text_bytes=generation.prompt_bytes,
+    )
 
 
 def _by_prompt(entries: Sequence[Entry]) -> list[list[Entry]]:

@@ -150,7 +150,7 @@ def open_site(model_dir: Path, tmp_path: Path) -> OpenSite:
             if with_predictor:
                 tasks.append(asyncio.create_task(predictor.run()))
             serving = asyncio.create_task(gateway.run())
-            await eventually(lambda: bool(context.metrics_url) or serving.done())
+            await eventually(lambda: bool(context.metrics_url) or serving.done(), 30.0)
             if serving.done():
                 serving.result()
             session = await stack.enter_async_context(aiohttp.ClientSession())

@@ -54,7 +54,7 @@ async def begin(client: openai.AsyncOpenAI, data: bytes, kind: str = "text", win
 
 
 async def until(
-    client: openai.AsyncOpenAI, batch: Batch, condition: Callable[[Batch], bool], timeout_s: float = 10.0
+    client: openai.AsyncOpenAI, batch: Batch, condition: Callable[[Batch], bool], timeout_s: float = 60.0
 ) -> Batch:
     async with asyncio.timeout(timeout_s):
         while not condition(batch := await client.batches.retrieve(batch.id)):  # noqa: ASYNC110 -- as a client polls
@@ -62,7 +62,7 @@ async def until(
     return batch
 
 
-async def ended(client: openai.AsyncOpenAI, batch: Batch, timeout_s: float = 10.0) -> Batch:
+async def ended(client: openai.AsyncOpenAI, batch: Batch, timeout_s: float = 60.0) -> Batch:
     return await until(client, batch, lambda now: now.status in ENDED, timeout_s)
 
 
@@ -384,7 +384,7 @@ async def test_lost_workers_cost_a_line_only_after_many_tries(open_site: OpenSit
         site.manager.place = False
         batch = await begin(client, job(ask(), ask()))
         refusals = 0
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             while (await client.batches.retrieve(batch.id)).status not in ENDED:
                 for request in site.manager.submitted[refusals:]:
                     site.manager.bus.send("gateway", Refused(request.request_id, 0, 503, "nobody"))

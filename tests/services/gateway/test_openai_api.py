@@ -147,6 +147,45 @@ async def test_echo_with_logprobs_scores_the_prompt(site: Site, prompt: Any, str
     assert (request.sampling.prompt_logprobs, request.sampling.max_tokens) == (2, 3)
 
 
+async def test_a_lost_worker_costs_a_scored_prompt_nothing(open_site: OpenSite) -> None:
+    """Lost before the first token and after it: the scores are there, once."""
+    body = {"prompt": [5, 6, 7], "echo": True, "logprobs": 1, "max_tokens": 8, "ignore_eos": True}
+    async with open_site(lambda request: [9] * 8, step_s=0.03) as site:
+        for wait_s in (0.0, 0.1):
+            asking = asyncio.create_task(site.post("/v1/completions", body))
+            await eventually(lambda: bool(site.manager.held()))
+            await asyncio.sleep(wait_s)
+            lost = site.manager.held()
+            for worker in site.manager.workers:
+                worker.cancel(lost)
+            site.manager.displace(lost)
+            status, answer = await asking
+            assert (status, answer["cohort"]["requests"][0]["attempts"]) == (200, 2)
+            scores = answer["choices"][0]["logprobs"]["token_logprobs"]
+            assert scores == [None, -0.5, -1.5, *[-0.25] * 8]
+
+
+async def test_long_bodies_are_parsed_in_a_thread(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same answers and the same errors."""
+    import threading
+
+    from cohort.services.gateway import openai_api
+    from cohort.services.gateway.parsing import parse_completion
+
+    threads: list[bool] = []
+
+    def noting(*args: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return parse_completion(*args)
+
+    monkeypatch.setattr(openai_api, "parse_completion", noting)
+    for padding, in_main in ((0, True), (openai_api.PARSE_AT_ONCE_BYTES, False)):
+        for temperature, expected in ((0, 200), (9, 400)):
+            body = {"prompt": "x", "max_tokens": 1, "temperature": temperature, "user": "u" * padding}
+            assert (await site.post("/v1/completions", body))[0] == expected
+        assert threads[-2:] == [in_main, in_main]
+
+
 async def test_a_prompt_scored_and_nothing_more(site: Site) -> None:
     """As evaluation harnesses ask: no token of the answer is wanted."""
     body = {"prompt": [[5, 6, 7], [8]], "echo": True, "logprobs": 1, "max_tokens": 0, "return_token_ids": True}
@@ -291,7 +330,7 @@ async def test_a_prediction_rides_with_the_request_and_the_end_is_learned(site: 
     assert request.prediction is not None and request.prediction.mean == 7
     await eventually(lambda: bool(site.predictor.observed))
     [observed] = site.predictor.observed
-    assert (observed.output_tokens, observed.truncated, observed.stop_strings) == (
+    assert (observed.output_tokens, observed.truncated, observed.facts.stop_strings) == (
         len(site.tokenizer.encode(ANSWER, special_tokens=False)) + 1, False, 1
     )
 

@@ -4,7 +4,7 @@ import asyncio
 
 from cohort.common.clock import VirtualClock
 from cohort.common.errors import PeerUnreachable
-from cohort.common.messages import Message, ObserveLength, Predicted, PredictLength
+from cohort.common.messages import LengthFacts, Message, ObserveLength, Predicted, PredictLength
 from cohort.common.types import Prediction
 from cohort.services.gateway.prediction import PATIENCE, PredictorClient, default_prediction
 
@@ -30,7 +30,7 @@ class Line:
 
 
 def question(request_id: str = "r", max_tokens: int = 50) -> PredictLength:
-    return PredictLength(request_id, [1], False, max_tokens, 1.0, 0, 1)
+    return PredictLength(request_id, LengthFacts([1], False, max_tokens, 1.0, 0, 1))
 
 
 async def test_an_answer_in_time_is_taken() -> None:
@@ -77,7 +77,7 @@ async def test_a_predictor_that_is_away_is_asked_once_a_second_until_it_returns(
         assert (await line.client.predict([question("later")]))[0].source == "default"
     assert loop.time() - began_s < 0.02  # nobody waits
     assert len(line.sent) == asked + 1
-    line.client.observe(ObserveLength("r", [1], False, 5, 1.0, 0, 1, 3, False))
+    line.client.observe(ObserveLength("r", LengthFacts([1], False, 5, 1.0, 0, 1), 3, False))
     assert len(line.sent) == asked + 1  # and nothing piles up
     line.clock.advance(1.5)
     await line.client.predict([question("probe")])

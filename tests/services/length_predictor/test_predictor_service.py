@@ -17,7 +17,7 @@ import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 
 from cohort.common.config import Config, ModelConfig, PredictorConfig
-from cohort.common.messages import ObserveLength, Predicted, PredictLength
+from cohort.common.messages import LengthFacts, ObserveLength, Predicted, PredictLength
 from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
 from cohort.common.types import Prediction
 from cohort.services.length_predictor import state
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 DEADLINE_S = 120.0
 
 
+def _wire(facts: Facts) -> LengthFacts:
+    return LengthFacts(list(facts.tokens), facts.chat, facts.max_tokens, facts.temperature, facts.stop_strings,
+                       facts.text_bytes)
+
+
 class Rig:
     """A predictor and a gateway's end of the bus."""
 
@@ -39,9 +44,7 @@ class Rig:
         self.registry = registry
 
     async def ask(self, facts: Facts, request_id: str = "r") -> Prediction:
-        self.gateway.send("predictor", PredictLength(
-            request_id, list(facts.tokens), facts.chat, facts.max_tokens, facts.temperature, facts.stop_strings,
-            facts.text_bytes))
+        self.gateway.send("predictor", PredictLength(request_id, _wire(facts)))
         async with asyncio.timeout(DEADLINE_S):
             sender, message = await self.gateway.receive()
         assert isinstance(message, Predicted) and (sender, message.request_id) == ("predictor", request_id)
@@ -49,8 +52,7 @@ class Rig:
 
     def tell(self, facts: Facts, output_tokens: int) -> None:
         self.gateway.send("predictor", ObserveLength(
-            "r", list(facts.tokens), facts.chat, facts.max_tokens, facts.temperature, facts.stop_strings,
-            facts.text_bytes, min(output_tokens, facts.max_tokens), output_tokens > facts.max_tokens))
+            "r", _wire(facts), min(output_tokens, facts.max_tokens), output_tokens > facts.max_tokens))
 
     async def settled(self, observations: int) -> None:
         """Until the service has taken so many observations in."""

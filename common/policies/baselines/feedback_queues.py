@@ -35,7 +35,7 @@ class SkipJoinQueues:
     so the first requests after a start join at the top; what is preempted goes to host memory when its blocks are
     needed, not ahead of that; and the starving get the last queue's quantum at the top, not the first one's: in a long
     backlog everybody starves, and places would be swapped for one token each. Even so `starvation_s` must be long
-    beside the time a swap takes: below ten seconds an overloaded large model does little but swap.
+    beside the time a swap takes: with ten seconds an overloaded large model does little but swap.
     """
 
     steady = False

@@ -98,8 +98,8 @@ def test_colocated(name: str, preemption: str, blocks: int) -> None:
 
 @pytest.mark.parametrize("name", BASELINES)
 def test_segments_may_meet_anywhere(name: str) -> None:
-    # Not tighter: a request whose turn is not by arrival may hold a grant elsewhere for long, and two workers whose
-    # caches are full of such grants wait for each other.
+    # Not tighter: two workers whose caches are full of granted and of leaving KV may wait for each other, whichever
+    # scheduler they have (first come, first served as well).
     cluster = world(22, UNIFIED_TWICE, lambda: SplitAnywhere(22), name, blocks=64, caching=True)
     offer(cluster, 50)
     finish(cluster)

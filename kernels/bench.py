@@ -23,7 +23,7 @@ from cohort.kernels.paged_attention import AttentionMeta, paged_attention, write
 from cohort.kernels.panels import huge_zeros
 
 BLOCK_SIZE = 16
-_CACHE_BYTES = 192 << 20  # far beyond any last-level cache: every layer's KV comes from memory
+READ_BYTES = 192 << 20  # far beyond any last-level cache: every layer's KV comes from memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,26 +39,40 @@ class Shape:
 SHAPES = (Shape("SmolLM2-135M", 9, 3, 64), Shape("Llama-3-8B", 32, 8, 128))
 
 
-def best_each_s(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """Each call's fastest time over rounds in which all run in turn: what else the machine does then hits all alike."""
-    best = [float("inf")] * len(calls)
+def each_s(calls: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
+    """Each call's times over rounds in which all run in turn: what else the machine does then hits all alike."""
+    seconds: list[list[float]] = [[] for _ in calls]
     for round_index in range(rounds + 1):
-        for index, call in enumerate(calls):
+        for call, times in zip(calls, seconds, strict=True):
             begin_s = time.perf_counter()
             call()
             if round_index > 0:  # the first round warms up
-                best[index] = min(best[index], time.perf_counter() - begin_s)
-    return best
+                times.append(time.perf_counter() - begin_s)
+    return seconds
+
+
+def best_each_s(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+    """Each call's fastest time in `each_s`."""
+    return [min(times) for times in each_s(calls, rounds)]
+
+
+def memory_reads(size: int = READ_BYTES) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Two reads of the same `size` bytes of memory; the faster one tells the bandwidth."""
+    memory = huge_zeros(size).view(torch.float32).fill_(1.0)
+    return memory.sum, memory.amax
 
 
 class Step:
     """Rows over shuffled blocks of a cache too large to stay in the processor."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, context_lens: list[int], query_lens: list[int]) -> None:
+    def __init__(
+        self, shape: Shape, dtype: torch.dtype, context_lens: list[int], query_lens: list[int],
+        cache_bytes: int = READ_BYTES,
+    ) -> None:  # fmt: skip
         self.shape = shape
         blocks = [-(-context // BLOCK_SIZE) for context in context_lens]
         block_bytes = 2 * shape.kv_heads * BLOCK_SIZE * shape.head_dim * dtype.itemsize
-        self.layers = max(2, _CACHE_BYTES // (sum(blocks) * block_bytes))
+        self.layers = max(2, cache_bytes // (sum(blocks) * block_bytes))
         self.read_bytes = sum(context_lens) * block_bytes // BLOCK_SIZE
         cache = (sum(blocks), self.layers, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
         # as the engine's cache lies in memory
@@ -99,19 +113,48 @@ class Step:
             F.scaled_dot_product_attention(query, dense(0), dense(1), is_causal=queries > 1, enable_gqa=True)
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeAttention:
+    """Times of decode attention over `layers` layers, one per round, and what stands beside it in the same rounds.
+
+    `read_bytes` are the keys and values of all layers; `memory_s` is a plain read of `cache_bytes`. `gathered_s` is
+    gather + scaled_dot_product_attention, in rounds of its own, because it needs so much longer.
+    """
+
+    layers: int
+    read_bytes: int
+    cache_bytes: int
+    paged_s: list[float]
+    reversed_s: list[float]
+    memory_s: list[float]
+    gathered_s: list[float]
+
+
+def decode_attention(
+    shape: Shape, dtype: torch.dtype, rows: int, context: int, rounds: int, *, gathered_rounds: int = 2,
+    cache_bytes: int = READ_BYTES,
+) -> DecodeAttention:  # fmt: skip
+    """`rows` rows of one new token, each with `context` positions in a cache of `cache_bytes`, if not one of more."""
+    step = Step(shape, dtype, [context] * rows, [1] * rows, cache_bytes)
+    calls = (partial(step.paged, 0), partial(step.paged, 1), *memory_reads(cache_bytes))
+    forward_s, reversed_s, *reading_s = each_s(calls, rounds)
+    (gathered_s,) = each_s((step.gather_then_sdpa,), gathered_rounds)
+    memory_s = [min(pair) for pair in zip(*reading_s, strict=True)]
+    return DecodeAttention(
+        step.layers, step.read_bytes * step.layers, cache_bytes, forward_s, reversed_s, memory_s, gathered_s
+    )
+
+
 def bench_attention(shape: Shape, dtype: torch.dtype, rounds: int) -> None:
     """Decode and prefill of one model's heads."""
     label = f"{shape.name:>12} {str(dtype).removeprefix('torch.'):>8}"
-    memory = huge_zeros(_CACHE_BYTES).view(torch.float32).fill_(1.0)
     for rows, context in ((16, 512), (1, 4096)):
-        step = Step(shape, dtype, [context] * rows, [1] * rows)
-        calls = (partial(step.paged, 0), partial(step.paged, 1), memory.sum, memory.amax)
-        forward_s, reversed_s, *reading_s = best_each_s(calls, rounds)
-        (dense_s,) = best_each_s((step.gather_then_sdpa,), 2)
-        rate = step.read_bytes * step.layers / forward_s
-        bandwidth = _CACHE_BYTES / min(reading_s)
+        found = decode_attention(shape, dtype, rows, context, rounds)
+        forward_s, reversed_s, dense_s = min(found.paged_s), min(found.reversed_s), min(found.gathered_s)
+        rate = found.read_bytes / forward_s
+        bandwidth = found.cache_bytes / min(found.memory_s)
         print(
-            f"{label}  decode {rows:2} x {context:4}: {forward_s / step.layers * 1e6:7.0f} us/layer, "
+            f"{label}  decode {rows:2} x {context:4}: {forward_s / found.layers * 1e6:7.0f} us/layer, "
             f"{rate / 1e9:5.1f} GB/s = {100 * rate / bandwidth:3.0f} % of {bandwidth / 1e9:.1f}; "
             f"gather+sdpa {dense_s / forward_s:4.1f}x as long; reversed {100 * (reversed_s / forward_s - 1):+.1f} %"
         )

@@ -1,0 +1,1 @@
+"""Measurements of the engine for `cohort bench --engine`. Never imported by a service that serves."""

@@ -273,25 +273,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     temperature=options.temperature, api_key=options.api_key,
                 )  # fmt: skip
                 fresh = asyncio.run(asker.collect(texts, cache, concurrency=options.concurrency))
-                print(f"{fresh} new answers, {len(texts)} in all: {cache}")
+                _say(f"{fresh} new answers, {len(texts)} in all: {cache}")
             case "report":
                 answers = read_answers(cache)
                 judgements = report(answers, options.held_out)
                 if options.json:
-                    print(json.dumps([msgspec.to_builtins(judgement) for judgement in judgements], indent=1))
+                    _say(json.dumps([msgspec.to_builtins(judgement) for judgement in judgements], indent=1))
                 else:
-                    print(f"{len(answers)} answers, {options.held_out:.0%} held out")
+                    _say(f"{len(answers)} answers, {options.held_out:.0%} held out")
                     for judgement in judgements:
-                        print(judgement)
+                        _say(judgement)
             case _:
                 answers = read_answers(cache) or made_up_answers(2000)
                 found = latency(fit(answers), options.rounds)
-                print(f"one prediction: median {found.median_ms:.3f} ms, p99 {found.p99_ms:.3f} ms by the clock, "
+                _say(f"one prediction: median {found.median_ms:.3f} ms, p99 {found.p99_ms:.3f} ms by the clock, "
                       f"p99 {found.cpu_p99_ms:.3f} ms of processor; {len(answers)} answers learned")
     except CohortError as error:
-        print(f"study: {error}", file=sys.stderr)
+        sys.stderr.write(f"study: {error}\n")
         return 2
     return 0
+
+
+def _say(text: object) -> None:
+    """A line for the person at the terminal."""
+    sys.stdout.write(f"{text}\n")
 
 
 def _parser() -> argparse.ArgumentParser:

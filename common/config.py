@@ -114,6 +114,7 @@ class TransferConfig(_Section, frozen=True):
     links: tuple[Literal["ucx", "zmq"], ...] = ("ucx", "zmq")  # best first; one not installed is skipped with a warning
     checksum: Literal["off", "crc32"] = "crc32"  # of the bytes of every run, compared on arrival
     offer_timeout_s: Seconds = 30.0  # the longest a sender waits for blocks at the receiver
+    stall_timeout_s: Seconds = 5.0  # caches that wait for each other's blocks this long give a hand-over back
     run_timeout_s: Seconds = 5.0  # the longest one run may take on the link
     lease_s: Seconds = 5.0  # a receiver frees granted blocks that nobody renewed for so long
 

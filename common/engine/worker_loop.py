@@ -104,6 +104,7 @@ class WorkerLoop:
             accept_timeout_s=2 * config.transfer.run_timeout_s + config.transfer.lease_s,
             lease_s=config.transfer.lease_s,
             default_prediction=float(config.gateway.default_prediction_tokens),
+            stall_timeout_s=config.transfer.stall_timeout_s,
         )
         scheduler, seed = policies.iteration(config), random.SystemRandom().getrandbits(53)
         self.machine: WorkerMachine
@@ -404,6 +405,7 @@ class WorkerLoop:
             "transfers_total": counters.transfers_in + counters.transfers_out,
             "transfer_failures_total": counters.transfer_failures,
             "transfer_retries_total": counters.transfer_retries,
+            "transfer_stalls_total": counters.stalls,
             "device_memory_free_bytes": figures.memory_free_bytes,
             **machine.scheduler.figures(),
             **machine.kv.figures(),

@@ -72,6 +72,8 @@ class WorkerSettings:
     accept_timeout_s: float
     lease_s: float
     default_prediction: float
+    stall_timeout_s: float = 5.0
+    """With hand-overs pending, the longest nothing may move: then two caches wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,13 @@ class WorkerCounters:
     transfers_in: int = 0
     transfer_failures: int = 0
     transfer_retries: int = 0
+    stalls: int = 0
     finished: dict[str, int] = field(default_factory=dict)
+
+
+def _brings_back(plan: IterationPlan) -> bool:
+    """Whether the plan fills device blocks from host memory."""
+    return any(copy.direction == "in" for copy in plan.copies)
 
 
 def _held(sequence: Sequence) -> Held:
@@ -161,6 +169,8 @@ class WorkerMachine:
         self._offers: deque[QueuedOffer] = deque()
         self.leases = LeaseTable(settings.lease_s)
         self._next_renewal_s = 0.0
+        self._moved_s = 0.0
+        """When a plan was made or a hand-over got on last."""
         self._averages = _Averages()
         self._effects: list[Effect] = []
         self._updates: dict[InstanceId, list[TokenUpdate]] = {}
@@ -264,6 +274,8 @@ class WorkerMachine:
             self._next_renewal_s = now_s + self._settings.lease_s / 4
             self._renew(now_s)
         self._grant_offers(now_s)
+        if now_s - self._moved_s >= self._settings.stall_timeout_s:
+            self._break_stall(now_s)
 
     # -- segments ----------------------------------------------------------------------------------------------
 
@@ -323,6 +335,7 @@ class WorkerMachine:
         self.counters.preemptions += len(plan.preempted)
         if not plan.rows and not plan.copies:
             return None
+        self._moved_s = now_s
         for row in plan.rows:
             sequence = row.sequence
             if sequence.first_scheduled_s is None:
@@ -362,6 +375,9 @@ class WorkerMachine:
             sequence = row.sequence
             if self._sequences.get(sequence.key) is sequence and sequence.key not in self._doomed:
                 self._after_row(now_s, sequence)
+        if _brings_back(plan):  # what `_push` put off
+            for outgoing in list(self._outgoing.values()):
+                self._push(now_s, outgoing)
         for key in list(self._doomed):
             self._doomed.discard(key)
             self._drop(now_s, self._sequences[key])
@@ -672,6 +688,8 @@ class WorkerMachine:
         """Send the blocks that are complete; at the segment's end also the last, partial one, and the hand-over."""
         if not outgoing.granted or outgoing.dead:
             return
+        if self._in_flight is not None and _brings_back(self._in_flight):
+            return  # its blocks may be about to be filled from host memory; `completed` comes back to it
         sequence = outgoing.sequence
         leaving = sequence.phase is Phase.LEAVING
         if sequence.phase not in (Phase.RUNNING, Phase.LEAVING):
@@ -719,6 +737,7 @@ class WorkerMachine:
             return
         sequence = outgoing.sequence
         self.counters.transfers_out += 1
+        self._moved_s = now_s
         del self._outgoing[sequence.key]
         self._ended(now_s, sequence, "handed_over")
         self._sequences.pop(sequence.key)
@@ -812,6 +831,7 @@ class WorkerMachine:
         incoming.in_flight -= 1
         if error is None and round_ == incoming.round and not incoming.retry_link:
             incoming.received_runs += 1
+            self._moved_s = now_s
             self.leases.renew(now_s, lease_id)
         elif not incoming.retry_link:
             self._round_failed(now_s, incoming, error or "stale round")
@@ -883,6 +903,7 @@ class WorkerMachine:
         del self._incoming_by_lease[incoming.lease_id]
         self.leases.end(incoming.lease_id)
         self.counters.transfers_in += 1
+        self._moved_s = now_s
         self.kv.committed(sequence)
         self._effects.append(
             Send(incoming.sender, KvAccepted(sequence.request_id, sequence.request.attempt, incoming.lease_id))
@@ -890,6 +911,21 @@ class WorkerMachine:
         self.scheduler.add(now_s, sequence)
 
     # -- hand-over, both ends ----------------------------------------------------------------------------------
+
+    def _break_stall(self, now_s: float) -> None:
+        """Nothing has moved here for long although somebody wants blocks: they are held for KV that waits, directly or
+        in a ring of workers, for what is held here. The youngest grant goes back, or else the youngest of those that
+        could leave; its request is placed anew. (A prefill worker whose decode worker is merely full waits on.)"""
+        self._moved_s = now_s  # one at a time: its blocks may be what everybody waited for
+        runnable = (Phase.WAITING, Phase.SWAPPED, Phase.RUNNING)
+        if not self._offers and not any(s.phase in runnable for s in self._sequences.values()):
+            return
+        held = [incoming.sequence for incoming in self._incoming.values() if incoming.hand_over is None]
+        if not held and self._offers:
+            held = [outgoing.sequence for outgoing in self._outgoing.values() if not outgoing.granted]
+        if held:
+            self.counters.stalls += 1
+            self._fail(now_s, held[-1], "caches waited for each other's blocks")
 
     def _abort(self, now_s: float, sender: InstanceId, message: KvAbort) -> None:
         key = sequence_key(message.request_id, message.attempt)

@@ -215,6 +215,7 @@ class SimCluster:
                         accept_timeout_s=2 * config.transfer.run_timeout_s + config.transfer.lease_s,
                         lease_s=config.transfer.lease_s,
                         default_prediction=float(config.gateway.default_prediction_tokens),
+                        stall_timeout_s=config.transfer.stall_timeout_s,
                     ),
                     compose.iteration(self._worker_config),
                     compose.allocation(self._worker_config, geometry, num_blocks, host_blocks),

@@ -289,7 +289,7 @@ class World:
         geometry = KvGeometry(1, 1, 1, 1, BLOCK)
         capacity = WorkerCapacity(self.roles[name], "m", 10_000, 1, 1, 1, 1, BLOCK, blocks, host_blocks, 8, 32)
         machine = WorkerMachine(
-            name, "manager", capacity, WorkerSettings(("ucx", "zmq"), 5.0, 5.0, 2.0, 8.0),
+            name, "manager", capacity, WorkerSettings(("ucx", "zmq"), 5.0, 5.0, 2.0, 8.0, 2.0),
             self._scheduler(), self._allocator(geometry, blocks, host_blocks),
             Random(self.random.getrandbits(32)), lambda: {"ucx": name.encode(), "zmq": name.encode()},
         )  # fmt: skip

@@ -54,14 +54,16 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """`product_bytes`: weights of all matrix products of a step, the vocabulary's included; 0 where the engine does not
-    know them (models that run through transformers)."""
+    """`query_size`: heads x head dimension. `layer_parameters`: weights of the products of all layers; `product_bytes`:
+    the vocabulary's with them. Both 0 where the engine does not know them (models that run through transformers)."""
 
     name: str
     family: str
     layers: int
     hidden: int
+    query_size: int
     vocabulary: int
+    layer_parameters: int
     product_bytes: int
     block_size: int
     kv_blocks: int
@@ -154,7 +156,7 @@ class Allocations(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes. `rss_*`: resident set of the measuring process before the model, after it was loaded, after first steps.
     `weights`: tensors the model's layers, head and embedding hold; `buffers`: what else it holds, reused by every step;
-    `kv_reserved`: the cache, whose pages cost nothing until they are written."""
+    `kv_reserved`, `host_reserved`: the cache and the host pool for swapped KV, at their largest."""
 
     rss_before: int
     rss_loaded: int
@@ -162,6 +164,7 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     weights: int
     buffers: int
     kv_reserved: int
+    host_reserved: int
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import aiohttp
 from rich.console import Console
@@ -40,6 +41,8 @@ def execute(args: argparse.Namespace) -> int:
     """For the command line: options are already parsed."""
     errors = Console(stderr=True)
     try:
+        if (mode := options_.machine_mode(args)) is not None:
+            return _measure_machine(mode, args, errors)
         options = options_.from_args(args)
         if options.plot_path is not None:
             plots.check_available()
@@ -57,6 +60,20 @@ def execute(args: argparse.Namespace) -> int:
     return 0 if any(run.overall.completed for run in result.runs) else EXIT_NOTHING_COMPLETED
 
 
+def _measure_machine(mode: Literal["engine", "kv_link"], args: argparse.Namespace, errors: Console) -> int:
+    """What needs no server."""
+    from cohort.services.bench import engine, kv_link
+
+    measured = engine.execute if mode == "engine" else kv_link.execute
+    return measured(args, errors, _console())
+
+
+def _console() -> Console:
+    console = Console()
+    # A file or a pipe has no width; 80 would wrap tables for nobody.
+    return console if console.is_terminal else Console(width=PIPED_WIDTH)
+
+
 async def _measure(options: BenchOptions, errors: Console) -> tuple[BenchResult, list[Measurement], bool]:
     stop = asyncio.Event()
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
@@ -72,10 +89,7 @@ async def _measure(options: BenchOptions, errors: Console) -> tuple[BenchResult,
 
 def _publish(options: BenchOptions, result: BenchResult, measurements: list[Measurement], errors: Console) -> None:
     if not options.quiet:
-        console = Console()
-        if not console.is_terminal:  # a file or a pipe has no width; 80 would wrap tables for nobody
-            console = Console(width=PIPED_WIDTH)
-        print_result(result, console)
+        print_result(result, _console())
     if options.json_path == "-":
         sys.stdout.buffer.write(to_json(result))
         sys.stdout.flush()

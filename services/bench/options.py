@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 SweepKey = Literal["rate", "concurrency", "time-scale"]
 SWEEP_KEYS: tuple[SweepKey, ...] = ("rate", "concurrency", "time-scale")
 
+ENGINE_SECTIONS = ("decode", "prefill", "shares", "attention", "allocations", "growth")
+"""Parts of `--engine` that can be had alone."""
+
+_MACHINE_OPTIONS = {"engine": {"model", "dtype", "threads", "only", "quick"}, "kv_link": {"sizes", "quick"}}
+"""By mode that measures the machine and no server: its options, beside those of the output."""
+
+_OUTPUT_OPTIONS = {"json", "plot", "quiet"}
+
 DESCRIPTION = """\
 Send a stated workload to any OpenAI-style server and report what a client saw: throughput, time to first token (TTFT),
 time per output token (TPOT), inter-token latency (ITL), end-to-end latency, SLO attainment and goodput."""
@@ -37,6 +45,8 @@ examples:
   cohort bench --trace conversation.jsonl --limit 500 --time-scale 2 --max-prompt 4096
   cohort bench --compare ours=localhost:8000 other=localhost:9000 --rounds 3 --rate 2
   cohort bench --capacity --attainment 90 --slo-ttft-ms 1000 --duration-s 30
+  cohort bench --engine --json engine.json --plot engine.png     this machine's CPU engine, without a server
+  cohort bench --kv-link                                         KV links between two processes of this machine
 """
 
 
@@ -171,6 +181,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mode.add_argument("--compare", nargs="+", metavar="NAME=URL", help="several servers in turn, the same workload")
     mode.add_argument("--sweep", metavar="KEY=V,V", help=f"one run per value; KEY is one of {', '.join(SWEEP_KEYS)}")
     mode.add_argument("--capacity", action="store_true", help="search the highest rate that meets the SLO")
+    mode.add_argument("--engine", action="store_true",
+                      help="no server: the CPU engine's steps against their floors, taken apart, and their growth")
+    mode.add_argument("--kv-link", action="store_true", help="no server: KV links of this machine against ucx_perftest")
+    machine = parser.add_argument_group("--engine and --kv-link (also --json, --plot, --quiet; --model is a folder)")
+    machine.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="--engine: default auto")
+    machine.add_argument("--threads", type=int, metavar="N", help="--engine: CPU threads (default: as a worker has)")
+    machine.add_argument("--only", nargs="+", choices=ENGINE_SECTIONS, metavar="PART",
+                         help=f"--engine: some of {', '.join(ENGINE_SECTIONS)}")
+    machine.add_argument("--sizes", nargs="+", type=int, metavar="MB",
+                         help="--kv-link: message sizes (default 1 4 16 64)")
+    machine.add_argument("--quick", action="store_true", help="small and few: shows that it runs")
     details = parser.add_argument_group("details of modes")
     details.add_argument("--rounds", type=int, default=3, help="--compare: rounds, A B A B … (default %(default)s)")
     details.add_argument("--attainment", type=float, default=90.0, metavar="PCT",
@@ -189,6 +210,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--csv", type=Path, metavar="FILE", help="one row per request")
     out.add_argument("--plot", type=Path, metavar="FILE.png", help="distributions and throughput over time")
     out.add_argument("--quiet", action="store_true", help="no table, no progress bar")
+
+
+def machine_mode(args: argparse.Namespace) -> Literal["engine", "kv_link"] | None:
+    """The mode that measures this machine, if one is asked for. Raises `ConfigError` for options of another mode: none
+    is ignored."""
+    mode: Literal["engine", "kv_link"] | None = "engine" if args.engine else "kv_link" if args.kv_link else None
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = [name for name, default in vars(parser.parse_args([])).items() if getattr(args, name) != default]
+    if mode is None:
+        for owner, names in _MACHINE_OPTIONS.items():
+            if stray := [name for name in given if name in names - {"model"}]:
+                raise ConfigError(f"{_flag(stray[0])} belongs to {_flag(owner)}, which is not given")
+        return None
+    allowed = _MACHINE_OPTIONS[mode] | _OUTPUT_OPTIONS | {mode}
+    if stray := [name for name in given if name not in allowed]:
+        raise ConfigError(f"{_flag(mode)} measures this machine, not a server: leave out {_flag(stray[0])}")
+    for name in ("threads", "sizes"):
+        values = getattr(args, name)
+        if values is not None and min(values if isinstance(values, list) else [values]) < 1:
+            raise ConfigError(f"{_flag(name)} must be above 0")
+    for option in ("json", "plot"):
+        path = getattr(args, option)
+        if path not in (None, "-"):
+            _writable(Path(path), f"--{option}")
+    return mode
 
 
 def from_args(args: argparse.Namespace) -> BenchOptions:

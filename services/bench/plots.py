@@ -5,7 +5,8 @@ Called by `__main__` when asked; matplotlib is imported only then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,9 @@ def check_available() -> None:
         raise ConfigError("--plot needs matplotlib: pip install 'cohort-serve[bench]'") from error
 
 
-def write_plot(path: Path, result: BenchResult, measurements: Sequence[Measurement]) -> None:
+@contextlib.contextmanager
+def picture(path: Path, rows: int, columns: int, title: str) -> Iterator[Any]:
+    """Axes [rows][columns] to draw into; written when the body ends. Raises `ConfigError` for a suffix nobody knows."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -40,18 +43,24 @@ def write_plot(path: Path, result: BenchResult, measurements: Sequence[Measureme
 
     with pyplot.rc_context({"axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
                             "font.size": 9}):
-        figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
-        if result.mode in ("sweep", "capacity"):
-            _against_load(axes, result)
-        else:
-            _distributions(axes, result, measurements)
-        figure.suptitle(_title(result), fontsize=10)
+        size = (5.5 * columns, 3.75 * rows)
+        figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
         try:
+            yield axes
+            figure.suptitle(title, fontsize=10)
             figure.savefig(path, dpi=130)
         except ValueError as error:
             raise ConfigError(f"--plot {path}: {error}") from error
         finally:
             pyplot.close(figure)
+
+
+def write_plot(path: Path, result: BenchResult, measurements: Sequence[Measurement]) -> None:
+    with picture(path, 2, 2, _title(result)) as axes:
+        if result.mode in ("sweep", "capacity"):
+            _against_load(axes, result)
+        else:
+            _distributions(axes, result, measurements)
 
 
 def _title(result: BenchResult) -> str:

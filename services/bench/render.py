@@ -12,7 +12,7 @@ from cohort.services.bench.figures import FIGURES, ComparedFigure, Spread
 from cohort.services.bench.report import RunReport, Slice, SloReport
 
 
-def _table(first: str, *columns: str) -> Table:
+def plain_table(first: str, *columns: str) -> Table:
     """Words left, figures right; no frames, so that it fits a terminal of 80 columns."""
     table = Table(first, box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
@@ -98,7 +98,7 @@ def _print_run(run: RunReport, console: Console) -> None:
 
 
 def _latencies(whole: Slice) -> Table:
-    table = _table("ms", "mean", "p50", "p90", "p95", "p99", "max")
+    table = plain_table("ms", "mean", "p50", "p90", "p95", "p99", "max")
     rows = (("TTFT", whole.ttft_ms), ("TPOT", whole.tpot_ms), ("ITL", whole.itl_ms), ("e2e", whole.e2e_ms),
             ("client queue", whole.client_queue_ms))
     for name, found in rows:
@@ -125,7 +125,7 @@ def _slo(slo: SloReport) -> str:
 
 def _breakdown(title: str, slices: dict[str, Slice]) -> Table:
     latencies = ("TTFT p50", "p99", "TPOT p50", "p99", "e2e p50", "p99")
-    table = _table(title, "done", "failed", "out tok/s", *latencies, "SLO %")
+    table = plain_table(title, "done", "failed", "out tok/s", *latencies, "SLO %")
     for name, one in slices.items():
         cells = []
         for found in (one.ttft_ms, one.tpot_ms, one.e2e_ms):
@@ -151,7 +151,7 @@ _POINT_COLUMNS = {
 
 def _points(key: str, values: list[float], runs: list[RunReport]) -> Table:
     figures = [figure for figure in FIGURES if figure.key in _POINT_COLUMNS]
-    table = _table(key, *(_POINT_COLUMNS[figure.key] for figure in figures))
+    table = plain_table(key, *(_POINT_COLUMNS[figure.key] for figure in figures))
     for value, run in zip(values, runs, strict=False):
         read = [figure.read(run) for figure in figures]
         table.add_row(f"{value:.4g}", *("–" if v is None else f"{v:.4g}" for v in read))
@@ -172,7 +172,7 @@ def _comparison(compared: list[ComparedFigure]) -> Table | str:
         return "No round was completed by every server; nothing to compare."
     names = list(compared[0].by_name)
     ratios = (f"{escape(name)} / {escape(names[0])}" for name in names[1:])
-    table = _table("median (min–max)", *(escape(name) for name in names), *ratios)
+    table = plain_table("median (min–max)", *(escape(name) for name in names), *ratios)
     for figure in compared:
         cells = [_spread(figure.by_name[name]) for name in names]
         cells += [_ratio(figure, name) for name in names[1:]]

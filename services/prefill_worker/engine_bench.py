@@ -121,7 +121,9 @@ def measure(config: Config, threads: int, scale: Scale, sections: frozenset[Sect
             family=geometry.family,
             layers=geometry.num_layers,
             hidden=geometry.hidden_size,
+            query_size=geometry.num_heads * geometry.head_dim,
             vocabulary=geometry.vocab_size,
+            layer_parameters=products.layer_parameters if products is not None else 0,
             product_bytes=products.parameters * dtype.itemsize if products is not None else 0,
             block_size=runner.block_size,
             kv_blocks=len(runner.kv.blocks),
@@ -138,6 +140,7 @@ def measure(config: Config, threads: int, scale: Scale, sections: frozenset[Sect
             weights=weights,
             buffers=buffers,
             kv_reserved=len(runner.kv.blocks) * runner.kv.block_bytes,
+            host_reserved=len(runner.kv.host_blocks) * runner.kv.block_bytes,
         ),
         notes=found.notes,
     )

@@ -44,9 +44,14 @@ class Products:
     layers: int
 
     @property
+    def layer_parameters(self) -> int:
+        """Weights of all layers' products."""
+        return self.layers * _size(self.layer)
+
+    @property
     def parameters(self) -> int:
-        """Weights of all of them."""
-        return self.layers * _size(self.layer) + _size((self.vocabulary,))
+        """Weights of all products."""
+        return self.layer_parameters + _size((self.vocabulary,))
 
 
 def model_products(geometry: ModelGeometry) -> Products | None:

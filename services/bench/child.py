@@ -1,0 +1,71 @@
+"""A measuring process of ours: started, its progress shown, waited for.
+
+The benchmark itself loads neither torch nor UCX; what needs them runs as a child that writes its result to a file and
+says on stderr what it is doing, as lines `progress DONE TOTAL WHAT`.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cohort.common.errors import CohortError
+
+Report = Callable[[int, int, str], None]
+_LAST_LINES = 12
+_PROGRESS = re.compile(r"progress (\d+) (\d+) (.*)")
+
+
+class MeasurementFailed(CohortError):
+    """The measuring process ended without a result."""
+
+
+class Steps:
+    """What is being measured: a bar on a terminal, lines elsewhere, nothing on a quiet console."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=console, transient=True, refresh_per_second=2)
+        self._task = self._bar.add_task("starting", total=None)
+
+    def __enter__(self) -> Steps:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console.is_terminal:
+            self._bar.stop()
+
+    def report(self, done: int, total: int, what: str) -> None:
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=done, total=total, description=what)
+        else:
+            self._console.print(f"{done + 1}/{total} {what}", highlight=False, markup=False)
+
+
+def run_child(module: str, arguments: Sequence[str], report: Report) -> None:
+    """Returns when it ended well, else raises `MeasurementFailed` with the last it said. Never leaves it behind."""
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    last: deque[str] = deque(maxlen=_LAST_LINES)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stderr is not None
+        try:
+            for line in child.stderr:
+                if (found := _PROGRESS.match(line)) is not None:
+                    report(int(found[1]), int(found[2]), found[3])
+                else:
+                    last.append(line.rstrip())
+        except BaseException:
+            child.kill()
+            raise
+    if child.returncode:
+        said = "\n".join(last) or f"{module} ended with {child.returncode}"
+        raise MeasurementFailed(said.removeprefix("cohort bench: "))

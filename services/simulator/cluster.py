@@ -15,7 +15,7 @@ the next message or report for that worker. Decisions and times are the same as 
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
@@ -495,7 +495,7 @@ class SimCluster:
         if self.options.jump and machine.repeatable():
             self._foresee(worker, plan, cost)
         worker.epoch += 1
-        self.events.at(worker.ends_s[-1], self._step_ended, worker, worker.epoch)
+        self.events.at(worker.ends_s[-1], self._step_ended, worker, worker.epoch, rank=worker.number + 1)
 
     def _foresee(self, worker: SimWorker, plan: IterationPlan, cost: PlanCost) -> None:
         """Append the iterations that repeat this one, up to the next report."""
@@ -562,9 +562,9 @@ class SimCluster:
         return 4.0 * self.model.layers * self.model.heads * self.model.head_dim
 
     def _catch_up(self, worker: SimWorker) -> None:
-        """Apply the foreseen iterations that have ended by now."""
+        """Apply the foreseen iterations that have ended before now: what ends at this very moment comes after."""
         if len(worker.ends_s) > 1:
-            ended = min(bisect_right(worker.ends_s, self.events.now_s), len(worker.ends_s) - 1)
+            ended = min(bisect_left(worker.ends_s, self.events.now_s), len(worker.ends_s) - 1)
             if ended:
                 self._repeat(worker, ended)
 
@@ -575,7 +575,7 @@ class SimCluster:
             del worker.ends_s[1:]
             del worker.latencies_s[1:]
             worker.epoch += 1
-            self.events.at(worker.ends_s[0], self._step_ended, worker, worker.epoch)
+            self.events.at(worker.ends_s[0], self._step_ended, worker, worker.epoch, rank=worker.number + 1)
 
     def _step_ended(self, worker: SimWorker, epoch: int) -> None:
         if epoch != worker.epoch:

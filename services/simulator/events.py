@@ -1,7 +1,7 @@
-"""The clock and what is to come: a heap of (time, order of scheduling, what to do).
+"""The clock and what is to come: a heap of (time, rank, order of scheduling, what to do).
 
-Two events of the same moment happen in the order in which they were scheduled, so a run depends on its inputs and seed
-only.
+Two events of the same moment happen by rank, then in the order in which they were scheduled, so a run depends on its
+inputs and seed only. Ranks keep that order the same however early an event was foreseen.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ class Events:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.handled = 0
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._scheduled = 0
 
-    def at(self, time_s: float, action: Callable[..., None], *arguments: Any) -> None:
+    def at(self, time_s: float, action: Callable[..., None], *arguments: Any, rank: int = 0) -> None:
         """A time that has passed means now."""
         self._scheduled += 1
-        heapq.heappush(self._heap, (max(time_s, self.now_s), self._scheduled, action, arguments))
+        heapq.heappush(self._heap, (max(time_s, self.now_s), rank, self._scheduled, action, arguments))
 
     def run(self, until_s: float, done: Callable[[], bool]) -> None:
         """Until nothing is left, `done` says so, or the next event is later than `until_s`."""
         heap = self._heap
         while heap and heap[0][0] <= until_s and not done():
-            self.now_s, _, action, arguments = heapq.heappop(heap)
+            self.now_s, _, _, action, arguments = heapq.heappop(heap)
             self.handled += 1
             action(*arguments)

@@ -39,7 +39,7 @@ def _traffic(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--slo", default="", metavar="ttft=S,tpot=S,deadline=S", help="what every request is promised")
     group.add_argument("--max-tokens", type=int, default=0, help="what clients ask for at most; 0 = the context's rest")
     group.add_argument("--predictor", choices=("oracle", "noisy", "lognormal", "none"), default="oracle")
-    group.add_argument("--predictor-sigma", type=float, default=0.0, help="of `noisy` in tokens, of `lognormal` a factor")
+    group.add_argument("--predictor-sigma", type=float, default=0.0, help="tokens (`noisy`) or a factor (`lognormal`)")
     group.add_argument("--seed", type=int, default=0)
 
 

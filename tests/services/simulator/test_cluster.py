@@ -209,5 +209,5 @@ def test_unsorted_times_are_named():
 
 def test_many_instances_run():
     load = workload(*((0.001 * i, 64, 8) for i in range(300)))
-    sim = run(config(), cluster(200), load)
+    sim = run(config(kv=cache_of(200)), cluster(200), load)
     assert sim.gateway.all.finished == 300

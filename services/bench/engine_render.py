@@ -144,8 +144,8 @@ def _memory(memory: MemoryUse) -> str:
 
     return (
         f"memory: weights {mib(memory.weights)}, step buffers {mib(memory.buffers)}, KV cache up to "
-        f"{mib(memory.kv_reserved)}, host pool {mib(memory.host_reserved)}; resident {mib(memory.rss_before)} before the model, {mib(memory.rss_loaded)} with "
-        f"it, {mib(memory.rss_stepped)} after first steps"
+        f"{mib(memory.kv_reserved)}, host pool {mib(memory.host_reserved)}; resident {mib(memory.rss_before)} before "
+        f"the model, {mib(memory.rss_loaded)} with it, {mib(memory.rss_stepped)} after first steps"
     )
 
 

@@ -2,8 +2,8 @@
 
 A worker's report is a moment old, and what runs there still grows. So from the reported free blocks go
 
-  * the growth of everything the report lists: to the end of its prompt on a worker that prefills, to the end of its
-    predicted output on one that decodes, and
+  * the growth of everything the report lists: to the end of its prompt on a worker that prefills, to the predicted
+    peak of all outputs together on one that decodes, and
   * what was dispatched since and is in no report yet (a promise: kept until a report names the request).
 
 Owned by `controller.py`; read for every batch. Blocks an offer was granted for but whose KV is still on its way count
@@ -12,6 +12,7 @@ twice for that moment: that errs on the safe side.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cohort.common.policies.interface import ClusterView, InstanceView
@@ -100,14 +101,28 @@ class LiveMemory:
 
 
 def _growth_blocks(view: InstanceView) -> int:
-    """Blocks that what the report lists will still take; what is beyond the list counts like its mean."""
-    geometry = view.capacity.geometry
-    decodes = view.role.decodes
-    growth = 0
-    for work in view.figures.queue:
-        final = work.prefill_left + work.context + (work.decode_left if decodes else 0)
-        growth += geometry.blocks_for(final) - geometry.blocks_for(work.context)
+    """Blocks that what the report lists will still take at the worst moment to come; what is beyond the list counts
+    like its mean. Rows end in a partial block as they do now, so tokens are counted and rounded once."""
     figures = view.figures
+    if view.role.decodes:
+        final = _peak_tokens([(work.prefill_left + work.context, work.decode_left) for work in figures.queue])
+    else:  # it hands over before the answer grows
+        final = sum(work.prefill_left + work.context for work in figures.queue)
+    growth = view.capacity.geometry.blocks_for(max(0, final - sum(work.context for work in figures.queue)))
     everybody = figures.running + figures.waiting + figures.awaiting_kv + figures.parked
     listed = len(figures.queue)
     return -(-growth * everybody // listed) if 0 < listed < everybody else growth
+
+
+def _peak_tokens(rows: Sequence[tuple[int, int]]) -> int:
+    """The most tokens these rows ever hold together, each (tokens now, tokens still to come).
+
+    All grow by one token a step, and each leaves when it is done. Just before the k-th last leaves, the k last hold
+    Σ tokens + k · left_k; the peak is at one of these moments. Adding up everybody's final size instead would let a
+    fifth of the memory lie idle on short answers, for they do not all end at once.
+    """
+    peak = held = 0
+    for alive, (tokens, left) in enumerate(sorted(rows, key=lambda row: -row[1]), 1):
+        held += tokens
+        peak = max(peak, held + alive * left)
+    return peak

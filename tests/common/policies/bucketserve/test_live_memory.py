@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from cohort.common.policies.bucketserve.live_memory import LiveMemory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cohort.common.policies.bucketserve.live_memory import LiveMemory, _peak_tokens
 from cohort.common.types import QueuedWork, Role
 from tests.common.policies.bucketserve.cluster import cluster, view
 
@@ -11,15 +14,23 @@ def work(name: str, prefill_left: int, context: int, decode_left: int) -> Queued
     return QueuedWork(name, prefill_left, context, decode_left)
 
 
-def test_what_runs_grows_to_its_predicted_end() -> None:
-    # r1 holds 3 blocks and will need ceil((10+15)/4) = 7: four more; r2 still waits for its KV: ceil(20/4) = 5
+def test_what_runs_grows_to_its_predicted_peak() -> None:
+    # r1 has 10 tokens and 15 to come, r2 12 (still to be handed over) and 8. When r2 is about to leave, both have grown
+    # by 8: 38 tokens, 28 more than the 10 that are there, 7 blocks. Before r1 leaves: 25.
     queue = [work("r1", 0, 10, 15), work("r2", 12, 0, 8)]
     memory = LiveMemory()
     decode, prefill = view("d", Role.DECODE, free=50, queue=queue), view("p", Role.PREFILL, free=50, queue=queue)
     memory.update(0.0, cluster(decode, prefill))
-    assert memory.remaining_blocks(decode) == 50 - 4 - 5
+    assert memory.remaining_blocks(decode) == 50 - 7
     # A prefill worker hands over before the answer grows: r1 needs nothing more, r2 three blocks
     assert memory.remaining_blocks(prefill) == 50 - 0 - 3
+
+
+@settings(max_examples=100)
+@given(rows=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8))
+def test_the_peak_is_what_stepping_through_time_finds(rows: list[tuple[int, int]]) -> None:
+    stepped = max(sum(tokens + step for tokens, left in rows if left >= step) for step in range(61))
+    assert _peak_tokens(rows) == stepped
 
 
 def test_requests_beyond_the_list_count_like_the_listed() -> None:

@@ -204,3 +204,16 @@ def test_a_ring_of_waiting_caches_gives_one_hand_over_back() -> None:
     world.run(4.0)
     world.run_until_quiet()
     assert sum(node.machine.counters.stalls for node in world.workers.values()) == world.displaced == 1
+
+
+def test_a_worker_killed_twice_at_one_instant_amid_tight_caches() -> None:
+    world = World(
+        240580, PD_TWICE, SplitAnywhere, blocks=20, preemption="swap", chunk=8, caching=True, run_failure_rate=0.1,
+        message_delay_s=0.002,
+    )  # fmt: skip
+    offer(world, 30, shared=9)
+    for _ in range(2):
+        world.at(3.18, lambda: world.kill_worker("decode-1", 5.45))
+    world.run(6.0)
+    world.run_until_quiet()
+    world.check_outputs()

@@ -158,7 +158,7 @@ class BucketServeConfig(_Section, frozen=True):
     demand_horizon_s: Seconds = 1.0  # offline batches leave room for the online requests forecast for so long
     forecast_max_age_s: Seconds = 3.0  # the monitor's older figures are not used
     figures_max_age_s: Seconds = 1.0  # a worker whose last report is older gets no batch
-    staging_share: Fraction = 0.5  # of the prefill workers' caches, for computed prompts that wait for a decode worker
+    staging_share: Fraction = 1.0  # of the prefill workers' caches, for computed prompts that wait for a decode worker
     activation_bytes: NotNegative = 65_536  # device memory beside the KV cache per token of a forward; 0 = not bounded
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,24 @@ def write_engine_plot(path: Path, result: EngineBench) -> None:
     report = result.engine
     title = "decisions" if report is None else (
         f"{report.model.name} in {report.machine.dtype}, {report.machine.threads} threads, {report.machine.processor}")
-    with picture(path, 2, 3, title) as axes:
-        if report is not None:
-            _decode(axes[0][0], report)
-            _contexts(axes[0][1], report)
-            _prefill(axes[0][2], report)
-            _shares(axes[1][0], report)
-        blocks = [each for each in result.growth if each.size_of == "cached blocks"]
-        waiting = [each for each in result.growth if each.size_of == "waiting requests"]
-        _growth(axes[1][1], "prefix cache", blocks)
-        _growth(axes[1][2], "decisions", waiting)
-        for axis in axes.flat:
-            if not axis.has_data():
-                axis.set_axis_off()
+    blocks = [each for each in result.growth if each.size_of == "cached blocks"]
+    waiting = [each for each in result.growth if each.size_of == "waiting requests"]
+    panels: list[Callable[[Any], None]] = []
+    if report is not None:
+        measured = {
+            _decode: _contests(report, "decode"), _contexts: _contests(report, "decode"),
+            _prefill: _contests(report, "prefill"), _shares: report.shares,
+        }  # fmt: skip
+        panels += [partial(draw, report=report) for draw, found in measured.items() if found]
+    curves = (("prefix cache", blocks), ("decisions", waiting))
+    panels += [partial(_growth, title=name, curves=found) for name, found in curves if found]
+    columns = max(1, min(3, len(panels)))
+    rows = max(1, -(-len(panels) // columns))
+    with picture(path, rows, columns, title) as axes:
+        for axis, draw in zip(axes.flat, panels, strict=False):
+            draw(axis)
+        for axis in axes.flat[len(panels) :]:
+            axis.set_axis_off()
 
 
 def _contests(report: EngineReport, kind: str) -> list[Contest]:
@@ -48,8 +54,6 @@ def _decode(axis: Any, report: EngineReport) -> None:
     """Against rows, at the context that most numbers of rows have."""
     contests = _contests(report, "decode")
     contexts = [point.context for contest in contests for point in contest.steps]
-    if not contexts:
-        return
     context = max(dict.fromkeys(contexts), key=contexts.count)
     steps = [
         (contest.tokens, point.step.median_s * 1e3)
@@ -67,8 +71,6 @@ def _prefill(axis: Any, report: EngineReport) -> None:
 def _against_floors(
     axis: Any, contests: Sequence[Contest], steps: Sequence[tuple[int, float]], title: str, label: str
 ) -> None:
-    if not steps:
-        return
     axis.plot([at for at, _ in steps], [ms for _, ms in steps], marker="o", color=COLOURS[0], label="engine's step")
     for form, name in FORMS.items():
         floor = [(each.tokens, each.floors[form].median_s * 1e3) for each in contests if form in each.floors]
@@ -89,16 +91,13 @@ def _contexts(axis: Any, report: EngineReport) -> None:
         points = [(point.context, point.step.median_s * 1e3) for point in contest.steps]
         axis.plot([at for at, _ in points], [ms for _, ms in points], marker="o", color=COLOURS[index % len(COLOURS)],
                   label=f"{contest.tokens} rows")  # fmt: skip
-    if contests:
-        axis.set(title="decode step against context", xlabel="context, tokens", ylabel="ms", xscale="log", yscale="log")
-        _widen(axis)
-        axis.legend(frameon=False, fontsize=8, loc="upper left")
+    axis.set(title="decode step against context", xlabel="context, tokens", ylabel="ms", xscale="log", yscale="log")
+    _widen(axis)
+    axis.legend(frameon=False, fontsize=8, loc="upper left")
 
 
 def _shares(axis: Any, report: EngineReport) -> None:
     """Stacked bars, in percent of a step."""
-    if not report.shares:
-        return
     names = [f"{one.rows} x {one.context}" for one in report.shares]
     below = [0.0] * len(names)
     for part, title in PARTS.items():
@@ -114,10 +113,9 @@ def _growth(axis: Any, title: str, curves: Sequence[Curve]) -> None:
     for index, each in enumerate(curves):
         axis.plot(each.sizes, [seconds * 1e6 for seconds in each.seconds], marker="o",
                   color=COLOURS[index % len(COLOURS)], label=f"{each.name} (size^{each.exponent:.2f})")  # fmt: skip
-    if curves:
-        axis.set(title=title, xlabel=curves[0].size_of, ylabel="µs", xscale="log", yscale="log")
-        _widen(axis)
-        axis.legend(frameon=False, fontsize=7, loc="upper left")
+    axis.set(title=title, xlabel=curves[0].size_of, ylabel="µs", xscale="log", yscale="log")
+    _widen(axis)
+    axis.legend(frameon=False, fontsize=7, loc="upper left")
 
 
 def _widen(axis: Any) -> None:

@@ -14,7 +14,6 @@ from safetensors import safe_open
 
 from cohort.common.config import load_config
 from cohort.common.engine import model_runner
-from cohort.common.engine.bench import clocks
 from cohort.common.engine.bench.allocations import allocations_in, decode_allocations, profiler_available
 from cohort.common.engine.bench.attention import measure_attention
 from cohort.common.engine.bench.clocks import StepClock, Target, clocked, engine_targets
@@ -122,7 +121,7 @@ def test_layers_that_were_not_timed_are_taken_to_cost_as_much(
 
 def test_time_inside_another_clocked_function_counts_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()
-    monkeypatch.setattr(clocks.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("cohort.common.engine.bench.clocks.time.perf_counter", lambda: float(next(ticks)))
     clock = StepClock()
     inner = clock.wrap("products", lambda: None)
     middle = clock.wrap("dispatch", lambda: (inner(), inner()))

@@ -21,6 +21,7 @@ from cohort.common.engine_report import (
     StepShares,
     Timing,
 )
+from cohort.common.errors import TransferError
 from cohort.common.transport import bench_links
 from cohort.common.transport.bench_links import PERFTEST, LinkRates, LinkReport, perftest_result
 from cohort.services.bench import growth
@@ -230,7 +231,7 @@ def test_a_tool_that_fails_is_said_too(tmp_path: Path) -> None:
     tool.parent.mkdir()
     tool.write_text("#!/bin/sh\necho broken >&2\nexit 3\n")
     tool.chmod(0o755)
-    with pytest.raises(bench_links.TransferError, match="ucx_perftest failed: broken"):
+    with pytest.raises(TransferError, match="ucx_perftest failed: broken"):
         bench_links.perftest_rate(tool, 1, 4)
 
 

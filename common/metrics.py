@@ -154,6 +154,8 @@ class EngineMetrics:
         self.recomputed_tokens = make.counter("engine_recomputed_tokens", "Positions computed a second time")
         self.swapped_blocks = make.counter("swapped_blocks", "KV blocks moved between device and host (in, out)",
                                            ("direction",))
+        self.swapped_slots = make.counter("swapped_slots", "Single KV slots moved between device and host (in, out)",
+                                          ("direction",))
         self.out_of_memory = make.counter("out_of_memory_retries", "Batches halved because the device refused memory")
         self.step_seconds = make.histogram("step_seconds", "One iteration, by kind: prefill, decode, mixed", ("kind",),
                                            SHORT_BUCKETS_S)

@@ -90,6 +90,23 @@ class KvTensors:
         """The way back of `gather`; the slots must differ from each other."""
         scatter_slots(tokens, self.blocks, slots.to(self.device))
 
+    def copy_slots_out(self, device: Sequence[int], host: Sequence[int]) -> None:
+        """R9, R12 · Checkpoint: token by token, device slot → host slot, in one gather and one scatter."""
+        if device:
+            tokens = self.gather(torch.tensor(device))
+            scatter_slots(tokens, self.host_blocks, torch.tensor(host))
+
+    def copy_slots_in(self, device: Sequence[int], host: Sequence[int]) -> None:
+        """The way back of `copy_slots_out`, to any device slots that differ from each other."""
+        if device:
+            g = self.geometry
+            shape = (len(host), g.num_layers, 2, g.num_kv_heads, g.head_dim)
+            tokens = torch.empty(shape, dtype=self.blocks.dtype, pin_memory=self.device.type == "cuda")
+            gather_slots(self.host_blocks, torch.tensor(host), tokens)
+            self.scatter(tokens, torch.tensor(device))
+            if self.device.type == "cuda":  # the rows of the next iteration are on another stream
+                torch.cuda.current_stream(self.device).synchronize()
+
 
 def _copy_blocks(source: Tensor, target: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy blocks; neighbouring pairs go as one piece."""

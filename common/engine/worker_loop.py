@@ -24,6 +24,7 @@ from cohort.common import paths
 from cohort.common.config import Config, dump_config
 from cohort.common.engine.batch import StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.batch_builder import build_batch
+from cohort.common.engine.kv_copies import KvCopier
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner, resolve_device, resolve_dtype
@@ -46,7 +47,7 @@ from cohort.common.messages import (
     WorkerReport,
 )
 from cohort.common.metrics import EngineMetrics, TransferMetrics
-from cohort.common.policies.interface import IterationPlan, IterationScheduler, KvAllocator, KvCopy, Sequence
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, KvAllocator, Sequence
 from cohort.common.service import MANAGER, PREDICTOR, ServiceContext, bind_address
 from cohort.common.transport.kv_link import KvLink
 from cohort.common.transport.links import open_links
@@ -119,6 +120,7 @@ class WorkerLoop:
                 lambda: self._agent.addresses,
             )  # fmt: skip
         self._engine = engine
+        self._copier = KvCopier(runner.kv)
         self._work = asyncio.Event()
         self._manager_incarnation: int | None = None
         self._report_sequence = 0
@@ -146,6 +148,7 @@ class WorkerLoop:
                     task.cancel()
         finally:
             await self._agent.close()
+            self._copier.close()
 
     # -- messages ----------------------------------------------------------------------------------------------
 
@@ -266,10 +269,9 @@ class WorkerLoop:
             self._work.clear()
 
     def _execute(self, plan: IterationPlan, batch: StepBatch) -> StepOutput | None:
-        """On the engine thread: the plan's copies in their order, then its rows."""
-        for copy in plan.copies:
-            _copy(self._runner.kv, copy)
-        return self._runner.execute(batch) if batch.num_rows else None
+        """On the engine thread: the plan's rows, after its copies or beside those that may run so."""
+        with self._copier.around(plan.copies):
+            return self._runner.execute(batch) if batch.num_rows else None
 
     def _observe_step(self, plan: IterationPlan, latency_s: float) -> None:
         metrics = self._engine_metrics
@@ -282,7 +284,10 @@ class WorkerLoop:
         for preempted in plan.preempted:
             metrics.preemptions(preempted.how).inc()
         for copy in plan.copies:
-            metrics.swapped_blocks(copy.direction).inc(len(copy.device))
+            if copy.unit == "block":
+                metrics.swapped_blocks(copy.direction).inc(len(copy.device))
+            else:
+                metrics.swapped_slots(copy.direction).inc(len(copy.device))
 
     # -- reports and deadlines ---------------------------------------------------------------------------------
 
@@ -461,15 +466,6 @@ def _draws(drawing: list[Sequence], output: StepOutput | None) -> Iterable[Sampl
 
 def _to_wire(logprobs: TokenLogprobs) -> TokenLogprob:
     return TokenLogprob(logprobs.logprob, list(logprobs.top_ids), list(logprobs.top_logprobs))
-
-
-def _copy(kv: KvTensors, copy: KvCopy) -> None:
-    if copy.unit != "block":
-        raise ConfigError(f"this engine cannot copy single slots ({copy.direction})")
-    if copy.direction == "out":
-        kv.copy_out(list(zip(copy.device, copy.host, strict=True)))
-    else:
-        kv.copy_in(list(zip(copy.host, copy.device, strict=True)))
 
 
 def capacity_of(config: Config, role: Role, runner: ModelRunner, model: str) -> WorkerCapacity:

@@ -45,6 +45,7 @@ from cohort.common.messages import (
     TokenUpdate,
 )
 from cohort.common.policies.interface import (
+    ConsolidatesCopies,
     ForeseesDecisions,
     GrowsByBlock,
     IterationPlan,
@@ -332,6 +333,8 @@ class WorkerMachine:
         if self._in_flight is not None:
             raise InvariantViolated("a plan is in flight already")
         plan = self.scheduler.decide(now_s, self.kv)
+        if isinstance(self.kv, ConsolidatesCopies):
+            plan.copies = self.kv.take_copies()
         self.counters.preemptions += len(plan.preempted)
         if not plan.rows and not plan.copies:
             return None

@@ -395,13 +395,15 @@ class KvCopy:
     """Move whole blocks or single slots between device and host memory, in step with the plan.
 
     `unit` "block": ids are block ids. "slot": ids are block·block_size + slot. A plan's copies run in their order,
-    all before its rows.
+    all before its rows; those `beside` may run while the rows are computed, because no row touches what they move
+    (R12).
     """
 
     direction: Literal["out", "in"]
     unit: Literal["block", "slot"]
     device: tuple[int, ...]
     host: tuple[int, ...]
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,6 +471,16 @@ class GrowsByBlock(Protocol):
     of a block, `committed` nothing but when one is full, and `extend` succeeds while blocks are free or cached."""
 
     grows_by_block: bool
+
+
+@runtime_checkable
+class ConsolidatesCopies(Protocol):
+    """What an allocator may add to its seat: `admit`, `extend`, `swap_out` and `swap_in` make copies that it collects
+    instead of returning them (R12). Its `swap_out` and `swap_in` answer with an empty copy."""
+
+    def take_copies(self) -> list[KvCopy]:
+        """All copies since the last time, in their order. The host asks once after every decision; until then nobody
+        who was served loses anything."""
 
 
 # -- KvAllocator (worker) ----------------------------------------------------------------------------------------

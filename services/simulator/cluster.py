@@ -488,7 +488,8 @@ class SimCluster:
             self._perform(worker, effects)
             return
         cost = plan_cost(plan, self.geometry)
-        latency_s = self.cost.step_s(cost.work) + self.cost.swap_s(cost.copied_bytes)
+        beside_s = self.cost.swap_s(cost.beside_bytes)
+        latency_s = self.cost.swap_s(cost.copied_bytes) + max(self.cost.step_s(cost.work), beside_s)
         worker.ends_s, worker.latencies_s = [now_s + latency_s], [latency_s]
         self._note_step(worker, cost)
         self._perform(worker, effects)
@@ -528,7 +529,7 @@ class SimCluster:
         tally.rows += cost.work.rows
         tally.useful_tokens += cost.useful_tokens
         tally.padded_tokens += cost.padded_tokens
-        tally.swapped_bytes += cost.copied_bytes
+        tally.swapped_bytes += cost.copied_bytes + cost.beside_bytes
 
     def _repeat(self, worker: SimWorker, count: int) -> None:
         """The first `count` iterations foreseen have ended; the one after them is in flight."""

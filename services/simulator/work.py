@@ -17,6 +17,9 @@ class PlanCost:
     useful_tokens: int
     padded_tokens: int
     copied_bytes: int
+    """Before the rows."""
+    beside_bytes: int = 0
+    """While the rows are computed (R12)."""
 
 
 def plan_cost(plan: IterationPlan, geometry: KvGeometry) -> PlanCost:
@@ -38,9 +41,12 @@ def plan_cost(plan: IterationPlan, geometry: KvGeometry) -> PlanCost:
             tokens += computed
             pairs += prefill_pairs(start, computed)
             prefill_context += start + computed
-    copied = 0
+    copied = beside = 0
     for copy in plan.copies:
-        unit = geometry.block_bytes if copy.unit == "block" else geometry.token_bytes
-        copied += len(copy.device) * unit
+        size = len(copy.device) * (geometry.block_bytes if copy.unit == "block" else geometry.token_bytes)
+        if copy.beside:
+            beside += size
+        else:
+            copied += size
     work = StepWork(tokens, len(plan.rows), drawn, pairs, prefill_context, decode_rows, decode_context, longest)
-    return PlanCost(work, useful, tokens - useful, copied)
+    return PlanCost(work, useful, tokens - useful, copied, beside)

@@ -47,6 +47,7 @@ from cohort.common.policies.interface import (
     IterationPlan,
     IterationScheduler,
     KvAllocator,
+    KvCopy,
     Placed,
     Placement,
     PrefillOrder,
@@ -160,6 +161,16 @@ class WorkerNode:
     stepping: bool = False
     sequence: int = 0
     runs: dict[int, list[Transfer]] = field(default_factory=dict)
+
+
+def _move(node: WorkerNode, copy: KvCopy) -> None:
+    size = BLOCK if copy.unit == "block" else 1
+    for device, host in zip(copy.device, copy.host, strict=True):
+        d, h = slice(device * size, device * size + size), slice(host * size, host * size + size)
+        if copy.direction == "out":
+            node.host[h] = node.slots[d]
+        else:
+            node.slots[d] = node.host[h]
 
 
 class World:
@@ -492,19 +503,19 @@ class World:
         if not node.alive:
             return
         for copy in plan.copies:
-            for device, host in zip(copy.device, copy.host, strict=True):
-                d, h = slice(device * BLOCK, device * BLOCK + BLOCK), slice(host * BLOCK, host * BLOCK + BLOCK)
-                if copy.direction == "out":
-                    node.host[h] = node.slots[d]
-                else:
-                    node.slots[d] = node.host[h]
+            if not copy.beside:
+                _move(node, copy)
         sampled = []
         padding = row_padding(plan.rows, plan.padded_to, node.machine.kv) if plan.padded_to else [0] * len(plan.rows)
         for row, filled in zip(plan.rows, padding, strict=True):
             tokens = row.sequence.tokens
             blocks = node.machine.kv.blocks(row.sequence.key)
+            directions = node.machine.kv.directions(row.sequence.key)
             for position in range(row.start + row.count):
-                slot = blocks[position // BLOCK] * BLOCK + position % BLOCK
+                offset = position % BLOCK
+                if directions is not None and directions[position // BLOCK]:
+                    offset = BLOCK - 1 - offset
+                slot = blocks[position // BLOCK] * BLOCK + offset
                 value = digest(tokens[: position + 1])
                 if position < row.start:
                     assert node.slots[slot] == value, (
@@ -516,6 +527,9 @@ class World:
                 node.slots[blocks[position // BLOCK] * BLOCK + position % BLOCK] = -1  # the engine writes there too
             if row.start + row.count == row.sequence.known:
                 sampled.append(Sampled(row.sequence, next_token(tokens)))
+        for copy in plan.copies:  # as late as can be: no row may need them
+            if copy.beside:
+                _move(node, copy)
         node.stepping = False
         node.machine.completed(self.now_s, sampled, 0.01)
         node.machine.check()

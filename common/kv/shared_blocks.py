@@ -1,0 +1,202 @@
+"""Blocks that two requests may share, filled from both ends (R7): who holds which side, and where room is found.
+
+    slot      0   1   2   3   4   5   6   7
+            ┌───┬───┬───┬───┬───┬───┬───┬───┐
+            │ A0  A1  A2 →  │   │ ←  b2  b1  b0 │     A fills left to right, b right to left
+            └───┴───┴───┴───┴───┴───┴───┴───┘
+
+Pure bookkeeping for the bidirectional allocator: knows slots, not requests' meaning. A `Tenant` is one request's share
+of the cache. Offset j of its block i is position i · block size + j; it lies in slot j, or in slot size − 1 − j of a
+reversed tenant. Of a reversed tenant's block the offsets [0, resident) are there; those behind, which a left tenant
+took over, lie in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from cohort.common.errors import InvariantViolated
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """`exclusive`: its blocks are read or written as a whole by transfers, so nobody shares them.
+
+    `claimed`: positions whose slots are its own from now on. `stored`: positions that have KV. `host`: block index →
+    host block, exactly where offsets [resident, used) are in host memory and nowhere else.
+    """
+
+    name: str
+    reversed: bool
+    exclusive: bool
+    blocks: list[int] = field(default_factory=list)
+    resident: list[int] = field(default_factory=list)
+    host: dict[int, int] = field(default_factory=dict)
+    claimed: int = 0
+    stored: int = 0
+    away: int = 0
+    """Positions in host memory only."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptedBlock:
+    """R10 · A row of the preemption table. `left` "" = whoever took the slots is gone, and they are free again."""
+
+    block: int
+    left: str
+    right: str
+    slots: int
+
+
+Side = tuple[Tenant, int]
+"""A tenant and which of its blocks this is."""
+
+
+class SharedBlocks:
+    """Blocks 0 … num_blocks-1 of `size` slots, each with at most one left and one right tenant."""
+
+    def __init__(self, num_blocks: int, size: int) -> None:
+        self.num_blocks = num_blocks
+        self.size = size
+        # Popped from the end: ascending ids, so a request's blocks tend to be neighbours.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._left: list[Side | None] = [None] * num_blocks
+        self._right: list[Side | None] = [None] * num_blocks
+        self.shared_blocks = 0
+        self.shared_total = 0
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self._free)
+
+    def left(self, block: int) -> Side | None:
+        return self._left[block]
+
+    def right(self, block: int) -> Side | None:
+        return self._right[block]
+
+    def within(self, positions: int, index: int) -> int:
+        """How many of a tenant's first `positions` lie in its block `index`."""
+        return min(max(positions - index * self.size, 0), self.size)
+
+    def left_extent(self, block: int) -> int:
+        """Slots from the left that belong to the left tenant."""
+        side = self._left[block]
+        return 0 if side is None else self.within(side[0].claimed, side[1])
+
+    # -- finding -----------------------------------------------------------------------------------------------
+
+    def find_free(self, count: int) -> list[int]:
+        """The next free blocks, fewer if there are not as many; takes none."""
+        return self._free[: -count - 1 : -1] if count else []
+
+    def find_beside_left(self, tenants: Iterable[Tenant], slots: int) -> int | None:
+        """R8 · FindBlock when no block is free: of the left tenants' last blocks the one with most empty slots, at
+        least `slots`."""
+        best, most = None, slots - 1
+        for tenant in tenants:
+            if tenant.exclusive or not tenant.blocks:
+                continue
+            block = tenant.blocks[-1]
+            empty = self.size - self.left_extent(block)
+            if empty > most and self._right[block] is None:
+                best, most = block, empty
+        return best
+
+    def find_preemptable(self, tenants: Iterable[Tenant]) -> Iterator[int]:
+        """R8 · FindPreemptBlock: right tenants' blocks nobody shares yet, those with most empty slots first.
+
+        Differs from the paper: it does not say which of many full blocks comes first. Here tenants that miss slots
+        already and then those with least KV, so that few requests are hit and little has to come back.
+        """
+        hit = [tenant for tenant in tenants if tenant.blocks]
+        partial = []
+        for tenant in hit:
+            for index in {len(tenant.blocks) - 1, *tenant.host}:
+                if index < len(tenant.blocks) and self._left[tenant.blocks[index]] is None:
+                    empty = self.size - tenant.resident[index]
+                    if empty:
+                        partial.append((-empty, tenant.blocks[index]))
+        partial.sort()
+        seen = {block for _, block in partial}
+        yield from (block for _, block in partial)
+        for tenant in sorted(hit, key=lambda t: (-t.away, t.stored, t.name)):
+            for block in reversed(tenant.blocks):
+                if block not in seen and self._left[block] is None:
+                    yield block
+
+    def preemptable(self, tenants: Iterable[Tenant]) -> int:
+        """How many blocks `find_preemptable` finds."""
+        return sum(1 for tenant in tenants for block in tenant.blocks if self._left[block] is None)
+
+    # -- taking and giving back --------------------------------------------------------------------------------
+
+    def attach(self, tenant: Tenant, index: int, block: int) -> None:
+        """The tenant's side of this block is its own; with `index` = its number of blocks it grows by one."""
+        sides, others = (self._right, self._left) if tenant.reversed else (self._left, self._right)
+        if sides[block] is not None:
+            raise InvariantViolated(f"block {block}: {tenant.name}'s side is taken by {sides[block][0].name}")  # type: ignore[index]
+        if others[block] is None:
+            if self._free and self._free[-1] == block:
+                self._free.pop()
+            else:
+                self._free.remove(block)
+        else:
+            self.shared_blocks += 1
+            self.shared_total += 1
+        sides[block] = (tenant, index)
+        if index == len(tenant.blocks):
+            tenant.blocks.append(block)
+            tenant.resident.append(0)
+        else:
+            tenant.blocks[index] = block
+            tenant.resident[index] = 0
+
+    def detach(self, tenant: Tenant, index: int) -> None:
+        """Give the tenant's side of its block back; the tenant's own lists stay for the caller to change."""
+        block = tenant.blocks[index]
+        sides, others = (self._right, self._left) if tenant.reversed else (self._left, self._right)
+        sides[block] = None
+        if others[block] is None:
+            self._free.append(block)
+        else:
+            self.shared_blocks -= 1
+
+    def slots(self, tenant: Tenant, block: int, first: int, end: int) -> list[int]:
+        """Slot ids (block · size + slot) of the tenant's offsets [first, end) in a block."""
+        base = block * self.size
+        if tenant.reversed:
+            return [base + self.size - 1 - offset for offset in range(first, end)]
+        return [base + offset for offset in range(first, end)]
+
+    def check(self, tenants: Iterable[Tenant], extent: Callable[[Tenant, int], int]) -> None:
+        """Raise `InvariantViolated` unless both sides are exactly the tenants', apart, and the rest is free.
+
+        `extent(tenant, index)`: slots from the right that a reversed tenant relies on.
+        """
+        left: list[Side | None] = [None] * self.num_blocks
+        right: list[Side | None] = [None] * self.num_blocks
+        for tenant in tenants:
+            sides = right if tenant.reversed else left
+            for index, block in enumerate(tenant.blocks):
+                if sides[block] is not None:
+                    raise InvariantViolated(f"block {block} has two tenants on one side")
+                sides[block] = (tenant, index)
+        if left != self._left or right != self._right:
+            raise InvariantViolated("sides differ from what the tenants hold")
+        free = [block for block in range(self.num_blocks) if left[block] is None and right[block] is None]
+        if sorted(self._free) != free:
+            raise InvariantViolated("free blocks are not exactly those without tenants")
+        shared = 0
+        for block in range(self.num_blocks):
+            one, other = left[block], right[block]
+            if one is None or other is None:
+                continue
+            shared += 1
+            if one[0].exclusive or other[0].exclusive:
+                raise InvariantViolated(f"block {block} is shared although it is exclusive")
+            if self.left_extent(block) + extent(*other) > self.size:
+                raise InvariantViolated(f"block {block}: {one[0].name} and {other[0].name} overlap")
+        if shared != self.shared_blocks:
+            raise InvariantViolated(f"{shared} blocks are shared, {self.shared_blocks} are counted")

@@ -1,0 +1,339 @@
+"""Bidirectional KV allocation (R7-R11): real-time requests move into best-effort requests' blocks from the other end.
+
+The `KvAllocator` of BROS. Real-time requests fill blocks left to right, best-effort ones right to left. While blocks
+are free everybody has their own. When none is, a real-time request shares a best-effort one's block (FindPreemptBlock),
+and only when the two fronts meet are the slots about to be overwritten copied to host memory. They come back when that
+best-effort request is to run again: in place if the other is gone, else in another block.
+
+Works under any iteration scheduler: `extend` makes a request whole again, `take_copies` yields what has to be copied
+before the rows run. Whoever was served since the last `take_copies` keeps its slots until the next.
+
+What travels between workers (a segment with an end, or KV that comes from elsewhere) is exclusive and left to right:
+transfers move whole blocks, and the other end may have another allocator. There is no prefix cache: a block whose slots
+change hands cannot be known by its content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from cohort.common.errors import InvariantViolated
+from cohort.common.kv.shared_blocks import PreemptedBlock, SharedBlocks, Tenant
+from cohort.common.policies.bros.copy_list import CopyList
+from cohort.common.policies.interface import KvCopy, Sequence, SequenceKey
+from cohort.common.types import KvGeometry
+
+
+@dataclass(slots=True)
+class _Change:
+    """What it takes to give a tenant positions: blocks for `moved` and new indexes, and whose slots are overwritten."""
+
+    moved: list[int]
+    found: list[int]
+    overwritten: list[tuple[Tenant, int, int]]
+    """Reversed tenant, its block index, offsets that stay resident."""
+
+
+class BidirectionalAllocator:
+    """Differs from the paper: it is silent on where overwritten slots return to while the other request is still
+    there. Here that block of the best-effort request moves to another one, slots that were still resident with it."""
+
+    def __init__(self, geometry: KvGeometry, num_blocks: int, host_blocks: int) -> None:
+        self.geometry = geometry
+        self._size = geometry.block_size
+        self._table = SharedBlocks(num_blocks, self._size)
+        self._tenants: dict[SequenceKey, Tenant] = {}
+        self._reversed: dict[SequenceKey, Tenant] = {}
+        self._host_total = host_blocks
+        self._host_free = list(range(host_blocks - 1, -1, -1))
+        self._host_returned: list[int] = []
+        """Usable again from the next iteration on: copies of this one may still name them."""
+        self._served: set[Tenant] = set()
+        self._copies = CopyList(self._size)
+        self._checkpointed_total = 0
+        self._restored_total = 0
+        self._failures = 0
+
+    # -- taking ------------------------------------------------------------------------------------------------
+
+    def admit(self, sequence: Sequence) -> int | None:
+        exclusive = sequence.end is not None
+        reversed_ = sequence.request.traffic_class == "be" and not exclusive
+        return self._enter(Tenant(sequence.key, reversed_, exclusive), sequence.target)
+
+    def reserve(self, key: SequenceKey, tokens: Seq[int], positions: int) -> int | None:
+        return self._enter(Tenant(key, False, True), positions)
+
+    def _enter(self, tenant: Tenant, positions: int) -> int | None:
+        if tenant.name in self._tenants:
+            raise InvariantViolated(f"{tenant.name} already holds blocks")
+        if not self._grow(tenant, positions):
+            return None
+        self._tenants[tenant.name] = tenant
+        if tenant.reversed:
+            self._reversed[tenant.name] = tenant
+        return 0
+
+    def extend(self, sequence: Sequence, positions: int) -> bool:
+        """Also brings back whatever of [0, positions) lies in host memory."""
+        return self._grow(self._tenants[sequence.key], positions)
+
+    def restore(self, sequence: Sequence) -> bool:
+        """Bring back what lies in host memory while an iteration runs that the sequence has no row in (R12)."""
+        tenant = self._tenants[sequence.key]
+        return self._grow(tenant, max(tenant.stored, sequence.target), beside=True)
+
+    def committed(self, sequence: Sequence) -> None:
+        tenant = self._tenants.get(sequence.key)
+        if tenant is None or not tenant.blocks:
+            return
+        first = tenant.stored // self._size
+        tenant.stored = sequence.computed
+        for index in range(first, self.geometry.blocks_for(tenant.stored)):
+            tenant.resident[index] = self._table.within(tenant.stored, index)
+
+    def take_copies(self) -> list[KvCopy]:
+        """R12 · All copies since the last time; ends the iteration in which the served are safe."""
+        self._served.clear()
+        self._host_free += self._host_returned
+        self._host_returned.clear()
+        return self._copies.take()
+
+    # -- one change --------------------------------------------------------------------------------------------
+
+    def _grow(self, tenant: Tenant, positions: int, *, beside: bool = False) -> bool:
+        """Positions [0, positions) become the tenant's, all on the device. False: no room, nothing changed."""
+        change = self._find(tenant, positions)
+        if change is None:
+            self._failures += 1
+            return False
+        found = iter(change.found)
+        for index in change.moved:
+            self._checkpoint(tenant, index, 0)
+            self._table.detach(tenant, index)
+            self._table.attach(tenant, index, next(found))
+        for block in found:
+            self._table.attach(tenant, len(tenant.blocks), block)
+        for victim, index, kept in change.overwritten:
+            self._checkpoint(victim, index, kept)
+        for index in sorted(tenant.host):
+            self._bring_back(tenant, index, beside)
+        tenant.claimed = max(positions, tenant.stored)
+        self._served.add(tenant)
+        return True
+
+    def _find(self, tenant: Tenant, positions: int) -> _Change | None:
+        """What would have to change; None when blocks or host blocks are missing."""
+        table, held = self._table, len(tenant.blocks)
+        count = max(held, self.geometry.blocks_for(max(positions, tenant.stored)))
+        if not tenant.reversed and count == held and not tenant.host and positions <= tenant.claimed:
+            return _Change([], [], [])
+        moved = self._in_the_way(tenant, positions) if tenant.reversed else []
+        wanted = len(moved) + count - held
+        found = table.find_free(wanted)
+        if len(found) < wanted and not tenant.exclusive:
+            if tenant.reversed:
+                found += self._beside_left(positions, count, moved, held, wanted - len(found))
+            else:
+                robbed = table.find_preemptable(t for t in self._reversed.values() if t not in self._served)
+                for block in robbed:
+                    found.append(block)
+                    if len(found) == wanted:
+                        break
+        if len(found) < wanted:
+            return None
+        overwritten = [] if tenant.reversed else self._overwritten(tenant, positions, found)
+        if overwritten is None:
+            return None
+        pushed = [(tenant, index) for index in moved if tenant.resident[index]]
+        pushed += [(victim, index) for victim, index, _ in overwritten]
+        if sum(1 for owner, index in pushed if index not in owner.host) > len(self._host_free):
+            return None
+        return _Change(moved, found, overwritten)
+
+    def _in_the_way(self, tenant: Tenant, positions: int) -> list[int]:
+        """Block indexes of a reversed tenant where a left tenant holds slots that it needs."""
+        held = len(tenant.blocks)
+        suspects = {*tenant.host, *range(min(tenant.stored // self._size, held), held)}
+        table, end = self._table, max(positions, tenant.stored)
+        return sorted(
+            index for index in suspects
+            if index < held and table.left_extent(tenant.blocks[index]) + table.within(end, index) > self._size
+        )
+
+    def _beside_left(self, positions: int, count: int, moved: list[int], held: int, missing: int) -> list[int]:
+        """A last block beside a real-time request's, if that one block is all that is missing and is found last."""
+        last_is_new = count > held or (bool(moved) and moved[-1] == count - 1)
+        if missing != 1 or not last_is_new:
+            return []
+        left = (t for t in self._tenants.values() if not t.reversed)
+        block = self._table.find_beside_left(left, self._table.within(positions, count - 1))
+        return [] if block is None else [block]
+
+    def _overwritten(
+        self, tenant: Tenant, positions: int, found: list[int]
+    ) -> list[tuple[Tenant, int, int]] | None:
+        """R9 · Whose slots lie where a left tenant is about to write; None if somebody served this iteration."""
+        lost = []
+        first = min(tenant.claimed // self._size, len(tenant.blocks))
+        blocks = [*tenant.blocks[first:], *found]
+        for index, block in enumerate(blocks, first):
+            side = self._table.right(block)
+            if side is None:
+                continue
+            victim, victim_index = side
+            kept = self._size - self._table.within(positions, index)
+            if kept < self._relied_on(victim, victim_index):
+                if victim in self._served:
+                    return None
+                lost.append((victim, victim_index, kept))
+        return lost
+
+    def _relied_on(self, tenant: Tenant, index: int) -> int:
+        """Offsets of a reversed tenant's block that must not be overwritten without a copy, or at all this time."""
+        if tenant in self._served:
+            return self._table.within(tenant.claimed, index)
+        return tenant.resident[index]
+
+    def _checkpoint(self, tenant: Tenant, index: int, kept: int) -> None:
+        """R9 · Copy offsets [kept, resident) of a block to host memory and count them as gone."""
+        resident = tenant.resident[index]
+        if resident <= kept:
+            return
+        if index not in tenant.host:
+            tenant.host[index] = self._host_free.pop()
+        slots = self._table.slots(tenant, tenant.blocks[index], kept, resident)
+        self._copies.out(slots if not tenant.reversed else slots[::-1], tenant.host[index])
+        tenant.resident[index] = kept
+        tenant.away += resident - kept
+        self._checkpointed_total += resident - kept
+
+    def _bring_back(self, tenant: Tenant, index: int, beside: bool) -> None:
+        """R9, R10 · The slots of one block that are in host memory, into the block the tenant has now."""
+        host, resident = tenant.host.pop(index), tenant.resident[index]
+        used = self._table.within(tenant.stored, index)
+        slots = self._table.slots(tenant, tenant.blocks[index], resident, used)
+        self._copies.back(slots if not tenant.reversed else slots[::-1], host, beside=beside)
+        self._host_returned.append(host)
+        tenant.resident[index] = used
+        tenant.away -= used - resident
+        self._restored_total += used - resident
+
+    # -- giving back -------------------------------------------------------------------------------------------
+
+    def release(self, key: SequenceKey) -> None:
+        tenant = self._tenants.pop(key, None)
+        if tenant is None:
+            return
+        self._reversed.pop(key, None)
+        self._served.discard(tenant)
+        self._leave(tenant)
+        self._host_returned += tenant.host.values()
+
+    def swap_out(self, sequence: Sequence) -> KvCopy | None:
+        """R11 · Drop a sequence to host memory. The copy itself is among `take_copies`, with all others."""
+        tenant = self._tenants[sequence.key]
+        held = [index for index, resident in enumerate(tenant.resident) if resident]
+        if sum(1 for index in held if index not in tenant.host) > len(self._host_free):
+            return None
+        for index in held:
+            self._checkpoint(tenant, index, 0)
+        self._served.discard(tenant)
+        self._leave(tenant)
+        return KvCopy("out", "slot", (), ())
+
+    def swap_in(self, sequence: Sequence) -> KvCopy | None:
+        """The way back of `swap_out`; copies likewise."""
+        if not self._grow(self._tenants[sequence.key], sequence.target):
+            return None
+        return KvCopy("in", "slot", (), ())
+
+    def _leave(self, tenant: Tenant) -> None:
+        for index in reversed(range(len(tenant.blocks))):
+            self._table.detach(tenant, index)
+        tenant.blocks = []
+        tenant.resident = []
+        tenant.claimed = 0
+
+    # -- what is there -----------------------------------------------------------------------------------------
+
+    def blocks(self, key: SequenceKey) -> Seq[int]:
+        return self._tenants[key].blocks
+
+    def directions(self, key: SequenceKey) -> Seq[int] | None:
+        """R13"""
+        tenant = self._tenants[key]
+        return [1] * len(tenant.blocks) if tenant.reversed else None
+
+    def checkpointed(self, key: SequenceKey) -> int:
+        """R10 · Positions of a sequence that are in host memory only; 0 for one that holds nothing."""
+        tenant = self._tenants.get(key)
+        return 0 if tenant is None else tenant.away
+
+    def preemption_table(self) -> list[PreemptedBlock]:
+        """R10 · Blocks some of whose best-effort slots are in host memory; swapped-out sequences have no blocks."""
+        rows = []
+        for tenant in self._reversed.values():
+            for index in tenant.host:
+                if index < len(tenant.blocks):
+                    block = tenant.blocks[index]
+                    side = self._table.left(block)
+                    slots = self._table.within(tenant.stored, index) - tenant.resident[index]
+                    rows.append(PreemptedBlock(block, side[0].name if side else "", tenant.name, slots))
+        return rows
+
+    @property
+    def preemptable_blocks(self) -> int:
+        """Blocks a real-time request could share now."""
+        return self._table.preemptable(t for t in self._reversed.values() if t not in self._served)
+
+    @property
+    def total_blocks(self) -> int:
+        return self._table.num_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        return self._table.free_blocks
+
+    @property
+    def cached_blocks(self) -> int:
+        return 0
+
+    @property
+    def host_blocks(self) -> int:
+        return self._host_total
+
+    @property
+    def host_free_blocks(self) -> int:
+        return len(self._host_free) + len(self._host_returned)
+
+    def owners(self) -> Mapping[SequenceKey, int]:
+        return {key: len(tenant.blocks) + len(tenant.host) for key, tenant in self._tenants.items()}
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "allocation_failures_total": float(self._failures),
+            "shared_blocks": float(self._table.shared_blocks),
+            "shared_blocks_total": float(self._table.shared_total),
+            "checkpointed_slots": float(sum(tenant.away for tenant in self._tenants.values())),
+            "checkpointed_slots_total": float(self._checkpointed_total),
+            "restored_slots_total": float(self._restored_total),
+        }
+
+    def check(self) -> None:
+        self._table.check(self._tenants.values(), self._relied_on)
+        hosts = [block for tenant in self._tenants.values() for block in tenant.host.values()]
+        if sorted([*hosts, *self._host_free, *self._host_returned]) != list(range(self._host_total)):
+            raise InvariantViolated("host blocks are not exactly the held and the free ones")
+        for tenant in self._tenants.values():
+            away = 0
+            for index in range(self.geometry.blocks_for(tenant.stored)):
+                resident = tenant.resident[index] if index < len(tenant.blocks) else 0
+                missing = self._table.within(tenant.stored, index) - resident
+                away += missing
+                if (missing > 0) != (index in tenant.host):
+                    raise InvariantViolated(f"{tenant.name}: block {index} misses {missing} positions")
+            if away != tenant.away:
+                raise InvariantViolated(f"{tenant.name}: {away} positions are away, {tenant.away} are counted")

@@ -116,6 +116,7 @@ class TransferConfig(_Section, frozen=True):
     offer_timeout_s: Seconds = 30.0  # the longest a sender waits for blocks at the receiver
     stall_timeout_s: Seconds = 5.0  # caches that wait for each other's blocks this long give a hand-over back
     run_timeout_s: Seconds = 5.0  # the longest one run may take on the link
+    chunked: bool = True  # push the blocks of a chunk while the next one computes; false = all when the segment is done
     lease_s: Seconds = 5.0  # a receiver frees granted blocks that nobody renewed for so long
 
 
@@ -128,6 +129,7 @@ class EngineConfig(_Section, frozen=True):
     preemption: Literal["swap", "recompute"] = "recompute"
     report_interval_s: Seconds = 0.2
     drain_s: Seconds = 30.0
+    state_dir: str = ""  # folder where what schedulers learn of this machine is kept; "" = inside the cache folder
     record_dir: str = ""  # folder for a recording of everything a worker decides, to replay it; "" = none
 
 
@@ -160,6 +162,20 @@ class BucketServeConfig(_Section, frozen=True):
     figures_max_age_s: Seconds = 1.0  # a worker whose last report is older gets no batch
     staging_share: Fraction = 1.0  # of the prefill workers' caches, for computed prompts that wait for a decode worker
     activation_bytes: NotNegative = 65_536  # device memory beside the KV cache per token of a forward; 0 = not bounded
+
+
+class DynaServeConfig(_Section, frozen=True):
+    """`policies.placement: split` and `policies.iteration: slo_batching` (docs/papers.md, D1-D9)."""
+
+    tbt_slo_s: Seconds = 0.1  # between two tokens, for requests without a promise of their own
+    headroom: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.1  # share of that bound that iterations leave free
+    search_probes: Positive = 6  # K: split points tried for a request
+    search_tolerance: Fraction = 0.05  # the two ends may differ by this share; a split must gain more than it
+    margin_tokens: NotNegative = 20  # added to every predicted length
+    hand_over_s: NotNegativeReal = 0.005  # a split must bring the end forward by more than this
+    least_segment: Positive = 32  # tokens; a shorter segment is not worth a hand-over
+    least_prefill: Positive = 16  # prompt tokens in every iteration that prompts wait for, whatever decodes take
+    profile: str = ""  # file of `cohort profile` that a worker without learned times starts from; "" = none
 
 
 class BaselinesConfig(_Section, frozen=True):
@@ -217,6 +233,7 @@ class Config(_Section, frozen=True):
     workers: tuple[WorkerGroup, ...] = (WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE))
     policies: PolicyConfig = PolicyConfig()
     bucketserve: BucketServeConfig = BucketServeConfig()
+    dynaserve: DynaServeConfig = DynaServeConfig()
     baselines: BaselinesConfig = BaselinesConfig()
     gateway: GatewayConfig = GatewayConfig()
     batch: BatchConfig = BatchConfig()

@@ -179,6 +179,22 @@ class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
     decode_left: int
 
 
+class StepTimes(msgspec.Struct, frozen=True, array_like=True):
+    """What an iteration costs on an instance, as its scheduler has learned it (D5), in seconds:
+
+        step + row · rows + ((token · tokens)⁴ + floor⁴)^¼ + pair · prefill query-key pairs + position · decode context
+
+    `floor_s` is what reading the weights takes: few tokens cost no less.
+    """
+
+    step_s: float
+    row_s: float
+    token_s: float
+    floor_s: float
+    pair_s: float
+    position_s: float
+
+
 class WorkerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an instance says of itself with every report; policies decide on it (B9).
 
@@ -207,6 +223,8 @@ class WorkerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
     leases: int = 0
     expired_leases: int = 0
     queue: list[QueuedWork] = []
+    step_times: StepTimes | None = None
+    """None where the scheduler learns none."""
 
 
 class WorkerCapacity(msgspec.Struct, frozen=True):

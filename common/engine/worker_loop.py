@@ -106,6 +106,7 @@ class WorkerLoop:
             lease_s=config.transfer.lease_s,
             default_prediction=float(config.gateway.default_prediction_tokens),
             stall_timeout_s=config.transfer.stall_timeout_s,
+            chunked_transfer=config.transfer.chunked,
         )
         scheduler, seed = policies.iteration(config), random.SystemRandom().getrandbits(53)
         self.machine: WorkerMachine

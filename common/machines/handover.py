@@ -18,6 +18,9 @@ from cohort.common.messages import KvHandOver
 from cohort.common.policies.interface import Sequence
 from cohort.common.types import InstanceId
 
+_SHORT = 512
+"""Positions that a sender computes in one iteration or two."""
+
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
@@ -93,12 +96,28 @@ class Incoming:
     positions: int
     round: int = 0
     received_runs: int = 0
+    announced_blocks: int = 0
+    """Granted as cached, or announced by the sender; with a retry too many, which does not matter."""
+    largest_piece: int = 0
     in_flight: int = 0
     hand_over: KvHandOver | None = None
     hand_over_at_s: float = 0.0
     retry_link: str = ""
     """Set while a failed round drains; the retry is asked for when nothing is in flight any more."""
     dead: bool = False
+
+    def announced(self, blocks: int) -> None:
+        """So many more blocks are on their way."""
+        self.announced_blocks += blocks
+        self.largest_piece = max(self.largest_piece, blocks)
+
+    def imminent(self, block_size: int) -> bool:
+        """It draws tokens where it is now, and little is left before it comes: a piece as large as the largest so
+        far, or two blocks. What has sent nothing yet comes soon if it is short."""
+        if self.positions < len(self.sequence.request.tokens):
+            return False
+        left = self.positions - self.announced_blocks * block_size
+        return left <= (max(2, self.largest_piece) * block_size if self.largest_piece else _SHORT)
 
     @property
     def complete(self) -> bool:

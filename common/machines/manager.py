@@ -483,6 +483,8 @@ class ManagerMachine:
                 self._disengage(managed, message.instance)
                 self._finished.append((now_s, managed.key))
                 self._finished_keys.add(managed.key)
+                if isinstance(self._placement, seats.JudgesItself):
+                    self._placement.completed(now_s, managed.request_id)
                 self._forget(now_s, managed, "finished")
             case "handed_over" | "cancelled":
                 self._disengage(managed, message.instance)
@@ -576,6 +578,7 @@ class ManagerMachine:
             "refused_total": float(self.counters.refused),
             "workers_lost_total": float(self.counters.workers_lost),
             **self._order.figures(),
+            **(self._placement.figures() if isinstance(self._placement, seats.JudgesItself) else {}),
         }
 
 

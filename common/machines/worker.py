@@ -46,6 +46,7 @@ from cohort.common.messages import (
 )
 from cohort.common.policies.interface import (
     ConsolidatesCopies,
+    ExpectsHandOvers,
     ForeseesDecisions,
     GrowsByBlock,
     IterationPlan,
@@ -75,6 +76,8 @@ class WorkerSettings:
     default_prediction: float
     stall_timeout_s: float = 5.0
     """With hand-overs pending, the longest nothing may move: then two caches wait for each other."""
+    chunked_transfer: bool = True
+    """Push the blocks of a chunk while the next one computes (D6); else all of them once the segment is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,8 @@ class WorkerCounters:
     transfers_in: int = 0
     transfer_failures: int = 0
     transfer_retries: int = 0
+    exposed_transfer_s: float = 0.0
+    """Of hand-overs to here: time from a segment's last row until the request could go on, which no compute hid."""
     stalls: int = 0
     finished: dict[str, int] = field(default_factory=dict)
 
@@ -332,6 +337,8 @@ class WorkerMachine:
         """The next iteration, or None when nothing can run. Its rows' blocks are reserved until `completed`."""
         if self._in_flight is not None:
             raise InvariantViolated("a plan is in flight already")
+        if isinstance(self.scheduler, ExpectsHandOvers):
+            self.scheduler.expect(self._arriving())
         plan = self.scheduler.decide(now_s, self.kv)
         if isinstance(self.kv, ConsolidatesCopies):
             plan.copies = self.kv.take_copies()
@@ -695,6 +702,8 @@ class WorkerMachine:
             return  # its blocks may be about to be filled from host memory; `completed` comes back to it
         sequence = outgoing.sequence
         leaving = sequence.phase is Phase.LEAVING
+        if not leaving and not self._settings.chunked_transfer:
+            return
         if sequence.phase not in (Phase.RUNNING, Phase.LEAVING):
             return  # preempted: what was sent stays sent, the rest follows when it is computed again
         computed = min(sequence.computed, outgoing.positions)
@@ -755,6 +764,11 @@ class WorkerMachine:
 
     # -- hand-over, receiving end ------------------------------------------------------------------------------
 
+    def _arriving(self) -> int:
+        """Requests in the middle of their answers that will be here shortly."""
+        size = self.capacity.block_size
+        return sum(1 for incoming in self._incoming.values() if incoming.imminent(size))
+
     def _grant_offers(self, now_s: float) -> None:
         """First come, first granted. Not while a plan with copies runs: blocks it frees are still being read."""
         if self._in_flight is not None and self._in_flight.copies:
@@ -791,6 +805,7 @@ class WorkerMachine:
     def _grant(self, now_s: float, offer: QueuedOffer, sequence: Sequence, cached: int) -> None:
         lease_id = self._random.getrandbits(40) | 1 << 40  # never 0; tags take the low 40 bits
         incoming = Incoming(sequence, offer.sender, offer.transfer_id, lease_id, offer.positions)
+        incoming.announced_blocks = cached // self.capacity.block_size
         self._incoming[sequence.key] = incoming
         self._incoming_by_lease[lease_id] = incoming
         self.leases.grant(now_s, lease_id, sequence.key, offer.sender)
@@ -818,6 +833,7 @@ class WorkerMachine:
                 return
         self.leases.renew(now_s, chunk.lease_id)
         incoming.in_flight += len(chunk.runs)
+        incoming.announced(sum(run.num_blocks for run in chunk.runs))
         runs = tuple(Run(run.tag, 0, run.first_block, run.num_blocks, run.checksum) for run in chunk.runs)
         self._effects.append(ReceiveRuns(chunk.lease_id, chunk.round, chunk.link, runs))
 
@@ -901,6 +917,7 @@ class WorkerMachine:
         if hand_over.prompt_logprobs:
             self._prompt_logprobs[sequence.key] = list(hand_over.prompt_logprobs)
         sequence.transfer_s = hand_over.exposed_s + (now_s - incoming.hand_over_at_s)
+        self.counters.exposed_transfer_s += sequence.transfer_s
         sequence.phase = Phase.RUNNING
         del self._incoming[sequence.key]
         del self._incoming_by_lease[incoming.lease_id]
@@ -970,9 +987,13 @@ class WorkerMachine:
         for sequence in self._sequences.values():
             request, computed, known = sequence.request, sequence.computed, len(sequence.tokens)
             prompt = len(request.tokens)  # with the output of former attempts: prefilled alike
+            phase = sequence.phase
+            if phase is Phase.AWAITING_KV:  # what comes before its segment is somebody else's work
+                message = self._segments[sequence.key]
+                computed = message.segments[message.index].start
+                known = max(known, computed)
             prefill_left = (prompt if sequence.end is None else min(prompt, sequence.end)) - computed
             prefill_left = max(prefill_left, 0)
-            phase = sequence.phase
             if phase is Phase.RUNNING:
                 running += 1
             elif phase is Phase.WAITING or phase is Phase.SWAPPED:
@@ -986,6 +1007,8 @@ class WorkerMachine:
                 context += computed
             if len(queue) < _REPORTED_QUEUE:
                 left = max(0, round(sequence.predicted) - (known - request.prompt_tokens))
+                if sequence.end is not None:  # the rest is drawn by the next segment's worker
+                    left = min(left, max(0, sequence.end - max(known, prompt)))
                 queue.append(QueuedWork(request.request_id, prefill_left, computed, left))
         kv = self.kv
         cache = kv.figures()
@@ -1011,6 +1034,7 @@ class WorkerMachine:
             leases=len(self.leases),
             expired_leases=self.leases.expired,
             queue=queue,
+            step_times=self.scheduler.step_times() if isinstance(self.scheduler, LearnsStepTimes) else None,
         )
 
     def check(self) -> None:

@@ -31,6 +31,9 @@ from cohort.common.policies.bucketserve.controller import BatchController
 from cohort.common.policies.bucketserve.demand import DemandRule
 from cohort.common.policies.bucketserve.padded_prefill import PaddedPrefill
 from cohort.common.policies.bucketserve.prefill_order import BucketedPrefill, BucketSettings
+from cohort.common.policies.dynaserve.pressure_gate import PressureGate
+from cohort.common.policies.dynaserve.slo_batching import SloBatching
+from cohort.common.policies.dynaserve.split_placement import SplitPlacement, SplitSettings
 from cohort.common.policies.interface import (
     Admission,
     IterationScheduler,
@@ -42,12 +45,12 @@ from cohort.common.policies.interface import (
 from cohort.common.types import KvGeometry
 
 ADMISSIONS = ("bounded",)
-PLACEMENTS = ("colocated", "colocated_in_turn", "disaggregated")
-PREFILL_ORDERS = ("fcfs", "buckets")
+PLACEMENTS = ("colocated", "colocated_in_turn", "disaggregated", "split")
+PREFILL_ORDERS = ("fcfs", "buckets", "pressure_gate")
 BASELINE_ITERATIONS = (
     "chunked_prefill", "vllm", "orca", "srtf", "mlfq", "multires", "round_robin", "predicted_batches",
 )  # fmt: skip
-ITERATIONS = ("continuous_batching", "padded_prefill", *BASELINE_ITERATIONS)
+ITERATIONS = ("continuous_batching", "padded_prefill", "slo_batching", *BASELINE_ITERATIONS)
 ALLOCATIONS = ("paged", "max", "predicted")
 WAITING_KV = ("none",)
 
@@ -64,6 +67,8 @@ def placement(config: Config) -> Placement:
     _known("placement", name, PLACEMENTS)
     if name == "colocated_in_turn":
         return ColocatedInTurn()
+    if name == "split":
+        return _split_placement(config)
     return Colocated() if name == "colocated" else Disaggregated()
 
 
@@ -71,6 +76,11 @@ def prefill_order(config: Config) -> PrefillOrder:
     _known("prefill_order", config.policies.prefill_order, PREFILL_ORDERS)
     if config.policies.prefill_order == "buckets":
         return _bucketed_prefill(config)
+    if config.policies.prefill_order == "pressure_gate":
+        return PressureGate(
+            dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens, tbt_slo_s=config.dynaserve.tbt_slo_s,
+            headroom=config.dynaserve.headroom,
+        )  # fmt: skip
     return FirstCome(dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens)
 
 
@@ -95,6 +105,16 @@ def _bucketed_prefill(config: Config) -> PrefillOrder:
     return BucketedPrefill(settings, controller)
 
 
+def _split_placement(config: Config) -> SplitPlacement:
+    options = config.dynaserve
+    return SplitPlacement(SplitSettings(
+        probes=options.search_probes, tolerance=options.search_tolerance, margin_tokens=options.margin_tokens,
+        hand_over_s=options.hand_over_s, least_segment=options.least_segment, tbt_slo_s=options.tbt_slo_s,
+        headroom=options.headroom, least_prefill=options.least_prefill,
+        default_output=float(config.gateway.default_prediction_tokens),
+    ))  # fmt: skip
+
+
 def late_binding(config: Config) -> LateBinding | None:
     _known("waiting_kv", config.policies.waiting_kv, WAITING_KV)
     return None
@@ -104,6 +124,8 @@ def iteration(config: Config) -> IterationScheduler:
     _known("iteration", config.policies.iteration, ITERATIONS)
     if config.policies.iteration in BASELINE_ITERATIONS:
         return _baseline_iteration(config)
+    if config.policies.iteration == "slo_batching":
+        return _slo_batching(config)
     batching = PaddedPrefill if config.policies.iteration == "padded_prefill" else ContinuousBatching
     return batching(
         max_rows=config.engine.max_rows,
@@ -111,6 +133,15 @@ def iteration(config: Config) -> IterationScheduler:
         prefill_chunk=config.engine.prefill_chunk,
         preemption=config.engine.preemption,
     )
+
+
+def _slo_batching(config: Config) -> SloBatching:
+    engine, options = config.engine, config.dynaserve
+    limits = IterationLimits(engine.max_rows, engine.max_step_tokens, engine.max_step_tokens, engine.preemption)
+    return SloBatching(
+        limits, tbt_slo_s=options.tbt_slo_s, headroom=options.headroom, least_prefill=options.least_prefill,
+        cold_chunk=engine.prefill_chunk,
+    )  # fmt: skip
 
 
 def _baseline_iteration(config: Config) -> IterationScheduler:

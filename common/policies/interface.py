@@ -49,6 +49,7 @@ from cohort.common.types import (
     Role,
     Segment,
     Slo,
+    StepTimes,
     TrafficClass,
     WorkerCapacity,
     WorkerFigures,
@@ -231,6 +232,16 @@ class Placement(Protocol):
 
     def finished(self, now_s: float, request_id: RequestId) -> None:
         """The request is off all instances; forget it."""
+
+
+@runtime_checkable
+class JudgesItself(Protocol):
+    """What a placement may add to its seat: to hear how its predictions came out, and to say so."""
+
+    def completed(self, now_s: float, request_id: RequestId) -> None:
+        """The request's last token was drawn; before `finished`, which also comes for cancelled and lost ones."""
+
+    def figures(self) -> dict[str, float]: ...
 
 
 # -- LateBinding (manager) ---------------------------------------------------------------------------------------
@@ -449,6 +460,29 @@ class IterationScheduler(Protocol):
         """The plan ran and took this long (R3, D5)."""
 
     def figures(self) -> dict[str, float]: ...
+
+
+@runtime_checkable
+class LearnsStepTimes(Protocol):
+    """What a scheduler may add to its seat: it learns what iterations cost here (D5). The host keeps what was learned
+    over a restart, and reports carry it to the manager (D4)."""
+
+    def step_times(self) -> StepTimes | None:
+        """None until enough was seen."""
+
+    def export_state(self) -> bytes:
+        """What was learned, for `import_state` of a later process on the same machine with the same model."""
+
+    def import_state(self, data: bytes) -> None:
+        """Start from this: an exported state, or the file of `cohort profile`. Raises `ValueError`."""
+
+
+@runtime_checkable
+class ExpectsHandOvers(Protocol):
+    """What a scheduler may add to its seat: to know before it decides how many requests that already draw tokens are
+    on their way here. They wait for the iteration in flight between two of their tokens."""
+
+    def expect(self, arriving: int) -> None: ...
 
 
 @runtime_checkable

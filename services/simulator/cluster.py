@@ -45,7 +45,7 @@ from cohort.common.messages import (
 )
 from cohort.common.policies import compose
 from cohort.common.policies.cost_model import CostModel, ModelShape
-from cohort.common.policies.interface import IterationPlan
+from cohort.common.policies.interface import IterationPlan, LearnsStepTimes
 from cohort.common.types import KvGeometry, Role, WorkerCapacity
 from cohort.common.workloads.closed_loop import ClosedLoopUsers
 from cohort.common.workloads.items import WorkItem, Workload
@@ -53,6 +53,7 @@ from cohort.services.simulator.events import Events
 from cohort.services.simulator.gateway import OUTPUT_TOKEN, PredictorKind, SimGateway
 from cohort.services.simulator.hardware import Cluster
 from cohort.services.simulator.network import Ports
+from cohort.services.simulator.profile import profile_points
 from cohort.services.simulator.work import PlanCost, plan_cost
 
 _MANAGER, _GATEWAY = "manager", "gateway"
@@ -72,6 +73,8 @@ class SimOptions:
     horizon_s: float = float("inf")
     warmup_s: float = 0.0
     jump: bool = True
+    profiled: bool = True
+    """Schedulers that learn iteration times start from a profile of their instance, as after `cohort profile`."""
 
 
 @dataclass(slots=True)
@@ -106,6 +109,8 @@ class WorkerTally:
     prefill_tokens_before: int = 0
     decode_tokens_before: int = 0
     preemptions_before: int = 0
+    exposed_before_s: float = 0.0
+    transfers_before: int = 0
     failures_before: int = 0
 
 
@@ -216,15 +221,23 @@ class SimCluster:
                         lease_s=config.transfer.lease_s,
                         default_prediction=float(config.gateway.default_prediction_tokens),
                         stall_timeout_s=config.transfer.stall_timeout_s,
+                        chunked_transfer=config.transfer.chunked,
                     ),
                     compose.iteration(self._worker_config),
                     compose.allocation(self._worker_config, geometry, num_blocks, host_blocks),
                     Random(random.getrandbits(32)), lambda: {"link": b""},
                 )  # fmt: skip
+                if isinstance(machine.scheduler, LearnsStepTimes) and self.options.profiled:
+                    machine.scheduler.import_state(self._profile(longest))
                 workers.append(SimWorker(name, len(workers), machine, role))
         if len(workers) != self.cluster.instances:
             raise ConfigError(f"roles name {len(workers)} instances, the cluster has {self.cluster.instances}")
         return workers
+
+    def _profile(self, longest: int) -> bytes:
+        """What `cohort profile` would measure on such an instance."""
+        engine = self.config.engine
+        return profile_points(self.cost, longest, engine.max_rows, engine.max_step_tokens)
 
     def run(self) -> None:
         """From the first arrival until everything has ended (or the horizon)."""
@@ -253,7 +266,8 @@ class SimCluster:
             counters, kv = worker.machine.counters, worker.machine.kv.figures()
             worker.tally = WorkerTally(
                 prefill_tokens_before=counters.prefill_tokens, decode_tokens_before=counters.decode_tokens,
-                preemptions_before=counters.preemptions,
+                preemptions_before=counters.preemptions, exposed_before_s=counters.exposed_transfer_s,
+                transfers_before=counters.transfers_in,
                 failures_before=int(kv.get("allocation_failures_total", 0)),
             )  # fmt: skip
 

@@ -50,7 +50,8 @@ class Slice(msgspec.Struct, frozen=True):
 
 class InstanceReport(msgspec.Struct, frozen=True):
     """`busy`: share of the duration in iterations. `compute`: model FLOPs over peak. `kv_mean`, `kv_peak`: share of
-    blocks in use at reports. `mean_rows`: rows of an iteration."""
+    blocks in use at reports. `mean_rows`: rows of an iteration. `hand_overs` to this instance, and the time in them that
+    no computing of the request hid."""
 
     instance: str
     role: str
@@ -67,6 +68,8 @@ class InstanceReport(msgspec.Struct, frozen=True):
     allocation_failures: int
     padding_waste: float
     swapped_bytes: int
+    hand_overs: int
+    exposed_transfer_s: float
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -99,6 +102,8 @@ class SimReport(msgspec.Struct, frozen=True):
     by_class: dict[str, Slice]
     instances: list[InstanceReport]
     moved_bytes: int
+    manager: dict[str, float]
+    """The manager's own figures at the end: of its order and its placement."""
     measured: Measured
 
 
@@ -136,6 +141,7 @@ def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
         by_class={name: _slice(figures, duration_s) for name, figures in sorted(gateway.classes.items())},
         instances=[_instance(sim, worker, duration_s) for worker in sim.workers],
         moved_bytes=sim.ports.moved_bytes,
+        manager=sim.manager.figures(),
         measured=_measured(sim.wall["worker"], sim.wall["manager"]),
     )
 
@@ -190,6 +196,8 @@ def _instance(sim: SimCluster, worker: SimWorker, duration_s: float) -> Instance
         allocation_failures=int(kv.figures().get("allocation_failures_total", 0)) - tally.failures_before,
         padding_waste=tally.padded_tokens / max(1, computed),
         swapped_bytes=tally.swapped_bytes,
+        hand_overs=counters.transfers_in - tally.transfers_before,
+        exposed_transfer_s=counters.exposed_transfer_s - tally.exposed_before_s,
     )
 
 

@@ -48,6 +48,8 @@ class Draft:
         self._holders = sorted(running, key=rank)
         self._prefill: list[Row] = []
         self._decode: list[Row] = []
+        self._rows: list[Row] = []
+        """Both, in the order in which they were added."""
         self._planned: set[Sequence] = set()
         self._evicted: set[Sequence] = set()
         self._plan = IterationPlan()
@@ -60,6 +62,16 @@ class Draft:
     @property
     def rows(self) -> int:
         return len(self._planned)
+
+    @property
+    def decode_rows(self) -> list[Row]:
+        """Rows of one token so far."""
+        return list(self._decode)
+
+    @property
+    def last_row(self) -> Row:
+        """The row that was added last. Raises `IndexError` before the first."""
+        return self._rows[-1]
 
     @property
     def preempted(self) -> bool:
@@ -146,7 +158,9 @@ class Draft:
         return (len(self._prefill) + 1) * widest + len(self._decode) <= self._limits.max_tokens
 
     def _add(self, sequence: Sequence, count: int) -> None:
-        (self._decode if count == 1 else self._prefill).append(Row(sequence, sequence.computed, count))
+        row = Row(sequence, sequence.computed, count)
+        self._rows.append(row)
+        (self._decode if count == 1 else self._prefill).append(row)
         self._planned.add(sequence)
         self.tokens_left -= count
 

@@ -1,0 +1,114 @@
+"""What is on an instance, as the manager knows it: the last report, and what was sent there since (D4).
+
+Kept by the placement, one per instance. Turns reported progress into pieces of work for a timeline, and learned step
+times into the seconds that work costs.
+"""
+
+from __future__ import annotations
+
+from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
+from cohort.common.policies.dynaserve.timeline import PassLimits, Piece, Timeline
+from cohort.common.policies.interface import InstanceView
+from cohort.common.types import InstanceId, RequestId, StepTimes, WorkerFigures
+
+_UNSEEN_S = 2.0
+"""What was sent so long ago and is still in no report has ended between two of them."""
+
+
+class InstanceWork:
+    """D4 · calibrated by the workers' progress: every report replaces what was believed of it.
+
+    `pass_s`: what iterations there aim at; `least_prefill`: the prompt tokens in each of them at least.
+    """
+
+    def __init__(self, instance: InstanceId, *, pass_s: float, least_prefill: int) -> None:
+        self.instance = instance
+        self._pass_s, self._least_prefill = pass_s, least_prefill
+        self._limits = PassLimits(pass_s, 1, 1, least_prefill)
+        self.unified = False
+        self._figures: WorkerFigures | None = None
+        self._assigned: dict[RequestId, tuple[float, Piece]] = {}
+        self._timeline: Timeline | None = None
+        self._times: StepTimes | None = None
+        self._pieces: list[Piece] = []
+        self._decoding = (0, 0)
+        self._prefill = 0
+        self._reported_s = 0.0
+
+    def refresh(self, now_s: float, view: InstanceView, fallback: StepTimes) -> None:
+        """Take the newest report in. Cheap when there is none."""
+        self.unified = view.role.prefills and view.role.decodes
+        figures = view.figures
+        if figures is not self._figures:
+            self._figures = figures
+            capacity = view.capacity
+            self._limits = PassLimits(self._pass_s, capacity.max_step_tokens, capacity.max_rows, self._least_prefill)
+            self._timeline = None
+            times = self._times = figures.step_times or _from_averages(figures, fallback)
+            pieces = self._pieces = [Piece(w.prefill_left, w.context, w.decode_left) for w in figures.queue]
+            self._decoding = decoding(figures)
+            self._prefill = sum(piece.prefill for piece in pieces)
+            self._reported_s = sum(work_seconds(times, piece) for piece in pieces)
+            if self._assigned:
+                reported = {work.request_id for work in figures.queue}
+                self._assigned = {
+                    request_id: (since_s, piece) for request_id, (since_s, piece) in self._assigned.items()
+                    if request_id not in reported and now_s - since_s < _UNSEEN_S
+                }  # fmt: skip
+
+    def assign(self, now_s: float, request_id: RequestId, piece: Piece) -> None:
+        self._assigned[request_id] = (now_s, piece)
+        self._timeline = None
+
+    def forget(self, request_id: RequestId) -> None:
+        if self._assigned.pop(request_id, None) is not None:
+            self._timeline = None
+
+    @property
+    def times(self) -> StepTimes:
+        if self._times is None:
+            raise ValueError(f"{self.instance} was never refreshed")
+        return self._times
+
+    @property
+    def timeline(self) -> Timeline:
+        """Computed once per state."""
+        if self._timeline is None:
+            assigned = [piece for _, piece in self._assigned.values()]
+            self._timeline = Timeline([*self._pieces, *assigned], self.times, self._limits)
+        return self._timeline
+
+    def load_s(self) -> float:
+        """Seconds of work that is there: what instances are compared by before any is simulated."""
+        return self._reported_s + sum(work_seconds(self.times, piece) for _, piece in self._assigned.values())
+
+    def decode_pass_s(self, more_rows: int = 0, more_context: int = 0) -> float:
+        """Seconds of an iteration of all decodes that are here, and of some more."""
+        rows, context = self._decoding
+        return step_seconds(self.times, BatchShape(0, 0, 0, rows + more_rows, context + more_context))
+
+    @property
+    def prefill_backlog_s(self) -> float:
+        return self.times.token_s * (self._prefill + sum(piece.prefill for _, piece in self._assigned.values()))
+
+
+def work_seconds(times: StepTimes, piece: Piece) -> float:
+    """What a piece costs an instance that is busy anyway: its tokens, its row and what that row reads, but no share of
+    reading the weights."""
+    context = piece.context + piece.prefill
+    decode_s = piece.decode * (times.row_s + times.token_s + times.position_s * (context + 0.5 * piece.decode))
+    return times.token_s * piece.prefill + times.pair_s * piece.pairs + decode_s
+
+
+def decoding(figures: WorkerFigures) -> tuple[int, int]:
+    """Requests whose prompt is done or being done elsewhere, and the positions they attend to together."""
+    contexts = [work.context for work in figures.queue if work.prefill_left == 0 and work.decode_left > 0]
+    return len(contexts), sum(contexts)
+
+
+def _from_averages(figures: WorkerFigures, fallback: StepTimes) -> StepTimes:
+    """Of an instance whose scheduler learns nothing: two constants from its moving averages, the rest as usual."""
+    decode_s, rate = figures.decode_step_s, figures.prefill_tokens_per_s
+    floor_s = decode_s or fallback.floor_s
+    token_s = 1.0 / rate if rate else fallback.token_s
+    return StepTimes(0.0, fallback.row_s, token_s, floor_s, fallback.pair_s, fallback.position_s)

@@ -1,0 +1,51 @@
+"""First come, first served, but nothing goes out while every instance's decodes alone take longer than their bound.
+
+A `PrefillOrder` of the manager: the admission half of what happens when decodes exceed the bound by themselves (the
+other half is the placement, which avoids such instances while there are others). What is kept here fills the
+gateway's waiting bounds, so that its admission refuses in time.
+"""
+
+from __future__ import annotations
+
+from cohort.common.policies.baselines.first_come import FirstCome
+from cohort.common.policies.dynaserve.instance_work import decoding
+from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
+from cohort.common.policies.interface import ClusterView, Dispatch, InstanceView
+from cohort.common.types import InstanceId, WorkerFigures
+
+
+class PressureGate(FirstCome):
+    """D5 · decodes have no room left under the bound: no prefill budget is the answer to that, only fewer decodes.
+
+    `tbt_slo_s`, `headroom` as in `SloBatching`. Differs from the paper: it says nothing of this case.
+    """
+
+    def __init__(self, *, dispatch_ahead_tokens: int, tbt_slo_s: float, headroom: float) -> None:
+        super().__init__(dispatch_ahead_tokens=dispatch_ahead_tokens)
+        self._within_s = tbt_slo_s * (1.0 - headroom)
+        self._held_back = 0
+        self._known: dict[InstanceId, tuple[WorkerFigures, int, int]] = {}
+        """Per instance the last report seen, and its decodes; counted once per report, however often this is asked."""
+
+    def decide(self, now_s: float, cluster: ClusterView) -> list[Dispatch]:
+        if not len(self):
+            return []
+        views = [view for view in cluster.instances.values() if view.role.decodes]
+        if views and all(self._pressed(view) for view in views):
+            self._held_back += 1
+            return []
+        return super().decide(now_s, cluster)
+
+    def _pressed(self, view: InstanceView) -> bool:
+        """An iteration of what decodes there takes longer than the bound; an instance without decodes never."""
+        figures = view.figures
+        if figures.step_times is None:
+            return False
+        known = self._known.get(view.instance)
+        if known is None or known[0] is not figures:
+            known = self._known[view.instance] = (figures, *decoding(figures))
+        rows, context = known[1] + view.assigned_requests, known[2] + view.assigned_context_tokens
+        return rows > 0 and step_seconds(figures.step_times, BatchShape(0, 0, 0, rows, context)) > self._within_s
+
+    def figures(self) -> dict[str, float]:
+        return {**super().figures(), "held_back_total": float(self._held_back)}

@@ -1,0 +1,211 @@
+"""Measured iterations by composition, and what follows from them for any other: the profile table of Alg. 2.
+
+Owned by the worker's scheduler, which records every iteration and asks for estimates. Cells hold what was measured
+there; a curve through all cells (`step_fit`) answers for compositions nobody has run yet. Starts empty or from a
+profile, refines itself while serving, and can be exported: the host keeps it, nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
+from cohort.common.policies.dynaserve.step_fit import fit_step_times
+from cohort.common.types import StepTimes
+
+_NEW = 0.1
+"""Weight of a new measurement in a cell that has seen ten."""
+_WILD = 0.2
+"""A measurement further than this (in logarithm) from a settled cell moves it as if it were no further."""
+_SETTLED = 5
+_HALF_TRUST = 4.0
+"""Measurements after which a cell corrects the curve by half its deviation from it."""
+_FIRST_FIT = 6
+"""Cells that a curve needs."""
+_FIT_EVERY = 2048
+"""Measurements between two fits at most; the first ones come after a few, then doubling."""
+
+CellKey = tuple[int, int, int]
+
+
+class _Cell(msgspec.Struct, array_like=True):
+    """Running means of what was measured: shape and logarithm of seconds."""
+
+    count: int
+    prefill_tokens: float
+    prefill_rows: float
+    prefill_pairs: float
+    decodes: float
+    decode_context: float
+    log_s: float
+
+    @property
+    def shape(self) -> BatchShape:
+        return BatchShape(
+            round(self.prefill_tokens), round(self.prefill_rows), round(self.prefill_pairs), round(self.decodes),
+            round(self.decode_context),
+        )  # fmt: skip
+
+
+class _State(msgspec.Struct, tag_field="kind", tag="dynaserve-profile-table"):
+    version: int
+    cells: list[tuple[CellKey, _Cell]]
+
+
+class _ProfileShape(msgspec.Struct):
+    rows: int
+    tokens_per_row: int
+    context: int
+
+
+class _ProfilePoint(msgspec.Struct):
+    shape: _ProfileShape
+    median_s: float
+
+
+class _Profile(msgspec.Struct):
+    """What is needed of the file `cohort profile` writes."""
+
+    points: list[_ProfilePoint]
+
+
+def cell_key(shape: BatchShape) -> CellKey:
+    """D5 · the table's key: prefill tokens, mean context, decode rows; each in half octaves, so that neighbours in a
+    cell differ by some 40 % at most and a few hundred cells hold everything a worker runs."""
+    return (_bin(shape.prefill_tokens), _bin(shape.mean_context), _bin(shape.decodes))
+
+
+def _bin(value: float) -> int:
+    return int(2.0 * math.log2(value + 1.0) + 0.5)
+
+
+class ProfileTable:
+    """D5 · DynaServe §4.2: latency by (prefill tokens, mean context, decode count), refined by every iteration.
+
+    Differs from the paper: it prints no rule for compositions without a measurement; here a curve through all cells
+    gives the value and the cell, where there is one, corrects it. Single outliers (a page fault, a neighbour) are
+    clipped.
+    """
+
+    def __init__(self) -> None:
+        self._cells: dict[CellKey, _Cell] = {}
+        self._times: StepTimes | None = None
+        self._seen = 0
+        self._next_fit = 8
+        self._error = 0.0
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    @property
+    def step_times(self) -> StepTimes | None:
+        """The curve; None until enough was measured."""
+        return self._times
+
+    @property
+    def error(self) -> float:
+        """Moving mean of |log(estimate / measured)| at the time of each measurement."""
+        return self._error
+
+    def record(self, shape: BatchShape, seconds: float) -> None:
+        """Alg. 2, first step: the tuple of the batch that just ran."""
+        if seconds <= 0.0 or not shape.prefill_rows + shape.decodes:
+            return
+        estimate = self.estimate(shape)
+        if estimate is not None:
+            self._error += 0.02 * (abs(math.log(estimate / seconds)) - self._error)
+        self._put(shape, seconds)
+        self._seen += 1
+        if self._seen >= self._next_fit:
+            self._next_fit = self._seen + min(_FIT_EVERY, self._seen)
+            self._fit()
+
+    def estimate(self, shape: BatchShape) -> float | None:
+        """Seconds; None until there is a curve."""
+        times = self._times
+        if times is None:
+            return None
+        curve_s = step_seconds(times, shape)
+        cell = self._cells.get(cell_key(shape))
+        if cell is None or curve_s == 0.0:
+            return curve_s
+        deviation = cell.log_s - math.log(step_seconds(times, cell.shape))
+        return curve_s * math.exp(deviation * cell.count / (cell.count + _HALF_TRUST))
+
+    def prefill_budget(self, base: BatchShape, start: int, most: int, within_s: float) -> int:
+        """D5 · the largest number of tokens, at most `most`, of a prompt computed up to `start` that keeps the batch
+        `base` within `within_s`. 0 when none fit; `most` while nothing is known."""
+        if most <= 0:
+            return 0
+        whole_s = self.estimate(base.with_prefill(start, most))
+        if whole_s is None or whole_s <= within_s:
+            return most
+        low, high = 0, most  # low fits (or is none), high does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            estimate_s = self.estimate(base.with_prefill(start, middle))
+            if estimate_s is None or estimate_s <= within_s:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def export(self) -> bytes:
+        return msgspec.json.encode(_State(1, list(self._cells.items())))
+
+    def load(self, data: bytes) -> None:
+        """Add an exported table, or the points of `cohort profile`. Raises `ValueError` for anything else."""
+        try:
+            self._cells.update(msgspec.json.decode(data, type=_State).cells)
+        except msgspec.ValidationError:
+            try:
+                profile = msgspec.json.decode(data, type=_Profile)
+            except msgspec.MsgspecError as error:
+                raise ValueError(f"neither a profile table nor a profile: {error}") from error
+            for point in profile.points:
+                self._put(_measured_shape(point.shape), point.median_s)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"not JSON: {error}") from error
+        self._fit()
+
+    def _put(self, shape: BatchShape, seconds: float) -> None:
+        key, log_s = cell_key(shape), math.log(seconds)
+        cell = self._cells.get(key)
+        if cell is None:
+            self._cells[key] = _Cell(
+                1, float(shape.prefill_tokens), float(shape.prefill_rows), float(shape.prefill_pairs),
+                float(shape.decodes), float(shape.decode_context), log_s,
+            )  # fmt: skip
+            return
+        cell.count += 1
+        weight = max(_NEW, 1.0 / cell.count)
+        if cell.count > _SETTLED and abs(log_s - cell.log_s) > _WILD:
+            # The measurement is clipped, not its shape: shapes are exact. So a cell follows a lasting change, slowly.
+            log_s = cell.log_s + math.copysign(_WILD, log_s - cell.log_s)
+        cell.log_s += weight * (log_s - cell.log_s)
+        cell.prefill_tokens += weight * (shape.prefill_tokens - cell.prefill_tokens)
+        cell.prefill_rows += weight * (shape.prefill_rows - cell.prefill_rows)
+        cell.prefill_pairs += weight * (shape.prefill_pairs - cell.prefill_pairs)
+        cell.decodes += weight * (shape.decodes - cell.decodes)
+        cell.decode_context += weight * (shape.decode_context - cell.decode_context)
+
+    def _fit(self) -> None:
+        cells = list(self._cells.values())
+        if len(cells) < _FIRST_FIT:
+            return
+        self._times = fit_step_times(
+            [cell.shape for cell in cells], [math.exp(cell.log_s) for cell in cells],
+            [float(min(cell.count, 10)) for cell in cells], self._times,
+        )  # fmt: skip
+
+
+def _measured_shape(shape: _ProfileShape) -> BatchShape:
+    """`context` of a profile's point counts positions after the step."""
+    if shape.tokens_per_row == 1:
+        return BatchShape(0, 0, 0, shape.rows, shape.rows * shape.context)
+    empty = BatchShape(0, 0, 0, 0, 0)
+    for _ in range(shape.rows):
+        empty = empty.with_prefill(shape.context - shape.tokens_per_row, shape.tokens_per_row)
+    return empty

@@ -1,0 +1,206 @@
+"""The worker's scheduler: every decode first, then as much prefill as the bound on the time between tokens allows.
+
+An `IterationScheduler`. It asks its profile table how much prefill an iteration may hold beside the decodes it must
+hold, and records every iteration there. Knows one worker; where segments begin and end is the placement's business.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+
+from cohort.common.policies.baselines.draft import Draft, IterationLimits, by_arrival
+from cohort.common.policies.dynaserve.profile_table import ProfileTable
+from cohort.common.policies.dynaserve.step_cost import BatchShape
+from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Row, Sequence, SequenceKey
+from cohort.common.types import StepTimes
+
+_EMPTY = BatchShape(0, 0, 0, 0, 0)
+
+
+class SloBatching:
+    """D5 · DynaServe Alg. 2.
+
+    `tbt_slo_s` holds for rows without a promise of their own; the strictest row of an iteration rules. `headroom` is
+    the share of it that iterations leave free. `least_prefill` tokens go into every iteration that somebody waits to
+    prefill in, whatever the decodes take: prompts must get on.
+
+    Differs from the paper: while requests that already draw tokens are on their way here, an iteration aims at half
+    the bound, because between two of their tokens they wait for the rest of one iteration and then for a whole one;
+    the paper's pauses at hand-overs are not bounded. Prefill rows leave the cache for older ones as in the baselines
+    (the paper relies on vLLM for memory).
+    """
+
+    def __init__(
+        self, limits: IterationLimits, *, tbt_slo_s: float, headroom: float, least_prefill: int, cold_chunk: int
+    ) -> None:
+        self._limits = limits
+        self._tbt_slo_s = tbt_slo_s
+        self._headroom = headroom
+        self._least_prefill = least_prefill
+        self._cold_chunk = cold_chunk
+        self.table = ProfileTable()
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._swapped: list[Sequence] = []
+        self._arriving = 0
+        self._observed: frozenset[SequenceKey] = frozenset()
+        self._iterations = self._decodes_over = self._late = 0
+        self._budget = 0
+        self._bound_s = tbt_slo_s
+
+    # -- the seat ----------------------------------------------------------------------------------------------
+
+    def add(self, now_s: float, sequence: Sequence) -> None:
+        insort(self._running if sequence.phase is Phase.RUNNING else self._waiting, sequence, key=by_arrival)
+
+    def remove(self, now_s: float, sequence: Sequence) -> None:
+        for queue in (self._running, self._waiting, self._swapped):
+            if sequence in queue:
+                queue.remove(sequence)
+                return
+
+    def expect(self, arriving: int) -> None:
+        self._arriving = arriving
+
+    def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
+        draft = Draft(self._limits, kv, self._running, by_arrival)
+        # 1. Every decode.
+        decodes = [s for s in self._running if s.uncomputed == 1]
+        for sequence in decodes:
+            draft.go_on(sequence)
+        batch = _decode_shape(draft.decode_rows)
+        self._bound_s = self._bound(row.sequence for row in draft.decode_rows)
+        if batch.decodes and self._exceeds(batch):
+            self._decodes_over += 1
+        # 2. Prefill chunks in arrival order while the table says that the batch stays within the bound.
+        self._budget = 0
+        least = self._least_prefill
+        for sequence in [s for s in self._running if s.uncomputed > 1]:
+            batch, least = self._chunk(draft, batch, sequence, least, admitted=True)
+            if draft.tokens_left <= 0:
+                break
+        if not draft.preempted:
+            for sequence in [*self._swapped, *self._waiting]:
+                if draft.full or not self._has_room(sequence, kv):
+                    break
+                before = draft.rows
+                batch, least = self._chunk(draft, batch, sequence, least, admitted=False)
+                if draft.rows == before:
+                    break
+        self._sort_out()
+        plan = draft.finish()
+        self._iterations += bool(plan.rows)
+        estimate_s = self.table.estimate(plan_shape(plan))
+        plan.estimated_s = estimate_s or 0.0
+        return plan
+
+    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
+        """Alg. 2 · the executed batch goes into the table. Decode-only iterations that repeat the last one by row teach
+        nothing new and are left out, as are iterations that copied KV: their time is not the batch's."""
+        rows = frozenset(row.sequence.key for row in plan.rows)
+        decoding = all(row.count == 1 for row in plan.rows)
+        if plan.copies or not plan.rows or (decoding and rows == self._observed):
+            return
+        self._observed = rows if decoding else frozenset()
+        shape = plan_shape(plan)
+        self._late += shape.decodes > 0 and latency_s > self._bound(row.sequence for row in plan.rows)
+        self.table.record(shape, latency_s)
+
+    def repeats(self, plan: IterationPlan, kv: KvAllocator) -> bool:
+        """Everybody decodes, nobody wants to join or cannot, and the composition is in the table already."""
+        if plan.preempted or plan.copies or len(plan.rows) != len(self._running) or self._swapped:
+            return False
+        if any(row.count != 1 for row in plan.rows) or self._arriving:
+            return False
+        if frozenset(row.sequence.key for row in plan.rows) != self._observed:
+            return False
+        full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
+        return not self._waiting or full or not self._has_room(self._waiting[0], kv)
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "swapped": float(len(self._swapped)),
+            "prefill_budget_tokens": float(self._budget),
+            "tbt_bound_ms": 1e3 * self._bound_s,
+            "decodes_over_slo_total": float(self._decodes_over),
+            "late_iterations_total": float(self._late),
+            "profile_cells": float(len(self.table)),
+            "profile_error": self.table.error,
+        }
+
+    # -- what it learned ---------------------------------------------------------------------------------------
+
+    def step_times(self) -> StepTimes | None:
+        return self.table.step_times
+
+    def export_state(self) -> bytes:
+        return self.table.export()
+
+    def import_state(self, data: bytes) -> None:
+        self.table.load(data)
+
+    # -- one iteration -----------------------------------------------------------------------------------------
+
+    def _bound(self, decoding: Iterable[Sequence]) -> float:
+        """The strictest promise of those who draw tokens in this iteration."""
+        promised = [s.request.slo.tpot_s or self._tbt_slo_s for s in decoding]
+        return min(promised, default=self._tbt_slo_s)
+
+    def _target_s(self) -> float:
+        share = 1.0 - self._headroom
+        return self._bound_s * (share / 2 if self._arriving else share)
+
+    def _exceeds(self, batch: BatchShape) -> bool:
+        estimate_s = self.table.estimate(batch)
+        return estimate_s is not None and estimate_s > self._bound_s
+
+    def _chunk(
+        self, draft: Draft, batch: BatchShape, sequence: Sequence, least: int, *, admitted: bool
+    ) -> tuple[BatchShape, int]:
+        """The next prompt's share of the budget; who gets none stops the traversal (`tokens_left` 0)."""
+        wanted = min(sequence.uncomputed, draft.tokens_left)
+        if self.table.step_times is None:
+            count = min(wanted, max(0, self._cold_chunk - batch.prefill_tokens))
+        else:
+            count = self.table.prefill_budget(batch, sequence.computed, wanted, self._target_s())
+        count = max(count, min(least, wanted))
+        left, draft.tokens_left = draft.tokens_left, count
+        added = count > 0 and (draft.go_on(sequence) if admitted else draft.admit(sequence))
+        if not added:
+            draft.tokens_left = left if count else 0
+            return batch, least
+        row = draft.last_row
+        # A prompt that the cache held but for less than its share leaves the rest of the budget to the next.
+        draft.tokens_left = left - row.count if row.count == row.sequence.target - row.start else 0
+        self._budget += row.count
+        return batch.with_prefill(row.start, row.count), max(0, least - row.count)
+
+    def _has_room(self, sequence: Sequence, kv: KvAllocator) -> bool:
+        """Leave every running sequence its next block, or a newcomer is let in only to push somebody out."""
+        spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
+        return not self._running or spare >= min(len(self._running), kv.total_blocks // 50)
+
+    def _sort_out(self) -> None:
+        """Everybody into the queue of its phase, in arrival order."""
+        everybody = [*self._running, *self._waiting, *self._swapped]
+        misplaced = (
+            any(s.phase is not Phase.RUNNING for s in self._running) or any(s.phase is not Phase.WAITING
+            for s in self._waiting) or any(s.phase is not Phase.SWAPPED for s in self._swapped)
+        )  # fmt: skip
+        if misplaced:
+            self._running = sorted((s for s in everybody if s.phase is Phase.RUNNING), key=by_arrival)
+            self._waiting = sorted((s for s in everybody if s.phase is Phase.WAITING), key=by_arrival)
+            self._swapped = sorted((s for s in everybody if s.phase is Phase.SWAPPED), key=by_arrival)
+
+
+def plan_shape(plan: IterationPlan) -> BatchShape:
+    batch = _decode_shape([row for row in plan.rows if row.count == 1])
+    for row in plan.rows:
+        if row.count > 1:
+            batch = batch.with_prefill(row.start, row.count)
+    return batch
+
+
+def _decode_shape(rows: list[Row]) -> BatchShape:
+    return BatchShape(0, 0, 0, len(rows), sum(row.start + 1 for row in rows)) if rows else _EMPTY

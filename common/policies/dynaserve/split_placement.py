@@ -1,0 +1,227 @@
+"""The global scheduler: which two instances serve a request, and at which token it changes hands.
+
+A `Placement` of the manager. Per request: the two instances with the least work, the split that lets both end together
+(`split_search` over `timeline`s), and whether that is worth a hand-over at all. What an instance does with its segment
+is its own scheduler's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cohort.common.policies.baselines.placements import Colocated, fits
+from cohort.common.policies.dynaserve.instance_work import InstanceWork
+from cohort.common.policies.dynaserve.split_search import Split, search_split
+from cohort.common.policies.dynaserve.timeline import Piece, Timeline
+from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
+from cohort.common.types import InstanceId, RequestId, Segment, StepTimes
+
+_COLD = StepTimes(1e-3, 1e-4, 1e-4, 1e-2, 1e-9, 1e-8)
+"""Before anybody has measured anything; only its proportions matter, and only for the first requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSettings:
+    """`probes` K and `tolerance` ε of Alg. 1. `margin_tokens` is added to every predicted length (D8).
+
+    `hand_over_s`: what a hand-over costs; a split must gain more. `least_segment`: tokens below which a segment is not
+    worth one. `tbt_slo_s`: for requests without a promise; `headroom`, `least_prefill` as in `SloBatching`.
+    """
+
+    probes: int
+    tolerance: float
+    margin_tokens: int
+    hand_over_s: float
+    least_segment: int
+    tbt_slo_s: float
+    headroom: float
+    least_prefill: int
+    default_output: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    first: InstanceWork
+    second: InstanceWork
+    split: Split
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """What Alg. 1 asks of the two instances: T_α(s) and T_β(s)."""
+
+    before: Timeline
+    after: Timeline
+    prompt: int
+    output: int
+
+    def first_end(self, position: int) -> float:
+        return self.before.end_with(_parts(self.prompt, self.output, position)[0])
+
+    def second_end(self, position: int) -> float:
+        return self.after.end_with(_parts(self.prompt, self.output, position)[1])
+
+
+class SplitPlacement:
+    """D1–D3, D7, D8 · DynaServe §3.1, §4.1.
+
+    A request of P + O^ tokens becomes [0, s) and [s, …) on two instances, s anywhere, or one segment.
+
+    Differs from the paper: it routes the segments round-robin; here the two least loaded instances share a request, in
+    whichever order ends earlier. It splits whenever Alg. 1 says so; here a request stays whole while an instance is
+    idle (no prompt waits there and its decodes take less than half the bound), and where the split would bring the
+    later of the two ends forward by no more than tolerance and hand-over cost.
+    """
+
+    def __init__(self, settings: SplitSettings) -> None:
+        self._settings = settings
+        self._work: dict[InstanceId, InstanceWork] = {}
+        self._expected: dict[RequestId, tuple[float, float]] = {}
+        """Of every request on an instance: when it was placed and how long it was predicted to take."""
+        self._colocated = Colocated()
+        self._splits = self._whole = self._probes = 0
+        self._judged = 0
+        self._error = self._bias = 0.0
+
+    # -- the seat ----------------------------------------------------------------------------------------------
+
+    def place(
+        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: InstanceId | None
+    ) -> Placed | Wait | Impossible:
+        request = waiting.request
+        views = cluster.instances
+        able = [view for view in views.values() if fits(view, request)]
+        for name in [name for name in self._work if name not in views]:
+            del self._work[name]
+        unified = [view for view in able if view.role.prefills and view.role.decodes]
+        firsts = unified or [view for view in able if view.role.prefills]
+        seconds = unified or [view for view in able if view.role.decodes]
+        if not firsts or not seconds or wish in views:
+            return self._colocated.place(now_s, waiting, cluster, wish)
+        settings = self._settings
+        prompt = len(request.tokens)
+        most = request.sampling.max_tokens - request.output_known
+        expected = waiting.expected_output(settings.default_output) - request.output_known
+        output = max(1, min(most, round(expected) + settings.margin_tokens))
+        slo_s = request.slo.tpot_s or settings.tbt_slo_s
+        whole = Piece(prompt, 0, output)
+
+        first, *others = self._by_load(now_s, firsts, slo_s, prompt)
+        if not unified:
+            others = self._by_load(now_s, seconds, slo_s, prompt)
+        if not others or others[0] is first:
+            return self._keep(now_s, request.request_id, first, whole, "only one instance")
+        second = others[0]
+        if not unified:
+            return self._share(now_s, request.request_id, self._search([(first, second)], prompt, output), whole)
+        if self._idle(first, slo_s, prompt):
+            return self._keep(now_s, request.request_id, first, whole, "an instance is idle")
+        choice = self._search([(first, second), (second, first)], prompt, output)
+        kept = min((first, second), key=lambda work: self._end_whole(work, (first, second), whole))
+        kept_s = self._end_whole(kept, (first, second), whole)
+        if kept_s - choice.split.later_s <= settings.hand_over_s + settings.tolerance * kept_s:
+            return self._keep(now_s, request.request_id, kept, whole, "no gain from a split")
+        return self._share(now_s, request.request_id, choice, whole)
+
+    def finished(self, now_s: float, request_id: RequestId) -> None:
+        self._expected.pop(request_id, None)
+        for work in self._work.values():
+            work.forget(request_id)
+
+    def completed(self, now_s: float, request_id: RequestId) -> None:
+        """D4 · how well the end was foreseen."""
+        placed = self._expected.pop(request_id, None)
+        if placed is None:
+            return
+        since_s, predicted_s = placed
+        real_s = max(now_s - since_s, 1e-6)
+        self._judged += 1
+        share = max(0.02, 1.0 / self._judged)
+        self._error += share * (abs(predicted_s - real_s) / real_s - self._error)
+        self._bias += share * (predicted_s / real_s - self._bias)
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "splits_total": float(self._splits),
+            "whole_total": float(self._whole),
+            "split_probes_total": float(self._probes),
+            "finish_error": self._error,
+            "finish_bias": self._bias,
+            "finish_judged_total": float(self._judged),
+        }
+
+    # -- instances ---------------------------------------------------------------------------------------------
+
+    def _by_load(self, now_s: float, views: list[InstanceView], slo_s: float, context: int) -> list[InstanceWork]:
+        """Least work first; whose decodes would break the bound with this one come last (D5: placement reacts)."""
+        settings = self._settings
+        works = []
+        for view in views:
+            work = self._work.get(view.instance)
+            if work is None:
+                work = self._work[view.instance] = InstanceWork(
+                    view.instance, pass_s=settings.tbt_slo_s * (1.0 - settings.headroom),
+                    least_prefill=settings.least_prefill,
+                )  # fmt: skip
+            work.refresh(now_s, view, _COLD)
+            works.append(work)
+        over_s = slo_s * (1.0 - settings.headroom)
+        return sorted(works, key=lambda w: (w.decode_pass_s(1, context) > over_s, w.load_s(), w.instance))
+
+    def _idle(self, work: InstanceWork, slo_s: float, context: int) -> bool:
+        """Hardly a prompt waits there, and its decodes leave half the bound free."""
+        return work.prefill_backlog_s <= 0.5 * slo_s and work.decode_pass_s(1, context) <= 0.5 * slo_s
+
+    def _end_whole(self, work: InstanceWork, pair: tuple[InstanceWork, InstanceWork], whole: Piece) -> float:
+        """When both instances are done if this one takes the whole request."""
+        return max(other.timeline.end_with(whole) if other is work else other.timeline.end_s for other in pair)
+
+    # -- one request -------------------------------------------------------------------------------------------
+
+    def _search(self, pairs: list[tuple[InstanceWork, InstanceWork]], prompt: int, output: int) -> _Choice:
+        """Alg. 1 for each order of the pair."""
+        settings = self._settings
+        choices = []
+        for first, second in pairs:
+            probe = _Probe(first.timeline, second.timeline, prompt, output)
+            split = search_split(
+                prompt, output, probe.first_end, probe.second_end, probes=settings.probes, tolerance=settings.tolerance
+            )
+            self._probes += split.probes
+            choices.append(_Choice(first, second, split))
+        return min(choices, key=lambda choice: choice.split.later_s)
+
+    def _keep(self, now_s: float, request_id: RequestId, work: InstanceWork, whole: Piece, reason: str) -> Placed:
+        predicted_s = work.timeline.finish_of(whole)
+        work.assign(now_s, request_id, whole)
+        self._whole += 1
+        self._expected[request_id] = (now_s, predicted_s)
+        return Placed((Segment(0, None, work.instance),), f"whole: {reason}", predicted_s)
+
+    def _share(self, now_s: float, request_id: RequestId, choice: _Choice, whole: Piece) -> Placed:
+        settings, position = self._settings, choice.split.position
+        total = whole.prefill + whole.decode
+        if min(position, total - position) < settings.least_segment:
+            larger = choice.first if 2 * position > total else choice.second
+            if larger.unified:
+                return self._keep(now_s, request_id, larger, whole, "a segment would be too short")
+        first, second = _parts(whole.prefill, whole.decode, position)
+        handed_s = choice.first.timeline.finish_of(first) + settings.hand_over_s
+        predicted_s = choice.second.timeline.finish_of(second, handed_s)
+        choice.first.assign(now_s, request_id, first)
+        choice.second.assign(now_s, request_id, second)
+        self._splits += 1
+        self._expected[request_id] = (now_s, predicted_s)
+        where = "in the prompt" if position < whole.prefill else "at its end"
+        where = "in the output" if position > whole.prefill else where
+        segments = (Segment(0, position, choice.first.instance), Segment(position, None, choice.second.instance))
+        return Placed(segments, f"split {where}", predicted_s)
+
+
+def _parts(prompt: int, output: int, position: int) -> tuple[Piece, Piece]:
+    """D1 · the work of [0, s) and of [s, P + O^). Position p yields the token at p + 1, so the first segment draws
+    s − P + 1 tokens if it reaches the prompt's end."""
+    if position < prompt:
+        return Piece(position, 0, 0), Piece(prompt - position, position, output)
+    drawn = position - prompt
+    return Piece(prompt, 0, drawn), Piece(0, position, output - drawn)

@@ -1,0 +1,66 @@
+"""What an iteration costs, from six constants in closed form; and the other way round: how much prefill fits a time.
+
+Asked by the worker's scheduler (through the profile table) and by the manager's execution predictor, which gets the
+constants with every report. Pure arithmetic; learns nothing (`profile_table` does).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cohort.common.types import StepTimes
+
+CORNER = 4.0
+"""Sharpness of the corner between reading the weights and computing, as in `cost_model`."""
+
+
+class BatchShape(NamedTuple):
+    """An iteration in the numbers of Alg. 2: prefill tokens (plen), decode rows (dnum) and the KV positions they read
+    together (ctx · dnum), and the query-key pairs of the prefill part, which long prompts make dear.
+
+    Differs from the paper: it has no pairs; there a chunk costs the same wherever in its prompt it lies.
+    """
+
+    prefill_tokens: int
+    prefill_rows: int
+    prefill_pairs: int
+    decodes: int
+    decode_context: int
+
+    @property
+    def mean_context(self) -> float:
+        """Positions a row attends to: of the decodes, or of the prefill tokens where nobody decodes."""
+        if self.decodes:
+            return self.decode_context / self.decodes
+        return self.prefill_pairs / self.prefill_tokens if self.prefill_tokens else 0.0
+
+    def with_prefill(self, start: int, count: int) -> BatchShape:
+        """And `count` more tokens of one prompt from position `start` on."""
+        pairs = count * start + count * (count + 1) // 2
+        return BatchShape(
+            self.prefill_tokens + count, self.prefill_rows + 1, self.prefill_pairs + pairs, self.decodes,
+            self.decode_context,
+        )  # fmt: skip
+
+
+def step_seconds(times: StepTimes, shape: BatchShape) -> float:
+    """Seconds of an iteration; 0 for an empty one."""
+    rows = shape.prefill_rows + shape.decodes
+    if not rows:
+        return 0.0
+    return (
+        times.step_s + times.row_s * rows + linear_seconds(times, shape.prefill_tokens + shape.decodes)
+        + times.pair_s * shape.prefill_pairs + times.position_s * shape.decode_context
+    )  # fmt: skip
+
+
+def linear_seconds(times: StepTimes, tokens: float) -> float:
+    """The matrix products: bound by the weights' way from memory, or by the tokens."""
+    return float(((times.token_s * tokens) ** CORNER + times.floor_s**CORNER) ** (1.0 / CORNER))
+
+
+def tokens_within(times: StepTimes, seconds: float) -> float:
+    """The most tokens whose matrix products take no longer; 0 if not even the weights can be read in that time."""
+    if seconds <= times.floor_s or times.token_s <= 0.0:
+        return 0.0
+    return float((seconds**CORNER - times.floor_s**CORNER) ** (1.0 / CORNER)) / times.token_s

@@ -1,0 +1,201 @@
+"""An instance's future: when everything that is assigned to it will be done, in virtual passes (D4).
+
+Asked by the placement, once per instance and state for the whole timeline, then once per probe for what one more
+micro-request would add. Works in pass space: in a pass every decode advances one token and the prompts share a budget,
+first come first served, so a request's passes follow from counting alone; seconds come last, from the lengths of the
+passes in between. Pure arithmetic on arrays.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cohort.common.policies.dynaserve.step_cost import CORNER, BatchShape, linear_seconds, step_seconds, tokens_within
+from cohort.common.types import StepTimes
+
+_Array = npt.NDArray[np.float64]
+
+
+class Piece(NamedTuple):
+    """Work of one micro-request: tokens to prefill from position `context` on, then output tokens to decode."""
+
+    prefill: int
+    context: int
+    decode: int
+
+    @property
+    def pairs(self) -> float:
+        return self.prefill * (self.context + 0.5 * (self.prefill + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class PassLimits:
+    """`pass_s`: what the instance's scheduler aims an iteration at (D5); `max_tokens`, `max_rows`: what it may hold;
+    `least_prefill`: what it computes of waiting prompts in any case."""
+
+    pass_s: float
+    max_tokens: int
+    max_rows: int
+    least_prefill: int
+
+
+class Timeline:
+    """D4 · DynaServe §4.1: virtual passes with a token budget and a request limit.
+
+    `pieces` in the order of the instance's queue. `end_s`: seconds from now until all is done.
+
+    Differs from the paper: passes between two events (a prompt is done, an answer ends) are alike and computed at once,
+    as arrays; the budget of a pass follows from the instance's own learned times and its bound instead of a batching
+    history; and when rows run out, late requests start as early ones end, in order. A probe adds its piece's passes to
+    the finished timeline instead of simulating anew.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], times: StepTimes, limits: PassLimits) -> None:
+        self._times, self._limits = times, limits
+        data = np.array(pieces, dtype=np.float64).reshape(-1, 3)
+        prefill, context, decode = data[:, 0], data[:, 1], data[:, 2]
+        decoding = prefill == 0
+        # Rows and context beside the prompts, on average while these are computed: who decodes now, and half of those
+        # whose prompts come first.
+        beside = float(decoding.sum()) + 0.5 * float((~decoding).sum() - 1 if len(data) else 0)
+        positions = float(context[decoding].sum()) + 0.5 * float((context + prefill)[~decoding].sum())
+        total = float(prefill.sum())
+        pairs = float((prefill * (context + 0.5 * (prefill + 1.0))).sum())
+        self._pairs_per_token = pairs / total if total else 0.0
+        self._budget = self._prefill_budget(max(0.0, beside), positions, self._pairs_per_token)
+        starts = np.where(decoding, 0.0, np.cumsum(prefill) / self._budget)
+        self.prefill_passes = total / self._budget
+        ends = starts + decode
+        rows = len(data)
+        if rows > limits.max_rows:
+            # Who has no row starts when, in order of time, somebody ends.
+            order = np.argsort(starts, kind="stable")
+            late = order[limits.max_rows :]
+            starts[late] = np.maximum(starts[late], np.sort(ends[order])[: len(late)])
+            ends = starts + decode
+        self._edges, self._elapsed = self._walk(starts, ends, context + prefill)
+        self._ends = ends
+
+    @property
+    def end_s(self) -> float:
+        return self._elapsed[-1]
+
+    def finish_times(self) -> _Array:
+        """Seconds from now at which each piece is done, in the order given."""
+        return np.interp(self._ends, self._edges, self._elapsed)
+
+    def end_with(self, piece: Piece) -> float:
+        """`end_s` if this piece were queued behind everything: a probe of Alg. 1, in a few microseconds."""
+        if piece.prefill == 0 and piece.decode == 0:
+            return self.end_s
+        return self.end_s + self._added(piece, self.prefill_passes if piece.prefill else 0.0)[0]
+
+    def finish_of(self, piece: Piece, earliest_s: float = 0.0) -> float:
+        """Seconds from now at which the piece itself would be done, if it may not start before `earliest_s`."""
+        first_pass = self.prefill_passes if piece.prefill else 0.0
+        if earliest_s > 0.0:
+            first_pass = max(first_pass, self._pass_at(earliest_s))
+        added_s, end_pass = self._added(piece, first_pass)
+        # Passes that only this piece has are in `_added`, and `_time_at` goes on beyond the last edge as well.
+        alone = max(0.0, end_pass - max(self._edges[-1], first_pass))
+        return max(self._time_at(end_pass) + added_s - alone * self._tail_s, earliest_s)
+
+    # -- passes ------------------------------------------------------------------------------------------------
+
+    def _walk(self, starts: _Array, ends: _Array, context: _Array) -> tuple[list[float], list[float]]:
+        """Edges in passes and the seconds elapsed at each."""
+        at = np.concatenate((starts, ends, [0.0, self.prefill_passes]))
+        count = len(starts)
+        order = np.argsort(at, kind="stable")
+        edges = at[order]
+        joining = np.zeros(len(at))
+        joining[:count], joining[count : 2 * count] = 1.0, -1.0
+        base = np.zeros(len(at))  # a row that started at pass f reads context + (k − f) positions in pass k
+        base[:count] = context - starts
+        base[count : 2 * count] = -base[:count]
+        rows = np.cumsum(joining[order])[:-1]
+        offset = np.cumsum(base[order])[:-1]
+        length = np.diff(edges)
+        middle = edges[:-1] + 0.5 * length
+        self._rows, self._offset = rows, offset
+        prefilling = (middle < self.prefill_passes) & (length > 0)
+        seconds = self._pass_seconds(rows, offset + rows * middle, prefilling)
+        elapsed = np.concatenate(([0.0], np.cumsum(seconds * length)))
+        return edges.tolist(), elapsed.tolist()
+
+    def _pass_seconds(self, rows: _Array, context: _Array, prefilling: npt.NDArray[np.bool_]) -> _Array:
+        times = self._times
+        prefill = np.where(prefilling, self._budget, 0.0)
+        all_rows = rows + prefilling
+        linear = ((times.token_s * (rows + prefill)) ** CORNER + times.floor_s**CORNER) ** (1.0 / CORNER)
+        seconds = (
+            times.step_s + times.row_s * all_rows + linear + times.pair_s * self._pairs_per_token * prefill
+            + times.position_s * context
+        )  # fmt: skip
+        return np.where(all_rows > 0.5, seconds, 0.0)
+
+    def _prefill_budget(self, rows: float, context: float, pairs_per_token: float) -> float:
+        """Prompt tokens of a pass that stays within `pass_s`."""
+        times, limits = self._times, self._limits
+        left_s = limits.pass_s - times.step_s - times.row_s * (rows + 1) - times.position_s * context
+        tokens = tokens_within(times, left_s) - rows
+        if pairs_per_token and tokens > 0:
+            # Attention of the chunk takes its share; once more with what is then left.
+            for _ in range(2):
+                tokens = tokens_within(times, left_s - times.pair_s * pairs_per_token * max(tokens, 0.0)) - rows
+                tokens = max(tokens, 1.0)
+        least = float(min(limits.least_prefill, limits.max_tokens))
+        return min(max(tokens, least), max(1.0, limits.max_tokens - rows))
+
+    # -- one more piece ----------------------------------------------------------------------------------------
+
+    def _added(self, piece: Piece, start: float) -> tuple[float, float]:
+        """Seconds that the piece adds to the timeline if it begins in pass `start`, and the pass in which it ends."""
+        times = self._times
+        last = self._edges[-1]
+        added_s = 0.0
+        if piece.prefill:
+            passes = piece.prefill / self._budget
+            rows = self._rows_at(start)
+            inside = max(0.0, min(start + passes, last) - start)
+            chunk = BatchShape(round(self._budget), 1, round(self._budget * piece.pairs / piece.prefill), 0, 0)
+            if inside:
+                # Beside the decodes that run anyway: the chunk's own tokens, not another reading of the weights.
+                mixed = linear_seconds(times, rows + self._budget) - linear_seconds(times, rows)
+                added_s += inside * (mixed + times.row_s + times.pair_s * chunk.prefill_pairs)
+            if passes > inside:
+                added_s += (passes - inside) * step_seconds(times, chunk)
+            start += passes
+        end = start + piece.decode
+        if piece.decode:
+            context = piece.context + piece.prefill
+            added_s += piece.decode * times.row_s
+            added_s += times.position_s * piece.decode * (context + 0.5 * piece.decode)
+            beyond = max(0.0, end - max(last, start))
+            added_s += beyond * (times.step_s + linear_seconds(times, 1))
+        return added_s, end
+
+    @property
+    def _tail_s(self) -> float:
+        return self._times.step_s + linear_seconds(self._times, 1)
+
+    def _rows_at(self, at: float) -> float:
+        index = bisect_right(self._edges, at) - 1
+        return float(self._rows[index]) if index < len(self._rows) else 0.0
+
+    def _time_at(self, at: float) -> float:
+        last = self._edges[-1]
+        if at >= last:
+            return self._elapsed[-1] + (at - last) * self._tail_s
+        return float(np.interp(at, self._edges, self._elapsed))
+
+    def _pass_at(self, seconds: float) -> float:
+        if seconds >= self._elapsed[-1]:
+            return self._edges[-1] + (seconds - self._elapsed[-1]) / self._tail_s
+        return float(np.interp(seconds, self._elapsed, self._edges))

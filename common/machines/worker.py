@@ -52,6 +52,7 @@ from cohort.common.policies.interface import (
     IterationPlan,
     IterationScheduler,
     KvAllocator,
+    LearnsStepTimes,
     Phase,
     Row,
     Sequence,

@@ -26,6 +26,7 @@ from cohort.common.engine.batch import StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.batch_builder import build_batch
 from cohort.common.engine.kv_copies import KvCopier
 from cohort.common.engine.kv_tensors import KvTensors
+from cohort.common.engine.learned_state import LearnedState
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner, resolve_device, resolve_dtype
 from cohort.common.engine.prompt_states import prompt_states
@@ -47,7 +48,13 @@ from cohort.common.messages import (
     WorkerReport,
 )
 from cohort.common.metrics import EngineMetrics, TransferMetrics
-from cohort.common.policies.interface import IterationPlan, IterationScheduler, KvAllocator, Sequence
+from cohort.common.policies.interface import (
+    IterationPlan,
+    IterationScheduler,
+    KvAllocator,
+    LearnsStepTimes,
+    Sequence,
+)
 from cohort.common.service import MANAGER, PREDICTOR, ServiceContext, bind_address
 from cohort.common.transport.kv_link import KvLink
 from cohort.common.transport.links import open_links
@@ -109,6 +116,8 @@ class WorkerLoop:
             chunked_transfer=config.transfer.chunked,
         )
         scheduler, seed = policies.iteration(config), random.SystemRandom().getrandbits(53)
+        # A recording starts from nothing learned: its replay knows no files.
+        self._learned = None if config.engine.record_dir else self._learned_state(scheduler)
         self.machine: WorkerMachine
         if config.engine.record_dir:
             self.machine = RecordedWorkerMachine(
@@ -127,6 +136,20 @@ class WorkerLoop:
         self._report_sequence = 0
         self._seen = _Seen()
         self._draining = False
+
+    def _learned_state(self, scheduler: IterationScheduler) -> LearnedState | None:
+        """Read what this scheduler learned before, if it learns."""
+        if not isinstance(scheduler, LearnsStepTimes):
+            return None
+        context, config, runner = self._context, self._config, self._runner
+        threads = config.worker_threads(context.instance, len(_cores()))
+        learned = LearnedState(
+            scheduler, Path(config.engine.state_dir) if config.engine.state_dir else paths.cache_dir() / "learned",
+            f"{context.model_name}-{runner.device}-{runner.dtype}-{threads}-{context.instance}",
+            config.dynaserve.profile,
+        )  # fmt: skip
+        self._log.info("step times", start=learned.load())
+        return learned
 
     async def run(self) -> None:
         """Until asked to stop, then drain. All tasks end with this coroutine."""
@@ -150,6 +173,8 @@ class WorkerLoop:
         finally:
             await self._agent.close()
             self._copier.close()
+            if self._learned is not None:
+                self._learned.save()
 
     # -- messages ----------------------------------------------------------------------------------------------
 
@@ -320,6 +345,8 @@ class WorkerLoop:
                 ),
             )
             self._export(figures)
+            if self._learned is not None:
+                self._learned.save_if_due(self._clock.now_s())
             await asyncio.sleep(self._config.engine.report_interval_s)
 
     def _register(self) -> None:

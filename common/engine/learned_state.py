@@ -1,0 +1,59 @@
+"""What a worker's scheduler has learned of its machine, kept on disk over a restart.
+
+Hosted by `worker_loop`: loaded once before serving, saved now and then and at the end. The scheduler itself stays pure
+(`LearnsStepTimes`). One file per instance, model, device, precision and thread count: times hold for nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from cohort.common.errors import ConfigError
+from cohort.common.policies.interface import LearnsStepTimes
+
+SAVE_EVERY_S = 30.0
+
+
+class LearnedState:
+    """Of one scheduler. `profile`: file of `cohort profile` to start from while there is no state; "" = none."""
+
+    def __init__(self, scheduler: LearnsStepTimes, folder: Path, name: str, profile: str) -> None:
+        self._scheduler = scheduler
+        self._path = folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}.json"
+        self._profile = profile
+        self._saved_s = 0.0
+
+    def load(self) -> str:
+        """What it started from: "kept", "profile" or "nothing". A kept file that cannot be read is passed over: it
+        is rewritten anyway. Raises `ConfigError` for a profile that was asked for and is none."""
+        try:
+            self._scheduler.import_state(self._path.read_bytes())
+            return "kept"
+        except (OSError, ValueError):
+            pass
+        if not self._profile:
+            return "nothing"
+        try:
+            self._scheduler.import_state(Path(self._profile).read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"dynaserve.profile: {self._profile}: {error}") from error
+        return "profile"
+
+    def save_if_due(self, now_s: float) -> None:
+        if now_s - self._saved_s >= SAVE_EVERY_S:
+            self._saved_s = now_s
+            self.save()
+
+    def save(self) -> None:
+        """Whole or not at all. A full disk must not end a worker: the state is a convenience."""
+        if self._scheduler.step_times() is None:
+            return
+        fresh = self._path.with_suffix(f".{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            fresh.write_bytes(self._scheduler.export_state())
+            fresh.replace(self._path)
+        except OSError:
+            fresh.unlink(missing_ok=True)

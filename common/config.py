@@ -191,6 +191,28 @@ class BaselinesConfig(_Section, frozen=True):
     padded: bool = False  # predicted_batches: prompts of an iteration are computed as long as the longest
 
 
+class EcoServeConfig(_Section, frozen=True):
+    """Groups of `policies.iteration: time_synced`, best with `policies.allocation: nested` (docs/papers.md, E1-E11)."""
+
+    target_forward_tokens: NotNegative = 0  # tokens that fill the device, as `cohort profile` finds; 0 = a full step
+    reserve: Fraction = 0.03  # share of the cache that answers leave to prompts and to whoever outlives its prediction
+    waiting_share: Fraction = 0.1  # share of the cache that answers may hold which wait to run, before prompts wait
+    padding: NotNegativeReal = 0.15  # share added to predicted lengths, at the start
+    tune_padding: bool = True  # padding follows what answers turn out to need
+    under_cost: NotNegativeReal = 3.0  # cost of a token that was needed and not allocated, to one allocated in vain
+    group_tokens: Positive = 8  # predicted lengths are rounded up to this; equal ones form a group
+    buffer: NotNegativeReal = 0.15  # a borrower must be done by its predicted length and this share more
+    slo_scale: NotNegativeReal = 2.0  # deadline of who has no promise: this times the measured time of its tokens
+    deadline_ranges_s: tuple[Seconds, ...] = (0.5, 2.0)  # bounds of the ranges of time left that waiting is ordered by
+    overdue_range_s: Seconds = 2.0  # width of the ranges of deadlines that have passed
+    occupied_range_tokens: Positive = 128  # width of the ranges of KV held while waiting
+    patience_s: NotNegativeReal = 30.0  # nobody overtakes who is overdue by more
+    decoupled: bool = True  # prompts and answers are admitted apart; false = a prompt takes its answer's KV with it
+    synced: bool = True  # the batch of answers is formed when a group ends; false = in every iteration
+    ordered: bool = True  # by deadline, KV held and length; false = first come, first served
+    pipelined: bool = True  # KV that is allocated and unused is lent
+
+
 class WorkerGroup(_Section, frozen=True):
     role: Role
     count: Positive = 1
@@ -235,6 +257,7 @@ class Config(_Section, frozen=True):
     bucketserve: BucketServeConfig = BucketServeConfig()
     dynaserve: DynaServeConfig = DynaServeConfig()
     baselines: BaselinesConfig = BaselinesConfig()
+    ecoserve: EcoServeConfig = EcoServeConfig()
     gateway: GatewayConfig = GatewayConfig()
     batch: BatchConfig = BatchConfig()
     predictor: PredictorConfig = PredictorConfig()

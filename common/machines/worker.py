@@ -53,10 +53,12 @@ from cohort.common.policies.interface import (
     IterationScheduler,
     KvAllocator,
     LearnsStepTimes,
+    LimitsForesight,
     Phase,
     Row,
     Sequence,
     SequenceKey,
+    TakesRevisions,
     sequence_key,
 )
 from cohort.common.types import FinishReason, InstanceId, QueuedWork, WorkerCapacity, WorkerFigures
@@ -230,6 +232,8 @@ class WorkerMachine:
                 for sequence in self._sequences.values():
                     if sequence.request_id == request_id:
                         sequence.predicted = prediction.mean
+                        if isinstance(self.scheduler, TakesRevisions):
+                            self.scheduler.revised(now_s, sequence)
             case KvOffer():
                 self._offers.append(
                     QueuedOffer(
@@ -421,12 +425,14 @@ class WorkerMachine:
             raise InvariantViolated("no plan is in flight")
         size = self.kv.geometry.block_size
         available = self.kv.free_blocks + self.kv.cached_blocks
-        starts = [row.start for row in plan.rows]
+        if isinstance(self._foreseeing, LimitsForesight):
+            wanted = min(wanted, self._foreseeing.repetitions())
+        tables = [(row.start, len(self.kv.blocks(row.sequence.key))) for row in plan.rows]
         low, high = 0, wanted
         while low < high:
             middle = (low + high + 1) // 2
-            # Position p opens a block when p is a multiple of the block size.
-            if sum((start + middle) // size - start // size for start in starts) <= available:
+            # Blocks beyond those that were allocated ahead.
+            if sum(max(0, (start + middle) // size + 1 - held) for start, held in tables) <= available:
                 low = middle
             else:
                 high = middle - 1

@@ -34,6 +34,10 @@ from cohort.common.policies.bucketserve.prefill_order import BucketedPrefill, Bu
 from cohort.common.policies.dynaserve.pressure_gate import PressureGate
 from cohort.common.policies.dynaserve.slo_batching import SloBatching
 from cohort.common.policies.dynaserve.split_placement import SplitPlacement, SplitSettings
+from cohort.common.policies.ecoserve.nested_allocation import NestedAllocator
+from cohort.common.policies.ecoserve.padding_ratio import PaddingRatio
+from cohort.common.policies.ecoserve.task_order import Ranges
+from cohort.common.policies.ecoserve.time_synced import EcoServeSettings, TimeSynced
 from cohort.common.policies.interface import (
     Admission,
     IterationScheduler,
@@ -50,8 +54,8 @@ PREFILL_ORDERS = ("fcfs", "buckets", "pressure_gate")
 BASELINE_ITERATIONS = (
     "chunked_prefill", "vllm", "orca", "srtf", "mlfq", "multires", "round_robin", "predicted_batches",
 )  # fmt: skip
-ITERATIONS = ("continuous_batching", "padded_prefill", "slo_batching", *BASELINE_ITERATIONS)
-ALLOCATIONS = ("paged", "max", "predicted")
+ITERATIONS = ("continuous_batching", "padded_prefill", "slo_batching", "time_synced", *BASELINE_ITERATIONS)
+ALLOCATIONS = ("paged", "max", "predicted", "nested")
 WAITING_KV = ("none",)
 
 
@@ -124,6 +128,8 @@ def iteration(config: Config) -> IterationScheduler:
     _known("iteration", config.policies.iteration, ITERATIONS)
     if config.policies.iteration in BASELINE_ITERATIONS:
         return _baseline_iteration(config)
+    if config.policies.iteration == "time_synced":
+        return _time_synced(config)
     if config.policies.iteration == "slo_batching":
         return _slo_batching(config)
     batching = PaddedPrefill if config.policies.iteration == "padded_prefill" else ContinuousBatching
@@ -142,6 +148,21 @@ def _slo_batching(config: Config) -> SloBatching:
         limits, tbt_slo_s=options.tbt_slo_s, headroom=options.headroom, least_prefill=options.least_prefill,
         cold_chunk=engine.prefill_chunk,
     )  # fmt: skip
+
+
+def _time_synced(config: Config) -> TimeSynced:
+    engine, options = config.engine, config.ecoserve
+    settings = EcoServeSettings(
+        max_rows=engine.max_rows,
+        target_tokens=min(options.target_forward_tokens or engine.max_step_tokens, engine.max_step_tokens),
+        preemption=engine.preemption, reserve=options.reserve, waiting_share=options.waiting_share,
+        group_tokens=options.group_tokens, buffer=options.buffer, slo_scale=options.slo_scale,
+        patience_s=options.patience_s, synced=options.synced, ordered=options.ordered, pipelined=options.pipelined,
+        decoupled=options.decoupled,
+        ranges=Ranges(options.deadline_ranges_s, options.overdue_range_s, options.occupied_range_tokens),
+    )  # fmt: skip
+    padding = PaddingRatio(options.padding, tuned=options.tune_padding, under_cost=options.under_cost)
+    return TimeSynced(settings, padding)
 
 
 def _baseline_iteration(config: Config) -> IterationScheduler:
@@ -195,6 +216,8 @@ def allocation(config: Config, geometry: KvGeometry, num_blocks: int, host_block
     _known("allocation", config.policies.allocation, ALLOCATIONS)
     if config.policies.allocation == "paged":
         return PagedAllocator(geometry, num_blocks, host_blocks, prefix_caching=config.kv.prefix_caching)
+    if config.policies.allocation == "nested":
+        return NestedAllocator(geometry, num_blocks, host_blocks, prefix_caching=config.kv.prefix_caching)
     return ReservedAllocator(
         geometry, num_blocks, host_blocks, reservation=_reservation(config), prefix_caching=config.kv.prefix_caching
     )

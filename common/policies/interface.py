@@ -500,6 +500,22 @@ class ForeseesDecisions(Protocol):
 
 
 @runtime_checkable
+class LimitsForesight(ForeseesDecisions, Protocol):
+    """Foresight with an end of its own."""
+
+    def repetitions(self) -> int:
+        """How many iterations after the one in flight `repeats` speaks for."""
+
+
+@runtime_checkable
+class TakesRevisions(Protocol):
+    """What a scheduler may add to its seat: to hear of predictions that change while a sequence is here (E4)."""
+
+    def revised(self, now_s: float, sequence: Sequence) -> None:
+        """`sequence.predicted` has changed."""
+
+
+@runtime_checkable
 class GrowsByBlock(Protocol):
     """What an allocator may add to its seat, for the same purpose: `extend` changes nothing but at the first position
     of a block, `committed` nothing but when one is full, and `extend` succeeds while blocks are free or cached."""

@@ -85,7 +85,7 @@ class PagedAllocator:
             return
         size = self.geometry.block_size
         known = len(holding.hashes)
-        full = sequence.computed // size
+        full = self.keepable(sequence, sequence.computed // size)
         if full <= known:
             return
         parent = holding.hashes[-1] if holding.hashes else b""
@@ -93,6 +93,10 @@ class PagedAllocator:
         for offset, digest in enumerate(fresh):
             self._pool.remember(holding.blocks[known + offset], digest)
         holding.hashes.extend(fresh)
+
+    def keepable(self, sequence: Sequence, full: int) -> int:
+        """Of its first `full` blocks, how many may enter the prefix cache: all, as long as nobody else writes there."""
+        return full
 
     # -- giving back -------------------------------------------------------------------------------------------
 

@@ -1,0 +1,101 @@
+"""E3 · The answers that run in step: who joined when, whose group ends when. The clock counts iterations.
+
+    join ──▶ one token an iteration, everybody ──▶ the clock reaches the group's end ──▶ ended
+                         └── done or stopped before: leave
+
+Owned by `TimeSynced`. Between two ends nothing about it changes, so nothing has to be decided.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cohort.common.policies.interface import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    sequence: Sequence
+    joined_clock: int
+    joined_computed: int
+    ends_clock: int
+
+
+class SyncedBatch:
+    """E3 · EcoServe §3.2.2. A group is everybody whose end is the same iteration: those of equal length who joined at
+    once, and whoever joins later with as much left."""
+
+    def __init__(self) -> None:
+        self.clock = 0
+        self.group_over = False
+        """A group has ended, or its last member left it, since this was last reset."""
+        self.groups_ended = 0
+        self._members: dict[Sequence, _Member] = {}
+        self._groups: dict[int, set[Sequence]] = {}
+        self._ends: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._members
+
+    @property
+    def sequences(self) -> Iterable[Sequence]:
+        return self._members
+
+    @property
+    def groups(self) -> int:
+        return len(self._groups)
+
+    @property
+    def next_end(self) -> int | None:
+        while self._ends and self._ends[0] not in self._groups:
+            heapq.heappop(self._ends)
+        return self._ends[0] if self._ends else None
+
+    def tick(self) -> int:
+        """Read off any member how many iterations have run since the last call; that many."""
+        before = self.clock
+        for member in self._members.values():
+            self.clock = member.joined_clock + member.sequence.computed - member.joined_computed
+            break
+        return self.clock - before
+
+    def left(self, sequence: Sequence) -> int:
+        """Iterations until its group ends."""
+        return self._members[sequence].ends_clock - self.clock
+
+    def join(self, sequence: Sequence, length: int) -> None:
+        """It runs in every iteration from now on, for `length` of them."""
+        end = self.clock + length
+        self._members[sequence] = _Member(sequence, self.clock, sequence.computed, end)
+        if end not in self._groups:
+            self._groups[end] = set()
+            heapq.heappush(self._ends, end)
+        self._groups[end].add(sequence)
+
+    def leave(self, sequence: Sequence) -> bool:
+        """False if it is no member."""
+        member = self._members.pop(sequence, None)
+        if member is None:
+            return False
+        group = self._groups[member.ends_clock]
+        group.remove(sequence)
+        if not group:
+            del self._groups[member.ends_clock]
+            self.group_over = True
+            self.groups_ended += 1
+        return True
+
+    def ended(self) -> list[Sequence]:
+        """Members whose group's end has come, in the order in which they joined; they have left."""
+        over: set[Sequence] = set()
+        while (end := self.next_end) is not None and end <= self.clock:
+            over |= self._groups[end]
+            heapq.heappop(self._ends)
+            for sequence in list(self._groups[end]):
+                self.leave(sequence)
+        return sorted(over, key=lambda s: (s.arrived_s, s.key))

@@ -1,0 +1,105 @@
+"""E7, E8 · Loans of blocks: who borrows from whom, and who must give back when.
+
+Owned by `TimeSynced`. Finds borrowers for the lenders of a batch (`nesting` says who fits), and tells in time which
+borrower stands where a lender is about to write. Evicts nobody itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
+
+from cohort.common.policies.ecoserve.batch import SyncedBatch
+from cohort.common.policies.ecoserve.nesting import Candidate, closest, second_half
+from cohort.common.policies.interface import KvAllocator, Sequence
+
+
+@runtime_checkable
+class LendsBlocks(Protocol):
+    """What `nested` allocation adds to its seat; with any other, nothing is lent."""
+
+    def claim(self, sequence: Sequence, positions: int) -> bool: ...
+
+    def lend(self, lender: Sequence, borrower: Sequence, first_block: int, positions: int) -> bool: ...
+
+    def borrowers(self, lender: Sequence, index: int) -> list[Sequence]: ...
+
+
+class Loans:
+    """`buffer`: E7's b as a share of the borrower's length."""
+
+    def __init__(self, buffer: float) -> None:
+        self._buffer = buffer
+        self._due: list[tuple[int, int, Sequence, int]] = []
+        self._count = itertools.count()
+
+    def arrange(
+        self, batch: SyncedBatch, candidates: list[Candidate], kv: KvAllocator, lender_kv: LendsBlocks, places: int
+    ) -> list[Candidate]:
+        """E7 · Borrowers for the second halves of everybody in the batch, recursively, at most `places` of them; they
+        have their blocks now and join the batch, and may lend in turn. `candidates` loses them."""
+        candidates.sort()
+        size = kv.geometry.block_size
+        found: list[Candidate] = []
+        lenders = deque(sorted(batch.sequences, key=lambda s: (-batch.left(s), s.key)))
+        while lenders and candidates and len(found) < places:
+            lender = lenders.popleft()
+            end = self._unlent_end(lender, lender.computed + batch.left(lender), kv, lender_kv)
+            while candidates and len(found) < places:
+                place = second_half(lender.computed, end, size)
+                index = closest(candidates, place, self._buffer) if place is not None else None
+                if place is None or index is None:
+                    break
+                chosen = candidates[index]
+                borrower = chosen.sequence
+                if not lender_kv.lend(lender, borrower, place.first_block, borrower.computed + chosen.length):
+                    break
+                candidates.pop(index)
+                found.append(chosen)
+                batch.join(borrower, chosen.length)
+                lenders.append(borrower)
+                self._note(batch, lender, place.first_block, size)
+                end = place.first_block * size
+        return found
+
+    def resume(self, batch: SyncedBatch, lender: Sequence, kv: KvAllocator, lender_kv: LendsBlocks) -> None:
+        """A sequence (re)joined: if it has lent blocks, remember when it needs the first of them."""
+        size = kv.geometry.block_size
+        for index in range(-(-lender.computed // size), len(kv.blocks(lender.key))):
+            if lender_kv.borrowers(lender, index):
+                self._note(batch, lender, index, size)
+                return
+
+    def due(self, batch: SyncedBatch, kv: KvAllocator, lender_kv: LendsBlocks) -> Iterable[tuple[Sequence, int]]:
+        """E8 · Running lenders that write now into a block they have lent, with the block's index in their table. The
+        caller sees to it that nobody is left in the block before it asks for the next."""
+        size = kv.geometry.block_size
+        while self._due and self._due[0][0] <= batch.clock:
+            _, _, lender, index = heapq.heappop(self._due)
+            if lender not in batch:
+                continue  # `resume` comes back to it
+            if index * size > lender.computed:
+                self._note(batch, lender, index, size)
+            elif lender_kv.borrowers(lender, index):
+                yield lender, index
+            if index * size <= lender.computed:
+                self.resume(batch, lender, kv, lender_kv)  # its next one
+
+    @property
+    def next_due(self) -> int | None:
+        return self._due[0][0] if self._due else None
+
+    def _note(self, batch: SyncedBatch, lender: Sequence, index: int, size: int) -> None:
+        due = batch.clock + index * size - lender.computed
+        heapq.heappush(self._due, (due, next(self._count), lender, index))
+
+    def _unlent_end(self, lender: Sequence, end: int, kv: KvAllocator, lender_kv: LendsBlocks) -> int:
+        """Positions of [computed, end) up to the first block that is lent already."""
+        size = kv.geometry.block_size
+        for index in range(-(-lender.computed // size), min(-(-end // size), len(kv.blocks(lender.key)))):
+            if lender_kv.borrowers(lender, index):
+                return index * size
+        return end

@@ -1,0 +1,155 @@
+"""E7 · Blocks with a stack of claims: who has them allocated but unused lends them, and gets them back.
+
+The `KvAllocator` of the preset `ecoserve`: the paged allocator, with which a prompt gets exactly its blocks and an
+answer exactly those of its predicted length (E2: the scheduler asks for them at once), plus lending.
+
+    claims of a block, bottom to top        lender ─ borrower ─ borrower's borrower
+                                                                └── the only one that may have KV in it
+
+Called by `TimeSynced`, which decides who borrows what and until when. Other schedulers never lend, and to them this is
+the paged allocator. Never moves KV, never decides who is late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cohort.common.errors import InvariantViolated
+from cohort.common.policies.baselines.paged_allocation import PagedAllocator
+from cohort.common.policies.interface import KvCopy, Sequence, SequenceKey
+from cohort.common.types import KvGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """`index`: which block of the sequence's table this is."""
+
+    sequence: Sequence
+    index: int
+
+
+class NestedAllocator(PagedAllocator):
+    """A block that is lent counts once: its lender's claim and its borrowers' are references to the same block, and it
+    is free when the last of them is gone, in whatever order they go."""
+
+    def __init__(self, geometry: KvGeometry, num_blocks: int, host_blocks: int, *, prefix_caching: bool = True) -> None:
+        super().__init__(geometry, num_blocks, host_blocks, prefix_caching=prefix_caching)
+        self._claims: dict[int, list[_Claim]] = {}
+        """Of blocks with more than one claim, bottom to top."""
+        self._lent = 0
+
+    def claim(self, sequence: Sequence, positions: int) -> bool:
+        """Blocks for positions [0, positions), some of which may be lent at the moment; False and no change when there
+        is no room."""
+        return super().extend(sequence, positions)
+
+    def extend(self, sequence: Sequence, positions: int) -> bool:
+        """As in the interface, and False while a block of the positions to be computed is with a borrower."""
+        return super().extend(sequence, positions) and (not self._claims or self._usable(sequence, positions))
+
+    def _usable(self, sequence: Sequence, positions: int) -> bool:
+        blocks = self._held[sequence.key].blocks
+        first, end = sequence.computed // self.geometry.block_size, self.geometry.blocks_for(positions)
+        return all(not self.borrowers(sequence, index) for index in range(first, min(end, len(blocks))))
+
+    def lend(self, lender: Sequence, borrower: Sequence, first_block: int, positions: int) -> bool:
+        """E7 · `borrower` gets what it lacks for [0, positions) from the lender's table, from `first_block` on.
+
+        False and no change when it lacks nothing, the lender's table ends before, or one of these blocks is in use: the
+        lender has KV there or has lent it already.
+        """
+        table, own = self._held[lender.key].blocks, self._held[borrower.key].blocks
+        wanted = self.geometry.blocks_for(positions) - len(own)
+        last = first_block + wanted
+        if wanted < 1 or last > len(table) or lender.computed > first_block * self.geometry.block_size:
+            return False
+        if any(self.borrowers(lender, index) for index in range(first_block, last)):
+            return False
+        blocks = table[first_block:last]
+        self._pool.reuse(blocks)
+        for offset, block in enumerate(blocks):
+            stack = self._claims.setdefault(block, [_Claim(lender, first_block + offset)])
+            stack.append(_Claim(borrower, len(own) + offset))
+        own.extend(blocks)
+        self._lent += wanted
+        return True
+
+    def borrowers(self, lender: Sequence, index: int) -> list[Sequence]:
+        """Who stands above the lender in the block at `index` of its table, top first; empty = it may write there."""
+        stack = self._claims.get(self._held[lender.key].blocks[index])
+        if stack is None:
+            return []
+        above: list[Sequence] = []
+        for claim in reversed(stack):
+            if claim.sequence is lender:
+                return above
+            above.append(claim.sequence)
+        raise InvariantViolated(f"{lender.key} has no claim on a block of its own")
+
+    def keepable(self, sequence: Sequence, full: int) -> int:
+        """A borrowed block is overwritten by its lender later: no prefix for others."""
+        if not self._claims:
+            return full
+        holding = self._held[sequence.key]
+        for index in range(len(holding.hashes), full):
+            if holding.blocks[index] in self._claims:
+                return index
+        return full
+
+    def release(self, key: SequenceKey) -> None:
+        self._withdraw(key)
+        super().release(key)
+
+    def swap_out(self, sequence: Sequence) -> KvCopy | None:
+        blocks = list(self._held[sequence.key].blocks)
+        copy = super().swap_out(sequence)
+        if copy is not None:
+            self._remove_claims(sequence.key, blocks)
+        return copy
+
+    def _withdraw(self, key: SequenceKey) -> None:
+        holding = self._held.get(key)
+        if holding is not None:
+            self._remove_claims(key, holding.blocks)
+
+    def _remove_claims(self, key: SequenceKey, blocks: list[int]) -> None:
+        if not self._claims:
+            return
+        for block in blocks:
+            stack = self._claims.get(block)
+            if stack is not None:
+                stack[:] = [claim for claim in stack if claim.sequence.key != key]
+                if len(stack) == 1:
+                    del self._claims[block]
+
+    def figures(self) -> dict[str, float]:
+        return {
+            **super().figures(),
+            "lent_blocks": float(len(self._claims)),
+            "lent_blocks_total": float(self._lent),
+        }
+
+    def check(self) -> None:
+        """Also: no slot is owned by two live tokens. Only the top claim of a block may have KV in it."""
+        super().check()
+        size = self.geometry.block_size
+        for block, stack in self._claims.items():
+            if len(stack) < 2:
+                raise InvariantViolated(f"block {block} is lent to nobody")
+            for claim in stack:
+                holding = self._held.get(claim.sequence.key)
+                if holding is None or holding.blocks[claim.index : claim.index + 1] != [block]:
+                    raise InvariantViolated(f"block {block} is claimed by {claim.sequence.key}, who does not hold it")
+            for claim in stack[:-1]:
+                if claim.sequence.computed > claim.index * size:
+                    raise InvariantViolated(
+                        f"block {block} is lent by {claim.sequence.key}, who has {claim.sequence.computed} positions"
+                    )
+        owners: dict[int, int] = {}
+        for holding in self._held.values():
+            hashed = len(holding.hashes)
+            for block in holding.blocks[hashed:]:
+                owners[block] = owners.get(block, 0) + 1
+        for block, count in owners.items():
+            if count > 1 and len(self._claims.get(block, ())) < count:
+                raise InvariantViolated(f"block {block} has {count} writers, and not all of them have a claim")

@@ -1,0 +1,437 @@
+"""E10 · EcoServe's iteration: prompts fill the device, answers fill the KV cache, groups run in step (Alg. 1).
+
+    WAITING ─▶ prompt queue (E6) ─▶ prefilling ─▶ answer queue (E6) ─▶ batch: groups in step (E3) ─▶ done
+                 │ up to the target                 ▲      │ whole predicted length at once (E2),
+                 │ forward size (E1)                │      │ or inside another's second half (E7)
+                 │                                  └──────┴─ group over and not done: stop, KV stays (E5)
+                 └◀──────── evicted: late borrowers (E8), or nobody could run any more
+
+The `IterationScheduler` of the preset `ecoserve`. Between two ends of groups only prompts are chosen; `figures` counts
+how many iterations needed no formation of the batch, and how many no decision at all. A wrong prediction costs time,
+never an answer: nobody is cut off, and who outlives a prediction waits with its KV and goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cohort.common.policies.ecoserve.batch import SyncedBatch
+from cohort.common.policies.ecoserve.deadlines import Deadlines
+from cohort.common.policies.ecoserve.loans import LendsBlocks, Loans
+from cohort.common.policies.ecoserve.nesting import Candidate
+from cohort.common.policies.ecoserve.padding_ratio import PaddingRatio
+from cohort.common.policies.ecoserve.task_order import PromptQueue, Ranges, Rank, rank
+from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Row, Sequence, SequenceKey
+from cohort.common.policies.sequences import preempt, resume, start
+
+
+@dataclass(frozen=True, slots=True)
+class EcoServeSettings:
+    """`target_tokens`: E1's forward size. `reserve`: share of the cache that answers leave to prompts and to whoever
+    outlives its prediction (E2, E5). `waiting_share`: of the cache, the most that answers may hold that wait to run,
+    before prompts must wait. `group_tokens`: predicted lengths are rounded up to this (E3). `buffer`: E7. `slo_scale`:
+    E9. `patience_s`: nobody overtakes who is overdue by more. Switches: `synced` (E3), `ordered` (E6), `pipelined`
+    (E7), `decoupled` (E1; False allocates a prompt's answer with it: the paper's SyncCoupled)."""
+
+    max_rows: int
+    target_tokens: int
+    preemption: Literal["swap", "recompute"] = "swap"
+    reserve: float = 0.03
+    waiting_share: float = 0.1
+    group_tokens: int = 8
+    buffer: float = 0.15
+    slo_scale: float = 2.0
+    patience_s: float = 30.0
+    synced: bool = True
+    ordered: bool = True
+    pipelined: bool = True
+    decoupled: bool = True
+    ranges: Ranges = field(default_factory=Ranges)
+
+
+@dataclass(slots=True)
+class _Counters:
+    iterations: int = 0
+    formations: int = 0
+    quiet: int = 0
+    borrowed: int = 0
+    late: int = 0
+    stopped: int = 0
+    continued: int = 0
+    forced: int = 0
+
+
+class TimeSynced:
+    """Differs from the paper, where it leaves a hole:
+
+    - The batch is also formed when answers come up and the last formation left none waiting (an idle device would wait
+      for somebody else's group), and when answers that ended early have freed more than the reserve.
+    - Prompts stop at `waiting_share`: taking them "until the TFS is reached" fills the cache with answers that cannot
+      run.
+    - With nobody able to run, the first in order gets its place by evicting the last.
+    """
+
+    def __init__(self, settings: EcoServeSettings, padding: PaddingRatio) -> None:
+        self._settings = settings
+        self._padding = padding
+        self._deadlines = Deadlines(settings.slo_scale)
+        self._prompts = PromptQueue(settings.ranges, ordered=settings.ordered)
+        self._prefilling: dict[Sequence, int] = {}
+        """Prompts begun, with the position at which each becomes an answer."""
+        self._answers: dict[SequenceKey, Sequence] = {}
+        """Waiting to run: with KV on the device, or swapped out."""
+        self._batch = SyncedBatch()
+        self._loans = Loans(settings.buffer)
+        self._drained = True
+        self._group_over = False
+        self._freed = 0
+        self._available = 0
+        self._lending: LendsBlocks | None = None
+        self._count = _Counters()
+
+    # -- the seat ----------------------------------------------------------------------------------------------
+
+    def add(self, now_s: float, sequence: Sequence) -> None:
+        if sequence.phase is Phase.WAITING:
+            self._prompts.add(now_s, sequence, self._deadlines.of(sequence))
+        elif sequence.uncomputed > 1:
+            self._prefilling[sequence] = sequence.target
+        else:
+            self._answers[sequence.key] = sequence
+
+    def remove(self, now_s: float, sequence: Sequence) -> None:
+        known = self._prompts.remove(sequence) or self._batch.leave(sequence)
+        known = self._answers.pop(sequence.key, None) is not None or known
+        known = self._prefilling.pop(sequence, None) is not None or known
+        if known and _has_ended(sequence):
+            self._padding.observe(sequence.predicted, sequence.output_tokens)
+
+    def revised(self, now_s: float, sequence: Sequence) -> None:
+        """E4 · A prediction came late, or a better one. Waiting answers are grouped by the prediction at hand when the
+        batch is formed; who runs keeps what is allocated, but a group that it would outlive is left by E5."""
+        if self._prompts.remove(sequence):
+            self._prompts.add(now_s, sequence, self._deadlines.of(sequence))
+
+    def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
+        """E10 · EcoServe Algorithm 1."""
+        plan = IterationPlan()
+        repeated = max(0, self._batch.tick() - 1)
+        self._count.iterations += repeated
+        self._count.quiet += repeated
+        available = kv.free_blocks + kv.cached_blocks
+        self._freed += max(0, available - self._available)
+        for sequence, goal in list(self._prefilling.items()):
+            if sequence.computed >= goal:  # line 7: generated from prompts
+                del self._prefilling[sequence]
+                self._answers[sequence.key] = sequence
+        self._prompts.refresh(now_s)
+        self._lending = kv if isinstance(kv, LendsBlocks) else None
+        self._end_groups(kv)
+        self._take_back(now_s, kv, plan)
+        formed = self._formation_is_due(kv)
+        if formed:  # lines 1 to 4
+            self._form(now_s, kv, plan)
+            self._take_back(now_s, kv, plan)
+        prompts = self._choose_prompts(now_s, kv, formed)  # line 5
+        if not prompts and not len(self._batch):
+            prompts = self._force(now_s, kv, plan)
+            self._take_back(now_s, kv, plan)
+        answers = [Row(sequence, sequence.computed, 1) for sequence in self._batch.sequences]
+        plan.rows = sorted(prompts, key=lambda row: row.count == 1) + answers
+        plan.reason = f"{len(prompts)} prompts, {len(answers)} answers in {self._batch.groups} groups"
+        self._available = kv.free_blocks + kv.cached_blocks
+        if plan.rows:
+            self._count.iterations += 1
+            self._count.quiet += not formed and not prompts
+        return plan
+
+    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
+        # Iterations without prompts repeat each other; a host may run many of them as one.
+        if any(row.count > 1 for row in plan.rows):
+            self._deadlines.observe(plan, latency_s)
+
+    def repeats(self, plan: IterationPlan, kv: KvAllocator) -> bool:
+        """Only answers run, and nothing changes before the next end of a group or of a loan."""
+        rows = len(plan.rows)
+        if plan.preempted or plan.copies or rows != len(self._batch) or self._prefilling:
+            return False
+        if self._answers and not self._settings.synced and self._settings.pipelined:
+            return False  # the second halves of lenders change with every iteration
+        return not (self._drained and self._answers)
+
+    def repetitions(self) -> int:
+        """How many iterations after the one in flight `repeats` speaks for."""
+        ends = [end for end in (self._batch.next_end, self._loans.next_due) if end is not None]
+        return max(0, min(ends) - self._batch.clock - 1) if ends else 0
+
+    def figures(self) -> dict[str, float]:
+        count = self._count
+        return {
+            "prompt_queue": float(len(self._prompts)),
+            "answer_queue": float(len(self._answers)),
+            "groups": float(self._batch.groups),
+            "groups_total": float(self._batch.groups_ended),
+            "iterations_total": float(count.iterations),
+            "formations_total": float(count.formations),
+            "iterations_undecided_total": float(count.quiet),
+            "borrowers_total": float(count.borrowed),
+            "borrowers_late_total": float(count.late),
+            "underpredictions_continued_total": float(count.continued),
+            "underpredictions_stopped_total": float(count.stopped),
+            "forced_total": float(count.forced),
+            "padding_ratio": self._padding.ratio,
+            "overpredicted_total": float(self._padding.over),
+            "underpredicted_total": float(self._padding.under),
+        }
+
+    # -- lengths -----------------------------------------------------------------------------------------------
+
+    def _length(self, sequence: Sequence) -> int:
+        """E2, E3, E5 · Tokens to allocate for an answer that is to run now: what is left of its padded prediction, in
+        whole `group_tokens`, never beyond what it can need.
+
+        Beyond its prediction: L_new. The paper's own formula (prediction less what exists) is at most 0 then; here it
+        is the padding again, of what exists.
+        """
+        made, quantum = sequence.output_tokens, self._settings.group_tokens
+        left = math.ceil(sequence.predicted * (1.0 + self._padding.ratio)) - made
+        if left < 1:
+            left = math.ceil(made * self._padding.ratio)
+        length = max(1, math.ceil(left / quantum)) * quantum
+        return max(1, min(length, sequence.max_positions - sequence.computed))
+
+    def _reserve(self, kv: KvAllocator) -> int:
+        return math.ceil(self._settings.reserve * kv.total_blocks)
+
+    @staticmethod
+    def _lacks(sequence: Sequence, length: int, kv: KvAllocator) -> int:
+        """Blocks it would take to run for `length` positions."""
+        held = len(kv.blocks(sequence.key)) if sequence.phase is Phase.RUNNING else 0
+        return max(0, kv.geometry.blocks_for(sequence.computed + length) - held)
+
+    # -- ends --------------------------------------------------------------------------------------------------
+
+    def _end_groups(self, kv: KvAllocator) -> None:
+        """E5 · Who is not done when its group ends: on with the reserve, or with what its last block still holds; else
+        it stops with the group and waits, its KV where it is (offload-free)."""
+        for sequence in self._batch.ended():
+            length = self._length(sequence)
+            slack = len(kv.blocks(sequence.key)) * kv.geometry.block_size - sequence.computed
+            if self._claim(kv, sequence, sequence.computed + length):
+                self._join(sequence, length, kv)
+            elif slack >= 1:
+                self._join(sequence, min(slack, length), kv)
+            else:
+                self._answers[sequence.key] = sequence
+                self._count.stopped += 1
+                continue
+            self._count.continued += 1
+        self._group_over |= self._batch.group_over
+        self._batch.group_over = False
+
+    def _take_back(self, now_s: float, kv: KvAllocator, plan: IterationPlan) -> None:
+        """E8 · A lender needs a block from which a borrower has not gone: the borrower goes to host memory."""
+        if self._lending is None:
+            return
+        for lender, index in self._loans.due(self._batch, kv, self._lending):
+            for borrower in self._lending.borrowers(lender, index):
+                self._count.late += 1
+                self._evict(now_s, borrower, kv, plan, "swap")
+
+    def _evict(
+        self, now_s: float, sequence: Sequence, kv: KvAllocator, plan: IterationPlan, how: Literal["swap", "recompute"]
+    ) -> None:
+        self._batch.leave(sequence)
+        self._answers.pop(sequence.key, None)
+        self._prefilling.pop(sequence, None)
+        preempt(sequence, kv, plan, how)
+        if sequence.phase is Phase.SWAPPED:
+            self._answers[sequence.key] = sequence
+            self._group_over = True
+        else:
+            self._prompts.add(now_s, sequence, self._deadlines.of(sequence))
+
+    # -- the batch of answers ----------------------------------------------------------------------------------
+
+    def _formation_is_due(self, kv: KvAllocator) -> bool:
+        if not self._answers:
+            return False
+        return (
+            self._group_over or self._drained or not len(self._batch) or not self._settings.synced
+            or self._freed >= max(1, self._reserve(kv))
+        )  # fmt: skip
+
+    def _form(self, now_s: float, kv: KvAllocator, plan: IterationPlan) -> None:
+        """E3, E7 · Alg. 1, lines 2 and 3: groups until the cache is allocated, then borrowers inside of it."""
+        self._count.formations += 1
+        self._group_over, self._freed = False, 0
+        lengths = [(self._length(s), s) for s in self._answers.values()]
+        waiting = sorted((self._rank(now_s, s, length), length, s) for length, s in lengths)
+        self._allocate(now_s, waiting, kv, plan)
+        if self._settings.pipelined and self._lending is not None and self._answers:
+            # Who is handed over later keeps its blocks until they are sent, which may be late: it does not borrow.
+            candidates = [
+                Candidate(length, self._deadlines.of(s), s.key, self._lacks(s, length, kv), s)
+                for _, length, s in waiting if s.phase is Phase.RUNNING and s.end is None and s.key in self._answers
+            ]  # fmt: skip
+            for chosen in self._loans.arrange(self._batch, candidates, kv, self._lending, self._places()):
+                del self._answers[chosen.sequence.key]
+                self._loans.resume(self._batch, chosen.sequence, kv, self._lending)
+                self._count.borrowed += 1
+        self._drained = not self._answers
+
+    def _rank(self, now_s: float, sequence: Sequence, length: int) -> Rank:
+        if self._settings.ordered:
+            return rank(self._settings.ranges, now_s, self._deadlines.of(sequence), sequence, length)
+        return (sequence.request.priority, 0, 0, 0, 0.0, sequence.arrived_s, sequence.key)
+
+    def _allocate(
+        self, now_s: float, waiting: list[tuple[Rank, int, Sequence]], kv: KvAllocator, plan: IterationPlan
+    ) -> None:
+        """E3 · Whole groups in order of their first member; the one that does not fit is split; then (E6) whoever comes
+        closest to the room left."""
+        kept = self._reserve(kv) if len(self._batch) else 0
+        room = kv.free_blocks + kv.cached_blocks - kept
+        for _, length, sequence in self._grouped(waiting):
+            lacks = self._lacks(sequence, length, kv)
+            if lacks > room or self._places() < 1 or not self._run(sequence, length, kv, plan):
+                break
+            room -= lacks
+        else:
+            return
+        head = waiting[0][2]
+        stands = head.key in self._answers and now_s - self._deadlines.of(head) > self._settings.patience_s
+        if not self._settings.ordered or stands:
+            return
+        left = [(length, sequence) for _, length, sequence in waiting if sequence.key in self._answers]
+        left.sort(key=lambda task: (-task[0], task[1].arrived_s, task[1].key))
+        for length, sequence in left:  # longest first: each is the closest to what is left that fits
+            if self._places() < 1 or room < 0:
+                return
+            lacks = self._lacks(sequence, length, kv)
+            if lacks <= room and self._run(sequence, length, kv, plan):
+                room -= lacks
+
+    def _grouped(self, waiting: list[tuple[Rank, int, Sequence]]) -> list[tuple[Rank, int, Sequence]]:
+        if not self._settings.synced:
+            return waiting
+        groups: dict[int, list[tuple[Rank, int, Sequence]]] = {}
+        for task in waiting:
+            groups.setdefault(task[1], []).append(task)
+        return [task for group in groups.values() for task in group]
+
+    def _places(self) -> int:
+        return min(self._settings.max_rows, self._settings.target_tokens) - len(self._batch)
+
+    def _run(self, sequence: Sequence, length: int, kv: KvAllocator, plan: IterationPlan) -> bool:
+        """Allocate and join."""
+        if sequence.phase is Phase.SWAPPED and not resume(sequence, kv, plan):
+            return False
+        if not self._claim(kv, sequence, sequence.computed + length):
+            return False
+        self._answers.pop(sequence.key, None)
+        self._join(sequence, length, kv)
+        return True
+
+    def _join(self, sequence: Sequence, length: int, kv: KvAllocator) -> None:
+        self._batch.join(sequence, length)
+        if self._lending is not None:
+            self._loans.resume(self._batch, sequence, kv, self._lending)
+
+    def _claim(self, kv: KvAllocator, sequence: Sequence, positions: int) -> bool:
+        """E2 · Blocks for everything it is predicted to need, at once."""
+        lending = self._lending
+        return kv.extend(sequence, positions) if lending is None else lending.claim(sequence, positions)
+
+    # -- prompts -----------------------------------------------------------------------------------------------
+
+    def _choose_prompts(self, now_s: float, kv: KvAllocator, formed: bool) -> list[Row]:
+        """E1 · Alg. 1, line 5: prompts until the iteration has as many tokens as the device can use."""
+        rows: list[Row] = []
+        tokens = self._settings.target_tokens - len(self._batch)
+        places = self._settings.max_rows - len(self._batch)
+        for sequence in sorted(self._prefilling, key=lambda s: (-s.computed, s.arrived_s, s.key)):
+            count = min(sequence.uncomputed, tokens)
+            if len(rows) >= places or count < 1:
+                break
+            if kv.extend(sequence, sequence.computed + count):
+                rows.append(Row(sequence, sequence.computed, count))
+                tokens -= count
+        if not self._settings.decoupled and len(self._batch) and not formed:
+            return rows  # SyncCoupled: whoever joins, joins with a group
+        while tokens > 0 and len(rows) < places:
+            chosen = self._next_prompt(now_s, kv, tokens)
+            if chosen is None or not start(chosen, kv):
+                break
+            self._prompts.remove(chosen)
+            self._prefilling[chosen] = chosen.target
+            if not self._settings.decoupled:
+                self._claim(kv, chosen, chosen.target + self._length(chosen))
+            count = min(chosen.uncomputed, tokens)
+            rows.append(Row(chosen, chosen.computed, count))
+            tokens -= count
+        return rows
+
+    def _next_prompt(self, now_s: float, kv: KvAllocator, tokens: int) -> Sequence | None:
+        """The first in order that fits the iteration and the cache; an overdue one, and one that fits no iteration, is
+        begun in part."""
+        head = self._prompts.head()
+        if head is None:
+            return None
+        blocks = kv.free_blocks + kv.cached_blocks
+        waiting = [s for s in self._answers.values() if s.phase is Phase.RUNNING]
+        if waiting:
+            held = sum(len(kv.blocks(s.key)) for s in (*waiting, *self._prefilling))
+            limit = max(self._reserve(kv), math.floor(self._settings.waiting_share * kv.total_blocks))
+            blocks = min(blocks, limit - held)
+        room = blocks * kv.geometry.block_size
+        first, deadline_s = head
+        if not self._settings.decoupled:
+            needed = kv.geometry.blocks_for(first.target + self._length(first))
+            return first if needed <= blocks or (needed > kv.total_blocks and not len(self._batch)) else None
+        if first.target <= room and now_s > deadline_s:
+            return first
+        if now_s - deadline_s > self._settings.patience_s:
+            return None
+        return self._prompts.fitting(min(tokens, room)) or self._prompts.fitting(room)
+
+    # -- when nobody can run -----------------------------------------------------------------------------------
+
+    def _force(self, now_s: float, kv: KvAllocator, plan: IterationPlan) -> list[Row]:
+        """Answers and begun prompts hold all blocks, and none has enough to go on: the last in order make room for the
+        first. It draws a token for every eviction, so this ends."""
+        tasks = [*self._answers.values(), *self._prefilling]
+        tasks.sort(key=lambda s: self._rank(now_s, s, self._length(s)))
+        for task in tasks:
+            if task.phase not in (Phase.RUNNING, Phase.SWAPPED):
+                continue
+            length = self._prefilling[task] - task.computed if task in self._prefilling else self._length(task)
+            victims = [s for s in tasks if s is not task and s.phase is Phase.RUNNING and not s.pinned]
+            while self._lacks(task, length, kv) > kv.free_blocks + kv.cached_blocks and victims:
+                self._evict(now_s, victims.pop(), kv, plan, self._settings.preemption)
+            length = min(length, self._most(task, kv))
+            if length < 1:
+                continue
+            self._count.forced += 1
+            if task in self._prefilling:
+                count = min(length, self._settings.target_tokens)
+                if kv.extend(task, task.computed + count):
+                    return [Row(task, task.computed, count)]
+            elif self._run(task, length, kv, plan):
+                return []
+        return []
+
+    def _most(self, sequence: Sequence, kv: KvAllocator) -> int:
+        """Positions it could run for with every block that is free."""
+        held = len(kv.blocks(sequence.key)) if sequence.phase is Phase.RUNNING else 0
+        return (held + kv.free_blocks + kv.cached_blocks) * kv.geometry.block_size - sequence.computed
+
+
+def _has_ended(sequence: Sequence) -> bool:
+    """It drew its last token, and did not just go elsewhere."""
+    sampling = sequence.request.sampling
+    return sequence.output_tokens > 0 and (
+        sequence.tokens[-1] in sampling.stop_token_ids or sequence.output_tokens >= sampling.max_tokens
+    )

@@ -20,6 +20,7 @@ from cohort.common.engine.rope import rope_tables
 from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.engine.weights import WeightFiles
 from cohort.kernels.fused import rms_norm, rope_inplace
+from cohort.kernels.llama import LayerStack, LayerWeights, StepBuffers
 from cohort.kernels.paged_attention import paged_attention, write_kv
 from cohort.kernels.panels import Arena
 
@@ -76,6 +77,7 @@ class LeanLlama:
             for index in range(geometry.num_layers)
         ]
         self._final_norm = vector("norm.weight", hidden)
+        self._stack = self._layer_stack()
 
         def buffer(rows: int, width: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.empty((rows, width), dtype=dtype, device=device)
@@ -96,13 +98,29 @@ class LeanLlama:
         self._fit(tokens, sampled)
         residual, normed, qkv = self._residual[:tokens], self._normed[:tokens], self._qkv[:tokens]
         attended, activated = self._attended[:tokens], self._activated[:tokens]
-        meta, head_dim, eps = step.meta, self._geometry.head_dim, self._eps
+        self._embedding.into(step.token_ids, residual)
+        buffers = StepBuffers(residual, normed, qkv, attended, activated)
+        if self._stack is not None:
+            self._stack.run(buffers, step.positions, step.slot_mapping, step.meta, kv)
+        else:
+            self._layer_by_layer(buffers, step, kv)
+        # Only the sampled tokens go on.
+        last, logits = normed[:sampled], self._logits[:sampled]
+        torch.index_select(residual, 0, step.sample_index, out=last)
+        rms_norm(last, self._final_norm, self._eps, last)
+        self.sampled_states = last
+        self._lm_head.into(last, logits)
+        return logits
+
+    def _layer_by_layer(self, buffers: StepBuffers, step: StepInputs, kv: Tensor) -> None:
+        """What `LayerStack` does, one call after the other: on a GPU, and where a weight cannot be packed."""
+        residual, normed, qkv = buffers.residual, buffers.normed, buffers.qkv
+        meta, head_dim, eps, tokens = step.meta, self._geometry.head_dim, self._eps, len(residual)
         key_end = self._query_size + self._kv_size
         query = qkv[:, : self._query_size].view(tokens, -1, head_dim)
         key = qkv[:, self._query_size : key_end].view(tokens, -1, head_dim)
         value = qkv[:, key_end:].view(tokens, -1, head_dim)
-        per_head = attended.view(tokens, -1, head_dim)
-        self._embedding.into(step.token_ids, residual)
+        per_head = buffers.attended.view(tokens, -1, head_dim)
         for index, layer in enumerate(self._layers):
             rms_norm(residual, layer.input_norm, eps, normed)
             layer.qkv.into(normed, qkv)
@@ -112,17 +130,18 @@ class LeanLlama:
             rope_inplace(query, key, self._cos, self._sin, step.positions)
             write_kv(key, value, kv, index, step.slot_mapping)
             paged_attention(query, kv, index, meta, self._scale, per_head, sliding_window=layer.sliding_window)
-            layer.attention_out.add_into(attended, residual)
+            layer.attention_out.add_into(buffers.attended, residual)
             rms_norm(residual, layer.mlp_norm, eps, normed)
-            layer.gate_up.into(normed, activated)
-            layer.down.add_into(activated, residual)
-        # Only the sampled tokens go on.
-        last, logits = normed[:sampled], self._logits[:sampled]
-        torch.index_select(residual, 0, step.sample_index, out=last)
-        rms_norm(last, self._final_norm, eps, last)
-        self.sampled_states = last
-        self._lm_head.into(last, logits)
-        return logits
+            layer.gate_up.into(normed, buffers.activated)
+            layer.down.add_into(buffers.activated, residual)
+
+    def _layer_stack(self) -> LayerStack | None:
+        """The layers as one call, if the kernels serve every one of them."""
+        weights = [_packed(layer) for layer in self._layers]
+        packed = [layer for layer in weights if layer is not None]
+        if len(packed) < len(weights):
+            return None
+        return LayerStack(packed, self._cos, self._sin, eps=self._eps, scale=self._scale)
 
     def _fit(self, tokens: int, sampled: int) -> None:
         """A step larger than announced (only the profiler makes one): larger buffers from now on."""
@@ -132,6 +151,20 @@ class LeanLlama:
                 setattr(self, name, old.new_empty((tokens, old.shape[1])))
         if sampled > len(self._logits):
             self._logits = self._logits.new_empty((sampled, self._logits.shape[1]))
+
+
+def _packed(layer: _Layer) -> LayerWeights | None:
+    """A layer as the compiled stack takes it; None if it cannot."""
+    qkv, out = layer.qkv.panel_data, layer.attention_out.panel_data
+    gate_up, down = layer.gate_up.panel_data, layer.down.panel_data
+    if qkv is None or out is None or gate_up is None or down is None:
+        return None
+    if layer.attention_out.bias is not None or layer.down.bias is not None:
+        return None
+    return LayerWeights(
+        layer.input_norm, qkv, layer.qkv.bias, layer.q_norm, layer.k_norm, out, layer.mlp_norm, gate_up, down,
+        layer.sliding_window,
+    )  # fmt: skip
 
 
 def _tensor_names(geometry: ModelGeometry, prefix: str) -> list[str]:

@@ -81,6 +81,11 @@ class Linear:
             self.packed.product(x.float(), self.bias, wide)
             out.copy_(wide)
 
+    @property
+    def panel_data(self) -> Tensor | None:
+        """The packed weight, where the form is panels in the model's own dtype."""
+        return self.packed.data if self.form == "panels" and self.packed is not None else None
+
     def add_into(self, x: Tensor, residual: Tensor) -> None:
         """residual [T, out] += the product, rounded before it is added."""
         if self.form == "panels" and self.packed is not None and self.bias is None:
@@ -99,6 +104,11 @@ class GatedLinear:
         packs = bias is None and linear_form(weight.device, weight.dtype, weight.shape[1]) == "panels"
         self._packed = Panels(weight, arena or Arena(), gated=True) if packs else None
         self._both = None if packs else Linear(weight, bias, arena=arena)
+
+    @property
+    def panel_data(self) -> Tensor | None:
+        """The packed weight of the fused product, where it is one."""
+        return None if self._packed is None else self._packed.data
 
     def into(self, x: Tensor, out: Tensor) -> None:
         """out [T, out]."""

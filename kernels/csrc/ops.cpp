@@ -45,6 +45,12 @@ TORCH_LIBRARY(cohort, m) {
   m.def("panel_product(Tensor x, Tensor panels, Tensor? bias, Tensor(a!) out) -> ()");
   m.def("panel_product_added(Tensor x, Tensor panels, Tensor(a!) residual) -> ()");
   m.def("panel_product_gated(Tensor x, Tensor panels, Tensor(a!) out) -> ()");
+  m.def(
+      "llama_layers(Tensor[] input_norms, Tensor[] qkv_panels, Tensor?[] qkv_biases, Tensor?[] q_norms, "
+      "Tensor?[] k_norms, Tensor[] out_panels, Tensor[] mlp_norms, Tensor[] gated_panels, Tensor[] down_panels, "
+      "int[] windows, float eps, float scale, Tensor cos, Tensor sin, Tensor positions, Tensor slots, "
+      "Tensor query_start, Tensor context_lens, Tensor block_tables, Tensor? directions, Tensor(a!) kv, "
+      "Tensor(b!) residual, Tensor(c!) normed, Tensor(d!) qkv, Tensor(e!) attended, Tensor(f!) activated) -> ()");
   m.def("panel_rows(Tensor panels, Tensor ids, Tensor(a!) out) -> ()");
 }
 
@@ -61,5 +67,6 @@ TORCH_LIBRARY_IMPL(cohort, CPU, m) {
   m.impl("panel_product", &cohort::panel_product);
   m.impl("panel_product_added", &cohort::panel_product_added);
   m.impl("panel_product_gated", &cohort::panel_product_gated);
+  m.impl("llama_layers", &cohort::llama_layers);
   m.impl("panel_rows", &cohort::panel_rows);
 }

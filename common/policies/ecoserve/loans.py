@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 from cohort.common.policies.ecoserve.batch import SyncedBatch
-from cohort.common.policies.ecoserve.nesting import Candidate, closest, second_half
+from cohort.common.policies.ecoserve.nesting import Candidate, Place, closest, longest_borrower, second_half
 from cohort.common.policies.interface import KvAllocator, Sequence
 
 
@@ -48,21 +48,33 @@ class Loans:
         while lenders and candidates and len(found) < places:
             lender = lenders.popleft()
             end = self._unlent_end(lender, lender.computed + batch.left(lender), kv, lender_kv)
-            while candidates and len(found) < places:
-                place = second_half(lender.computed, end, size)
-                index = closest(candidates, place, self._buffer) if place is not None else None
-                if place is None or index is None:
-                    break
-                chosen = candidates[index]
-                borrower = chosen.sequence
-                if not lender_kv.lend(lender, borrower, place.first_block, borrower.computed + chosen.length):
-                    break
-                candidates.pop(index)
-                found.append(chosen)
-                batch.join(borrower, chosen.length)
-                lenders.append(borrower)
-                self._note(batch, lender, place.first_block, size)
+            while (place := second_half(lender.computed, end, size)) is not None:
                 end = place.first_block * size
+                for chosen in self._fill(lender, place, candidates, kv, lender_kv, places - len(found)):
+                    found.append(chosen)
+                    batch.join(chosen.sequence, chosen.length)
+                    lenders.append(chosen.sequence)
+                    self._note(batch, lender, place.first_block, size)
+                if not candidates or candidates[0].length > longest_borrower(place, self._buffer):
+                    break
+        return found
+
+    def _fill(
+        self, lender: Sequence, place: Place, candidates: list[Candidate], kv: KvAllocator, lender_kv: LendsBlocks,
+        places: int,
+    ) -> list[Candidate]:  # fmt: skip
+        """Lend this place to the longest that fits, and what it leaves of the place to others."""
+        found: list[Candidate] = []
+        while len(found) < places and place.blocks > 0:
+            index = closest(candidates, place, self._buffer)
+            if index is None:
+                break
+            chosen = candidates[index]
+            positions = chosen.sequence.computed + chosen.length
+            if not lender_kv.lend(lender, chosen.sequence, place.first_block, positions):
+                break
+            found.append(candidates.pop(index))
+            place = place.behind(chosen.blocks, kv.geometry.block_size)
         return found
 
     def resume(self, batch: SyncedBatch, lender: Sequence, kv: KvAllocator, lender_kv: LendsBlocks) -> None:

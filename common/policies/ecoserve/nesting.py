@@ -40,6 +40,10 @@ class Place:
     def blocks(self) -> int:
         return self.end_block - self.first_block
 
+    def behind(self, blocks: int, block_size: int) -> Place:
+        """What is left of the place behind its first `blocks`: the lender comes there later still."""
+        return Place(self.first_block + blocks, self.end_block, self.iterations + blocks * block_size)
+
 
 def second_half(computed: int, end: int, block_size: int) -> Place | None:
     """E7 · EcoServe §3.4: the part of [computed, end) behind the middle, in whole blocks; None if there is none.

@@ -269,18 +269,24 @@ class TimeSynced:
         self._group_over, self._freed = False, 0
         lengths = [(self._length(s), s) for s in self._answers.values()]
         waiting = sorted((self._rank(now_s, s, length), length, s) for length, s in lengths)
-        self._allocate(now_s, waiting, kv, plan)
-        if self._settings.pipelined and self._lending is not None and self._answers:
-            # Who is handed over later keeps its blocks until they are sent, which may be late: it does not borrow.
-            candidates = [
-                Candidate(length, self._deadlines.of(s), s.key, self._lacks(s, length, kv), s)
-                for _, length, s in waiting if s.phase is Phase.RUNNING and s.end is None and s.key in self._answers
-            ]  # fmt: skip
-            for chosen in self._loans.arrange(self._batch, candidates, kv, self._lending, self._places()):
-                del self._answers[chosen.sequence.key]
-                self._loans.resume(self._batch, chosen.sequence, kv, self._lending)
-                self._count.borrowed += 1
+        self._nest(waiting, kv)
+        self._allocate(now_s, [task for task in waiting if task[2].key in self._answers], kv, plan)
+        self._nest(waiting, kv)
         self._drained = not self._answers
+
+    def _nest(self, waiting: list[tuple[Rank, int, Sequence]], kv: KvAllocator) -> None:
+        """E7 · Borrowers among those who wait."""
+        if not self._settings.pipelined or self._lending is None or not self._answers:
+            return
+        # Who is handed over later keeps its blocks until they are sent, which may be late: it does not borrow.
+        candidates = [
+            Candidate(length, self._deadlines.of(s), s.key, self._lacks(s, length, kv), s)
+            for _, length, s in waiting if s.phase is Phase.RUNNING and s.end is None and s.key in self._answers
+        ]  # fmt: skip
+        for chosen in self._loans.arrange(self._batch, candidates, kv, self._lending, self._places()):
+            del self._answers[chosen.sequence.key]
+            self._loans.resume(self._batch, chosen.sequence, kv, self._lending)
+            self._count.borrowed += 1
 
     def _rank(self, now_s: float, sequence: Sequence, length: int) -> Rank:
         if self._settings.ordered:
@@ -294,6 +300,8 @@ class TimeSynced:
         closest to the room left."""
         kept = self._reserve(kv) if len(self._batch) else 0
         room = kv.free_blocks + kv.cached_blocks - kept
+        if not waiting:
+            return
         for _, length, sequence in self._grouped(waiting):
             lacks = self._lacks(sequence, length, kv)
             if lacks > room or self._places() < 1 or not self._run(sequence, length, kv, plan):

@@ -191,6 +191,19 @@ class BaselinesConfig(_Section, frozen=True):
     padded: bool = False  # predicted_batches: prompts of an iteration are computed as long as the longest
 
 
+class BrosConfig(_Section, frozen=True):
+    """Packing of `policies.iteration: slack_packing`, best with `policies.allocation: bidirectional` (docs/papers.md,
+    R1-R15). Targets are the request's own (gateway.rt_ttft_slo_s, rt_tpot_slo_s when it names none)."""
+
+    group_tokens: Positive = 1  # tokens after the first that share one deadline, of as many TPOT targets
+    first_batch: Positive = 32  # requests in an iteration at the start and after a deadline cut one short
+    batch_step: Positive = 8  # requests more after every iteration that no deadline cut short
+    cut_prompts: bool = True  # late and best-effort prompts are computed in pieces that deadlines leave room for
+    rt_starvation_s: Seconds = 5.0  # a real-time request that got nothing for so long goes first
+    be_starvation_s: Seconds = 60.0  # likewise a best-effort one
+    profile: str = ""  # file of `cohort profile` that iteration costs are fitted to at the start; "" = learned online
+
+
 class EcoServeConfig(_Section, frozen=True):
     """Groups of `policies.iteration: time_synced`, best with `policies.allocation: nested` (docs/papers.md, E1-E11)."""
 
@@ -258,6 +271,7 @@ class Config(_Section, frozen=True):
     dynaserve: DynaServeConfig = DynaServeConfig()
     baselines: BaselinesConfig = BaselinesConfig()
     ecoserve: EcoServeConfig = EcoServeConfig()
+    bros: BrosConfig = BrosConfig()
     gateway: GatewayConfig = GatewayConfig()
     batch: BatchConfig = BatchConfig()
     predictor: PredictorConfig = PredictorConfig()

@@ -38,7 +38,7 @@ class LearnedState:
         try:
             self._scheduler.import_state(Path(self._profile).read_bytes())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"dynaserve.profile: {self._profile}: {error}") from error
+            raise ConfigError(f"profile: {self._profile}: {error}") from error
         return "profile"
 
     def save_if_due(self, now_s: float) -> None:

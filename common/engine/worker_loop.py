@@ -146,7 +146,7 @@ class WorkerLoop:
         learned = LearnedState(
             scheduler, Path(config.engine.state_dir) if config.engine.state_dir else paths.cache_dir() / "learned",
             f"{context.model_name}-{runner.device}-{runner.dtype}-{threads}-{context.instance}",
-            config.dynaserve.profile,
+            config.bros.profile if config.policies.iteration == "slack_packing" else config.dynaserve.profile,
         )  # fmt: skip
         self._log.info("step times", start=learned.load())
         return learned

@@ -27,6 +27,11 @@ from cohort.common.policies.baselines.reserved_allocation import (
     predicted_positions,
 )
 from cohort.common.policies.baselines.shortest_remaining import ShortestRemaining
+from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
+from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
+from cohort.common.policies.bros.iteration_cost import IterationCost
+from cohort.common.policies.bros.slack_packing import PackingSettings, SlackPacking
+from cohort.common.policies.bros.token_groups import TokenGroups
 from cohort.common.policies.bucketserve.controller import BatchController
 from cohort.common.policies.bucketserve.demand import DemandRule
 from cohort.common.policies.bucketserve.padded_prefill import PaddedPrefill
@@ -54,8 +59,8 @@ PREFILL_ORDERS = ("fcfs", "buckets", "pressure_gate")
 BASELINE_ITERATIONS = (
     "chunked_prefill", "vllm", "orca", "srtf", "mlfq", "multires", "round_robin", "predicted_batches",
 )  # fmt: skip
-ITERATIONS = ("continuous_batching", "padded_prefill", "slo_batching", "time_synced", *BASELINE_ITERATIONS)
-ALLOCATIONS = ("paged", "max", "predicted", "nested")
+ITERATIONS = ("continuous_batching", "padded_prefill", "slo_batching", "slack_packing", "time_synced", *BASELINE_ITERATIONS)
+ALLOCATIONS = ("paged", "max", "predicted", "nested", "bidirectional")
 WAITING_KV = ("none",)
 
 
@@ -132,6 +137,8 @@ def iteration(config: Config) -> IterationScheduler:
         return _time_synced(config)
     if config.policies.iteration == "slo_batching":
         return _slo_batching(config)
+    if config.policies.iteration == "slack_packing":
+        return _slack_packing(config)
     batching = PaddedPrefill if config.policies.iteration == "padded_prefill" else ContinuousBatching
     return batching(
         max_rows=config.engine.max_rows,
@@ -148,6 +155,21 @@ def _slo_batching(config: Config) -> SloBatching:
         limits, tbt_slo_s=options.tbt_slo_s, headroom=options.headroom, least_prefill=options.least_prefill,
         cold_chunk=engine.prefill_chunk,
     )  # fmt: skip
+
+
+def _slack_packing(config: Config) -> SlackPacking:
+    engine, options = config.engine, config.bros
+    settings = PackingSettings(
+        max_rows=engine.max_rows, max_tokens=engine.max_step_tokens, chunk=engine.prefill_chunk,
+        preemption=engine.preemption, cut_prompts=options.cut_prompts, rt_starvation_s=options.rt_starvation_s,
+        be_starvation_s=options.be_starvation_s,
+    )  # fmt: skip
+    size = AdaptiveBatchSize(first=options.first_batch, step=options.batch_step, most=engine.max_rows)
+    groups = TokenGroups(
+        group_tokens=options.group_tokens, default_ttft_s=config.gateway.rt_ttft_slo_s,
+        default_tpot_s=config.gateway.rt_tpot_slo_s,
+    )  # fmt: skip
+    return SlackPacking(settings, size, groups, IterationCost())
 
 
 def _time_synced(config: Config) -> TimeSynced:
@@ -216,6 +238,8 @@ def allocation(config: Config, geometry: KvGeometry, num_blocks: int, host_block
     _known("allocation", config.policies.allocation, ALLOCATIONS)
     if config.policies.allocation == "paged":
         return PagedAllocator(geometry, num_blocks, host_blocks, prefix_caching=config.kv.prefix_caching)
+    if config.policies.allocation == "bidirectional":
+        return BidirectionalAllocator(geometry, num_blocks, host_blocks)
     if config.policies.allocation == "nested":
         return NestedAllocator(geometry, num_blocks, host_blocks, prefix_caching=config.kv.prefix_caching)
     return ReservedAllocator(
@@ -238,6 +262,11 @@ def check_names(config: Config) -> None:
         _known(seat, name, known)
     if (policies.iteration == "padded_prefill") != (config.bucketserve.padding == "longest"):
         raise ConfigError("bucketserve.padding longest and policies.iteration padded_prefill go together")
+    if policies.allocation == "bidirectional":
+        if config.kv.prefix_caching:
+            raise ConfigError("policies.allocation bidirectional shares blocks by slots: set kv.prefix_caching false")
+        if config.bucketserve.padding == "longest" or config.baselines.padded:
+            raise ConfigError("policies.allocation bidirectional: padding would overwrite the other request's slots")
 
 
 

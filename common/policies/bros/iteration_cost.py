@@ -1,0 +1,189 @@
+"""What the next iteration will take (R3): linear in what it computes, or in what comes back beside it if that is more.
+
+    T_exec = decode(rows, context) + prefill(tokens)         T_swap = slots · seconds per slot
+    T_iter = max(T_exec, T_swap)
+
+Asked several hundred times per decision by the packing, told every measured iteration. Starts from profiled points
+where there are some (`import_state`), else from nothing: everything costs 0 until the first iterations have been seen.
+Differs from the paper: prefill and decode share one constant, because one forward reads the weights once; and the fit
+goes on while serving (recursive least squares that slowly forgets).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cohort.common.policies.interface import Row
+
+_Vector = npt.NDArray[np.float64]
+
+_SCALE = np.array([1.0, 1.0, 1e-3, 1e-2, 1e-5])
+"""Features near 1: constant, prefill at all, prefill tokens, decode rows, context positions."""
+_FORGET = 0.998
+_UNSURE = 100.0
+"""Variance of a coefficient nobody has seen; forgetting never makes it larger."""
+_SMOOTH = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLoad:
+    """Table 1's lengths of a batch: prompt tokens, rows of one token, and the KV positions that all rows read."""
+
+    prefill_tokens: int = 0
+    decode_rows: int = 0
+    context: int = 0
+
+    def plus(self, start: int, count: int) -> BatchLoad:
+        """With a row of positions [start, start + count)."""
+        if count == 1:
+            return BatchLoad(self.prefill_tokens, self.decode_rows + 1, self.context + start + 1)
+        return BatchLoad(self.prefill_tokens + count, self.decode_rows, self.context + start)
+
+    def minus(self, start: int, count: int) -> BatchLoad:
+        """Without such a row."""
+        if count == 1:
+            return BatchLoad(self.prefill_tokens, self.decode_rows - 1, self.context - start - 1)
+        return BatchLoad(self.prefill_tokens - count, self.decode_rows, self.context - start)
+
+
+def load_of(rows: Iterable[Row]) -> BatchLoad:
+    tokens = decode = context = 0
+    for row in rows:
+        if row.count == 1:
+            decode += 1
+            context += row.start + 1
+        else:
+            tokens += row.count
+            context += row.start
+    return BatchLoad(tokens, decode, context)
+
+
+class IterationCost:
+    def __init__(self) -> None:
+        self._weights: _Vector = np.zeros(len(_SCALE))
+        self._covariance = np.eye(len(_SCALE)) * _UNSURE
+        self._slot_s = 0.0
+        self._seen = 0
+        self._error = 0.0
+        self._bias = 0.0
+        self._set()
+
+    # -- asking ------------------------------------------------------------------------------------------------
+
+    def exec_s(self, load: BatchLoad) -> float:
+        """T_exec; an iteration without rows takes none."""
+        prefill = 0.0
+        if load.prefill_tokens:
+            prefill = max(0.0, self._prefill_s + self._token_s * load.prefill_tokens)
+        elif not load.decode_rows:
+            return 0.0
+        return self._base_s + prefill + self._row_s * load.decode_rows + self._position_s * load.context
+
+    def swap_s(self, slots: int) -> float:
+        return self._slot_s * slots
+
+    def iteration_s(self, load: BatchLoad, slots: int = 0) -> float:
+        return max(self.exec_s(load), self._slot_s * slots)
+
+    @property
+    def least_s(self) -> float:
+        """Nothing runs in less."""
+        return self._base_s + self._row_s
+
+    def tokens_within(self, load: BatchLoad, seconds: float) -> int:
+        """How many prompt tokens can be added to a batch so that it stays within so many seconds."""
+        room = seconds - self.exec_s(load)
+        if not load.prefill_tokens:
+            room -= max(0.0, self._prefill_s)
+        if room <= 0.0:
+            return 0
+        return int(min(room / self._token_s, 1e9)) if self._token_s > 0.0 else 1_000_000_000
+
+    # -- learning ----------------------------------------------------------------------------------------------
+
+    def observe(self, load: BatchLoad, slots: int, latency_s: float) -> None:
+        """An iteration took so long. What copies dominated says what a slot costs, everything else what rows cost."""
+        if load.prefill_tokens == 0 and load.decode_rows == 0:
+            if slots:
+                self._note_slot(latency_s / slots)
+            return
+        if slots and self.swap_s(slots) > self.exec_s(load):
+            self._note_slot(latency_s / slots)
+            return
+        if self._seen:
+            off = self.exec_s(load) / max(latency_s, 1e-9) - 1.0
+            share = max(_SMOOTH, 1.0 / self._seen)
+            self._error += share * (abs(off) - self._error)
+            self._bias += share * (off - self._bias)
+        self._seen += 1
+        self._learn(load, latency_s, _FORGET)
+
+    def _note_slot(self, slot_s: float) -> None:
+        self._slot_s = slot_s if self._slot_s == 0.0 else 0.9 * self._slot_s + 0.1 * slot_s
+
+    def _learn(self, load: BatchLoad, latency_s: float, forget: float) -> None:
+        x = _SCALE * np.array([
+            1.0, float(load.prefill_tokens > 0), load.prefill_tokens, load.decode_rows, load.context,
+        ])  # fmt: skip
+        spread = self._covariance @ x
+        gain = spread / (forget + float(x @ spread))
+        self._weights = self._weights + gain * (latency_s - float(x @ self._weights))
+        self._covariance = self._covariance - np.outer(gain, spread)
+        if float(np.trace(self._covariance)) / forget <= _UNSURE * len(_SCALE):
+            self._covariance /= forget
+        self._set()
+
+    def _set(self) -> None:
+        """The coefficients in use: more work never takes less time, whatever few observations say."""
+        weights = (self._weights * _SCALE).tolist()
+        self._base_s: float = max(0.0, weights[0])
+        self._prefill_s: float = weights[1]
+        self._token_s: float = max(0.0, weights[2])
+        self._row_s: float = max(0.0, weights[3])
+        self._position_s: float = max(0.0, weights[4])
+
+    # -- keeping -----------------------------------------------------------------------------------------------
+
+    def export_state(self) -> bytes:
+        return json.dumps({
+            "weights": self._weights.tolist(), "covariance": self._covariance.tolist(), "slot_s": self._slot_s,
+        }).encode()  # fmt: skip
+
+    def import_state(self, data: bytes) -> None:
+        """An exported state, or the file of `cohort profile`. Raises `ValueError`."""
+        state: Any = json.loads(data)
+        try:
+            if "points" in state:
+                self._fit(state["points"])
+                return
+            weights = np.array(state["weights"], dtype=np.float64)
+            covariance = np.array(state["covariance"], dtype=np.float64)
+            slot_s = float(state["slot_s"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"neither a state of this cost model nor a profile: {error}") from error
+        finite = bool(np.isfinite(weights).all() and np.isfinite(covariance).all())
+        if weights.shape != _SCALE.shape or covariance.shape != (len(_SCALE),) * 2 or not finite:
+            raise ValueError("a state of another cost model")
+        self._weights, self._covariance, self._slot_s = weights, covariance, slot_s
+        self._set()
+
+    def _fit(self, points: list[dict[str, Any]]) -> None:
+        """R3 · The offline fit: every profiled shape once, none forgotten."""
+        for point in points:
+            shape = point["shape"]
+            rows, count, context = shape["rows"], shape["tokens_per_row"], shape["context"]
+            if count == 1:
+                load = BatchLoad(0, rows, rows * context)
+            else:
+                load = BatchLoad(rows * count, 0, rows * (context - count))
+            self._learn(load, float(point["median_s"]), 1.0)
+
+    def figures(self) -> dict[str, float]:
+        """`cost_error`: relative error of what was foreseen, moving average; `cost_bias` the same with its sign."""
+        return {"cost_error": self._error, "cost_bias": self._bias, "cost_observations_total": float(self._seen)}

@@ -1,0 +1,156 @@
+"""The queues of R1 and the order they are pulled in (R5), for real-time and for best-effort requests.
+
+Waiting = nothing computed yet. Pending = started, and not in the current batch: most hold KV here. Owned by the
+packing; decides nothing but order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterator
+
+from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
+from cohort.common.policies.bros.token_groups import TokenGroups
+from cohort.common.policies.interface import KvAllocator, Phase, Sequence, SequenceKey
+
+Candidate = tuple[float, SequenceKey, Sequence]
+"""Residual time, key, sequence; sorts by urgency."""
+
+
+class RealTimeQueues:
+    """R5 · The waiting queue is always in the order of its deadlines; only the pending ones are sorted, and the two are
+    merged as far as somebody pulls.
+
+    Differs from the paper: waiting requests are kept by deadline, which is arrival order where all have one target.
+    """
+
+    def __init__(self, groups: TokenGroups) -> None:
+        self._groups = groups
+        self._waiting: list[Candidate] = []  # by due time
+        self._due: dict[SequenceKey, float] = {}
+        """Of those who wait."""
+        self._pending: dict[SequenceKey, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._pending)
+
+    def add(self, sequence: Sequence) -> None:
+        if sequence.phase is Phase.WAITING and sequence.output_tokens == 0:
+            due_s = self._due[sequence.key] = self._groups.due_s(sequence)
+            insort(self._waiting, (due_s, sequence.key, sequence))
+        else:
+            self._pending[sequence.key] = sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        self._groups.forget(sequence)
+        if self._pending.pop(sequence.key, None) is None:
+            self._leave(sequence)
+
+    def started(self, sequence: Sequence) -> None:
+        """It got its first blocks: from waiting to pending."""
+        self._leave(sequence)
+        self._pending[sequence.key] = sequence
+
+    def _leave(self, sequence: Sequence) -> None:
+        due_s = self._due.pop(sequence.key, None)
+        if due_s is not None:
+            del self._waiting[bisect_left(self._waiting, (due_s, sequence.key), key=lambda item: item[:2])]
+
+    def pending(self) -> Collection[Sequence]:
+        return self._pending.values()
+
+    def urgent_first(self, now_s: float, average_s: float, least_s: float) -> Iterator[Candidate]:
+        """R4, lines 3–4 · Everybody with at least `least_s` left, most urgent first."""
+        groups = self._groups
+        sorted_pending = sorted(
+            (groups.residual_s(now_s, sequence, average_s), key, sequence) for key, sequence in self._pending.items()
+        )
+        at = self._first_in_time(now_s + least_s)
+        place = bisect_left(sorted_pending, least_s, key=lambda item: item[0])
+        while place < len(sorted_pending) or at < len(self._waiting):
+            if at == len(self._waiting):
+                yield sorted_pending[place]
+                place += 1
+                continue
+            due_s, key, sequence = self._waiting[at]
+            head = (due_s - now_s, key, sequence)
+            if place < len(sorted_pending) and sorted_pending[place][0] <= head[0]:
+                yield sorted_pending[place]
+                place += 1
+            else:
+                yield head
+                at += 1
+
+    def overdue(self, now_s: float, average_s: float, least_s: float) -> Iterator[Sequence]:
+        """Who cannot make it any more: started ones first, each by deadline. A copy: they may start meanwhile."""
+        groups = self._groups
+        late = []
+        for key, sequence in self._pending.items():
+            residual_s = groups.residual_s(now_s, sequence, average_s)
+            if residual_s < least_s:
+                late.append((residual_s, key, sequence))
+        yield from (sequence for _, _, sequence in sorted(late))
+        yield from (item[2] for item in self._waiting[: self._first_in_time(now_s + least_s)])
+
+    def _first_in_time(self, due_s: float) -> int:
+        return bisect_left(self._waiting, due_s, key=lambda item: item[0])
+
+
+class BestEffortQueues:
+    """R4, line 17 · Best-effort requests by the slots that would have to come back, then by arrival."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[float, SequenceKey, Sequence]] = []  # by arrival
+        self._pending: dict[SequenceKey, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._pending)
+
+    def add(self, sequence: Sequence) -> None:
+        if sequence.phase is Phase.WAITING and sequence.output_tokens == 0:
+            insort(self._waiting, (sequence.arrived_s, sequence.key, sequence))
+        else:
+            self._pending[sequence.key] = sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        if self._pending.pop(sequence.key, None) is None:
+            self._leave(sequence)
+
+    def started(self, sequence: Sequence) -> None:
+        """It got its first blocks: from waiting to pending."""
+        self._leave(sequence)
+        self._pending[sequence.key] = sequence
+
+    def _leave(self, sequence: Sequence) -> None:
+        at = bisect_left(self._waiting, (sequence.arrived_s, sequence.key), key=lambda item: item[:2])
+        if at < len(self._waiting) and self._waiting[at][2] is sequence:
+            del self._waiting[at]
+
+    def pending(self) -> Collection[Sequence]:
+        return self._pending.values()
+
+    def waiting(self, most: int) -> list[Sequence]:
+        """Up to `most` of those who wait, by arrival: nothing of theirs is anywhere."""
+        return [item[2] for item in self._waiting[:most]]
+
+    def by_slots(self, kv: KvAllocator) -> tuple[list[Sequence], list[tuple[int, Sequence]]]:
+        """Pending requests: those whose KV is all here, by arrival; the others with the slots that have to come back,
+        fewest first. Those who wait belong between the two."""
+        whole: list[Candidate] = []
+        apart: list[tuple[int, float, SequenceKey, Sequence]] = []
+        for key, sequence in self._pending.items():
+            slots = slots_away(sequence, kv)
+            if slots:
+                apart.append((slots, sequence.arrived_s, key, sequence))
+            else:
+                whole.append((sequence.arrived_s, key, sequence))
+        whole.sort()
+        apart.sort()
+        return [item[2] for item in whole], [(item[0], item[3]) for item in apart]
+
+
+def slots_away(sequence: Sequence, kv: KvAllocator) -> int:
+    """R10 · Slots that have to come from host memory before the sequence can run."""
+    if isinstance(kv, BidirectionalAllocator):
+        return kv.checkpointed(sequence.key)
+    return sequence.computed if sequence.phase is Phase.SWAPPED else 0

@@ -1,0 +1,367 @@
+"""The packing of BROS (R4): real-time requests by what their deadlines leave, best-effort ones in the room between.
+
+    1. who has had nothing for too long            one of each class, whatever it costs
+    2. real-time, most urgent first                while the iteration ends before the most urgent deadline (t_min)
+    3. real-time that is late already              as far as that leaves room
+    4. best-effort, least to bring back first      likewise; in a full batch, instead of real-time that can wait
+
+The worker's `IterationScheduler` of the preset. Blocks come from whatever allocator there is; with the bidirectional
+one real-time requests share best-effort blocks (R8), with another one best-effort requests are dropped for them (R11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
+from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
+from cohort.common.policies.bros.iteration_cost import BatchLoad, IterationCost, load_of
+from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTimeQueues
+from cohort.common.policies.bros.token_groups import TokenGroups
+from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Row, Sequence, SequenceKey
+from cohort.common.policies.sequences import preempt, resume, start
+from cohort.common.types import StepTimes, TrafficClass
+
+_NO_DEADLINE = float("inf")
+_SMALLEST_CUT = 16
+"""Tokens of a prompt that are worth a row of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackingSettings:
+    """`cut_prompts`: a prompt without a deadline to keep is computed in pieces as large as deadlines leave room for.
+    `*_starvation_s`: who got nothing for so long goes first, whatever that costs."""
+
+    max_rows: int
+    max_tokens: int
+    chunk: int
+    preemption: Literal["swap", "recompute"]
+    cut_prompts: bool
+    rt_starvation_s: float
+    be_starvation_s: float
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The iteration in the making. `limit_s`: it must end before (t_min)."""
+
+    most_rows: int
+    tokens_left: int
+    plan: IterationPlan = field(default_factory=IterationPlan)
+    rows: dict[SequenceKey, Row] = field(default_factory=dict)
+    load: BatchLoad = field(default_factory=BatchLoad)
+    slots: int = 0
+    limit_s: float = _NO_DEADLINE
+    safe: set[SequenceKey] = field(default_factory=set)
+    """In the batch, or being brought back: not to be dropped now."""
+    dropped: int = 0
+
+    @property
+    def full(self) -> bool:
+        return len(self.rows) >= self.most_rows or self.tokens_left <= 0
+
+    def add(self, sequence: Sequence, count: int) -> None:
+        row = Row(sequence, sequence.computed, count)
+        self.rows[sequence.key] = row
+        self.safe.add(sequence.key)
+        self.load = self.load.plus(row.start, count)
+        self.tokens_left -= count
+
+    def take_away(self, sequence: Sequence) -> None:
+        row = self.rows.pop(sequence.key)
+        self.load = self.load.minus(row.start, row.count)
+        self.tokens_left += row.count
+
+
+class SlackPacking:
+    """Differs from the paper: requests that can no longer make it are those that would be late even alone, so that
+    nobody with a millisecond left empties the batch; they follow the others, and nobody waits beyond the starvation
+    times; prompts that need not make it are cut to the room there is (`cut_prompts`)."""
+
+    def __init__(
+        self, settings: PackingSettings, batch_size: AdaptiveBatchSize, groups: TokenGroups, cost: IterationCost
+    ) -> None:
+        self._settings = settings
+        self._batch_size = batch_size
+        self._groups = groups
+        self._cost = cost
+        self._rt = RealTimeQueues(groups)
+        self._be = BestEffortQueues()
+        self._average_s = 0.0
+        # Insertion order = who was served longest ago, per class.
+        self._served: dict[TrafficClass, dict[SequenceKey, tuple[float, Sequence]]] = {"rt": {}, "be": {}}
+        self._slots_beside = 0
+        self._replaced = self._overdue_rows = self._dropped = 0
+
+    def add(self, now_s: float, sequence: Sequence) -> None:
+        traffic_class = sequence.request.traffic_class
+        (self._rt if traffic_class == "rt" else self._be).add(sequence)
+        self._served[traffic_class][sequence.key] = (now_s, sequence)
+
+    def remove(self, now_s: float, sequence: Sequence) -> None:
+        traffic_class = sequence.request.traffic_class
+        (self._rt if traffic_class == "rt" else self._be).remove(sequence)
+        self._served[traffic_class].pop(sequence.key, None)
+
+    # -- Algorithm 1 -------------------------------------------------------------------------------------------
+
+    def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
+        batch = _Batch(min(self._batch_size.value, self._settings.max_rows), self._settings.max_tokens)
+        self._starving_first(now_s, kv, batch)
+        chosen, hopeless, cut_short = self._pack_real_time(now_s, kv, batch)
+        if not batch.full:
+            self._pack_overdue(now_s, kv, batch, hopeless)
+        self._pack_best_effort(kv, batch, chosen)
+        if not batch.rows and not batch.slots:
+            self._force_oldest(kv, batch)
+        if batch.rows:
+            self._batch_size.decided(cut_short=cut_short)
+        for key, row in batch.rows.items():
+            served = self._served[row.sequence.request.traffic_class]
+            del served[key]
+            served[key] = (now_s, row.sequence)
+        return self._finished(batch)
+
+    def _finished(self, batch: _Batch) -> IterationPlan:
+        self._dropped += batch.dropped
+        self._slots_beside = batch.slots
+        plan, rows = batch.plan, list(batch.rows.values())
+        prefill = [row for row in rows if row.count > 1]
+        decode = [row for row in rows if row.count == 1]
+        plan.rows = prefill + decode
+        plan.estimated_s = self._cost.iteration_s(batch.load, batch.slots)
+        plan.reason = f"{len(prefill)} prefill, {len(decode)} decode, {len(plan.preempted)} preempted"
+        return plan
+
+    def _starving_first(self, now_s: float, kv: KvAllocator, batch: _Batch) -> None:
+        limits: tuple[tuple[TrafficClass, float], ...] = (
+            ("rt", self._settings.rt_starvation_s), ("be", self._settings.be_starvation_s)
+        )  # fmt: skip
+        for traffic_class, after_s in limits:
+            served = self._served[traffic_class]
+            key = next(iter(served), None)
+            if key is not None and now_s - served[key][0] > after_s:
+                sequence = served[key][1]
+                self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False))
+
+    def _pack_real_time(
+        self, now_s: float, kv: KvAllocator, batch: _Batch
+    ) -> tuple[list[tuple[float, Sequence]], list[Sequence], bool]:
+        """Lines 3–15. Who was taken, most urgent first; who cannot make it even alone; whether a deadline cut it short
+        (lines 11–12)."""
+        cost = self._cost
+        # Starting somebody moves it between queues: the order is pulled before anybody moves.
+        pulled: list[tuple[float, Sequence]] = []
+        hopeless: list[Sequence] = []
+        load, rows, tokens = batch.load, len(batch.rows), batch.tokens_left
+        cut_short = False
+        for residual_s, key, sequence in self._rt.urgent_first(now_s, self._average_s, cost.least_s):
+            if key in batch.safe:
+                continue
+            count = self._count(sequence, tokens)
+            if residual_s < cost.iteration_s(BatchLoad().plus(sequence.computed, max(1, count))):
+                hopeless.append(sequence)
+                continue
+            batch.limit_s = min(batch.limit_s, residual_s)
+            if rows >= batch.most_rows or count < 1:
+                break
+            grown = load.plus(sequence.computed, count)
+            if cost.iteration_s(grown, batch.slots) > batch.limit_s:
+                cut_short = True
+                break
+            pulled.append((residual_s, sequence))
+            load, rows, tokens = grown, rows + 1, tokens - count
+        chosen = [
+            (residual_s, sequence) for residual_s, sequence in pulled
+            if self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=True))
+        ]  # fmt: skip
+        return chosen, hopeless, cut_short
+
+    def _pack_overdue(self, now_s: float, kv: KvAllocator, batch: _Batch, hopeless: list[Sequence]) -> None:
+        """Served after those who can make it, within the time those leave."""
+        for sequence in [*self._rt.overdue(now_s, self._average_s, self._cost.least_s), *hopeless]:
+            if batch.full:
+                return
+            if sequence.key in batch.safe:
+                continue
+            fitting = self._fitting(sequence, batch)
+            if fitting == 0:
+                return
+            waiting = sequence.phase is Phase.WAITING
+            if self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False), fitting):
+                self._overdue_rows += 1
+            elif waiting:
+                return  # the next of them would not find blocks either
+
+    def _pack_best_effort(self, kv: KvAllocator, batch: _Batch, chosen: list[tuple[float, Sequence]]) -> None:
+        """Lines 17–33."""
+        whole, apart = self._be.by_slots(kv)
+        for index, sequence in enumerate(whole):
+            # The oldest may take blocks from the youngest, or all could wait for each other's.
+            victims = None if index else self._droppable(kv, batch, sequence, real_time=False)
+            if not self._offer(sequence, kv, batch, chosen, victims):
+                return
+        for sequence in self._be.waiting(batch.most_rows):
+            if batch.dropped or not self._has_room(sequence, kv):
+                break
+            if not self._offer(sequence, kv, batch, chosen, None):
+                return
+        for slots, sequence in apart:
+            if batch.rows and isinstance(kv, BidirectionalAllocator) and sequence.phase is Phase.RUNNING:
+                self._bring_back(sequence, slots, kv, batch)
+            elif not batch.dropped and not self._offer(sequence, kv, batch, chosen, None):
+                return
+
+    def _offer(
+        self, sequence: Sequence, kv: KvAllocator, batch: _Batch, chosen: list[tuple[float, Sequence]],
+        victims: Iterator[Sequence] | None,
+    ) -> bool:  # fmt: skip
+        """A place for a best-effort request, if need be a real-time one's. False: nor for any after it."""
+        if sequence.key in batch.safe or sequence.uncomputed < 1:
+            return True
+        fitting = self._fitting(sequence, batch)
+        if fitting == 0 or batch.tokens_left <= 0:
+            return False
+        if len(batch.rows) >= batch.most_rows and not self._make_way(fitting, sequence, batch, chosen):
+            return False
+        self._place(sequence, kv, batch, victims, fitting)
+        return True
+
+    def _bring_back(self, sequence: Sequence, slots: int, kv: BidirectionalAllocator, batch: _Batch) -> None:
+        """R9, R12 · Its slots return while this batch runs, as far as that hides behind it; it runs in the next."""
+        hidden = self._cost.swap_s(batch.slots + slots) <= max(self._cost.exec_s(batch.load), self._cost.least_s)
+        if hidden and kv.restore(sequence):
+            batch.slots += slots
+            batch.safe.add(sequence.key)
+
+    def _make_way(
+        self, count: int, sequence: Sequence, batch: _Batch, chosen: list[tuple[float, Sequence]]
+    ) -> bool:
+        """Lines 25–32 · The least urgent real-time request leaves the batch, if it can wait for the next one."""
+        while chosen and chosen[-1][1].key not in batch.rows:
+            chosen.pop()
+        if not chosen:
+            return False
+        residual_s, last = chosen[-1]
+        row = batch.rows[last.key]
+        load = batch.load.minus(row.start, row.count).plus(sequence.computed, count)
+        iteration_s = self._cost.iteration_s(load, batch.slots)
+        own_s = self._cost.iteration_s(BatchLoad().plus(row.start, row.count))
+        if iteration_s > batch.limit_s or iteration_s + max(self._average_s, own_s) > residual_s:
+            return False
+        chosen.pop()
+        batch.take_away(last)
+        self._replaced += 1
+        return True
+
+    def _force_oldest(self, kv: KvAllocator, batch: _Batch) -> None:
+        """Nobody could run although somebody is here: pending requests hold each other's blocks. The oldest takes what
+        it needs from the others."""
+        for queue in (self._rt, self._be):
+            for sequence in sorted(queue.pending(), key=lambda s: s.arrived_s):
+                victims = self._droppable(kv, batch, sequence, real_time=True, desperate=True)
+                if self._place(sequence, kv, batch, victims):
+                    return
+
+    # -- rows and blocks ---------------------------------------------------------------------------------------
+
+    def _count(self, sequence: Sequence, tokens_left: int) -> int:
+        return min(sequence.uncomputed, self._settings.chunk, tokens_left)
+
+    def _fitting(self, sequence: Sequence, batch: _Batch) -> int:
+        """Tokens of it that this batch can take in time; 0 = none."""
+        count = self._count(sequence, batch.tokens_left)
+        if count < 1 or self._cost.iteration_s(batch.load.plus(sequence.computed, count), batch.slots) <= batch.limit_s:
+            return max(0, count)
+        if count == 1 or not self._settings.cut_prompts:
+            return 0
+        cut = min(count, self._cost.tokens_within(batch.load, batch.limit_s))
+        return cut if cut >= _SMALLEST_CUT else 0
+
+    def _place(
+        self, sequence: Sequence, kv: KvAllocator, batch: _Batch, victims: Iterator[Sequence] | None, most: int = 0
+    ) -> bool:
+        """Blocks and a row; where blocks are missing, `victims` are dropped one after the other."""
+        count = self._count(sequence, batch.tokens_left)
+        if most:
+            count = min(count, most)
+        if count < 1:
+            return False
+        take = self._taking(sequence, kv, batch, count)
+        while not take():
+            victim = next(victims, None) if victims is not None else None
+            if victim is None:
+                return False
+            preempt(victim, kv, batch.plan, self._settings.preemption)
+            batch.dropped += 1
+        (self._rt if sequence.request.traffic_class == "rt" else self._be).started(sequence)
+        # A prefix cache may have computed some of it.
+        batch.add(sequence, min(count, sequence.uncomputed))
+        return True
+
+    def _taking(self, sequence: Sequence, kv: KvAllocator, batch: _Batch, count: int) -> Callable[[], bool]:
+        if sequence.phase is Phase.WAITING:
+            return lambda: start(sequence, kv)
+        if sequence.phase is Phase.SWAPPED:
+            return lambda: resume(sequence, kv, batch.plan)
+        return lambda: kv.extend(sequence, sequence.computed + count)
+
+    def _droppable(
+        self, kv: KvAllocator, batch: _Batch, sequence: Sequence, *, real_time: bool, desperate: bool = False
+    ) -> Iterator[Sequence]:
+        """R11 · Who gives way when no block can be had: best-effort requests, latest first; then, for somebody who can
+        make it, the real-time request with most time left. Nobody who drew no token since it came in, so that every
+        drop is paid for by progress; `desperate`: even those. Evaluated only when blocks are missing."""
+
+        def may_go(other: Sequence) -> bool:
+            holds = other.phase is Phase.RUNNING and not other.pinned and (desperate or other.uncomputed <= 1)
+            return holds and other is not sequence and other.key not in batch.safe
+
+        own_class = sequence.request.traffic_class
+        be = [s for s in self._be.pending() if may_go(s) and (own_class == "rt" or s.arrived_s >= sequence.arrived_s)]
+        victims = sorted(be, key=lambda s: (-s.arrived_s, s.key))
+        if real_time and own_class == "rt":
+            own = (self._groups.due_s(sequence), sequence.key)
+            rt = [(self._groups.due_s(s), s.key, s) for s in self._rt.pending() if may_go(s)]
+            victims += [s for due_s, key, s in sorted(rt, reverse=True) if (due_s, key) > own]
+        held = kv.owners()
+        shareable = kv.preemptable_blocks if isinstance(kv, BidirectionalAllocator) else 0
+        room = kv.free_blocks + kv.cached_blocks + shareable + sum(held.get(s.key, 0) for s in victims)
+        if room >= kv.geometry.blocks_for(sequence.target) - held.get(sequence.key, 0):
+            yield from victims
+
+    def _has_room(self, sequence: Sequence, kv: KvAllocator) -> bool:
+        """A best-effort request starts only where everybody running keeps its next block."""
+        running = len(self._rt.pending()) + len(self._be.pending())
+        spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
+        return spare >= min(running, kv.total_blocks // 50)
+
+    # -- learning ----------------------------------------------------------------------------------------------
+
+    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
+        """T_avg and the cost model (R3)."""
+        if plan.rows:
+            self._average_s = latency_s if self._average_s == 0.0 else 0.9 * self._average_s + 0.1 * latency_s
+        self._cost.observe(load_of(plan.rows), self._slots_beside, latency_s)
+
+    def step_times(self) -> StepTimes | None:
+        """A placement has nothing to learn from this: the model is of one worker's mixed batches."""
+        return None
+
+    def export_state(self) -> bytes:
+        return self._cost.export_state()
+
+    def import_state(self, data: bytes) -> None:
+        self._cost.import_state(data)
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "batch_limit": float(self._batch_size.value),
+            "batch_backoffs_total": float(self._batch_size.backoffs),
+            "replaced_total": float(self._replaced),
+            "overdue_rows_total": float(self._overdue_rows),
+            "dropped_total": float(self._dropped),
+            **self._cost.figures(),
+        }

@@ -45,7 +45,7 @@ from cohort.common.messages import (
 )
 from cohort.common.policies import compose
 from cohort.common.policies.cost_model import CostModel, ModelShape
-from cohort.common.policies.interface import IterationPlan, LearnsStepTimes
+from cohort.common.policies.interface import IterationPlan, LearnsStepTimes, Phase
 from cohort.common.types import KvGeometry, Role, WorkerCapacity
 from cohort.common.workloads.closed_loop import ClosedLoopUsers
 from cohort.common.workloads.items import WorkItem, Workload
@@ -106,6 +106,7 @@ class WorkerTally:
     kv_samples: int = 0
     kv_used_sum: float = 0.0
     kv_used_peak: float = 0.0
+    kv_filled_sum: float = 0.0
     prefill_tokens_before: int = 0
     decode_tokens_before: int = 0
     preemptions_before: int = 0
@@ -384,6 +385,8 @@ class SimCluster:
         tally.kv_samples += 1
         tally.kv_used_sum += used
         tally.kv_used_peak = max(tally.kv_used_peak, used)
+        written = sum(s.computed for s in machine.sequences() if s.phase is not Phase.SWAPPED)
+        tally.kv_filled_sum += written / max(1, figures.total_blocks * self.geometry.block_size)
         worker.report_sequence += 1
         self._post_manager(
             worker.name,

@@ -50,8 +50,9 @@ class Slice(msgspec.Struct, frozen=True):
 
 class InstanceReport(msgspec.Struct, frozen=True):
     """`busy`: share of the duration in iterations. `compute`: model FLOPs over peak. `kv_mean`, `kv_peak`: share of
-    blocks in use at reports. `mean_rows`: rows of an iteration. `hand_overs` to this instance, and the time in them that
-    no computing of the request hid."""
+    blocks in use at reports; `kv_filled`: of slots that hold KV of a request (what a prefix cache shares counts for each
+    that uses it). `mean_rows`: rows of an iteration. `hand_overs` to this instance, and the time in them that no
+    computing of the request hid. `scheduler`: its own figures at the end, counted from the start."""
 
     instance: str
     role: str
@@ -60,6 +61,7 @@ class InstanceReport(msgspec.Struct, frozen=True):
     compute: float
     kv_mean: float
     kv_peak: float
+    kv_filled: float
     kv_blocks: int
     mean_rows: float
     prefill_tokens: int
@@ -70,6 +72,7 @@ class InstanceReport(msgspec.Struct, frozen=True):
     swapped_bytes: int
     hand_overs: int
     exposed_transfer_s: float
+    scheduler: dict[str, float]
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -188,6 +191,7 @@ def _instance(sim: SimCluster, worker: SimWorker, duration_s: float) -> Instance
         compute=tally.flops / (duration_s * sim.cost.peak_flops_per_s),
         kv_mean=tally.kv_used_sum / max(1, tally.kv_samples),
         kv_peak=tally.kv_used_peak,
+        kv_filled=tally.kv_filled_sum / max(1, tally.kv_samples),
         kv_blocks=kv.total_blocks,
         mean_rows=tally.rows / max(1, tally.steps),
         prefill_tokens=counters.prefill_tokens - tally.prefill_tokens_before,
@@ -198,6 +202,7 @@ def _instance(sim: SimCluster, worker: SimWorker, duration_s: float) -> Instance
         swapped_bytes=tally.swapped_bytes,
         hand_overs=counters.transfers_in - tally.transfers_before,
         exposed_transfer_s=counters.exposed_transfer_s - tally.exposed_before_s,
+        scheduler=worker.machine.scheduler.figures(),
     )
 
 

@@ -50,8 +50,8 @@ class Slice(msgspec.Struct, frozen=True):
 
 class InstanceReport(msgspec.Struct, frozen=True):
     """`busy`: share of the duration in iterations. `compute`: model FLOPs over peak. `kv_mean`, `kv_peak`: share of
-    blocks in use at reports; `kv_filled`: of slots that hold KV of a request (what a prefix cache shares counts for each
-    that uses it). `mean_rows`: rows of an iteration. `hand_overs` to this instance, and the time in them that no
+    blocks in use at reports; `kv_filled`: of slots that hold KV of a request (what a prefix cache shares counts for
+    each that uses it). `mean_rows`: rows of an iteration. `hand_overs` to this instance, and the time in them that no
     computing of the request hid. `scheduler`: its own figures at the end, counted from the start."""
 
     instance: str

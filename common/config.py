@@ -171,6 +171,7 @@ class DynaServeConfig(_Section, frozen=True):
     headroom: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.1  # share of that bound that iterations leave free
     search_probes: Positive = 6  # K: split points tried for a request
     search_tolerance: Fraction = 0.05  # the two ends may differ by this share; a split must gain more than it
+    balance: Literal["work", "end"] = "work"  # what the search balances: seconds of work there, or predicted ends
     margin_tokens: NotNegative = 20  # added to every predicted length
     hand_over_s: NotNegativeReal = 0.005  # a split must bring the end forward by more than this
     least_segment: Positive = 32  # tokens; a shorter segment is not worth a hand-over

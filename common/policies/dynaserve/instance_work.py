@@ -6,10 +6,16 @@ times into the seconds that work costs.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
 from cohort.common.policies.dynaserve.timeline import PassLimits, Piece, Timeline
 from cohort.common.policies.interface import InstanceView
 from cohort.common.types import InstanceId, RequestId, StepTimes, WorkerFigures
+
+Balance = Literal["work", "end"]
+
+NOTHING = Piece(0, 0, 0)
 
 _UNSEEN_S = 2.0
 """What was sent so long ago and is still in no report has ended between two of them."""
@@ -18,11 +24,13 @@ _UNSEEN_S = 2.0
 class InstanceWork:
     """D4 · calibrated by the workers' progress: every report replaces what was believed of it.
 
-    `pass_s`: what iterations there aim at; `least_prefill`: the prompt tokens in each of them at least.
+    `pass_s`: what iterations there aim at; `least_prefill`: the prompt tokens in each of them at least; `balance`:
+    which of the two answers `until_done` gives.
     """
 
-    def __init__(self, instance: InstanceId, *, pass_s: float, least_prefill: int) -> None:
+    def __init__(self, instance: InstanceId, *, pass_s: float, least_prefill: int, balance: Balance) -> None:
         self.instance = instance
+        self._balance = balance
         self._pass_s, self._least_prefill = pass_s, least_prefill
         self._limits = PassLimits(pass_s, 1, 1, least_prefill)
         self.unified = False
@@ -34,6 +42,7 @@ class InstanceWork:
         self._decoding = (0, 0)
         self._prefill = 0
         self._reported_s = 0.0
+        self._load_s: float | None = None
 
     def refresh(self, now_s: float, view: InstanceView, fallback: StepTimes) -> None:
         """Take the newest report in. Cheap when there is none."""
@@ -43,7 +52,7 @@ class InstanceWork:
             self._figures = figures
             capacity = view.capacity
             self._limits = PassLimits(self._pass_s, capacity.max_step_tokens, capacity.max_rows, self._least_prefill)
-            self._timeline = None
+            self._timeline = self._load_s = None
             times = self._times = figures.step_times or _from_averages(figures, fallback)
             pieces = self._pieces = [Piece(w.prefill_left, w.context, w.decode_left) for w in figures.queue]
             self._decoding = decoding(figures)
@@ -58,11 +67,11 @@ class InstanceWork:
 
     def assign(self, now_s: float, request_id: RequestId, piece: Piece) -> None:
         self._assigned[request_id] = (now_s, piece)
-        self._timeline = None
+        self._timeline = self._load_s = None
 
     def forget(self, request_id: RequestId) -> None:
         if self._assigned.pop(request_id, None) is not None:
-            self._timeline = None
+            self._timeline = self._load_s = None
 
     @property
     def times(self) -> StepTimes:
@@ -78,9 +87,24 @@ class InstanceWork:
             self._timeline = Timeline([*self._pieces, *assigned], self.times, self._limits)
         return self._timeline
 
+    @property
     def load_s(self) -> float:
-        """Seconds of work that is there: what instances are compared by before any is simulated."""
-        return self._reported_s + sum(work_seconds(self.times, piece) for _, piece in self._assigned.values())
+        """Seconds of work that is there (`work_seconds`)."""
+        if self._load_s is None:
+            assigned_s = sum(work_seconds(self.times, piece) for _, piece in self._assigned.values())
+            self._load_s = self._reported_s + assigned_s
+        return self._load_s
+
+    def until_done(self, extra: Piece = NOTHING) -> float:
+        """T_α, T_β of Alg. 1 with this much more.
+
+        `balance` "end": the predicted end of everything there, as the paper has it. "work": the seconds of work there.
+        The end of an instance is that of its longest answer, however few rows run beside it, and prompts balanced by
+        it pile up where a long answer runs anyway; work counts every row's own share only.
+        """
+        if self._balance == "end":
+            return self.timeline.end_with(extra)
+        return self.load_s + work_seconds(self.times, extra)
 
     def decode_pass_s(self, more_rows: int = 0, more_context: int = 0) -> float:
         """Seconds of an iteration of all decodes that are here, and of some more."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cohort.common.policies.baselines.placements import Colocated, fits
-from cohort.common.policies.dynaserve.instance_work import InstanceWork
+from cohort.common.policies.dynaserve.instance_work import Balance, InstanceWork
 from cohort.common.policies.dynaserve.split_search import Split, search_split
-from cohort.common.policies.dynaserve.timeline import Piece, Timeline
+from cohort.common.policies.dynaserve.timeline import Piece
 from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
 from cohort.common.types import InstanceId, RequestId, Segment, StepTimes
 
@@ -25,7 +25,8 @@ class SplitSettings:
     """`probes` K and `tolerance` ε of Alg. 1. `margin_tokens` is added to every predicted length (D8).
 
     `hand_over_s`: what a hand-over costs; a split must gain more. `least_segment`: tokens below which a segment is not
-    worth one. `tbt_slo_s`: for requests without a promise; `headroom`, `least_prefill` as in `SloBatching`.
+    worth one. `balance`: what Alg. 1 balances (`InstanceWork.until_done`). `tbt_slo_s`: for requests without a promise;
+    `headroom`, `least_prefill` as in `SloBatching`.
     """
 
     probes: int
@@ -33,6 +34,7 @@ class SplitSettings:
     margin_tokens: int
     hand_over_s: float
     least_segment: int
+    balance: Balance
     tbt_slo_s: float
     headroom: float
     least_prefill: int
@@ -50,16 +52,16 @@ class _Choice:
 class _Probe:
     """What Alg. 1 asks of the two instances: T_α(s) and T_β(s)."""
 
-    before: Timeline
-    after: Timeline
+    before: InstanceWork
+    after: InstanceWork
     prompt: int
     output: int
 
     def first_end(self, position: int) -> float:
-        return self.before.end_with(_parts(self.prompt, self.output, position)[0])
+        return self.before.until_done(_parts(self.prompt, self.output, position)[0])
 
     def second_end(self, position: int) -> float:
-        return self.after.end_with(_parts(self.prompt, self.output, position)[1])
+        return self.after.until_done(_parts(self.prompt, self.output, position)[1])
 
 
 class SplitPlacement:
@@ -67,10 +69,11 @@ class SplitPlacement:
 
     A request of P + O^ tokens becomes [0, s) and [s, …) on two instances, s anywhere, or one segment.
 
-    Differs from the paper: it routes the segments round-robin; here the two least loaded instances share a request, in
-    whichever order ends earlier. It splits whenever Alg. 1 says so; here a request stays whole while an instance is
-    idle (no prompt waits there and its decodes take less than half the bound), and where the split would bring the
-    later of the two ends forward by no more than tolerance and hand-over cost.
+    Differs from the paper: Alg. 1 balances predicted ends there, here by default the work that is on the instances
+    (`balance`). It routes segments round-robin; here the two least loaded instances share a request, in whichever
+    order is better balanced. It splits whenever Alg. 1 says so; here a request stays whole while an instance is idle
+    (hardly a prompt waits there and its decodes take less than half the bound), and where the split would bring the
+    later of the two forward by no more than tolerance and hand-over cost.
     """
 
     def __init__(self, settings: SplitSettings) -> None:
@@ -116,6 +119,8 @@ class SplitPlacement:
             return self._share(now_s, request.request_id, self._search([(first, second)], prompt, output), whole)
         if self._idle(first, slo_s, prompt):
             return self._keep(now_s, request.request_id, first, whole, "an instance is idle")
+        if self._full(second, slo_s, prompt) and not self._full(first, slo_s, prompt):
+            return self._keep(now_s, request.request_id, first, whole, "decodes fill the bound everywhere else")
         choice = self._search([(first, second), (second, first)], prompt, output)
         kept = min((first, second), key=lambda work: self._end_whole(work, (first, second), whole))
         kept_s = self._end_whole(kept, (first, second), whole)
@@ -161,12 +166,15 @@ class SplitPlacement:
             if work is None:
                 work = self._work[view.instance] = InstanceWork(
                     view.instance, pass_s=settings.tbt_slo_s * (1.0 - settings.headroom),
-                    least_prefill=settings.least_prefill,
+                    least_prefill=settings.least_prefill, balance=settings.balance,
                 )  # fmt: skip
             work.refresh(now_s, view, _COLD)
             works.append(work)
-        over_s = slo_s * (1.0 - settings.headroom)
-        return sorted(works, key=lambda w: (w.decode_pass_s(1, context) > over_s, w.load_s(), w.instance))
+        return sorted(works, key=lambda w: (self._full(w, slo_s, context), w.load_s, w.instance))
+
+    def _full(self, work: InstanceWork, slo_s: float, context: int) -> bool:
+        """One more decode, and decodes alone take longer than the bound."""
+        return work.decode_pass_s(1, context) > slo_s * (1.0 - self._settings.headroom)
 
     def _idle(self, work: InstanceWork, slo_s: float, context: int) -> bool:
         """Hardly a prompt waits there, and its decodes leave half the bound free."""
@@ -174,7 +182,7 @@ class SplitPlacement:
 
     def _end_whole(self, work: InstanceWork, pair: tuple[InstanceWork, InstanceWork], whole: Piece) -> float:
         """When both instances are done if this one takes the whole request."""
-        return max(other.timeline.end_with(whole) if other is work else other.timeline.end_s for other in pair)
+        return max(other.until_done(whole) if other is work else other.until_done() for other in pair)
 
     # -- one request -------------------------------------------------------------------------------------------
 
@@ -183,7 +191,7 @@ class SplitPlacement:
         settings = self._settings
         choices = []
         for first, second in pairs:
-            probe = _Probe(first.timeline, second.timeline, prompt, output)
+            probe = _Probe(first, second, prompt, output)
             split = search_split(
                 prompt, output, probe.first_end, probe.second_end, probes=settings.probes, tolerance=settings.tolerance
             )

@@ -1,0 +1,157 @@
+"""Alg. 2: decodes always, prefill within what the table allows beside them, in arrival order, never starved."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+import pytest
+
+from cohort.common.policies.baselines.draft import IterationLimits
+from cohort.common.policies.dynaserve.slo_batching import SloBatching, plan_shape
+from cohort.common.policies.dynaserve.step_cost import step_seconds
+from cohort.common.policies.interface import Phase, Sequence
+from cohort.common.types import Slo, StepTimes
+from tests.common.policies.baselines.drive import cache, leave, names, rows, run, sequence, step
+from tests.common.policies.dynaserve.test_step_times import random_batch
+
+TIMES = StepTimes(0.001, 0.0002, 0.0001, 0.001, 0.0, 1e-6)
+"""A prompt token is 0.1 ms, a decode row 0.2 ms and its context a microsecond a position."""
+
+
+def scheduler(slo_s: float = 0.02, *, learned: bool = True, least: int = 2, rows_: int = 8) -> SloBatching:
+    policy = SloBatching(
+        IterationLimits(rows_, 400, 400, "recompute"), tbt_slo_s=slo_s, headroom=0.0, least_prefill=least,
+        cold_chunk=24,
+    )  # fmt: skip
+    if learned:
+        random = Random(5)
+        for _ in range(400):
+            shape = random_batch(random)
+            policy.table.record(shape, step_seconds(TIMES, shape))
+    return policy
+
+
+def running(policy: SloBatching, kv, name: str, prompt: int, slo_s: float = 0.0) -> Sequence:  # type: ignore[no-untyped-def]
+    """A request that decodes."""
+    found = sequence(name, prompt, max_tokens=100)
+    if slo_s:
+        found.request = msgspec.structs.replace(found.request, slo=Slo(tpot_s=slo_s))
+    kv.admit(found)
+    kv.extend(found, prompt + 1)
+    found.phase, found.computed = Phase.RUNNING, prompt
+    found.tokens.append(1)
+    policy.add(0.0, found)
+    return found
+
+
+def test_decodes_come_first_and_prompts_share_what_is_left_of_the_bound() -> None:
+    policy, kv = scheduler(), cache(200)
+    running(policy, kv, "d0", 40)
+    running(policy, kv, "d1", 40)
+    policy.add(0.0, sequence("p0", 100, arrived_s=1.0))
+    policy.add(0.0, sequence("p1", 300, arrived_s=2.0))
+    plan = policy.decide(0.0, kv)
+    chunk = plan.rows[1].count
+    assert rows(plan) == [("p0", 0, 100), ("p1", 0, chunk), ("d0", 40, 1), ("d1", 40, 1)]
+    # 20 ms: 1 for the step, 0.8 for four rows, 0.2 for two, 0.08 for their context: some 180 tokens in all.
+    assert 100 + chunk == pytest.approx(181, rel=0.08)
+    assert step_seconds(TIMES, plan_shape(plan)) <= 0.02 * 1.05
+    run(plan, kv)
+    assert rows(policy.decide(0.1, kv))[0][:2] == ("p1", chunk)
+
+
+def test_the_strictest_promise_in_the_iteration_rules() -> None:
+    policy, kv = scheduler(slo_s=0.02), cache(200)
+    running(policy, kv, "patient", 40)
+    running(policy, kv, "strict", 40, slo_s=0.008)
+    policy.add(0.0, sequence("p", 300, arrived_s=1.0))
+    plan = policy.decide(0.0, kv)
+    assert names(plan) == ["p", "patient", "strict"]
+    assert step_seconds(TIMES, plan_shape(plan)) <= 0.008 * 1.05
+    assert policy.figures()["tbt_bound_ms"] == pytest.approx(8.0)
+
+
+def test_half_the_bound_while_somebody_who_draws_tokens_is_on_the_way() -> None:
+    policy, kv = scheduler(), cache(200)
+    policy.add(0.0, sequence("p", 380, arrived_s=1.0))
+    policy.expect(1)
+    plan = policy.decide(0.0, kv)
+    assert 0.008 <= step_seconds(TIMES, plan_shape(plan)) <= 0.0105
+    run(plan, kv)
+    policy.expect(0)
+    assert 0.017 <= step_seconds(TIMES, plan_shape(policy.decide(0.1, kv))) <= 0.021
+
+
+def test_decodes_beyond_the_bound_are_counted_and_prompts_still_advance() -> None:
+    policy, kv = scheduler(slo_s=0.002), cache(200)
+    for index in range(6):  # 1 + 1.2 + 0.24 ms … more than 2
+        running(policy, kv, f"d{index}", 40)
+    policy.add(0.0, sequence("p", 30, arrived_s=1.0))
+    plan = step(policy, kv)
+    assert rows(plan)[0] == ("p", 0, 2)
+    assert len(plan.rows) == 7
+    assert policy.figures()["decodes_over_slo_total"] == 1
+
+
+def test_before_anything_is_known_prompts_come_in_plain_chunks() -> None:
+    policy, kv = scheduler(learned=False), cache(200)
+    policy.add(0.0, sequence("p0", 60))
+    policy.add(0.0, sequence("p1", 60, arrived_s=1.0))
+    assert rows(policy.decide(0.0, kv)) == [("p0", 0, 24)]
+
+
+def test_iterations_that_repeat_themselves_are_recorded_once() -> None:
+    policy, kv = scheduler(learned=False), cache(200)
+    first = running(policy, kv, "d0", 8)
+    for index in range(5):
+        step(policy, kv, float(index), 0.5)
+    assert policy.figures()["profile_cells"] == 1
+    plan = policy.decide(9.0, kv)
+    assert policy.repeats(plan, kv)
+    policy.expect(1)
+    assert not policy.repeats(plan, kv)
+    policy.expect(0)
+    policy.add(9.0, sequence("p", 6, arrived_s=9.0))
+    assert not policy.repeats(plan, kv)
+    leave(policy, kv, first)
+    assert names(policy.decide(10.0, kv)) == ["p"]
+
+
+def test_late_iterations_are_counted() -> None:
+    policy, kv = scheduler(slo_s=0.02), cache(200)
+    running(policy, kv, "d0", 40)
+    step(policy, kv, 0.0, 0.5)
+    assert policy.figures()["late_iterations_total"] == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_everybody_ends_and_no_iteration_exceeds_bound_rows_or_tokens(seed: int, preemption: str) -> None:
+    random = Random(seed)
+    policy = scheduler(slo_s=random.choice([0.004, 0.02]))
+    policy._limits = IterationLimits(8, 400, 400, preemption)  # type: ignore[arg-type]
+    kv = cache(40, 40)
+    waiting = [sequence(f"r{i}", random.randint(1, 90), arrived_s=float(i), max_tokens=random.randint(1, 12))
+               for i in range(20)]  # fmt: skip
+    live: list[Sequence] = []
+    for turn in range(3000):
+        if waiting and random.random() < 0.3:
+            live.append(waiting.pop(0))
+            policy.add(float(turn), live[-1])
+        plan = policy.decide(float(turn), kv)
+        assert len(plan.rows) <= 8
+        assert plan.tokens <= 400
+        decodes = [row for row in plan.rows if row.count == 1]
+        beyond = step_seconds(TIMES, plan_shape(plan)) > policy._bound_s * 1.1
+        assert not beyond or plan.tokens - len(decodes) <= 2 or not policy.table.step_times
+        policy.observe(float(turn), plan, step_seconds(TIMES, plan_shape(plan)))
+        run(plan, kv)
+        for gone in [s for s in live if s.output_tokens >= s.request.sampling.max_tokens]:
+            leave(policy, kv, gone)
+            live.remove(gone)
+        kv.check()
+        if not waiting and not live:
+            break
+    assert not waiting and not live
+    assert kv.owners() == {}

@@ -74,7 +74,7 @@ class TimeSynced:
     """
 
     def __init__(self, settings: EcoServeSettings, padding: PaddingRatio) -> None:
-        self._settings = settings
+        self.settings = settings
         self._padding = padding
         self._deadlines = Deadlines(settings.slo_scale)
         self._prompts = PromptQueue(settings.ranges, ordered=settings.ordered)
@@ -157,7 +157,7 @@ class TimeSynced:
         rows = len(plan.rows)
         if plan.preempted or plan.copies or rows != len(self._batch) or self._prefilling:
             return False
-        if self._answers and not self._settings.synced and self._settings.pipelined:
+        if self._answers and not self.settings.synced and self.settings.pipelined:
             return False  # the second halves of lenders change with every iteration
         return not (self._drained and self._answers)
 
@@ -188,14 +188,14 @@ class TimeSynced:
 
     # -- lengths -----------------------------------------------------------------------------------------------
 
-    def _length(self, sequence: Sequence) -> int:
-        """E2, E3, E5 · Tokens to allocate for an answer that is to run now: what is left of its padded prediction, in
-        whole `group_tokens`, never beyond what it can need.
+    def _length(self, sequence: Sequence, drawn: int = 0) -> int:
+        """E2, E3, E5 · Tokens to allocate for an answer that is to run now, or once `drawn` more tokens are there: what
+        is left of its padded prediction, in whole `group_tokens`, never beyond what it can need.
 
         Beyond its prediction: L_new. The paper's own formula (prediction less what exists) is at most 0 then; here it
         is the padding again, of what exists.
         """
-        made, quantum = sequence.output_tokens, self._settings.group_tokens
+        made, quantum = sequence.output_tokens + drawn, self.settings.group_tokens
         left = math.ceil(sequence.predicted * (1.0 + self._padding.ratio)) - made
         if left < 1:
             left = math.ceil(made * self._padding.ratio)
@@ -203,7 +203,7 @@ class TimeSynced:
         return max(1, min(length, sequence.max_positions - sequence.computed))
 
     def _reserve(self, kv: KvAllocator) -> int:
-        return math.ceil(self._settings.reserve * kv.total_blocks)
+        return math.ceil(self.settings.reserve * kv.total_blocks)
 
     @staticmethod
     def _lacks(sequence: Sequence, length: int, kv: KvAllocator) -> int:
@@ -259,7 +259,7 @@ class TimeSynced:
         if not self._answers:
             return False
         return (
-            self._group_over or self._drained or not len(self._batch) or not self._settings.synced
+            self._group_over or self._drained or not len(self._batch) or not self.settings.synced
             or self._freed >= max(1, self._reserve(kv))
         )  # fmt: skip
 
@@ -276,7 +276,7 @@ class TimeSynced:
 
     def _nest(self, waiting: list[tuple[Rank, int, Sequence]], kv: KvAllocator) -> None:
         """E7 · Borrowers among those who wait."""
-        if not self._settings.pipelined or self._lending is None or not self._answers:
+        if not self.settings.pipelined or self._lending is None or not self._answers:
             return
         # Who is handed over later keeps its blocks until they are sent, which may be late: it does not borrow.
         candidates = [
@@ -289,8 +289,8 @@ class TimeSynced:
             self._count.borrowed += 1
 
     def _rank(self, now_s: float, sequence: Sequence, length: int) -> Rank:
-        if self._settings.ordered:
-            return rank(self._settings.ranges, now_s, self._deadlines.of(sequence), sequence, length)
+        if self.settings.ordered:
+            return rank(self.settings.ranges, now_s, self._deadlines.of(sequence), sequence, length)
         return (sequence.request.priority, 0, 0, 0, 0.0, sequence.arrived_s, sequence.key)
 
     def _allocate(
@@ -310,8 +310,8 @@ class TimeSynced:
         else:
             return
         head = waiting[0][2]
-        stands = head.key in self._answers and now_s - self._deadlines.of(head) > self._settings.patience_s
-        if not self._settings.ordered or stands:
+        stands = head.key in self._answers and now_s - self._deadlines.of(head) > self.settings.patience_s
+        if not self.settings.ordered or stands:
             return
         left = [(length, sequence) for _, length, sequence in waiting if sequence.key in self._answers]
         left.sort(key=lambda task: (-task[0], task[1].arrived_s, task[1].key))
@@ -323,7 +323,7 @@ class TimeSynced:
                 room -= lacks
 
     def _grouped(self, waiting: list[tuple[Rank, int, Sequence]]) -> list[tuple[Rank, int, Sequence]]:
-        if not self._settings.synced:
+        if not self.settings.synced:
             return waiting
         groups: dict[int, list[tuple[Rank, int, Sequence]]] = {}
         for task in waiting:
@@ -331,7 +331,7 @@ class TimeSynced:
         return [task for group in groups.values() for task in group]
 
     def _places(self) -> int:
-        return min(self._settings.max_rows, self._settings.target_tokens) - len(self._batch)
+        return min(self.settings.max_rows, self.settings.target_tokens) - len(self._batch)
 
     def _run(self, sequence: Sequence, length: int, kv: KvAllocator, plan: IterationPlan) -> bool:
         """Allocate and join."""
@@ -358,8 +358,8 @@ class TimeSynced:
     def _choose_prompts(self, now_s: float, kv: KvAllocator, formed: bool) -> list[Row]:
         """E1 · Alg. 1, line 5: prompts until the iteration has as many tokens as the device can use."""
         rows: list[Row] = []
-        tokens = self._settings.target_tokens - len(self._batch)
-        places = self._settings.max_rows - len(self._batch)
+        tokens = self.settings.target_tokens - len(self._batch)
+        places = self.settings.max_rows - len(self._batch)
         for sequence in sorted(self._prefilling, key=lambda s: (-s.computed, s.arrived_s, s.key)):
             count = min(sequence.uncomputed, tokens)
             if len(rows) >= places or count < 1:
@@ -367,7 +367,7 @@ class TimeSynced:
             if kv.extend(sequence, sequence.computed + count):
                 rows.append(Row(sequence, sequence.computed, count))
                 tokens -= count
-        if not self._settings.decoupled and len(self._batch) and not formed:
+        if not self.settings.decoupled and len(self._batch) and not formed:
             return rows  # SyncCoupled: whoever joins, joins with a group
         while tokens > 0 and len(rows) < places:
             chosen = self._next_prompt(now_s, kv, tokens)
@@ -375,8 +375,8 @@ class TimeSynced:
                 break
             self._prompts.remove(chosen)
             self._prefilling[chosen] = chosen.target
-            if not self._settings.decoupled:
-                self._claim(kv, chosen, chosen.target + self._length(chosen))
+            if not self.settings.decoupled:
+                self._claim(kv, chosen, chosen.target + self._length(chosen, 1))
             count = min(chosen.uncomputed, tokens)
             rows.append(Row(chosen, chosen.computed, count))
             tokens -= count
@@ -392,16 +392,16 @@ class TimeSynced:
         waiting = [s for s in self._answers.values() if s.phase is Phase.RUNNING]
         if waiting:
             held = sum(len(kv.blocks(s.key)) for s in (*waiting, *self._prefilling))
-            limit = max(self._reserve(kv), math.floor(self._settings.waiting_share * kv.total_blocks))
+            limit = max(self._reserve(kv), math.floor(self.settings.waiting_share * kv.total_blocks))
             blocks = min(blocks, limit - held)
         room = blocks * kv.geometry.block_size
         first, deadline_s = head
-        if not self._settings.decoupled:
-            needed = kv.geometry.blocks_for(first.target + self._length(first))
+        if not self.settings.decoupled:
+            needed = kv.geometry.blocks_for(first.target + self._length(first, 1))
             return first if needed <= blocks or (needed > kv.total_blocks and not len(self._batch)) else None
         if first.target <= room and now_s > deadline_s:
             return first
-        if now_s - deadline_s > self._settings.patience_s:
+        if now_s - deadline_s > self.settings.patience_s:
             return None
         return self._prompts.fitting(min(tokens, room)) or self._prompts.fitting(room)
 
@@ -418,13 +418,13 @@ class TimeSynced:
             length = self._prefilling[task] - task.computed if task in self._prefilling else self._length(task)
             victims = [s for s in tasks if s is not task and s.phase is Phase.RUNNING and not s.pinned]
             while self._lacks(task, length, kv) > kv.free_blocks + kv.cached_blocks and victims:
-                self._evict(now_s, victims.pop(), kv, plan, self._settings.preemption)
+                self._evict(now_s, victims.pop(), kv, plan, self.settings.preemption)
             length = min(length, self._most(task, kv))
             if length < 1:
                 continue
             self._count.forced += 1
             if task in self._prefilling:
-                count = min(length, self._settings.target_tokens)
+                count = min(length, self.settings.target_tokens)
                 if kv.extend(task, task.computed + count):
                     return [Row(task, task.computed, count)]
             elif self._run(task, length, kv, plan):

@@ -1,0 +1,60 @@
+"""Groups that run in step: the clock, ends, members that leave early."""
+
+from __future__ import annotations
+
+from cohort.common.policies.ecoserve.batch import SyncedBatch
+from cohort.common.policies.interface import Sequence
+from tests.common.policies.baselines.drive import sequence
+
+
+def advance(batch: SyncedBatch, iterations: int = 1) -> int:
+    for member in batch.sequences:
+        member.computed += iterations
+    return batch.tick()
+
+
+def three() -> tuple[SyncedBatch, list[Sequence]]:
+    batch, members = SyncedBatch(), [sequence(name, 4, arrived_s=i) for i, name in enumerate("abc")]
+    batch.join(members[0], 3)
+    batch.join(members[1], 3)
+    batch.join(members[2], 5)
+    return batch, members
+
+
+def test_a_group_ends_together() -> None:
+    batch, (a, b, c) = three()
+    assert (batch.groups, batch.next_end) == (2, 3)
+    assert advance(batch, 2) == 2
+    assert batch.ended() == [] and not batch.group_over
+    advance(batch)
+    assert batch.ended() == [a, b]
+    assert batch.group_over and c in batch and a not in batch
+    assert batch.left(c) == 2
+
+
+def test_who_joins_later_with_as_much_left_is_of_the_group() -> None:
+    batch, (a, b, c) = three()
+    advance(batch, 2)
+    late = sequence("late", 9, arrived_s=9.0)
+    batch.join(late, 3)
+    assert batch.groups == 2
+    advance(batch, 3)
+    assert batch.ended() == [a, b, c, late]
+    assert len(batch) == 0 and batch.next_end is None
+
+
+def test_a_group_is_over_when_its_last_member_has_left() -> None:
+    batch, (a, b, _) = three()
+    assert batch.leave(a) and not batch.group_over
+    assert batch.leave(b) and batch.group_over
+    assert not batch.leave(b)
+    assert batch.next_end == 5
+    assert batch.groups_ended == 1
+
+
+def test_the_clock_needs_any_member() -> None:
+    batch, (a, _, _) = three()
+    advance(batch, 2)
+    batch.leave(a)
+    assert advance(batch) == 1
+    assert batch.clock == 3

@@ -1,7 +1,7 @@
 """`cohort profile`: measure this machine's engine, for the simulator's cost model.
 
 Starts a process that loads the model as a worker does (this one never loads torch), and waits for its file of points.
-`scripts/fit_cost_model.py profile FILE` makes a device of it.
+`scripts/fit_cost_model.py profile FILE` makes a device of it. Prints the target forward size (E1) of what was measured.
 """
 
 from __future__ import annotations
@@ -14,7 +14,27 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from cohort.common.config import dump_config, load_config
+from cohort.common.policies.ecoserve.forward_size import target_forward_tokens
+
+
+class _Shape(msgspec.Struct, frozen=True):
+    rows: int
+    tokens_per_row: int
+    context: int
+
+
+class _Point(msgspec.Struct, frozen=True):
+    shape: _Shape
+    median_s: float
+
+
+class _Profile(msgspec.Struct, frozen=True):
+    """The part of the file that is read here."""
+
+    points: list[_Point]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -41,4 +61,18 @@ def run(args: argparse.Namespace) -> int:
             str(threads), "--repeats", str(args.repeats), "--max-context", str(args.max_context), "--model-name",
             args.model_name, "--output", str(Path(args.output).absolute()),
         ]  # fmt: skip
-        return subprocess.run(command, check=False).returncode
+        code = subprocess.run(command, check=False).returncode
+    if code == 0:
+        tokens = forward_size(Path(args.output))
+        sys.stdout.write(f"target forward size: {tokens} tokens (ecoserve.target_forward_tokens={tokens})\n")
+    return code
+
+
+def forward_size(file: Path) -> int:
+    """E1 · Of prompts that the profile computed from their first token on: no context of earlier chunks slows them."""
+    profile = msgspec.json.decode(file.read_bytes(), type=_Profile)
+    return target_forward_tokens(
+        (point.shape.tokens_per_row, point.median_s)
+        for point in profile.points
+        if point.shape.rows == 1 and point.shape.tokens_per_row == point.shape.context
+    )

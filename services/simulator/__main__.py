@@ -116,7 +116,9 @@ def run_reproduce(options: argparse.Namespace) -> int:
     else:
         _console().print(render.reproduction(results))
     if options.docs:
-        Path(options.docs).write_text(reproduce.markdown(results), encoding="utf-8")
+        page = Path(options.docs)
+        before = page.read_text(encoding="utf-8") if page.exists() else ""
+        page.write_text(reproduce.markdown(results, before), encoding="utf-8")
     return 0
 
 

@@ -11,7 +11,7 @@ import msgspec
 from cohort.common.errors import ConfigError
 from cohort.services.simulator.figures.figure import Figure, Lab
 
-MODULES = ("baselines", "bucketserve")
+MODULES = ("baselines", "bucketserve", "ecoserve")
 """Modules of `figures/`, in the order in which they run."""
 
 
@@ -62,7 +62,12 @@ def reproduce(figures: Iterable[Figure], progress: Callable[[Figure], None]) -> 
     return results
 
 
-def markdown(results: Iterable[Reproduced]) -> str:
+def markdown(results: Iterable[Reproduced], before: str = "") -> str:
+    """The page. Sections that `before`, an earlier page, has of systems that are not among the results stay."""
+    sections = _sections(before)
+    for system, sections_of_system in groupby(results, key=lambda result: result.system):
+        sections[system] = _tables(sections_of_system)
+    order = {name: index for index, name in enumerate(MODULES)}
     lines = [
         "# Do we reproduce the papers?",
         "",
@@ -70,6 +75,28 @@ def markdown(results: Iterable[Reproduced]) -> str:
         "from the simulator: the policies of the live services under virtual time (docs/simulator.md says what it",
         "models). `ratio` is ours over the paper's.",
     ]
+    for system in sorted(sections, key=lambda name: order.get(name, len(order))):
+        lines += sections[system]
+    return "\n".join(lines) + "\n"
+
+
+def _sections(page: str) -> dict[str, list[str]]:
+    """System → its lines on a page that `markdown` wrote."""
+    sections: dict[str, list[str]] = {}
+    system = ""
+    for line in page.splitlines():
+        if line.startswith("## ") and line.endswith(")"):
+            system = line[line.rindex("(") + 1 : -1]
+            sections.setdefault(system, []).append("")
+        if system and line:
+            sections[system].append(line)
+            if line.startswith("## "):
+                sections[system].append("")
+    return sections
+
+
+def _tables(results: Iterable[Reproduced]) -> list[str]:
+    lines: list[str] = []
     for (system, figure), group in groupby(results, key=lambda result: (result.system, result.figure)):
         lines += ["", f"## {figure} ({system})", "", "| workload | system | metric | paper | ours | ratio | note |",
                   "|---|---|---|---:|---:|---:|---|"]  # fmt: skip
@@ -78,4 +105,4 @@ def markdown(results: Iterable[Reproduced]) -> str:
                 f"| {r.workload} | {r.baseline} | {r.metric}, {r.unit} | {r.paper:g} | {r.ours:.4g} | {r.ratio:.2f} "
                 f"| {r.note} |"
             )
-    return "\n".join(lines) + "\n"
+    return lines

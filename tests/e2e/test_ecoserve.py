@@ -1,0 +1,54 @@
+"""EcoServe live, predictors wrong on purpose: a cache of few blocks, lent and returned; answers stay golden."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.e2e.conftest import SENTENCES
+from tests.e2e.golden import Golden, golden_outputs
+from tests.e2e.pipeline import Pipeline
+from tests.e2e.test_golden import compare
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+
+MEBIBYTE = 1 << 20
+LENGTHS = (6, 20, 40)
+
+
+def cut(golden: Golden, tokens: int) -> Golden:
+    """A greedy answer's beginning is the shorter answer."""
+    return Golden(golden.prompt, golden.output[:tokens], golden.gaps[:tokens], golden.runner_up[:tokens])
+
+
+@pytest.mark.parametrize(
+    ("prediction", "evidence"),
+    [
+        pytest.param(1, "underpredictions_continued_total", id="always 1"),
+        pytest.param(100_000, "borrowers_total", id="always the most a client may get"),
+    ],
+)
+def test_a_wrong_predictor_changes_no_answer(
+    tmp_path: Path, default_model: Path, prediction: int, evidence: str
+) -> None:
+    tokenizer = Tokenizer.from_file(str(default_model / "tokenizer.json"))
+    prompts = [tokenizer.encode(text).ids for text in SENTENCES[:6]]
+    wanted = [cut(golden, n) for golden in golden_outputs(default_model, prompts, max(LENGTHS)) for n in LENGTHS]
+    overrides: dict[str, Any] = {
+        "gateway": {"default_prediction_tokens": prediction},
+        "predictor": {"min_observations": 1_000_000, "state_path": str(tmp_path / "lengths.npz")},
+        "kv": {"block_size": 8, "memory_bytes": 12 * MEBIBYTE, "prefix_caching": False},
+        "ecoserve": {"tune_padding": False},
+    }
+    with Pipeline(tmp_path, default_model, overrides, preset="ecoserve") as pipeline:
+        bodies = [
+            {"prompt": list(golden.prompt), "max_tokens": len(golden.output), "temperature": 0, "ignore_eos": True,
+             "return_token_ids": True}
+            for golden in wanted
+        ]  # fmt: skip
+        compare(wanted, pipeline.complete_all(bodies, concurrency=len(bodies)))
+        pipeline.wait_for("unified-0", evidence, 1)
+        pipeline.assert_nothing_left()

@@ -30,12 +30,14 @@ class KvTensors:
         self.block_bytes = geometry.block_bytes
         # Zeros, not empty: a kernel may multiply a masked slot's content by weight zero, which NaN would survive. On
         # the CPU the zero pages cost nothing until they are written, and huge ones spare decode the address lookups.
+        def in_host_memory(blocks: int) -> Tensor:
+            return huge_zeros(blocks * geometry.block_bytes).view(dtype).view((blocks, *block))
+
         if device.type == "cpu":
-            memory = huge_zeros(num_blocks * geometry.block_bytes)
-            self.blocks = memory.view(dtype).view((num_blocks, *block))
+            self.blocks, self.host_blocks = in_host_memory(num_blocks), in_host_memory(host_blocks)
         else:
             self.blocks = torch.zeros((num_blocks, *block), dtype=dtype, device=device)
-        self.host_blocks = torch.zeros((host_blocks, *block), dtype=dtype)
+            self.host_blocks = torch.zeros((host_blocks, *block), dtype=dtype)
         if device.type == "cuda" and host_blocks:
             self.host_blocks = self.host_blocks.pin_memory()
         self.check()

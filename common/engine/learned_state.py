@@ -6,6 +6,7 @@ Hosted by `worker_loop`: loaded once before serving, saved now and then and at t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -56,4 +57,5 @@ class LearnedState:
             fresh.write_bytes(self._scheduler.export_state())
             fresh.replace(self._path)
         except OSError:
-            fresh.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                fresh.unlink()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
+
 from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
 from cohort.common.policies.dynaserve.timeline import PassLimits, Piece, Timeline
 from cohort.common.policies.interface import InstanceView
@@ -38,7 +40,7 @@ class InstanceWork:
         self._assigned: dict[RequestId, tuple[float, Piece]] = {}
         self._timeline: Timeline | None = None
         self._times: StepTimes | None = None
-        self._pieces: list[Piece] = []
+        self._reported = np.empty((0, 3))
         self._decoding = (0, 0)
         self._prefill = 0
         self._reported_s = 0.0
@@ -54,10 +56,20 @@ class InstanceWork:
             self._limits = PassLimits(self._pass_s, capacity.max_step_tokens, capacity.max_rows, self._least_prefill)
             self._timeline = self._load_s = None
             times = self._times = figures.step_times or _from_averages(figures, fallback)
-            pieces = self._pieces = [Piece(w.prefill_left, w.context, w.decode_left) for w in figures.queue]
-            self._decoding = decoding(figures)
-            self._prefill = sum(piece.prefill for piece in pieces)
-            self._reported_s = sum(work_seconds(times, piece) for piece in pieces)
+            # As arrays: half of many instances may have reported since the last request.
+            work = self._reported = np.array(
+                [(w.prefill_left, w.context, w.decode_left) for w in figures.queue], dtype=np.float64
+            ).reshape(-1, 3)
+            prefill, context, decode = work[:, 0], work[:, 1], work[:, 2]
+            decodes = (prefill == 0) & (decode > 0)
+            self._decoding = int(decodes.sum()), int(context[decodes].sum())
+            self._prefill = int(prefill.sum())
+            pairs = prefill * (context + 0.5 * (prefill + 1.0))
+            reads = decode * (context + prefill + 0.5 * decode)
+            self._reported_s = float(
+                times.token_s * (prefill.sum() + decode.sum()) + times.row_s * decode.sum()
+                + times.pair_s * pairs.sum() + times.position_s * reads.sum()
+            )  # fmt: skip
             if self._assigned:
                 reported = {work.request_id for work in figures.queue}
                 self._assigned = {
@@ -84,7 +96,8 @@ class InstanceWork:
         """Computed once per state."""
         if self._timeline is None:
             assigned = [piece for _, piece in self._assigned.values()]
-            self._timeline = Timeline([*self._pieces, *assigned], self.times, self._limits)
+            pieces = np.concatenate((self._reported, assigned)) if assigned else self._reported
+            self._timeline = Timeline(pieces, self.times, self._limits)
         return self._timeline
 
     @property

@@ -56,7 +56,7 @@ class Timeline:
     the finished timeline instead of simulating anew.
     """
 
-    def __init__(self, pieces: Sequence[Piece], times: StepTimes, limits: PassLimits) -> None:
+    def __init__(self, pieces: Sequence[Piece] | _Array, times: StepTimes, limits: PassLimits) -> None:
         self._times, self._limits = times, limits
         data = np.array(pieces, dtype=np.float64).reshape(-1, 3)
         prefill, context, decode = data[:, 0], data[:, 1], data[:, 2]

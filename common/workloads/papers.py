@@ -80,6 +80,21 @@ SHAPES: Mapping[str, PaperShape] = {
     ),
     "dynaserve-code": PaperShape(Drawn(Fixed(8192), Fixed(32)), "DynaServe §2.4 and Table 1, long prompt"),
     "dynaserve-balanced": PaperShape(Drawn(Fixed(2048), Fixed(512)), "DynaServe §2.4 and Table 1, balanced"),
+    "dynaserve-azure-code": PaperShape(
+        Drawn(fitted_lognormal(2047.8, 1973.8, 3, 7437), fitted_lognormal(27.9, 59.9, 6, 1899)),
+        "DynaServe §6.1, Azure Code",
+        notes=("means, spreads and bounds of the public trace of 2023; prompt and output drawn independently",),
+    ),
+    "dynaserve-burstgpt": PaperShape(
+        Drawn(fitted_lognormal(599.2, 560.5, 10, 1994), fitted_lognormal(291.2, 288.0, 3, 2019)),
+        "DynaServe §6.1, BurstGPT",
+        notes=("means, spreads and bounds of the first 268 successful requests of BurstGPT_1",),
+    ),
+    "dynaserve-arxiv": PaperShape(
+        Drawn(fitted_lognormal(2588.1, 944.7, 16, 4054), fitted_lognormal(291.4, 530.5, 5, 4056)),
+        "DynaServe §6.1, arXiv summarisation",
+        notes=("means, spreads and bounds of 28,257 articles of at most 4,096 tokens",),
+    ),
     "dynaserve-reasoning": PaperShape(Drawn(Fixed(219), Fixed(1467)), "DynaServe §2.4 and Table 1, Mini Reasoning"),
 }
 

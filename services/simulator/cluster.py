@@ -45,7 +45,7 @@ from cohort.common.messages import (
 )
 from cohort.common.policies import compose
 from cohort.common.policies.cost_model import CostModel, ModelShape
-from cohort.common.policies.interface import IterationPlan, LearnsStepTimes, Phase
+from cohort.common.policies.interface import IterationPlan, LearnsStepTimes, Phase, Placement
 from cohort.common.types import KvGeometry, Role, WorkerCapacity
 from cohort.common.workloads.closed_loop import ClosedLoopUsers
 from cohort.common.workloads.items import WorkItem, Workload
@@ -155,8 +155,9 @@ class _Run:
 class SimCluster:
     def __init__(
         self, config: Config, cluster: Cluster, model: ModelShape, workload: Workload, options: SimOptions,
-        roles: Mapping[Role, int] | None = None,
+        roles: Mapping[Role, int] | None = None, placement: Placement | None = None,
     ) -> None:  # fmt: skip
+        """`placement` stands in for the configured one: an oracle, say, that no configuration has."""
         workload.check()
         compose.check_names(config)
         self.config, self.cluster, self.model, self.options = config, cluster, model, options
@@ -188,7 +189,7 @@ class SimCluster:
                 config.manager.report_timeout_s, config.manager.settle_s, config.manager.load_interval_s,
                 config.manager.max_waiting_requests,
             ),
-            compose.prefill_order(config), compose.placement(config), compose.late_binding(config),
+            compose.prefill_order(config), placement or compose.placement(config), compose.late_binding(config),
             -config.manager.settle_s,
         )  # fmt: skip
         self.workers = self._make_workers(num_blocks, host_blocks, longest, roles)

@@ -8,6 +8,7 @@ import msgspec
 
 from cohort.common.config import Config
 from cohort.common.policies.cost_model import ModelShape
+from cohort.common.policies.interface import Placement
 from cohort.common.types import Role
 from cohort.common.workloads.items import Workload
 from cohort.services.simulator.cluster import SimCluster, SimOptions
@@ -17,10 +18,11 @@ from cohort.services.simulator.report import SimReport, make_report
 
 def simulate(
     config: Config, cluster: Cluster, model: ModelShape, workload: Workload, options: SimOptions | None = None,
-    roles: Mapping[Role, int] | None = None,
+    roles: Mapping[Role, int] | None = None, placement: Placement | None = None,
 ) -> SimReport:  # fmt: skip
-    """Replay the workload. Raises `ConfigError` when it or the cluster is impossible."""
-    sim = SimCluster(config, cluster, model, workload, options or SimOptions(), roles)
+    """Replay the workload, with `placement` if not the configured one. Raises `ConfigError` when it or the cluster is
+    impossible."""
+    sim = SimCluster(config, cluster, model, workload, options or SimOptions(), roles, placement)
     sim.run()
     return make_report(sim, workload.name, workload.facts)
 

@@ -291,12 +291,20 @@ class StartSegment(_Base, frozen=True):
 
 
 class BindSegment(_Base, frozen=True):
-    """A late-bound segment now has a worker: hand the parked KV over to it (A6, A9)."""
+    """A late-bound segment now has a worker: hand the parked KV over to it, or go on with it here (A6, A9)."""
 
     request_id: RequestId
     attempt: int
     segment: Segment
     next_endpoint: str
+    batch_id: int = 0
+
+
+class PrefetchKv(_Base, frozen=True):
+    """Bring this parked KV from host memory to the device, in this order, as far as there is room: it will be handed
+    over soon (A5, A9)."""
+
+    attempts: list[Held]
 
 
 class Drain(_Base, frozen=True):
@@ -511,6 +519,7 @@ Message = (
     | Registered
     | StartSegment
     | BindSegment
+    | PrefetchKv
     | Drain
     | KvOffer
     | KvGrant

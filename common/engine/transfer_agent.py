@@ -25,11 +25,11 @@ _INLINE_CHECKSUM_BYTES = 256 * 1024  # larger buffers are summed in a thread, so
 
 
 class RunMemory(Protocol):
-    """The cache as this agent sees it: buffers of neighbouring blocks."""
+    """The cache as this agent sees it: buffers of neighbouring blocks, on the device or of the host pool."""
 
-    def device_buffer(self, first_block: int, num_blocks: int) -> object: ...
+    def buffer(self, first_block: int, num_blocks: int, *, host: bool = False) -> object: ...
 
-    def checksum_buffer(self, first_block: int, num_blocks: int) -> memoryview: ...
+    def checksum_buffer(self, first_block: int, num_blocks: int, *, host: bool = False) -> memoryview: ...
 
 
 class TransferAgent:
@@ -112,7 +112,8 @@ class TransferAgent:
         """Announce, then push the runs side by side. Reports each run, also when cancelled in between."""
         reported = 0
         try:
-            sums = [await self._checksum(run.source, run.num_blocks) for run in effect.runs]
+            host = effect.from_host
+            sums = [await self._checksum(run.source, run.num_blocks, host=host) for run in effect.runs]
             self._announce(
                 effect.peer,
                 KvChunk(
@@ -129,7 +130,7 @@ class TransferAgent:
             )
             link = self._links[effect.link]
             for run in effect.runs:
-                buffer = self._memory.device_buffer(run.source, run.num_blocks)
+                buffer = self._memory.buffer(run.source, run.num_blocks, host=host)
                 error: str | None = None
                 started_s = self._clock.now_s()
                 try:
@@ -155,7 +156,7 @@ class TransferAgent:
             if link is None:
                 raise TransferError(f"no {effect.link} link here")
             started_s = self._clock.now_s()
-            buffer = self._memory.device_buffer(run.target, run.num_blocks)
+            buffer = self._memory.buffer(run.target, run.num_blocks)
             await link.receive(run.tag, buffer, timeout_s=self._run_timeout_s)
             if run.checksum and await self._checksum(run.target, run.num_blocks) != run.checksum:
                 raise ChecksumMismatch(f"{run.num_blocks} blocks from {run.target} differ from what was sent")
@@ -170,10 +171,10 @@ class TransferAgent:
             self._metrics.failures(effect.link, "aborted").inc()
         self._on_received(effect.lease_id, effect.round, error)
 
-    async def _checksum(self, first_block: int, num_blocks: int) -> int:
+    async def _checksum(self, first_block: int, num_blocks: int, *, host: bool = False) -> int:
         if not self._checksums:
             return 0
-        data = self._memory.checksum_buffer(first_block, num_blocks)
+        data = self._memory.checksum_buffer(first_block, num_blocks, host=host)
         if data.nbytes <= _INLINE_CHECKSUM_BYTES:
             return zlib.crc32(data) or 1
         # Shielded: a cancelled await must not leave a thread reading blocks that are freed next.

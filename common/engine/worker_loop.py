@@ -439,6 +439,9 @@ class WorkerLoop:
             "transfer_failures_total": counters.transfer_failures,
             "transfer_retries_total": counters.transfer_retries,
             "transfer_stalls_total": counters.stalls,
+            "pool_offloads_total": counters.pooled,
+            "pool_prefetches_total": counters.prefetched,
+            "pool_direct_hand_overs_total": counters.from_host,
             "device_memory_free_bytes": figures.memory_free_bytes,
             **machine.scheduler.figures(),
             **machine.kv.figures(),
@@ -463,15 +466,15 @@ class _CacheMemory:
     def __init__(self, kv: KvTensors) -> None:
         self._kv = kv
 
-    def device_buffer(self, first_block: int, num_blocks: int) -> object:
-        view = self._kv.run_view(first_block, num_blocks)
+    def buffer(self, first_block: int, num_blocks: int, *, host: bool = False) -> object:
+        view = self._kv.run_view(first_block, num_blocks, host=host)
         return view if view.is_cuda else view.numpy()
 
-    def checksum_buffer(self, first_block: int, num_blocks: int) -> memoryview:
-        view = self._kv.run_view(first_block, num_blocks)
-        return (
-            memoryview(view.cpu().numpy().tobytes()) if view.is_cuda else self._kv.run_memory(first_block, num_blocks)
-        )
+    def checksum_buffer(self, first_block: int, num_blocks: int, *, host: bool = False) -> memoryview:
+        view = self._kv.run_view(first_block, num_blocks, host=host)
+        if view.is_cuda:
+            return memoryview(view.cpu().numpy().tobytes())
+        return self._kv.run_memory(first_block, num_blocks, host=host)
 
 
 def _recording(config: Config, instance: str) -> io.BufferedWriter:

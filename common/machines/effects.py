@@ -50,6 +50,8 @@ class SendRuns:
     link: str
     address: bytes
     runs: tuple[Run, ...]
+    from_host: bool = False
+    """The runs' source blocks are host blocks (A9's direct path)."""
 
 
 @dataclass(frozen=True, slots=True)

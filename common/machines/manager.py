@@ -33,6 +33,7 @@ from cohort.common.messages import (
     Message,
     Outstanding,
     Placed,
+    PrefetchKv,
     Refused,
     Registered,
     RegisterWorker,
@@ -102,6 +103,9 @@ class _Managed:
     segments: tuple[Segment, ...] = ()
     live: dict[InstanceId, float] = field(default_factory=dict)
     waiting: bool = False
+    parked_at: InstanceId = ""
+    """Who said that it waits there for late binding, with `parked_positions` computed."""
+    parked_positions: int = 0
     key: SequenceKey = field(init=False)
 
     def __post_init__(self) -> None:
@@ -407,8 +411,11 @@ class ManagerMachine:
                         self._place(now_s, managed, managed.request, dispatch, cluster)
         if self._late_binding is not None:
             for action in self._late_binding.decide(now_s, cluster):
-                if isinstance(action, seats.Bind):
-                    self._bind(now_s, action)
+                match action:
+                    case seats.Bind():
+                        self._bind(now_s, action)
+                    case seats.Prefetch():
+                        self._prefetch(action)
 
     def _place(
         self, now_s: float, managed: _Managed, request: Request, dispatch: seats.Dispatch, cluster: ClusterView
@@ -462,15 +469,44 @@ class ManagerMachine:
     def _bind(self, now_s: float, action: seats.Bind) -> None:
         managed = self._requests.get(action.request_id)
         worker = self._workers.get(action.instance)
-        if managed is None or managed.request is None or worker is None or len(managed.live) != 1:
+        if managed is None or managed.request is None or worker is None or list(managed.live) != [managed.parked_at]:
             return
-        (holder,) = managed.live
-        start = managed.segments[-1].start
-        last = Segment(start, None, action.instance)
-        managed.segments = (*managed.segments[:-1], last)
-        self._start(now_s, managed, managed.request, len(managed.segments) - 1, action.batch_id)
+        holder, at = managed.parked_at, managed.parked_positions
+        managed.parked_at = ""
+        # What was parked ends where it was parked; an open end only has the segment that goes on.
+        done = [msgspec.structs.replace(each, end=at if each.end is None else each.end) for each in managed.segments]
+        if done[-1].instance is None:
+            del done[-1]
+        following = Segment(at, at if action.parks else None, action.instance)
+        managed.segments = (*done, following, Segment(at, None, None)) if action.parks else (*done, following)
+        if holder != action.instance:
+            self._start(now_s, managed, managed.request, len(done), action.batch_id)
         self._effects.append(
-            Send(holder, BindSegment(managed.request_id, managed.attempt, last, worker.endpoint))
+            Send(
+                holder,
+                BindSegment(managed.request_id, managed.attempt, following, worker.endpoint, action.batch_id),
+            )
+        )
+
+    def _prefetch(self, action: seats.Prefetch) -> None:
+        """To each holder its own, in the order wished for."""
+        attempts: dict[InstanceId, list[Held]] = {}
+        for request_id in action.request_ids:
+            managed = self._requests.get(request_id)
+            if managed is not None and managed.parked_at:
+                attempts.setdefault(managed.parked_at, []).append(Held(request_id, managed.attempt))
+        for holder, wanted in attempts.items():
+            self._effects.append(Send(holder, PrefetchKv(wanted)))
+
+    def _tell_parked(self, now_s: float, managed: _Managed) -> None:
+        """Once nobody else holds any of it: a worker on the way here may not have let go yet."""
+        if self._late_binding is None or list(managed.live) != [managed.parked_at]:
+            return
+        if managed.request is None:  # placed by a former manager: nothing to tell the next worker
+            self._displace(now_s, managed, "parked for a former manager")
+            return
+        self._late_binding.parked(
+            now_s, seats.ParkedKv(managed.request, managed.parked_at, managed.parked_positions, now_s)
         )
 
     def _segment_ended(self, now_s: float, message: SegmentEnded) -> None:
@@ -490,11 +526,12 @@ class ManagerMachine:
                 self._disengage(managed, message.instance)
                 if message.outcome == "cancelled" and not managed.live:
                     self._displace(now_s, managed, message.reason)
+                elif message.outcome == "handed_over" and self._late_binding is not None:
+                    self._late_binding.moved(now_s, managed.request_id)
+                    self._tell_parked(now_s, managed)
             case "parked":
-                if self._late_binding is not None and managed.request is not None:
-                    self._late_binding.parked(
-                        now_s, seats.ParkedKv(managed.request, message.instance, message.positions, now_s)
-                    )
+                managed.parked_at, managed.parked_positions = message.instance, message.positions
+                self._tell_parked(now_s, managed)
             case _:
                 self._disengage(managed, message.instance)
                 self._displace(now_s, managed, f"{message.instance}: {message.reason}")
@@ -579,6 +616,7 @@ class ManagerMachine:
             "workers_lost_total": float(self.counters.workers_lost),
             **self._order.figures(),
             **(self._placement.figures() if isinstance(self._placement, seats.JudgesItself) else {}),
+            **(self._late_binding.figures() if self._late_binding is not None else {}),
         }
 
 

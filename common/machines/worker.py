@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Literal
 
@@ -36,6 +36,7 @@ from cohort.common.messages import (
     KvOffer,
     KvRenew,
     Message,
+    PrefetchKv,
     RevisePrediction,
     SegmentEnded,
     StageTimes,
@@ -54,6 +55,7 @@ from cohort.common.policies.interface import (
     KvAllocator,
     LearnsStepTimes,
     LimitsForesight,
+    NamesHostBlocks,
     Phase,
     Row,
     Sequence,
@@ -63,6 +65,8 @@ from cohort.common.policies.interface import (
 )
 from cohort.common.types import FinishReason, InstanceId, QueuedWork, WorkerCapacity, WorkerFigures
 
+_PARKED_GRACE_S = 0.25
+"""Parked KV stays on the device so long, unless space is short: where load is low it is handed over sooner."""
 _REPORTED_QUEUE = 512
 """Entries of the progress list in a report (D4); beyond, an execution predictor sees totals only."""
 
@@ -128,6 +132,10 @@ class WorkerCounters:
     exposed_transfer_s: float = 0.0
     """Of hand-overs to here: time from a segment's last row until the request could go on, which no compute hid."""
     stalls: int = 0
+    pooled: int = 0
+    """Parked sequences moved to host memory (A2), prefetched back (A9), handed over straight from there."""
+    prefetched: int = 0
+    from_host: int = 0
     finished: dict[str, int] = field(default_factory=dict)
 
 
@@ -181,6 +189,16 @@ class WorkerMachine:
         self._moved_s = 0.0
         """When a plan was made or a hand-over got on last."""
         self._averages = _Averages()
+        self._host_tables = kv if isinstance(kv, NamesHostBlocks) else None
+        self._on_device: dict[SequenceKey, float] = {}
+        """Parked with their KV on the device, since when; oldest first."""
+        self._pooled: set[SequenceKey] = set()
+        """Parked, or leaving from there, with their KV in host memory."""
+        self._buffered: dict[SequenceKey, None] = {}
+        """Of the pool, brought back to the device to be handed over soon (A5)."""
+        self._prefetches: deque[SequenceKey] = deque()
+        self._moving: set[SequenceKey] = set()
+        """Pool entries that copies of the plan in flight move; nobody may read them yet."""
         self._effects: list[Effect] = []
         self._updates: dict[InstanceId, list[TokenUpdate]] = {}
 
@@ -210,13 +228,16 @@ class WorkerMachine:
 
     @property
     def held(self) -> list[Held]:
-        """Attempts whose state is here."""
-        return [_held(s) for s in self._sequences.values() if s.phase is not Phase.AWAITING_KV]
+        """Attempts that are computed here, or on their way from here."""
+        waiting = (Phase.AWAITING_KV, Phase.PARKED)
+        return [_held(s) for s in self._sequences.values() if s.phase not in waiting]
 
     @property
     def awaiting(self) -> list[Held]:
-        """Attempts whose state is with another worker, who should hand it over."""
-        return [_held(s) for s in self._sequences.values() if s.phase is Phase.AWAITING_KV]
+        """Attempts that wait for somebody: for the worker who should hand their state over, or, parked, for a manager
+        who binds them. A manager that does not know of it never will, and has them placed anew."""
+        waiting = (Phase.AWAITING_KV, Phase.PARKED)
+        return [_held(s) for s in self._sequences.values() if s.phase in waiting]
 
     def on_message(self, now_s: float, sender: InstanceId, message: Message) -> bool:
         """False for a message that is not a worker's business."""
@@ -228,6 +249,9 @@ class WorkerMachine:
                     self._cancel(now_s, sequence_key(held.request_id, held.attempt), reason)
             case BindSegment():
                 self._bind(now_s, message)
+            case PrefetchKv(attempts=attempts):
+                keys = [sequence_key(held.request_id, held.attempt) for held in attempts]
+                self._prefetches.extend(key for key in keys if key in self._pooled)
             case RevisePrediction(request_id=request_id, prediction=prediction):
                 for sequence in self._sequences.values():
                     if sequence.request_id == request_id:
@@ -325,10 +349,85 @@ class WorkerMachine:
         sequence = self._sequences.get(sequence_key(message.request_id, message.attempt))
         if sequence is None or sequence.phase is not Phase.PARKED or message.segment.instance is None:
             return
+        self._on_device.pop(sequence.key, None)
+        self._buffered.pop(sequence.key, None)
+        if message.segment.instance == self.instance:
+            self._go_on(now_s, sequence, message)
+            return
         self._effects.append(Dial(message.segment.instance, message.next_endpoint))
         sequence.phase = Phase.LEAVING
         self._offer(now_s, sequence, message.segment.instance, message.segment.start)
         self._outgoing[sequence.key].computed_at_s = now_s
+
+    def _go_on(self, now_s: float, sequence: Sequence, message: BindSegment) -> None:
+        """What was parked here runs on here."""
+        sequence.end, sequence.batch_id = message.segment.end, message.batch_id
+        sequence.phase = Phase.SWAPPED if sequence.key in self._pooled else Phase.RUNNING
+        self._pooled.discard(sequence.key)
+        self.scheduler.add(now_s, sequence)
+
+    def _park(self, now_s: float, sequence: Sequence) -> None:
+        """It waits, holding its KV, until a `BindSegment` says where it goes on."""
+        sequence.phase = Phase.PARKED
+        self._on_device[sequence.key] = now_s
+        self._ended(now_s, sequence, "parked")
+
+    def _pool_copies(self, now_s: float, plan: IterationPlan) -> None:
+        """A2, A9 · Parked KV between device and host memory, beside the plan's rows: nothing of it is in a row, and
+        what is freed here is taken by nobody until the plan is done."""
+        if self._host_tables is None or not (self._on_device or self._prefetches or self._buffered):
+            return
+        spare = self._spare_blocks() if self._prefetches else 0
+        while self._prefetches:
+            key = self._prefetches[0]
+            sequence = self._sequences.get(key)
+            if sequence is not None and sequence.phase is Phase.PARKED and key in self._pooled:
+                spare -= self.kv.geometry.blocks_for(sequence.computed)
+                copy = self.kv.swap_in(sequence) if spare >= 0 else None
+                if copy is None:
+                    break
+                plan.copies.append(replace(copy, beside=True))
+                self._pooled.discard(key)
+                self._buffered[key] = None
+                self._moving.add(key)
+                self.counters.prefetched += 1
+            self._prefetches.popleft()
+        self._offload(now_s, plan)
+
+    def _offload(self, now_s: float, plan: IterationPlan) -> None:
+        """What was parked a while ago; where prompts cannot get blocks, the buffer as well, its last first."""
+        free = self.kv.free_blocks + self.kv.cached_blocks
+        # A decode worker hands over what it set aside: that frees its blocks sooner than two copies.
+        short = self.capacity.role.prefills and free < self.kv.total_blocks // 4
+        for key, since_s in list(self._on_device.items()):
+            if now_s - since_s < _PARKED_GRACE_S and not short:
+                break
+            if not self._to_host(key, plan):
+                return
+        while short and self._buffered and self._spare_blocks() < 0:
+            key = next(reversed(self._buffered))
+            if key in self._moving or not self._to_host(key, plan):
+                return
+
+    def _to_host(self, key: SequenceKey, plan: IterationPlan) -> bool:
+        """False: the pool is full. It stays where it is, and prompts wait for its blocks."""
+        copy = self.kv.swap_out(self._sequences[key])
+        if copy is None:
+            return False
+        plan.copies.append(replace(copy, beside=True))
+        self._on_device.pop(key, None)
+        self._buffered.pop(key, None)
+        self._pooled.add(key)
+        self._moving.add(key)
+        self.counters.pooled += 1
+        return True
+
+    def _spare_blocks(self) -> int:
+        """Blocks that KV of the pool may be brought back into: a twentieth stays free, and what the largest prompt
+        needs that waits."""
+        waiting = (s.target for s in self._sequences.values() if s.phase is Phase.WAITING)
+        wanted = self.kv.geometry.blocks_for(max(waiting, default=0))
+        return self.kv.free_blocks + self.kv.cached_blocks - wanted - self.kv.total_blocks // 20
 
     def _next_instance(self, sequence: Sequence) -> InstanceId | None:
         """Who takes over after this segment; None: nobody, or not known yet."""
@@ -345,6 +444,10 @@ class WorkerMachine:
         if isinstance(self.scheduler, ExpectsHandOvers):
             self.scheduler.expect(self._arriving())
         plan = self.scheduler.decide(now_s, self.kv)
+        for sequence in plan.set_aside:
+            sequence.end = sequence.computed
+            self._park(now_s, sequence)
+        self._pool_copies(now_s, plan)
         if isinstance(self.kv, ConsolidatesCopies):
             plan.copies = self.kv.take_copies()
         self.counters.preemptions += len(plan.preempted)
@@ -369,7 +472,8 @@ class WorkerMachine:
             raise InvariantViolated("no plan is in flight")
         self._in_flight = None
         self.counters.steps += 1
-        self._averages.note(plan, latency_s)
+        if plan.rows:
+            self._averages.note(plan, latency_s)
         self.scheduler.observe(now_s, plan, latency_s)
         for row in plan.rows:
             sequence = row.sequence
@@ -390,7 +494,8 @@ class WorkerMachine:
             sequence = row.sequence
             if self._sequences.get(sequence.key) is sequence and sequence.key not in self._doomed:
                 self._after_row(now_s, sequence)
-        if _brings_back(plan):  # what `_push` put off
+        moved, self._moving = self._moving, set()
+        if moved or _brings_back(plan):  # what `_push` put off
             for outgoing in list(self._outgoing.values()):
                 self._push(now_s, outgoing)
         for key in list(self._doomed):
@@ -404,6 +509,8 @@ class WorkerMachine:
         plan = self._in_flight
         scheduler = self._foreseeing
         if scheduler is None or plan is None or self._offers or self._doomed or not plan.rows:
+            return False
+        if self._on_device or self._prefetches or self._buffered:
             return False
         for row in plan.rows:
             sequence = row.sequence
@@ -494,6 +601,10 @@ class WorkerMachine:
         if plan is None:
             raise InvariantViolated("no plan is in flight")
         self._in_flight = None
+        for key in self._moving:  # nobody knows whether their copies were made
+            if key in self._sequences:
+                self._fail(now_s, self._sequences[key], reason)
+        self._moving = set()
         for row in plan.rows:
             if self._sequences.get(row.sequence.key) is row.sequence:
                 self._fail(now_s, row.sequence, reason)
@@ -548,8 +659,7 @@ class WorkerMachine:
         if sequence.end is not None and sequence.computed >= sequence.end:
             self.scheduler.remove(now_s, sequence)
             if outgoing is None:
-                sequence.phase = Phase.PARKED
-                self._ended(now_s, sequence, "parked")
+                self._park(now_s, sequence)
                 return
             sequence.phase = Phase.LEAVING
             outgoing.computed_at_s = now_s
@@ -608,6 +718,9 @@ class WorkerMachine:
         self._segments.pop(key, None)
         self._logprobs.pop(key, None)
         self._prompt_logprobs.pop(key, None)
+        self._on_device.pop(key, None)
+        self._buffered.pop(key, None)
+        self._pooled.discard(key)
         outgoing = self._outgoing.pop(key, None)
         incoming = self._incoming.pop(key, None)
         held_back = False
@@ -708,6 +821,8 @@ class WorkerMachine:
         if self._in_flight is not None and _brings_back(self._in_flight):
             return  # its blocks may be about to be filled from host memory; `completed` comes back to it
         sequence = outgoing.sequence
+        if sequence.key in self._moving:
+            return
         leaving = sequence.phase is Phase.LEAVING
         if not leaving and not self._settings.chunked_transfer:
             return
@@ -715,13 +830,17 @@ class WorkerMachine:
             return  # preempted: what was sent stays sent, the rest follows when it is computed again
         computed = min(sequence.computed, outgoing.positions)
         blocks = self.kv.geometry.blocks_for(computed) if leaving else computed // self.capacity.block_size
-        runs = outgoing.next_runs(self.kv.blocks(sequence.key), blocks)
+        pool = self._host_tables if sequence.key in self._pooled else None
+        source = self.kv.blocks(sequence.key) if pool is None else pool.host_table(sequence.key)
+        runs = outgoing.next_runs(source, blocks)
+        if pool is not None and not outgoing.handed_over:
+            self.counters.from_host += 1
         if runs:
             sequence.pinned = True
             self._effects.append(
                 SendRuns(
                     outgoing.peer, sequence.request_id, sequence.request.attempt, outgoing.lease_id, outgoing.round,
-                    outgoing.link, outgoing.links[outgoing.link], runs,
+                    outgoing.link, outgoing.links[outgoing.link], runs, from_host=pool is not None,
                 )
             )
         if leaving and not outgoing.handed_over:
@@ -763,6 +882,7 @@ class WorkerMachine:
         self._segments.pop(sequence.key)
         self._logprobs.pop(sequence.key, None)
         self._prompt_logprobs.pop(sequence.key, None)
+        self._pooled.discard(sequence.key)
         outgoing.dead = True
         if outgoing.in_flight:  # its bytes have arrived, but the link has not said so yet
             self._settling[lease_id] = outgoing
@@ -791,6 +911,10 @@ class WorkerMachine:
                     postponed.append(offer)
                 continue
             if key in self._incoming:
+                continue
+            if any(transfer.sequence.key == key for transfer in self._settling.values()):
+                # It was here before, and its last run from here has not settled.
+                postponed.append(offer)
                 continue
             if not self._room_for(offer.positions):
                 postponed.append(offer)
@@ -925,7 +1049,6 @@ class WorkerMachine:
             self._prompt_logprobs[sequence.key] = list(hand_over.prompt_logprobs)
         sequence.transfer_s = hand_over.exposed_s + (now_s - incoming.hand_over_at_s)
         self.counters.exposed_transfer_s += sequence.transfer_s
-        sequence.phase = Phase.RUNNING
         del self._incoming[sequence.key]
         del self._incoming_by_lease[incoming.lease_id]
         self.leases.end(incoming.lease_id)
@@ -935,6 +1058,10 @@ class WorkerMachine:
         self._effects.append(
             Send(incoming.sender, KvAccepted(sequence.request_id, sequence.request.attempt, incoming.lease_id))
         )
+        if sequence.end is not None and sequence.computed >= sequence.end:  # a buffer for somebody else (A5, A6)
+            self._park(now_s, sequence)
+            return
+        sequence.phase = Phase.RUNNING
         self.scheduler.add(now_s, sequence)
 
     # -- hand-over, both ends ----------------------------------------------------------------------------------
@@ -950,6 +1077,9 @@ class WorkerMachine:
         held = [incoming.sequence for incoming in self._incoming.values() if incoming.hand_over is None]
         if not held and self._offers:
             held = [outgoing.sequence for outgoing in self._outgoing.values() if not outgoing.granted]
+        if not held:  # what only wants to wait here (A6 eviction) may hold up where it is what we wait for
+            wanted = [self._sequences.get(sequence_key(o.request_id, o.attempt)) for o in self._offers]
+            held = [s for s in wanted if s is not None and s.end is not None]
         if held:
             self.counters.stalls += 1
             self._fail(now_s, held[-1], "caches waited for each other's blocks")

@@ -259,12 +259,14 @@ class ParkedKv:
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """Hand the parked KV to `instance` now, as part of `batch_id`."""
+    """Hand the parked KV to `instance` now, as part of `batch_id`; where it lies already it goes on there. With `parks`
+    it waits on there too, and `parked` will say when it has arrived (A6 eviction)."""
 
     request_id: RequestId
     instance: InstanceId
     batch_id: int
     reason: str
+    parks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,11 +278,18 @@ class Prefetch:
 
 
 class LateBinding(Protocol):
-    def parked(self, now_s: float, item: ParkedKv) -> None: ...
+    def parked(self, now_s: float, item: ParkedKv) -> None:
+        """Its KV waits, in full, and nobody else holds any of it."""
 
-    def removed(self, now_s: float, request_id: RequestId) -> None: ...
+    def moved(self, now_s: float, request_id: RequestId) -> None:
+        """A hand-over of this request has arrived; also of requests that never were parked."""
+
+    def removed(self, now_s: float, request_id: RequestId) -> None:
+        """Ended or lost; also for requests that never were parked."""
 
     def decide(self, now_s: float, cluster: ClusterView) -> list[Bind | Prefetch]: ...
+
+    def figures(self) -> dict[str, float]: ...
 
 
 # -- The worker's view of a request ------------------------------------------------------------------------------
@@ -434,6 +443,8 @@ class IterationPlan:
 
     rows: list[Row] = field(default_factory=list)
     preempted: list[Preempt] = field(default_factory=list)
+    set_aside: list[Sequence] = field(default_factory=list)
+    """Sequences that leave the scheduler with their KV, to be parked for late binding (A6 eviction); in no row."""
     copies: list[KvCopy] = field(default_factory=list)
     padded_to: int = 0
     estimated_s: float = 0.0
@@ -521,6 +532,15 @@ class GrowsByBlock(Protocol):
     of a block, `committed` nothing but when one is full, and `extend` succeeds while blocks are free or cached."""
 
     grows_by_block: bool
+
+
+@runtime_checkable
+class NamesHostBlocks(Protocol):
+    """What an allocator may add to its seat, so that parked KV can move to host memory and be handed over from there
+    (A2, A9): without it parked KV stays on the device."""
+
+    def host_table(self, key: SequenceKey) -> Seq[int]:
+        """Host blocks by position, like `blocks`; empty unless the sequence's KV lies in host memory."""
 
 
 @runtime_checkable

@@ -51,7 +51,7 @@ from cohort.common.workloads.closed_loop import ClosedLoopUsers
 from cohort.common.workloads.items import WorkItem, Workload
 from cohort.services.simulator.events import Events
 from cohort.services.simulator.gateway import OUTPUT_TOKEN, PredictorKind, SimGateway
-from cohort.services.simulator.hardware import Cluster
+from cohort.services.simulator.hardware import Cluster, LinkShape
 from cohort.services.simulator.network import Ports
 from cohort.services.simulator.profile import profile_points
 from cohort.services.simulator.work import PlanCost, plan_cost
@@ -436,6 +436,9 @@ class SimCluster:
             ),
         )  # fmt: skip
         link = self.cluster.link(worker.number, receiver.number)
+        if effect.from_host:  # no faster than the host's own path to its devices
+            host_rate = self.cluster.device.host_bytes_per_s * self.cluster.tensor_parallel
+            link = LinkShape(min(link.bytes_per_s, host_rate), link.latency_s)
         size = sum(run.num_blocks for run in effect.runs) * self.geometry.block_bytes
         arrival_s = self.ports.transfer(now_s, worker.number, receiver.number, link, size)
         for run in effect.runs:

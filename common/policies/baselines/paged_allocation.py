@@ -136,6 +136,9 @@ class PagedAllocator:
     def blocks(self, key: SequenceKey) -> Seq[int]:
         return self._held[key].blocks
 
+    def host_table(self, key: SequenceKey) -> Seq[int]:
+        return self._held[key].host
+
     def directions(self, key: SequenceKey) -> Seq[int] | None:
         return None
 

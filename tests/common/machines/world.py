@@ -48,6 +48,7 @@ from cohort.common.policies.interface import (
     IterationScheduler,
     KvAllocator,
     KvCopy,
+    LateBinding,
     Placed,
     Placement,
     PrefillOrder,
@@ -146,6 +147,7 @@ class Transfer:
     receiver_lease: int = 0
     round: int = 0
     target: Run | None = None
+    from_host: bool = False
     doomed: bool = False
 
 
@@ -187,6 +189,7 @@ class World:
         caching: bool = True,
         run_failure_rate: float = 0.0,
         message_delay_s: float = 0.01,
+        late_binding: Callable[[], LateBinding | None] = lambda: None,
         order: Callable[[], PrefillOrder] = lambda: FirstCome(dispatch_ahead_tokens=64),
         scheduler: Callable[[], IterationScheduler] | None = None,
         allocator: Callable[[KvGeometry, int, int], KvAllocator] | None = None,
@@ -198,6 +201,7 @@ class World:
         self._pair_time: dict[tuple[str, str], float] = {}
         self._placement = placement
         self._order = order
+        self._late_binding = late_binding
         self._scheduler = scheduler or (
             lambda: ContinuousBatching(max_rows=8, max_step_tokens=32, prefill_chunk=chunk, preemption=preemption)  # type: ignore[arg-type]
         )
@@ -277,7 +281,7 @@ class World:
         self.manager_incarnation = incarnation
         self.manager = ManagerMachine(
             "manager", incarnation, ManagerSettings(3.0, 1.5, 0.5, 10_000),
-            self._order(), self._placement(), None, self.now_s,
+            self._order(), self._placement(), self._late_binding(), self.now_s,
         )  # fmt: skip
         self.manager_alive = True
 
@@ -414,6 +418,7 @@ class World:
         for run in effect.runs:
             transfer = self.transfers.setdefault(run.tag, Transfer(run.tag))
             transfer.sender, transfer.sender_lease, transfer.source = node, effect.lease_id, run
+            transfer.from_host = effect.from_host
             node.runs.setdefault(effect.lease_id, []).append(transfer)
             self._started(transfer)
         runs = [KvRun(run.tag, run.target, run.num_blocks, 0) for run in effect.runs]
@@ -449,7 +454,8 @@ class World:
             return
         length = source.num_blocks * BLOCK
         start, end = source.source * BLOCK, target.target * BLOCK
-        receiver.slots[end : end + length] = sender.slots[start : start + length]
+        memory = sender.host if transfer.from_host else sender.slots
+        receiver.slots[end : end + length] = memory[start : start + length]
         self._answer(transfer, None)
 
     def _break(self, transfer: Transfer, dead: WorkerNode | None) -> None:

@@ -1,0 +1,319 @@
+"""A2-A9 at the manager: which parked KV goes to which decode worker, when, and in whose company.
+
+A `LateBinding`. After every event it looks at every decode worker once:
+
+    A8  is anybody in the pool due?      the batch around it becomes the candidate, and joins before anybody else
+    A7  who matches what runs?           to the Candidate Requests Buffer
+    A6  case 1: room, candidate requests → they join           case 2: none, and the batch is too small → the switch
+    A4  no candidate batch?              the next one from the quad-tree to the Candidate Batch Buffer, prefetched (A9)
+
+A6's case 3, the eviction, happens on the worker (`AlignedBatching`); what it set aside comes back here as parked and is
+sent to a prefill worker's buffer. Decides at the manager, so no decode iteration ever waits for it (A10). Never moves
+anything itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cohort.common.policies.alignedserve.batch_numbers import FIRST_BATCH
+from cohort.common.policies.alignedserve.density_first_search import density_first_search, starved_batch
+from cohort.common.policies.alignedserve.patience import patience_s
+from cohort.common.policies.alignedserve.quad_tree import PooledRequest, QuadTree
+from cohort.common.policies.alignedserve.running_batch import RunningBatch
+from cohort.common.policies.alignedserve.thresholds import Thresholds
+from cohort.common.policies.interface import Bind, ClusterView, InstanceView, ParkedKv, Prefetch
+from cohort.common.types import InstanceId, RequestId, Role
+
+
+@dataclass(frozen=True, slots=True)
+class BindingSettings:
+    """`longest_prefix`, `leaf_tokens`: of the quad-tree. `slack`: a prefix matches the running batch within this share
+    of its bounds. `buffer_share`: of a prefill worker's blocks, for both candidate buffers. `starvation_s`,
+    `starvation_share`: A8, see `patience_s`. `prefetch` False: KV goes to decode workers straight from the host (A9's
+    fallback). `aligned` False: first come, first served in one batch without end (the ablation)."""
+
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    longest_prefix: int = 65_536
+    leaf_tokens: int = 64
+    slack: float = 0.25
+    buffer_share: float = 0.4
+    starvation_s: float = 10.0
+    starvation_share: float = 0.5
+    default_output: float = 256.0
+    prefetch: bool = True
+    aligned: bool = True
+
+
+class AlignedBinding:
+    def __init__(self, settings: BindingSettings) -> None:
+        self._settings = settings
+        self._tree = QuadTree(
+            longest=settings.longest_prefix,
+            leaf_tokens=settings.leaf_tokens if settings.aligned else settings.longest_prefix,
+        )
+        self._batches: dict[InstanceId, RunningBatch] = {}
+        self._decode_of: dict[RequestId, InstanceId] = {}
+        """Whose candidate or running request it is."""
+        self._fresh: list[ParkedKv] = []
+        """Parked since the last decision: their blocks depend on the cluster."""
+        self._evicted: dict[RequestId, InstanceId] = {}
+        """On the way back from this decode worker to a buffer."""
+        self._waiting_since_s: dict[RequestId, tuple[float, float]] = {}
+        """Of requests that were parked before: since when, and when they are due. Evictions do not start it anew."""
+        self._fetched: dict[RequestId, tuple[InstanceId, int]] = {}
+        """Prefetched: holder and blocks."""
+        self._block_size = 16
+        """Of the cluster, as last seen."""
+        self._next_batch = FIRST_BATCH
+        self._made = self._joined = self._switches = self._starved = self._evictions = 0
+
+    # -- events ------------------------------------------------------------------------------------------------
+
+    def parked(self, now_s: float, item: ParkedKv) -> None:
+        self._fresh.append(item)
+
+    def moved(self, now_s: float, request_id: RequestId) -> None:
+        instance = self._decode_of.get(request_id)
+        if instance is not None and instance in self._batches:
+            self._batches[instance].has_arrived(request_id)
+
+    def removed(self, now_s: float, request_id: RequestId) -> None:
+        self._tree.remove(request_id)
+        self._waiting_since_s.pop(request_id, None)
+        self._evicted.pop(request_id, None)
+        self._fetched.pop(request_id, None)
+        self._fresh = [item for item in self._fresh if item.request.request_id != request_id]
+        instance = self._decode_of.pop(request_id, None)
+        batch = self._batches.get(instance) if instance is not None else None
+        if batch is not None:
+            batch.requests = deque(item for item in batch.requests if item.request_id != request_id)
+            batch.candidate = deque(item for item in batch.candidate if item.request_id != request_id)
+            batch.has_left(request_id, self._block_size)
+
+    def decide(self, now_s: float, cluster: ClusterView) -> list[Bind | Prefetch]:
+        views = cluster.instances
+        decodes = [v for v in views.values() if v.role.decodes] or list(views.values())
+        for instance in [name for name in self._batches if all(v.instance != name for v in decodes)]:
+            self._disband(instance)
+        if not decodes:
+            return []
+        self._block_size = decodes[0].capacity.block_size
+        actions: list[Bind | Prefetch] = []
+        for item in self._fresh:
+            self._take_in(now_s, item, views, actions)
+        self._fresh.clear()
+        if not self._tree and not any(b.requests or b.candidate for b in self._batches.values()):
+            return actions
+        # Who has most room chooses first.
+        for view in sorted(decodes, key=lambda v: (-v.free_blocks, v.instance)):
+            batch = self._batches.setdefault(view.instance, RunningBatch())
+            batch.look(view)
+            self._advance(now_s, view, batch, views, actions)
+        return actions
+
+    # -- the pool ----------------------------------------------------------------------------------------------
+
+    def _take_in(
+        self, now_s: float, item: ParkedKv, views: Mapping[InstanceId, InstanceView], actions: list[Bind | Prefetch]
+    ) -> None:
+        request_id, settings = item.request.request_id, self._settings
+        since_s, due_s = self._waiting_since_s.get(request_id, (item.since_s, 0.0))
+        if not due_s:
+            due_s = item.since_s + patience_s(
+                item.request, share=settings.starvation_share, longest_s=settings.starvation_s,
+                default_output=settings.default_output,
+            )  # fmt: skip
+            self._waiting_since_s[request_id] = (since_s, due_s)
+        blocks = -(-item.positions // self._block_size)
+        pooled = PooledRequest(request_id, item.positions, blocks, since_s, due_s, item.instance)
+        decode = self._decode_of.pop(request_id, None)
+        batch, view = self._batches.get(item.instance), views.get(item.instance)
+        if batch is not None and (decode == item.instance or (view is not None and view.role is Role.DECODE)):
+            # A decode worker has set it aside: to the buffer of the prefill worker with most room.
+            batch.has_left(request_id, self._block_size)
+            prefills = [v for v in views.values() if v.role.prefills and v.instance != item.instance]
+            target = max(prefills, key=lambda v: (v.free_blocks, v.instance), default=None)
+            if target is not None and target.free_blocks >= blocks:
+                self._evictions += 1
+                self._evicted[request_id] = item.instance
+                actions.append(Bind(request_id, target.instance, 0, "evicted: the longest makes room", parks=True))
+                return
+        home = self._batches.get(self._evicted.pop(request_id, ""))
+        span = home.span(self._settings.slack) if home is not None else None
+        if home is not None and span is not None and span[0] <= item.positions <= span[1]:
+            home.requests.append(pooled)
+            self._decode_of[request_id] = next(name for name, each in self._batches.items() if each is home)
+        else:
+            self._tree.insert(pooled)
+
+    def _give_back(self, items: Iterable[PooledRequest]) -> None:
+        for item in items:
+            del self._decode_of[item.request_id]
+            self._tree.insert(item)
+
+    def _disband(self, instance: InstanceId) -> None:
+        """A decode worker is gone: what was meant for it waits for another one."""
+        batch = self._batches.pop(instance)
+        self._give_back([*batch.requests, *batch.candidate])
+
+    # -- one decode worker -------------------------------------------------------------------------------------
+
+    def _advance(
+        self, now_s: float, view: InstanceView, batch: RunningBatch, views: Mapping[InstanceId, InstanceView],
+        actions: list[Bind | Prefetch],
+    ) -> None:
+        due = self._tree.due_s(QuadTree.ROOT) <= now_s
+        if batch.candidate and batch.due_s <= now_s:
+            batch.starved = True
+        if due and not batch.starved and not batch.switching:
+            self._give_back(batch.candidate)
+            batch.candidate.clear()
+            self._choose(now_s, view, batch)
+        if not batch.starved and not batch.switching:
+            self._match(view, batch)
+            self._join(batch.requests, view, batch, actions, "matches the running batch")
+        if not batch.candidate:
+            batch.starved = batch.switching = False
+            small = self._too_small(view, batch)
+            if small or len(self._tree) >= self._settings.thresholds.min_requests(view.capacity):
+                self._choose(now_s, view, batch)
+        if batch.candidate and (
+            batch.starved or batch.switching or (not batch.requests and self._too_small(view, batch))
+        ):
+            self._switch(view, batch, actions)
+        if self._settings.prefetch:
+            self._fetch(batch.requests, "requests", views, actions)
+            self._fetch(batch.candidate, "batch", views, actions)
+
+    def _too_small(self, view: InstanceView, batch: RunningBatch) -> bool:
+        """A6 case 2 · Neither its rows nor its KV are worth an iteration of their own."""
+        thresholds = self._settings.thresholds
+        used = view.capacity.num_blocks - batch.free_blocks(view)
+        return (
+            batch.rows(view) < thresholds.min_requests(view.capacity)
+            and 2 * used < thresholds.max_blocks(view.capacity)
+        )
+
+    def _choose(self, now_s: float, view: InstanceView, batch: RunningBatch) -> None:
+        """A4, A8 · The next candidate batch, out of the tree."""
+        thresholds = self._settings.thresholds
+        most, least = thresholds.max_blocks(view.capacity), thresholds.min_requests(view.capacity)
+        chosen = starved_batch(self._tree, now_s, max_blocks=most, min_requests=least)
+        batch.starved = bool(chosen)
+        self._starved += batch.starved
+        chosen = chosen or density_first_search(self._tree, max_blocks=most, min_requests=least)
+        if not chosen:
+            chosen = self._take_over(view, batch)
+        if not chosen:
+            return
+        self._made += 1
+        batch.due_s = min(item.due_s for item in chosen)
+        batch.candidate_id = self._next_batch
+        self._next_batch += 1
+        for item in chosen:
+            self._tree.remove(item.request_id)
+            self._decode_of[item.request_id] = view.instance
+            batch.candidate.append(item)
+
+    def _take_over(self, view: InstanceView, batch: RunningBatch) -> list[PooledRequest]:
+        """Nobody is left in the pool: the candidate batch of another decode worker, which is busy with its own."""
+        other = next((b for b in self._batches.values() if b is not batch and b.candidate and not b.switching), None)
+        if other is None or batch.rows(view):
+            return []
+        chosen = list(other.candidate)
+        other.candidate.clear()
+        return chosen
+
+    def _match(self, view: InstanceView, batch: RunningBatch) -> None:
+        """A7 · Pool requests that the running batch has grown into, who waited longest first. No more than half a
+        batch waits in the buffer: whoever is there is no longer free for a batch of its own."""
+        span = batch.span(self._settings.slack) if self._settings.aligned else (1, self._settings.longest_prefix)
+        if span is None or batch.requests or not len(self._tree):
+            return
+        room = self._settings.thresholds.max_blocks(view.capacity) // 2
+        found = sorted(self._tree.between(*span), key=lambda item: (item.since_s, item.request_id))
+        for item in found:
+            if item.blocks > room and batch.requests:
+                break
+            room -= item.blocks
+            self._tree.remove(item.request_id)
+            self._decode_of[item.request_id] = view.instance
+            batch.requests.append(item)
+
+    def _switch(self, view: InstanceView, batch: RunningBatch, actions: list[Bind | Prefetch]) -> None:
+        """A6 case 2 · The candidate batch joins as far as there is room; from its first request on it is the running
+        one, and what matched the old one is the pool's again."""
+        before = len(batch.candidate)
+        old = batch.members
+        if not batch.switching:
+            batch.members = {}
+        batch_id, batch.batch_id = batch.batch_id, batch.candidate_id
+        self._join(batch.candidate, view, batch, actions, "starved" if batch.starved else "next batch")
+        if len(batch.candidate) == before:
+            batch.batch_id, batch.members = batch_id, old
+            return
+        if not batch.switching:
+            batch.switching = True
+            self._switches += 1
+            self._give_back(batch.requests)
+            batch.requests.clear()
+        if not batch.candidate:
+            batch.starved = batch.switching = False
+
+    def _join(
+        self, waiting: deque[PooledRequest], view: InstanceView, batch: RunningBatch, actions: list[Bind | Prefetch],
+        reason: str,
+    ) -> None:
+        """From the front, while the worker has rows and blocks for them and one block more for each of its rows."""
+        capacity = view.capacity
+        rows, free = batch.rows(view), batch.free_blocks(view)
+        if view.figures.waiting and rows:  # somebody was preempted there: nobody overtakes
+            return
+        while waiting and rows < capacity.max_rows:
+            item = waiting[0]
+            if rows and free - item.blocks < max(rows + 1, capacity.num_blocks // 20):
+                return
+            waiting.popleft()
+            batch.bound(item)
+            self._fetched.pop(item.request_id, None)
+            self._joined += 1
+            rows, free = rows + 1, free - item.blocks
+            actions.append(Bind(item.request_id, view.instance, batch.batch_id, reason))
+
+    def _fetch(
+        self, buffered: Iterable[PooledRequest], buffer: Literal["batch", "requests"],
+        views: Mapping[InstanceId, InstanceView], actions: list[Bind | Prefetch],
+    ) -> None:
+        """A5, A9 · What will join soon is brought to its prefill worker's device, as far as the buffers may grow."""
+        used: dict[InstanceId, int] = {}
+        for holder, blocks in self._fetched.values():
+            used[holder] = used.get(holder, 0) + blocks
+        wanted: list[RequestId] = []
+        for item in buffered:
+            view = views.get(item.holder)
+            if view is None or item.request_id in self._fetched:
+                continue
+            total = used.get(item.holder, 0) + item.blocks
+            if total <= self._settings.buffer_share * view.capacity.num_blocks:
+                used[item.holder] = total
+                self._fetched[item.request_id] = (item.holder, item.blocks)
+                wanted.append(item.request_id)
+        if wanted:
+            actions.append(Prefetch(tuple(wanted), buffer))
+
+    def figures(self) -> dict[str, float]:
+        buffered = sum(len(batch.requests) + len(batch.candidate) for batch in self._batches.values())
+        return {
+            "pool_requests": float(len(self._tree)),
+            "pool_blocks": float(self._tree.blocks(QuadTree.ROOT)),
+            "buffered_requests": float(buffered),
+            "aligned_batches_total": float(self._made),
+            "batch_switches_total": float(self._switches),
+            "starved_batches_total": float(self._starved),
+            "late_bound_total": float(self._joined),
+            "evictions_total": float(self._evictions),
+        }

@@ -1,0 +1,44 @@
+"""Where AlignedServe's requests run: the prompt on a prefill worker, the answer wherever its KV is bound later (A2).
+
+A `Placement` of the manager. Which decode worker, when and in whose company is `AlignedBinding`'s to say; this only
+decides whether it is asked at all.
+"""
+
+from __future__ import annotations
+
+from cohort.common.policies.alignedserve.thresholds import Thresholds
+from cohort.common.policies.baselines.placements import Disaggregated
+from cohort.common.policies.interface import ClusterView, Impossible, Placed, Wait, WaitingRequest
+from cohort.common.types import InstanceId, RequestId, Segment
+
+
+class LateBound:
+    """A2 · [0, P) by load, [P, ∞) late-bound; bound at once while nothing is to be gained by waiting.
+
+    Differs from the paper: a request that finds the pool empty and its decode worker with fewer rows than a batch needs
+    is placed as `Disaggregated` would, so that low load is served like without a pool, blocks pushed while the prompt
+    is still computed.
+    """
+
+    def __init__(self, thresholds: Thresholds) -> None:
+        self._thresholds = thresholds
+        self._by_load = Disaggregated()
+
+    def place(
+        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: InstanceId | None
+    ) -> Placed | Wait | Impossible:
+        placed = self._by_load.place(now_s, waiting, cluster, wish)
+        if not isinstance(placed, Placed) or len(placed.segments) == 1:
+            return placed
+        first, second = placed.segments
+        decode = cluster.instances[second.instance] if second.instance is not None else None
+        if decode is not None and not any(view.figures.parked for view in cluster.instances.values()):
+            rows = decode.figures.running + decode.figures.awaiting_kv + decode.assigned_requests
+            blocks = decode.capacity.geometry.blocks_for(len(waiting.request.tokens) + decode.assigned_context_tokens)
+            spare = decode.free_blocks - blocks
+            if rows < self._thresholds.min_requests(decode.capacity) and spare > decode.capacity.num_blocks // 2:
+                return Placed(placed.segments, "few run: nothing to align with")
+        return Placed((first, Segment(second.start, None, None)), "prefill by load, then late-bound")
+
+    def finished(self, now_s: float, request_id: RequestId) -> None:
+        """Keeps nothing per request."""

@@ -1,0 +1,91 @@
+"""A5, A6, A7 · What one decode worker runs and is going to run, as the manager knows it.
+
+    pool (quad-tree) ──A4──▶ candidate batch ──switch──┐
+          └──────────A7──▶ candidate requests ─────────┴─▶ running batch ─▶ finished, or evicted to the pool
+
+Owned by `AlignedBinding`, one per decode worker. Counts what a worker's last report cannot know yet: who was bound
+since and has not arrived, who arrived or left since.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from cohort.common.policies.alignedserve.quad_tree import PooledRequest
+from cohort.common.policies.interface import InstanceView
+from cohort.common.types import RequestId, WorkerFigures
+
+
+@dataclass(slots=True)
+class RunningBatch:
+    batch_id: int = 0
+    members: dict[RequestId, int] = field(default_factory=dict)
+    """Of the running batch: prefix lengths, as last reported."""
+    requests: deque[PooledRequest] = field(default_factory=deque)
+    """A5 · The Candidate Requests Buffer: they match the running batch."""
+    candidate: deque[PooledRequest] = field(default_factory=deque)
+    """A5 · The Candidate Batch Buffer: the next batch."""
+    candidate_id: int = 0
+    starved: bool = False
+    """The candidate batch is due (A8): it joins before anybody else."""
+    switching: bool = False
+    """Part of the candidate batch runs already."""
+    due_s: float = math.inf
+    """When the first of the candidate batch is due."""
+    moving: dict[RequestId, int] = field(default_factory=dict)
+    """Bound, not arrived: blocks."""
+    arrived: dict[RequestId, int] = field(default_factory=dict)
+    """Arrived since the last report: blocks."""
+    left_blocks: int = 0
+    """Of those who ended since the last report."""
+    left_rows: int = 0
+    _contexts: dict[RequestId, int] = field(default_factory=dict)
+    _figures: WorkerFigures | None = None
+
+    def look(self, view: InstanceView) -> None:
+        """Take over a new report, once."""
+        if self._figures is view.figures:
+            return
+        self._figures = view.figures
+        self.arrived.clear()
+        self.left_blocks = self.left_rows = 0
+        self._contexts = {work.request_id: work.context for work in view.figures.queue}
+        for request_id, positions in self.members.items():
+            self.members[request_id] = max(positions, self._contexts.get(request_id, 0))
+
+    def bound(self, item: PooledRequest) -> None:
+        self.moving[item.request_id] = item.blocks
+        self.members[item.request_id] = item.positions
+
+    def has_arrived(self, request_id: RequestId) -> None:
+        blocks = self.moving.pop(request_id, None)
+        if blocks is not None:
+            self.arrived[request_id] = blocks
+
+    def has_left(self, request_id: RequestId, block_size: int) -> None:
+        """Ended, lost or evicted."""
+        self.members.pop(request_id, None)
+        if self.moving.pop(request_id, None) is None and self.arrived.pop(request_id, None) is None:
+            positions = self._contexts.pop(request_id, 0)
+            if positions:
+                self.left_blocks += -(-positions // block_size)
+                self.left_rows += 1
+
+    def rows(self, view: InstanceView) -> int:
+        """Requests that run there or will shortly."""
+        fresh = len(self.moving) + len(self.arrived)
+        reported = view.figures.running + view.figures.waiting - self.left_rows
+        return max(0, reported) + fresh
+
+    def free_blocks(self, view: InstanceView) -> int:
+        promised = sum(self.moving.values()) + sum(self.arrived.values())
+        return min(view.free_blocks + self.left_blocks, view.capacity.num_blocks) - promised
+
+    def span(self, slack: float) -> tuple[int, int] | None:
+        """A7 · Prefix lengths that match the running batch: its own range, and a little beyond. None: nobody runs."""
+        if not self.members:
+            return None
+        shortest, longest = min(self.members.values()), max(self.members.values())
+        return max(1, int(shortest * (1.0 - slack))), int(longest * (1.0 + slack))

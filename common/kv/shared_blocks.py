@@ -76,6 +76,10 @@ class SharedBlocks:
     def right(self, block: int) -> Side | None:
         return self._right[block]
 
+    def alone(self, block: int) -> bool:
+        """Whether one side of a held block is empty."""
+        return self._left[block] is None or self._right[block] is None
+
     def within(self, positions: int, index: int) -> int:
         """How many of a tenant's first `positions` lie in its block `index`."""
         return min(max(positions - index * self.size, 0), self.size)

@@ -78,7 +78,15 @@ class BidirectionalAllocator:
 
     def extend(self, sequence: Sequence, positions: int) -> bool:
         """Also brings back whatever of [0, positions) lies in host memory."""
-        return self._grow(self._tenants[sequence.key], positions)
+        tenant = self._tenants[sequence.key]
+        if positions == tenant.stored + 1 <= len(tenant.blocks) * self._size and not tenant.host:
+            # Almost always: one more slot of a last block that nobody else is in.
+            index = tenant.stored // self._size
+            if index == len(tenant.blocks) - 1 and self._table.alone(tenant.blocks[index]):
+                tenant.claimed = positions
+                self._served.add(tenant)
+                return True
+        return self._grow(tenant, positions)
 
     def restore(self, sequence: Sequence) -> bool:
         """Bring back what lies in host memory while an iteration runs that the sequence has no row in (R12)."""

@@ -78,12 +78,15 @@ class IterationCost:
 
     def exec_s(self, load: BatchLoad) -> float:
         """T_exec; an iteration without rows takes none."""
-        prefill = 0.0
-        if load.prefill_tokens:
-            prefill = max(0.0, self._prefill_s + self._token_s * load.prefill_tokens)
-        elif not load.decode_rows:
-            return 0.0
-        return self._base_s + prefill + self._row_s * load.decode_rows + self._position_s * load.context
+        return self.exec_of(load.prefill_tokens, load.decode_rows, load.context)
+
+    def exec_of(self, prefill_tokens: int, decode_rows: int, context: int) -> float:
+        """The same of bare numbers, for those who ask for every request."""
+        seconds = self._base_s + self._row_s * decode_rows + self._position_s * context
+        if prefill_tokens:
+            prefill_s = self._prefill_s + self._token_s * prefill_tokens
+            return seconds + prefill_s if prefill_s > 0.0 else seconds
+        return seconds if decode_rows else 0.0
 
     def swap_s(self, slots: int) -> float:
         return self._slot_s * slots
@@ -107,8 +110,13 @@ class IterationCost:
 
     # -- learning ----------------------------------------------------------------------------------------------
 
-    def observe(self, load: BatchLoad, slots: int, latency_s: float) -> None:
-        """An iteration took so long. What copies dominated says what a slot costs, everything else what rows cost."""
+    def observe(self, load: BatchLoad, slots: int, latency_s: float, *, slots_before: int = 0) -> None:
+        """An iteration took so long, with `slots` copied beside its rows and `slots_before` ahead of them. What copies
+        made longer says what a slot costs, everything else what rows cost."""
+        if slots_before:
+            if self._seen and latency_s > self.exec_s(load):
+                self._note_slot((latency_s - self.exec_s(load)) / slots_before)
+            return
         if load.prefill_tokens == 0 and load.decode_rows == 0:
             if slots:
                 self._note_slot(latency_s / slots)

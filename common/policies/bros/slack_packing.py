@@ -11,7 +11,7 @@ one real-time requests share best-effort blocks (R8), with another one best-effo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -63,10 +63,10 @@ class _Batch:
         return len(self.rows) >= self.most_rows or self.tokens_left <= 0
 
     def add(self, sequence: Sequence, count: int) -> None:
-        row = Row(sequence, sequence.computed, count)
-        self.rows[sequence.key] = row
-        self.safe.add(sequence.key)
-        self.load = self.load.plus(row.start, count)
+        key, start_ = sequence.key, sequence.computed
+        self.rows[key] = Row(sequence, start_, count)
+        self.safe.add(key)
+        self.load = self.load.plus(start_, count)
         self.tokens_left -= count
 
     def take_away(self, sequence: Sequence) -> None:
@@ -76,9 +76,17 @@ class _Batch:
 
 
 class SlackPacking:
-    """Differs from the paper: requests that can no longer make it are those that would be late even alone, so that
-    nobody with a millisecond left empties the batch; they follow the others, and nobody waits beyond the starvation
-    times; prompts that need not make it are cut to the room there is (`cut_prompts`)."""
+    """Differs from the paper:
+
+    - Requests that can no longer make it are those that would be late alone, or in an iteration with all who decode.
+      Otherwise whoever has a few milliseconds left empties the batch, which makes the next ones late, and so on for
+      ever. They follow the others, and nobody waits beyond the starvation times.
+    - After the first request that does not fit no further prompt is taken, but rows of one token are, or best-effort
+      rows would run in their stead. Prompts that need not make it are cut to the room there is (`cut_prompts`).
+    - The batch size (R6) holds back best-effort and late requests only: what limits the others are their deadlines.
+    - Who has not started yet drops no real-time request (R11), and leaves those who run their next block: under
+      overload every newcomer on time would make somebody late who has been served already.
+    """
 
     def __init__(
         self, settings: PackingSettings, batch_size: AdaptiveBatchSize, groups: TokenGroups, cost: IterationCost
@@ -93,6 +101,7 @@ class SlackPacking:
         # Insertion order = who was served longest ago, per class.
         self._served: dict[TrafficClass, dict[SequenceKey, tuple[float, Sequence]]] = {"rt": {}, "be": {}}
         self._slots_beside = 0
+        self._block_size = 1
         self._replaced = self._overdue_rows = self._dropped = 0
 
     def add(self, now_s: float, sequence: Sequence) -> None:
@@ -108,11 +117,12 @@ class SlackPacking:
     # -- Algorithm 1 -------------------------------------------------------------------------------------------
 
     def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
+        self._block_size = kv.geometry.block_size
         batch = _Batch(min(self._batch_size.value, self._settings.max_rows), self._settings.max_tokens)
         self._starving_first(now_s, kv, batch)
-        chosen, hopeless, cut_short = self._pack_real_time(now_s, kv, batch)
-        if not batch.full:
-            self._pack_overdue(now_s, kv, batch, hopeless)
+        least_s = self._least_s()
+        chosen, hopeless, cut_short = self._pack_real_time(now_s, kv, batch, least_s)
+        self._pack_overdue(now_s, kv, batch, hopeless, least_s)
         self._pack_best_effort(kv, batch, chosen)
         if not batch.rows and not batch.slots:
             self._force_oldest(kv, batch)
@@ -146,8 +156,14 @@ class SlackPacking:
                 sequence = served[key][1]
                 self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False))
 
+    def _least_s(self) -> float:
+        """How long the iteration of all real-time requests takes that draw tokens."""
+        decoding = [sequence.computed for sequence in self._rt.pending() if sequence.phase is Phase.RUNNING]
+        rows = min(len(decoding), self._settings.max_rows)
+        return max(self._cost.least_s, self._cost.exec_of(0, rows, sum(decoding) + rows))
+
     def _pack_real_time(
-        self, now_s: float, kv: KvAllocator, batch: _Batch
+        self, now_s: float, kv: KvAllocator, batch: _Batch, least_s: float
     ) -> tuple[list[tuple[float, Sequence]], list[Sequence], bool]:
         """Lines 3–15. Who was taken, most urgent first; who cannot make it even alone; whether a deadline cut it short
         (lines 11–12)."""
@@ -155,36 +171,49 @@ class SlackPacking:
         # Starting somebody moves it between queues: the order is pulled before anybody moves.
         pulled: list[tuple[float, Sequence]] = []
         hopeless: list[Sequence] = []
-        load, rows, tokens = batch.load, len(batch.rows), batch.tokens_left
-        cut_short = False
-        for residual_s, key, sequence in self._rt.urgent_first(now_s, self._average_s, cost.least_s):
+        rows, tokens_left, cut_short = len(batch.rows), batch.tokens_left, False
+        prefill, decode, context = batch.load.prefill_tokens, batch.load.decode_rows, batch.load.context
+        exec_of, chunk, swap_s = cost.exec_of, self._settings.chunk, cost.swap_s(batch.slots)
+        for residual_s, key, sequence in self._rt.urgent_first(now_s, self._average_s, least_s):
             if key in batch.safe:
                 continue
-            count = self._count(sequence, tokens)
-            if residual_s < cost.iteration_s(BatchLoad().plus(sequence.computed, max(1, count))):
+            computed = sequence.computed
+            count = min(sequence.uncomputed, chunk, tokens_left)
+            alone_s = exec_of(0, 1, computed + 1) if count <= 1 else exec_of(count, 0, computed)
+            if residual_s < alone_s:
                 hopeless.append(sequence)
                 continue
             batch.limit_s = min(batch.limit_s, residual_s)
-            if rows >= batch.most_rows or count < 1:
+            if rows >= self._settings.max_rows or count < 1:
                 break
-            grown = load.plus(sequence.computed, count)
-            if cost.iteration_s(grown, batch.slots) > batch.limit_s:
+            if count == 1:
+                grown = prefill, decode + 1, context + computed + 1
+            elif cut_short:
+                continue
+            else:
+                grown = prefill + count, decode, context + computed
+            if max(exec_of(*grown), swap_s) > batch.limit_s:
                 cut_short = True
-                break
+                if count == 1:
+                    break
+                continue
             pulled.append((residual_s, sequence))
-            load, rows, tokens = grown, rows + 1, tokens - count
+            prefill, decode, context = grown
+            rows, tokens_left = rows + 1, tokens_left - count
         chosen = [
             (residual_s, sequence) for residual_s, sequence in pulled
             if self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=True))
         ]  # fmt: skip
         return chosen, hopeless, cut_short
 
-    def _pack_overdue(self, now_s: float, kv: KvAllocator, batch: _Batch, hopeless: list[Sequence]) -> None:
+    def _pack_overdue(
+        self, now_s: float, kv: KvAllocator, batch: _Batch, hopeless: list[Sequence], least_s: float
+    ) -> None:
         """Served after those who can make it, within the time those leave."""
-        for sequence in [*self._rt.overdue(now_s, self._average_s, self._cost.least_s), *hopeless]:
-            if batch.full:
+        for sequence in [*self._rt.overdue(now_s, self._average_s, least_s), *hopeless]:
+            if batch.tokens_left <= 0 or len(batch.rows) >= self._settings.max_rows:
                 return
-            if sequence.key in batch.safe:
+            if sequence.key in batch.safe or (batch.full and sequence.uncomputed > 1):
                 continue
             fitting = self._fitting(sequence, batch)
             if fitting == 0:
@@ -205,12 +234,15 @@ class SlackPacking:
                 return
         for sequence in self._be.waiting(batch.most_rows):
             if batch.dropped or not self._has_room(sequence, kv):
-                break
+                break  # the next of them would not find blocks either
             if not self._offer(sequence, kv, batch, chosen, None):
                 return
         for slots, sequence in apart:
-            if batch.rows and isinstance(kv, BidirectionalAllocator) and sequence.phase is Phase.RUNNING:
-                self._bring_back(sequence, slots, kv, batch)
+            if sequence.phase is Phase.WAITING:
+                continue  # dropped just now, and nothing of it is kept
+            if batch.rows and isinstance(kv, BidirectionalAllocator):
+                if not self._bring_back(sequence, slots, kv, batch):
+                    return
             elif not batch.dropped and not self._offer(sequence, kv, batch, chosen, None):
                 return
 
@@ -229,12 +261,15 @@ class SlackPacking:
         self._place(sequence, kv, batch, victims, fitting)
         return True
 
-    def _bring_back(self, sequence: Sequence, slots: int, kv: BidirectionalAllocator, batch: _Batch) -> None:
+    def _bring_back(self, sequence: Sequence, slots: int, kv: BidirectionalAllocator, batch: _Batch) -> bool:
         """R9, R12 · Its slots return while this batch runs, as far as that hides behind it; it runs in the next."""
         hidden = self._cost.swap_s(batch.slots + slots) <= max(self._cost.exec_s(batch.load), self._cost.least_s)
-        if hidden and kv.restore(sequence):
-            batch.slots += slots
-            batch.safe.add(sequence.key)
+        if not hidden or not kv.restore(sequence):
+            return False
+        sequence.phase = Phase.RUNNING
+        batch.slots += slots
+        batch.safe.add(sequence.key)
+        return True
 
     def _make_way(
         self, count: int, sequence: Sequence, batch: _Batch, chosen: list[tuple[float, Sequence]]
@@ -289,24 +324,27 @@ class SlackPacking:
             count = min(count, most)
         if count < 1:
             return False
-        take = self._taking(sequence, kv, batch, count)
-        while not take():
+        if sequence.phase is Phase.SWAPPED and batch.rows and isinstance(kv, BidirectionalAllocator):
+            return self._bring_back(sequence, kv.checkpointed(sequence.key), kv, batch)
+        while not self._take(sequence, kv, batch, count):
             victim = next(victims, None) if victims is not None else None
             if victim is None:
                 return False
             preempt(victim, kv, batch.plan, self._settings.preemption)
             batch.dropped += 1
-        (self._rt if sequence.request.traffic_class == "rt" else self._be).started(sequence)
-        # A prefix cache may have computed some of it.
-        batch.add(sequence, min(count, sequence.uncomputed))
+        batch.add(sequence, min(count, sequence.uncomputed))  # a prefix cache may have computed some of it
         return True
 
-    def _taking(self, sequence: Sequence, kv: KvAllocator, batch: _Batch, count: int) -> Callable[[], bool]:
-        if sequence.phase is Phase.WAITING:
-            return lambda: start(sequence, kv)
+    def _take(self, sequence: Sequence, kv: KvAllocator, batch: _Batch, count: int) -> bool:
+        """Blocks for its next `count` tokens, however it stands."""
+        if sequence.phase is Phase.RUNNING:
+            return kv.extend(sequence, sequence.computed + count)
         if sequence.phase is Phase.SWAPPED:
-            return lambda: resume(sequence, kv, batch.plan)
-        return lambda: kv.extend(sequence, sequence.computed + count)
+            return resume(sequence, kv, batch.plan)
+        if not self._has_room(sequence, kv) or not start(sequence, kv):
+            return False
+        (self._rt if sequence.request.traffic_class == "rt" else self._be).started(sequence)
+        return True
 
     def _droppable(
         self, kv: KvAllocator, batch: _Batch, sequence: Sequence, *, real_time: bool, desperate: bool = False
@@ -319,24 +357,30 @@ class SlackPacking:
             holds = other.phase is Phase.RUNNING and not other.pinned and (desperate or other.uncomputed <= 1)
             return holds and other is not sequence and other.key not in batch.safe
 
-        own_class = sequence.request.traffic_class
+        own_class, held = sequence.request.traffic_class, kv.owners()
+        wanted = kv.geometry.blocks_for(sequence.target) - held.get(sequence.key, 0)
+        room = kv.free_blocks + kv.cached_blocks
         be = [s for s in self._be.pending() if may_go(s) and (own_class == "rt" or s.arrived_s >= sequence.arrived_s)]
+        if own_class == "rt" and isinstance(kv, BidirectionalAllocator):
+            # Best-effort blocks can be had without a drop, unless there is nowhere to put what is overwritten.
+            room += kv.preemptable_blocks
+            be = be if desperate or kv.host_free_blocks <= wanted else []
         victims = sorted(be, key=lambda s: (-s.arrived_s, s.key))
-        if real_time and own_class == "rt":
+        if own_class == "rt" and real_time and (desperate or sequence.phase is Phase.RUNNING):
             own = (self._groups.due_s(sequence), sequence.key)
             rt = [(self._groups.due_s(s), s.key, s) for s in self._rt.pending() if may_go(s)]
             victims += [s for due_s, key, s in sorted(rt, reverse=True) if (due_s, key) > own]
-        held = kv.owners()
-        shareable = kv.preemptable_blocks if isinstance(kv, BidirectionalAllocator) else 0
-        room = kv.free_blocks + kv.cached_blocks + shareable + sum(held.get(s.key, 0) for s in victims)
-        if room >= kv.geometry.blocks_for(sequence.target) - held.get(sequence.key, 0):
+        if room + sum(held.get(s.key, 0) for s in victims) >= wanted:
             yield from victims
 
     def _has_room(self, sequence: Sequence, kv: KvAllocator) -> bool:
-        """A best-effort request starts only where everybody running keeps its next block."""
-        running = len(self._rt.pending()) + len(self._be.pending())
+        """Somebody starts only where everybody running keeps its next block."""
         spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
-        return spare >= min(running, kv.total_blocks // 50)
+        if sequence.request.traffic_class == "rt" and isinstance(kv, BidirectionalAllocator):
+            spare += kv.preemptable_blocks
+        if spare >= kv.total_blocks // 50:
+            return True
+        return spare >= sum(1 for queue in (self._rt, self._be) for s in queue.pending() if s.phase is Phase.RUNNING)
 
     # -- learning ----------------------------------------------------------------------------------------------
 
@@ -344,7 +388,11 @@ class SlackPacking:
         """T_avg and the cost model (R3)."""
         if plan.rows:
             self._average_s = latency_s if self._average_s == 0.0 else 0.9 * self._average_s + 0.1 * latency_s
-        self._cost.observe(load_of(plan.rows), self._slots_beside, latency_s)
+        slots = sum(
+            len(copy.device) * (self._block_size if copy.unit == "block" else 1)
+            for copy in plan.copies if not copy.beside
+        )  # fmt: skip
+        self._cost.observe(load_of(plan.rows), self._slots_beside, latency_s, slots_before=slots)
 
     def step_times(self) -> StepTimes | None:
         """A placement has nothing to learn from this: the model is of one worker's mixed batches."""

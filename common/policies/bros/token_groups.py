@@ -26,16 +26,20 @@ class TokenGroups:
     def due_s(self, sequence: Sequence) -> float:
         """When the current group has to be complete."""
         slo = sequence.request.slo
-        output = sequence.output_tokens
+        output = len(sequence.tokens) - sequence.request.prompt_tokens
         if output == 0:
             return sequence.arrived_s + (slo.ttft_s or self._ttft_s)
         last_s = sequence.arrived_s if sequence.last_token_s is None else sequence.last_token_s
+        if self._group_tokens == 1:
+            return last_s + (slo.tpot_s or self._tpot_s)
         if (output - 1) % self._group_tokens == 0:
             self._began[sequence.key] = last_s
         return self._began.get(sequence.key, last_s) + (slo.tpot_s or self._tpot_s) * self._group_tokens
 
     def residual_s(self, now_s: float, sequence: Sequence, average_s: float) -> float:
         """SLO_i − e_i − (r_i − 1) · T_avg of constraint (6): the longest the next iteration may take."""
+        if self._group_tokens == 1:
+            return self.due_s(sequence) - now_s
         return self.due_s(sequence) - now_s - (self.left(sequence) - 1) * average_s
 
     def forget(self, sequence: Sequence) -> None:

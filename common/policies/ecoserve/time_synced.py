@@ -88,6 +88,8 @@ class TimeSynced:
         self._group_over = False
         self._freed = 0
         self._available = 0
+        self._ran = 0
+        """Iterations since the last decision that are read off the clock already."""
         self._lending: LendsBlocks | None = None
         self._count = _Counters()
 
@@ -102,6 +104,7 @@ class TimeSynced:
             self._answers[sequence.key] = sequence
 
     def remove(self, now_s: float, sequence: Sequence) -> None:
+        self._ran += self._batch.tick()  # when nobody is left, nobody tells the clock
         known = self._prompts.remove(sequence) or self._batch.leave(sequence)
         known = self._answers.pop(sequence.key, None) is not None or known
         known = self._prefilling.pop(sequence, None) is not None or known
@@ -117,9 +120,10 @@ class TimeSynced:
     def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
         """E10 · EcoServe Algorithm 1."""
         plan = IterationPlan()
-        repeated = max(0, self._batch.tick() - 1)
+        repeated = max(0, self._ran + self._batch.tick() - 1)
         self._count.iterations += repeated
         self._count.quiet += repeated
+        self._ran = 0
         available = kv.free_blocks + kv.cached_blocks
         self._freed += max(0, available - self._available)
         for sequence, goal in list(self._prefilling.items()):

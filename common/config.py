@@ -179,6 +179,22 @@ class DynaServeConfig(_Section, frozen=True):
     profile: str = ""  # file of `cohort profile` that a worker without learned times starts from; "" = none
 
 
+class AlignedServeConfig(_Section, frozen=True):
+    """`policies.placement: late_bound`, `policies.waiting_kv: aligned` and `policies.iteration: aligned_batching`
+    (docs/papers.md, A1-A10). The KV pool is the prefill workers' host memory: kv.host_memory_bytes."""
+
+    batch_share: Fraction = 0.4  # B_max: a batch's KV as a share of a decode worker's blocks
+    least_requests: NotNegative = 0  # R_min: a smaller batch is widened; 0 = from engine.max_rows (36 of 256)
+    longest_prefix: Positive = 65_536  # tokens the quad-tree covers; longer prefixes count as this long
+    leaf_tokens: Positive = 64  # width of a leaf of the quad-tree
+    slack: Fraction = 0.25  # a prefix matches the running batch within this share beyond its shortest and longest
+    buffer_share: Fraction = 0.4  # of a prefill worker's blocks, for the candidate batch and candidate requests
+    starvation_s: Seconds = 10.0  # a request that waited so long in the pool goes first
+    starvation_share: Fraction = 0.5  # or so much of the time that its TPOT promise gives its whole answer, if less
+    prefetch: bool = True  # bring the next batch to the prefill device ahead; false = from the host when it is bound
+    aligned: bool = True  # false = first come, first served out of the same pool
+
+
 class BaselinesConfig(_Section, frozen=True):
     """Options of the baseline policies (docs/papers.md, Baselines); each says which policy reads it."""
 
@@ -270,6 +286,7 @@ class Config(_Section, frozen=True):
     policies: PolicyConfig = PolicyConfig()
     bucketserve: BucketServeConfig = BucketServeConfig()
     dynaserve: DynaServeConfig = DynaServeConfig()
+    alignedserve: AlignedServeConfig = AlignedServeConfig()
     baselines: BaselinesConfig = BaselinesConfig()
     ecoserve: EcoServeConfig = EcoServeConfig()
     bros: BrosConfig = BrosConfig()

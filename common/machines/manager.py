@@ -291,6 +291,8 @@ class ManagerMachine:
             if managed is not None and managed.attempt >= held.attempt:
                 continue
             key = sequence_key(held.request_id, held.attempt)
+            if key in self._finished_keys:
+                continue  # its gateway will hear; a report older than the end must not bring it back
             holders = [name for name, worker in self._workers.items() if key in worker.held]
             # Somebody must have its state; a worker that only waits for it may wait for nobody.
             if any(key not in self._workers[name].awaiting for name in holders):  # of a former manager
@@ -302,7 +304,7 @@ class ManagerMachine:
                 for name in holders:
                     self._engage(now_s, adopted, name)
                 self._unclaimed.pop(key, None)
-            elif now_s >= self._settled_at_s and key not in self._finished_keys:
+            elif now_s >= self._settled_at_s:
                 lost.append(held)
         if lost:
             self.counters.displaced += len(lost)

@@ -7,6 +7,10 @@ from dataclasses import replace
 
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
+from cohort.common.policies.alignedserve.aligned_batching import AlignedBatching
+from cohort.common.policies.alignedserve.aligned_binding import AlignedBinding, BindingSettings
+from cohort.common.policies.alignedserve.late_bound import LateBound
+from cohort.common.policies.alignedserve.thresholds import Thresholds
 from cohort.common.policies.baselines.bounded_admission import BoundedAdmission
 from cohort.common.policies.baselines.class_round_robin import ClassRoundRobin
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
@@ -54,14 +58,17 @@ from cohort.common.policies.interface import (
 from cohort.common.types import KvGeometry
 
 ADMISSIONS = ("bounded",)
-PLACEMENTS = ("colocated", "colocated_in_turn", "disaggregated", "split")
+PLACEMENTS = ("colocated", "colocated_in_turn", "disaggregated", "late_bound", "split")
 PREFILL_ORDERS = ("fcfs", "buckets", "pressure_gate")
 BASELINE_ITERATIONS = (
     "chunked_prefill", "vllm", "orca", "srtf", "mlfq", "multires", "round_robin", "predicted_batches",
 )  # fmt: skip
-ITERATIONS = ("continuous_batching", "padded_prefill", "slo_batching", "slack_packing", "time_synced", *BASELINE_ITERATIONS)
+ITERATIONS = (
+    "continuous_batching", "padded_prefill", "slo_batching", "slack_packing", "time_synced", "aligned_batching",
+    *BASELINE_ITERATIONS,
+)  # fmt: skip
 ALLOCATIONS = ("paged", "max", "predicted", "nested", "bidirectional")
-WAITING_KV = ("none",)
+WAITING_KV = ("none", "aligned")
 
 
 def admission(config: Config) -> Admission:
@@ -78,6 +85,8 @@ def placement(config: Config) -> Placement:
         return ColocatedInTurn()
     if name == "split":
         return _split_placement(config)
+    if name == "late_bound":
+        return LateBound(_thresholds(config))
     return Colocated() if name == "colocated" else Disaggregated()
 
 
@@ -126,7 +135,19 @@ def _split_placement(config: Config) -> SplitPlacement:
 
 def late_binding(config: Config) -> LateBinding | None:
     _known("waiting_kv", config.policies.waiting_kv, WAITING_KV)
-    return None
+    if config.policies.waiting_kv == "none":
+        return None
+    options = config.alignedserve
+    return AlignedBinding(BindingSettings(
+        thresholds=_thresholds(config), longest_prefix=options.longest_prefix, leaf_tokens=options.leaf_tokens,
+        slack=options.slack, buffer_share=options.buffer_share, starvation_s=options.starvation_s,
+        starvation_share=options.starvation_share, default_output=float(config.gateway.default_prediction_tokens),
+        prefetch=options.prefetch, aligned=options.aligned,
+    ))  # fmt: skip
+
+
+def _thresholds(config: Config) -> Thresholds:
+    return Thresholds(config.alignedserve.batch_share, config.alignedserve.least_requests)
 
 
 def iteration(config: Config) -> IterationScheduler:
@@ -135,6 +156,12 @@ def iteration(config: Config) -> IterationScheduler:
         return _baseline_iteration(config)
     if config.policies.iteration == "time_synced":
         return _time_synced(config)
+    if config.policies.iteration == "aligned_batching":
+        engine = config.engine
+        return AlignedBatching(
+            max_rows=engine.max_rows, max_step_tokens=engine.max_step_tokens, prefill_chunk=engine.prefill_chunk,
+            preemption=engine.preemption, sets_aside=config.policies.waiting_kv == "aligned",
+        )  # fmt: skip
     if config.policies.iteration == "slo_batching":
         return _slo_batching(config)
     if config.policies.iteration == "slack_packing":
@@ -262,6 +289,8 @@ def check_names(config: Config) -> None:
         _known(seat, name, known)
     if (policies.iteration == "padded_prefill") != (config.bucketserve.padding == "longest"):
         raise ConfigError("bucketserve.padding longest and policies.iteration padded_prefill go together")
+    if policies.placement == "late_bound" and policies.waiting_kv == "none":
+        raise ConfigError("policies.placement late_bound needs somebody who binds: set policies.waiting_kv aligned")
     if policies.allocation == "bidirectional":
         if config.kv.prefix_caching:
             raise ConfigError("policies.allocation bidirectional shares blocks by slots: set kv.prefix_caching false")

@@ -166,6 +166,8 @@ class AlignedBinding:
         self, now_s: float, view: InstanceView, batch: RunningBatch, views: Mapping[InstanceId, InstanceView],
         actions: list[Bind | Prefetch],
     ) -> None:
+        if view.figures.waiting and not view.figures.running and not batch.moving and not batch.arrived:
+            self._unblock(view, batch, actions)
         due = self._tree.due_s(QuadTree.ROOT) <= now_s
         if batch.candidate and batch.due_s <= now_s:
             batch.starved = True
@@ -188,6 +190,22 @@ class AlignedBinding:
         if self._settings.prefetch:
             self._fetch(batch.requests, "requests", views, actions)
             self._fetch(batch.candidate, "batch", views, actions)
+
+    def _unblock(self, view: InstanceView, batch: RunningBatch, actions: list[Bind | Prefetch]) -> None:
+        """Somebody waits on the worker, and nobody runs: what is parked on it may hold the blocks. It goes on there."""
+        mine = [*batch.requests, *batch.candidate, *self._tree.items(QuadTree.ROOT)]
+        for item in mine:
+            if item.holder == view.instance:
+                self._tree.remove(item.request_id)
+                for buffer in (batch.requests, batch.candidate):
+                    if item in buffer:
+                        buffer.remove(item)
+                self._decode_of[item.request_id] = view.instance
+                batch.bound(item)
+                batch.has_arrived(item.request_id)
+                self._joined += 1
+                actions.append(Bind(item.request_id, view.instance, batch.batch_id, "its worker has nothing to run"))
+                return
 
     def _too_small(self, view: InstanceView, batch: RunningBatch) -> bool:
         """A6 case 2 · Neither its rows nor its KV are worth an iteration of their own."""
@@ -279,6 +297,8 @@ class AlignedBinding:
                 return
             waiting.popleft()
             batch.bound(item)
+            if item.holder == view.instance:  # nothing moves
+                batch.has_arrived(item.request_id)
             self._fetched.pop(item.request_id, None)
             self._joined += 1
             rows, free = rows + 1, free - item.blocks

@@ -136,21 +136,20 @@ _TTFT_NOTE = "the less the other keeps, the larger; theirs kept 1.28 % (vLLM), 1
 _TPOT_NOTE = "at most 1 over what the other keeps: our baselines miss few TPOT targets at these rates"
 
 
-def _case(shape: str, model: str, rate: float) -> list[Figure]:
-    """One point of the pictures, for which the paper prints no number."""
-    figures = []
-    workload = f"{_WORKLOADS[shape]}, {model}, {rate:g}/s"
-    for metric, name, unit in ((_latency, "normalised latency", "ms"), (_best_effort, "best-effort throughput", "1/s"),
-                               (_ttft, "TTFT attainment", ""), (_tpot, "TPOT attainment", "")):  # fmt: skip
-        for preset in ("bros", *_OTHERS.values()):
-            def measure(lab: Lab, metric: Metric = metric, preset: str = preset) -> float:
-                return metric(_run(lab, preset, shape, model, rate))
+def _case(shape: str, other: str, model: str, rate: float) -> list[Figure]:
+    """One point of the pictures; of those the paper prints only the mean."""
+    latency, best_effort, _, _ = _HEADLINES[shape, other]
+    where, workload = f"{shape}-{other}-{model}-{rate:g}", f"{_WORKLOADS[shape]}, {model}, {rate:g}/s"
+    common = ("bros", "BROS Fig. 10, case by case", workload, _OTHERS[other])
+    return [
+        Figure(f"bros-10-case-latency-{where}", *common, "normalised latency, change", "%", latency,
+               lambda lab: _change(lab, _latency, shape, other, [(model, rate)]), _CASE_NOTE),
+        Figure(f"bros-10-case-be-{where}", *common, "best-effort requests/s, change", "%", best_effort,
+               lambda lab: _change(lab, _best_effort, shape, other, [(model, rate)]), _CASE_NOTE),
+    ]  # fmt: skip
 
-            id_ = f"bros-case-{shape}-{model}-{rate:g}-{name.split()[0].lower()}-{preset}"
-            figures.append(
-                Figure(id_, "bros", "BROS Fig. 10-11, cases", workload, preset, name, unit, math.nan, measure)
-            )
-    return figures
+
+_CASE_NOTE = "paper: its mean of all cases"
 
 
 def _ablation(lab: Lab, metric: Metric) -> float:
@@ -166,10 +165,6 @@ def _overhead(lab: Lab, model: str) -> float:
     return 100.0 * report.measured.worker_mean_us * 1e-6 / iteration_s
 
 
-def _cost_error(lab: Lab, model: str) -> float:
-    return 100.0 * _run(lab, "bros", "sharegpt", model, 10.0).instances[0].scheduler["cost_error"]
-
-
 _ABLATION = ("bros", "BROS Fig. 13", "ShareGPT + batches, OPT-30B, 10/s", "without shared blocks")
 
 FIGURES: tuple[Figure, ...] = (
@@ -182,12 +177,5 @@ FIGURES: tuple[Figure, ...] = (
                "paper: upper end; ours: measured on the machine that simulated")
         for model, paper in (("opt-13b", 9.52), ("opt-30b", 8.42))
     ),
-    *(
-        Figure(f"bros-cost-error-{model}", "bros", "BROS §4.1", f"ShareGPT + batches, {model}, 10/s", "itself",
-               "error of the foreseen iteration time", "%", math.nan,
-               lambda lab, model=model: _cost_error(lab, model),  # type: ignore[misc]
-               "mean relative error, learned online from nothing; the paper prints none")
-        for model in _MODELS
-    ),
-    *(figure for shape in _SHAPES for model, rate in _CASES for figure in _case(shape, model, rate)),
+    *(figure for shape, other in _HEADLINES for model, rate in _CASES for figure in _case(shape, other, model, rate)),
 )  # fmt: skip

@@ -1,0 +1,122 @@
+"""R3: linear costs from a profile, learned online, and the longer of computing and copying."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cohort.common.policies.bros.iteration_cost import BatchLoad, IterationCost
+
+
+def truth(load: BatchLoad) -> float:
+    """20 ms, 0.1 ms a prompt token, 0.2 ms a row, 1 µs a position."""
+    prefill = 0.005 + 1e-4 * load.prefill_tokens if load.prefill_tokens else 0.0
+    return 0.02 + prefill + 2e-4 * load.decode_rows + 1e-6 * load.context
+
+
+def some_load(random: Random) -> BatchLoad:
+    rows = random.randint(1, 100)
+    tokens = random.choice([0, 0, random.randint(16, 2000)])
+    return BatchLoad(tokens, rows, rows * random.randint(10, 800))
+
+
+def profile() -> bytes:
+    points = []
+    for tokens in (16, 64, 256, 1024):
+        shape = {"rows": 1, "tokens_per_row": tokens, "context": tokens}
+        points.append({"shape": shape, "median_s": truth(BatchLoad(tokens, 0, 0))})
+    for rows in (1, 4, 16, 64):
+        for context in (128, 512, 2048):
+            shape = {"rows": rows, "tokens_per_row": 1, "context": context}
+            points.append({"shape": shape, "median_s": truth(BatchLoad(0, rows, rows * context))})
+    return json.dumps({"model": "m", "points": points}).encode()
+
+
+def test_a_profile_is_enough_to_foresee_mixed_batches() -> None:
+    cost = IterationCost()
+    cost.import_state(profile())
+    for load in (BatchLoad(0, 8, 4000), BatchLoad(512, 0, 0), BatchLoad(300, 40, 20_000)):
+        assert cost.exec_s(load) == pytest.approx(truth(load), rel=0.02)
+
+
+def test_without_a_profile_it_learns_while_serving_and_says_how_wrong_it_is() -> None:
+    random, cost = Random(1), IterationCost()
+    assert cost.exec_s(BatchLoad(100, 3, 500)) == 0.0
+    for _ in range(400):
+        load = some_load(random)
+        cost.observe(load, 0, truth(load) * random.uniform(0.98, 1.02))
+    for _ in range(20):
+        load = some_load(random)
+        assert cost.exec_s(load) == pytest.approx(truth(load), rel=0.05)
+    figures = cost.figures()
+    assert 0.0 < figures["cost_error"] < 0.05
+    assert figures["cost_observations_total"] == 400
+
+
+def test_it_follows_a_machine_that_became_slower() -> None:
+    random, cost = Random(2), IterationCost()
+    for factor, count in ((1.0, 300), (2.0, 1500)):
+        for _ in range(count):
+            load = some_load(random)
+            cost.observe(load, 0, factor * truth(load))
+    load = BatchLoad(200, 20, 5000)
+    assert cost.exec_s(load) == pytest.approx(2 * truth(load), rel=0.1)
+
+
+def test_an_iteration_takes_the_longer_of_computing_and_copying() -> None:
+    cost = IterationCost()
+    cost.import_state(profile())
+    load = BatchLoad(0, 4, 400)
+    cost.observe(BatchLoad(), 100, 0.01)  # copies alone: 0.1 ms a slot
+    assert cost.swap_s(50) == pytest.approx(0.005)
+    assert cost.iteration_s(load, 50) == cost.exec_s(load)
+    assert cost.iteration_s(load, 1000) == pytest.approx(0.1)
+
+
+def test_copies_ahead_of_the_rows_teach_the_price_of_a_slot_and_nothing_else() -> None:
+    cost = IterationCost()
+    cost.import_state(profile())
+    load = BatchLoad(0, 4, 400)
+    before = cost.exec_s(load)
+    cost.observe(load, 0, truth(load))
+    cost.observe(load, 0, before + 0.02, slots_before=100)
+    assert cost.exec_s(load) == pytest.approx(before, rel=0.01)
+    assert cost.swap_s(100) == pytest.approx(0.02, rel=0.05)
+
+
+def test_prompt_tokens_that_fit_into_a_time() -> None:
+    cost = IterationCost()
+    cost.import_state(profile())
+    load = BatchLoad(0, 10, 5000)
+    tokens = cost.tokens_within(load, 0.1)
+    assert cost.exec_s(load.plus(0, tokens)) <= 0.1 < cost.exec_s(load.plus(0, tokens + 2))
+    assert cost.tokens_within(load, 0.02) == 0
+    assert IterationCost().tokens_within(load, 0.1) > 10_000
+
+
+def test_state_survives_and_foreign_state_is_refused() -> None:
+    cost, other = IterationCost(), IterationCost()
+    cost.import_state(profile())
+    other.import_state(cost.export_state())
+    load = BatchLoad(300, 7, 900)
+    assert other.exec_s(load) == cost.exec_s(load)
+    for data in (b"{}", b"[]", b'{"weights": [1], "covariance": [[1]], "slot_s": 0}', b"no"):
+        with pytest.raises(ValueError):
+            other.import_state(data)
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_more_work_never_takes_less_time(seed: int) -> None:
+    random, cost = Random(seed), IterationCost()
+    for _ in range(random.randint(0, 12)):
+        load = some_load(random)
+        cost.observe(load, 0, truth(load) * random.uniform(0.2, 4.0))
+    load = some_load(random)
+    assert cost.exec_s(load.plus(50, 1)) >= cost.exec_s(load)
+    assert cost.exec_s(BatchLoad(900, 3, 50)) >= cost.exec_s(BatchLoad(400, 3, 50))
+    assert load.plus(9, 30).minus(9, 30) == load == load.plus(9, 1).minus(9, 1)

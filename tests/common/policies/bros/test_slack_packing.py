@@ -1,0 +1,173 @@
+"""Algorithm 1 by hand: order, early return, replacement, late requests, drops; then that nobody waits for ever."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cohort.common.config import load_config
+from cohort.common.errors import ConfigError
+from cohort.common.policies import compose
+from cohort.common.policies.baselines.paged_allocation import PagedAllocator
+from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
+from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
+from cohort.common.policies.bros.iteration_cost import IterationCost
+from cohort.common.policies.bros.slack_packing import PackingSettings, SlackPacking
+from cohort.common.policies.bros.token_groups import TokenGroups
+from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Sequence
+from tests.common.policies.bros.kv_world import GEOMETRY, request
+
+
+def packing(
+    *, first: int = 8, cut: bool = False, preemption: str = "recompute", chunk: int = 512, starve_s: float = 100.0
+) -> SlackPacking:
+    """10 ms an iteration, 1 ms a prompt token, 1 ms a row; TTFT 0.4 s, TPOT 0.2 s."""
+    settings = PackingSettings(16, 512, chunk, preemption, cut, starve_s, starve_s)  # type: ignore[arg-type]
+    groups = TokenGroups(group_tokens=1, default_ttft_s=0.4, default_tpot_s=0.2)
+    cost = IterationCost()
+    points = [
+        {"shape": {"rows": 1, "tokens_per_row": n, "context": n}, "median_s": 0.01 + 0.001 * n} for n in (10, 100, 900)
+    ] + [
+        {"shape": {"rows": n, "tokens_per_row": 1, "context": c}, "median_s": 0.01 + 0.001 * n}
+        for n in (1, 10, 100) for c in (10, 100)
+    ]  # fmt: skip
+    cost.import_state(json.dumps({"points": points}).encode())
+    return SlackPacking(settings, AdaptiveBatchSize(first=first, step=2, most=16), groups, cost)
+
+
+def names(plan: IterationPlan) -> list[str]:
+    return [row.sequence.request_id for row in plan.rows]
+
+
+def step(policy: SlackPacking, kv: KvAllocator, now_s: float) -> IterationPlan:
+    plan = policy.decide(now_s, kv)
+    if isinstance(kv, BidirectionalAllocator):
+        plan.copies = kv.take_copies()
+    kv.check()
+    policy.observe(now_s, plan, plan.estimated_s)
+    for row in plan.rows:
+        row.sequence.computed = row.start + row.count
+        if row.sequence.computed == row.sequence.known:
+            row.sequence.tokens.append(1)
+            row.sequence.last_token_s = now_s
+        kv.committed(row.sequence)
+    return plan
+
+
+def running(policy: SlackPacking, kv: KvAllocator, name: str, prompt: int, kind: str, last_s: float) -> Sequence:
+    """Already decoding; its last token left at `last_s`."""
+    sequence = request(name, prompt, "rt" if kind == "rt" else "be")
+    assert kv.admit(sequence) is not None
+    sequence.phase, sequence.computed, sequence.last_token_s = Phase.RUNNING, prompt, last_s
+    sequence.tokens.append(1)
+    kv.committed(sequence)
+    if isinstance(kv, BidirectionalAllocator):
+        kv.take_copies()
+    policy.add(0.0, sequence)
+    return sequence
+
+
+def roomy() -> BidirectionalAllocator:
+    return BidirectionalAllocator(GEOMETRY, 400, 100)
+
+
+def test_urgent_requests_first_until_the_most_urgent_deadline_then_best_effort() -> None:
+    policy, kv = packing(), roomy()
+    running(policy, kv, "decode", 8, "rt", last_s=0.9)  # due 1.1: 100 ms left
+    policy.add(0.95, request("short", 40, arrived_s=0.95))
+    policy.add(0.96, request("long", 60, arrived_s=0.96))  # 10 + 40 + 60 + 1 ms would be beyond 100
+    running(policy, kv, "batch", 8, "be", last_s=0.0)
+    plan = step(policy, kv, 1.0)
+    assert names(plan) == ["short", "decode", "batch"]
+    assert plan.estimated_s == pytest.approx(0.052, rel=0.15)
+    assert policy.figures()["batch_backoffs_total"] == 1
+
+
+def test_in_a_full_batch_best_effort_takes_the_place_of_whoever_can_wait() -> None:
+    policy, kv = packing(first=2), roomy()
+    running(policy, kv, "urgent", 8, "rt", last_s=0.85)
+    running(policy, kv, "can-wait", 8, "rt", last_s=0.99)
+    running(policy, kv, "batch", 8, "be", last_s=0.0)
+    assert names(step(policy, kv, 1.0)) == ["urgent", "batch"]
+    assert policy.figures()["replaced_total"] == 1
+
+
+def test_who_cannot_wait_is_not_replaced() -> None:
+    policy, kv = packing(first=2), roomy()
+    running(policy, kv, "urgent", 8, "rt", last_s=0.82)
+    running(policy, kv, "too", 8, "rt", last_s=0.821)  # 21 ms left: no second iteration of 11
+    running(policy, kv, "batch", 8, "be", last_s=0.0)
+    assert names(step(policy, kv, 1.0)) == ["urgent", "too"]
+
+
+def test_a_late_request_does_not_poison_the_budget_and_is_served_behind_the_others() -> None:
+    policy, kv = packing(), roomy()
+    policy.add(0.0, request("late", 50, arrived_s=0.0))  # due 0.4, and it is 1.0
+    policy.add(0.9, request("in-time", 100, arrived_s=0.9))
+    plan = step(policy, kv, 1.0)
+    assert names(plan) == ["in-time", "late"]
+    assert plan.estimated_s < 0.3
+
+
+def test_a_late_prompt_that_does_not_fit_is_cut_where_that_is_asked_for() -> None:
+    for cut, expected in ((False, [("in-time", 200)]), (True, [("in-time", 200), ("late", 88)])):
+        policy, kv = packing(cut=cut), roomy()
+        policy.add(0.0, request("late", 150, arrived_s=0.0))
+        policy.add(0.9, request("in-time", 200, arrived_s=0.9))  # 300 ms left, 210 taken
+        rows = [(row.sequence.request_id, row.count) for row in step(policy, kv, 1.0).rows]
+        assert [name for name, _ in rows] == [name for name, _ in expected]
+        assert [count for _, count in rows] == pytest.approx([count for _, count in expected], abs=3)
+
+
+def test_the_starving_go_first_whatever_that_costs() -> None:
+    policy, kv = packing(starve_s=5.0), roomy()
+    policy.add(0.0, request("starving", 300, "be"))
+    running(policy, kv, "decode", 8, "rt", last_s=5.95)
+    assert "starving" in names(step(policy, kv, 6.0))
+
+
+def test_without_shared_blocks_best_effort_is_dropped_for_who_is_due() -> None:
+    policy, kv = packing(), PagedAllocator(GEOMETRY, 10, 0, prefix_caching=False)
+    running(policy, kv, "older", 14, "be", last_s=0.0)
+    younger = running(policy, kv, "younger", 14, "be", last_s=0.0)
+    younger.arrived_s = 0.5
+    policy.add(0.9, request("rt", 12, arrived_s=0.9))
+    plan = step(policy, kv, 1.0)
+    assert [(p.sequence.request_id, p.how) for p in plan.preempted] == [("younger", "recompute")]
+    assert names(plan) == ["rt", "older"]
+
+
+def test_with_shared_blocks_nobody_is_dropped_and_slots_come_back_beside_the_next_batch() -> None:
+    policy, kv = packing(), BidirectionalAllocator(GEOMETRY, 10, 10)
+    be = running(policy, kv, "be", 30, "be", last_s=0.0)
+    rt = request("rt", 12, arrived_s=0.9)
+    policy.add(0.9, rt)
+    plan = step(policy, kv, 1.0)
+    assert (names(plan), plan.preempted) == (["rt"], [])
+    away = kv.checkpointed(be.key)
+    assert away > 0
+    policy.remove(1.1, rt)
+    kv.release(rt.key)
+    other = request("other", 1, arrived_s=1.1)
+    policy.add(1.1, other)
+    assert kv.checkpointed(be.key) == away
+    for now_s in (1.2, 1.3):
+        plan = step(policy, kv, now_s)
+    assert kv.checkpointed(be.key) == 0
+    assert "be" in names(plan)
+
+
+def test_the_preset_fills_the_seats() -> None:
+    config = load_config(preset="bros")
+    compose.check_names(config)
+    assert isinstance(compose.iteration(config), SlackPacking)
+    assert isinstance(compose.allocation(config, GEOMETRY, 4, 4), BidirectionalAllocator)
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"kv": {"prefix_caching": True}}, {"baselines": {"padded": True}}]
+)
+def test_what_would_write_into_shared_blocks_is_refused(overrides: dict[str, dict[str, bool]]) -> None:
+    with pytest.raises(ConfigError, match="bidirectional"):
+        compose.check_names(load_config(preset="bros", overrides=overrides))

@@ -144,7 +144,7 @@ def test_a_named_format_must_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [
-    gzip.compress(COHORT.encode())[:-9], b"\x1f\x8b garbage", b"\xff\xfe\x00binary",
+    gzip.compress(COHORT.encode(), mtime=0)[:-9], b"\x1f\x8b garbage", b"\xff\xfe\x00binary",
     b"arrival_s,prompt_tokens,output_tokens\n",
 ])
 def test_unreadable_files_are_named(tmp_path: Path, content: bytes) -> None:

@@ -8,6 +8,8 @@ slots.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +113,15 @@ class LeanLlama:
         self.sampled_states = last
         self._lm_head.into(last, logits)
         return logits
+
+    @contextmanager
+    def one_by_one(self) -> Iterator[None]:
+        """Within, the layers run as single calls, which clocks can be put around."""
+        stack, self._stack = self._stack, None
+        try:
+            yield
+        finally:
+            self._stack = stack
 
     def _layer_by_layer(self, buffers: StepBuffers, step: StepInputs, kv: Tensor) -> None:
         """What `LayerStack` does, one call after the other: on a GPU, and where a weight cannot be packed."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import assert_never
 
@@ -135,6 +136,10 @@ class ModelRunner:
         if states is None or len(states) != sampled:
             return None
         return states.to(device="cpu", dtype=torch.float16).numpy()
+
+    def one_by_one(self) -> AbstractContextManager[None]:
+        """Within, a step's kernels are called one by one even where one call would do: for measuring them."""
+        return self._model.one_by_one() if isinstance(self._model, LeanLlama) else nullcontext()
 
     def warm_up(self) -> None:
         """Run the step shapes that occur, so that the first request does not pay for code and caches being made.

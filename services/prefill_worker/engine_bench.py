@@ -223,7 +223,7 @@ def measure_shares(config: Config, runner: ModelRunner, rows: int, context: int,
         engine.step()
         plain_s.append(time.perf_counter() - begin_s)
         clock = StepClock()
-        with clocked(clock, targets):
+        with runner.one_by_one(), clocked(clock, targets):
             engine.step()
         parts.append(dict(clock.seconds))
     whole_s = [sum(each.values()) for each in parts]

@@ -10,10 +10,10 @@ class PaddingRatio:
     """E4 · EcoServe §2.3: predicted lengths are padded by a ratio with a sweet spot between waiting (padded too much,
     KV stands idle) and stopping (padded too little).
 
-    The sweet spot is found as a newsvendor's: a token that was allocated and not needed costs 1, one that was needed
-    and not allocated costs `under_cost`. Each ended answer moves the ratio a step against the gradient of that cost,
-    in relative terms; at rest, one answer in (1 + under_cost) outlives its allocation. The paper prints 70 to 78 % of
-    answers within their padded prediction at its sweet spots: an `under_cost` near 3.
+    The sweet spot is found as a newsvendor's: an answer that was allocated too much costs 1, one that had to stop
+    because it outlived its allocation costs `under_cost`; one that outlived it and went on with the reserve costs
+    nothing. Each ended answer moves the ratio a step against its cost. At rest there are `under_cost` times as many
+    answers with too much as answers that stopped; with a cache where stops are rare, that is at no padding at all.
 
     Differs from the paper: there the ratio is swept by hand per data set (10, 15, 20 %). `tuned` False: it is fixed.
     """
@@ -28,13 +28,16 @@ class PaddingRatio:
         self._under_cost = under_cost
         self._step = step
 
-    def observe(self, predicted: float, output_tokens: int) -> None:
-        """An answer of `output_tokens` ended, for which `predicted` were expected before padding."""
+    def observe(self, predicted: float, output_tokens: int, *, stopped: bool) -> None:
+        """An answer of `output_tokens` ended, for which `predicted` were expected before padding; `stopped`: it had to
+        wait in the middle."""
+        move = 0.0
         if output_tokens > predicted * (1.0 + self.ratio):
             self.under += 1
-            move = self._step * self._under_cost
         else:
             self.over += 1
-            move = -self._step
+            move -= self._step
+        if stopped:
+            move = self._step * self._under_cost
         if self._tuned:
             self.ratio = min(self.LARGEST, max(0.0, self.ratio + move))

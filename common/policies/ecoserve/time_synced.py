@@ -82,6 +82,8 @@ class TimeSynced:
         """Prompts begun, with the position at which each becomes an answer."""
         self._answers: dict[SequenceKey, Sequence] = {}
         """Waiting to run: with KV on the device, or swapped out."""
+        self._stopped: set[SequenceKey] = set()
+        """Who had to wait because it outlived its prediction."""
         self._batch = SyncedBatch()
         self._loans = Loans(settings.buffer)
         self._drained = True
@@ -108,8 +110,10 @@ class TimeSynced:
         known = self._prompts.remove(sequence) or self._batch.leave(sequence)
         known = self._answers.pop(sequence.key, None) is not None or known
         known = self._prefilling.pop(sequence, None) is not None or known
+        stopped = sequence.key in self._stopped
+        self._stopped.discard(sequence.key)
         if known and _has_ended(sequence):
-            self._padding.observe(sequence.predicted, sequence.output_tokens)
+            self._padding.observe(sequence.predicted, sequence.output_tokens, stopped=stopped)
 
     def revised(self, now_s: float, sequence: Sequence) -> None:
         """E4 · A prediction came late, or a better one. Waiting answers are grouped by the prediction at hand when the
@@ -229,6 +233,7 @@ class TimeSynced:
                 self._join(sequence, min(slack, length), kv)
             else:
                 self._answers[sequence.key] = sequence
+                self._stopped.add(sequence.key)
                 self._count.stopped += 1
                 continue
             self._count.continued += 1
@@ -241,6 +246,7 @@ class TimeSynced:
             return
         for lender, index in self._loans.due(self._batch, kv, self._lending):
             for borrower in self._lending.borrowers(lender, index):
+                self._stopped.add(borrower.key)
                 self._count.late += 1
                 self._evict(now_s, borrower, kv, plan, "swap")
 

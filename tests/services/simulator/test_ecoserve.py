@@ -15,7 +15,7 @@ from tests.services.simulator.lab import Recorded, cache_of, cluster, config, ru
 from tests.services.simulator.test_cluster import lengths, outcome
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     lengths=lengths, variant=st.sampled_from(sorted(VARIANTS)), blocks=st.sampled_from([45, 80, 400]),
     predictor=st.sampled_from(["oracle", "lognormal", "none"]), rows=st.sampled_from([3, 256]),

@@ -117,7 +117,7 @@ def test_prefill_and_decode_apart() -> None:
 
 
 @settings(
-    max_examples=30, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
+    max_examples=20, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
     suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32),

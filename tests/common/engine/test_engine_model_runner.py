@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,25 @@ def test_default_shapes_stay_within_the_engine() -> None:
     assert max(shape.rows * shape.tokens_per_row for shape in shapes) == 512
     assert all(shape.context >= shape.tokens_per_row for shape in shapes)
     assert len(shapes) == len(set(shapes))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_in_one_call_compute_the_same_bits(
+    model_folder: Callable[[str], Path], family: str, dtype: str
+) -> None:
+    """As one by one: cache and logits, with prefill and decode rows together."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for together in (True, False):
+        runner = make_runner(model_folder(family), dtype=dtype)
+        driver = Driver(runner)
+        for index, prompt in enumerate(random_prompts([5, 19, 14])):
+            driver.add(str(index), prompt)
+        driver.step([("0", 5)])
+        batch = driver.batch([("1", 19), ("2", 14), ("0", 1)])
+        inputs = model_runner.step_inputs(batch, runner.block_size, runner.device)
+        with torch.inference_mode(), nullcontext() if together else runner.one_by_one():
+            logits = runner._model.forward(inputs, runner.kv.blocks)
+        kept.append((logits.clone(), runner.kv.blocks.clone()))
+    assert torch.equal(kept[0][0], kept[1][0])
+    assert torch.equal(kept[0][1], kept[1][1])

@@ -47,7 +47,7 @@ class SloBatching:
         self._observed: frozenset[SequenceKey] = frozenset()
         self._iterations = self._decodes_over = self._late = 0
         self._budget = 0
-        self._bound_s = tbt_slo_s
+        self._bound_s = self._aim_s = tbt_slo_s
 
     # -- the seat ----------------------------------------------------------------------------------------------
 
@@ -73,6 +73,7 @@ class SloBatching:
         self._bound_s = self._bound(row.sequence for row in draft.decode_rows)
         if batch.decodes and self._exceeds(batch):
             self._decodes_over += 1
+        self._aim_s = self._target_s(batch)
         # 2. Prefill chunks in arrival order while the table says that the batch stays within the bound.
         self._budget = 0
         least = self._least_prefill
@@ -147,9 +148,14 @@ class SloBatching:
         promised = [s.request.slo.tpot_s or self._tbt_slo_s for s in decoding]
         return min(promised, default=self._tbt_slo_s)
 
-    def _target_s(self) -> float:
-        share = 1.0 - self._headroom
-        return self._bound_s * (share / 2 if self._arriving else share)
+    def _target_s(self, decodes: BatchShape) -> float:
+        """What the iteration aims at: the bound, or half of it for those who arrive. Then a quarter of it stays for
+        prompts whatever the decodes take: nothing would be gained for the newcomer and prompts would stand still."""
+        whole_s = self._bound_s * (1.0 - self._headroom)
+        if not self._arriving:
+            return whole_s
+        decode_s = self.table.estimate(decodes) or 0.0
+        return min(whole_s, max(whole_s / 2, decode_s + whole_s / 4))
 
     def _exceeds(self, batch: BatchShape) -> bool:
         estimate_s = self.table.estimate(batch)
@@ -163,7 +169,7 @@ class SloBatching:
         if self.table.step_times is None:
             count = min(wanted, max(0, self._cold_chunk - batch.prefill_tokens))
         else:
-            count = self.table.prefill_budget(batch, sequence.computed, wanted, self._target_s())
+            count = self.table.prefill_budget(batch, sequence.computed, wanted, self._aim_s)
         count = max(count, min(least, wanted))
         left, draft.tokens_left = draft.tokens_left, count
         added = count > 0 and (draft.go_on(sequence) if admitted else draft.admit(sequence))

@@ -83,6 +83,18 @@ def test_half_the_bound_while_somebody_who_draws_tokens_is_on_the_way() -> None:
     assert 0.017 <= step_seconds(TIMES, plan_shape(policy.decide(0.1, kv))) <= 0.021
 
 
+def test_a_quarter_of_the_bound_stays_for_prompts_when_decodes_take_half_of_it() -> None:
+    policy, kv = scheduler(slo_s=0.004), cache(200)
+    for index in range(5):  # 1 + 1 ms and a little: half the bound
+        running(policy, kv, f"d{index}", 40)
+    policy.add(0.0, sequence("p", 200, arrived_s=1.0))
+    policy.expect(1)
+    plan = policy.decide(0.0, kv)
+    assert plan.rows[0].sequence.request_id == "p"
+    assert plan.rows[0].count >= 5
+    assert step_seconds(TIMES, plan_shape(plan)) <= 0.004
+
+
 def test_decodes_beyond_the_bound_are_counted_and_prompts_still_advance() -> None:
     policy, kv = scheduler(slo_s=0.002), cache(200)
     for index in range(6):  # 1 + 1.2 + 0.24 ms … more than 2

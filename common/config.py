@@ -168,7 +168,7 @@ class DynaServeConfig(_Section, frozen=True):
     """`policies.placement: split` and `policies.iteration: slo_batching` (docs/papers.md, D1-D9)."""
 
     tbt_slo_s: Seconds = 0.1  # between two tokens, for requests without a promise of their own
-    headroom: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.1  # share of that bound that iterations leave free
+    headroom: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05  # share of that bound that iterations leave free
     search_probes: Positive = 6  # K: split points tried for a request
     search_tolerance: Fraction = 0.05  # the two ends may differ by this share; a split must gain more than it
     balance: Literal["work", "end"] = "work"  # what the search balances: seconds of work there, or predicted ends

@@ -44,6 +44,7 @@ from cohort.common.messages import (
     WorkerReport,
 )
 from cohort.common.policies import compose
+from cohort.common.policies.alignedserve.batch_numbers import batches_of
 from cohort.common.policies.cost_model import CostModel, ModelShape
 from cohort.common.policies.interface import IterationPlan, LearnsStepTimes, Phase, Placement
 from cohort.common.types import KvGeometry, Role, WorkerCapacity
@@ -103,6 +104,8 @@ class WorkerTally:
     useful_tokens: int = 0
     padded_tokens: int = 0
     swapped_bytes: int = 0
+    decode_steps: int = 0
+    mixed_steps: int = 0
     kv_samples: int = 0
     kv_used_sum: float = 0.0
     kv_used_peak: float = 0.0
@@ -128,6 +131,8 @@ class SimWorker:
     ends_s: list[float] = field(default_factory=list)
     """When the iteration in flight ends, and those that will repeat it."""
     latencies_s: list[float] = field(default_factory=list)
+    aligned_batches: int = 0
+    """Batches of the late binding among the rows of the iteration in flight."""
     next_report_s: float = 0.0
     report_sequence: int = 0
     pending_receives: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -181,6 +186,7 @@ class SimCluster:
             predictor=options.predictor, predictor_sigma=options.predictor_sigma, distinct_prompts=shared,
             seed=options.seed,
         )  # fmt: skip
+        self._late_binding = config.policies.waiting_kv != "none"
         self.wall = {"worker": WallTime(), "manager": WallTime()}
         self.ports = Ports(cluster.instances)
         self.manager = ManagerMachine(
@@ -512,6 +518,8 @@ class SimCluster:
         beside_s = self.cost.swap_s(cost.beside_bytes)
         latency_s = self.cost.swap_s(cost.copied_bytes) + max(self.cost.step_s(cost.work), beside_s)
         worker.ends_s, worker.latencies_s = [now_s + latency_s], [latency_s]
+        if self._late_binding:
+            worker.aligned_batches = batches_of(plan.rows)
         self._note_step(worker, cost)
         self._perform(worker, effects)
         if self.options.jump and machine.repeatable():
@@ -551,6 +559,8 @@ class SimCluster:
         tally.useful_tokens += cost.useful_tokens
         tally.padded_tokens += cost.padded_tokens
         tally.swapped_bytes += cost.copied_bytes + cost.beside_bytes
+        tally.decode_steps += worker.aligned_batches > 0
+        tally.mixed_steps += worker.aligned_batches > 1
 
     def _repeat(self, worker: SimWorker, count: int) -> None:
         """The first `count` iterations foreseen have ended; the one after them is in flight."""
@@ -565,6 +575,8 @@ class SimCluster:
         first_context = sum(row.start + 1 for row in rows)
         tally = worker.tally
         tally.steps += count
+        tally.decode_steps += count * (worker.aligned_batches > 0)
+        tally.mixed_steps += count * (worker.aligned_batches > 1)
         tally.busy_s += sum(latencies_s[1 : count + 1])
         tally.rows += number * count
         tally.useful_tokens += number * count

@@ -73,6 +73,9 @@ class InstanceReport(msgspec.Struct, frozen=True):
     hand_overs: int
     exposed_transfer_s: float
     scheduler: dict[str, float]
+    decode_steps: int = 0
+    mixed_steps: int = 0
+    """With late binding: iterations with decodes, and of these the ones with more than one of its batches."""
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -203,6 +206,8 @@ def _instance(sim: SimCluster, worker: SimWorker, duration_s: float) -> Instance
         hand_overs=counters.transfers_in - tally.transfers_before,
         exposed_transfer_s=counters.exposed_transfer_s - tally.exposed_before_s,
         scheduler=worker.machine.scheduler.figures(),
+        decode_steps=tally.decode_steps,
+        mixed_steps=tally.mixed_steps,
     )
 
 

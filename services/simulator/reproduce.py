@@ -11,7 +11,7 @@ import msgspec
 from cohort.common.errors import ConfigError
 from cohort.services.simulator.figures.figure import Figure, Lab
 
-MODULES = ("baselines", "bucketserve", "dynaserve", "ecoserve", "bros")
+MODULES = ("baselines", "bucketserve", "alignedserve", "dynaserve", "ecoserve", "bros")
 """Modules of `figures/`, in the order in which they run."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from typing import Literal
 
-from cohort.common.policies.alignedserve.batch_numbers import FIRST_BATCH
+from cohort.common.policies.alignedserve.batch_numbers import batch_of, batches_of
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching, _order
 from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Row, Sequence, SequenceKey
 from cohort.common.policies.sequences import preempt
@@ -51,9 +51,9 @@ class AlignedBatching(ContinuousBatching):
         aside = self._evict(kv) if self._sets_aside else []
         plan = super().decide(now_s, kv)
         plan.set_aside = aside
-        batches = {_batch(row.sequence) for row in plan.rows if row.sequence.output_tokens}
-        self._decodes += bool(batches)
-        self._mixed += len(batches) > 1
+        batches = batches_of(plan.rows)
+        self._decodes += batches > 0
+        self._mixed += batches > 1
         return plan
 
     def _evict(self, kv: KvAllocator) -> list[Sequence]:
@@ -85,7 +85,7 @@ class AlignedBatching(ContinuousBatching):
     def _victim(self, planned: set[Sequence]) -> Sequence | None:
         """Of those that decode: the longest of the oldest batch."""
         able = [s for s in self._running if s.output_tokens and not s.pinned and s not in planned]
-        return min(able, key=lambda s: (_batch(s), -s.computed, s.key), default=None)
+        return min(able, key=lambda s: (batch_of(s), -s.computed, s.key), default=None)
 
     def _make_room(
         self, sequence: Sequence, positions: int, kv: KvAllocator, plan: IterationPlan, planned: set[Sequence]
@@ -128,8 +128,3 @@ class AlignedBatching(ContinuousBatching):
             "mixed_iterations_total": float(self._mixed),
             "evictions_total": float(self._evicted),
         }
-
-
-def _batch(sequence: Sequence) -> int:
-    """Batches of the late binding count from `FIRST_BATCH` on; whoever came in none of them is of one, the oldest."""
-    return sequence.batch_id if sequence.batch_id >= FIRST_BATCH else 0

@@ -4,7 +4,7 @@ A `LateBinding`. After every event it looks at every decode worker once:
 
     A8  is anybody in the pool due?      the batch around it becomes the candidate, and joins before anybody else
     A7  who matches what runs?           to the Candidate Requests Buffer
-    A6  case 1: room, candidate requests → they join           case 2: none, and the batch is too small → the switch
+    A6  case 1: room, candidate requests → they join           case 2: none, and the batch has shrunk → the switch
     A4  no candidate batch?              the next one from the quad-tree to the Candidate Batch Buffer, prefetched (A9)
 
 A6's case 3, the eviction, happens on the worker (`AlignedBatching`); what it set aside comes back here as parked and is
@@ -183,9 +183,7 @@ class AlignedBinding:
             small = self._too_small(view, batch)
             if small or len(self._tree) >= self._settings.thresholds.min_requests(view.capacity):
                 self._choose(now_s, view, batch)
-        if batch.candidate and (
-            batch.starved or batch.switching or (not batch.requests and self._too_small(view, batch))
-        ):
+        if batch.candidate and (batch.starved or batch.switching or self._is_running_out(view, batch)):
             self._switch(view, batch, actions)
         if self._settings.prefetch:
             self._fetch(batch.requests, "requests", views, actions)
@@ -207,8 +205,15 @@ class AlignedBinding:
                 actions.append(Bind(item.request_id, view.instance, batch.batch_id, "its worker has nothing to run"))
                 return
 
+    def _is_running_out(self, view: InstanceView, batch: RunningBatch) -> bool:
+        """A6 case 2 · Nobody matches, and what runs takes less memory than a batch may. The paper gives no figure for a
+        batch that has become too small; switching whenever there is room would keep two batches running always."""
+        used = view.capacity.num_blocks - batch.free_blocks(view)
+        return not batch.requests and used < self._settings.thresholds.max_blocks(view.capacity)
+
     def _too_small(self, view: InstanceView, batch: RunningBatch) -> bool:
-        """A6 case 2 · Neither its rows nor its KV are worth an iteration of their own."""
+        """Neither its rows nor its KV are worth an iteration of their own: whoever is in the pool may join, however
+        few they are. Otherwise they wait until they are enough for a batch."""
         thresholds = self._settings.thresholds
         used = view.capacity.num_blocks - batch.free_blocks(view)
         return (
@@ -265,20 +270,21 @@ class AlignedBinding:
     def _switch(self, view: InstanceView, batch: RunningBatch, actions: list[Bind | Prefetch]) -> None:
         """A6 case 2 · The candidate batch joins as far as there is room; from its first request on it is the running
         one, and what matched the old one is the pool's again."""
-        before = len(batch.candidate)
-        old = batch.members
-        if not batch.switching:
-            batch.members = {}
+        candidates = {item.request_id: item.positions for item in batch.candidate}
         batch_id, batch.batch_id = batch.batch_id, batch.candidate_id
         self._join(batch.candidate, view, batch, actions, "starved" if batch.starved else "next batch")
-        if len(batch.candidate) == before:
-            batch.batch_id, batch.members = batch_id, old
+        for item in batch.candidate:
+            del candidates[item.request_id]
+        if not candidates:
+            batch.batch_id = batch_id
             return
         if not batch.switching:
             batch.switching = True
+            batch.members = {}
             self._switches += 1
             self._give_back(batch.requests)
             batch.requests.clear()
+        batch.members |= candidates  # those who joined now
         if not batch.candidate:
             batch.starved = batch.switching = False
 

@@ -1,3 +1,19 @@
 """Numbers of aligned batches: apart from those of the manager's dispatches, so that a worker can tell them apart."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cohort.common.policies.interface import Row, Sequence
+
 FIRST_BATCH = 1 << 32
+
+
+def batch_of(sequence: Sequence) -> int:
+    """The batch it was bound in; 0, the oldest, for whoever came in none."""
+    return sequence.batch_id if sequence.batch_id >= FIRST_BATCH else 0
+
+
+def batches_of(rows: Iterable[Row]) -> int:
+    """How many batches decode in an iteration; more than one while a switch lasts."""
+    return len({batch_of(row.sequence) for row in rows if row.sequence.output_tokens})

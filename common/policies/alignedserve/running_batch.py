@@ -22,7 +22,8 @@ from cohort.common.types import RequestId, WorkerFigures
 class RunningBatch:
     batch_id: int = 0
     members: dict[RequestId, int] = field(default_factory=dict)
-    """Of the running batch: prefix lengths, as last reported."""
+    """Prefix lengths, as last reported, of the running batch as it came out of the tree. Who joined because it matched
+    is not among them: a range that grows with all it takes in would end up as everybody's."""
     requests: deque[PooledRequest] = field(default_factory=deque)
     """A5 · The Candidate Requests Buffer: they match the running batch."""
     candidate: deque[PooledRequest] = field(default_factory=deque)
@@ -57,7 +58,6 @@ class RunningBatch:
 
     def bound(self, item: PooledRequest) -> None:
         self.moving[item.request_id] = item.blocks
-        self.members[item.request_id] = item.positions
 
     def has_arrived(self, request_id: RequestId) -> None:
         blocks = self.moving.pop(request_id, None)

@@ -1,8 +1,8 @@
 """What placing one request costs, whatever is queued: `python -m cohort.services.bench.placement`.
 
 D9: the split search as the manager uses it. So many requests, prompts and decodes, are queued on so many instances; a
-request is placed, half of the instances report, the next one is placed, … Prints microseconds per placement. One core, no processes,
-no model.
+request is placed, half of the instances report, the next one is placed, … Prints microseconds of processor time per
+placement. One core, no processes, no model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TIMES = StepTimes(1.3e-3, 1.06e-4, 1.3e-4, 0.022, 6e-9, 1.5e-7)
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds per placement."""
+    """Microseconds of processor time per placement: what other processes take of the wall clock is not in it."""
 
     preset: str
     balance: str
@@ -73,9 +73,9 @@ def measure(preset: str, balance: str, instances: int, queued: int, rounds: int,
                 prediction=prediction,
             )  # fmt: skip
             waiting = WaitingRequest(request, 0.0, prediction)
-            started = time.perf_counter()
+            started = time.thread_time()
             placed = placement.place(0.2 * round_, waiting, cluster, None)
-            taken.append((time.perf_counter() - started) * 1e6)
+            taken.append((time.thread_time() - started) * 1e6)
             splits += len(getattr(placed, "segments", ())) == 2
             placement.finished(0.2 * round_, request.request_id)
             for view in draw.sample(list(views.values()), max(1, instances // 2)):

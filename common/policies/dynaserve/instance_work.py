@@ -40,7 +40,7 @@ class InstanceWork:
         self._assigned: dict[RequestId, tuple[float, Piece]] = {}
         self._timeline: Timeline | None = None
         self._times: StepTimes | None = None
-        self._reported = np.empty((0, 3))
+        self._reported = np.empty((3, 0))
         self._decoding = (0, 0)
         self._prefill = 0
         self._reported_s = 0.0
@@ -57,18 +57,18 @@ class InstanceWork:
             self._timeline = self._load_s = None
             times = self._times = figures.step_times or _from_averages(figures, fallback)
             # As arrays: half of many instances may have reported since the last request.
-            work = self._reported = np.array(
-                [(w.prefill_left, w.context, w.decode_left) for w in figures.queue], dtype=np.float64
-            ).reshape(-1, 3)
-            prefill, context, decode = work[:, 0], work[:, 1], work[:, 2]
+            queue = figures.queue
+            flat = [w.prefill_left for w in queue] + [w.context for w in queue] + [w.decode_left for w in queue]
+            prefill, context, decode = work = np.array(flat, dtype=np.float64).reshape(3, -1)
+            self._reported = work
+            prefill_tokens, decode_tokens = float(prefill.sum()), float(decode.sum())
             decodes = (prefill == 0) & (decode > 0)
-            self._decoding = int(decodes.sum()), int(context[decodes].sum())
-            self._prefill = int(prefill.sum())
-            pairs = prefill * (context + 0.5 * (prefill + 1.0))
-            reads = decode * (context + prefill + 0.5 * decode)
-            self._reported_s = float(
-                times.token_s * (prefill.sum() + decode.sum()) + times.row_s * decode.sum()
-                + times.pair_s * pairs.sum() + times.position_s * reads.sum()
+            self._decoding = int(np.count_nonzero(decodes)), int(context @ decodes)
+            self._prefill = int(prefill_tokens)
+            self._reported_s = (
+                times.token_s * (prefill_tokens + decode_tokens) + times.row_s * decode_tokens
+                + times.pair_s * float(prefill @ (context + 0.5 * prefill + 0.5))
+                + times.position_s * float(decode @ (context + prefill + 0.5 * decode))
             )  # fmt: skip
             if self._assigned:
                 reported = {work.request_id for work in figures.queue}
@@ -96,7 +96,7 @@ class InstanceWork:
         """Computed once per state."""
         if self._timeline is None:
             assigned = [piece for _, piece in self._assigned.values()]
-            pieces = np.concatenate((self._reported, assigned)) if assigned else self._reported
+            pieces = np.concatenate((self._reported.T, assigned)) if assigned else self._reported.T
             self._timeline = Timeline(pieces, self.times, self._limits)
         return self._timeline
 

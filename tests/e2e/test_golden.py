@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,4 +80,22 @@ def test_chunked_preempted_transferred(
     with Pipeline(tmp_path, default_model, overrides) as pipeline:
         compare(goldens, pipeline.complete_all([ask(g) for g in goldens], concurrency=32))
         pipeline.wait_for(list(pipeline.config.instance_roles)[-1], evidence, 1)
+        pipeline.assert_nothing_left()
+
+
+def test_real_time_and_best_effort_in_the_same_blocks(
+    tmp_path: Path, default_model: Path, goldens: list[Golden]
+) -> None:
+    """BROS with a cache for a third of them: best-effort requests fill it, real-time ones move into their blocks."""
+    chosen = [golden for golden in goldens if 60 <= len(golden.prompt) <= 300]
+    best_effort, real_time = chosen[::2], chosen[1::2]
+    overrides = {"kv": {"memory_bytes": 40 * MEBIBYTE}}
+    with Pipeline(tmp_path, default_model, overrides, preset="bros") as pipeline, ThreadPoolExecutor(1) as other:
+        batch = [{**ask(golden), "cohort": {"class": "be"}} for golden in best_effort]
+        answers = other.submit(pipeline.complete_all, batch)
+        pipeline.wait_for("unified-0", "running", 3)
+        compare(real_time, pipeline.complete_all([ask(golden) for golden in real_time]))
+        compare(best_effort, answers.result())
+        pipeline.wait_for("unified-0", "shared_blocks_total", 1)
+        pipeline.wait_for("unified-0", "checkpointed_slots_total", 1)
         pipeline.assert_nothing_left()

@@ -50,6 +50,8 @@ class BidirectionalAllocator:
         self._host_free = list(range(host_blocks - 1, -1, -1))
         self._host_returned: list[int] = []
         """Usable again from the next iteration on: copies of this one may still name them."""
+        self._preemptable: list[int] | None = None
+        """Blocks that can be shared, last ones first to go; None until somebody asks in this iteration."""
         self._served: set[Tenant] = set()
         self._copies = CopyList(self._size)
         self._checkpointed_total = 0
@@ -105,6 +107,7 @@ class BidirectionalAllocator:
     def take_copies(self) -> list[KvCopy]:
         """R12 · All copies since the last time; ends the iteration in which the served are safe."""
         self._served.clear()
+        self._preemptable = None
         self._host_free += self._host_returned
         self._host_returned.clear()
         return self._copies.take()
@@ -145,11 +148,7 @@ class BidirectionalAllocator:
             if tenant.reversed:
                 found += self._beside_left(positions, count, moved, held, wanted - len(found))
             else:
-                robbed = table.find_preemptable(t for t in self._reversed.values() if t not in self._served)
-                for block in robbed:
-                    found.append(block)
-                    if len(found) == wanted:
-                        break
+                found += self._preempt(wanted - len(found))
         if len(found) < wanted:
             return None
         overwritten = [] if tenant.reversed else self._overwritten(tenant, positions, found)
@@ -160,6 +159,26 @@ class BidirectionalAllocator:
         if sum(1 for owner, index in pushed if index not in owner.host) > len(self._host_free):
             return None
         return _Change(moved, found, overwritten)
+
+    def _preempt(self, wanted: int) -> list[int]:
+        """R8 · FindPreemptBlock. Ordered once an iteration; who was served or shared since is passed over."""
+        table = self._table
+        if self._preemptable is None:
+            unserved = (tenant for tenant in self._reversed.values() if tenant not in self._served)
+            self._preemptable = list(table.find_preemptable(unserved))
+            self._preemptable.reverse()
+        found: list[int] = []
+        order = self._preemptable
+        for at in range(len(order) - 1, -1, -1):
+            block = order[at]
+            side = table.right(block)
+            if side is not None and table.left(block) is None and side[0] not in self._served:
+                found.append(block)
+                if len(found) == wanted:
+                    break
+            elif at == len(order) - 1:
+                order.pop()
+        return found
 
     def _in_the_way(self, tenant: Tenant, positions: int) -> list[int]:
         """Block indexes of a reversed tenant where a left tenant holds slots that it needs."""
@@ -259,6 +278,7 @@ class BidirectionalAllocator:
         return KvCopy("in", "slot", (), ())
 
     def _leave(self, tenant: Tenant) -> None:
+        self._preemptable = None
         for index in reversed(range(len(tenant.blocks))):
             self._table.detach(tenant, index)
         tenant.blocks = []

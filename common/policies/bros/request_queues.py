@@ -17,6 +17,40 @@ Candidate = tuple[float, SequenceKey, Sequence]
 """Residual time, key, sequence; sorts by urgency."""
 
 
+def _first(candidate: Candidate) -> float:
+    return candidate[0]
+
+
+class UrgentFirst:
+    """Fig. 8 · Two ordered queues, merged as far as somebody pulls. Nobody may start or leave meanwhile."""
+
+    def __init__(
+        self, now_s: float, pending: list[Candidate], place: int, waiting: list[Candidate], at: int
+    ) -> None:
+        self._now_s = now_s
+        self._pending, self._place = pending, place
+        self._waiting, self._at, self._end = waiting, at, len(waiting)
+
+    def skip_waiting(self) -> None:
+        """From now on only those who started already."""
+        self._end = self._at
+
+    def __iter__(self) -> Iterator[Candidate]:
+        pending, waiting = self._pending, self._waiting
+        while self._at < self._end:
+            due_s, key, sequence = waiting[self._at]
+            residual_s = due_s - self._now_s
+            if self._place < len(pending) and pending[self._place][0] <= residual_s:
+                self._place += 1
+                yield pending[self._place - 1]
+            else:
+                self._at += 1
+                yield (residual_s, key, sequence)
+        while self._place < len(pending):
+            self._place += 1
+            yield pending[self._place - 1]
+
+
 class RealTimeQueues:
     """R5 · The waiting queue is always in the order of its deadlines; only the pending ones are sorted, and the two are
     merged as far as somebody pulls.
@@ -59,27 +93,16 @@ class RealTimeQueues:
     def pending(self) -> Collection[Sequence]:
         return self._pending.values()
 
-    def urgent_first(self, now_s: float, average_s: float, least_s: float) -> Iterator[Candidate]:
+    def urgent_first(self, now_s: float, average_s: float, least_s: float) -> UrgentFirst:
         """R4, lines 3–4 · Everybody with at least `least_s` left, most urgent first."""
         groups = self._groups
-        sorted_pending = sorted(
+        pending = sorted(
             (groups.residual_s(now_s, sequence, average_s), key, sequence) for key, sequence in self._pending.items()
         )
-        at = self._first_in_time(now_s + least_s)
-        place = bisect_left(sorted_pending, least_s, key=lambda item: item[0])
-        while place < len(sorted_pending) or at < len(self._waiting):
-            if at == len(self._waiting):
-                yield sorted_pending[place]
-                place += 1
-                continue
-            due_s, key, sequence = self._waiting[at]
-            head = (due_s - now_s, key, sequence)
-            if place < len(sorted_pending) and sorted_pending[place][0] <= head[0]:
-                yield sorted_pending[place]
-                place += 1
-            else:
-                yield head
-                at += 1
+        return UrgentFirst(
+            now_s, pending, bisect_left(pending, least_s, key=_first), self._waiting,
+            self._first_in_time(now_s + least_s),
+        )  # fmt: skip
 
     def overdue(self, now_s: float, average_s: float, least_s: float) -> Iterator[Sequence]:
         """Who cannot make it any more: started ones first, each by deadline. A copy: they may start meanwhile."""
@@ -93,7 +116,7 @@ class RealTimeQueues:
         yield from (item[2] for item in self._waiting[: self._first_in_time(now_s + least_s)])
 
     def _first_in_time(self, due_s: float) -> int:
-        return bisect_left(self._waiting, due_s, key=lambda item: item[0])
+        return bisect_left(self._waiting, due_s, key=_first)
 
 
 class BestEffortQueues:

@@ -174,7 +174,8 @@ class SlackPacking:
         rows, tokens_left, cut_short = len(batch.rows), batch.tokens_left, False
         prefill, decode, context = batch.load.prefill_tokens, batch.load.decode_rows, batch.load.context
         exec_of, chunk, swap_s = cost.exec_of, self._settings.chunk, cost.swap_s(batch.slots)
-        for residual_s, key, sequence in self._rt.urgent_first(now_s, self._average_s, least_s):
+        urgent = self._rt.urgent_first(now_s, self._average_s, least_s)
+        for residual_s, key, sequence in urgent:
             if key in batch.safe:
                 continue
             computed = sequence.computed
@@ -194,6 +195,7 @@ class SlackPacking:
                 grown = prefill + count, decode, context + computed
             if max(exec_of(*grown), swap_s) > batch.limit_s:
                 cut_short = True
+                urgent.skip_waiting()
                 if count == 1:
                     break
                 continue
@@ -212,6 +214,8 @@ class SlackPacking:
         """Served after those who can make it, within the time those leave."""
         for sequence in [*self._rt.overdue(now_s, self._average_s, least_s), *hopeless]:
             if batch.tokens_left <= 0 or len(batch.rows) >= self._settings.max_rows:
+                return
+            if batch.full and sequence.phase is Phase.WAITING:
                 return
             if sequence.key in batch.safe or (batch.full and sequence.uncomputed > 1):
                 continue

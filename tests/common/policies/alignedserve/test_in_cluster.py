@@ -1,0 +1,164 @@
+"""Pool, buffers, switches and evictions in the virtual cluster, which checks every slot of KV on device and host."""
+
+from __future__ import annotations
+
+from functools import partial
+from random import Random
+
+import pytest
+
+from cohort.common.machines.worker import WorkerMachine
+from cohort.common.messages import KvChunk, PrefetchKv
+from cohort.common.types import Role
+from tests.common.machines.world import World, expected_output
+from tests.common.policies.alignedserve.pool import PD, PD_TWICE, finish, offer, total, world
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("blocks", [24, 40, 64])
+def test_undisturbed_also_with_little_memory(blocks: int, preemption: str) -> None:
+    found = world(blocks, blocks=blocks, host_blocks=120, preemption=preemption)
+    offer(found, 50)
+    finish(found)
+    assert found.displaced == 0
+    assert total(found, "pooled") > 0, "KV went to the host pool"
+    assert total(found, "from_host") > 0, "and left from there"
+    figures = found.manager.figures()
+    assert figures["late_bound_total"] > 20
+    assert figures["batch_switches_total"] > 0
+
+
+def test_prefetched_evicted_and_preempted_in_small_caches() -> None:
+    prefetched = evicted = 0
+    for seed in range(6):
+        found = world(seed, blocks=30, host_blocks=60, preemption="swap")
+        offer(found, 40, over_s=1.0)
+        finish(found)
+        prefetched += total(found, "prefetched")
+        evicted += int(found.manager.figures()["evictions_total"])
+    assert prefetched > 3
+    assert evicted > 3
+
+
+def test_a_pool_without_host_memory_slows_and_never_fails() -> None:
+    found = world(3, blocks=24, host_blocks=0)
+    offer(found, 50, over_s=0.5)
+    finish(found)
+    assert found.displaced == 0
+    assert total(found, "pooled") == 0
+
+
+def test_low_load_is_placed_at_once_and_never_waits_in_the_pool() -> None:
+    found = world(4)
+    found.run(2.5)
+    random = Random(4)
+    for index in range(12):
+        prompt = [random.randrange(50) for _ in range(9)]
+        found.at(0.8 * index, partial(found.submit, f"r{index}", prompt, 12))
+    finish(found)
+    assert found.manager.figures()["late_bound_total"] == 0
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "manager"])
+@pytest.mark.parametrize("seed", range(2))
+def test_kills(victim: str, seed: int) -> None:
+    found = world(40 + seed, blocks=40, host_blocks=30, run_failure_rate=0.05)
+    offer(found, 40)
+    if victim == "manager":
+        found.at(2.5, lambda: found.kill_manager(0.4))
+    else:
+        found.at(2.2, lambda: found.kill_worker(victim, 1.5))
+    for index in range(0, 40, 9):
+        found.at(2.1 + 0.01 * index, lambda i=index: found.cancel(f"r{i}") if f"r{i}" in found.owned else None)
+    finish(found)
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+def test_the_last_of_a_role_is_stood_in_for(victim: str) -> None:
+    found = world(50, PD, blocks=40, host_blocks=30)
+    offer(found, 30)
+    found.at(2.3, lambda: found.kill_worker(victim, None))
+    finish(found)
+
+
+def test_unified_workers_park_and_go_on_where_they_are() -> None:
+    found = world(51, {"unified-0": Role.UNIFIED, "unified-1": Role.UNIFIED}, blocks=40, host_blocks=30)
+    offer(found, 30)
+    finish(found)
+
+
+@pytest.mark.parametrize("seed", [2, 25, 137, 153, 165, 203])
+@pytest.mark.parametrize("host_blocks", [0, 16])
+def test_anything_breaks_in_tiny_caches(seed: int, host_blocks: int) -> None:
+    """Seeds that once left KV parked where somebody else waited for its blocks."""
+    random = Random(seed)
+    found = world(
+        seed, blocks=random.choice([20, 30]), host_blocks=host_blocks, preemption=random.choice(["swap", "recompute"]),
+        run_failure_rate=random.choice([0.0, 0.1]), message_delay_s=random.choice([0.002, 0.05]),
+        prefetch=random.random() < 0.7, aligned=random.random() < 0.8, starvation_s=random.choice([0.2, 5.0]),
+    )  # fmt: skip
+    offer(found, 30)
+    for _ in range(3):
+        name, at_s, back_s = random.choice([*PD_TWICE, "manager"]), random.uniform(1.6, 5.0), random.uniform(0.1, 6.0)
+        if name == "manager":
+            found.at(at_s, lambda back=back_s: found.kill_manager(back) if found.manager_alive else None)
+        else:
+            found.at(at_s, lambda who=name, back=back_s: found.kill_worker(who, back))
+    finish(found)
+
+
+EVERY_S = 0.022
+
+
+def adversary(starvation_s: float) -> World:
+    """Short requests come faster than one decode worker serves them, so that their subtree is always the densest."""
+    found = world(60, PD, blocks=48, host_blocks=4000, starvation_s=starvation_s)
+    random = Random(60)
+    for index in range(1000):
+        prompt = [random.randrange(50) for _ in range(6)]
+        while len(expected_output(prompt, 24)) < 24:  # no early ends: the batch never runs out by itself
+            prompt = [random.randrange(50) for _ in range(6)]
+        found.at(2.0 + EVERY_S * index, partial(found.submit, f"s{index}", prompt, 24))
+    return found
+
+
+def overtakers(found: World, *, patience_s: float, limit_s: float) -> int:
+    """A long request comes at second 8; how many that came after it was due have ended before it has (or by the
+    limit)."""
+    prompt = [Random(61).randrange(50) for _ in range(52)]
+    found.at(8.0, lambda: found.submit("long", prompt, 4))
+    found.run(8.0 + limit_s, lambda: "long" in found.owned and found.owned["long"].finish is not None)
+    first = int((6.0 + patience_s) / EVERY_S) + 1
+    later = [found.owned[name] for name in (f"s{index}" for index in range(first, 1000)) if name in found.owned]
+    return sum(owned.finish is not None for owned in later)
+
+
+def test_an_adversary_cannot_starve_a_lone_long_request() -> None:
+    """Whoever came after the long one was due does not overtake it, but for what ran or was chosen already."""
+    bounded = adversary(1.0)
+    assert overtakers(bounded, patience_s=1.0, limit_s=20.0) <= 2
+    assert bounded.owned["long"].finish is not None
+    unbounded = adversary(1e6)
+    assert overtakers(unbounded, patience_s=1.0, limit_s=9.0) > 20, "so the bound is A8's work"
+    assert unbounded.owned["long"].finish is None
+
+
+def test_prefetching_is_asked_of_the_holder_before_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+    receive = WorkerMachine.on_message
+
+    def spy(machine: WorkerMachine, now_s: float, sender: str, message: object) -> bool:
+        if isinstance(message, PrefetchKv):
+            asked.extend((machine.instance, held.request_id) for held in message.attempts)
+        elif isinstance(message, KvChunk):
+            asked.append(("chunk", message.request_id))
+        return receive(machine, now_s, sender, message)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(WorkerMachine, "on_message", spy)
+    found = world(1, PD, blocks=40, host_blocks=120)
+    offer(found, 40, over_s=0.5)
+    finish(found)
+    wanted = [name for who, name in asked if who.startswith("prefill")]
+    assert wanted
+    for name in wanted[:5]:
+        assert asked.index(("prefill-0", name)) < asked.index(("chunk", name)), name

@@ -328,7 +328,8 @@ FIGURES: tuple[Figure, ...] = (
         for sigma, paper in ((10, 99.56), (50, 98.83), (100, 97.09))
     ),
     Figure("dynaserve-transfer", "dynaserve", "DynaServe §6.6", _NAMES["reasoning"], "without chunked transfer",
-           "exposed transfer time removed", "%", 94.0, _exposed_less, "over RDMA, every request handed over"),
+           "exposed transfer time removed", "%", 94.0, _exposed_less,
+           "over RDMA, every request handed over; control messages not counted"),
     Figure("dynaserve-oracle", "dynaserve", "DynaServe §4.1", "prompt 2048, output 512", "offline search of the split",
            "goodput of its", "%", 99.0, _against_oracle, "paper: within 1 %; ours: best fixed share of all tokens"),
     Figure("dynaserve-table3-overhead", "dynaserve", "DynaServe Table 3", "BurstGPT at 10/s", "itself",

@@ -226,6 +226,7 @@ class AlignedBinding:
         thresholds = self._settings.thresholds
         most, least = thresholds.max_blocks(view.capacity), thresholds.min_requests(view.capacity)
         chosen = starved_batch(self._tree, now_s, max_blocks=most, min_requests=least)
+        chosen.sort(key=lambda item: (item.due_s, item.since_s, item.request_id))  # who is starved joins first
         batch.starved = bool(chosen)
         self._starved += batch.starved
         chosen = chosen or density_first_search(self._tree, max_blocks=most, min_requests=least)

@@ -1,0 +1,71 @@
+"""Placement, thresholds and patience: small rules by hand."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from cohort.common.config import load_config
+from cohort.common.errors import ConfigError
+from cohort.common.policies import compose
+from cohort.common.policies.alignedserve.aligned_batching import AlignedBatching
+from cohort.common.policies.alignedserve.aligned_binding import AlignedBinding
+from cohort.common.policies.alignedserve.late_bound import LateBound
+from cohort.common.policies.alignedserve.patience import patience_s
+from cohort.common.policies.alignedserve.thresholds import Thresholds
+from cohort.common.policies.interface import ClusterView, Placed, WaitingRequest
+from cohort.common.types import Prediction, Role, Segment
+from tests.common.policies.alignedserve.pool import cluster, request, view
+
+
+def place(state: ClusterView) -> tuple[Segment, ...]:
+    placed = LateBound(Thresholds(0.4, 4)).place(0.0, WaitingRequest(request("a", 20), 0.0, None), state, None)
+    assert isinstance(placed, Placed)
+    return placed.segments
+
+
+def test_where_few_run_it_is_bound_at_once() -> None:
+    state = cluster(view("prefill-0", Role.PREFILL), view("decode-0", Role.DECODE, running=3))
+    assert place(state) == (Segment(0, 20, "prefill-0"), Segment(20, None, "decode-0"))
+
+
+@pytest.mark.parametrize("figures", [{"running": 4}, {"free_blocks": 40}, {"parked": 1}])
+def test_elsewhere_it_waits_for_its_batch(figures: dict[str, int]) -> None:
+    state = cluster(view("prefill-0", Role.PREFILL), view("decode-0", Role.DECODE, **figures))
+    assert place(state) == (Segment(0, 20, "prefill-0"), Segment(20, None, None))
+
+
+def test_without_decode_workers_it_stays_where_its_prompt_is() -> None:
+    assert place(cluster(view("prefill-0", Role.PREFILL))) == (Segment(0, None, "prefill-0"),)
+
+
+def test_thresholds_follow_the_device() -> None:
+    capacity = view("decode-0", Role.DECODE).capacity
+    assert Thresholds().max_blocks(capacity) == 40
+    assert Thresholds().min_requests(replace(capacity, max_rows=256)) == 36, "the paper's, on the paper's devices"
+    assert Thresholds().min_requests(capacity) == 9
+    assert Thresholds(0.4, 1000).min_requests(capacity) == 64
+
+
+def test_patience_is_a_share_of_what_tpot_promises_for_the_answer() -> None:
+    promised = request("a", tpot_s=0.1, max_tokens=50)
+    rules = {"share": 0.5, "longest_s": 10.0, "default_output": 256.0}
+    assert patience_s(promised, **rules) == pytest.approx(0.5 * 0.1 * 50)
+    predicted = replace(promised, prediction=Prediction(20.0, 20.0, 20.0, 20.0))
+    assert patience_s(predicted, **rules) == pytest.approx(0.5 * 0.1 * 20)
+    assert patience_s(request("b"), **rules) == 10.0
+    assert patience_s(request("c", tpot_s=9.0), **rules) == 10.0
+
+
+def test_the_preset_fills_the_seats() -> None:
+    config = load_config(preset="alignedserve")
+    compose.check_names(config)
+    assert isinstance(compose.placement(config), LateBound)
+    assert isinstance(compose.late_binding(config), AlignedBinding)
+    assert isinstance(compose.iteration(config), AlignedBatching)
+    assert compose.late_binding(load_config()) is None
+
+
+def test_a_late_bound_segment_needs_somebody_who_binds() -> None:
+    with pytest.raises(ConfigError, match="waiting_kv aligned"):
+        compose.check_names(load_config(preset="alignedserve", overrides={"policies": {"waiting_kv": "none"}}))

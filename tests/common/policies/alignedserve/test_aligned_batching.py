@@ -49,9 +49,9 @@ def test_the_longest_is_set_aside_before_memory_is_out() -> None:
 
 
 def test_during_a_switch_the_longest_of_the_older_batch() -> None:
-    policy, kv = scheduler(), cache(21)
-    decoding(policy, kv, "new", 40, 2)
-    decoding(policy, kv, "old", 8, 1)
+    policy, kv = scheduler(), cache(23)
+    decoding(policy, kv, "new", 41, 2)
+    decoding(policy, kv, "old", 9, 1)
     older = decoding(policy, kv, "older", 30, 1)
     assert policy.decide(0.0, kv).set_aside == [older]
     assert policy.figures()["mixed_iterations_total"] == 1

@@ -14,6 +14,16 @@ from tests.common.machines.world import World, expected_output
 from tests.common.policies.alignedserve.pool import PD, PD_TWICE, finish, offer, total, world
 
 
+def cancel(found: World, name: str) -> None:
+    if name in found.owned:
+        found.cancel(name)
+
+
+def kill_manager(found: World, back_s: float) -> None:
+    if found.manager_alive:
+        found.kill_manager(back_s)
+
+
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("blocks", [24, 40, 64])
 def test_undisturbed_also_with_little_memory(blocks: int, preemption: str) -> None:
@@ -69,7 +79,7 @@ def test_kills(victim: str, seed: int) -> None:
     else:
         found.at(2.2, lambda: found.kill_worker(victim, 1.5))
     for index in range(0, 40, 9):
-        found.at(2.1 + 0.01 * index, lambda i=index: found.cancel(f"r{i}") if f"r{i}" in found.owned else None)
+        found.at(2.1 + 0.01 * index, partial(cancel, found, f"r{index}"))
     finish(found)
 
 
@@ -101,9 +111,9 @@ def test_anything_breaks_in_tiny_caches(seed: int, host_blocks: int) -> None:
     for _ in range(3):
         name, at_s, back_s = random.choice([*PD_TWICE, "manager"]), random.uniform(1.6, 5.0), random.uniform(0.1, 6.0)
         if name == "manager":
-            found.at(at_s, lambda back=back_s: found.kill_manager(back) if found.manager_alive else None)
+            found.at(at_s, partial(kill_manager, found, back_s))
         else:
-            found.at(at_s, lambda who=name, back=back_s: found.kill_worker(who, back))
+            found.at(at_s, partial(found.kill_worker, name, back_s))
     finish(found)
 
 

@@ -139,6 +139,7 @@ class ManagerMachine:
         self._settings = settings
         self._order = order
         self._placement = placement
+        self._self_judging = placement if isinstance(placement, seats.JudgesItself) else None
         self._late_binding = late_binding
         self._settled_at_s = now_s + settings.settle_s
         self._gateways: dict[InstanceId, _Gateway] = {}
@@ -521,8 +522,8 @@ class ManagerMachine:
                 self._disengage(managed, message.instance)
                 self._finished.append((now_s, managed.key))
                 self._finished_keys.add(managed.key)
-                if isinstance(self._placement, seats.JudgesItself):
-                    self._placement.completed(now_s, managed.request_id)
+                if self._self_judging is not None:
+                    self._self_judging.completed(now_s, managed.request_id)
                 self._forget(now_s, managed, "finished")
             case "handed_over" | "cancelled":
                 self._disengage(managed, message.instance)
@@ -617,7 +618,7 @@ class ManagerMachine:
             "refused_total": float(self.counters.refused),
             "workers_lost_total": float(self.counters.workers_lost),
             **self._order.figures(),
-            **(self._placement.figures() if isinstance(self._placement, seats.JudgesItself) else {}),
+            **(self._self_judging.figures() if self._self_judging is not None else {}),
             **(self._late_binding.figures() if self._late_binding is not None else {}),
         }
 

@@ -167,6 +167,10 @@ class WorkerMachine:
         self.kv = kv
         self.scheduler = scheduler
         by_block = isinstance(kv, GrowsByBlock) and kv.grows_by_block
+        # What the policies add to their seats is asked once: asking a protocol costs as much as a small decision.
+        self._expecting = scheduler if isinstance(scheduler, ExpectsHandOvers) else None
+        self._learning = scheduler if isinstance(scheduler, LearnsStepTimes) else None
+        self._consolidating = kv if isinstance(kv, ConsolidatesCopies) else None
         self._foreseeing = scheduler if by_block and isinstance(scheduler, ForeseesDecisions) else None
         self._settings = settings
         self._random = random
@@ -189,6 +193,7 @@ class WorkerMachine:
         self._moved_s = 0.0
         """When a plan was made or a hand-over got on last."""
         self._averages = _Averages()
+        self._limiting = scheduler if isinstance(scheduler, LimitsForesight) else None
         self._host_tables = kv if isinstance(kv, NamesHostBlocks) else None
         self._on_device: dict[SequenceKey, float] = {}
         """Parked with their KV on the device, since when; oldest first."""
@@ -441,15 +446,15 @@ class WorkerMachine:
         """The next iteration, or None when nothing can run. Its rows' blocks are reserved until `completed`."""
         if self._in_flight is not None:
             raise InvariantViolated("a plan is in flight already")
-        if isinstance(self.scheduler, ExpectsHandOvers):
-            self.scheduler.expect(self._arriving())
+        if self._expecting is not None:
+            self._expecting.expect(self._arriving())
         plan = self.scheduler.decide(now_s, self.kv)
         for sequence in plan.set_aside:
             sequence.end = sequence.computed
             self._park(now_s, sequence)
         self._pool_copies(now_s, plan)
-        if isinstance(self.kv, ConsolidatesCopies):
-            plan.copies = self.kv.take_copies()
+        if self._consolidating is not None:
+            plan.copies = self._consolidating.take_copies()
         self.counters.preemptions += len(plan.preempted)
         if not plan.rows and not plan.copies:
             return None
@@ -532,8 +537,8 @@ class WorkerMachine:
             raise InvariantViolated("no plan is in flight")
         size = self.kv.geometry.block_size
         available = self.kv.free_blocks + self.kv.cached_blocks
-        if isinstance(self._foreseeing, LimitsForesight):
-            wanted = min(wanted, self._foreseeing.repetitions())
+        if self._limiting is not None:
+            wanted = min(wanted, self._limiting.repetitions())
         tables = [(row.start, len(self.kv.blocks(row.sequence.key))) for row in plan.rows]
         low, high = 0, wanted
         while low < high:
@@ -1171,7 +1176,7 @@ class WorkerMachine:
             leases=len(self.leases),
             expired_leases=self.leases.expired,
             queue=queue,
-            step_times=self.scheduler.step_times() if isinstance(self.scheduler, LearnsStepTimes) else None,
+            step_times=None if self._learning is None else self._learning.step_times(),
         )
 
     def check(self) -> None:

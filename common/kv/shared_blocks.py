@@ -130,10 +130,6 @@ class SharedBlocks:
                 if block not in seen and self._left[block] is None:
                     yield block
 
-    def preemptable(self, tenants: Iterable[Tenant]) -> int:
-        """How many blocks `find_preemptable` finds."""
-        return sum(1 for tenant in tenants for block in tenant.blocks if self._left[block] is None)
-
     # -- taking and giving back --------------------------------------------------------------------------------
 
     def attach(self, tenant: Tenant, index: int, block: int) -> None:

@@ -314,8 +314,8 @@ class BidirectionalAllocator:
 
     @property
     def preemptable_blocks(self) -> int:
-        """Blocks a real-time request could share now."""
-        return self._table.preemptable(t for t in self._reversed.values() if t not in self._served)
+        """Blocks a real-time request could share, now or when those served in this iteration may be robbed again."""
+        return sum(len(tenant.blocks) for tenant in self._reversed.values()) - self._table.shared_blocks
 
     @property
     def total_blocks(self) -> int:

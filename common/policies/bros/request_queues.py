@@ -105,7 +105,7 @@ class RealTimeQueues:
         )  # fmt: skip
 
     def overdue(self, now_s: float, average_s: float, least_s: float) -> Iterator[Sequence]:
-        """Who cannot make it any more: started ones first, each by deadline. A copy: they may start meanwhile."""
+        """Who cannot make it any more: started ones first, each by deadline. Who is yielded may start meanwhile."""
         groups = self._groups
         late = []
         for key, sequence in self._pending.items():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
@@ -202,17 +203,23 @@ class SlackPacking:
             pulled.append((residual_s, sequence))
             prefill, decode, context = grown
             rows, tokens_left = rows + 1, tokens_left - count
-        chosen = [
-            (residual_s, sequence) for residual_s, sequence in pulled
-            if self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=True))
-        ]  # fmt: skip
+        chosen: list[tuple[float, Sequence]] = []
+        no_room = False
+        for residual_s, sequence in pulled:
+            waiting = sequence.phase is Phase.WAITING
+            if waiting and no_room:
+                continue  # where the one before found no blocks, the next would not either
+            if self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=True)):
+                chosen.append((residual_s, sequence))
+            elif waiting:
+                no_room = True
         return chosen, hopeless, cut_short
 
     def _pack_overdue(
         self, now_s: float, kv: KvAllocator, batch: _Batch, hopeless: list[Sequence], least_s: float
     ) -> None:
         """Served after those who can make it, within the time those leave."""
-        for sequence in [*self._rt.overdue(now_s, self._average_s, least_s), *hopeless]:
+        for sequence in chain(self._rt.overdue(now_s, self._average_s, least_s), hopeless):
             if batch.tokens_left <= 0 or len(batch.rows) >= self._settings.max_rows:
                 return
             if batch.full and sequence.phase is Phase.WAITING:
@@ -382,8 +389,8 @@ class SlackPacking:
         spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
         if sequence.request.traffic_class == "rt" and isinstance(kv, BidirectionalAllocator):
             spare += kv.preemptable_blocks
-        if spare >= kv.total_blocks // 50:
-            return True
+        if spare < 0 or spare >= kv.total_blocks // 50:
+            return spare >= 0
         return spare >= sum(1 for queue in (self._rt, self._be) for s in queue.pending() if s.phase is Phase.RUNNING)
 
     # -- learning ----------------------------------------------------------------------------------------------

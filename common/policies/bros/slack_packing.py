@@ -52,7 +52,9 @@ class _Batch:
     tokens_left: int
     plan: IterationPlan = field(default_factory=IterationPlan)
     rows: dict[SequenceKey, Row] = field(default_factory=dict)
-    load: BatchLoad = field(default_factory=BatchLoad)
+    prefill_tokens: int = 0
+    decode_rows: int = 0
+    context: int = 0
     slots: int = 0
     limit_s: float = _NO_DEADLINE
     safe: set[SequenceKey] = field(default_factory=set)
@@ -63,17 +65,31 @@ class _Batch:
     def full(self) -> bool:
         return len(self.rows) >= self.most_rows or self.tokens_left <= 0
 
+    @property
+    def load(self) -> BatchLoad:
+        return BatchLoad(self.prefill_tokens, self.decode_rows, self.context)
+
     def add(self, sequence: Sequence, count: int) -> None:
-        key, start_ = sequence.key, sequence.computed
-        self.rows[key] = Row(sequence, start_, count)
+        key, first = sequence.key, sequence.computed
+        self.rows[key] = Row(sequence, first, count)
         self.safe.add(key)
-        self.load = self.load.plus(start_, count)
         self.tokens_left -= count
+        if count == 1:
+            self.decode_rows += 1
+            self.context += first + 1
+        else:
+            self.prefill_tokens += count
+            self.context += first
 
     def take_away(self, sequence: Sequence) -> None:
         row = self.rows.pop(sequence.key)
-        self.load = self.load.minus(row.start, row.count)
         self.tokens_left += row.count
+        if row.count == 1:
+            self.decode_rows -= 1
+            self.context -= row.start + 1
+        else:
+            self.prefill_tokens -= row.count
+            self.context -= row.start
 
 
 class SlackPacking:
@@ -170,10 +186,10 @@ class SlackPacking:
         (lines 11–12)."""
         cost = self._cost
         # Starting somebody moves it between queues: the order is pulled before anybody moves.
-        pulled: list[tuple[float, Sequence]] = []
+        pulled: list[tuple[float, Sequence, int]] = []
         hopeless: list[Sequence] = []
         rows, tokens_left, cut_short = len(batch.rows), batch.tokens_left, False
-        prefill, decode, context = batch.load.prefill_tokens, batch.load.decode_rows, batch.load.context
+        prefill, decode, context = batch.prefill_tokens, batch.decode_rows, batch.context
         exec_of, chunk, swap_s = cost.exec_of, self._settings.chunk, cost.swap_s(batch.slots)
         urgent = self._rt.urgent_first(now_s, self._average_s, least_s)
         for residual_s, key, sequence in urgent:
@@ -200,16 +216,16 @@ class SlackPacking:
                 if count == 1:
                     break
                 continue
-            pulled.append((residual_s, sequence))
+            pulled.append((residual_s, sequence, count))
             prefill, decode, context = grown
             rows, tokens_left = rows + 1, tokens_left - count
         chosen: list[tuple[float, Sequence]] = []
         no_room = False
-        for residual_s, sequence in pulled:
+        for residual_s, sequence, count in pulled:
             waiting = sequence.phase is Phase.WAITING
             if waiting and no_room:
                 continue  # where the one before found no blocks, the next would not either
-            if self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=True)):
+            if self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=True), count):
                 chosen.append((residual_s, sequence))
             elif waiting:
                 no_room = True
@@ -327,12 +343,11 @@ class SlackPacking:
         return cut if cut >= _SMALLEST_CUT else 0
 
     def _place(
-        self, sequence: Sequence, kv: KvAllocator, batch: _Batch, victims: Iterator[Sequence] | None, most: int = 0
+        self, sequence: Sequence, kv: KvAllocator, batch: _Batch, victims: Iterator[Sequence] | None, count: int = 0
     ) -> bool:
-        """Blocks and a row; where blocks are missing, `victims` are dropped one after the other."""
-        count = self._count(sequence, batch.tokens_left)
-        if most:
-            count = min(count, most)
+        """Blocks and a row of `count` tokens (0: as many as can be); where blocks are missing, `victims` are dropped
+        one after the other."""
+        count = min(count, batch.tokens_left) or self._count(sequence, batch.tokens_left)
         if count < 1:
             return False
         if sequence.phase is Phase.SWAPPED and batch.rows and isinstance(kv, BidirectionalAllocator):
@@ -343,7 +358,7 @@ class SlackPacking:
                 return False
             preempt(victim, kv, batch.plan, self._settings.preemption)
             batch.dropped += 1
-        batch.add(sequence, min(count, sequence.uncomputed))  # a prefix cache may have computed some of it
+        batch.add(sequence, count if count == 1 else min(count, sequence.uncomputed))  # less what a prefix cache had
         return True
 
     def _take(self, sequence: Sequence, kv: KvAllocator, batch: _Batch, count: int) -> bool:

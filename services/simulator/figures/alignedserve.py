@@ -30,7 +30,7 @@ from cohort.services.simulator.hardware import load_cluster, load_model
 from cohort.services.simulator.report import SimReport
 from cohort.services.simulator.run import simulate
 
-_WARMUP_S, _END_S = 18.0, 40.0
+_WARMUP_S, _END_S = 30.0, 60.0
 _CONTEXT = 10_240
 _HOST_BYTES = 200_000_000_000
 _OFFERED_PER_S = {"synthetic": 20.0, "longbench": 6.0, "sharegpt": 30.0, "azure": 20.0}

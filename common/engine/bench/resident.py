@@ -35,8 +35,8 @@ def weights_and_buffers(runner: ModelRunner) -> tuple[int, int]:
     direct = {name: value for name, value in vars(model).items() if isinstance(value, Tensor)}
     parts = [value for name, value in vars(model).items() if name not in direct]
     seen: set[int] = set()
-    weights = sum(_bytes(tensor, seen) for part in parts for tensor in _tensors(part, set()))
-    return weights, sum(_bytes(tensor, seen) for tensor in direct.values())
+    buffers = sum(_bytes(tensor, seen) for tensor in direct.values())
+    return sum(_bytes(tensor, seen) for part in parts for tensor in _tensors(part, set())), buffers
 
 
 def machine(threads: int, dtype: str, load_before: float) -> Machine:

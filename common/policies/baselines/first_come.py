@@ -6,12 +6,14 @@ and keeps the rest, so that what arrives later with a better priority can still 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from heapq import heappop, heappush
 
 from cohort.common.policies.interface import ClusterView, Dispatch, WaitingRequest
 from cohort.common.types import Prediction, RequestId
 
 _Key = tuple[int, bool, float, str]
+_FORGOTTEN = 64
+"""Stale entries of the order beyond which, when they also are the majority, it is made anew."""
 
 
 def _key(waiting: WaitingRequest) -> _Key:
@@ -22,35 +24,40 @@ def _key(waiting: WaitingRequest) -> _Key:
 class FirstCome:
     def __init__(self, *, dispatch_ahead_tokens: int) -> None:
         self._ahead = dispatch_ahead_tokens
-        self._queue: list[tuple[_Key, WaitingRequest]] = []
-        self._by_id: dict[RequestId, _Key] = {}
+        # A heap whose entries are forgotten, not removed, when a request goes: one with another key in `_waiting`, or
+        # none, is stale.
+        self._order: list[_Key] = []
+        self._waiting: dict[RequestId, tuple[_Key, WaitingRequest]] = {}
         self._tokens = 0
         self._next_batch = 1
 
     def add(self, now_s: float, waiting: WaitingRequest) -> None:
         key = _key(waiting)
-        insort(self._queue, (key, waiting), key=lambda entry: entry[0])
-        self._by_id[waiting.request_id] = key
+        heappush(self._order, key)
+        self._waiting[waiting.request_id] = key, waiting
         self._tokens += len(waiting.request.tokens)
 
     def remove(self, now_s: float, request_id: RequestId) -> None:
-        key = self._by_id.pop(request_id, None)
-        if key is not None:
-            _, waiting = self._queue.pop(bisect_left(self._queue, key, key=lambda entry: entry[0]))
+        _, waiting = self._waiting.pop(request_id, (None, None))
+        if waiting is not None:
             self._tokens -= len(waiting.request.tokens)
+            if len(self._order) > 2 * len(self._waiting) + _FORGOTTEN:
+                self._order = sorted(key for key, _ in self._waiting.values())
 
     def revise(self, now_s: float, request_id: RequestId, prediction: Prediction) -> None:
-        key = self._by_id.get(request_id)
-        if key is not None:
-            self._queue[bisect_left(self._queue, key, key=lambda entry: entry[0])][1].prediction = prediction
+        if request_id in self._waiting:
+            self._waiting[request_id][1].prediction = prediction
 
     def decide(self, now_s: float, cluster: ClusterView) -> list[Dispatch]:
         room = [self._ahead - view.queued_prefill_tokens for view in cluster.instances.values() if view.role.prefills]
         if not room:  # no prefill worker alive: decode workers stand in
             room = [self._ahead - view.queued_prefill_tokens for view in cluster.instances.values()]
         dispatches: list[Dispatch] = []
-        while self._queue and room and max(room) > 0:
-            waiting = self._queue[0][1]
+        while self._waiting and room and max(room) > 0:
+            key = heappop(self._order)
+            known, waiting = self._waiting.get(key[-1], (None, None))
+            if waiting is None or known != key:
+                continue
             self.remove(now_s, waiting.request_id)
             # The longest prompts may overshoot: room for one token is room for one request.
             room[room.index(max(room))] -= len(waiting.request.tokens)
@@ -62,7 +69,7 @@ class FirstCome:
         return None
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._waiting)
 
     @property
     def waiting_tokens(self) -> int:

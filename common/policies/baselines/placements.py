@@ -46,19 +46,26 @@ def _unified_load(view: InstanceView) -> tuple[float, int, str]:
     return (used + view.queued_prefill_tokens / max(1, view.capacity.max_step_tokens), rows, name)
 
 
+def _unified(cluster: ClusterView, request: Request) -> list[InstanceView] | Wait | Impossible:
+    """Who can hold the whole request: workers of both roles, or any where none has both; else why nobody can."""
+    views = list(cluster.instances.values())
+    if not views:
+        return Wait("no worker is registered")
+    able = [view for view in views if fits(view, request)]
+    if not able:
+        return _impossible(views, request)
+    return [view for view in able if view.role.prefills and view.role.decodes] or able
+
+
 class Colocated:
     """One segment on the least loaded instance."""
 
     def place(
         self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: InstanceId | None
     ) -> Placed | Wait | Impossible:
-        views = list(cluster.instances.values())
-        if not views:
-            return Wait("no worker is registered")
-        able = [view for view in views if fits(view, waiting.request)]
-        if not able:
-            return _impossible(views, waiting.request)
-        unified = [view for view in able if view.role.prefills and view.role.decodes] or able
+        unified = _unified(cluster, waiting.request)
+        if isinstance(unified, Wait | Impossible):
+            return unified
         chosen = next((view for view in unified if view.instance == wish), None) or min(unified, key=_unified_load)
         return Placed((Segment(0, None, chosen.instance),), "colocated on the least loaded instance")
 
@@ -78,13 +85,10 @@ class ColocatedInTurn:
     def place(
         self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: InstanceId | None
     ) -> Placed | Wait | Impossible:
-        views = list(cluster.instances.values())
-        if not views:
-            return Wait("no worker is registered")
-        able = [view for view in views if fits(view, waiting.request)]
-        if not able:
-            return _impossible(views, waiting.request)
-        unified = sorted(v.instance for v in ([v for v in able if v.role.prefills and v.role.decodes] or able))
+        able = _unified(cluster, waiting.request)
+        if isinstance(able, Wait | Impossible):
+            return able
+        unified = sorted(view.instance for view in able)
         if wish in unified:
             return Placed((Segment(0, None, wish),), "colocated as wished")
         # By name, not by count: instances come and go, and the turn goes on behind the last one served.

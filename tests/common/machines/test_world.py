@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 import pytest
@@ -169,16 +170,7 @@ def test_anything_may_break_at_any_time(
     )  # fmt: skip
     offer(world, 30, shared=9)
     for kind, at_s, back_s in faults:
-        match kind:
-            case "manager":
-                world.at(at_s, lambda back=back_s: world.kill_manager(back) if world.manager_alive else None)
-            case "leave":
-                world.at(at_s, lambda: world.leave_worker("decode-1"))
-            case "cancel":
-                for index in range(5):
-                    world.at(at_s, lambda i=index: world.cancel(f"r{i}") if f"r{i}" in world.owned else None)
-            case worker:
-                world.at(at_s, lambda name=worker, back=back_s: world.kill_worker(name, back))
+        world.at(at_s, partial(world.inflict, kind, back_s))
     world.run(6.0)
     world.run_until_quiet()
     world.check_outputs()

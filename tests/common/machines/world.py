@@ -341,6 +341,22 @@ class World:
         self.at(0.0, tick)
         self.at(0.0, report)
 
+    def inflict(self, kind: str, back_s: float, *, leaving: str = "decode-1", cancelled: int = 5) -> None:
+        """One fault: "manager" (killed, back after `back_s`), "leave" (the worker `leaving` drains), "cancel" (the first
+        `cancelled` requests), or the name of a worker to kill."""
+        match kind:
+            case "manager":
+                if self.manager_alive:
+                    self.kill_manager(back_s)
+            case "leave":
+                self.leave_worker(leaving)
+            case "cancel":
+                for name in [f"r{index}" for index in range(cancelled)]:
+                    if name in self.owned:
+                        self.cancel(name)
+            case worker:
+                self.kill_worker(worker, back_s)
+
     def kill_worker(self, name: str, back_after_s: float | None) -> None:
         node = self.workers[name]
         if not node.alive:

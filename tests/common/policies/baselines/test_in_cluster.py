@@ -127,21 +127,6 @@ def test_requests_go_to_instances_in_turn() -> None:
     assert counts == [20, 20]
 
 
-def inflict(cluster: World, kind: str, back_s: float) -> None:
-    match kind:
-        case "manager":
-            if cluster.manager_alive:
-                cluster.kill_manager(back_s)
-        case "leave":
-            cluster.leave_worker("decode-1")
-        case "cancel":
-            for name in [f"r{index}" for index in range(5)]:
-                if name in cluster.owned:
-                    cluster.cancel(name)
-        case worker:
-            cluster.kill_worker(worker, back_s)
-
-
 @settings(
     max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
     suppress_health_check=[HealthCheck.too_slow])
@@ -175,7 +160,7 @@ def test_anything_may_break_at_any_time(
     )
     offer(cluster, 25)
     for kind, at_s, back_s in faults:
-        cluster.at(at_s, partial(inflict, cluster, kind, back_s))
+        cluster.at(at_s, partial(cluster.inflict, kind, back_s))
     cluster.run(6.0)
     cluster.run_until_quiet()
     cluster.check_outputs()

@@ -116,21 +116,6 @@ def test_hand_overs_at_any_position_are_of_exclusive_blocks() -> None:
     assert sum(node.machine.counters.transfers_in for node in world.workers.values()) > 20
 
 
-def inflict(world: World, kind: str, back_s: float) -> None:
-    match kind:
-        case "manager":
-            if world.manager_alive:
-                world.kill_manager(back_s)
-        case "leave":
-            world.leave_worker("decode-1")
-        case "cancel":
-            for name in [f"r{index}" for index in range(8)]:
-                if name in world.owned:
-                    world.cancel(name)
-        case worker:
-            world.kill_worker(worker, back_s)
-
-
 @settings(
     max_examples=30, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
     suppress_health_check=[HealthCheck.too_slow])
@@ -160,7 +145,7 @@ def test_anything_may_break_at_any_time(
     )  # fmt: skip
     offer(world, 30)
     for kind, at_s, back_s in faults:
-        world.at(at_s, partial(inflict, world, kind, back_s))
+        world.at(at_s, partial(world.inflict, kind, back_s, cancelled=8))
     world.run(6.0)
     world.run_until_quiet()
     world.check_outputs()

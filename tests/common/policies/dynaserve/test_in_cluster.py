@@ -131,21 +131,6 @@ def test_random_load_with_wrong_predictions(blocks: int, preemption: Literal["sw
     assert sum(node.machine.counters.transfers_in for node in world.workers.values()) > 5
 
 
-def strike(world: World, kind: str, back_s: float) -> None:
-    match kind:
-        case "manager":
-            if world.manager_alive:
-                world.kill_manager(back_s)
-        case "leave":
-            world.leave_worker("unified-1")
-        case "cancel":
-            for name in [f"r{index}" for index in range(5)]:
-                if name in world.owned:
-                    world.cancel(name)
-        case worker:
-            world.kill_worker(worker, back_s)
-
-
 @settings(
     max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
     suppress_health_check=[HealthCheck.too_slow])
@@ -171,7 +156,7 @@ def test_anything_may_break_at_any_time(
     world = world_of(seed, Seats(preemption, caching), THREE, blocks=blocks, failures=failures, delay_s=delay_s)
     offer(world, 25)
     for kind, at_s, back_s in faults:
-        world.at(at_s, partial(strike, world, kind, back_s))
+        world.at(at_s, partial(world.inflict, kind, back_s, leaving="unified-1"))
     finish(world, 6.0)
 
 

@@ -21,7 +21,7 @@ from cohort.common.policies.baselines.placements import Colocated, Disaggregated
 from cohort.common.policies.interface import Placement
 from cohort.common.types import Prediction, Role
 from tests.common.machines.world import VOCABULARY, SplitAnywhere, World, expected_output
-from tests.common.policies.baselines.test_in_cluster import PD_TWICE, UNIFIED, finish, inflict, preemptions
+from tests.common.policies.baselines.test_in_cluster import PD_TWICE, UNIFIED, finish, preemptions
 
 WRONG = ("one", "max", "random", "right")
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -149,7 +149,7 @@ def test_anything_may_break_at_any_time(
     )
     offer(cluster, 25, kind)
     for fault, at_s, back_s in faults:
-        cluster.at(at_s, partial(inflict, cluster, fault, back_s))
+        cluster.at(at_s, partial(cluster.inflict, fault, back_s))
     cluster.run(6.0)
     cluster.run_until_quiet()
     cluster.check_outputs()

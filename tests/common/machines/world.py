@@ -342,8 +342,8 @@ class World:
         self.at(0.0, report)
 
     def inflict(self, kind: str, back_s: float, *, leaving: str = "decode-1", cancelled: int = 5) -> None:
-        """One fault: "manager" (killed, back after `back_s`), "leave" (the worker `leaving` drains), "cancel" (the first
-        `cancelled` requests), or the name of a worker to kill."""
+        """One fault: "manager" (killed, back after `back_s`), "leave" (the worker `leaving` drains), "cancel" (of the
+        first `cancelled` requests), or the name of a worker to kill."""
         match kind:
             case "manager":
                 if self.manager_alive:

@@ -162,6 +162,8 @@ class EngineMetrics:
         self.step_rows = make.histogram("step_rows", "Requests in an iteration", (), ROW_BUCKETS)
         self.step_tokens = make.histogram("iteration_tokens", "Tokens in an iteration", (), TOKEN_BUCKETS)
         self.schedule_seconds = make.histogram("schedule_seconds", "Deciding an iteration", (), SHORT_BUCKETS_S)
+        self.gap_seconds = make.histogram("iteration_gap_seconds", "Between the rows of two iterations", (),
+                                          SHORT_BUCKETS_S)
 
 
 class TransferMetrics:

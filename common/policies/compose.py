@@ -142,7 +142,7 @@ def late_binding(config: Config) -> LateBinding | None:
         thresholds=_thresholds(config), longest_prefix=options.longest_prefix, leaf_tokens=options.leaf_tokens,
         slack=options.slack, buffer_share=options.buffer_share, starvation_s=options.starvation_s,
         starvation_share=options.starvation_share, default_output=float(config.gateway.default_prediction_tokens),
-        prefetch=options.prefetch, aligned=options.aligned,
+        prefetch=options.prefetch, aligned=options.aligned, fill_memory=options.fill_memory,
     ))  # fmt: skip
 
 

@@ -34,7 +34,8 @@ class BindingSettings:
     """`longest_prefix`, `leaf_tokens`: of the quad-tree. `slack`: a prefix matches the running batch within this share
     of its bounds. `buffer_share`: of a prefill worker's blocks, for both candidate buffers. `starvation_s`,
     `starvation_share`: A8, see `patience_s`. `prefetch` False: KV goes to decode workers straight from the host (A9's
-    fallback). `aligned` False: first come, first served in one batch without end (the ablation)."""
+    fallback). `aligned` False: first come, first served in one batch without end (the ablation). `fill_memory` False:
+    who runs together holds no more than B_max when somebody joins, so that iterations stay short."""
 
     thresholds: Thresholds = field(default_factory=Thresholds)
     longest_prefix: int = 65_536
@@ -46,6 +47,7 @@ class BindingSettings:
     default_output: float = 256.0
     prefetch: bool = True
     aligned: bool = True
+    fill_memory: bool = True
 
 
 class AlignedBinding:
@@ -225,11 +227,12 @@ class AlignedBinding:
         """A4, A8 · The next candidate batch, out of the tree."""
         thresholds = self._settings.thresholds
         most, least = thresholds.max_blocks(view.capacity), thresholds.min_requests(view.capacity)
-        chosen = starved_batch(self._tree, now_s, max_blocks=most, min_requests=least)
+        rows = view.capacity.max_rows
+        chosen = starved_batch(self._tree, now_s, max_blocks=most, min_requests=least, max_requests=rows)
         chosen.sort(key=lambda item: (item.due_s, item.since_s, item.request_id))  # who is starved joins first
         batch.starved = bool(chosen)
         self._starved += batch.starved
-        chosen = chosen or density_first_search(self._tree, max_blocks=most, min_requests=least)
+        chosen = chosen or density_first_search(self._tree, max_blocks=most, min_requests=least, max_requests=rows)
         if not chosen:
             chosen = self._take_over(view, batch)
         if not chosen:
@@ -293,14 +296,18 @@ class AlignedBinding:
         self, waiting: deque[PooledRequest], view: InstanceView, batch: RunningBatch, actions: list[Bind | Prefetch],
         reason: str,
     ) -> None:
-        """From the front, while the worker has rows and blocks for them and one block more for each of its rows."""
+        """From the front, while the worker has rows and blocks for them and one block more for each of its rows; up to
+        B_max only, if memory is not to be filled."""
         capacity = view.capacity
         rows, free = batch.rows(view), batch.free_blocks(view)
+        room = capacity.num_blocks if self._settings.fill_memory else self._settings.thresholds.max_blocks(capacity)
         if view.figures.waiting and rows:  # somebody was preempted there: nobody overtakes
             return
         while waiting and rows < capacity.max_rows:
             item = waiting[0]
             if rows and free - item.blocks < max(rows + 1, capacity.num_blocks // 20):
+                return
+            if rows and item.blocks > room - (capacity.num_blocks - free):
                 return
             waiting.popleft()
             batch.bound(item)

@@ -12,20 +12,26 @@ from collections.abc import Callable, Iterable, Iterator
 from cohort.common.policies.alignedserve.quad_tree import Node, PooledRequest, QuadTree
 
 
-def density_first_search(tree: QuadTree, *, max_blocks: int, min_requests: int) -> list[PooledRequest]:
+def density_first_search(
+    tree: QuadTree, *, max_blocks: int, min_requests: int, max_requests: int
+) -> list[PooledRequest]:
     """A4 · AlignedServe Alg. 1: requests of one narrow range with blocks ≤ max_blocks and, if there are so many,
     requests ≥ min_requests.
 
     B_max → max_blocks (blocks of KV), R_min → min_requests. Empty only if the tree is.
-    Differs from the paper: widening goes leaf by leaf, the nearest of both sides first, and stops at R_min (the paper
-    scans all left siblings, then all right ones); a leaf that does not fit gives what fits, who is due first (of
-    equal promises who came first); a single request larger than B_max is a batch, or it would never run.
+    Differs from the paper: a batch has no more than `max_requests` either, as many as an iteration may have rows: a
+    pool of short requests fits B_max as a whole long before it fits an iteration, and would never be aligned. Widening
+    goes leaf by leaf, the nearest of both sides first, and stops at R_min (the paper scans all left siblings, then all
+    right ones); a leaf that does not fit gives what fits, who is due first (of equal promises who came first); a single
+    request larger than B_max is a batch, or it would never run.
     """
     # Of equally dense children the shorter: it holds more requests a block.
-    return _search(tree, tree.requests, max_blocks, min_requests)
+    return _search(tree, tree.requests, max_blocks, min_requests, max_requests)
 
 
-def starved_batch(tree: QuadTree, now_s: float, *, max_blocks: int, min_requests: int) -> list[PooledRequest]:
+def starved_batch(
+    tree: QuadTree, now_s: float, *, max_blocks: int, min_requests: int, max_requests: int
+) -> list[PooledRequest]:
     """A8 · AlignedServe §3.5: the batch around the request that is due first, if any is due; else empty.
 
     The same search, but it descends to the child whose timestamp is the oldest instead of the fullest, so the batch is
@@ -33,34 +39,34 @@ def starved_batch(tree: QuadTree, now_s: float, *, max_blocks: int, min_requests
     """
     if tree.due_s(QuadTree.ROOT) > now_s:
         return []
-    return _search(tree, lambda node: -tree.due_s(node), max_blocks, min_requests)
+    return _search(tree, lambda node: -tree.due_s(node), max_blocks, min_requests, max_requests)
 
 
 def _search(
-    tree: QuadTree, attraction: Callable[[Node], float], max_blocks: int, min_requests: int
+    tree: QuadTree, attraction: Callable[[Node], float], max_blocks: int, min_requests: int, max_requests: int
 ) -> list[PooledRequest]:
     node = QuadTree.ROOT
-    while tree.blocks(node) > max_blocks:
+    while tree.blocks(node) > max_blocks or tree.requests(node) > max_requests:
         if tree.is_leaf(node):
             by_due = sorted(tree.items(node), key=lambda item: (item.due_s, item.since_s, item.request_id))
-            return _until_full(by_due, max_blocks)
+            return _until_full(by_due, max_blocks)[:max_requests]
         node = max(tree.children(node), key=attraction)  # case 2
     # Case 1: they fit. At the root also when they are few: low load waits for nobody.
     if tree.requests(node) >= min_requests or node == QuadTree.ROOT:
         return tree.items(node)
     # Case 3: too few to be worth a batch.
-    return _widen(tree, node, tree.items(node), max_blocks, min_requests)
+    return _widen(tree, node, tree.items(node), max_blocks, min_requests, max_requests)
 
 
 def _widen(
-    tree: QuadTree, node: Node, chosen: list[PooledRequest], max_blocks: int, min_requests: int
+    tree: QuadTree, node: Node, chosen: list[PooledRequest], max_blocks: int, min_requests: int, max_requests: int
 ) -> list[PooledRequest]:
     """Neighbours of the node are added, nearest first, until there are enough or no more fit; then its parent's."""
     room = max_blocks - sum(item.blocks for item in chosen)
     while node != QuadTree.ROOT and len(chosen) < min_requests:
         for leaf in _nearest_leaves(tree, node):
             for item in tree.items(leaf):
-                if item.blocks > room:
+                if item.blocks > room or len(chosen) == max_requests:
                     return chosen
                 chosen.append(item)
                 room -= item.blocks

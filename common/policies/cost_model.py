@@ -9,11 +9,13 @@ may ask it too. Pure arithmetic on numbers that `configs/models` and `configs/de
     device = linear + prefill attention + decode attention + tensor-parallel exchange + layer · layers
     linear = (computeⁿ + memoryⁿ)^(1/n), n = 4                   a roofline with a round corner: both limits are near
 
-Decode attention has two models (A1):
+Decode attention has three models (A1):
 
     split_kv       the KV of all rows is read at the device's bandwidth, however long single rows are
     unit_per_row   one work unit reads the whole KV of one head of one row (kernels without split-KV): a unit has a
                    fixed share of the bandwidth, so a long row holds the others up and few rows cannot fill the device
+    unit_last      the same, and the units of the longest row begin when all others have been read: the most that any
+                   order of units can cost (Graham's bound on list scheduling), as `unit_per_row` is the least
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Literal
 
 from cohort.common.types import KvGeometry
 
-DecodeAttention = Literal["split_kv", "unit_per_row"]
+DecodeAttention = Literal["split_kv", "unit_per_row", "unit_last"]
 
 _CORNER = 4.0
 """Sharpness of the roofline's corner; at the ridge point the smooth maximum is 19 % above either limit."""
@@ -228,4 +230,7 @@ class CostModel:
         together = self._position_s * context
         if self.decode_attention == "split_kv":
             return together
-        return max(together, self._unit_position_s * longest)
+        alone = self._unit_position_s * longest
+        if self.decode_attention == "unit_per_row":
+            return max(together, alone)
+        return max(together, self._position_s * (context - longest) + alone)

@@ -22,7 +22,8 @@ def _cluster(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cluster", required=True, help="a file of configs/clusters, a YAML file, or DEVICE:COUNT")
     group.add_argument("--model", required=True, help="a file of configs/models, or a YAML file")
     group.add_argument("--tensor-parallel", type=int, metavar="N", help="devices of one instance")
-    group.add_argument("--decode-attention", choices=("split_kv", "unit_per_row"), help="how decode kernels share work")
+    kernels = ("split_kv", "unit_per_row", "unit_last")
+    group.add_argument("--decode-attention", choices=kernels, help="how decode kernels share work")
     group.add_argument("--stack", help="serving stack of the device file (default: its first)")
 
 

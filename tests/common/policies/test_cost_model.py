@@ -75,6 +75,10 @@ def test_split_kv_counts_positions_and_unit_per_row_the_longest():
     # A unit draws 2/10 of 50 B/s and reads 64/4 B a position: 3700 take 5920 s, all of them together 5120 s.
     assert unit.step_s(skewed) - split.step_s(skewed) == pytest.approx(3700 * 16 / 10 - 4000 * 64 / 50)
     assert unit.step_s(even) == split.step_s(even)
+    # Last of all: 300 positions at the device's bandwidth, then 3700 of one unit.
+    last = CostModel(MODEL, DEVICE, STACK, decode_attention="unit_last")
+    assert last.step_s(skewed) - split.step_s(skewed) == pytest.approx(3700 * 16 / 10 + 300 * 64 / 50 - 4000 * 64 / 50)
+    assert last.step_s(even) == pytest.approx(split.step_s(even) + 1000 * 16 / 10 - 1000 * 64 / 50)
 
 
 def test_copies_go_over_the_host_link():
@@ -98,7 +102,7 @@ def test_pairs_are_counted_as_by_hand(start: int, count: int):
 
 @given(
     rows=st.integers(1, 40), mean=st.integers(1, 500), longest=st.integers(1, 5000),
-    attention=st.sampled_from(["split_kv", "unit_per_row"]), devices=st.sampled_from([1, 4]),
+    attention=st.sampled_from(["split_kv", "unit_per_row", "unit_last"]), devices=st.sampled_from([1, 4]),
 )  # fmt: skip
 def test_repeated_iterations_cost_what_they_cost_one_by_one(rows, mean, longest, attention, devices):
     cost = CostModel(MODEL, DEVICE, StackShape("s", 0.3, 0.2, 0.1), tensor_parallel=devices, decode_attention=attention)

@@ -38,7 +38,6 @@ class ModelConfig(_Section, frozen=True):
     served_name: str = ""  # name clients use; "" = the folder's name
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: NotNegative = 0  # tokens, prompt + output; 0 = what the model says
-    weights: Literal["files", "random"] = "files"  # random = drawn, to measure a shape of which only config.json is here
 
 
 class GatewayConfig(_Section, frozen=True):
@@ -104,8 +103,8 @@ class MonitorConfig(_Section, frozen=True):
 
 class KvConfig(_Section, frozen=True):
     block_size: Literal[8, 16, 32, 64] = 16  # tokens per block
-    memory_bytes: NotNegative = 0  # cache of one worker, on a GPU at most; 0 = what is free there, cpu_memory_bytes else
-    memory_fraction: Fraction = 0.9  # of a GPU's memory for weights, cache and steps together (B3 keeps 10 %)
+    memory_bytes: NotNegative = 0  # device memory for the cache of one worker; 0 = derived from what is free
+    memory_fraction: Fraction = 0.9  # of free device memory on a GPU when memory_bytes is 0 (B3 keeps 10 %)
     cpu_memory_bytes: Positive = 536_870_912  # cache of one CPU worker when memory_bytes is 0
     host_memory_bytes: NotNegative = 268_435_456  # host pool for swapped KV
     prefix_caching: bool = True
@@ -128,8 +127,6 @@ class EngineConfig(_Section, frozen=True):
     max_step_tokens: Positive = 2048  # tokens in one iteration, prefill and decode together
     prefill_chunk: Positive = 512  # prompt tokens of one request in one iteration
     preemption: Literal["swap", "recompute"] = "recompute"
-    cuda_graph_memory_bytes: NotNegative = 2_147_483_648  # GPU memory for recorded decode steps; 0 = none is recorded
-    workers_per_gpu: NotNegative = 0  # that share a GPU's memory; 0 = this configuration's workers over the GPUs seen
     report_interval_s: Seconds = 0.2
     drain_s: Seconds = 30.0
     state_dir: str = ""  # folder where what schedulers learn of this machine is kept; "" = inside the cache folder

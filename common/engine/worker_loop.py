@@ -20,23 +20,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from cohort.common import paths
 from cohort.common.config import Config, dump_config
-from cohort.common.engine import run_checksum
 from cohort.common.engine.batch import StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.batch_builder import build_batch
 from cohort.common.engine.iteration_gaps import IterationGaps
-from cohort.common.engine.device_memory import DeviceShare, place
 from cohort.common.engine.kv_copies import KvCopier
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.learned_state import LearnedState
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner, resolve_device, resolve_dtype
 from cohort.common.engine.prompt_states import prompt_states
-from cohort.common.engine.stream_copies import StreamCopier
-from cohort.common.engine.streams import stream_for
 from cohort.common.engine.transfer_agent import TransferAgent
 from cohort.common.errors import ConfigError, PeerUnreachable
 from cohort.common.machines.effects import CancelRuns, Dial, ReceiveRuns, Send, SendRuns
@@ -137,11 +131,7 @@ class WorkerLoop:
                 lambda: self._agent.addresses,
             )  # fmt: skip
         self._engine = engine
-        self._copier: KvCopier | StreamCopier
-        if runner.device.type == "cuda":
-            self._copier = StreamCopier(runner.kv, runner.stream, stream_for(runner.device))
-        else:
-            self._copier = KvCopier(runner.kv)
+        self._copier = KvCopier(runner.kv)
         self._gaps = IterationGaps(self._clock.now_s, self._engine_metrics.gap_seconds().observe)
         self._work = asyncio.Event()
         self._manager_incarnation: int | None = None
@@ -391,6 +381,8 @@ class WorkerLoop:
 
     def _memory_free_bytes(self) -> int:
         if self._runner.device.type == "cuda":
+            import torch
+
             return int(torch.cuda.mem_get_info(self._runner.device)[0])
         return _available_memory_bytes()
 
@@ -476,18 +468,16 @@ class _CacheMemory:
 
     def __init__(self, kv: KvTensors) -> None:
         self._kv = kv
-        self._stream = stream_for(kv.device)  # sums must not wait for a step
 
     def buffer(self, first_block: int, num_blocks: int, *, host: bool = False) -> object:
         view = self._kv.run_view(first_block, num_blocks, host=host)
         return view if view.is_cuda else view.numpy()
 
-    def checksum(self, first_block: int, num_blocks: int, *, host: bool = False, like: int = 0) -> int:
+    def checksum_buffer(self, first_block: int, num_blocks: int, *, host: bool = False) -> memoryview:
         view = self._kv.run_view(first_block, num_blocks, host=host)
-        if self._kv.device.type == "cpu":
-            return run_checksum.alike(view, like) if like else run_checksum.crc32(view)
-        with torch.inference_mode(), self._stream.use():
-            return run_checksum.alike(view, like) if like else run_checksum.weighted(view)
+        if view.is_cuda:
+            return memoryview(view.cpu().numpy().tobytes())
+        return self._kv.run_memory(first_block, num_blocks, host=host)
 
 
 def _recording(config: Config, instance: str) -> io.BufferedWriter:
@@ -544,27 +534,25 @@ def _available_memory_bytes() -> int:
     return 0
 
 
-def load_runner(config: Config, threads: int, instance: str = "") -> ModelRunner:
-    """Model and cache as configured; the cache sized from what the device has. Raises `ConfigError`, `ModelError`.
-
-    `instance` is the worker's name in the configuration; "" = it has the machine to itself.
-    """
+def load_runner(config: Config, threads: int) -> ModelRunner:
+    """Model and cache as configured; the cache sized from what the device has. Raises `ConfigError`, `ModelError`."""
     model_dir = Path(config.model.path) if config.model.path else paths.default_model_dir()
     if not model_dir.is_dir():
         raise ConfigError(f"model.path: no folder {model_dir}; run scripts/setup or name a Hugging Face folder")
-    device, sharers = _device(config, instance)
+    device = resolve_device(config.engine.device)
     dtype = resolve_dtype(config.model.dtype, device)
     geometry = read_geometry(model_dir)
     block_bytes = geometry.kv_geometry(dtype, config.kv.block_size).block_bytes
     memory_bytes = config.kv.memory_bytes
-    num_blocks = 0
-    if device.type == "cpu":
-        memory_bytes = memory_bytes or config.kv.cpu_memory_bytes
-        num_blocks = ModelRunner.plan_kv_blocks(geometry, dtype, config.kv.block_size, memory_bytes)
-        if num_blocks < 2:
-            raise ConfigError(
-                f"kv.memory_bytes: {memory_bytes} bytes hold {num_blocks} blocks of {block_bytes} bytes; give it more"
-            )
+    if not memory_bytes and device.type == "cpu":
+        memory_bytes = config.kv.cpu_memory_bytes
+    elif not memory_bytes:
+        memory_bytes = _free_after_weights(config, model_dir)
+    num_blocks = ModelRunner.plan_kv_blocks(geometry, dtype, config.kv.block_size, memory_bytes)
+    if num_blocks < 2:
+        raise ConfigError(
+            f"kv.memory_bytes: {memory_bytes} bytes hold {num_blocks} blocks of {block_bytes} bytes; give it more"
+        )
     return ModelRunner(
         model_dir,
         dtype=dtype,
@@ -575,23 +563,16 @@ def load_runner(config: Config, threads: int, instance: str = "") -> ModelRunner
         host_blocks=config.kv.host_memory_bytes // block_bytes,
         max_rows=config.engine.max_rows,
         max_step_tokens=config.engine.max_step_tokens,
-        max_context=config.model.max_model_len,
-        share=DeviceShare(config.kv.memory_fraction, sharers, memory_bytes, config.engine.cuda_graph_memory_bytes),
-        weights=config.model.weights,
     )
 
 
-def _device(config: Config, instance: str) -> tuple[torch.device, int]:
-    """A worker's device, and how many workers share it: they go round the GPUs unless the configuration names one."""
-    device = resolve_device(config.engine.device)
-    if device.type != "cuda":
-        return device, 1
-    names = list(config.instance_roles)
-    worker = names.index(instance) if instance in names else 0
-    workers = len(names) if instance else 1
-    visible = 1 if device.index is not None else torch.cuda.device_count()
-    placement = place(worker, workers, visible, config.engine.workers_per_gpu)
-    return torch.device("cuda", device.index if device.index is not None else placement.device_index), placement.sharers
+def _free_after_weights(config: Config, model_dir: Path) -> int:
+    """GPU memory for the cache: the configured share of what will be free once the weights are there."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(resolve_device(config.engine.device))
+    weights = sum(file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in model_dir.glob(pattern))
+    return int(config.kv.memory_fraction * max(0, free - weights))
 
 
 def open_worker_links(context: ServiceContext) -> dict[str, KvLink]:
@@ -624,12 +605,8 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     # on the cores of one it stops spinning between two operators, which makes a step half as slow again.
     engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
     in_engine = asyncio.get_running_loop().run_in_executor
-    runner = await in_engine(engine, load_runner, config, threads, context.instance)
+    runner = await in_engine(engine, load_runner, config, threads)
     await in_engine(engine, runner.warm_up)
-    if runner.device.type == "cuda":
-        # UCX finds out what it can do, and moves bytes, on the event loop's thread: the device must be current there.
-        torch.cuda.set_device(runner.device)
-        torch.cuda.synchronize(runner.device)
     loop = WorkerLoop(context, role, runner, open_worker_links(context), policies, engine)
     context.log.info(
         "worker ready",

@@ -49,6 +49,13 @@ def select(system: str | None, prefix: str | None) -> list[Figure]:
     return chosen
 
 
+def remarks(system: str) -> list[str]:
+    """What a module of figures says about them as a whole (`REMARKS`): why some differ, and what was tried."""
+    if system not in MODULES:
+        return []
+    return list(getattr(importlib.import_module(f"cohort.services.simulator.figures.{system}"), "REMARKS", ()))
+
+
 def reproduce(figures: Iterable[Figure], progress: Callable[[Figure], None]) -> list[Reproduced]:
     lab = Lab()
     results = []
@@ -66,7 +73,7 @@ def markdown(results: Iterable[Reproduced], before: str = "") -> str:
     """The page. Sections that `before`, an earlier page, has of systems that are not among the results stay."""
     sections = _sections(before)
     for system, sections_of_system in groupby(results, key=lambda result: result.system):
-        sections[system] = _tables(sections_of_system)
+        sections[system] = _tables(sections_of_system) + _words(system)
     order = {name: index for index, name in enumerate(MODULES)}
     lines = [
         "# Do we reproduce the papers?",
@@ -93,6 +100,11 @@ def _sections(page: str) -> dict[str, list[str]]:
             if line.startswith("## "):
                 sections[system].append("")
     return sections
+
+
+def _words(system: str) -> list[str]:
+    said = remarks(system)
+    return ["", f"## Why, and what was tried ({system})", "", *(f"- {remark}" for remark in said)] if said else []
 
 
 def _tables(results: Iterable[Reproduced]) -> list[str]:

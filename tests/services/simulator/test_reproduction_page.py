@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from cohort.services.simulator.figures import bucketserve as figures
 from cohort.services.simulator.reproduce import Reproduced, markdown
 
 
@@ -22,3 +25,11 @@ def test_one_system_anew_leaves_the_others() -> None:
 def test_the_page_on_disk_is_one_of_ours() -> None:
     page = markdown([result("baselines", "Table 1", 2.0), result("baselines", "Table 2", 2.0)])
     assert markdown([], page) == page
+
+
+def test_what_a_paper_is_said_about_stays_with_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "REMARKS", ("theirs pads", "three ways tried"), raising=False)
+    page = markdown([result("bucketserve", "Fig. 5", 1.0)])
+    assert page.endswith("\n## Why, and what was tried (bucketserve)\n\n- theirs pads\n- three ways tried\n")
+    assert markdown([], page) == page
+    assert markdown([result("bucketserve", "Fig. 5", 1.0)], page) == page

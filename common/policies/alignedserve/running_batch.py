@@ -84,8 +84,10 @@ class RunningBatch:
         return min(view.free_blocks + self.left_blocks, view.capacity.num_blocks) - promised
 
     def span(self, slack: float) -> tuple[int, int] | None:
-        """A7 · Prefix lengths that match the running batch: its own range, and a little beyond. None: nobody runs."""
+        """A7 · Prefix lengths that match the running batch: the range of its middle, and a little beyond. None: nobody
+        runs. A tenth at either end does not count: one long prefix among short ones would make everybody match."""
         if not self.members:
             return None
-        shortest, longest = min(self.members.values()), max(self.members.values())
-        return max(1, int(shortest * (1.0 - slack))), int(longest * (1.0 + slack))
+        lengths = sorted(self.members.values())
+        edge = len(lengths) // 10
+        return max(1, int(lengths[edge] * (1.0 - slack))), int(lengths[-1 - edge] * (1.0 + slack))

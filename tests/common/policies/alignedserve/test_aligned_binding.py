@@ -100,6 +100,28 @@ def test_who_matches_waits_prefetched_while_there_is_no_room() -> None:
     assert binds(policy.decide(1.1, running(70))) == [("grown", "decode-0", 0)]
 
 
+def test_one_long_prefix_in_a_batch_does_not_make_everybody_match() -> None:
+    policy = binding()
+    for index in range(12):
+        policy.parked(0.0, parked(f"s{index}", 16))
+    policy.parked(0.0, parked("long", 400))
+    first = binds(policy.decide(0.0, busy(0, 0)))
+    assert len(first) == 13, "the whole pool fits"
+    for name, _, _ in first:
+        policy.moved(0.5, name)
+    policy.parked(1.0, parked("between", 200))
+    policy.parked(1.0, parked("short", 18))
+    assert binds(policy.decide(1.0, busy(13, 50))) == [("short", "decode-0", 0)]
+
+
+def test_memory_is_filled_or_a_batchs_share_of_it_kept() -> None:
+    for fill, joined in ((True, 8), (False, 6)):  # of four blocks each, beside 16 that are in use
+        policy = binding(fill_memory=fill)
+        for index in range(8):
+            policy.parked(0.0, parked(f"s{index}", 60))
+        assert len(binds(policy.decide(0.0, busy(2, 16)))) == joined
+
+
 def test_a_starved_request_goes_before_those_who_match() -> None:
     policy = started()
     policy.parked(1.0, parked("long", 480))

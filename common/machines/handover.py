@@ -112,12 +112,16 @@ class Incoming:
         self.largest_piece = max(self.largest_piece, blocks)
 
     def imminent(self, block_size: int) -> bool:
-        """It draws tokens where it is now, and little is left before it comes: a piece as large as the largest so
-        far, or two blocks. What has sent nothing yet comes soon if it is short."""
-        if self.positions < len(self.sequence.request.tokens):
+        """It draws tokens where it is now, and little is left before it comes: a piece of its prompt as large as the
+        largest so far (of one that has sent nothing yet: a short prompt), and an answer of two blocks, because every
+        token of that takes an iteration there."""
+        prompt = len(self.sequence.request.tokens)
+        if self.positions < prompt:
             return False
-        left = self.positions - self.announced_blocks * block_size
-        return left <= (max(2, self.largest_piece) * block_size if self.largest_piece else _SHORT)
+        sent = self.announced_blocks * block_size
+        prompt_left, answer_left = max(0, prompt - sent), self.positions - max(prompt, sent)
+        piece = self.largest_piece * block_size or _SHORT
+        return prompt_left <= piece and answer_left <= 2 * block_size
 
     @property
     def complete(self) -> bool:

@@ -63,7 +63,8 @@ class LengthCheck(msgspec.Struct, frozen=True):
 
 
 class SloReport(msgspec.Struct, frozen=True):
-    """`limits_ms` by class and figure ("" = every class); `within` counts requests per figure alone."""
+    """`limits_ms` by class and figure ("" = every class); `within` counts requests per figure alone. `itl_share` is the
+    share of all gaps between tokens within their limit; None without one."""
 
     limits_ms: dict[str, dict[str, float]]
     judged: int
@@ -72,6 +73,7 @@ class SloReport(msgspec.Struct, frozen=True):
     goodput_requests_per_s: float
     goodput_output_tokens_per_s: float
     within: dict[str, int]
+    itl_share: float | None = None
 
 
 class Slice(msgspec.Struct, frozen=True):
@@ -213,7 +215,18 @@ def _slo(records: Sequence[RequestRecord], limits: SloLimits, per_s: float) -> S
         goodput_requests_per_s=len(attained) * per_s,
         goodput_output_tokens_per_s=sum(record.output_tokens for record in attained) * per_s,
         within=dict(within),
+        itl_share=_itl_share(judged, limits),
     )
+
+
+def _itl_share(records: Sequence[RequestRecord], limits: SloLimits) -> float | None:
+    within = gaps = 0
+    for record in records:
+        limit_ms = limits.itl_ms.get(record.plan.traffic_class, limits.itl_ms.get("", None))
+        if limit_ms is not None and record.status == "completed":
+            gaps += len(record.itl_s)
+            within += sum(gap * 1000.0 <= limit_ms for gap in record.itl_s)
+    return within / gaps if gaps else None
 
 
 def length_check(records: Sequence[RequestRecord]) -> LengthCheck | None:

@@ -10,20 +10,24 @@ from bisect import insort
 from collections.abc import Iterable
 
 from cohort.common.policies.baselines.draft import Draft, IterationLimits, by_arrival
+from cohort.common.policies.dynaserve.kv_forecast import peak_growth
+from cohort.common.policies.dynaserve.lateness import Lateness
 from cohort.common.policies.dynaserve.profile_table import ProfileTable
 from cohort.common.policies.dynaserve.step_cost import BatchShape
 from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Row, Sequence, SequenceKey
 from cohort.common.types import StepTimes
 
 _EMPTY = BatchShape(0, 0, 0, 0, 0)
+_PERCENTILE = 0.99
+"""The bound is one on P99 (§3.1)."""
 
 
 class SloBatching:
     """D5 · DynaServe Alg. 2.
 
     `tbt_slo_s` holds for rows without a promise of their own; the strictest row of an iteration rules. `headroom` is
-    the share of it that iterations leave free. `least_prefill` tokens go into every iteration that somebody waits to
-    prefill in, whatever the decodes take: prompts must get on.
+    the share of it that iterations leave free at least; more where they have come late (`Lateness`). `least_prefill`
+    tokens go into every iteration that somebody waits to prefill in, whatever the decodes take: prompts must get on.
 
     Differs from the paper: while requests that already draw tokens are on their way here, an iteration aims at half
     the bound, because between two of their tokens they wait for the rest of one iteration and then for a whole one;
@@ -40,6 +44,7 @@ class SloBatching:
         self._least_prefill = least_prefill
         self._cold_chunk = cold_chunk
         self.table = ProfileTable()
+        self._lateness = Lateness(_PERCENTILE)
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._swapped: list[Sequence] = []
@@ -106,6 +111,8 @@ class SloBatching:
         self._observed = rows if decoding else frozenset()
         shape = plan_shape(plan)
         self._late += shape.decodes > 0 and latency_s > self._bound(row.sequence for row in plan.rows)
+        if shape.decodes and shape.prefill_tokens:  # the kind whose size is up to this scheduler
+            self._lateness.record(plan.estimated_s, latency_s)
         self.table.record(shape, latency_s)
 
     def repeats(self, plan: IterationPlan, kv: KvAllocator) -> bool:
@@ -128,6 +135,7 @@ class SloBatching:
             "late_iterations_total": float(self._late),
             "profile_cells": float(len(self.table)),
             "profile_error": self.table.error,
+            "lateness_ratio": self._lateness.ratio,
         }
 
     # -- what it learned ---------------------------------------------------------------------------------------
@@ -136,7 +144,7 @@ class SloBatching:
         return self.table.step_times
 
     def export_state(self) -> bytes:
-        return self.table.export()
+        return self.table.export() if self.table.step_times is not None else b""
 
     def import_state(self, data: bytes) -> None:
         self.table.load(data)
@@ -151,7 +159,7 @@ class SloBatching:
     def _target_s(self, decodes: BatchShape) -> float:
         """What the iteration aims at: the bound, or half of it for those who arrive. Then a quarter of it stays for
         prompts whatever the decodes take: nothing would be gained for the newcomer and prompts would stand still."""
-        whole_s = self._bound_s * (1.0 - self._headroom)
+        whole_s = self._bound_s * min(1.0 - self._headroom, 1.0 / self._lateness.ratio)
         if not self._arriving:
             return whole_s
         decode_s = self.table.estimate(decodes) or 0.0
@@ -183,9 +191,21 @@ class SloBatching:
         return batch.with_prefill(row.start, row.count), max(0, least - row.count)
 
     def _has_room(self, sequence: Sequence, kv: KvAllocator) -> bool:
-        """Leave every running sequence its next block, or a newcomer is let in only to push somebody out."""
+        """Room for it and, as far as answers are foreseen, for what everybody here will hold at worst: a newcomer is
+        not let in to push somebody out. Every running sequence has its next block in any case."""
+        if not self._running:
+            return True
         spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
-        return not self._running or spare >= min(len(self._running), kv.total_blocks // 50)
+        if spare < min(len(self._running), kv.total_blocks // 50):
+            return False
+        holders = [_holder(s) for s in (*self._running, sequence)]
+        # In positions, what is left of everybody's last block included: while nobody comes or goes the answer is then
+        # the same in every iteration, which `repeats` relies on.
+        size = kv.geometry.block_size
+        begun = sum(kv.geometry.blocks_for(s.computed if s.uncomputed == 1 else s.target) for s in self._running)
+        held = sum(held for held, _ in holders)
+        left = (kv.free_blocks + kv.cached_blocks + begun) * size - held
+        return sum(coming for _, coming in holders) <= left or peak_growth(holders) <= left
 
     def _sort_out(self) -> None:
         """Everybody into the queue of its phase, in arrival order."""
@@ -198,6 +218,15 @@ class SloBatching:
             self._running = sorted((s for s in everybody if s.phase is Phase.RUNNING), key=by_arrival)
             self._waiting = sorted((s for s in everybody if s.phase is Phase.WAITING), key=by_arrival)
             self._swapped = sorted((s for s in everybody if s.phase is Phase.SWAPPED), key=by_arrival)
+
+
+def _holder(sequence: Sequence) -> tuple[int, int]:
+    """Positions it holds once what is known is computed, and those still to come here."""
+    request = sequence.request
+    end = request.prompt_tokens + min(round(sequence.predicted), request.sampling.max_tokens) - 1
+    if sequence.end is not None:
+        end = min(end, sequence.end)
+    return sequence.target, max(0, end - sequence.target)
 
 
 def plan_shape(plan: IterationPlan) -> BatchShape:

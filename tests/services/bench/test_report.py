@@ -141,6 +141,19 @@ def test_itl_slo_uses_the_requests_own_99th_percentile() -> None:
     assert slo_verdict(one, SloLimits(itl_ms={"": 920.0})) == {"itl": True}
 
 
+def test_the_share_of_gaps_within_their_limit() -> None:
+    """Of completed requests alone, each by its class's limit: 8 of 9 gaps and 1 of 2."""
+    records = [
+        record(0.0, [0.1 * i for i in range(9)] + [1.9]), record(0.0, [0.1, 0.5, 2.0], traffic_class="be"),
+        record(0.0, [0.1, 9.0], status="failed"),
+    ]  # fmt: skip
+    shares = [
+        found.itl_share if (found := slice_figures(records, 10.0, limits).slo) else -1.0
+        for limits in (SloLimits(itl_ms={"": 500.0}), SloLimits(itl_ms={"be": 500.0}), SloLimits(e2e_ms={"": 500.0}))
+    ]
+    assert shares == [9 / 11, 0.5, None]
+
+
 def test_classes_have_their_own_limits() -> None:
     limits = SloLimits(e2e_ms={"rt": 500.0, "be": 5000.0})
     slow = [0.5, 1.0]

@@ -1,0 +1,39 @@
+"""How much longer than estimated iterations take, at the percentile that a bound on the time between tokens names.
+
+Owned by the worker's scheduler, which aims that much below the bound. Pure arithmetic; forgets slowly.
+"""
+
+from __future__ import annotations
+
+import math
+
+_STEP = 0.02
+"""Of the estimate, in logarithm: an iteration beyond it raises it by this much, at `percentile` 0.99 one within it
+lowers it by a hundredth of that."""
+_MOST = math.log(2.0)
+"""Half the bound at most: what comes later still has other reasons than the size of the iteration."""
+
+
+class Lateness:
+    """D5 · the `percentile` of measured over estimated time, tracked by stochastic approximation (Robbins and Monro).
+
+    Differs from the paper: it estimates by what it measured on average and keeps the bound where iterations scatter
+    little; on a machine whose cores other processes share half of them would come late.
+    """
+
+    def __init__(self, percentile: float) -> None:
+        self._percentile = percentile
+        self._log_ratio = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """At least 1: iterations that are early leave nothing to be aimed beyond."""
+        return math.exp(self._log_ratio)
+
+    def record(self, estimated_s: float, measured_s: float) -> None:
+        """Ignores iterations without an estimate."""
+        if estimated_s <= 0.0 or measured_s <= 0.0:
+            return
+        beyond = math.log(measured_s / estimated_s) > self._log_ratio
+        moved = self._log_ratio + _STEP * (self._percentile - (not beyond))
+        self._log_ratio = min(max(moved, 0.0), _MOST)

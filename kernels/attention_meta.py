@@ -6,8 +6,12 @@ Built by the engine once per step and used by all layers. Holds tensors, decides
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from cohort.kernels.gpu.workspace import Workspace
 
 
 @dataclass(slots=True)
@@ -25,3 +29,8 @@ class AttentionMeta:
     block_size: int
     max_query_len: int
     num_prefill_rows: int
+
+    # For kernels on a GPU, which must not ask the device; others ignore them.
+    max_context_len: int = 0  # no row's context is longer; 0 = as long as the tables are wide
+    prefill_context: int = 0  # sum of the prefill rows' context_lens; 0 = unknown, they are read where they lie
+    workspace: Workspace | None = None  # None = every call makes its own: never inside a CUDA graph

@@ -1,0 +1,66 @@
+"""Memory that attention on a GPU needs beside its tensors, made once per model.
+
+Made by the engine at load, handed down in `AttentionMeta.workspace`. A captured CUDA graph keeps the addresses it was
+captured with, so it must outlive every graph. One step at a time may use it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cohort.kernels.gpu.plan import decode_plan
+
+
+class Workspace:
+    """Partial results of split rows, and room for the gathered keys and values of one layer's prefill rows."""
+
+    __slots__ = ("lse", "partial", "staging", "starts")
+
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        query_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_context: int,
+        staging_tokens: int,
+    ) -> None:
+        """`max_context`: no row is longer. `staging_tokens`: how many positions, over all prefill rows of a step, may be
+        gathered for flash attention; a step with more goes to the kernel that reads the paged cache, so this bounds
+        memory, not what can be served."""
+        parts = most_parts(max_rows, kv_heads, head_dim, dtype.itemsize, max_context, multiprocessors(device))
+        self.partial = torch.empty(parts * query_heads * head_dim, dtype=torch.float32, device=device)
+        self.lse = torch.empty(parts * query_heads, dtype=torch.float32, device=device)
+        self.staging = torch.empty((2, staging_tokens, kv_heads, head_dim), dtype=dtype, device=device)
+        self.starts = torch.empty(max_rows + 1, dtype=torch.int32, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """What it holds of the device's memory."""
+        return sum(tensor.nbytes for tensor in (self.partial, self.lse, self.staging, self.starts))
+
+    def decode_buffers(self, parts: int, query_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Partial results and their log-sum-exps for `parts` (rows × splits), both flat."""
+        return self.partial[: parts * query_heads * head_dim], self.lse[: parts * query_heads]
+
+
+def most_parts(
+    max_rows: int, kv_heads: int, head_dim: int, element_bytes: int, max_context: int, multiprocessors: int
+) -> int:
+    """The most rows × splits that any batch of up to `max_rows` rows is planned with."""
+    return max(
+        rows * decode_plan(
+            rows, kv_heads=kv_heads, head_dim=head_dim, element_bytes=element_bytes, max_context=max_context,
+            multiprocessors=multiprocessors,
+        ).splits
+        for rows in range(1, max_rows + 1)
+    )  # fmt: skip
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; elsewhere (the interpreter) 1, so that the plan stays small."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,7 +1,8 @@
 """What a worker's scheduler has learned of its machine, kept on disk over a restart.
 
 Hosted by `worker_loop`: loaded once before serving, saved now and then and at the end. The scheduler itself stays pure
-(`LearnsStepTimes`). One file per instance, model, device, precision and thread count: times hold for nothing else.
+(`LearnsStepTimes`). One file per instance, model, device, precision, thread count and kind of scheduler: what was
+learned holds for nothing else.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ class LearnedState:
 
     def save(self) -> None:
         """Whole or not at all. A full disk must not end a worker: the state is a convenience."""
-        if self._scheduler.step_times() is None:
+        state = self._scheduler.export_state()
+        if not state:
             return
         fresh = self._path.with_suffix(f".{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_bytes(self._scheduler.export_state())
+            fresh.write_bytes(state)
             fresh.replace(self._path)
         except OSError:
             with contextlib.suppress(OSError):

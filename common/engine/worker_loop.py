@@ -147,7 +147,7 @@ class WorkerLoop:
         threads = config.worker_threads(context.instance, len(_cores()))
         learned = LearnedState(
             scheduler, Path(config.engine.state_dir) if config.engine.state_dir else paths.cache_dir() / "learned",
-            f"{context.model_name}-{runner.device}-{runner.dtype}-{threads}-{context.instance}",
+            f"{context.model_name}-{runner.device}-{runner.dtype}-{threads}-{context.instance}-{config.policies.iteration}",
             config.bros.profile if config.policies.iteration == "slack_packing" else config.dynaserve.profile,
         )  # fmt: skip
         self._log.info("step times", start=learned.load())

@@ -63,6 +63,7 @@ class SharedBlocks:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._left: list[Side | None] = [None] * num_blocks
         self._right: list[Side | None] = [None] * num_blocks
+        self.right_blocks = 0
         self.shared_blocks = 0
         self.shared_total = 0
 
@@ -75,10 +76,6 @@ class SharedBlocks:
 
     def right(self, block: int) -> Side | None:
         return self._right[block]
-
-    def alone(self, block: int) -> bool:
-        """Whether one side of a held block is empty."""
-        return self._left[block] is None or self._right[block] is None
 
     def within(self, positions: int, index: int) -> int:
         """How many of a tenant's first `positions` lie in its block `index`."""
@@ -113,19 +110,25 @@ class SharedBlocks:
 
         Differs from the paper: it does not say which of many full blocks comes first. Here tenants that miss slots
         already and then those with least KV, so that few requests are hit and little has to come back.
+
+        Ordered when the first is asked for; `tenants` keep their blocks until the last was.
         """
-        hit = [tenant for tenant in tenants if tenant.blocks]
-        partial = []
-        for tenant in hit:
-            for index in {len(tenant.blocks) - 1, *tenant.host}:
-                if index < len(tenant.blocks) and self._left[tenant.blocks[index]] is None:
-                    empty = self.size - tenant.resident[index]
-                    if empty:
-                        partial.append((-empty, tenant.blocks[index]))
+        left, hit, partial = self._left, [], []
+        for tenant in tenants:
+            blocks, resident = tenant.blocks, tenant.resident
+            if not blocks:
+                continue
+            hit.append((-tenant.away, tenant.stored, tenant.name, tenant))
+            if resident[-1] < self.size and left[blocks[-1]] is None:
+                partial.append((resident[-1], blocks[-1]))
+            for index in tenant.host:
+                if index < len(blocks) - 1 and left[blocks[index]] is None:
+                    partial.append((resident[index], blocks[index]))
         partial.sort()
+        hit.sort()
         seen = {block for _, block in partial}
         yield from (block for _, block in partial)
-        for tenant in sorted(hit, key=lambda t: (-t.away, t.stored, t.name)):
+        for _, _, _, tenant in hit:
             for block in reversed(tenant.blocks):
                 if block not in seen and self._left[block] is None:
                     yield block
@@ -146,6 +149,7 @@ class SharedBlocks:
             self.shared_blocks += 1
             self.shared_total += 1
         sides[block] = (tenant, index)
+        self.right_blocks += tenant.reversed
         if index == len(tenant.blocks):
             tenant.blocks.append(block)
             tenant.resident.append(0)
@@ -158,6 +162,7 @@ class SharedBlocks:
         block = tenant.blocks[index]
         sides, others = (self._right, self._left) if tenant.reversed else (self._left, self._right)
         sides[block] = None
+        self.right_blocks -= tenant.reversed
         if others[block] is None:
             self._free.append(block)
         else:
@@ -200,3 +205,5 @@ class SharedBlocks:
                 raise InvariantViolated(f"block {block}: {one[0].name} and {other[0].name} overlap")
         if shared != self.shared_blocks:
             raise InvariantViolated(f"{shared} blocks are shared, {self.shared_blocks} are counted")
+        if self.right_blocks != sum(side is not None for side in right):
+            raise InvariantViolated(f"{self.right_blocks} blocks with a right tenant are counted, there are others")

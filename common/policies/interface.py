@@ -475,14 +475,15 @@ class IterationScheduler(Protocol):
 
 @runtime_checkable
 class LearnsStepTimes(Protocol):
-    """What a scheduler may add to its seat: it learns what iterations cost here (D5). The host keeps what was learned
-    over a restart, and reports carry it to the manager (D4)."""
+    """What a scheduler may add to its seat: it learns what iterations cost here (R3, D5). The host keeps what was
+    learned over a restart, and reports carry it to the manager (D4)."""
 
     def step_times(self) -> StepTimes | None:
         """None until enough was seen."""
 
     def export_state(self) -> bytes:
-        """What was learned, for `import_state` of a later process on the same machine with the same model."""
+        """What was learned, for `import_state` of a later process on the same machine with the same model; nothing
+        while that is not worth keeping."""
 
     def import_state(self, data: bytes) -> None:
         """Start from this: an exported state, or the file of `cohort profile`. Raises `ValueError`."""

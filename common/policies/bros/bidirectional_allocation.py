@@ -15,9 +15,10 @@ change hands cannot be known by its content.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import chain
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.kv.shared_blocks import PreemptedBlock, SharedBlocks, Tenant
@@ -50,8 +51,8 @@ class BidirectionalAllocator:
         self._host_free = list(range(host_blocks - 1, -1, -1))
         self._host_returned: list[int] = []
         """Usable again from the next iteration on: copies of this one may still name them."""
-        self._preemptable: list[int] | None = None
-        """Blocks that can be shared, last ones first to go; None until somebody asks in this iteration."""
+        self._preemptable: Iterator[int] | None = None
+        """Blocks that can be shared, first ones first to go; None until somebody asks in this iteration."""
         self._served: set[Tenant] = set()
         self._copies = CopyList(self._size)
         self._checkpointed_total = 0
@@ -82,13 +83,21 @@ class BidirectionalAllocator:
         """Also brings back whatever of [0, positions) lies in host memory."""
         tenant = self._tenants[sequence.key]
         if positions == tenant.stored + 1 <= len(tenant.blocks) * self._size and not tenant.host:
-            # Almost always: one more slot of a last block that nobody else is in.
+            # Almost always: one more slot of the last block, and nobody's.
             index = tenant.stored // self._size
-            if index == len(tenant.blocks) - 1 and self._table.alone(tenant.blocks[index]):
+            if index == len(tenant.blocks) - 1 and self._fits(tenant, index, positions):
                 tenant.claimed = positions
                 self._served.add(tenant)
                 return True
         return self._grow(tenant, positions)
+
+    def _fits(self, tenant: Tenant, index: int, positions: int) -> bool:
+        """Whether positions up to so many of this block lie where nobody else has anything."""
+        block, within = tenant.blocks[index], positions - index * self._size
+        if tenant.reversed:
+            return self._table.left_extent(block) + within <= self._size
+        side = self._table.right(block)
+        return side is None or within + self._relied_on(*side) <= self._size
 
     def restore(self, sequence: Sequence) -> bool:
         """Bring back what lies in host memory while an iteration runs that the sequence has no row in (R12)."""
@@ -164,20 +173,18 @@ class BidirectionalAllocator:
         """R8 · FindPreemptBlock. Ordered once an iteration; who was served or shared since is passed over."""
         table = self._table
         if self._preemptable is None:
-            unserved = (tenant for tenant in self._reversed.values() if tenant not in self._served)
-            self._preemptable = list(table.find_preemptable(unserved))
-            self._preemptable.reverse()
-        found: list[int] = []
-        order = self._preemptable
-        for at in range(len(order) - 1, -1, -1):
-            block = order[at]
+            self._preemptable = table.find_preemptable(
+                [tenant for tenant in self._reversed.values() if tenant not in self._served]
+            )
+        candidates, found = self._preemptable, []
+        for block in candidates:
             side = table.right(block)
             if side is not None and table.left(block) is None and side[0] not in self._served:
                 found.append(block)
                 if len(found) == wanted:
                     break
-            elif at == len(order) - 1:
-                order.pop()
+        # They stay the first ones, in case that they are not taken.
+        self._preemptable = chain(tuple(found), candidates)
         return found
 
     def _in_the_way(self, tenant: Tenant, positions: int) -> list[int]:
@@ -315,7 +322,7 @@ class BidirectionalAllocator:
     @property
     def preemptable_blocks(self) -> int:
         """Blocks a real-time request could share, now or when those served in this iteration may be robbed again."""
-        return sum(len(tenant.blocks) for tenant in self._reversed.values()) - self._table.shared_blocks
+        return self._table.right_blocks - self._table.shared_blocks
 
     @property
     def total_blocks(self) -> int:
@@ -339,6 +346,11 @@ class BidirectionalAllocator:
 
     def owners(self) -> Mapping[SequenceKey, int]:
         return {key: len(tenant.blocks) + len(tenant.host) for key, tenant in self._tenants.items()}
+
+    def held(self, key: SequenceKey) -> int:
+        """Of `owners`, the one; 0 for a sequence that holds nothing."""
+        tenant = self._tenants.get(key)
+        return 0 if tenant is None else len(tenant.blocks) + len(tenant.host)
 
     def figures(self) -> dict[str, float]:
         return {

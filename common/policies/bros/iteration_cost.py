@@ -69,9 +69,10 @@ class IterationCost:
         self._weights: _Vector = np.zeros(len(_SCALE))
         self._covariance = np.eye(len(_SCALE)) * _UNSURE
         self._slot_s = 0.0
-        self._seen = 0
-        self._error = 0.0
-        self._bias = 0.0
+        self._known = False
+        """There is something to foresee iterations from."""
+        self._seen = self._judged = 0
+        self._error = self._bias = 0.0
         self._set()
 
     # -- asking ------------------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ class IterationCost:
         """An iteration took so long, with `slots` copied beside its rows and `slots_before` ahead of them. What copies
         made longer says what a slot costs, everything else what rows cost."""
         if slots_before:
-            if self._seen and latency_s > self.exec_s(load):
+            if self._known and latency_s > self.exec_s(load):
                 self._note_slot((latency_s - self.exec_s(load)) / slots_before)
             return
         if load.prefill_tokens == 0 and load.decode_rows == 0:
@@ -124,9 +125,10 @@ class IterationCost:
         if slots and self.swap_s(slots) > self.exec_s(load):
             self._note_slot(latency_s / slots)
             return
-        if self._seen:
+        if self._known:
             off = self.exec_s(load) / max(latency_s, 1e-9) - 1.0
-            share = max(_SMOOTH, 1.0 / self._seen)
+            self._judged += 1
+            share = max(_SMOOTH, 1.0 / self._judged)
             self._error += share * (abs(off) - self._error)
             self._bias += share * (off - self._bias)
         self._seen += 1
@@ -141,6 +143,7 @@ class IterationCost:
         ])  # fmt: skip
         spread = self._covariance @ x
         gain = spread / (forget + float(x @ spread))
+        self._known = True
         self._weights = self._weights + gain * (latency_s - float(x @ self._weights))
         self._covariance = self._covariance - np.outer(gain, spread)
         if float(np.trace(self._covariance)) / forget <= _UNSURE * len(_SCALE):
@@ -159,8 +162,12 @@ class IterationCost:
     # -- keeping -----------------------------------------------------------------------------------------------
 
     def export_state(self) -> bytes:
+        """Nothing before the first measured iteration: a profile that it started from is read again."""
+        if not self._seen:
+            return b""
         return json.dumps({
             "weights": self._weights.tolist(), "covariance": self._covariance.tolist(), "slot_s": self._slot_s,
+            "observations": self._seen,
         }).encode()  # fmt: skip
 
     def import_state(self, data: bytes) -> None:
@@ -172,13 +179,14 @@ class IterationCost:
                 return
             weights = np.array(state["weights"], dtype=np.float64)
             covariance = np.array(state["covariance"], dtype=np.float64)
-            slot_s = float(state["slot_s"])
+            slot_s, seen = float(state["slot_s"]), int(state["observations"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"neither a state of this cost model nor a profile: {error}") from error
         finite = bool(np.isfinite(weights).all() and np.isfinite(covariance).all())
         if weights.shape != _SCALE.shape or covariance.shape != (len(_SCALE),) * 2 or not finite:
             raise ValueError("a state of another cost model")
         self._weights, self._covariance, self._slot_s = weights, covariance, slot_s
+        self._seen, self._known = seen, True
         self._set()
 
     def _fit(self, points: list[dict[str, Any]]) -> None:
@@ -193,5 +201,6 @@ class IterationCost:
             self._learn(load, float(point["median_s"]), 1.0)
 
     def figures(self) -> dict[str, float]:
-        """`cost_error`: relative error of what was foreseen, moving average; `cost_bias` the same with its sign."""
+        """`cost_error`: relative error of what was foreseen, moving average since this process started; `cost_bias` the
+        same with its sign. Observations count those of earlier processes too, whose state it started from."""
         return {"cost_error": self._error, "cost_bias": self._bias, "cost_observations_total": float(self._seen)}

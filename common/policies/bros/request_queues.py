@@ -22,14 +22,23 @@ def _first(candidate: Candidate) -> float:
 
 
 class UrgentFirst:
-    """Fig. 8 · Two ordered queues, merged as far as somebody pulls. Nobody may start or leave meanwhile."""
+    """Fig. 8 · Two ordered queues, merged as far as somebody pulls. Nobody may start or leave meanwhile.
+
+    Those before `place` and `at` cannot make it any more. They can be asked for when others have started since.
+    """
 
     def __init__(
         self, now_s: float, pending: list[Candidate], place: int, waiting: list[Candidate], at: int
     ) -> None:
         self._now_s = now_s
-        self._pending, self._place = pending, place
+        self._pending, self._place, self._late = pending, place, place
         self._waiting, self._at, self._end = waiting, at, len(waiting)
+        self._late_waiting = at
+
+    def overdue(self) -> Iterator[Sequence]:
+        """Who cannot make it any more: started ones first, each by deadline. Who is yielded may start meanwhile."""
+        yield from (item[2] for item in self._pending[: self._late])
+        yield from (item[2] for item in self._waiting[: self._late_waiting])
 
     def skip_waiting(self) -> None:
         """From now on only those who started already."""
@@ -101,22 +110,9 @@ class RealTimeQueues:
         )
         return UrgentFirst(
             now_s, pending, bisect_left(pending, least_s, key=_first), self._waiting,
-            self._first_in_time(now_s + least_s),
+            bisect_left(self._waiting, now_s + least_s, key=_first),
         )  # fmt: skip
 
-    def overdue(self, now_s: float, average_s: float, least_s: float) -> Iterator[Sequence]:
-        """Who cannot make it any more: started ones first, each by deadline. Who is yielded may start meanwhile."""
-        groups = self._groups
-        late = []
-        for key, sequence in self._pending.items():
-            residual_s = groups.residual_s(now_s, sequence, average_s)
-            if residual_s < least_s:
-                late.append((residual_s, key, sequence))
-        yield from (sequence for _, _, sequence in sorted(late))
-        yield from (item[2] for item in self._waiting[: self._first_in_time(now_s + least_s)])
-
-    def _first_in_time(self, due_s: float) -> int:
-        return bisect_left(self._waiting, due_s, key=_first)
 
 
 class BestEffortQueues:

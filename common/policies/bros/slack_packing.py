@@ -19,7 +19,7 @@ from typing import Literal
 from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
 from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
 from cohort.common.policies.bros.iteration_cost import BatchLoad, IterationCost, load_of
-from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTimeQueues
+from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTimeQueues, UrgentFirst
 from cohort.common.policies.bros.token_groups import TokenGroups
 from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Row, Sequence, SequenceKey
 from cohort.common.policies.sequences import preempt, resume, start
@@ -138,8 +138,9 @@ class SlackPacking:
         batch = _Batch(min(self._batch_size.value, self._settings.max_rows), self._settings.max_tokens)
         self._starving_first(now_s, kv, batch)
         least_s = self._least_s()
-        chosen, hopeless, cut_short = self._pack_real_time(now_s, kv, batch, least_s)
-        self._pack_overdue(now_s, kv, batch, hopeless, least_s)
+        urgent = self._rt.urgent_first(now_s, self._average_s, least_s)
+        chosen, hopeless, cut_short = self._pack_real_time(urgent, kv, batch)
+        self._pack_overdue(urgent, kv, batch, hopeless)
         self._pack_best_effort(kv, batch, chosen)
         if not batch.rows and not batch.slots:
             self._force_oldest(kv, batch)
@@ -180,7 +181,7 @@ class SlackPacking:
         return max(self._cost.least_s, self._cost.exec_of(0, rows, sum(decoding) + rows))
 
     def _pack_real_time(
-        self, now_s: float, kv: KvAllocator, batch: _Batch, least_s: float
+        self, urgent: UrgentFirst, kv: KvAllocator, batch: _Batch
     ) -> tuple[list[tuple[float, Sequence]], list[Sequence], bool]:
         """Lines 3–15. Who was taken, most urgent first; who cannot make it even alone; whether a deadline cut it short
         (lines 11–12)."""
@@ -191,12 +192,20 @@ class SlackPacking:
         rows, tokens_left, cut_short = len(batch.rows), batch.tokens_left, False
         prefill, decode, context = batch.prefill_tokens, batch.decode_rows, batch.context
         exec_of, chunk, swap_s = cost.exec_of, self._settings.chunk, cost.swap_s(batch.slots)
-        urgent = self._rt.urgent_first(now_s, self._average_s, least_s)
         for residual_s, key, sequence in urgent:
             if key in batch.safe:
                 continue
             computed = sequence.computed
             count = min(sequence.uncomputed, chunk, tokens_left)
+            if count == 1 and rows < self._settings.max_rows:
+                # The usual row: who keeps the deadline among all of them would alone.
+                limit_s = residual_s if residual_s < batch.limit_s else batch.limit_s
+                if exec_of(prefill, decode + 1, context + computed + 1) <= limit_s >= swap_s:
+                    batch.limit_s = limit_s
+                    pulled.append((residual_s, sequence, 1))
+                    decode, context = decode + 1, context + computed + 1
+                    rows, tokens_left = rows + 1, tokens_left - 1
+                    continue
             alone_s = exec_of(0, 1, computed + 1) if count <= 1 else exec_of(count, 0, computed)
             if residual_s < alone_s:
                 hopeless.append(sequence)
@@ -231,11 +240,9 @@ class SlackPacking:
                 no_room = True
         return chosen, hopeless, cut_short
 
-    def _pack_overdue(
-        self, now_s: float, kv: KvAllocator, batch: _Batch, hopeless: list[Sequence], least_s: float
-    ) -> None:
+    def _pack_overdue(self, urgent: UrgentFirst, kv: KvAllocator, batch: _Batch, hopeless: list[Sequence]) -> None:
         """Served after those who can make it, within the time those leave."""
-        for sequence in chain(self._rt.overdue(now_s, self._average_s, least_s), hopeless):
+        for sequence in chain(urgent.overdue(), hopeless):
             if batch.tokens_left <= 0 or len(batch.rows) >= self._settings.max_rows:
                 return
             if batch.full and sequence.phase is Phase.WAITING:
@@ -383,21 +390,26 @@ class SlackPacking:
             holds = other.phase is Phase.RUNNING and not other.pinned and (desperate or other.uncomputed <= 1)
             return holds and other is not sequence and other.key not in batch.safe
 
-        own_class, held = sequence.request.traffic_class, kv.owners()
-        wanted = kv.geometry.blocks_for(sequence.target) - held.get(sequence.key, 0)
-        room = kv.free_blocks + kv.cached_blocks
-        be = [s for s in self._be.pending() if may_go(s) and (own_class == "rt" or s.arrived_s >= sequence.arrived_s)]
+        own_class, room = sequence.request.traffic_class, kv.free_blocks + kv.cached_blocks
+        from_best_effort = True
         if own_class == "rt" and isinstance(kv, BidirectionalAllocator):
             # Best-effort blocks can be had without a drop, unless there is nowhere to put what is overwritten.
             room += kv.preemptable_blocks
-            be = be if desperate or kv.host_free_blocks <= wanted else []
-        victims = sorted(be, key=lambda s: (-s.arrived_s, s.key))
+            wanted = kv.geometry.blocks_for(sequence.target) - kv.held(sequence.key)
+            from_best_effort = desperate or kv.host_free_blocks <= wanted
+        victims: list[Sequence] = []
+        if from_best_effort:
+            be = (s for s in self._be.pending() if own_class == "rt" or s.arrived_s >= sequence.arrived_s)
+            victims = sorted(filter(may_go, be), key=lambda s: (-s.arrived_s, s.key))
         if own_class == "rt" and real_time and (desperate or sequence.phase is Phase.RUNNING):
             own = (self._groups.due_s(sequence), sequence.key)
             rt = [(self._groups.due_s(s), s.key, s) for s in self._rt.pending() if may_go(s)]
             victims += [s for due_s, key, s in sorted(rt, reverse=True) if (due_s, key) > own]
-        if room + sum(held.get(s.key, 0) for s in victims) >= wanted:
-            yield from victims
+        if victims:
+            held = kv.owners()
+            wanted = kv.geometry.blocks_for(sequence.target) - held.get(sequence.key, 0)
+            if room + sum(held.get(s.key, 0) for s in victims) >= wanted:
+                yield from victims
 
     def _has_room(self, sequence: Sequence, kv: KvAllocator) -> bool:
         """Somebody starts only where everybody running keeps its next block."""

@@ -10,15 +10,13 @@ from cohort.common.engine.learned_state import LearnedState
 from cohort.common.errors import ConfigError
 from cohort.common.types import StepTimes
 
-TIMES = StepTimes(1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
-
 
 class Learner:
-    def __init__(self, state: bytes = b"", known: StepTimes | None = TIMES) -> None:
-        self.state, self.known = state, known
+    def __init__(self, state: bytes = b"") -> None:
+        self.state = state
 
     def step_times(self) -> StepTimes | None:
-        return self.known
+        return None
 
     def export_state(self) -> bytes:
         return self.state
@@ -56,7 +54,7 @@ def test_a_broken_file_is_passed_over_a_broken_profile_is_an_error(tmp_path: Pat
 
 
 def test_nothing_learned_is_not_written_and_saving_is_rare(tmp_path: Path) -> None:
-    LearnedState(Learner(known=None), tmp_path, "w", "").save()
+    LearnedState(Learner(), tmp_path, "w", "").save()
     assert list(tmp_path.iterdir()) == []
     state = LearnedState(Learner(b"ok"), tmp_path, "w", "")
     state.save_if_due(100.0)

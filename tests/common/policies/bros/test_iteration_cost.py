@@ -101,10 +101,16 @@ def test_prompt_tokens_that_fit_into_a_time() -> None:
 def test_state_survives_and_foreign_state_is_refused() -> None:
     cost, other = IterationCost(), IterationCost()
     cost.import_state(profile())
-    other.import_state(cost.export_state())
+    assert cost.export_state() == b""
     load = BatchLoad(300, 7, 900)
+    cost.observe(load, 0, 2.0 * truth(load))
+    other.import_state(cost.export_state())
     assert other.exec_s(load) == cost.exec_s(load)
-    for data in (b"{}", b"[]", b'{"weights": [1], "covariance": [[1]], "slot_s": 0}', b"no"):
+    assert other.figures()["cost_observations_total"] == 1
+    assert other.figures()["cost_error"] == 0.0
+    other.observe(load, 0, 0.8 * cost.exec_s(load))
+    assert other.figures()["cost_error"] == pytest.approx(0.25)
+    for data in (b"", b"{}", b"[]", b'{"weights": [1], "covariance": [[1]], "slot_s": 0, "observations": 1}', b"no"):
         with pytest.raises(ValueError):
             other.import_state(data)
 

@@ -59,7 +59,7 @@ def test_the_queues_are_merged_by_residual_time() -> None:
     assert order == ["w0", "p1", "w1", "p0", "w2"]
     # With 0.13 s as the least anything takes, two cannot make it: the started one goes first.
     assert [s.request_id for _, _, s in queues.urgent_first(0.3, 0.0, 0.13)] == ["w1", "p0", "w2"]
-    assert [s.request_id for s in queues.overdue(0.3, 0.0, 0.13)] == ["p1", "w0"]
+    assert [s.request_id for s in queues.urgent_first(0.3, 0.0, 0.13).overdue()] == ["p1", "w0"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -84,7 +84,8 @@ def test_the_lazy_merge_is_the_full_sort(seed: int) -> None:
     expected = sorted((judge.residual_s(1.0, s, 0.05), s.key) for s in alive)
     merged = [(residual, key) for residual, key, _ in queues.urgent_first(1.0, 0.05, least)]
     assert [key for _, key in merged] == [key for residual, key in expected if residual >= least]
-    assert {s.key for s in queues.overdue(1.0, 0.05, least)} == {key for residual, key in expected if residual < least}
+    late = queues.urgent_first(1.0, 0.05, least).overdue()
+    assert {s.key for s in late} == {key for residual, key in expected if residual < least}
     assert len(queues) == len(alive)
 
 

@@ -439,6 +439,8 @@ class WorkerLoop:
             "decode_tokens_total": counters.decode_tokens,
             "preemptions_total": counters.preemptions,
             "transfers_total": counters.transfers_in + counters.transfers_out,
+            "hand_overs_in_total": counters.transfers_in,
+            "exposed_transfer_seconds_total": counters.exposed_transfer_s,
             "transfer_failures_total": counters.transfer_failures,
             "transfer_retries_total": counters.transfer_retries,
             "transfer_stalls_total": counters.stalls,

@@ -12,6 +12,7 @@ goes on while serving (recursive least squares that slowly forgets).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ _Vector = npt.NDArray[np.float64]
 
 _SCALE = np.array([1.0, 1.0, 1e-3, 1e-2, 1e-5])
 """Features near 1: constant, prefill at all, prefill tokens, decode rows, context positions."""
+_NOT_NEGATIVE = (0, 2, 3, 4)
+"""All but "prefill at all": it tells prompts from rows, whichever are dearer."""
 _FORGET = 0.998
 _UNSURE = 100.0
 """Variance of a coefficient nobody has seen; forgetting never makes it larger."""
@@ -151,13 +154,26 @@ class IterationCost:
         self._set()
 
     def _set(self) -> None:
-        """The coefficients in use: more work never takes less time, whatever few observations say."""
-        weights = (self._weights * _SCALE).tolist()
-        self._base_s: float = max(0.0, weights[0])
-        self._prefill_s: float = weights[1]
-        self._token_s: float = max(0.0, weights[2])
-        self._row_s: float = max(0.0, weights[3])
-        self._position_s: float = max(0.0, weights[4])
+        """The coefficients in use: more work never takes less time, whatever few observations say. One that comes out
+        negative is zero, and the others are what they are for the same observations given that: rows and positions grow
+        together, so that a row seems dear where a position seems to gain time."""
+        weights, covariance = self._weights, self._covariance
+        while True:
+            certain = [weights[i] / math.sqrt(covariance[i, i]) if weights[i] < 0.0 else 0.0 for i in _NOT_NEGATIVE]
+            least = min(certain)
+            if least == 0.0:
+                break
+            fixed = _NOT_NEGATIVE[certain.index(least)]
+            share = covariance[:, fixed] / covariance[fixed, fixed]
+            weights = weights - share * weights[fixed]
+            covariance = covariance - np.outer(share, covariance[fixed])
+            weights[fixed] = 0.0
+        scaled = (weights * _SCALE).tolist()
+        self._base_s: float = scaled[0]
+        self._prefill_s: float = scaled[1]
+        self._token_s: float = scaled[2]
+        self._row_s: float = scaled[3]
+        self._position_s: float = scaled[4]
 
     # -- keeping -----------------------------------------------------------------------------------------------
 

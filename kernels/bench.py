@@ -172,7 +172,7 @@ def bench_attention(shape: Shape, dtype: torch.dtype, rounds: int) -> None:
 def bench_elementwise(rows: int, dtype: torch.dtype) -> None:
     """The steps between the matrix products, against the torch reference."""
     hidden, intermediate, heads, kv_heads, dim = 576, 1536, 9, 3, 64
-    x, residual = torch.randn(rows, hidden).to(dtype), torch.randn(rows, hidden).to(dtype)
+    x = torch.randn(rows, hidden).to(dtype)
     weight, out = torch.randn(hidden).to(dtype), torch.empty(rows, hidden, dtype=dtype)
     gate_up, act = torch.randn(rows, 2 * intermediate).to(dtype), torch.empty(rows, intermediate, dtype=dtype)
     qkv = torch.randn(rows, heads + 2 * kv_heads, dim).to(dtype)
@@ -182,9 +182,6 @@ def bench_elementwise(rows: int, dtype: torch.dtype) -> None:
     cases: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "rms_norm": (
             lambda: fused.rms_norm(x, weight, 1e-5, out), lambda: reference.rms_norm(x, weight, 1e-5, out)),
-        "add_rms_norm": (
-            lambda: fused.add_rms_norm(x, residual, weight, 1e-5, out),
-            lambda: reference.add_rms_norm(x, residual, weight, 1e-5, out)),
         "rope": (
             lambda: fused.rope_inplace(q, k, cos, sin, positions),
             lambda: reference.rope_inplace(q, k, cos, sin, positions)),

@@ -1,6 +1,7 @@
 """The elementwise steps of a Llama-shaped layer, each in one pass over memory.
 
-Called by the lean models between their matrix products; dispatches to C++ or to the torch reference.
+Called by the lean models between their matrix products; dispatches to C++, to Triton on a GPU, or to the
+torch reference.
 """
 
 from __future__ import annotations
@@ -8,22 +9,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from cohort.kernels import native, reference
+from cohort.kernels.gpu import available as gpu
+from cohort.kernels.paged_attention import write_kv
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """out = x / sqrt(mean(x²) + eps) · weight over the last dimension; `out` may be `x`, both may be strided views."""
-    if (ops := native.ops_for(x)) is not None:
+    if (ops := native.ops_for(x) or gpu.ops_for(x)) is not None:
         ops.rms_norm(x, weight, eps, out)
     else:
         reference.rms_norm(x, weight, eps, out)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """residual += x in place, then out = rms_norm(residual); `out` may be `x`."""
-    if (ops := native.ops_for(x)) is not None:
-        ops.add_rms_norm(x, residual, weight, eps, out)
-    else:
-        reference.add_rms_norm(x, residual, weight, eps, out)
 
 
 def rope_inplace(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
@@ -32,7 +27,7 @@ def rope_inplace(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tens
     cos and sin are float32 [max_positions, rotary_dim / 2]; rotate-half convention of Llama; with rotary_dim < D the
     rest of each head stays as it is. positions int64 [T].
     """
-    if (ops := native.ops_for(q)) is not None:
+    if (ops := native.ops_for(q) or gpu.ops_for(q)) is not None:
         ops.rope_inplace(q, k, cos, sin, positions)
     else:
         reference.rope_inplace(q, k, cos, sin, positions)
@@ -40,7 +35,19 @@ def rope_inplace(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tens
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     """out [T, I] = silu(gate) · up with gate_up [T, 2I], gate first."""
-    if (ops := native.ops_for(gate_up)) is not None:
+    if (ops := native.ops_for(gate_up) or gpu.ops_for(gate_up)) is not None:
         ops.silu_mul(gate_up, out)
     else:
         reference.silu_mul(gate_up, out)
+
+
+def rope_and_write_kv(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: Tensor, layer: int,
+    slot_mapping: Tensor,
+) -> None:  # fmt: skip
+    """`rope_inplace` of query and key, then `write_kv`: on a GPU one launch. What is left in `key` is nobody's."""
+    if (ops := gpu.ops_for(kv)) is not None:
+        ops.rope_and_write_kv(query, key, value, cos, sin, positions, kv, layer, slot_mapping)
+    else:
+        rope_inplace(query, key, cos, sin, positions)
+        write_kv(key, value, kv, layer, slot_mapping)

@@ -22,7 +22,7 @@ ENVIRONMENT = "COHORT_KERNELS"
 _DTYPES = frozenset({torch.float32, torch.bfloat16})
 _OPERATORS = (
     "paged_attention", "write_kv", "gather_slots", "scatter_slots",
-    "rms_norm", "add_rms_norm", "rope_inplace", "silu_mul",
+    "rms_norm", "rope_inplace", "silu_mul",
     "pack_panels", "panel_outputs", "panel_product", "panel_product_added", "panel_product_gated", "panel_rows",
     "panels_multiply_bf16", "huge_zeros", "llama_layers",
 )  # fmt: skip

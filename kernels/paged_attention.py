@@ -1,7 +1,7 @@
 """Attention over the paged KV cache, and the write that precedes it: the one entry for engine and tests.
 
-Dispatches to the C++ kernel where it serves the tensors' device and dtype, else to the torch reference. Decides nothing
-about which blocks a request owns.
+Dispatches to the C++ kernel or, on a GPU, to Triton's where they serve the device and dtype, else to the torch
+reference. Decides nothing about which blocks a request owns.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cohort.kernels import native, reference
 from cohort.kernels.attention_meta import AttentionMeta
+from cohort.kernels.gpu import available as gpu
 
 __all__ = ["AttentionMeta", "paged_attention", "write_kv"]
 
@@ -27,13 +28,15 @@ def paged_attention(
             query, kv, layer, meta.query_start, meta.context_lens, meta.block_tables, meta.directions, scale, out,
             sliding_window,
         )
+    elif (ops := gpu.ops_for(kv)) is not None:
+        ops.paged_attention(query, kv, layer, meta, scale, out, sliding_window=sliding_window)
     else:
         reference.paged_attention(query, kv, layer, meta, scale, out, sliding_window=sliding_window)
 
 
 def write_kv(key: Tensor, value: Tensor, kv: Tensor, layer: int, slot_mapping: Tensor) -> None:
     """Store key and value [T, Hkv, D] (views of a fused projection are fine) of one layer; slot_mapping int64 [T]."""
-    if (ops := native.ops_for(kv)) is not None:
+    if (ops := native.ops_for(kv) or gpu.ops_for(kv)) is not None:
         ops.write_kv(key, value, kv, layer, slot_mapping)
     else:
         reference.write_kv(key, value, kv, layer, slot_mapping)

@@ -1,6 +1,6 @@
 """The truth: every kernel in plain torch, clear before fast, on any device and dtype.
 
-Called by the dispatching modules where no compiled kernel serves the device or dtype, and by the tests that hold the
+Called by the dispatching modules where no other kernel serves the device or dtype, and by the tests that hold the
 compiled kernels against it. Never loads the extension.
 
 Cache layout everywhere: kv [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], K at index 0, V at 1.
@@ -83,12 +83,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
     out.copy_(weight * normed.to(x.dtype))
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """residual += x, then out = rms_norm(residual)."""
-    residual.add_(x)
-    rms_norm(residual, weight, eps, out)
 
 
 def rope_inplace(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:

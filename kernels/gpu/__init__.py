@@ -1,9 +1,9 @@
 """The kernels in Triton, for NVIDIA GPUs.
 
-`paged_attention`, `slots` and `fused`, one folder up, send tensors on a GPU here (`serves` says whether they can) and are
-what the engine calls; `plan` and `workspace` are what the engine prepares, once per model.
+`paged_attention`, `slots` and `fused`, one folder up, send tensors on a GPU here (`available`) and are what the engine
+calls; `plan` and `workspace` are what it prepares, once per model.
 
 A CUDA graph may capture every call that serves decode rows: nothing is allocated when a workspace is given, nothing is
-copied to the host, and the grid follows from shapes and `AttentionMeta.max_context_len` alone. Prefill runs outside graphs.
-Without a GPU the same kernels run under Triton's interpreter (TRITON_INTERPRET=1), which is how the tests prove them.
+copied to the host, and the grid follows from shapes and `AttentionMeta.max_context_len` alone. Prefill runs outside
+graphs. Without a GPU the same kernels run under Triton's interpreter (TRITON_INTERPRET=1): so the tests prove them.
 """

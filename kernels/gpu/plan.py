@@ -46,9 +46,7 @@ def decode_splits(rows: int, kv_heads: int, max_context: int, multiprocessors: i
     whichever is more; but not more than `max_context` has parts of `min_split_keys`.
     """
     programs = max(1, rows * kv_heads)
-    wanted = max(
-        -(-_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // programs), -(-max_context // _LONGEST_WALK)
-    )
+    wanted = max(-(-_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // programs), -(-max_context // _LONGEST_WALK))
     return max(1, min(wanted, -(-max_context // min_split_keys), MAX_SPLITS))
 
 
@@ -56,7 +54,7 @@ def decode_plan(
     rows: int, *, kv_heads: int, head_dim: int, element_bytes: int, max_context: int, multiprocessors: int
 ) -> DecodePlan:
     """The plan for `rows` rows of one token each, none with more than `max_context` positions."""
-    # K and V of one tile are 16 to 32 KiB: with two more tiles on their way, two or three programs share a multiprocessor.
+    # K and V of a tile are up to 32 KiB: with two more tiles on their way, two programs share a multiprocessor.
     tile_keys = max(16, min(128, _power_of_two_below(16384 // (head_dim * element_bytes))))
     min_split_keys = max(128, tile_keys)
     splits = decode_splits(rows, kv_heads, max_context, multiprocessors, min_split_keys)

@@ -7,7 +7,6 @@ captured with, so it must outlive every graph. One step at a time may use it.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from cohort.kernels.gpu.plan import decode_plan
 
@@ -29,8 +28,8 @@ class Workspace:
         max_context: int,
         staging_tokens: int,
     ) -> None:
-        """`max_context`: no row is longer. `staging_tokens`: how many positions, over all prefill rows of a step, may be
-        gathered for flash attention; a step with more goes to the kernel that reads the paged cache, so this bounds
+        """`max_context`: no row is longer. `staging_tokens`: how many positions, over all prefill rows of a step, may
+        be gathered for flash attention; a step with more goes to the kernel that reads the paged cache, so this bounds
         memory, not what can be served."""
         parts = most_parts(max_rows, kv_heads, head_dim, dtype.itemsize, max_context, multiprocessors(device))
         self.partial = torch.empty(parts * query_heads * head_dim, dtype=torch.float32, device=device)
@@ -43,9 +42,9 @@ class Workspace:
         """What it holds of the device's memory."""
         return sum(tensor.nbytes for tensor in (self.partial, self.lse, self.staging, self.starts))
 
-    def decode_buffers(self, parts: int, query_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-        """Partial results and their log-sum-exps for `parts` (rows × splits), both flat."""
-        return self.partial[: parts * query_heads * head_dim], self.lse[: parts * query_heads]
+    def parts(self, query_heads: int) -> int:
+        """How many rows × splits have room."""
+        return len(self.lse) // query_heads
 
 
 def most_parts(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cohort.kernels.fused import add_rms_norm, rms_norm, rope_inplace, silu_mul
+from cohort.kernels.fused import rms_norm, rope_and_write_kv, rope_inplace, silu_mul
+from cohort.kernels.paged_attention import write_kv
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 EPS = 1e-5
@@ -40,19 +41,6 @@ def test_the_epsilon_counts(implementation, assert_close):
     rms_norm(x, torch.ones(32), EPS, out)
     assert_close(out, normed(x, torch.ones(32)))
     assert out.max() < 0.1  # without it this would be 1
-
-
-@DTYPES
-@pytest.mark.parametrize("shape", [(1, 576), (300, 64), (5, 37)], ids=str)
-@pytest.mark.parametrize("into_x", [False, True])
-def test_add_rms_norm(implementation, assert_close, dtype, shape, into_x):
-    x, residual = torch.randn(shape).to(dtype), (2 * torch.randn(shape)).to(dtype)
-    weight = torch.randn(shape[-1]).to(dtype)
-    total = residual + x  # rounded to dtype, as the residual stream is
-    out = x if into_x else torch.empty_like(x)
-    add_rms_norm(x, residual, weight, EPS, out)
-    assert torch.equal(residual, total)
-    assert_close(out, normed(total, weight))
 
 
 @DTYPES
@@ -101,15 +89,35 @@ def test_silu_mul_at_the_extremes(implementation, dtype):
     torch.testing.assert_close(out[0], expected, equal_nan=True)
 
 
+def rotated(first: torch.Tensor, second: torch.Tensor, cos: float, sin: float) -> torch.Tensor:
+    """first · cos - second · sin, computed as one head's first half."""
+    head = torch.cat((first, second), dim=1)[:, None]
+    half = first.shape[1]
+    positions = torch.zeros(len(first), dtype=torch.int64)
+    rope_inplace(head, head.clone(), torch.full((1, half), cos), torch.full((1, half), sin), positions)
+    return head[:, 0, :half]
+
+
 def test_bfloat16_rounds_as_torch_does(implementation):
-    """Every bfloat16 there is, plus zero: nothing may change, NaN stays NaN. Then sums that must be rounded."""
+    """Every bfloat16 there is, times one: none may change, NaN stays NaN. Then sums that must be rounded."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(64, 1024)
-    residual = every.clone()
-    ones = torch.ones(1024, dtype=torch.bfloat16)
-    add_rms_norm(torch.zeros_like(every), residual, ones, EPS, torch.empty_like(every))
-    assert torch.equal(residual.isnan(), every.isnan())
-    assert torch.equal(residual.nan_to_num(), every.nan_to_num())
+    same = rotated(every, torch.zeros_like(every), cos=1.0, sin=0.0)
+    assert torch.equal(same.isnan(), every.isnan())
+    assert torch.equal(same.nan_to_num(), every.nan_to_num())
     x, y = torch.randn(64, 1024).bfloat16(), torch.randn(64, 1024).bfloat16()
-    total = y.clone()
-    add_rms_norm(x, total, ones, EPS, torch.empty_like(x))
-    assert torch.equal(total, y + x)
+    assert torch.equal(rotated(x, y, cos=1.0, sin=-1.0), x + y)
+
+
+def test_rotation_and_store_in_one_call(implementation):
+    qkv = torch.randn(5, 8, 32)
+    query, key, value = torch.split(qkv.clone(), [4, 2, 2], dim=1)
+    angle, positions, slots = torch.rand(9, 16), torch.tensor([3, 0, 8, 8, 1]), torch.tensor([17, 3, 40, 0, 47])
+    kv = torch.randn(3, 2, 2, 2, 16, 32)
+    both, apart = kv.clone(), kv.clone()
+    rope_inplace(query, key, angle.cos(), angle.sin(), positions)
+    write_kv(key, value, apart, 1, slots)
+    parts = torch.split(qkv, [4, 2, 2], dim=1)
+    rope_and_write_kv(*parts, angle.cos(), angle.sin(), positions, both, 1, slots)
+    assert torch.equal(both, apart)
+    assert not torch.equal(both, kv)
+    assert torch.equal(parts[0], query)

@@ -21,7 +21,7 @@ from cohort.kernels import native
 _KERNELS: dict[StepPart, tuple[str, ...]] = {
     "products": ("panel_product", "panel_product_added", "panel_product_gated"),
     "attention": ("paged_attention",),
-    "elementwise": ("rms_norm", "add_rms_norm", "rope_inplace", "silu_mul", "write_kv"),
+    "elementwise": ("rms_norm", "rope_inplace", "silu_mul", "write_kv"),
     "embedding": ("panel_rows",),
 }
 

@@ -1,0 +1,133 @@
+"""Paged attention on a GPU: prefill rows and decode rows of one step, each by the kernel made for it.
+
+Called by `kernels.paged_attention` once per layer. Prefill rows in 16 bits go through flash attention (`prefill`), in
+float32, or where their gathered context has no room, through our own kernel over the paged cache.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from cohort.kernels.attention_meta import AttentionMeta
+from cohort.kernels.gpu.attention_kernels import WIDEN_PRODUCTS, decode_rows, merge_parts, prefill_rows
+from cohort.kernels.gpu.plan import DecodePlan, decode_plan, power_of_two_from, prefill_plan
+from cohort.kernels.gpu.prefill import flash_prefill
+from cohort.kernels.gpu.workspace import multiprocessors
+
+_MERGED_AT_ONCE = 16
+_planned = lru_cache(maxsize=4096)(decode_plan)
+_multiprocessors = lru_cache(multiprocessors)
+
+
+def paged_attention(
+    query: Tensor, kv: Tensor, layer: int, meta: AttentionMeta, scale: float, out: Tensor, *, sliding_window: int = 0
+) -> None:
+    """As `kernels.paged_attention.paged_attention`. Rows without a context give zeros.
+
+    R14 · Rows before `meta.num_prefill_rows` are taken as prefill, the others have at most one token each.
+    """
+    check(query, kv, meta, out)
+    if meta.num_prefill_rows and not flash_prefill(query, kv, layer, meta, scale, out, sliding_window):
+        prefill(query, kv, layer, meta, scale, out, sliding_window)
+    if len(meta.context_lens) > meta.num_prefill_rows:
+        decode(query, kv, layer, meta, scale, out, sliding_window)
+
+
+def check(query: Tensor, kv: Tensor, meta: AttentionMeta, out: Tensor) -> None:
+    """Raise `ValueError` or `TypeError` for what the kernels would misread; looks at shapes and types only."""
+    if not kv.is_contiguous():
+        raise ValueError("the cache must be contiguous")
+    if not query.dtype == kv.dtype == out.dtype:
+        raise TypeError(f"query {query.dtype}, cache {kv.dtype} and out {out.dtype} must be of one type")
+    if query.shape != out.shape or query.shape[2] != kv.shape[5] or query.shape[1] % kv.shape[3]:
+        raise ValueError(f"query {list(query.shape)} and out {list(out.shape)} do not fit a cache {list(kv.shape)}")
+    if query.stride(2) != 1 or out.stride(2) != 1:
+        raise ValueError("the elements of a head must lie side by side")
+    if meta.block_size != kv.shape[4]:
+        raise ValueError(f"blocks of {meta.block_size} in the tables, of {kv.shape[4]} in the cache")
+    for name in ("query_start", "context_lens", "block_tables"):
+        if getattr(meta, name).dtype != torch.int32:
+            raise TypeError(f"{name} must be int32")
+    if meta.directions is not None and (
+        meta.directions.dtype != torch.uint8 or meta.directions.stride() != meta.block_tables.stride()
+    ):
+        raise TypeError("directions must be uint8 and laid out as block_tables")
+
+
+def prefill(
+    query: Tensor, kv: Tensor, layer: int, meta: AttentionMeta, scale: float, out: Tensor, sliding_window: int = 0,
+) -> None:  # fmt: skip
+    """The step's prefill rows by our own kernel, any dtype: keys are read from the paged cache."""
+    cache = kv[:, layer]
+    _, _, kv_heads, block_size, head_dim = cache.shape
+    group = query.shape[1] // kv_heads
+    plan = prefill_plan(group=group, head_dim=head_dim, element_bytes=kv.element_size())
+    grid = (kv_heads, meta.num_prefill_rows, -(-meta.max_query_len // plan.tile_tokens))
+    prefill_rows[grid](
+        query, cache, meta.query_start, meta.context_lens, meta.block_tables, _directions(meta), out,
+        scale * math.log2(math.e), sliding_window, query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+        meta.block_tables.stride(0), cache.stride(0), cache.stride(1), cache.stride(2),
+        GROUP=group, BLOCK_SIZE=block_size, HEAD_DIM=head_dim, PAD_DIM=padded(head_dim), TILE_ROWS=plan.tile_rows,
+        TILE_TOKENS=plan.tile_tokens, TILE_KEYS=plan.tile_keys, DIRECTED=meta.directions is not None,
+        WINDOWED=sliding_window > 0, WIDE=WIDEN_PRODUCTS, num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
+
+
+def decode(
+    query: Tensor, kv: Tensor, layer: int, meta: AttentionMeta, scale: float, out: Tensor, sliding_window: int = 0,
+    plan: DecodePlan | None = None,
+) -> None:  # fmt: skip
+    """The step's decode rows; a CUDA graph may capture it. `plan`: other than `decode_plan`'s, for measuring."""
+    cache = kv[:, layer]
+    _, _, kv_heads, block_size, head_dim = cache.shape
+    heads, first = query.shape[1], meta.num_prefill_rows
+    rows = len(meta.context_lens) - first
+    plan = plan or _planned(
+        rows, kv_heads=kv_heads, head_dim=head_dim, element_bytes=kv.element_size(),
+        max_context=max_context(meta, sliding_window), multiprocessors=_multiprocessors(kv.device),
+    )  # fmt: skip
+    splits = plan.splits
+    if meta.workspace is not None:
+        splits = max(1, min(splits, meta.workspace.parts(heads) // rows))
+        partial, lse = meta.workspace.partial, meta.workspace.lse
+    else:
+        parts = rows * splits if splits > 1 else 0
+        partial = torch.empty(parts * heads * head_dim, dtype=torch.float32, device=kv.device)
+        lse = torch.empty(parts * heads, dtype=torch.float32, device=kv.device)
+    shared = {
+        "HEAD_DIM": head_dim, "PAD_DIM": padded(head_dim), "TILE_KEYS": plan.tile_keys, "SPLITS": splits,
+        "MIN_SPLIT_KEYS": plan.min_split_keys, "WINDOWED": sliding_window > 0,
+    }  # fmt: skip
+    group = heads // kv_heads
+    decode_rows[(kv_heads, rows, splits)](
+        query, cache, meta.query_start, meta.context_lens, meta.block_tables, _directions(meta), out, partial, lse,
+        first, scale * math.log2(math.e), sliding_window, query.stride(0), query.stride(1), out.stride(0),
+        out.stride(1), meta.block_tables.stride(0), cache.stride(0), cache.stride(1), cache.stride(2),
+        GROUP=group, KV_HEADS=kv_heads, BLOCK_SIZE=block_size, TILE_ROWS=max(16, power_of_two_from(group)),
+        DIRECTED=meta.directions is not None, WIDE=WIDEN_PRODUCTS, num_warps=plan.warps, num_stages=plan.stages,
+        **shared,
+    )  # fmt: skip
+    if splits > 1:
+        merge_parts[(heads, rows)](
+            partial, lse, meta.query_start, meta.context_lens, out, first, sliding_window, out.stride(0),
+            out.stride(1), QUERY_HEADS=heads, PAD_SPLITS=power_of_two_from(splits),
+            AT_ONCE=min(_MERGED_AT_ONCE, power_of_two_from(splits)), num_warps=2, **shared,
+        )  # fmt: skip
+
+
+def max_context(meta: AttentionMeta, sliding_window: int = 0) -> int:
+    """No row reads more positions than this, as far as the host knows."""
+    longest = meta.max_context_len or meta.block_tables.shape[1] * meta.block_size
+    return max(1, min(longest, sliding_window or longest))
+
+
+def padded(head_dim: int) -> int:
+    """Triton's tiles are powers of two, its matrix products at least 16 wide."""
+    return max(16, power_of_two_from(head_dim))
+
+
+def _directions(meta: AttentionMeta) -> Tensor:
+    """Without directions nobody reads them, but a pointer must be given."""
+    return meta.block_tables if meta.directions is None else meta.directions

@@ -1,0 +1,226 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, no-any-return"
+"""The elementwise steps of a Llama-shaped layer on a GPU, each in one launch and one pass over memory.
+
+Called by `kernels.fused` and `kernels.paged_attention`. Roundings are the reference's. A decode step of a small batch
+has nothing else to hide these steps behind, so rotation and the store of new keys and values are one launch.
+Triton reads annotations, so this file must not postpone them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cohort.kernels.gpu.plan import power_of_two_from
+
+_SILU_TILE = 1024
+
+
+@triton.jit
+def _rms_norm(
+    x, weight, out, eps, x_stride, x_head_stride, out_stride, out_head_stride, WIDTH: tl.constexpr, PAD: tl.constexpr
+):
+    """Grid (tokens, heads)."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dim = tl.arange(0, PAD)
+    there = dim < WIDTH
+    wide = tl.load(x + token * x_stride + head * x_head_stride + dim, mask=there, other=0.0).to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    kind = out.dtype.element_ty
+    factor = tl.load(weight + dim, mask=there, other=0.0).to(tl.float32)
+    scaled = normed.to(kind).to(tl.float32) * factor
+    tl.store(out + token * out_stride + head * out_head_stride + dim, scaled.to(kind), mask=there)
+
+
+@triton.jit
+def _silu_mul(gate_up, out, in_stride, out_stride, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """Grid (tokens, tiles of the width)."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    there = column < WIDTH
+    kind = out.dtype.element_ty
+    gate = tl.load(gate_up + token * in_stride + column, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * in_stride + WIDTH + column, mask=there, other=0.0).to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    tl.store(out + token * out_stride + column, (active * up).to(kind), mask=there)
+
+
+@triton.jit
+def _rotate_in_place(
+    x, cos, sin, position, token, token_stride, head_stride,
+    HEADS: tl.constexpr, PAD_HEADS: tl.constexpr, HALF: tl.constexpr, PAD_HALF: tl.constexpr,
+):  # fmt: skip
+    """The first 2 · HALF elements of every head of one token. Both halves are read before either is stored, by the same
+    thread."""
+    head = tl.arange(0, PAD_HEADS)
+    dim = tl.arange(0, PAD_HALF)
+    there = (head < HEADS)[:, None] & (dim < HALF)[None, :]
+    turn_cos = tl.load(cos + position * HALF + dim, mask=dim < HALF, other=0.0)[None, :]
+    turn_sin = tl.load(sin + position * HALF + dim, mask=dim < HALF, other=0.0)[None, :]
+    cell = x + token * token_stride + head[:, None] * head_stride + dim[None, :]
+    first = tl.load(cell, mask=there, other=0.0).to(tl.float32)
+    second = tl.load(cell + HALF, mask=there, other=0.0).to(tl.float32)
+    kind = x.dtype.element_ty
+    tl.store(cell, (first * turn_cos - second * turn_sin).to(kind), mask=there)
+    tl.store(cell + HALF, (second * turn_cos + first * turn_sin).to(kind), mask=there)
+
+
+@triton.jit
+def _rope(
+    q, k, cos, sin, positions, q_stride, q_head_stride, k_stride, k_head_stride,
+    Q_HEADS: tl.constexpr, PAD_Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, PAD_K_HEADS: tl.constexpr,
+    HALF: tl.constexpr, PAD_HALF: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, 2): queries, keys."""
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token)
+    if tl.program_id(1) == 0:
+        _rotate_in_place(q, cos, sin, position, token, q_stride, q_head_stride, Q_HEADS, PAD_Q_HEADS, HALF, PAD_HALF)
+    else:
+        _rotate_in_place(k, cos, sin, position, token, k_stride, k_head_stride, K_HEADS, PAD_K_HEADS, HALF, PAD_HALF)
+
+
+@triton.jit
+def _store_kv(
+    query, key, value, cos, sin, positions, cache, slots, query_stride, query_head_stride, key_stride, key_head_stride,
+    value_stride, value_head_stride, block_stride, value_offset,
+    QUERY_HEADS: tl.constexpr, PAD_QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAD_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr, HALF: tl.constexpr,
+    PAD_HALF: tl.constexpr, ROTATED: tl.constexpr,
+):  # fmt: skip
+    """Keys, rotated on their way if ROTATED, and values into their slots; then also queries are rotated, where they
+    lie. A slot below zero takes nothing. Grid (tokens, 3 if ROTATED else 2): keys, values, queries."""
+    token = tl.program_id(0).to(tl.int64)
+    what = tl.program_id(1)
+    if what == 2:
+        _rotate_in_place(
+            query, cos, sin, tl.load(positions + token), token, query_stride, query_head_stride, QUERY_HEADS,
+            PAD_QUERY_HEADS, HALF, PAD_HALF,
+        )  # fmt: skip
+        return
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    head = tl.arange(0, PAD_KV_HEADS)
+    dim = tl.arange(0, PAD_DIM)
+    there = (head < KV_HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
+    cell = cache + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * HEAD_DIM
+    cell = cell + head[:, None] * (BLOCK_SIZE * HEAD_DIM) + dim[None, :]
+    if what == 1:
+        source = value + token * value_stride + head[:, None] * value_head_stride + dim[None, :]
+        tl.store(cell + value_offset, tl.load(source, mask=there), mask=there)
+    else:
+        source = key + token * key_stride + head[:, None] * key_head_stride
+        own = tl.load(source + dim[None, :], mask=there)
+        if ROTATED:
+            # an element's partner is half a head away: the first half turns against it, the second with it
+            position = tl.load(positions + token)
+            turned = dim < 2 * HALF
+            partner = tl.where(dim < HALF, dim + HALF, dim - HALF)
+            other = tl.load(source + partner[None, :], mask=there & turned[None, :], other=0.0).to(tl.float32)
+            angle = position * HALF + tl.where(dim < HALF, dim, dim - HALF)
+            turn_cos = tl.load(cos + angle, mask=turned, other=1.0)[None, :]
+            turn_sin = tl.load(sin + angle, mask=turned, other=0.0)[None, :]
+            turn_sin = tl.where((dim < HALF)[None, :], -turn_sin, turn_sin)
+            own = (own.to(tl.float32) * turn_cos + other * turn_sin).to(own.dtype)
+        tl.store(cell, own, mask=there)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """As `kernels.fused.rms_norm`, for [T, W] or [T, H, W]."""
+    _unit_stride(x, out, weight)
+    width = x.shape[-1]
+    heads = x.shape[1] if x.dim() == 3 else 1
+    pad = power_of_two_from(width)
+    if x.dim() not in (2, 3) or out.shape != x.shape:
+        raise ValueError(f"x {list(x.shape)} and out {list(out.shape)}: two or three dimensions, and the same")
+    if len(x) == 0:
+        return
+    _rms_norm[(len(x), heads)](
+        x, weight, out, eps, x.stride(0), x.stride(1) if heads > 1 else 0, out.stride(0),
+        out.stride(1) if heads > 1 else 0, WIDTH=width, PAD=pad, num_warps=max(1, min(8, pad // 512)),
+    )  # fmt: skip
+
+
+def silu_mul(gate_up: Tensor, out: Tensor) -> None:
+    """As `kernels.fused.silu_mul`."""
+    _unit_stride(gate_up, out)
+    tokens, width = out.shape
+    if gate_up.shape != (tokens, 2 * width):
+        raise ValueError(f"gate and up {list(gate_up.shape)} for {list(out.shape)}")
+    if tokens == 0:
+        return
+    tile = min(_SILU_TILE, power_of_two_from(width))
+    _silu_mul[(tokens, -(-width // tile))](
+        gate_up, out, gate_up.stride(0), out.stride(0), WIDTH=width, TILE=tile, num_warps=4
+    )
+
+
+def rope_inplace(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+    """As `kernels.fused.rope_inplace`; positions are not checked."""
+    _unit_stride(q, k)
+    if len(q) == 0:
+        return
+    half = _half(cos, sin, positions, q.shape[2])
+    _rope[(len(q), 2)](
+        q, k, cos, sin, positions, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+        Q_HEADS=q.shape[1], PAD_Q_HEADS=power_of_two_from(q.shape[1]), K_HEADS=k.shape[1],
+        PAD_K_HEADS=power_of_two_from(k.shape[1]), HALF=half, PAD_HALF=power_of_two_from(half), num_warps=4,
+    )  # fmt: skip
+
+
+def write_kv(key: Tensor, value: Tensor, kv: Tensor, layer: int, slot_mapping: Tensor) -> None:
+    """As `kernels.paged_attention.write_kv`; slots are not checked, and one below zero takes nothing."""
+    _store(None, key, value, None, None, None, kv, layer, slot_mapping)
+
+
+def rope_and_write_kv(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: Tensor, layer: int,
+    slot_mapping: Tensor,
+) -> None:  # fmt: skip
+    """As `kernels.fused.rope_and_write_kv`: in one launch, and `key` itself stays as it was."""
+    _store(query, key, value, cos, sin, positions, kv, layer, slot_mapping)
+
+
+def _store(
+    query: Tensor | None, key: Tensor, value: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
+    kv: Tensor, layer: int, slots: Tensor,
+) -> None:  # fmt: skip
+    cache = kv[:, layer]
+    _, _, kv_heads, block_size, head_dim = cache.shape
+    if key.shape != value.shape or key.shape != (len(slots), kv_heads, head_dim) or slots.dtype != torch.int64:
+        raise ValueError(f"keys {list(key.shape)} and values {list(value.shape)} for {len(slots)} int64 slots")
+    if key.dtype != kv.dtype or value.dtype != kv.dtype or not kv.is_contiguous():
+        raise TypeError(f"keys {key.dtype}, values {value.dtype} for a contiguous cache of {kv.dtype}")
+    _unit_stride(key, value)
+    if len(key) == 0:
+        return
+    rotated = query is not None and cos is not None and sin is not None and positions is not None
+    half, heads = 1, 1
+    if query is not None and cos is not None and sin is not None and positions is not None:
+        _unit_stride(query)
+        half, heads = _half(cos, sin, positions, head_dim), query.shape[1]
+    else:
+        query, cos, sin, positions = key, key, key, slots  # pointers that nobody reads
+    _store_kv[(len(key), 3 if rotated else 2)](
+        query, key, value, cos, sin, positions, cache, slots, query.stride(0), query.stride(1), key.stride(0),
+        key.stride(1), value.stride(0), value.stride(1), cache.stride(0), cache.stride(1),
+        QUERY_HEADS=heads, PAD_QUERY_HEADS=power_of_two_from(heads), KV_HEADS=kv_heads,
+        PAD_KV_HEADS=power_of_two_from(kv_heads), BLOCK_SIZE=block_size, HEAD_DIM=head_dim,
+        PAD_DIM=power_of_two_from(head_dim), HALF=half, PAD_HALF=power_of_two_from(half), ROTATED=rotated,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def _half(cos: Tensor, sin: Tensor, positions: Tensor, head_dim: int) -> int:
+    if cos.dtype != torch.float32 or sin.dtype != torch.float32 or positions.dtype != torch.int64:
+        raise TypeError("cos and sin must be float32, positions int64")
+    if not (cos.is_contiguous() and sin.is_contiguous()) or cos.shape != sin.shape or 2 * cos.shape[1] > head_dim:
+        raise ValueError(f"cos {list(cos.shape)} and sin {list(sin.shape)} for heads of {head_dim}")
+    return cos.shape[1]
+
+
+def _unit_stride(*tensors: Tensor) -> None:
+    if any(tensor.stride(-1) != 1 for tensor in tensors):
+        raise ValueError("the last dimension must lie side by side")

@@ -1,0 +1,10 @@
+"""Every kernel in Triton under the name its dispatching module calls it by. Importing this loads Triton."""
+
+from cohort.kernels.gpu.attention import paged_attention
+from cohort.kernels.gpu.elementwise import rms_norm, rope_and_write_kv, rope_inplace, silu_mul, write_kv
+from cohort.kernels.gpu.slots import gather_slots, scatter_slots
+
+__all__ = [
+    "gather_slots", "paged_attention", "rms_norm", "rope_and_write_kv", "rope_inplace", "scatter_slots", "silu_mul",
+    "write_kv",
+]  # fmt: skip

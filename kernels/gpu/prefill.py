@@ -1,0 +1,103 @@
+"""Prefill rows through flash attention over gathered keys and values.
+
+Called by `attention` for the prefill rows of a step. A prompt's chunk attends to its cached prefix and to itself; both
+lie in paged blocks, some filled right to left, which flash attention cannot read. One kernel copies a layer's keys and
+values of those rows together, in order; that costs a few bytes per key where attention costs thousands of products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from cohort.kernels.attention_meta import AttentionMeta
+from cohort.kernels.gpu.attention_kernels import stage_rows
+from cohort.kernels.gpu.plan import power_of_two_from
+
+_TILE_KEYS = 64
+
+# query, keys, values, where rows begin in either, most queries, most keys, scale, window → [T, Hq, D]
+Flash = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float, int], Tensor]
+
+
+def flash_prefill(
+    query: Tensor, kv: Tensor, layer: int, meta: AttentionMeta, scale: float, out: Tensor, sliding_window: int
+) -> bool:
+    """Whether flash attention took the step's prefill rows: on a GPU, in 16 bits, their context known to the host and
+    with room in the workspace. Rows that are not prefill rows are left with no meaning in `out`."""
+    workspace, rows = meta.workspace, meta.num_prefill_rows
+    if workspace is None or not flash_serves(query) or rows >= len(workspace.starts):
+        return False
+    if not 0 < meta.prefill_context <= workspace.staging.shape[1]:
+        return False
+    keys, values = stage(kv, layer, meta, workspace.staging, workspace.starts)
+    longest = meta.max_context_len or meta.block_tables.shape[1] * meta.block_size
+    out.copy_(
+        flash_function()(
+            query, keys, values, meta.query_start[: rows + 1], workspace.starts[: rows + 1], meta.max_query_len,
+            longest, scale, sliding_window,
+        )
+    )  # fmt: skip
+    return True
+
+
+def flash_serves(query: Tensor) -> bool:
+    """Flash attention wants a GPU, 16 bits, and heads of a multiple of 8 up to 256."""
+    head_dim = query.shape[2]
+    return query.is_cuda and query.dtype != torch.float32 and head_dim % 8 == 0 and head_dim <= 256
+
+
+def stage(kv: Tensor, layer: int, meta: AttentionMeta, staging: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """One layer's keys and values of the prefill rows, in order, one row after the other: [positions, Hkv, D] each.
+
+    Writes into `staging` [2, room, Hkv, D] and into `starts` [rows + 1] where each row begins. Needs
+    `meta.prefill_context`.
+    """
+    cache_layer = kv[:, layer]
+    _, _, kv_heads, block_size, head_dim = cache_layer.shape
+    rows, total = meta.num_prefill_rows, meta.prefill_context
+    keys, values = staging[0, :total], staging[1, :total]
+    longest = min(total, meta.max_context_len or meta.block_tables.shape[1] * meta.block_size)
+    stage_rows[(kv_heads, rows, -(-longest // _TILE_KEYS))](
+        cache_layer, meta.context_lens, meta.block_tables,
+        meta.block_tables if meta.directions is None else meta.directions, keys, values, starts,
+        meta.block_tables.stride(0), cache_layer.stride(0), cache_layer.stride(1), cache_layer.stride(2),
+        KV_HEADS=kv_heads, BLOCK_SIZE=block_size, HEAD_DIM=head_dim, PAD_DIM=power_of_two_from(head_dim),
+        PAD_ROWS=power_of_two_from(rows), TILE_KEYS=_TILE_KEYS, DIRECTED=meta.directions is not None, num_warps=4,
+    )  # fmt: skip
+    return keys, values
+
+
+@cache
+def flash_function() -> Flash:
+    """flash-attn's where it is installed, else the one inside PyTorch. Both let a row's last query see its last key."""
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return _torch_flash
+
+    def flash(
+        query: Tensor, keys: Tensor, values: Tensor, query_starts: Tensor, key_starts: Tensor, max_queries: int,
+        max_keys: int, scale: float, window: int,
+    ) -> Tensor:  # fmt: skip
+        found: Tensor = flash_attn_varlen_func(
+            query, keys, values, query_starts, key_starts, max_queries, max_keys, softmax_scale=scale, causal=True,
+            window_size=(window - 1 if window else -1, 0 if window else -1),
+        )  # fmt: skip
+        return found
+
+    return flash
+
+
+def _torch_flash(
+    query: Tensor, keys: Tensor, values: Tensor, query_starts: Tensor, key_starts: Tensor, max_queries: int,
+    max_keys: int, scale: float, window: int,
+) -> Tensor:  # fmt: skip
+    found: Tensor = torch.ops.aten._flash_attention_forward(
+        query, keys, values, query_starts, key_starts, max_queries, max_keys, 0.0, True, False, scale=scale,
+        window_size_left=window - 1 if window else None, window_size_right=0 if window else None,
+    )[0]  # fmt: skip
+    return found

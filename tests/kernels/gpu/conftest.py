@@ -1,0 +1,54 @@
+"""Where the Triton kernels run in these tests: on the GPU where there is one, else under Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the development set-up installs Triton")
+
+from triton import knobs
+from triton.runtime import interpreter
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def interpreted_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tests/conftest.py` asks for the interpreter before anything can import Triton."""
+    if DEVICE.type == "cuda":
+        return
+    if not knobs.runtime.interpret:
+        pytest.fail("there is no GPU, and Triton was not told to interpret (TRITON_INTERPRET=1)")
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_for_numpy(tensor: Any, scope: Any) -> None:
+        """Triton 3.6 takes arrays of one element for loop bounds, which NumPy refuses since 2.4."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_for_numpy)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return DEVICE
+
+
+@pytest.fixture
+def make_gpu_step(make_step: Callable[..., Any]) -> Callable[..., Any]:
+    """`make_step` with what a kernel reads on the device; the dense keys and values stay."""
+
+    def make(*args: Any, **options: Any) -> Any:
+        step = make_step(*args, **options)
+        step.query, step.kv = step.query.to(DEVICE), step.kv.to(DEVICE)
+        meta = step.meta
+        for name in ("query_start", "context_lens", "block_tables", "directions"):
+            if (tensor := getattr(meta, name)) is not None:
+                setattr(meta, name, tensor.to(DEVICE))
+        return step
+
+    return make

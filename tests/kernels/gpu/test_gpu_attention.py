@@ -1,0 +1,280 @@
+"""Triton's paged attention against dense attention in float64, which knows nothing of blocks, slots or directions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cohort.kernels import reference
+from cohort.kernels.gpu import attention, prefill
+from cohort.kernels.gpu.plan import DecodePlan
+from cohort.kernels.gpu.workspace import Workspace
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+RAGGED = [(70, 1), (1, 1), (0, 1), (133, 1), (16, 1), (300, 1)]  # one token, none at all, full blocks, a few keys over
+MIXED = [(40, 40), (70, 33), (19, 2), (1, 1), (0, 1), (16, 1), (133, 1)]  # a prompt, chunks after a prefix, decode rows
+
+
+def attend(step, *, sliding_window: int = 0) -> Tensor:
+    out = torch.full_like(step.query, float("nan"))
+    attention.paged_attention(
+        step.query, step.kv, step.layer, step.meta, step.scale, out, sliding_window=sliding_window
+    )
+    return out.cpu()
+
+
+def decode(step, splits: int, *, sliding_window: int = 0) -> Tensor:
+    out = torch.full_like(step.query, float("nan"))
+    plan = DecodePlan(splits, min_split_keys=16, tile_keys=16, warps=1, stages=2)
+    attention.decode(step.query, step.kv, step.layer, step.meta, step.scale, out, sliding_window, plan)
+    return out.cpu()
+
+
+def workspace_for(step, **options) -> Workspace:
+    settings = {"max_context": 512, "staging_tokens": 256, "max_rows": 8, **options}
+    return Workspace(
+        query_heads=step.query.shape[1], kv_heads=step.kv.shape[3], head_dim=step.query.shape[2],
+        dtype=step.kv.dtype, device=step.kv.device, **settings,
+    )  # fmt: skip
+
+
+@DTYPES
+@pytest.mark.parametrize("directions", ["forward", "reversed", "mixed"])
+def test_decode_rows_of_any_length(make_gpu_step, assert_close, dtype, directions):
+    step = make_gpu_step(RAGGED, dtype=dtype, directions=directions)
+    assert_close(attend(step), step.expected())
+
+
+def test_a_row_without_a_context_gives_zeros(make_gpu_step):
+    step = make_gpu_step(RAGGED)
+    assert attend(step)[2].eq(0).all()
+    assert decode(step, splits=4)[2].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 1), (80, 3), (96, 5), (128, 4), (256, 8), (20, 17)])
+def test_every_head_and_group_size(make_gpu_step, assert_close, dtype, head_dim, group):
+    step = make_gpu_step(
+        [(37, 20), (50, 1)], kv_heads=1, group=group, head_dim=head_dim, dtype=dtype, directions="mixed"
+    )
+    assert_close(attend(step), step.expected())
+
+
+@DTYPES
+@pytest.mark.parametrize("sliding_window", [0, 1, 25])
+def test_prefill_chunks_and_decode_in_one_call(make_gpu_step, assert_close, dtype, sliding_window):
+    step = make_gpu_step(MIXED, dtype=dtype, directions="mixed")
+    assert_close(attend(step, sliding_window=sliding_window), step.expected(sliding_window))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 20])
+@pytest.mark.parametrize("sliding_window", [0, 40])
+def test_however_a_context_is_split(make_gpu_step, assert_close, splits, sliding_window):
+    lengths = (1, 15, 16, 17, 31, 33, 64, 65, 200)  # around the parts' bounds: one part, two, and all of them
+    step = make_gpu_step([(length, 1) for length in lengths], head_dim=32, directions="mixed")
+    assert_close(decode(step, splits, sliding_window=sliding_window), step.expected(sliding_window))
+
+
+def test_splits_that_saw_nothing_or_everything(make_gpu_step, assert_close):
+    """All weight on one key far from the others: a part's average must count by its weight, not by its length."""
+    step = make_gpu_step([(130, 1)], kv_heads=1, group=1, head_dim=32)
+    step.keys[0][100] = 40 * step.query[0, 0].cpu()
+    block, slot = reference.row_slots(step.meta, 0, 130)
+    step.kv[block[100], step.layer, 0, :, slot[100]] = step.keys[0][100].to(step.kv.device)
+    assert_close(decode(step, splits=8), step.expected())
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 32, 7])
+def test_other_block_sizes(make_gpu_step, assert_close, block_size):
+    step = make_gpu_step([(51, 20), (70, 1)], block_size=block_size, group=3, head_dim=32, directions="mixed")
+    assert_close(attend(step), step.expected())
+
+
+def test_rows_without_queries_are_left_alone(make_gpu_step, assert_close):
+    step = make_gpu_step([(5, 5), (40, 0), (40, 1), (30, 0)])
+    assert_close(attend(step), step.expected())
+    assert_close(decode(make_gpu_step([(40, 0), (40, 1)]), splits=3), make_gpu_step([(40, 0), (40, 1)]).expected())
+
+
+def test_views_of_a_fused_tensor(make_gpu_step, assert_close):
+    step = make_gpu_step([(40, 9), (20, 1), (300, 1)])
+    tokens, heads, head_dim = step.query.shape
+    fused = torch.cat([step.query, torch.full((tokens, 3, head_dim), 9.0, device=step.query.device)], dim=1)
+    wide = torch.full((tokens, heads + 1, head_dim), 7.0, device=step.query.device)
+    for decode_splits in (None, 4):
+        if decode_splits is None:
+            attention.paged_attention(fused[:, :heads], step.kv, step.layer, step.meta, step.scale, wide[:, :heads])
+        else:
+            plan = DecodePlan(decode_splits, min_split_keys=16, tile_keys=16, warps=1, stages=2)
+            attention.decode(fused[:, :heads], step.kv, step.layer, step.meta, step.scale, wide[:, :heads], plan=plan)
+        assert_close(wide[:, :heads].cpu(), step.expected())
+        assert (wide[:, heads] == 7.0).all()
+
+
+@pytest.mark.parametrize("rows", [[(96, 1), (32, 1)], [(96, 20), (32, 20)]], ids=["decode", "prefill"])
+@pytest.mark.parametrize("change", ["flip one", "flip all", "forget"])
+def test_a_wrong_direction_bit_is_a_wrong_answer(make_gpu_step, rows, change):
+    """The check of the checks: were directions read wrongly, the comparisons above would fail by far."""
+    step = make_gpu_step(rows, directions="mixed", seed=3)  # full blocks: the wrong way round there are tokens, not NaN
+    right = step.expected()
+    assert step.meta.directions[:, :2].float().mean() not in (0, 1)
+    if change == "flip one":
+        step.meta.directions[0, 0] ^= 1
+    elif change == "flip all":
+        step.meta.directions ^= 1
+    else:
+        step.meta.directions = None
+    ours = attend(step).double()
+    wrong = (ours - right).abs().amax(dim=(1, 2)) / right.abs().max()
+    assert wrong[: step.meta.query_start[1]].max() > 0.1
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_shape(make_gpu_step, assert_close, data):
+    rows = data.draw(
+        st.lists(
+            st.integers(1, 60).flatmap(lambda context: st.tuples(st.just(context), st.integers(1, context))),
+            min_size=1, max_size=3,
+        )
+    )  # fmt: skip
+    step = make_gpu_step(
+        [*rows, (data.draw(st.integers(0, 90)), 1)],
+        kv_heads=data.draw(st.integers(1, 2)),
+        group=data.draw(st.integers(1, 6)),
+        head_dim=data.draw(st.sampled_from([16, 24, 64])),
+        block_size=data.draw(st.sampled_from([1, 2, 7, 16])),
+        dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        directions=data.draw(st.sampled_from(["forward", "reversed", "mixed"])),
+        seed=data.draw(st.integers(0, 1000)),
+    )
+    window = data.draw(st.sampled_from([0, 1, 5, 64]))
+    assert_close(attend(step, sliding_window=window), step.expected(window))
+
+
+class TestWorkspace:
+    """What a captured CUDA graph relies on."""
+
+    def test_decode_allocates_nothing(self, make_gpu_step, assert_close, monkeypatch):
+        step = make_gpu_step(RAGGED)
+        step.meta.workspace = workspace_for(step)
+        out = torch.full_like(step.query, float("nan"))
+        for name in ("empty", "zeros", "full", "tensor", "empty_like"):
+            monkeypatch.setattr(torch, name, None)
+        attention.paged_attention(step.query, step.kv, step.layer, step.meta, step.scale, out)
+        monkeypatch.undo()
+        assert_close(out.cpu(), step.expected())
+
+    def test_too_small_a_workspace_means_fewer_splits(self, make_gpu_step, assert_close):
+        step = make_gpu_step(RAGGED)
+        step.meta.workspace = workspace_for(step, max_rows=1, max_context=128)
+        assert step.meta.workspace.parts(query_heads=4) < len(RAGGED)
+        assert_close(decode(step, splits=20), step.expected())
+
+    def test_a_longer_bound_on_the_context_changes_nothing(self, make_gpu_step, assert_close):
+        """A captured grid is made for the longest context there may be; what rows hold is read on the device."""
+        step = make_gpu_step(RAGGED, head_dim=32)
+        step.meta.max_context_len = 100_000
+        assert_close(attend(step), step.expected())
+
+
+class TestFlashPrefill:
+    """Flash attention itself needs a GPU; what it is given, and what becomes of its answer, does not."""
+
+    @pytest.fixture(autouse=True)
+    def dense_stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        if torch.cuda.is_available():
+            return
+        monkeypatch.setattr(prefill, "flash_serves", lambda query: True)
+        monkeypatch.setattr(prefill, "flash_function", lambda: dense_flash)
+
+    @pytest.mark.parametrize("directions", ["forward", "reversed", "mixed"])
+    @pytest.mark.parametrize("sliding_window", [0, 25])
+    def test_prefix_and_chunk_arrive_in_order(self, make_gpu_step, assert_close, directions, sliding_window):
+        step = make_gpu_step(MIXED, dtype=torch.bfloat16, directions=directions)
+        step.meta.workspace, step.meta.prefill_context = workspace_for(step), 40 + 70 + 19
+        out = torch.full_like(step.query, float("nan"))
+        assert prefill.flash_prefill(step.query, step.kv, step.layer, step.meta, step.scale, out, sliding_window)
+        tokens = 40 + 33 + 2
+        assert_close(out[:tokens].cpu(), step.expected(sliding_window)[:tokens])
+        assert_close(attend(step, sliding_window=sliding_window), step.expected(sliding_window))
+
+    def test_staged_rows_are_the_dense_ones(self, make_gpu_step):
+        step = make_gpu_step(MIXED, directions="mixed", head_dim=24)
+        step.meta.prefill_context = 40 + 70 + 19
+        workspace = workspace_for(step)
+        keys, values = prefill.stage(step.kv, step.layer, step.meta, workspace.staging, workspace.starts)
+        assert torch.equal(keys.cpu(), torch.cat(step.keys[:3]))
+        assert torch.equal(values.cpu(), torch.cat(step.values[:3]))
+        assert workspace.starts[:4].tolist() == [0, 40, 110, 129]
+
+    @pytest.mark.parametrize("why", ["no workspace", "no room", "context unknown", "too many rows"])
+    def test_what_it_leaves_to_our_own_kernel(self, make_gpu_step, assert_close, why):
+        step = make_gpu_step(MIXED, dtype=torch.bfloat16, directions="mixed")
+        meta = step.meta
+        meta.prefill_context = 0 if why == "context unknown" else 40 + 70 + 19
+        if why != "no workspace":
+            meta.workspace = workspace_for(
+                step, staging_tokens=128 if why == "no room" else 256, max_rows=2 if why == "too many rows" else 8
+            )
+        out = torch.empty_like(step.query)
+        assert not prefill.flash_prefill(step.query, step.kv, step.layer, meta, step.scale, out, 0)
+        assert_close(attend(step), step.expected())
+
+
+def dense_flash(
+    query: Tensor, keys: Tensor, values: Tensor, query_starts: Tensor, key_starts: Tensor, max_queries: int,
+    max_keys: int, scale: float, window: int,
+) -> Tensor:  # fmt: skip
+    """What variable-length flash attention promises: a row's last query sees its last key."""
+    out = torch.full_like(query, float("nan"))
+    group = query.shape[1] // keys.shape[1]
+    for row in range(len(query_starts) - 1):
+        first, end = query_starts[row : row + 2].tolist()
+        first_key, end_key = key_starts[row : row + 2].tolist()
+        assert end - first <= max_queries
+        assert end_key - first_key <= max_keys
+        key = keys[first_key:end_key].float().repeat_interleave(group, dim=1)
+        value = values[first_key:end_key].float().repeat_interleave(group, dim=1)
+        score = torch.einsum("qhd,khd->hqk", query[first:end].float(), key) * scale
+        seen = torch.arange(end_key - first_key)[None, :]
+        own = torch.arange(end_key - first_key - (end - first), end_key - first_key)[:, None]
+        hidden = (seen > own) | ((seen <= own - window) if window else seen < 0)
+        weights = score.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        out[first:end] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
+    return out
+
+
+class TestRefuses:
+    """What the kernels would misread; the values inside tensors they cannot check."""
+
+    @pytest.mark.parametrize(
+        ("error", "change"),
+        [
+            (TypeError, lambda step: {"kv": step.kv.bfloat16()}),
+            (ValueError, lambda step: {"kv": step.kv.transpose(0, 1)}),
+            (ValueError, lambda step: {"query": step.query[:, :3]}),
+            (ValueError, lambda step: {"query": step.query[..., :32]}),
+            (ValueError, lambda step: {"query": step.query.transpose(1, 2).contiguous().transpose(1, 2)}),
+        ],
+        ids=["dtype", "layout", "heads", "head_dim", "stride"],
+    )
+    def test_tensors_that_do_not_fit(self, make_gpu_step, error, change):
+        step = make_gpu_step([(40, 2)])
+        for name, value in change(step).items():
+            setattr(step, name, value)
+        with pytest.raises(error):
+            attend(step)
+
+    def test_tables_of_the_wrong_type_or_layout(self, make_gpu_step):
+        step = make_gpu_step([(40, 1)], directions="mixed")
+        tables, directions = step.meta.block_tables, step.meta.directions
+        step.meta.block_tables = tables.long()
+        with pytest.raises(TypeError, match="int32"):
+            attend(step)
+        step.meta.block_tables, step.meta.directions = tables, directions.repeat(1, 2)[:, ::2]
+        with pytest.raises(TypeError, match="laid out"):
+            attend(step)

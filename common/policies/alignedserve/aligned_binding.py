@@ -4,7 +4,7 @@ A `LateBinding`. After every event it looks at every decode worker once:
 
     A8  is anybody in the pool due?      the batch around it becomes the candidate, and joins before anybody else
     A7  who matches what runs?           to the Candidate Requests Buffer
-    A6  case 1: room, candidate requests → they join           case 2: none, and the batch has shrunk → the switch
+    A6  case 1: room, candidate requests → they join           case 2: room, and none of them → the switch
     A4  no candidate batch?              the next one from the quad-tree to the Candidate Batch Buffer, prefetched (A9)
 
 A6's case 3, the eviction, happens on the worker (`AlignedBatching`); what it set aside comes back here as parked and is
@@ -139,7 +139,8 @@ class AlignedBinding:
             batch.has_left(request_id, self._block_size)
             prefills = [v for v in views.values() if v.role.prefills and v.instance != item.instance]
             target = max(prefills, key=lambda v: (v.free_blocks, v.instance), default=None)
-            if target is not None and target.free_blocks >= blocks:
+            # Where half the cache stays free for prompts: caches that are full wait for each other's blocks.
+            if target is not None and target.free_blocks - blocks >= target.capacity.num_blocks // 2:
                 self._evictions += 1
                 self._evicted[request_id] = item.instance
                 actions.append(Bind(request_id, target.instance, 0, "evicted: the longest makes room", parks=True))
@@ -185,7 +186,7 @@ class AlignedBinding:
             small = self._too_small(view, batch)
             if small or len(self._tree) >= self._settings.thresholds.min_requests(view.capacity):
                 self._choose(now_s, view, batch)
-        if batch.candidate and (batch.starved or batch.switching or self._is_running_out(view, batch)):
+        if batch.candidate and (batch.starved or batch.switching or not batch.requests):
             self._switch(view, batch, actions)
         if self._settings.prefetch:
             self._fetch(batch.requests, "requests", views, actions)
@@ -207,21 +208,11 @@ class AlignedBinding:
                 actions.append(Bind(item.request_id, view.instance, batch.batch_id, "its worker has nothing to run"))
                 return
 
-    def _is_running_out(self, view: InstanceView, batch: RunningBatch) -> bool:
-        """A6 case 2 · Nobody matches, and what runs takes less memory than a batch may. The paper gives no figure for a
-        batch that has become too small; switching whenever there is room would keep two batches running always."""
-        used = view.capacity.num_blocks - batch.free_blocks(view)
-        return not batch.requests and used < self._settings.thresholds.max_blocks(view.capacity)
-
     def _too_small(self, view: InstanceView, batch: RunningBatch) -> bool:
-        """Neither its rows nor its KV are worth an iteration of their own: whoever is in the pool may join, however
-        few they are. Otherwise they wait until they are enough for a batch."""
-        thresholds = self._settings.thresholds
+        """What runs there takes less memory than a batch may: whoever is in the pool may join, however few they are.
+        Otherwise they wait until they are enough for a batch."""
         used = view.capacity.num_blocks - batch.free_blocks(view)
-        return (
-            batch.rows(view) < thresholds.min_requests(view.capacity)
-            and 2 * used < thresholds.max_blocks(view.capacity)
-        )
+        return used < self._settings.thresholds.max_blocks(view.capacity)
 
     def _choose(self, now_s: float, view: InstanceView, batch: RunningBatch) -> None:
         """A4, A8 · The next candidate batch, out of the tree."""
@@ -305,9 +296,8 @@ class AlignedBinding:
             return
         while waiting and rows < capacity.max_rows:
             item = waiting[0]
-            if rows and free - item.blocks < max(rows + 1, capacity.num_blocks // 20):
-                return
-            if rows and item.blocks > room - (capacity.num_blocks - free):
+            left = free - item.blocks
+            if rows and (left < max(rows + 1, capacity.num_blocks // 20) or capacity.num_blocks - left > room):
                 return
             waiting.popleft()
             batch.bound(item)
@@ -315,7 +305,7 @@ class AlignedBinding:
                 batch.has_arrived(item.request_id)
             self._fetched.pop(item.request_id, None)
             self._joined += 1
-            rows, free = rows + 1, free - item.blocks
+            rows, free = rows + 1, left
             actions.append(Bind(item.request_id, view.instance, batch.batch_id, reason))
 
     def _fetch(

@@ -41,22 +41,24 @@ def test_low_load_a_single_request_joins_at_once() -> None:
     assert policy.decide(0.0, busy(0, 0)) == []
 
 
-def test_a_busy_worker_gets_its_next_batch_prefetched_and_not_before_it_has_shrunk() -> None:
+def test_a_busy_worker_gets_its_next_batch_prefetched_and_as_far_as_there_is_room() -> None:
     policy = binding()
     for index in range(4):
         policy.parked(0.0, parked(f"s{index}", 60))
-    actions = policy.decide(0.0, busy(20, 60))
+    actions = policy.decide(0.0, busy(20, 80))
     assert (binds(actions), fetched(actions)) == ([], [("batch", ("s0", "s1", "s2", "s3"))])
-    assert policy.decide(0.1, busy(18, 50)) == []
-    switched = policy.decide(0.2, busy(9, 30))
-    assert binds(switched) == [(f"s{index}", "decode-0", 0) for index in range(4)]
+    assert policy.decide(0.1, busy(18, 79)) == []
+    # Four blocks each, and a block for every row that runs stays free: twice.
+    switched = policy.decide(0.2, busy(9, 80))
+    assert binds(switched) == [(f"s{index}", "decode-0", 0) for index in range(2)]
+    assert binds(policy.decide(0.3, busy(11, 60))) == [(f"s{index}", "decode-0", 0) for index in range(2, 4)]
 
 
 def test_fewer_than_a_batch_wait_for_company_while_others_keep_the_worker_busy() -> None:
     policy = binding()
     policy.parked(0.0, parked("a", 60))
-    assert policy.decide(0.0, busy(20, 30)) == []
-    assert binds(policy.decide(0.1, busy(3, 10))) == [("a", "decode-0", 0)]
+    assert policy.decide(0.0, busy(20, 41)) == []
+    assert binds(policy.decide(0.1, busy(19, 39))) == [("a", "decode-0", 0)]
 
 
 def test_aligned_requests_are_chosen_and_the_others_stay() -> None:
@@ -161,7 +163,7 @@ def test_without_prefetch_nothing_is_asked_of_the_holder() -> None:
     policy = binding(prefetch=False)
     for index in range(4):
         policy.parked(0.0, parked(f"s{index}", 60))
-    assert policy.decide(0.0, busy(20, 60)) == []
+    assert policy.decide(0.0, busy(20, 85)) == []
 
 
 def test_what_ends_in_the_pool_is_forgotten() -> None:
@@ -171,7 +173,7 @@ def test_what_ends_in_the_pool_is_forgotten() -> None:
     assert policy.decide(0.0, busy(0, 0)) == []
     for index in range(4):
         policy.parked(0.0, parked(f"s{index}", 60))
-    policy.decide(0.0, busy(20, 60))
+    policy.decide(0.0, busy(20, 85))
     policy.removed(0.1, "s2")
     assert [name for name, _, _ in binds(policy.decide(0.2, busy(0, 0)))] == ["s0", "s1", "s3"]
 
@@ -180,6 +182,6 @@ def test_a_lost_workers_candidates_go_to_another() -> None:
     policy = binding()
     for index in range(4):
         policy.parked(0.0, parked(f"s{index}", 60))
-    policy.decide(0.0, busy(20, 60))
+    policy.decide(0.0, busy(20, 85))
     other = cluster(view("prefill-0", Role.PREFILL), view("decode-1", Role.DECODE))
     assert {instance for _, instance, _ in binds(policy.decide(1.0, other))} == {"decode-1"}

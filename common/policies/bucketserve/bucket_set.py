@@ -82,13 +82,17 @@ class BucketSet:
         bucket.below -= cell < bucket.middle
         self.total -= 1
 
-    def adjust(self, safe_batch: int) -> None:
+    def adjust(self, safe_batch: int, rectangle_tokens: int = 0, mean_tokens: float = 1.0) -> None:
         """B5 · BucketServe Alg. 1, AdjustBuckets: merge all below N_max waiting requests, else split what is uneven.
 
         `safe_batch` is N_max (Eq. 6), also the minimum split size m. Differs from the paper: repeats until nothing
-        splits (the text says so, the listing makes one pass).
+        splits (the text says so, the listing makes one pass); and where a batch is padded, one forward of at most
+        `rectangle_tokens` (rows times the longest) bounds it as well: a bucket's m is no more than rows of its upper
+        bound fit, and N_max for the merge no more than rows of `mean_tokens`. By memory alone a crowd would have to be
+        larger than any batch before its short prompts were told from its long ones.
         """
-        if self.total < safe_batch:  # lines 15-16
+        whole = min(safe_batch, int(rectangle_tokens / max(1.0, mean_tokens))) if rectangle_tokens else safe_batch
+        if self.total < whole:  # lines 15-16
             if len(self._buckets) > 1:
                 self.merges += 1
                 self.rebound([0])
@@ -96,8 +100,9 @@ class BucketSet:
         index = 0
         while index < len(self._buckets) and len(self._buckets) < self._max_buckets:
             bucket = self._buckets[index]
+            rows = rectangle_tokens // (bucket.high * self.cell_tokens) if rectangle_tokens else safe_batch
             # Lines 20-22; more than m ≥ 1 requests also means the bucket is not empty.
-            if bucket.count > safe_batch and bucket.below > self._split_share * bucket.count and self._wide(bucket):
+            if bucket.count > max(1, min(safe_batch, rows)) and bucket.below > self._split_share * bucket.count and self._wide(bucket):
                 self._split(index)  # lines 27-31; the left half is looked at again
             else:
                 index += 1

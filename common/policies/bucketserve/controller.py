@@ -195,6 +195,12 @@ class BatchController:
         expected = expected_safe_batch(mean_span_tokens, self.safe_memory_bytes, view.capacity.geometry)
         return min(self.max_batch, expected)
 
+    def rectangle_tokens(self, cluster: ClusterView) -> int:
+        """Tokens of one padded batch, rows times the longest; 0 on the path without padding."""
+        if not self._padded:
+            return 0
+        return max((self._forward_tokens(view) for view in cluster.instances.values() if view.role.prefills), default=0)
+
     def _safe_blocks(self, view: InstanceView) -> int:
         """M_safe of Eq. 5 in whole blocks; what is promised beyond it stays negative."""
         remaining = self._memory.remaining_blocks(view)

@@ -214,7 +214,8 @@ class BucketedPrefill:
         safe_batch = self._controller.expected_batch(cluster, self._span_tokens / len(self._items))
         self._safe_batch = safe_batch
         if self._settings.splitter == "bisection":
-            self._buckets.adjust(safe_batch)
+            rectangle = self._controller.rectangle_tokens(cluster)
+            self._buckets.adjust(safe_batch, rectangle, self._prompt_tokens / len(self._items))
         elif self._buckets.total < safe_batch:
             self._buckets.adjust(safe_batch)  # the merge of Alg. 1
         elif len(self._buckets) == 1 or self._since_resplit >= _RESPLIT_AFTER:

@@ -54,6 +54,22 @@ def test_a_bucket_splits_at_its_midpoint_until_nothing_splits() -> None:
     lengths.buckets.check(6)
 
 
+def test_on_a_padded_path_what_a_forward_holds_of_a_bucket_bounds_it_too() -> None:
+    lengths = Lengths(1024)
+    lengths.add(20, 22, 24, 26, 100, 900)
+    lengths.buckets.adjust(100)
+    assert lengths.bounds() == [1024]  # memory alone would take all six in one batch
+    # Rectangles of 512 tokens: rows of U_b = 1024 … 64 that fit are 0 (so 1), 1, 2, 4, 8; [0, 64) keeps its four.
+    lengths.buckets.adjust(100, 512, 182.0)
+    assert lengths.bounds() == [64, 128, 256, 512, 1024]
+    assert [bucket.count for bucket in lengths.buckets.buckets] == [4, 1, 0, 0, 1]
+    lengths.buckets.check(6)
+    for tokens in (100, 900, 20, 22):
+        lengths.remove(tokens)
+    lengths.buckets.adjust(100, 512, 25.0)  # 20 of mean length fit one forward: two wait
+    assert lengths.bounds() == [1024]
+
+
 def test_exactly_half_below_the_midpoint_is_no_majority() -> None:
     lengths = Lengths(100)
     lengths.add(10, 20, 60, 70)

@@ -242,6 +242,7 @@ class EcoServeConfig(_Section, frozen=True):
     synced: bool = True  # the batch of answers is formed when a group ends; false = in every iteration
     ordered: bool = True  # by deadline, KV held and length; false = first come, first served
     pipelined: bool = True  # KV that is allocated and unused is lent
+    lending: Literal["halves", "forecast"] = "halves"  # the second half of one to one; or all of it to all, by forecast
 
 
 class WorkerGroup(_Section, frozen=True):

@@ -43,6 +43,7 @@ from cohort.common.policies.bucketserve.prefill_order import BucketedPrefill, Bu
 from cohort.common.policies.dynaserve.pressure_gate import PressureGate
 from cohort.common.policies.dynaserve.slo_batching import SloBatching
 from cohort.common.policies.dynaserve.split_placement import SplitPlacement, SplitSettings
+from cohort.common.policies.ecoserve.by_forecast import ByForecast
 from cohort.common.policies.ecoserve.nested_allocation import NestedAllocator
 from cohort.common.policies.ecoserve.padding_ratio import PaddingRatio
 from cohort.common.policies.ecoserve.task_order import Ranges
@@ -211,7 +212,8 @@ def _time_synced(config: Config) -> TimeSynced:
         ranges=Ranges(options.deadline_ranges_s, options.overdue_range_s, options.occupied_range_tokens),
     )  # fmt: skip
     padding = PaddingRatio(options.padding, tuned=options.tune_padding, under_cost=options.under_cost)
-    return TimeSynced(settings, padding)
+    by_forecast = options.pipelined and options.lending == "forecast"
+    return ByForecast(settings, padding) if by_forecast else TimeSynced(settings, padding)
 
 
 def _baseline_iteration(config: Config) -> IterationScheduler:

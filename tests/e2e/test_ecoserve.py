@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +26,42 @@ def cut(golden: Golden, tokens: int) -> Golden:
     return Golden(golden.prompt, golden.output[:tokens], golden.gaps[:tokens], golden.runner_up[:tokens])
 
 
+def random_predictor(pipeline: Pipeline) -> None:
+    """Takes the place of the real one."""
+    pipeline.names.remove("predictor")
+    config, run = pipeline.folder / "config.yaml", pipeline.folder / "run"
+    script = Path(__file__).with_name("random_predictor.py")
+    command = [sys.executable, str(script), "--config", str(config), "--instance", "predictor", "--run-dir", str(run)]
+    with (pipeline.folder / "predictor.log").open("ab") as log:
+        pipeline.processes["predictor"] = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
 @pytest.mark.parametrize(
-    ("prediction", "evidence"),
+    ("prediction", "lending", "evidence"),
     [
-        pytest.param(1, "underpredictions_continued_total", id="always 1"),
-        pytest.param(100_000, "borrowers_total", id="always the most a client may get"),
+        pytest.param(1, "halves", "underpredictions_continued_total", id="always 1"),
+        pytest.param(100_000, "halves", "borrowers_total", id="always the most a client may get"),
+        pytest.param(None, "forecast", "underpredicted_total", id="random, and revised at random"),
     ],
 )
 def test_a_wrong_predictor_changes_no_answer(
-    tmp_path: Path, default_model: Path, prediction: int, evidence: str
+    tmp_path: Path, default_model: Path, prediction: int | None, lending: str, evidence: str
 ) -> None:
     tokenizer = Tokenizer.from_file(str(default_model / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in SENTENCES[:6]]
     wanted = [cut(golden, n) for golden in golden_outputs(default_model, prompts, max(LENGTHS)) for n in LENGTHS]
     overrides: dict[str, Any] = {
-        "gateway": {"default_prediction_tokens": prediction},
+        "gateway": {"default_prediction_tokens": prediction or 256},
         "predictor": {"min_observations": 1_000_000, "state_path": str(tmp_path / "lengths.npz")},
         "kv": {"block_size": 8, "memory_bytes": 12 * MEBIBYTE, "prefix_caching": False},
-        "ecoserve": {"tune_padding": False},
+        "ecoserve": {"tune_padding": False, "lending": lending},
     }
-    with Pipeline(tmp_path, default_model, overrides, preset="ecoserve") as pipeline:
+    pipeline = Pipeline(tmp_path, default_model, overrides, preset="ecoserve")
+    if prediction is None:
+        random_predictor(pipeline)
+    with pipeline:
         bodies = [
             {"prompt": list(golden.prompt), "max_tokens": len(golden.output), "temperature": 0, "ignore_eos": True,
              "return_token_ids": True}

@@ -126,6 +126,15 @@ class PromptQueue:
         found = self._where[self._classes[self._class_order[0]][0][2]]
         return found[0], found[3]
 
+    def first(self, count: int) -> list[Sequence]:
+        """The first so many, in order."""
+        found: list[Sequence] = []
+        for where in self._class_order:
+            found += [self._where[key][0] for _, _, key in self._classes[where][: count - len(found)]]
+            if len(found) == count:
+                break
+        return found
+
     def fitting(self, tokens: int) -> Sequence | None:
         """E6 · The longest prompt of at most `tokens` in the first class that has one, by bisection. First come, first
         served knows no search: the head or nobody."""

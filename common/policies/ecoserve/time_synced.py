@@ -146,6 +146,7 @@ class TimeSynced:
         if not prompts and not len(self._batch):
             prompts = self._force(now_s, kv, plan)
             self._take_back(now_s, kv, plan)
+        self._before_rows(now_s, kv, plan)
         answers = [Row(sequence, sequence.computed, 1) for sequence in self._batch.sequences]
         plan.rows = sorted(prompts, key=lambda row: row.count == 1) + answers
         plan.reason = f"{len(prompts)} prompts, {len(answers)} answers in {self._batch.groups} groups"
@@ -219,26 +220,34 @@ class TimeSynced:
         held = len(kv.blocks(sequence.key)) if sequence.phase is Phase.RUNNING else 0
         return max(0, kv.geometry.blocks_for(sequence.computed + length) - held)
 
+    def _before_rows(self, now_s: float, kv: KvAllocator, plan: IterationPlan) -> None:
+        """Everybody in the batch has the blocks of its whole predicted length."""
+
     # -- ends --------------------------------------------------------------------------------------------------
 
     def _end_groups(self, kv: KvAllocator) -> None:
         """E5 · Who is not done when its group ends: on with the reserve, or with what its last block still holds; else
         it stops with the group and waits, its KV where it is (offload-free)."""
         for sequence in self._batch.ended():
-            length = self._length(sequence)
-            slack = len(kv.blocks(sequence.key)) * kv.geometry.block_size - sequence.computed
-            if self._claim(kv, sequence, sequence.computed + length):
-                self._join(sequence, length, kv)
-            elif slack >= 1:
-                self._join(sequence, min(slack, length), kv)
-            else:
-                self._answers[sequence.key] = sequence
-                self._stopped.add(sequence.key)
-                self._count.stopped += 1
+            if self._goes_on(sequence, self._length(sequence), kv):
+                self._count.continued += 1
                 continue
-            self._count.continued += 1
+            self._answers[sequence.key] = sequence
+            self._stopped.add(sequence.key)
+            self._count.stopped += 1
         self._group_over |= self._batch.group_over
         self._batch.group_over = False
+
+    def _goes_on(self, sequence: Sequence, length: int, kv: KvAllocator) -> bool:
+        """It joins again, beyond its prediction, if there is room."""
+        slack = len(kv.blocks(sequence.key)) * kv.geometry.block_size - sequence.computed
+        if self._claim(kv, sequence, sequence.computed + length):
+            self._join(sequence, length, kv)
+        elif slack >= 1:
+            self._join(sequence, min(slack, length), kv)
+        else:
+            return False
+        return True
 
     def _take_back(self, now_s: float, kv: KvAllocator, plan: IterationPlan) -> None:
         """E8 · A lender needs a block from which a borrower has not gone: the borrower goes to host memory."""

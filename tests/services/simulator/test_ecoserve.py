@@ -51,7 +51,16 @@ def test_lending_fills_the_cache_and_ends_sooner() -> None:
     assert reports[0].instances[0].allocation_failures == 0
 
 
-@pytest.mark.parametrize("variant", ["full", "D"])
+def test_a_forecast_fills_the_cache_further() -> None:
+    """The same crowd without a block that is allocated and unused: nobody is evicted, and it ends sooner still."""
+    sims = (crowd(), crowd(lending="forecast"))
+    halves, forecast = (make_report(sim, "crowd", Workload("crowd", ()).facts) for sim in sims)
+    assert forecast.instances[0].kv_filled > halves.instances[0].kv_filled
+    assert forecast.duration_s < halves.duration_s
+    assert forecast.instances[0].preemptions == 0
+
+
+@pytest.mark.parametrize("variant", ["full", "D", "forecast"])
 def test_jumps_are_taken(variant: str) -> None:
     load = Workload("one", (WorkItem(0.0, 100, 800),))
     chosen = config("ecoserve", ecoserve=VARIANTS[variant])

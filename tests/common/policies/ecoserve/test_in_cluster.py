@@ -28,6 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "full": {}, "D": {"synced": False, "ordered": False, "pipelined": False},
     "SD": {"ordered": False, "pipelined": False}, "SDO": {"pipelined": False},
     "coupled": {"decoupled": False, "ordered": False, "pipelined": False}, "unsynced, pipelined": {"synced": False},
+    "forecast": {"lending": "forecast"}, "unsynced, forecast": {"lending": "forecast", "synced": False},
 }  # fmt: skip
 
 
@@ -97,11 +98,22 @@ def test_every_variant(variant: str) -> None:
     cluster = world(33, blocks=26, **VARIANTS[variant])
     offer(cluster, 45, "random")
     finish(cluster)
-    assert (figure(cluster, "borrowers_total") > 0) == ("pipelined" not in VARIANTS[variant])
+    assert (figure(cluster, "borrowers_total") > 0) == ("pipelined" in variant or variant == "full")
 
 
-def test_predictions_that_arrive_late() -> None:
-    cluster = world(34, blocks=30)
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_forecast_costs_time_and_never_an_answer(kind: str) -> None:
+    cluster = world(36, blocks=18, lending="forecast")
+    offer(cluster, 45, kind)
+    finish(cluster)
+    assert cluster.displaced == 0
+    evicted = figure(cluster, "borrowers_late_total")
+    assert (evicted > 0) == (kind in ("one", "random"))  # who is promised too much never runs out
+
+
+@pytest.mark.parametrize("lending", ["halves", "forecast"])
+def test_predictions_that_arrive_late(lending: str) -> None:
+    cluster = world(34, blocks=30, lending=lending)
     offer(cluster, 45, "one")
     for index in range(45):
         revised = RevisePrediction(f"r{index}", Prediction(20.0, 20.0, 20.0, 20.0))

@@ -1,0 +1,145 @@
+"""E2, E7 taken to their end: who runs is decided by exact lengths, but nobody has blocks before it comes to them.
+
+KVC pipelining lends what one answer has allocated and does not use yet to another that is done before, by halves. With
+paged blocks nothing has to lie together, so all of it can be lent to everybody: `Forecast` says whether the predicted
+lengths of all who run ever need more blocks together than there are.
+
+    prompt ─▶ starts when it and its answer fit ─▶ answer runs at once ─▶ takes a block when it comes to it
+                                                     └── none is free, predictions were wrong: the loosest goes to
+                                                         host memory and comes back (E8)
+
+The `IterationScheduler` of the preset `ecoserve-forecast`. Queues, groups, order and padding are `TimeSynced`'s.
+
+Differs from the paper: allocation is a promise instead of blocks, and a prompt is started with its answer in view, so
+that no computed prompt waits with its KV; prompts still fill every iteration up to the target forward size.
+"""
+
+from __future__ import annotations
+
+from cohort.common.policies.ecoserve.forecast import Forecast
+from cohort.common.policies.ecoserve.padding_ratio import PaddingRatio
+from cohort.common.policies.ecoserve.task_order import Rank
+from cohort.common.policies.ecoserve.time_synced import EcoServeSettings, TimeSynced
+from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Sequence
+from cohort.common.policies.sequences import resume
+
+_LOOKED_AT = 16
+"""Waiting prompts that are tried when the first does not fit: each costs a pass over everybody who runs."""
+
+
+class ByForecast(TimeSynced):
+    def __init__(self, settings: EcoServeSettings, padding: PaddingRatio) -> None:
+        super().__init__(settings, padding)
+        self._hopeless_until = 0
+        """On the batch's clock: no prompt fitted, and until then none will be tried unless something happens. Time
+        makes room, too: the later somebody starts, the less it holds when others end."""
+
+    def add(self, now_s: float, sequence: Sequence) -> None:
+        super().add(now_s, sequence)
+        self._hopeless_until = 0
+
+    def remove(self, now_s: float, sequence: Sequence) -> None:
+        super().remove(now_s, sequence)
+        self._hopeless_until = 0
+        self._group_over = True  # whoever waits may fit now
+
+    def revised(self, now_s: float, sequence: Sequence) -> None:
+        super().revised(now_s, sequence)
+        self._hopeless_until = 0
+
+    def repetitions(self) -> int:
+        until = self._hopeless_until - self._batch.clock - 1
+        return min(super().repetitions(), until) if len(self._prompts) else super().repetitions()
+
+    # -- the forecast ------------------------------------------------------------------------------------------
+
+    def _forecast(self, kv: KvAllocator) -> Forecast:
+        """Who runs, to its group's end; prompts that are being computed, with their answers; all other blocks that are
+        taken (answers that wait, hand-overs) stay so."""
+        found = Forecast(kv.total_blocks, kv.geometry.block_size)
+        others = kv.total_blocks - kv.free_blocks - kv.cached_blocks
+        for sequence in self._batch.sequences:
+            found.add(sequence.computed, self._batch.left(sequence))
+            others -= len(kv.blocks(sequence.key))
+        for sequence, goal in self._prefilling.items():
+            found.add(goal, self._answer_length(sequence))
+            others -= len(kv.blocks(sequence.key))
+        found.hold(max(0, others))
+        return found
+
+    def _answer_length(self, sequence: Sequence) -> int:
+        """Of a prompt: positions its answer will have here."""
+        return max(1, min(self._length(sequence, 1), sequence.max_positions - sequence.target))
+
+    # -- where TimeSynced allocates ----------------------------------------------------------------------------
+
+    def _goes_on(self, sequence: Sequence, length: int, kv: KvAllocator) -> bool:
+        self._hopeless_until = 0
+        if not self._forecast(kv).fits(sequence.computed, length):
+            return False
+        self._batch.join(sequence, length)
+        return True
+
+    def _formation_is_due(self, kv: KvAllocator) -> bool:
+        self._freed = 0  # `remove` has said so
+        return super()._formation_is_due(kv)
+
+    def _nest(self, waiting: list[tuple[Rank, int, Sequence]], kv: KvAllocator) -> None:
+        """Nobody has blocks to lend."""
+
+    def _allocate(
+        self, now_s: float, waiting: list[tuple[Rank, int, Sequence]], kv: KvAllocator, plan: IterationPlan
+    ) -> None:
+        """E3, E6 · In order of groups, each who fits; behind one that is overdue for too long, nobody."""
+        if not waiting:
+            return
+        forecast = self._forecast(kv)
+        spare = self._reserve(kv) if len(self._batch) else 0
+        stands = not self.settings.ordered or now_s - self._deadlines.of(waiting[0][2]) > self.settings.patience_s
+        for _, length, sequence in self._grouped(waiting):
+            if self._places() < 1:
+                return
+            held = len(kv.blocks(sequence.key)) if sequence.phase is Phase.RUNNING else 0
+            forecast.hold(-held)
+            if forecast.fits(sequence.computed, length, spare) and self._run(sequence, length, kv, plan):
+                forecast.add(sequence.computed, length)
+                continue
+            forecast.hold(held)
+            if stands:
+                return
+
+    def _run(self, sequence: Sequence, length: int, kv: KvAllocator, plan: IterationPlan) -> bool:
+        if sequence.phase is Phase.SWAPPED and not resume(sequence, kv, plan):
+            return False
+        if not kv.extend(sequence, sequence.computed + 1):
+            return False
+        self._answers.pop(sequence.key, None)
+        self._batch.join(sequence, length)
+        return True
+
+    def _before_rows(self, now_s: float, kv: KvAllocator, plan: IterationPlan) -> None:
+        """The blocks that they come to now. One lacks only if predictions were wrong: then the loosest goes (E8)."""
+        for sequence in list(self._batch.sequences):
+            while sequence in self._batch and not kv.extend(sequence, sequence.computed + 1):
+                there = [s for s in self._batch.sequences if not s.pinned] or [sequence]
+                victim = max(there, key=lambda s: (self._deadlines.of(s), s.key))
+                self._count.late += 1
+                self._hopeless_until = 0
+                self._evict(now_s, victim, kv, plan, self.settings.preemption)
+
+    def _next_prompt(self, now_s: float, kv: KvAllocator, tokens: int) -> Sequence | None:
+        """E1, E6 · The first in order that fits with its answer, begun in part if the iteration is short of tokens;
+        behind one that is overdue for too long, nobody."""
+        head = self._prompts.head()
+        if head is None or self._batch.clock < self._hopeless_until:
+            return None
+        if not len(self._batch) and not self._prefilling and not self._answers:
+            return head[0]
+        forecast, spare = self._forecast(kv), self._reserve(kv)
+        room = (kv.free_blocks + kv.cached_blocks) * kv.geometry.block_size
+        stands = not self.settings.ordered or now_s - head[1] > self.settings.patience_s
+        for prompt in self._prompts.first(1 if stands else _LOOKED_AT):
+            if prompt.target <= room and forecast.fits(prompt.target, self._answer_length(prompt), spare):
+                return prompt
+        self._hopeless_until = self._batch.clock + self.settings.group_tokens
+        return None

@@ -1,0 +1,59 @@
+"""E2, E7 · Whether the cache can hold everybody until their predicted ends: the peak of what they will hold together.
+
+    blocks ▲        ╱▏ most blocks are needed just before somebody ends,
+           │   ╱▏  ╱ ▏ so only the ends have to be looked at
+           │  ╱ ▏ ╱  ▏╲
+           │ ╱  ▏╱      ▏
+           └────────────────▶ iterations
+             end of 1   end of 2
+
+KVC pipelining lends what one answer has allocated and does not use yet to another that is done before. Taken to its
+end, nobody has unused blocks: an answer runs if nobody will have too few at any time, and takes each block when it
+comes to it. Called by `TimeSynced`. Pure arithmetic over lengths; holds no blocks.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+
+class Forecast:
+    """Over a cache of `blocks`."""
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        self._room = blocks
+        self._size = block_size
+        self._members: list[tuple[int, int]] = []
+        """(− iterations until the predicted end, positions computed): those that last longest first."""
+
+    def add(self, computed: int, left: int) -> None:
+        insort(self._members, (-left, computed))
+
+    def hold(self, blocks: int) -> None:
+        """So many are taken throughout, by who waits; negative = no more."""
+        self._room -= blocks
+
+    def fits(self, computed: int, left: int, spare: int = 0) -> bool:
+        """Whether there are enough blocks at all times with this one, too, and `spare` besides."""
+        insort(self._members, (-left, computed))
+        fits = self._within(self._room - spare)
+        self._members.remove((-left, computed))
+        return fits
+
+    def _within(self, room: int) -> bool:
+        """For all ends t:  Σ_{i: left_i ≥ t} ceil((computed_i + t) / block_size) ≤ room.
+
+        The sum lies between that of the fractions and one block more for each; it is computed only where that leaves
+        a doubt.
+        """
+        positions = 0
+        for alive, (negative, computed) in enumerate(self._members, 1):
+            positions += computed
+            least = -(-(positions - alive * negative) // self._size)
+            if least > room:
+                return False
+            if least + alive > room:
+                exact = sum(-(-(other - negative) // self._size) for _, other in self._members[:alive])
+                if exact > room:
+                    return False
+        return True

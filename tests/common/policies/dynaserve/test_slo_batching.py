@@ -12,7 +12,7 @@ from cohort.common.policies.dynaserve.slo_batching import SloBatching, plan_shap
 from cohort.common.policies.dynaserve.step_cost import step_seconds
 from cohort.common.policies.interface import Phase, Sequence
 from cohort.common.types import Slo, StepTimes
-from tests.common.policies.baselines.drive import cache, leave, names, rows, run, sequence, step
+from tests.common.policies.baselines.drive import BLOCK, cache, leave, names, rows, run, sequence, step
 from tests.common.policies.dynaserve.test_step_times import random_batch
 
 TIMES = StepTimes(0.001, 0.0002, 0.0001, 0.001, 0.0, 1e-6)
@@ -135,6 +135,37 @@ def test_late_iterations_are_counted() -> None:
     running(policy, kv, "d0", 40)
     step(policy, kv, 0.0, 0.5)
     assert policy.figures()["late_iterations_total"] == 1
+
+
+def test_late_iterations_make_the_next_ones_smaller() -> None:
+    """Every mixed iteration takes half as long again as the table says: after a while it is aimed at two thirds."""
+    policy, kv = scheduler(), cache(400)
+    running(policy, kv, "d", 40)
+    sizes = []
+    for index in range(60):
+        policy.add(0.0, sequence(f"p{index}", 180, arrived_s=1.0 + index))
+        plan = policy.decide(0.1 * index, kv)
+        sizes.append(step_seconds(TIMES, plan_shape(plan)))
+        policy.observe(0.1 * index, plan, 1.5 * plan.estimated_s)
+        policy.table = scheduler().table  # what it estimates stays what it was
+        for row in plan.rows:
+            if row.count > 1:
+                leave(policy, kv, row.sequence)
+    assert sizes[0] == pytest.approx(0.019, rel=0.1)
+    assert sizes[-1] == pytest.approx(0.02 / 1.5, rel=0.1)
+    assert policy.figures()["lateness_ratio"] == pytest.approx(1.5, rel=0.05)
+
+
+@pytest.mark.parametrize(("predicted", "comes_in"), [(9.0, True), (12.0, False)])
+def test_a_prompt_waits_where_foreseen_answers_would_outgrow_the_cache(predicted: float, comes_in: bool) -> None:
+    """128 positions, 24 for each of three requests and for the newcomer: 32 are left. When the three end after 7 more
+    tokens each, four have drawn 28; after 10 more, 40."""
+    policy, kv = scheduler(), cache(128 // BLOCK)
+    for index in range(3):
+        found = running(policy, kv, f"d{index}", 23)
+        found.predicted = predicted
+    policy.add(0.0, sequence("p", 24, max_tokens=100, arrived_s=1.0, predicted=60.0))
+    assert ("p" in names(policy.decide(0.0, kv))) is comes_in
 
 
 @pytest.mark.parametrize("seed", range(6))

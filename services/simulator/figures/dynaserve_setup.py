@@ -1,0 +1,246 @@
+"""DynaServe §6.1 as simulations: workloads, systems, model scales, and the search for a capacity.
+
+What the paper leaves open, and what is taken here for all systems alike:
+
+    lengths      rows of the public traces where `COHORT_TRACES` names their folder, drawn with replacement; else fitted
+                 to them (common/workloads/papers.py). Mini Reasoning is Table 1's shape, 219 + 1467
+    capacity     the highest Poisson rate with p99 TBT within 100 ms, a median TTFT of at most 2 s (Sarathi-Serve's
+                 bound on the scheduling delay, whose definition of capacity the paper follows), and `_KEPT_UP` of what
+                 arrives finished at the rate it arrives
+    colocated    `baseline-chunked-prefill`, instances in turn, the best of the chunks 256 … 2,048 for each workload
+    disaggregated  `baseline-distserve` with recomputation, 1P + 1D
+    routing      DynaServe chooses the pair by load, as its preset does; the paper routes round-robin
+    predictions  normal errors of 10 tokens (the paper: 95 % within ± 20)
+    links        NVLink between the instances
+    memory       nine tenths of a device hold weights, workspace and KV, as in vLLM
+
+Nothing here tunes anything but the baseline's chunk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from cohort.common.config import load_config
+from cohort.common.policies.cost_model import CostModel, StepWork, prefill_pairs
+from cohort.common.policies.interface import Placement
+from cohort.common.workloads.arrivals import AllAtOnce, Arrivals, RandomArrivals
+from cohort.common.workloads.changes import mixture, promise
+from cohort.common.workloads.generate import FromTrace, generate
+from cohort.common.workloads.items import Workload
+from cohort.common.workloads.papers import paper_workload
+from cohort.common.workloads.slos import dynaserve as slo_of
+from cohort.common.workloads.traces import read_trace
+from cohort.services.simulator.cluster import SimOptions
+from cohort.services.simulator.figures.figure import Lab
+from cohort.services.simulator.hardware import load_cluster, load_model
+from cohort.services.simulator.report import SimReport
+from cohort.services.simulator.run import simulate
+
+TBT_MS = 100.0
+_TTFT_MS = 2000.0
+_KEPT_UP = 0.8
+"""Coarse: a window cuts answers at both ends, and rates below it grow without end within the window."""
+_CHUNKS = (256, 512, 1024, 2048)
+_STEP = 1.07
+"""Capacities are found to within this factor."""
+_FAR = 36
+"""Steps below the start at which a search gives up; more than a factor of ten."""
+_FULL_CHUNK, _FULL_ROWS = 2048, 64
+"""The cheapest batches that anybody runs: vLLM's largest chunk, and so many decodes beside it."""
+
+_START: Mapping[str, float] = {"azure-code": 6.0, "burstgpt": 9.0, "arxiv": 3.5, "reasoning": 2.5, "hybrid": 7.0}
+_TRACES: Mapping[str, str] = {
+    "azure-code": "azure2023_code", "burstgpt": "burstgpt1_head", "arxiv": "arxiv_summarization_4k",
+}  # fmt: skip
+COLOCATED, DISAGGREGATED, SPLIT = "baseline-chunked-prefill", "baseline-distserve", "dynaserve"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Two instances of a model on `devices` A100-80GB each; `stack` "" is the device file's first."""
+
+    model: str
+    devices: int
+    stack: str = ""
+
+
+SMALL = Scale("qwen2.5-14b", 1)
+
+
+@dataclass(frozen=True)
+class System:
+    preset: str
+    chunk: int = 2048
+    settings: tuple[tuple[str, str, Any], ...] = ()
+
+    def overrides(self, kv_bytes: int) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "engine": {
+                "max_rows": 256, "max_step_tokens": self.chunk, "prefill_chunk": self.chunk, "preemption": "recompute",
+            },
+            "kv": {"memory_bytes": kv_bytes, "prefix_caching": False},
+        }  # fmt: skip
+        if self.preset == COLOCATED:
+            found["policies"] = {"placement": "colocated_in_turn"}
+        for section, option, value in self.settings:
+            found.setdefault(section, {})[option] = value
+        return found
+
+
+DYNASERVE = System(SPLIT)
+
+
+# -- workloads -------------------------------------------------------------------------------------------------------
+
+
+def traced() -> bool:
+    """Whether lengths are the traces' own."""
+    return all(_rows(name) is not None for name in _TRACES)
+
+
+@cache
+def _rows(name: str) -> FromTrace | None:
+    folder = os.environ.get("COHORT_TRACES", "")
+    path = Path(folder, f"{_TRACES.get(name, '')}.csv.gz")
+    return FromTrace(read_trace(path), name, resample=True) if folder and path.is_file() else None
+
+
+def _lengths(name: str, arrivals: Arrivals, count: int) -> Workload:
+    rows = _rows(name)
+    if rows is None:
+        return paper_workload(f"dynaserve-{name}", arrivals, count=count)
+    return generate(name, rows, arrivals, count=count)
+
+
+def workload(name: str, rate: float, end_s: float, cv: float = 1.0) -> Workload:
+    """`cv`: variation of the gaps between arrivals, 1 = Poisson."""
+    count = round(1.3 * rate * end_s) + 20
+    if name == "hybrid":
+        parts = [(1.0, _lengths(part, AllAtOnce(), count)) for part in ("burstgpt", "azure-code")]
+        found = mixture("hybrid", parts, RandomArrivals(rate, cv), count=count)
+    else:
+        found = _lengths(name, RandomArrivals(rate, cv), count)
+    return promise(found, slo_of)
+
+
+def rate_of(name: str, step: int) -> float:
+    """The rates tried: the same steps around the start for all systems, so that equal capacities come out equal."""
+    return float(_START[name] * _STEP**step)
+
+
+def times(name: str) -> tuple[float, float]:
+    """Warm-up and end: as long as answers take, and again; those of Mini Reasoning a minute and more."""
+    return {"azure-code": (20.0, 70.0), "reasoning": (100.0, 180.0)}.get(name, (40.0, 90.0))
+
+
+def full_rate(name: str, scale: Scale = SMALL) -> float:
+    """Requests a second that keep two instances busy if every token comes at the price of the cheapest batches: prompts
+    in chunks of 2,048, decodes as rows beside them, which read no weights of their own.
+
+    No system reaches it under the bound: such a batch takes three times as long.
+    """
+    items = workload(name, 1.0, 400.0).items
+    cluster = load_cluster("a100-80:2", {"tensor_parallel": scale.devices, "stack": scale.stack or None})
+    cost = CostModel(load_model(scale.model), cluster.device, cluster.stack, tensor_parallel=scale.devices)
+    seconds = 0.0
+    for item in items:
+        for start in range(0, item.prompt_tokens, _FULL_CHUNK):
+            share = min(1.0, (item.prompt_tokens - start) / _FULL_CHUNK)
+            seconds += share * cost.step_s(_full_batch(start, 0, 0))
+        context = item.prompt_tokens + item.output_tokens // 2
+        beside = cost.step_s(_full_batch(0, _FULL_ROWS, context)) - cost.step_s(_full_batch(0, 0, 0))
+        seconds += beside / _FULL_ROWS * (item.output_tokens - 1)
+    return 2.0 * len(items) / seconds
+
+
+def _full_batch(start: int, rows: int, context: int) -> StepWork:
+    return StepWork(
+        _FULL_CHUNK + rows, 1 + rows, 1 + rows, prefill_pairs(start, _FULL_CHUNK), start + _FULL_CHUNK,
+        decode_rows=rows, decode_context=rows * context, longest_context=context,
+    )  # fmt: skip
+
+
+# -- simulations -----------------------------------------------------------------------------------------------------
+
+
+def simulated(
+    system: System, found: Workload, options: SimOptions, placement: Placement | None = None, *, across: bool = False,
+    scale: Scale = SMALL,
+) -> SimReport:  # fmt: skip
+    overrides: dict[str, Any] = {"tensor_parallel": scale.devices, "stack": scale.stack or None}
+    cluster = load_cluster("a100-80:2", overrides | ({"per_host": 1} if across else {}))
+    model = load_model(scale.model)
+    devices_bytes = scale.devices * (int(0.9 * cluster.device.memory_bytes) - cluster.device_reserve_bytes)
+    config = load_config(preset=system.preset, overrides=system.overrides(devices_bytes - model.weights_total_bytes))
+    return simulate(config, cluster, model, found, options, placement=placement)
+
+
+def run(lab: Lab, system: System, name: str, rate: float, scale: Scale = SMALL, cv: float = 1.0) -> SimReport:
+    warmup_s, end_s = times(name)
+    options = SimOptions(predictor="noisy", predictor_sigma=10.0, warmup_s=warmup_s, horizon_s=end_s)
+    key = (system, name, rate, scale, cv)
+    return lab.run(key, lambda: simulated(system, workload(name, rate, end_s, cv), options, scale=scale))
+
+
+def within_per_s(report: SimReport) -> float:
+    """Goodput: output tokens a second that came within the bound of the one before, of all drawn in the window (the
+    report's own rate counts the answers that ended in it: more where decodes run faster before a steady state)."""
+    drawn = sum(instance.decode_tokens for instance in report.instances) / report.duration_s
+    return drawn * (report.overall.promises.tbt if report.overall.promises else 0.0)
+
+
+# -- capacity --------------------------------------------------------------------------------------------------------
+
+
+def keeps_up(lab: Lab, system: System, name: str, rate: float, scale: Scale = SMALL) -> bool:
+    overall = run(lab, system, name, rate, scale).overall
+    tbt, ttft = overall.tbt_ms, overall.ttft_ms
+    if tbt is None or ttft is None or overall.finished < _KEPT_UP * overall.sent:
+        return False
+    return tbt.p99 <= TBT_MS and ttft.p50 <= _TTFT_MS
+
+
+def highest(lab: Lab, system: System, name: str, above: int = -_FAR, scale: Scale = SMALL) -> int:
+    """The highest step beyond `above` whose rate this system keeps up with; `above` if there is none."""
+    good, probe = above, max(0, above + 1)
+    while keeps_up(lab, system, name, rate_of(name, probe), scale):
+        good, probe = probe, probe + 4
+    bad = probe
+    while bad - good > 1:
+        # Below the start, first in equal steps: the answer is near.
+        probe = bad - 4 if good == -_FAR and bad - good > 4 else (good + bad) // 2
+        if keeps_up(lab, system, name, rate_of(name, probe), scale):
+            good = probe
+        else:
+            bad = probe
+    return good
+
+
+def tuned(lab: Lab, name: str, scale: Scale = SMALL) -> tuple[System, int]:
+    """Colocated with the best chunk: each next one must first beat the best so far."""
+    best = System(COLOCATED, 512)
+    step = highest(lab, best, name, scale=scale)
+    for chunk in _CHUNKS:
+        system = System(COLOCATED, chunk)
+        if chunk != best.chunk and keeps_up(lab, system, name, rate_of(name, step + 1), scale):
+            best, step = system, highest(lab, system, name, step, scale)
+    return best, step
+
+
+def capacity(lab: Lab, preset: str, name: str, scale: Scale = SMALL) -> float:
+    """Requests a second; of the colocated baseline with its best chunk."""
+    if preset == COLOCATED:
+        return rate_of(name, tuned(lab, name, scale)[1])
+    return rate_of(name, highest(lab, System(preset), name, scale=scale))
+
+
+def goodput_at(lab: Lab, preset: str, name: str, rate: float, scale: Scale = SMALL, cv: float = 1.0) -> float:
+    """Of the colocated baseline with the chunk that is best at this rate."""
+    systems = [System(COLOCATED, chunk) for chunk in _CHUNKS] if preset == COLOCATED else [System(preset)]
+    return max(within_per_s(run(lab, system, name, rate, scale, cv)) for system in systems)

@@ -18,9 +18,6 @@ from cohort.common.messages import KvHandOver
 from cohort.common.policies.interface import Sequence
 from cohort.common.types import InstanceId
 
-_SHORT = 512
-"""Positions that a sender computes in one iteration or two."""
-
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
@@ -111,16 +108,16 @@ class Incoming:
         self.announced_blocks += blocks
         self.largest_piece = max(self.largest_piece, blocks)
 
-    def imminent(self, block_size: int) -> bool:
+    def imminent(self, block_size: int, chunk: int) -> bool:
         """It draws tokens where it is now, and little is left before it comes: a piece of its prompt as large as the
-        largest so far (of one that has sent nothing yet: a short prompt), and an answer of two blocks, because every
-        token of that takes an iteration there."""
+        largest so far (of one that has sent nothing yet: `chunk`, what a worker computes of prompts in one iteration),
+        and an answer of two blocks, because every token of that takes an iteration there."""
         prompt = len(self.sequence.request.tokens)
         if self.positions < prompt:
             return False
         sent = self.announced_blocks * block_size
         prompt_left, answer_left = max(0, prompt - sent), self.positions - max(prompt, sent)
-        piece = self.largest_piece * block_size or _SHORT
+        piece = self.largest_piece * block_size or chunk
         return prompt_left <= piece and answer_left <= 2 * block_size
 
     @property

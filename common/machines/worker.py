@@ -169,6 +169,8 @@ class WorkerMachine:
         by_block = isinstance(kv, GrowsByBlock) and kv.grows_by_block
         # What the policies add to their seats is asked once: asking a protocol costs as much as a small decision.
         self._expecting = scheduler if isinstance(scheduler, ExpectsHandOvers) else None
+        self._prompt_step = capacity.max_step_tokens
+        """Prompt tokens of the last iteration that held any."""
         self._learning = scheduler if isinstance(scheduler, LearnsStepTimes) else None
         self._consolidating = kv if isinstance(kv, ConsolidatesCopies) else None
         self._foreseeing = scheduler if by_block and isinstance(scheduler, ForeseesDecisions) else None
@@ -449,6 +451,8 @@ class WorkerMachine:
         if self._expecting is not None:
             self._expecting.expect(self._arriving())
         plan = self.scheduler.decide(now_s, self.kv)
+        if self._expecting is not None:
+            self._prompt_step = sum(row.count for row in plan.rows if row.count > 1) or self._prompt_step
         for sequence in plan.set_aside:
             sequence.end = sequence.computed
             self._park(now_s, sequence)
@@ -899,7 +903,7 @@ class WorkerMachine:
     def _arriving(self) -> int:
         """Requests in the middle of their answers that will be here shortly."""
         size = self.capacity.block_size
-        return sum(1 for incoming in self._incoming.values() if incoming.imminent(size))
+        return sum(1 for incoming in self._incoming.values() if incoming.imminent(size, self._prompt_step))
 
     def _grant_offers(self, now_s: float) -> None:
         """First come, first granted. Not while a plan with copies runs: blocks it frees are still being read."""

@@ -24,8 +24,8 @@ def incoming(prompt: int, positions: int, pieces: list[int]) -> Incoming:
     ("prompt", "positions", "pieces", "expected"),
     [
         (640, 320, [20], False),  # changes hands within its prompt: nobody waits for a token of it
-        (640, 640, [], False),  # a long prompt, nothing of it computed
-        (320, 320, [], True),  # a short one may come at once
+        (320, 320, [], False),  # it takes two iterations, and nothing of it has come
+        (250, 250, [], True),  # this one may come at once
         (640, 640, [16], False),  # 384 tokens of the prompt are left, pieces have 256
         (640, 640, [16, 16], True),  # one more piece
         (640, 840, [16, 16], False),  # and then 200 tokens one by one
@@ -36,4 +36,4 @@ def incoming(prompt: int, positions: int, pieces: list[int]) -> Incoming:
     ],
 )
 def test_who_is_about_to_arrive(prompt: int, positions: int, pieces: list[int], expected: bool) -> None:
-    assert incoming(prompt, positions, pieces).imminent(BLOCK) is expected
+    assert incoming(prompt, positions, pieces).imminent(BLOCK, 256) is expected

@@ -38,6 +38,7 @@ class ModelConfig(_Section, frozen=True):
     served_name: str = ""  # name clients use; "" = the folder's name
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: NotNegative = 0  # tokens, prompt + output; 0 = what the model says
+    weights: Literal["files", "random"] = "files"  # random = drawn, to measure a shape without having its weights
 
 
 class GatewayConfig(_Section, frozen=True):
@@ -103,8 +104,8 @@ class MonitorConfig(_Section, frozen=True):
 
 class KvConfig(_Section, frozen=True):
     block_size: Literal[8, 16, 32, 64] = 16  # tokens per block
-    memory_bytes: NotNegative = 0  # device memory for the cache of one worker; 0 = derived from what is free
-    memory_fraction: Fraction = 0.9  # of free device memory on a GPU when memory_bytes is 0 (B3 keeps 10 %)
+    memory_bytes: NotNegative = 0  # cache of one worker (a GPU: at most); 0 = what is free, or cpu_memory_bytes
+    memory_fraction: Fraction = 0.9  # of a GPU's memory for weights, cache and steps together (B3 keeps 10 %)
     cpu_memory_bytes: Positive = 536_870_912  # cache of one CPU worker when memory_bytes is 0
     host_memory_bytes: NotNegative = 268_435_456  # host pool for swapped KV
     prefix_caching: bool = True
@@ -127,6 +128,8 @@ class EngineConfig(_Section, frozen=True):
     max_step_tokens: Positive = 2048  # tokens in one iteration, prefill and decode together
     prefill_chunk: Positive = 512  # prompt tokens of one request in one iteration
     preemption: Literal["swap", "recompute"] = "recompute"
+    cuda_graph_memory_bytes: NotNegative = 2_147_483_648  # GPU memory for recorded decode steps; 0 = none is recorded
+    workers_per_gpu: NotNegative = 0  # that share a GPU's memory; 0 = this configuration's workers over the GPUs seen
     report_interval_s: Seconds = 0.2
     drain_s: Seconds = 30.0
     state_dir: str = ""  # folder where what schedulers learn of this machine is kept; "" = inside the cache folder
@@ -219,6 +222,8 @@ class BrosConfig(_Section, frozen=True):
     cut_prompts: bool = True  # late and best-effort prompts are computed in pieces that deadlines leave room for
     rt_starvation_s: Seconds = 5.0  # a real-time request that got nothing for so long goes first
     be_starvation_s: Seconds = 60.0  # likewise a best-effort one
+    starving_every: Positive = 10  # at most one iteration in so many begins with who starves
+    best_effort_share: Fraction = 0.2  # of the cache, that the oldest best-effort requests keep whatever waits
     profile: str = ""  # file of `cohort profile` that iteration costs are fitted to at the start; "" = learned online
 
 

@@ -10,28 +10,36 @@ import numpy as np
 import numpy.typing as npt
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def splitmix64(value: int) -> int:
     """Steele, Lea, Flood (2014): one step of SplitMix64; a bijection of 64-bit integers that passes BigCrush."""
-    value = (value + _GOLDEN) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    value = (value + GOLDEN) & _MASK
+    value = ((value ^ (value >> 30)) * MIX_1) & _MASK
+    value = ((value ^ (value >> 27)) * MIX_2) & _MASK
     return value ^ (value >> 31)
+
+
+def draw_key(seed: int, position: int) -> int:
+    """What all random numbers of one draw start from, 64 bits.
+
+    The seed is scrambled before the position enters, so that neighbouring seeds do not walk through the same
+    sequence shifted by one.
+    """
+    return splitmix64(splitmix64(seed & _MASK) ^ (position & _MASK))
 
 
 def exponentials(seed: int, position: int, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """One standard exponential number per token id, for position `position` of the request with this seed.
 
-    The seed is scrambled before the position enters, so that neighbouring seeds do not walk through the same
-    sequence shifted by one. 53 random bits each; values in [0, 36.8].
+    53 random bits each; values in [0, 36.8].
     """
-    key = splitmix64(splitmix64(seed & _MASK) ^ (position & _MASK))
+    key = draw_key(seed, position)
     with np.errstate(over="ignore"):
-        value = (tokens.astype(np.uint64) ^ np.uint64(key)) + np.uint64(_GOLDEN)
-        value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        value = (tokens.astype(np.uint64) ^ np.uint64(key)) + np.uint64(GOLDEN)
+        value = (value ^ (value >> np.uint64(30))) * np.uint64(MIX_1)
+        value = (value ^ (value >> np.uint64(27))) * np.uint64(MIX_2)
         value ^= value >> np.uint64(31)
     uniform = ((value >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53  # in (0, 1]
     return -np.log(uniform)

@@ -17,13 +17,17 @@ from cohort.common.types import KvGeometry
 from cohort.kernels.panels import huge_zeros
 from cohort.kernels.slots import gather_slots, scatter_slots
 
+_ROUNDED_BYTES = 1 << 30
+
 
 class KvTensors:
     """Device blocks and host blocks, each [blocks, layers, 2, kv heads, block size, head dim] (K at 0, V at 1)."""
 
     def __init__(
-        self, geometry: KvGeometry, *, num_blocks: int, host_blocks: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+        self, geometry: KvGeometry, *, num_blocks: int, host_blocks: int, dtype: torch.dtype, device: torch.device,
+        spare: bool = False,
+    ) -> None:  # fmt: skip
+        """`spare`: one block more behind the others, for padding rows of recorded steps; in none of the counts."""
         block = (geometry.num_layers, 2, geometry.num_kv_heads, geometry.block_size, geometry.head_dim)
         self.geometry = geometry
         self.device = device
@@ -33,13 +37,15 @@ class KvTensors:
         def in_host_memory(blocks: int) -> Tensor:
             return huge_zeros(blocks * geometry.block_bytes).view(dtype).view((blocks, *block))
 
+        allocated = num_blocks + 1 if spare else num_blocks
+        self.spare_block = num_blocks
         if device.type == "cpu":
-            self.blocks, self.host_blocks = in_host_memory(num_blocks), in_host_memory(host_blocks)
+            self.with_spare, self.host_blocks = in_host_memory(allocated), in_host_memory(host_blocks)
         else:
-            self.blocks = torch.zeros((num_blocks, *block), dtype=dtype, device=device)
-            self.host_blocks = torch.zeros((host_blocks, *block), dtype=dtype)
-        if device.type == "cuda" and host_blocks:
-            self.host_blocks = self.host_blocks.pin_memory()
+            self.with_spare = torch.zeros((allocated, *block), dtype=dtype, device=device)
+            self.host_blocks = page_locked(host_blocks * geometry.block_bytes, device).view(dtype)
+            self.host_blocks = self.host_blocks.view((host_blocks, *block))
+        self.blocks = self.with_spare[:num_blocks]
         self.check()
 
     def check(self) -> None:
@@ -49,6 +55,8 @@ class KvTensors:
                 raise InvariantViolated("a KV pool is not contiguous")
             if len(pool) and pool[0].numel() * pool.element_size() != self.block_bytes:
                 raise InvariantViolated("a KV block does not weigh what its geometry says")
+
+    # On a GPU the copies below are launched on the calling thread's stream, not awaited: `stream_copies` orders them.
 
     def copy_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Swap out: device block → host block for every (device, host) pair."""
@@ -80,34 +88,46 @@ class KvTensors:
     def gather(self, slots: Tensor) -> Tensor:
         """R12 · The tokens in scattered slots (block · block size + slot), on the host.
 
-        Shape [n, layers, 2, kv heads, head dim].
+        Shape [n, layers, 2, kv heads, head dim]. From a GPU they may still be on their way: they are there when the
+        calling thread's stream is.
         """
         g = self.geometry
         shape = (len(slots), g.num_layers, 2, g.num_kv_heads, g.head_dim)
-        out = torch.empty(shape, dtype=self.blocks.dtype, pin_memory=self.device.type == "cuda")
-        gather_slots(self.blocks, slots.to(self.device), out)
-        return out
+        out = torch.empty(shape, dtype=self.blocks.dtype, device=self.device)
+        gather_slots(self.blocks, slots.to(self.device, non_blocking=True), out)
+        if self.device.type == "cpu":
+            return out
+        host = torch.empty(shape, dtype=out.dtype, pin_memory=True)
+        return host.copy_(out, non_blocking=True)
 
     def scatter(self, tokens: Tensor, slots: Tensor) -> None:
         """The way back of `gather`; the slots must differ from each other."""
-        scatter_slots(tokens, self.blocks, slots.to(self.device))
+        scatter_slots(
+            tokens.to(self.device, non_blocking=True), self.blocks, slots.to(self.device, non_blocking=True)
+        )
 
     def copy_slots_out(self, device: Sequence[int], host: Sequence[int]) -> None:
         """R9, R12 · Checkpoint: token by token, device slot → host slot, in one gather and one scatter."""
         if device:
             tokens = self.gather(torch.tensor(device))
-            scatter_slots(tokens, self.host_blocks, torch.tensor(host))
+            self.scatter_on_host(tokens, host)
 
     def copy_slots_in(self, device: Sequence[int], host: Sequence[int]) -> None:
         """The way back of `copy_slots_out`, to any device slots that differ from each other."""
         if device:
-            g = self.geometry
-            shape = (len(host), g.num_layers, 2, g.num_kv_heads, g.head_dim)
-            tokens = torch.empty(shape, dtype=self.blocks.dtype, pin_memory=self.device.type == "cuda")
-            gather_slots(self.host_blocks, torch.tensor(host), tokens)
-            self.scatter(tokens, torch.tensor(device))
-            if self.device.type == "cuda":  # the rows of the next iteration are on another stream
-                torch.cuda.current_stream(self.device).synchronize()
+            self.scatter(self.gather_on_host(host), torch.tensor(device))
+
+    def gather_on_host(self, slots: Sequence[int]) -> Tensor:
+        """The tokens in slots of the host pool, as `gather` gives those of the device."""
+        g = self.geometry
+        shape = (len(slots), g.num_layers, 2, g.num_kv_heads, g.head_dim)
+        tokens = torch.empty(shape, dtype=self.blocks.dtype, pin_memory=self.device.type == "cuda")
+        gather_slots(self.host_blocks, torch.tensor(slots), tokens)
+        return tokens
+
+    def scatter_on_host(self, tokens: Tensor, slots: Sequence[int]) -> None:
+        """The way back of `gather_on_host`."""
+        scatter_slots(tokens, self.host_blocks, torch.tensor(slots))
 
 
 def _copy_blocks(source: Tensor, target: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
@@ -124,5 +144,17 @@ def _copy_blocks(source: Tensor, target: Tensor, pairs: Sequence[tuple[int, int]
         piece = source[first_source : first_source + count]
         target[first_target : first_target + count].copy_(piece, non_blocking=True)
         start = end
-    if source.device != target.device:  # host blocks are read and written by others than the device's stream
-        torch.cuda.current_stream().synchronize()
+
+
+def page_locked(size: int, device: torch.device) -> Tensor:
+    """`size` zero bytes of host memory that the device copies by itself.
+
+    torch's own page-locked allocator rounds up to a power of two, which a pool of many gigabytes cannot afford; those
+    are locked where they lie.
+    """
+    if size <= _ROUNDED_BYTES or device.type != "cuda":
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda" and size > 0)
+    memory = torch.zeros(size, dtype=torch.uint8)
+    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)):  # type: ignore[no-untyped-call]
+        raise InvariantViolated(f"{size} bytes of host memory cannot be page-locked; lower kv.host_memory_bytes")
+    return memory

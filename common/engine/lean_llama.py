@@ -20,10 +20,10 @@ from cohort.common.engine.linear import Embedding, GatedLinear, Linear
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.rope import rope_tables
 from cohort.common.engine.step_inputs import StepInputs
-from cohort.common.engine.weights import WeightFiles
-from cohort.kernels.fused import rms_norm, rope_inplace
+from cohort.common.engine.weights import WeightKind, Weights, open_weights
+from cohort.kernels.fused import rms_norm, rope_and_write_kv
 from cohort.kernels.llama import LayerStack, LayerWeights, StepBuffers
-from cohort.kernels.paged_attention import paged_attention, write_kv
+from cohort.kernels.paged_attention import paged_attention
 from cohort.kernels.panels import Arena
 
 
@@ -52,6 +52,7 @@ class LeanLlama:
         device: torch.device,
         max_rows: int,
         max_step_tokens: int,
+        weights: WeightKind = "files",
     ) -> None:
         self._geometry = geometry
         self._eps = geometry.norm_eps
@@ -59,7 +60,7 @@ class LeanLlama:
         self._kv_size = geometry.num_kv_heads * geometry.head_dim
         self._scale = geometry.head_dim**-0.5
         self._cos, self._sin = rope_tables(geometry, device)
-        files = WeightFiles(model_dir)
+        files = open_weights(model_dir, weights)
         prefix = files.prefix(("model.", ""), "embed_tokens.weight")
         files.require(_tensor_names(geometry, prefix))
         hidden, vocab = geometry.hidden_size, geometry.vocab_size
@@ -138,8 +139,9 @@ class LeanLlama:
             if layer.q_norm is not None and layer.k_norm is not None:
                 rms_norm(query, layer.q_norm, eps, query)
                 rms_norm(key, layer.k_norm, eps, key)
-            rope_inplace(query, key, self._cos, self._sin, step.positions)
-            write_kv(key, value, kv, index, step.slot_mapping)
+            rope_and_write_kv(
+                query, key, value, self._cos, self._sin, step.positions, kv, index, step.slot_mapping
+            )
             paged_attention(query, kv, index, meta, self._scale, per_head, sliding_window=layer.sliding_window)
             layer.attention_out.add_into(buffers.attended, residual)
             rms_norm(residual, layer.mlp_norm, eps, normed)
@@ -193,7 +195,7 @@ def _tensor_names(geometry: ModelGeometry, prefix: str) -> list[str]:
 
 
 def _read_layer(
-    files: WeightFiles, geometry: ModelGeometry, prefix: str, index: int, dtype: torch.dtype, device: torch.device,
+    files: Weights, geometry: ModelGeometry, prefix: str, index: int, dtype: torch.dtype, device: torch.device,
     arena: Arena,
 ) -> _Layer:  # fmt: skip
     hidden, inner = geometry.hidden_size, geometry.intermediate_size

@@ -17,7 +17,7 @@ from torch import Tensor
 from cohort.common.engine.linear import Linear
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.step_inputs import StepInputs
-from cohort.common.engine.weights import WeightFiles
+from cohort.common.engine.weights import WeightKind, Weights, open_weights
 from cohort.common.errors import ModelError
 from cohort.kernels.paged_attention import paged_attention, write_kv
 
@@ -52,13 +52,16 @@ class _Layer:
 class LeanOpt:
     """The weights of one model and its forward."""
 
-    def __init__(self, model_dir: Path, geometry: ModelGeometry, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, model_dir: Path, geometry: ModelGeometry, *, dtype: torch.dtype, device: torch.device,
+        weights: WeightKind = "files",
+    ) -> None:  # fmt: skip
         if geometry.activation not in _ACTIVATIONS:
             raise ModelError(f"{model_dir}: OPT with activation {geometry.activation!r}; known: {sorted(_ACTIVATIONS)}")
         self._geometry = geometry
         self._activation = _ACTIVATIONS[geometry.activation]
         self._scale = geometry.head_dim**-0.5
-        files = WeightFiles(model_dir)
+        files = open_weights(model_dir, weights)
         prefix = files.prefix(("model.decoder.", "decoder.", ""), "embed_tokens.weight")
         hidden, vocab, narrow = geometry.hidden_size, geometry.vocab_size, geometry.word_embedding_size
         projected = narrow != hidden
@@ -133,7 +136,7 @@ def _tensor_names(geometry: ModelGeometry, prefix: str) -> list[str]:
 
 
 def _read_norm(
-    files: WeightFiles, geometry: ModelGeometry, name: str, dtype: torch.dtype, device: torch.device
+    files: Weights, geometry: ModelGeometry, name: str, dtype: torch.dtype, device: torch.device
 ) -> _Norm:
     if not geometry.norm_affine:
         return _Norm(None, None)
@@ -142,7 +145,7 @@ def _read_norm(
 
 
 def _read_layer(
-    files: WeightFiles, geometry: ModelGeometry, prefix: str, dtype: torch.dtype, device: torch.device
+    files: Weights, geometry: ModelGeometry, prefix: str, dtype: torch.dtype, device: torch.device
 ) -> _Layer:
     hidden, inner = geometry.hidden_size, geometry.intermediate_size
 

@@ -72,7 +72,12 @@ class Linear:
 
     def into(self, x: Tensor, out: Tensor) -> None:
         """out [T, out] = the product; `out` may be float32, then it takes the sums unrounded where they are known."""
-        if self.packed is None:
+        if self.packed is None and x.is_cuda and out.dtype == x.dtype:  # straight into its place
+            if self.bias is None:
+                torch.mm(x, self.weight.t(), out=out)
+            else:
+                torch.addmm(self.bias, x, self.weight.t(), out=out)
+        elif self.packed is None:
             out.copy_(F.linear(x, self.weight, self.bias))
         elif self.form == "panels":
             self.packed.product(x, self.bias, out)
@@ -87,8 +92,10 @@ class Linear:
         return self.packed.data if self.form == "panels" and self.packed is not None else None
 
     def add_into(self, x: Tensor, residual: Tensor) -> None:
-        """residual [T, out] += the product, rounded before it is added."""
-        if self.form == "panels" and self.packed is not None and self.bias is None:
+        """residual [T, out] += the product, rounded before it is added; on a GPU one kernel adds it unrounded."""
+        if x.is_cuda and self.bias is None:
+            residual.addmm_(x, self.weight.t())
+        elif self.form == "panels" and self.packed is not None and self.bias is None:
             self.packed.add_product(x, residual)
         else:
             residual.add_(self(x))

@@ -1,5 +1,7 @@
 """One model on one device with its KV cache: executes a step, and nothing else.
 
+On a GPU the steps are `device_steps`' business: recorded decode steps, tokens drawn there, one wait a step.
+
 Owned by a worker's engine thread, which calls `execute` once per iteration; also used by the profiler. Decides nothing
 about requests, blocks or order. torch releases the GIL inside its operators, so the worker's event loop runs on while a
 step computes.
@@ -19,15 +21,19 @@ import structlog
 import torch
 
 from cohort.common.engine.batch import GREEDY, StepBatch, StepOutput, TokenLogprobs
+from cohort.common.engine.device_memory import DeviceShare, kv_bytes, step_bytes
+from cohort.common.engine.device_steps import DeviceSteps
 from cohort.common.engine.generic import GenericModel
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.lean_llama import LeanLlama
 from cohort.common.engine.lean_opt import LeanOpt
 from cohort.common.engine.linear import native_bfloat16
-from cohort.common.engine.model_config import ModelGeometry, read_geometry
+from cohort.common.engine.model_config import DTYPE_BYTES, ModelGeometry, read_geometry
 from cohort.common.engine.prompt_scores import by_row, score, scored_tokens
 from cohort.common.engine.sampler import sample
 from cohort.common.engine.step_inputs import Model, StepInputs, step_inputs
+from cohort.common.engine.streams import HostStream, Stream
+from cohort.common.engine.weights import WeightKind
 from cohort.common.errors import ConfigError
 
 log = structlog.get_logger(__name__)
@@ -72,8 +78,16 @@ class ModelRunner:
         host_blocks: int,
         max_rows: int,
         max_step_tokens: int,
+        max_context: int = 0,
+        share: DeviceShare | None = None,
+        weights: WeightKind = "files",
+        device_steps: bool | None = None,
     ) -> None:
-        """Loads the model; `threads` 0 leaves torch's own choice. Raises `ModelError` or `ConfigError`."""
+        """Loads the model; `threads` 0 leaves torch's own choice. Raises `ModelError` or `ConfigError`.
+
+        `num_blocks` 0: as many KV blocks as `share` has memory for once the weights are there; only on a GPU.
+        `max_context`: no request is longer; 0 = what the model allows. `device_steps`: run as on a GPU; None = on one.
+        """
         self.geometry: ModelGeometry = read_geometry(model_dir)
         self.device = resolve_device(device)
         self.dtype = resolve_dtype(dtype, self.device)
@@ -85,14 +99,26 @@ class ModelRunner:
         self._prepared_thread = 0
         self._prepare_thread()
         torch_dtype = _TORCH_DTYPES[self.dtype]
-        self._model = self._load(model_dir, torch_dtype)
+        share = share or DeviceShare()
+        self._model = self._load(model_dir, torch_dtype, weights)
+        num_blocks = num_blocks or self._blocks_that_fit(share)
+        on_device = self.device.type == "cuda" if device_steps is None else device_steps
         self.kv = KvTensors(
             self.geometry.kv_geometry(self.dtype, block_size),
             num_blocks=num_blocks,
             host_blocks=host_blocks,
             dtype=torch_dtype,
             device=self.device,
+            spare=on_device,
         )
+        self._device_steps: DeviceSteps | None = None
+        self._graph_bytes = 0 if self.geometry.family == "generic" else share.graphs
+        if on_device:
+            longest = min(max_context or self.geometry.max_positions, self.geometry.max_positions)
+            self._device_steps = DeviceSteps(
+                self._model, self.geometry, self.kv, device=self.device, dtype=torch_dtype, max_rows=max_rows,
+                max_step_tokens=max_step_tokens, max_context=min(longest, num_blocks * block_size),
+            )  # fmt: skip
         log.info(
             "model loaded",
             model=model_dir.name,
@@ -100,8 +126,14 @@ class ModelRunner:
             dtype=self.dtype,
             device=str(self.device),
             kv_blocks=num_blocks,
+            kv_mebibytes=num_blocks * self.kv.block_bytes >> 20,
             host_blocks=host_blocks,
         )
+
+    @property
+    def stream(self) -> Stream:
+        """Where steps run; whoever works on the same device orders its work against it."""
+        return HostStream() if self._device_steps is None else self._device_steps.stream
 
     @staticmethod
     def plan_kv_blocks(geometry: ModelGeometry, dtype: str, block_size: int, memory_bytes: int) -> int:
@@ -132,7 +164,8 @@ class ModelRunner:
     def sampled_states(self, sampled: int) -> npt.NDArray[np.float16] | None:
         """Final hidden states [sampled, hidden] of the last step's sampled tokens; to be read before the next step.
         None where the model keeps none, or the step ran in parts and these are not all of them."""
-        states = self._model.sampled_states
+        steps = self._device_steps
+        states = self._model.sampled_states if steps is None else steps.sampled_states()
         if states is None or len(states) != sampled:
             return None
         return states.to(device="cpu", dtype=torch.float16).numpy()
@@ -144,8 +177,12 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run the step shapes that occur, so that the first request does not pay for code and caches being made.
 
-        Writes KV into the first blocks: call it before any request owns one.
+        Writes KV into the first blocks: call it before any request owns one. On a GPU this is also when the decode
+        steps are recorded.
         """
+        if self._device_steps is not None:
+            with torch.inference_mode():
+                self._device_steps.record(self._graph_bytes)
         for rows, tokens_per_row in ((1, 1), (1, min(64, self.max_step_tokens)), (min(8, self.max_rows), 1)):
             batch = trial_batch(
                 rows, tokens_per_row, tokens_per_row, block_size=self.block_size, num_blocks=len(self.kv.blocks)
@@ -154,6 +191,13 @@ class ModelRunner:
                 self.execute(batch)
 
     def _execute(self, batch: StepBatch) -> StepOutput:
+        if (steps := self._device_steps) is not None:
+            if not batch.scoring:
+                return steps.launch(batch).finish()
+            with steps.stream.use():
+                output = self._execute_and_score(batch, steps.scoring_inputs(batch))
+            steps.stream.mark().wait()
+            return output
         inputs = step_inputs(batch, self.block_size, self.device)
         if batch.scoring:
             return self._execute_and_score(batch, inputs)
@@ -179,26 +223,58 @@ class ModelRunner:
         assert output is not None
         return dataclasses.replace(output, scores=by_row(batch.scoring, scores))
 
-    def _load(self, model_dir: Path, dtype: torch.dtype) -> Model:
+    def _blocks_that_fit(self, share: DeviceShare) -> int:
+        """KV blocks that the device has memory for, of what is this worker's share."""
+        if self.device.type != "cuda":
+            raise ConfigError("kv.memory_bytes: only a GPU's memory is divided by itself; give it a number")
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        element = DTYPE_BYTES[self.dtype]
+        reserved = step_bytes(self.geometry, element, self.max_rows, self.max_step_tokens) + share.graphs
+        budget = kv_bytes(
+            total=total, free=free, own=torch.cuda.memory_reserved(self.device), sharers=share.sharers,
+            fraction=share.fraction, reserved=reserved,
+        )  # fmt: skip
+        wanted = min(budget, share.most_kv) if share.most_kv else budget
+        log.info(
+            "GPU memory", total_mebibytes=total >> 20, free_mebibytes=free >> 20, sharers=share.sharers,
+            reserved_mebibytes=reserved >> 20, kv_mebibytes=wanted >> 20, configured_mebibytes=share.most_kv >> 20,
+        )  # fmt: skip
+        blocks = self.plan_kv_blocks(self.geometry, self.dtype, self.block_size, wanted) - 1  # one is the spare block
+        if blocks < 2:
+            raise ConfigError(
+                f"kv.memory_bytes: {wanted} bytes are left for the KV cache on {self.device} (free {free}, reserved "
+                f"{reserved} for steps and graphs, shared by {share.sharers}); lower engine.max_step_tokens or "
+                "engine.cuda_graph_memory_bytes, or run fewer workers on this GPU"
+            )
+        return blocks
+
+    def _load(self, model_dir: Path, dtype: torch.dtype, weights: WeightKind) -> Model:
         geometry = self.geometry
         with torch.inference_mode():
             match geometry.family:
                 case "llama":
                     return LeanLlama(
                         model_dir, geometry, dtype=dtype, device=self.device, max_rows=self.max_rows,
-                        max_step_tokens=self.max_step_tokens,
+                        max_step_tokens=self.max_step_tokens, weights=weights,
                     )  # fmt: skip
                 case "opt":
-                    return LeanOpt(model_dir, geometry, dtype=dtype, device=self.device)
+                    return LeanOpt(model_dir, geometry, dtype=dtype, device=self.device, weights=weights)
                 case "generic":
+                    if weights != "files":
+                        raise ConfigError(f"model.weights: {geometry.model_type} can only be served from its files")
                     return GenericModel(model_dir, geometry, dtype=dtype, device=self.device)
                 case _:
                     assert_never(geometry.family)
 
     def _prepare_thread(self) -> None:
-        """torch keeps the number of OpenMP threads per calling thread; set it where a step will run."""
-        if self._threads and self._prepared_thread != threading.get_ident():
-            torch.set_num_threads(self._threads)
+        """torch keeps the number of OpenMP threads and the current GPU per thread: set where a step will run."""
+        if self._prepared_thread != threading.get_ident():
+            if self._threads:
+                torch.set_num_threads(self._threads)
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
             self._prepared_thread = threading.get_ident()
 
 

@@ -26,8 +26,8 @@ from cohort.common.engine.counter_random import exponentials
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them leaves nothing but the maximum in float32."""
 
-
-_HOPELESS = 2.0**-53 / 37.0
+HOPELESS = 2.0**-53 / 37.0
+"""Lighter tokens lose any race in which the likeliest weighs 1: it needs 36.8 at most and nobody less than 2**-53."""
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> StepOutput:
@@ -128,8 +128,7 @@ def _reach(distance: Tensor, mass: Tensor, wanted: float) -> float:
 def _race(weights: Tensor, row: SamplingRow) -> int:
     """The index whose exponential time, divided by its weight, is smallest."""
     every = weights.double().cpu().numpy()
-    # The likeliest token needs 36.8 at most and nobody less than 2**-53: lighter ones can never win.
-    runners = np.flatnonzero(every > _HOPELESS)
+    runners = np.flatnonzero(every > HOPELESS)
     return int(runners[np.argmin(exponentials(row.seed, row.position, runners) / every[runners])])
 
 

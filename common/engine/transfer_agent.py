@@ -7,9 +7,9 @@ Owned by the worker loop, on its event loop. A run that is not reported keeps it
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -29,7 +29,8 @@ class RunMemory(Protocol):
 
     def buffer(self, first_block: int, num_blocks: int, *, host: bool = False) -> object: ...
 
-    def checksum_buffer(self, first_block: int, num_blocks: int, *, host: bool = False) -> memoryview: ...
+    def checksum(self, first_block: int, num_blocks: int, *, host: bool = False, like: int = 0) -> int:
+        """A sum of the run's bytes, not 0, in the form that `like` has where given. May block; on any thread."""
 
 
 class TransferAgent:
@@ -158,7 +159,7 @@ class TransferAgent:
             started_s = self._clock.now_s()
             buffer = self._memory.buffer(run.target, run.num_blocks)
             await link.receive(run.tag, buffer, timeout_s=self._run_timeout_s)
-            if run.checksum and await self._checksum(run.target, run.num_blocks) != run.checksum:
+            if run.checksum and await self._checksum(run.target, run.num_blocks, like=run.checksum) != run.checksum:
                 raise ChecksumMismatch(f"{run.num_blocks} blocks from {run.target} differ from what was sent")
             self._moved(effect.link, "received", run, started_s)
             error = None
@@ -171,16 +172,16 @@ class TransferAgent:
             self._metrics.failures(effect.link, "aborted").inc()
         self._on_received(effect.lease_id, effect.round, error)
 
-    async def _checksum(self, first_block: int, num_blocks: int, *, host: bool = False) -> int:
+    async def _checksum(self, first_block: int, num_blocks: int, *, host: bool = False, like: int = 0) -> int:
         if not self._checksums:
             return 0
-        data = self._memory.checksum_buffer(first_block, num_blocks, host=host)
-        if data.nbytes <= _INLINE_CHECKSUM_BYTES:
-            return zlib.crc32(data) or 1
+        summed = partial(self._memory.checksum, first_block, num_blocks, host=host, like=like)
+        if num_blocks * self._block_bytes <= _INLINE_CHECKSUM_BYTES:
+            return summed()
         # Shielded: a cancelled await must not leave a thread reading blocks that are freed next.
-        summing = asyncio.ensure_future(asyncio.to_thread(zlib.crc32, data))
+        summing = asyncio.ensure_future(asyncio.to_thread(summed))
         try:
-            return await asyncio.shield(summing) or 1
+            return await asyncio.shield(summing)
         except asyncio.CancelledError:
             with suppress(asyncio.CancelledError):
                 await summing

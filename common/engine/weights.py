@@ -1,4 +1,5 @@
 """Finds and reads a model folder's tensors by name: safetensors or PyTorch files, single or sharded, memory-mapped.
+Or draws them at random, for measuring the shape of a model that is not here.
 
 Called by the lean models at load. A tensor is read from the mapped file straight into its final (often fused) place and
 dtype, so no second copy of the model ever stands in memory. Never interprets a name; never needs transformers.
@@ -7,15 +8,43 @@ dtype, so no second copy of the model ever stands in memory. Never interprets a 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from cohort.common.errors import ModelError
+
+WeightKind = Literal["files", "random"]
+
+
+class Weights(Protocol):
+    """A model's tensors by name."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def prefix(self, candidates: Sequence[str], probe: str) -> str:
+        """The first of `candidates` under which `probe` exists."""
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raise `ModelError` naming every absent tensor at once."""
+
+    def read(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """One tensor in the given dtype on the device."""
+
+    def read_rows(
+        self, names: Sequence[str], rows: Sequence[int], rest: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Several tensors stacked along their first dimension."""
+
+
+def open_weights(model_dir: Path, kind: WeightKind) -> Weights:
+    """Of the folder's files, or drawn: "random" measures a model's shape without having the model."""
+    return WeightFiles(model_dir) if kind == "files" else RandomWeights()
 
 
 class _File(Protocol):
@@ -99,6 +128,42 @@ class WeightFiles:
                     f"its configuration says {(count, *rest)}"
                 )
             fused[first : first + count].copy_(tensor)
+            first += count
+        return fused
+
+
+class RandomWeights:
+    """Every tensor anybody asks for, drawn from its name: workers on devices of one kind draw the same model.
+
+    Norms are ones; matrices have rows of length about one, so that values stay finite through any number of layers.
+    """
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def prefix(self, candidates: Sequence[str], probe: str) -> str:
+        return candidates[0]
+
+    def require(self, names: Iterable[str]) -> None:
+        return None
+
+    def read(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.read_rows([name], [shape[0]], shape[1:], dtype, device)
+
+    def read_rows(
+        self, names: Sequence[str], rows: Sequence[int], rest: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        fused = torch.empty((sum(rows), *rest), dtype=dtype, device=device)
+        first = 0
+        for name, count in zip(names, rows, strict=True):
+            part = fused[first : first + count]
+            generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+            if rest:
+                part.normal_(0.0, rest[-1] ** -0.5, generator=generator)
+            elif "norm" in name and name.endswith("weight"):
+                part.fill_(1.0)
+            else:
+                part.normal_(0.0, 0.02, generator=generator)
             first += count
         return fused
 

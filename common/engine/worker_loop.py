@@ -20,10 +20,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from cohort.common import paths
 from cohort.common.config import Config, dump_config
+from cohort.common.engine import run_checksum
 from cohort.common.engine.batch import StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.batch_builder import build_batch
+from cohort.common.engine.device_memory import DeviceShare, place
 from cohort.common.engine.iteration_gaps import IterationGaps
 from cohort.common.engine.kv_copies import KvCopier
 from cohort.common.engine.kv_tensors import KvTensors
@@ -31,6 +35,8 @@ from cohort.common.engine.learned_state import LearnedState
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner, resolve_device, resolve_dtype
 from cohort.common.engine.prompt_states import prompt_states
+from cohort.common.engine.stream_copies import StreamCopier
+from cohort.common.engine.streams import stream_for
 from cohort.common.engine.transfer_agent import TransferAgent
 from cohort.common.errors import ConfigError, PeerUnreachable
 from cohort.common.machines.effects import CancelRuns, Dial, ReceiveRuns, Send, SendRuns
@@ -131,7 +137,14 @@ class WorkerLoop:
                 lambda: self._agent.addresses,
             )  # fmt: skip
         self._engine = engine
-        self._copier = KvCopier(runner.kv)
+        # A GPU's step leaves the processor free: what the step before has to tell is told while it computes. On a
+        # processor that would only take the step's own time.
+        self._overlaps = runner.device.type == "cuda"
+        self._copier: KvCopier | StreamCopier
+        if runner.device.type == "cuda":
+            self._copier = StreamCopier(runner.kv, runner.stream, stream_for(runner.device))
+        else:
+            self._copier = KvCopier(runner.kv)
         self._gaps = IterationGaps(self._clock.now_s, self._engine_metrics.gap_seconds().observe)
         self._work = asyncio.Event()
         self._manager_incarnation: int | None = None
@@ -254,7 +267,8 @@ class WorkerLoop:
             self._work.clear()
             decided_s = self._clock.now_s()
             plan = self.machine.plan(decided_s)
-            self._perform_quietly()
+            if plan is None or not self._overlaps:
+                self._perform_quietly()
             if plan is None:
                 self._gaps.out_of_work()
                 await self._work.wait()
@@ -262,8 +276,11 @@ class WorkerLoop:
             batch, drawing = build_batch(plan, self.machine.kv)
             started_s = self._clock.now_s()
             metrics.schedule_seconds().observe(started_s - decided_s)
+            computing = loop.run_in_executor(self._engine, self._execute, plan, batch)
+            if self._overlaps:
+                self._perform_quietly()  # of the step before, and of this plan
             try:
-                output = await loop.run_in_executor(self._engine, self._execute, plan, batch)
+                output = await computing
             except Exception as error:
                 self._log.exception("iteration failed", rows=len(plan.rows), tokens=plan.tokens)
                 self.machine.step_failed(self._clock.now_s(), f"iteration failed: {error}")
@@ -276,7 +293,8 @@ class WorkerLoop:
             self.machine.completed(ended_s, _draws(drawing, output), ended_s - started_s)
             if self._config.predictor.refine_after_prefill and not batch.scoring:
                 self._tell_predictor(drawing)
-            self._perform_quietly()
+            if not self._overlaps:
+                self._perform_quietly()
             self._observe_step(plan, ended_s - started_s)
 
     def _score_prompts(self, plan: IterationPlan, batch: StepBatch, output: StepOutput) -> None:
@@ -381,8 +399,6 @@ class WorkerLoop:
 
     def _memory_free_bytes(self) -> int:
         if self._runner.device.type == "cuda":
-            import torch
-
             return int(torch.cuda.mem_get_info(self._runner.device)[0])
         return _available_memory_bytes()
 
@@ -470,16 +486,18 @@ class _CacheMemory:
 
     def __init__(self, kv: KvTensors) -> None:
         self._kv = kv
+        self._stream = stream_for(kv.device)  # sums must not wait for a step
 
     def buffer(self, first_block: int, num_blocks: int, *, host: bool = False) -> object:
         view = self._kv.run_view(first_block, num_blocks, host=host)
         return view if view.is_cuda else view.numpy()
 
-    def checksum_buffer(self, first_block: int, num_blocks: int, *, host: bool = False) -> memoryview:
+    def checksum(self, first_block: int, num_blocks: int, *, host: bool = False, like: int = 0) -> int:
         view = self._kv.run_view(first_block, num_blocks, host=host)
-        if view.is_cuda:
-            return memoryview(view.cpu().numpy().tobytes())
-        return self._kv.run_memory(first_block, num_blocks, host=host)
+        if self._kv.device.type == "cpu":
+            return run_checksum.alike(view, like) if like else run_checksum.crc32(view)
+        with torch.inference_mode(), self._stream.use():
+            return run_checksum.alike(view, like) if like else run_checksum.weighted(view)
 
 
 def _recording(config: Config, instance: str) -> io.BufferedWriter:
@@ -536,25 +554,27 @@ def _available_memory_bytes() -> int:
     return 0
 
 
-def load_runner(config: Config, threads: int) -> ModelRunner:
-    """Model and cache as configured; the cache sized from what the device has. Raises `ConfigError`, `ModelError`."""
+def load_runner(config: Config, threads: int, instance: str = "") -> ModelRunner:
+    """Model and cache as configured; the cache sized from what the device has. Raises `ConfigError`, `ModelError`.
+
+    `instance` is the worker's name in the configuration; "" = it has the machine to itself.
+    """
     model_dir = Path(config.model.path) if config.model.path else paths.default_model_dir()
     if not model_dir.is_dir():
         raise ConfigError(f"model.path: no folder {model_dir}; run scripts/setup or name a Hugging Face folder")
-    device = resolve_device(config.engine.device)
+    device, sharers = _device(config, instance)
     dtype = resolve_dtype(config.model.dtype, device)
     geometry = read_geometry(model_dir)
     block_bytes = geometry.kv_geometry(dtype, config.kv.block_size).block_bytes
     memory_bytes = config.kv.memory_bytes
-    if not memory_bytes and device.type == "cpu":
-        memory_bytes = config.kv.cpu_memory_bytes
-    elif not memory_bytes:
-        memory_bytes = _free_after_weights(config, model_dir)
-    num_blocks = ModelRunner.plan_kv_blocks(geometry, dtype, config.kv.block_size, memory_bytes)
-    if num_blocks < 2:
-        raise ConfigError(
-            f"kv.memory_bytes: {memory_bytes} bytes hold {num_blocks} blocks of {block_bytes} bytes; give it more"
-        )
+    num_blocks = 0
+    if device.type == "cpu":
+        memory_bytes = memory_bytes or config.kv.cpu_memory_bytes
+        num_blocks = ModelRunner.plan_kv_blocks(geometry, dtype, config.kv.block_size, memory_bytes)
+        if num_blocks < 2:
+            raise ConfigError(
+                f"kv.memory_bytes: {memory_bytes} bytes hold {num_blocks} blocks of {block_bytes} bytes; give it more"
+            )
     return ModelRunner(
         model_dir,
         dtype=dtype,
@@ -565,16 +585,23 @@ def load_runner(config: Config, threads: int) -> ModelRunner:
         host_blocks=config.kv.host_memory_bytes // block_bytes,
         max_rows=config.engine.max_rows,
         max_step_tokens=config.engine.max_step_tokens,
+        max_context=config.model.max_model_len,
+        share=DeviceShare(config.kv.memory_fraction, sharers, memory_bytes, config.engine.cuda_graph_memory_bytes),
+        weights=config.model.weights,
     )
 
 
-def _free_after_weights(config: Config, model_dir: Path) -> int:
-    """GPU memory for the cache: the configured share of what will be free once the weights are there."""
-    import torch
-
-    free, _ = torch.cuda.mem_get_info(resolve_device(config.engine.device))
-    weights = sum(file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in model_dir.glob(pattern))
-    return int(config.kv.memory_fraction * max(0, free - weights))
+def _device(config: Config, instance: str) -> tuple[torch.device, int]:
+    """A worker's device, and how many workers share it: they go round the GPUs unless the configuration names one."""
+    device = resolve_device(config.engine.device)
+    if device.type != "cuda":
+        return device, 1
+    names = list(config.instance_roles)
+    worker = names.index(instance) if instance in names else 0
+    workers = len(names) if instance else 1
+    visible = 1 if device.index is not None else torch.cuda.device_count()
+    placement = place(worker, workers, visible, config.engine.workers_per_gpu)
+    return torch.device("cuda", device.index if device.index is not None else placement.device_index), placement.sharers
 
 
 def open_worker_links(context: ServiceContext) -> dict[str, KvLink]:
@@ -607,8 +634,12 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     # on the cores of one it stops spinning between two operators, which makes a step half as slow again.
     engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
     in_engine = asyncio.get_running_loop().run_in_executor
-    runner = await in_engine(engine, load_runner, config, threads)
+    runner = await in_engine(engine, load_runner, config, threads, context.instance)
     await in_engine(engine, runner.warm_up)
+    if runner.device.type == "cuda":
+        # UCX finds out what it can do, and moves bytes, on the event loop's thread: the device must be current there.
+        torch.cuda.set_device(runner.device)
+        torch.cuda.synchronize(runner.device)
     loop = WorkerLoop(context, role, runner, open_worker_links(context), policies, engine)
     context.log.info(
         "worker ready",

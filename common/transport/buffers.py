@@ -84,16 +84,21 @@ def _address_of(view: memoryview) -> int:
 
 
 class HostStaging:
-    """A host copy of a region for links that cannot read device memory; the region itself where it is on the host."""
+    """A page-locked host copy of a region for links that cannot read device memory; on the host the region itself.
+
+    `writable`: it will be received into, so nothing is copied out."""
 
     def __init__(self, buffer: Any, *, writable: bool) -> None:
         self._device_tensor: Any = None
         region = region_of(buffer, writable=writable)
         if region.on_device:
-            if not hasattr(buffer, "cpu"):
+            if not hasattr(buffer, "new_empty"):
                 raise TransferError("this link moves host memory and torch tensors only")
             self._device_tensor = buffer
-            region = region_of(buffer.cpu(), writable=True)
+            host = buffer.new_empty(buffer.shape, device="cpu", pin_memory=True)
+            if not writable:
+                host.copy_(buffer)
+            region = region_of(host, writable=True)
         self.region = region
         self.view = region.host_view()
 

@@ -6,7 +6,8 @@ happens when a transfer does not end; never what is sent, to whom or whether aga
 How UCX is driven. Peers connect by *worker address*, exchanged over the control plane, without endpoint error
 handling: listeners, and error handling, each cost UCX its shared-memory path. The event loop sleeps on UCX's event
 descriptor; when it wakes, UCX progresses for a bounded time per turn (a shared-memory transfer *is* a copy made
-while progressing), then every pending operation is looked at.
+while progressing), then every pending operation is looked at. While one on GPU memory is pending UCX progresses without
+being woken, too.
 
 How a transfer ends. On a deadline or a cancelled task the buffer must be silent before we return:
 
@@ -46,13 +47,22 @@ log = structlog.get_logger(__name__)
 SETTLE_S = 1.0
 PROGRESS_TURN_S = 0.0005
 SAFETY_TICK_S = 0.1  # while transfers are pending: UCX documents that its descriptor may, rarely, stay silent
+# UCX reports the end of a copy between GPUs' memories through its descriptor late or not at all (rapidsai/ucx-py#888,
+# rapidsai/ucxx#15); while one is pending we look ourselves: in every turn of the loop at first, then at intervals.
+DEVICE_SPIN_S = 0.002
+DEVICE_TICK_S = 0.0005
 VOID_S = 30.0
 MAX_VOIDS = 1024
 
 _WITHDRAW_TAG = (1 << 64) - 1  # outside what `tag_of` gives to any real lease: 2^40 - 1 leases are never reached
 _WITHDRAW_BYTES = 8
 
-_ENVIRONMENT = {"UCX_LOG_LEVEL": "error", "UCX_LOG_FILE": "stderr", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+_ENVIRONMENT = {
+    "UCX_LOG_LEVEL": "error", "UCX_LOG_FILE": "stderr", "UCX_WARN_UNUSED_ENV_VARS": "n",
+    # The cache of memory types knows no GPU memory that was allocated before UCX started, as the KV pool is, and takes
+    # it for the host's (openucx/ucx#2755): ask the driver for every buffer instead.
+    "UCX_MEMTYPE_CACHE": "n",
+}  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +119,7 @@ class UcxLink:
         self._voids: OrderedDict[int, _Operation] = OrderedDict()
         self._turn: asyncio.Handle | None = None
         self._tick: asyncio.TimerHandle | None = None
+        self._device_tick: asyncio.TimerHandle | None = None
         self._address = b""
         self._closed = False
         self.rebuilt = 0
@@ -231,6 +242,15 @@ class UcxLink:
         self._look()
         if not worker.arm():
             self._progress_soon()
+        elif posted_s := [op.posted_s for op in self._operations.values() if op.region and op.region.on_device]:
+            if time.monotonic() - max(posted_s) < DEVICE_SPIN_S:
+                self._progress_soon()
+            elif self._device_tick is None:
+                self._device_tick = self._loop.call_later(DEVICE_TICK_S, self._on_device_tick)
+
+    def _on_device_tick(self) -> None:
+        self._device_tick = None
+        self._progress()
 
     def _look(self) -> None:
         """Settle what has ended."""
@@ -337,10 +357,10 @@ class UcxLink:
         self._await_withdrawals()
 
     def _close_worker(self, reason: str) -> None:
-        for handle in (self._turn, self._tick):
+        for handle in (self._turn, self._tick, self._device_tick):
             if handle is not None:
                 handle.cancel()
-        self._turn = self._tick = None
+        self._turn = self._tick = self._device_tick = None
         self._loop.remove_reader(self._fd)
         operations, self._operations = list(self._operations.values()), {}
         self._voids.clear()

@@ -21,8 +21,8 @@ WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-def check_model(folder: Path) -> None:
-    """Raises `ModelError` unless the folder looks like a model in Hugging Face format."""
+def check_model(folder: Path, *, with_weights: bool = True) -> None:
+    """Raises `ModelError` unless the folder looks like a model in Hugging Face format; weights may be drawn instead."""
     if folder.suffix == ".gguf" and folder.is_file():
         raise ModelError(
             f"{folder} is a GGUF file; convert it once: "
@@ -37,7 +37,7 @@ def check_model(folder: Path) -> None:
         raise ModelError(f"{folder}: no config.json there; --model wants a folder in Hugging Face format") from None
     except ValueError as error:
         raise ModelError(f"{config}: not valid JSON: {error}") from None
-    if not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
+    if with_weights and not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise ModelError(f"{folder}: no weights ({' or '.join(WEIGHT_PATTERNS)})")
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)})")

@@ -1,0 +1,71 @@
+"""How a GPU's memory is divided: between the workers that share it, and inside a worker between KV and all else.
+
+Called once at start, when the weights are loaded, so that what is left is known and not guessed. Arithmetic only: the
+caller asks the device. Nothing is allocated later that is not in these sums; that is why a full cache cannot run the
+device out of memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cohort.common.engine.model_config import ModelGeometry
+
+SAMPLER_BYTES = 1 << 29
+"""What drawing tokens may take beside the logits; `device_sampler` cuts its batch into pieces of this size."""
+
+STAGING_TOKENS = 32768
+"""Positions of prefill rows whose keys and values are gathered for flash attention; more read the paged cache."""
+
+_CONTEXT_BYTES = 1 << 30
+"""CUDA context, libraries' workspaces, loaded kernels, copy staging, what the allocator rounds up."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceShare:
+    """What one worker may take of its GPU: `fraction` of the memory, divided by the workers that share it; `most_kv`
+    bytes for KV at most (0 = no bound); `graphs` bytes for recorded steps."""
+
+    fraction: float = 0.9
+    sharers: int = 1
+    most_kv: int = 0
+    graphs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A worker's GPU, and how many workers it shares it with, itself included."""
+
+    device_index: int
+    sharers: int
+
+
+def place(worker: int, workers: int, visible_gpus: int, workers_per_gpu: int = 0) -> Placement:
+    """Workers go round the visible GPUs. `workers_per_gpu` 0: as many share one as this puts there."""
+    gpus = max(1, visible_gpus)
+    index = worker % gpus
+    sharers = len(range(index, max(workers, worker + 1), gpus))
+    return Placement(index, workers_per_gpu or sharers)
+
+
+def step_bytes(geometry: ModelGeometry, dtype_bytes: int, max_rows: int, max_step_tokens: int) -> int:
+    """The most that is allocated after the weights, KV and graphs apart: every layer's widest intermediate, attention's
+    workspace, block tables, the logits in the model's precision, drawing, and a reserve for the context."""
+    widest = 2 * geometry.intermediate_size + (geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim
+    activations = max_step_tokens * (widest + 4 * geometry.hidden_size) * dtype_bytes
+    attention = max_step_tokens * geometry.num_heads * (geometry.head_dim + 2) * 4 * 2
+    staging = 2 * max(STAGING_TOKENS, max_step_tokens) * geometry.num_kv_heads * geometry.head_dim * dtype_bytes
+    tables = max_rows * geometry.max_positions * 2  # ten bytes a block, of eight tokens at least
+    logits = max_rows * geometry.vocab_size * (dtype_bytes + 4)
+    return activations + attention + staging + tables + logits + SAMPLER_BYTES + _CONTEXT_BYTES
+
+
+def kv_bytes(*, total: int, free: int, own: int, sharers: int, fraction: float, reserved: int) -> int:
+    """B3 · Device memory for one worker's KV cache.
+
+    `total` and `free` are the device's, `own` what this worker has allocated already (its weights), `fraction` the
+    share of the memory that may be used at all, `reserved` what its steps and graphs will take. Each sharer counts on
+    its part of the whole, however far the others have got with loading; what is really free bounds it.
+    """
+    part = int(fraction * total / max(1, sharers)) - own
+    return max(0, min(part, int(fraction * free)) - reserved)

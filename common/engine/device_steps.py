@@ -1,0 +1,130 @@
+"""Steps on a GPU: what is launched in which order, and the one wait at the end.
+
+    host                                          device (one stream)
+    batch ─▶ page-locked buffers ── launch ──▶    copy in · recorded decode step, or the forward kernel by kernel
+                                                  · draw tokens · copy out · mark
+    free for other work … wait for the mark  ◀──────────────────────────┘
+    ─▶ StepOutput
+
+Owned by the model runner, on a GPU; on a processor only in tests, which hold its answers against the ordinary path's.
+Everything of a step is launched without asking the device for anything, so the host waits for the device exactly once
+a step; scored prompts, which are rare, are the exception. Decides nothing about requests.
+"""
+
+from __future__ import annotations
+
+import structlog
+import torch
+from torch import Tensor
+
+from cohort.common.engine.batch import StepBatch, StepOutput
+from cohort.common.engine.decode_classes import CaptureBudget
+from cohort.common.engine.device_memory import STAGING_TOKENS
+from cohort.common.engine.device_sampler import Drawn, draw
+from cohort.common.engine.kv_tensors import KvTensors
+from cohort.common.engine.model_config import ModelGeometry
+from cohort.common.engine.static_decode import PlainRecorder, Recorder, StaticDecode
+from cohort.common.engine.step_inputs import Model, StepInputs, step_inputs
+from cohort.common.engine.streams import CudaStream, Mark, Stream, stream_for
+from cohort.common.engine.uploads import Uploads
+from cohort.kernels.gpu.workspace import Workspace
+
+log = structlog.get_logger(__name__)
+
+
+class Launched:
+    """A step under way."""
+
+    def __init__(self, drawn: Drawn, mark: Mark) -> None:
+        self._drawn = drawn
+        self._mark = mark
+
+    def finish(self) -> StepOutput:
+        """Wait for the device, then its answer. Everything the step wrote is there afterwards, KV included."""
+        self._mark.wait()
+        return self._drawn.output()
+
+
+class DeviceSteps:
+    """One step at a time: `launch` only after the step before has finished."""
+
+    def __init__(
+        self, model: Model, geometry: ModelGeometry, kv: KvTensors, *, device: torch.device, dtype: torch.dtype,
+        max_rows: int, max_step_tokens: int, max_context: int,
+    ) -> None:  # fmt: skip
+        self._model, self._kv, self._geometry = model, kv, geometry
+        self._device, self._max_rows = device, max_rows
+        self.stream: Stream = stream_for(device)
+        self._uploads = Uploads(device)
+        self._states: Tensor | None = None
+        self._workspace: Workspace | None = None
+        if device.type == "cuda":
+            self._workspace = Workspace(
+                max_rows=max_rows, query_heads=geometry.num_heads, kv_heads=geometry.num_kv_heads,
+                head_dim=geometry.head_dim, dtype=dtype, device=device, max_context=max_context,
+                staging_tokens=max(max_step_tokens, STAGING_TOKENS),
+            )  # fmt: skip
+        self.decode = StaticDecode(
+            model, kv.with_spare, spare_block=kv.spare_block, max_rows=max_rows, max_context=max_context, device=device,
+            workspace=self._workspace,
+        )  # fmt: skip
+        if device.type == "cuda":  # weights and cache were written on another stream
+            torch.cuda.synchronize(device)
+
+    def record(self, budget_bytes: int) -> None:
+        """Record the decode steps; nothing may be served meanwhile. Zero bytes: none are recorded."""
+        if not budget_bytes:
+            return
+        recorder: Recorder = PlainRecorder()
+        if isinstance(self.stream, CudaStream):
+            from cohort.common.engine.cuda_graphs import CudaGraphRecorder
+
+            recorder = CudaGraphRecorder(self._device, self.stream.stream)
+        # The first recording makes the pool: it holds at least the widest intermediate and the logits.
+        g = self._geometry
+        estimate = self._max_rows * (2 * g.intermediate_size + g.vocab_size) * 4
+        with self.stream.use():
+            self.decode.record(recorder, CaptureBudget(budget_bytes), estimate)
+        self.stream.mark().wait()
+
+    def launch(self, batch: StepBatch) -> Launched:
+        """Start a step without scored prompts."""
+        try:
+            return self._launch(batch)
+        except torch.OutOfMemoryError:
+            self.stream.mark().wait()  # what was launched still reads this step's inputs
+            raise
+
+    def _launch(self, batch: StepBatch) -> Launched:
+        with self.stream.use():
+            self._uploads.restart()
+            rows_class = self.decode.takes(batch)
+            if rows_class is None:
+                logits = self._model.forward(self._inputs(batch), self._kv.blocks)
+                likeliest, states = logits.argmax(dim=-1), self._model.sampled_states
+            else:
+                done = self.decode.run(batch, rows_class)
+                rows = batch.num_rows
+                logits, likeliest = done.logits[:rows], done.likeliest[:rows]
+                states = None if done.states is None else done.states[:rows]
+                if len(batch.sample_rows) < rows:  # a prompt's token that is not its last
+                    (index,) = self._uploads.put([batch.sample_rows.astype("int64")])
+                    logits, likeliest = logits.index_select(0, index), likeliest.index_select(0, index)
+                    states = None if states is None else states.index_select(0, index)
+            self._states = states
+            drawn = draw(logits, likeliest, batch.sampling, self._uploads)
+            return Launched(drawn, self.stream.mark())
+
+    def scoring_inputs(self, batch: StepBatch) -> StepInputs:
+        """The inputs of a step that the caller runs itself, on `stream`."""
+        self._uploads.restart()
+        self._states = None
+        return self._inputs(batch)
+
+    def sampled_states(self) -> Tensor | None:
+        """Of the last step; see `step_inputs.Model.sampled_states`."""
+        return self._states
+
+    def _inputs(self, batch: StepBatch) -> StepInputs:
+        return step_inputs(batch, self._kv.geometry.block_size, self._device, self._uploads, self._workspace)
+

@@ -1,0 +1,182 @@
+"""Steps as a GPU runs them, on the processor: standing buffers, padded classes, drawing by the batch, one wait.
+
+The recorder is the plain one; all else is what a GPU runs. Answers must be those of the ordinary path, token for token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_driver import (
+    Driver,
+    check_schedule,
+    make_runner,
+    random_prompts,
+    reference_generate,
+    run_chunked,
+    run_together,
+)
+
+from cohort.common.engine.batch import SamplingRow
+from cohort.common.engine.decode_classes import CaptureBudget
+from cohort.common.engine.device_memory import DeviceShare
+from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.static_decode import DecodeOutput, PlainRecorder, Recorded
+from cohort.common.errors import ConfigError
+
+GRAPHS = DeviceShare(graphs=1 << 40)
+
+
+def device_runner(folder: Path, **overrides: Any) -> ModelRunner:
+    runner = make_runner(folder, **{"device_steps": True, "share": GRAPHS, **overrides})
+    runner.warm_up()
+    return runner
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3", "opt"])
+def test_answers_are_transformers_own(name: str, model_folder: Callable[[str], Path]) -> None:
+    folder = model_folder(name)
+    expected = reference_generate(folder, random_prompts((5, 33, 9)), 16)
+    runner = device_runner(folder)
+    assert runner._device_steps is not None
+    assert runner._device_steps.decode.classes == (1, 2, 4, 8, 16)
+    for schedule, options in (
+        (run_together, {}), (run_chunked(7), {"shuffle": 4, "reverse": True}), (run_chunked(1), {"shuffle": 2}),
+    ):  # fmt: skip
+        runner.kv.with_spare.copy_(torch.randn_like(runner.kv.with_spare))  # whatever was there before
+        assert check_schedule(runner, expected, schedule, **options) <= 1
+
+
+def test_the_same_bits_as_the_ordinary_path(model_folder: Callable[[str], Path]) -> None:
+    """Every number of rows up to the largest class: tokens, log-probabilities, final states and KV."""
+    folder = model_folder("llama")
+    ordinary, ours = make_runner(folder), device_runner(folder)
+    ours.kv.with_spare.zero_()  # what warming up wrote
+    drivers = [Driver(runner, shuffle=5, reverse=True) for runner in (ordinary, ours)]
+    prompts = random_prompts([3 + index for index in range(16)])
+    for driver in drivers:
+        for index, prompt in enumerate(prompts):
+            sampling = SamplingRow(seed=index, position=len(prompt), temperature=0.8, top_p=0.9, logprobs=index % 3 - 1)
+            driver.add(str(index), prompt, sampling)
+    for rows in range(1, 17):
+        outputs = []
+        for driver in drivers:
+            names = [str(index) for index in range(rows)]
+            outputs.append(driver.step([(name, driver.remaining(name)) for name in names]))
+            states = driver.runner.sampled_states(rows)
+            assert states is not None and len(states) == rows
+        assert outputs[0].tokens.tolist() == outputs[1].tokens.tolist()
+        assert outputs[0].logprobs == outputs[1].logprobs
+        first, second = (driver.runner.sampled_states(rows) for driver in drivers)
+        assert first is not None and second is not None and (first == second).all()
+        assert torch.equal(ordinary.kv.blocks, ours.kv.blocks)
+
+
+def test_padding_rows_touch_nothing_but_the_spare_block(model_folder: Callable[[str], Path]) -> None:
+    runner = device_runner(model_folder("llama"))
+    driver = Driver(runner)
+    for index, prompt in enumerate(random_prompts([9, 4, 12])):
+        driver.add(str(index), prompt)
+    driver.step([(name, driver.remaining(name)) for name in driver.requests])
+    before = runner.kv.blocks.clone()
+    batch = driver.batch([(name, 1) for name in driver.requests])
+    runner.execute(batch)
+    changed = (runner.kv.blocks != before).flatten(1).any(dim=1).nonzero()[:, 0].tolist()
+    assert sorted(changed) == sorted({int(slot) // runner.block_size for slot in batch.slot_mapping})
+
+
+def test_a_row_that_draws_nothing_leaves_the_others_their_tokens(model_folder: Callable[[str], Path]) -> None:
+    """Prompts in chunks of one token: decode-shaped rows of which only some are sampled."""
+    folder = model_folder("llama")
+    tokens = []
+    for runner in (make_runner(folder), device_runner(folder)):
+        driver = Driver(runner)
+        driver.add("early", random_prompts([4])[0])
+        driver.add("late", random_prompts([9], seed=2)[0])
+        driver.step([("early", 4)])
+        for _ in range(9):
+            driver.step([("late", 1), ("early", 1)])
+        tokens.append((driver.requests["early"].tokens, driver.requests["late"].tokens))
+    assert tokens[0] == tokens[1]
+
+
+class _Costly:
+    """Every recording takes 100 bytes, the device refuses the class of 4, and the budget ends before the smallest."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def record(self, step: Callable[[], DecodeOutput]) -> Recorded:
+        output = step()
+        if len(output.logits) == 4:
+            raise torch.OutOfMemoryError("no room")
+        self.recorded += 1
+        return Recorded(step, 100)
+
+
+def test_the_budget_keeps_the_large_classes(model_folder: Callable[[str], Path]) -> None:
+    runner = make_runner(model_folder("llama"), device_steps=True)
+    assert runner._device_steps is not None
+    decode, recorder = runner._device_steps.decode, _Costly()
+    with torch.inference_mode():
+        decode.record(recorder, CaptureBudget(310), first_estimate_bytes=200)
+    assert decode.classes == (2, 8, 16)
+    assert recorder.recorded == 3
+
+
+def test_no_memory_for_graphs_means_step_by_step(model_folder: Callable[[str], Path]) -> None:
+    folder = model_folder("llama")
+    runner = device_runner(folder, share=DeviceShare(graphs=0))
+    assert runner._device_steps is not None and runner._device_steps.decode.classes == ()
+    expected = reference_generate(folder, random_prompts((5, 12)), 8)
+    assert check_schedule(runner, expected, run_together) <= 1
+
+
+def test_contexts_beyond_the_recorded_tables_run_step_by_step(model_folder: Callable[[str], Path]) -> None:
+    folder = model_folder("llama")
+    runner = device_runner(folder, max_context=24)
+    expected = reference_generate(folder, random_prompts((20,)), 16)
+    assert check_schedule(runner, expected, run_together) <= 1
+
+
+def test_a_batch_the_device_refuses_runs_in_halves(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = device_runner(model_folder("llama"), share=DeviceShare())
+    driver = Driver(runner)
+    for index, prompt in enumerate(random_prompts([5, 9, 14])):
+        driver.add(str(index), prompt)
+    batch = driver.batch([(name, driver.remaining(name)) for name in driver.requests])
+    expected = runner.execute(batch).tokens.tolist()
+    steps: Any = runner._device_steps
+    real = steps.launch
+
+    def refusing(batch: Any) -> Any:
+        if batch.num_rows > 2:
+            raise torch.OutOfMemoryError("no room")
+        return real(batch)
+
+    monkeypatch.setattr(steps, "launch", refusing)
+    assert runner.execute(batch).tokens.tolist() == expected
+    assert runner.memory_retries == 1
+
+
+def test_only_a_gpus_memory_divides_itself(model_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"kv\.memory_bytes"):
+        make_runner(model_folder("llama"), num_blocks=0)
+
+
+def test_plain_recorder_runs_the_step_again() -> None:
+    calls: list[int] = []
+
+    def step() -> DecodeOutput:
+        calls.append(1)
+        return DecodeOutput(torch.empty(0), torch.empty(0), None)
+
+    recorded = PlainRecorder().record(step)
+    recorded.replay()
+    assert (len(calls), recorded.cost_bytes) == (2, 0)

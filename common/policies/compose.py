@@ -190,7 +190,8 @@ def _slack_packing(config: Config) -> SlackPacking:
     settings = PackingSettings(
         max_rows=engine.max_rows, max_tokens=engine.max_step_tokens, chunk=engine.prefill_chunk,
         preemption=engine.preemption, cut_prompts=options.cut_prompts, rt_starvation_s=options.rt_starvation_s,
-        be_starvation_s=options.be_starvation_s,
+        be_starvation_s=options.be_starvation_s, starving_every=options.starving_every,
+        best_effort_share=options.best_effort_share,
     )  # fmt: skip
     size = AdaptiveBatchSize(first=options.first_batch, step=options.batch_step, most=engine.max_rows)
     groups = TokenGroups(

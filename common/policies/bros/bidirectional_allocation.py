@@ -15,7 +15,7 @@ change hands cannot be known by its content.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
@@ -54,6 +54,9 @@ class BidirectionalAllocator:
         self._preemptable: Iterator[int] | None = None
         """Blocks that can be shared, first ones first to go; None until somebody asks in this iteration."""
         self._served: set[Tenant] = set()
+        self._spared: set[Tenant] = set()
+        """Nobody moves into their blocks in this iteration."""
+        self._spared_blocks = 0
         self._copies = CopyList(self._size)
         self._checkpointed_total = 0
         self._restored_total = 0
@@ -116,6 +119,8 @@ class BidirectionalAllocator:
     def take_copies(self) -> list[KvCopy]:
         """R12 · All copies since the last time; ends the iteration in which the served are safe."""
         self._served.clear()
+        self._spared.clear()
+        self._spared_blocks = 0
         self._preemptable = None
         self._host_free += self._host_returned
         self._host_returned.clear()
@@ -142,6 +147,8 @@ class BidirectionalAllocator:
             self._bring_back(tenant, index, beside)
         tenant.claimed = max(positions, tenant.stored)
         self._served.add(tenant)
+        if change.found and tenant in self._spared:
+            self._count_spared()
         return True
 
     def _find(self, tenant: Tenant, positions: int) -> _Change | None:
@@ -173,9 +180,7 @@ class BidirectionalAllocator:
         """R8 · FindPreemptBlock. Ordered once an iteration; who was served or shared since is passed over."""
         table = self._table
         if self._preemptable is None:
-            self._preemptable = table.find_preemptable(
-                [tenant for tenant in self._reversed.values() if tenant not in self._served]
-            )
+            self._preemptable = table.find_preemptable(self._open_to_sharing())
         candidates, found = self._preemptable, []
         for block in candidates:
             side = table.right(block)
@@ -186,6 +191,10 @@ class BidirectionalAllocator:
         # They stay the first ones, in case that they are not taken.
         self._preemptable = chain(tuple(found), candidates)
         return found
+
+    def _open_to_sharing(self) -> list[Tenant]:
+        closed = self._served | self._spared
+        return [tenant for tenant in self._reversed.values() if tenant not in closed]
 
     def _in_the_way(self, tenant: Tenant, positions: int) -> list[int]:
         """Block indexes of a reversed tenant where a left tenant holds slots that it needs."""
@@ -291,6 +300,8 @@ class BidirectionalAllocator:
         tenant.blocks = []
         tenant.resident = []
         tenant.claimed = 0
+        if self._spared:
+            self._count_spared()
 
     # -- what is there -----------------------------------------------------------------------------------------
 
@@ -322,7 +333,17 @@ class BidirectionalAllocator:
     @property
     def preemptable_blocks(self) -> int:
         """Blocks a real-time request could share, now or when those served in this iteration may be robbed again."""
-        return self._table.right_blocks - self._table.shared_blocks
+        return self._table.right_blocks - self._table.shared_blocks - self._spared_blocks
+
+    def spare(self, keys: Iterable[SequenceKey]) -> None:
+        """In this iteration nobody moves into the blocks of these; who shares one with them already may go on there."""
+        self._spared = {tenant for key in keys if (tenant := self._reversed.get(key)) is not None}
+        self._count_spared()
+        self._preemptable = None
+
+    def _count_spared(self) -> None:
+        left = self._table.left
+        self._spared_blocks = sum(1 for tenant in self._spared for block in tenant.blocks if left(block) is None)
 
     @property
     def total_blocks(self) -> int:

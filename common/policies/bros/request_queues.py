@@ -7,7 +7,8 @@ packing; decides nothing but order.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from itertools import chain
 
 from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
 from cohort.common.policies.bros.token_groups import TokenGroups
@@ -102,6 +103,10 @@ class RealTimeQueues:
     def pending(self) -> Collection[Sequence]:
         return self._pending.values()
 
+    @property
+    def anybody_waits(self) -> bool:
+        return bool(self._waiting)
+
     def urgent_first(self, now_s: float, average_s: float, least_s: float) -> UrgentFirst:
         """R4, lines 3–4 · Everybody with at least `least_s` left, most urgent first."""
         groups = self._groups
@@ -147,6 +152,16 @@ class BestEffortQueues:
 
     def pending(self) -> Collection[Sequence]:
         return self._pending.values()
+
+    def first_within(self, blocks: int, blocks_for: Callable[[int], int]) -> list[Sequence]:
+        """Who started first, then who arrived first, as far as the KV of all with a next token fits so many blocks."""
+        first: list[Sequence] = []
+        for sequence in chain(self._pending.values(), (item[2] for item in self._waiting)):
+            blocks -= blocks_for(sequence.target + 1)
+            if blocks < 0:
+                break
+            first.append(sequence)
+        return first
 
     def waiting(self, most: int) -> list[Sequence]:
         """Up to `most` of those who wait, by arrival: nothing of theirs is anywhere."""

@@ -1,9 +1,10 @@
 """The packing of BROS (R4): real-time requests by what their deadlines leave, best-effort ones in the room between.
 
-    1. who has had nothing for too long            one of each class, whatever it costs
+    1. who has had nothing for too long            one of each class, whatever it costs; not in every iteration
     2. real-time, most urgent first                while the iteration ends before the most urgent deadline (t_min)
-    3. real-time that is late already              as far as that leaves room
-    4. best-effort, least to bring back first      likewise; in a full batch, instead of real-time that can wait
+    3. best-effort that keeps its blocks           as far as that leaves room: the oldest, a share of the cache
+    4. real-time that is late already              likewise
+    5. best-effort, least to bring back first      likewise; in a full batch, instead of real-time that can wait
 
 The worker's `IterationScheduler` of the preset. Blocks come from whatever allocator there is; with the bidirectional
 one real-time requests share best-effort blocks (R8), with another one best-effort requests are dropped for them (R11).
@@ -19,7 +20,7 @@ from typing import Literal
 from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
 from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
 from cohort.common.policies.bros.iteration_cost import BatchLoad, IterationCost, load_of
-from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTimeQueues, UrgentFirst
+from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTimeQueues, UrgentFirst, slots_away
 from cohort.common.policies.bros.token_groups import TokenGroups
 from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Row, Sequence, SequenceKey
 from cohort.common.policies.sequences import preempt, resume, start
@@ -33,7 +34,8 @@ _SMALLEST_CUT = 16
 @dataclass(frozen=True, slots=True)
 class PackingSettings:
     """`cut_prompts`: a prompt without a deadline to keep is computed in pieces as large as deadlines leave room for.
-    `*_starvation_s`: who got nothing for so long goes first, whatever that costs."""
+    `*_starvation_s`: who got nothing for so long goes first, whatever that costs, in at most one of `starving_every`
+    iterations. `best_effort_share`: of the cache, for the oldest best-effort requests."""
 
     max_rows: int
     max_tokens: int
@@ -42,6 +44,8 @@ class PackingSettings:
     cut_prompts: bool
     rt_starvation_s: float
     be_starvation_s: float
+    starving_every: int
+    best_effort_share: float
 
 
 @dataclass(slots=True)
@@ -59,6 +63,10 @@ class _Batch:
     limit_s: float = _NO_DEADLINE
     safe: set[SequenceKey] = field(default_factory=set)
     """In the batch, or being brought back: not to be dropped now."""
+    kept: list[Sequence] = field(default_factory=list)
+    """Best-effort requests whose share of the cache nobody takes."""
+    reserved: int = 0
+    """Blocks that those still need."""
     dropped: int = 0
 
     @property
@@ -103,6 +111,9 @@ class SlackPacking:
     - The batch size (R6) holds back best-effort and late requests only: what limits the others are their deadlines.
     - Who has not started yet drops no real-time request (R11), and leaves those who run their next block: under
       overload every newcomer on time would make somebody late who has been served already.
+    - The oldest best-effort requests keep a share of the cache (`best_effort_share`), and have it before those who are
+      late: real-time requests that outnumber what the device can do take all there is, and would not be helped by it.
+      Who is not among them does not come back while real-time requests wait, who would take the blocks at once.
     """
 
     def __init__(
@@ -117,6 +128,7 @@ class SlackPacking:
         self._average_s = 0.0
         # Insertion order = who was served longest ago, per class.
         self._served: dict[TrafficClass, dict[SequenceKey, tuple[float, Sequence]]] = {"rt": {}, "be": {}}
+        self._since_starving: dict[TrafficClass, int] = {"rt": 0, "be": 0}
         self._slots_beside = 0
         self._block_size = 1
         self._replaced = self._overdue_rows = self._dropped = 0
@@ -138,10 +150,15 @@ class SlackPacking:
         batch = _Batch(min(self._batch_size.value, self._settings.max_rows), self._settings.max_tokens)
         self._starving_first(now_s, kv, batch)
         least_s = self._least_s()
+        self._keep(kv, batch)
         urgent = self._rt.urgent_first(now_s, self._average_s, least_s)
         chosen, hopeless, cut_short = self._pack_real_time(urgent, kv, batch)
+        self._pack_kept(kv, batch, chosen)
         self._pack_overdue(urgent, kv, batch, hopeless)
         self._pack_best_effort(kv, batch, chosen)
+        if not batch.rows and not batch.slots:
+            batch.limit_s = _NO_DEADLINE  # of somebody for whom there are no blocks
+            self._pack_kept(kv, batch, chosen)
         if not batch.rows and not batch.slots:
             self._force_oldest(kv, batch)
         if batch.rows:
@@ -170,7 +187,11 @@ class SlackPacking:
         for traffic_class, after_s in limits:
             served = self._served[traffic_class]
             key = next(iter(served), None)
+            self._since_starving[traffic_class] += 1
+            if self._since_starving[traffic_class] < self._settings.starving_every:
+                continue
             if key is not None and now_s - served[key][0] > after_s:
+                self._since_starving[traffic_class] = 0
                 sequence = served[key][1]
                 self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False))
 
@@ -240,6 +261,35 @@ class SlackPacking:
                 no_room = True
         return chosen, hopeless, cut_short
 
+    def _keep(self, kv: KvAllocator, batch: _Batch) -> None:
+        """Who keeps blocks in this iteration, and what they still need."""
+        share = int(self._settings.best_effort_share * kv.total_blocks)
+        batch.kept = self._be.first_within(share, kv.geometry.blocks_for)
+        if isinstance(kv, BidirectionalAllocator):
+            kv.spare(sequence.key for sequence in batch.kept)
+        self._reserve(kv, batch)
+
+    def _reserve(self, kv: KvAllocator, batch: _Batch) -> None:
+        batch.reserved = sum(
+            kv.geometry.blocks_for(sequence.target + 1)
+            - (len(kv.blocks(sequence.key)) if sequence.phase is Phase.RUNNING else 0)
+            for sequence in batch.kept
+        )
+
+    def _pack_kept(self, kv: KvAllocator, batch: _Batch, chosen: list[tuple[float, Sequence]]) -> None:
+        """What is reserved is for them; the oldest may also take blocks from the youngest."""
+        batch.reserved = 0
+        for sequence in batch.kept:
+            slots = slots_away(sequence, kv)
+            if slots and batch.rows and isinstance(kv, BidirectionalAllocator):
+                hosted = self._bring_back(sequence, slots, kv, batch)
+            else:
+                victims = self._droppable(kv, batch, sequence, real_time=False)
+                hosted = self._offer(sequence, kv, batch, chosen, victims)
+            if not hosted:
+                break
+        self._reserve(kv, batch)
+
     def _pack_overdue(self, urgent: UrgentFirst, kv: KvAllocator, batch: _Batch, hopeless: list[Sequence]) -> None:
         """Served after those who can make it, within the time those leave."""
         for sequence in chain(urgent.overdue(), hopeless):
@@ -261,19 +311,22 @@ class SlackPacking:
     def _pack_best_effort(self, kv: KvAllocator, batch: _Batch, chosen: list[tuple[float, Sequence]]) -> None:
         """Lines 17–33."""
         whole, apart = self._be.by_slots(kv)
+        kept = {sequence.key for sequence in batch.kept}
         for index, sequence in enumerate(whole):
             # The oldest may take blocks from the youngest, or all could wait for each other's.
             victims = None if index else self._droppable(kv, batch, sequence, real_time=False)
             if not self._offer(sequence, kv, batch, chosen, victims):
                 return
         for sequence in self._be.waiting(batch.most_rows):
-            if batch.dropped or not self._has_room(sequence, kv):
+            if batch.dropped or not self._has_room(sequence, kv, batch):
                 break  # the next of them would not find blocks either
             if not self._offer(sequence, kv, batch, chosen, None):
                 return
+        if self._rt.anybody_waits or kv.free_blocks < batch.reserved:
+            return
         for slots, sequence in apart:
-            if sequence.phase is Phase.WAITING:
-                continue  # dropped just now, and nothing of it is kept
+            if sequence.phase is Phase.WAITING or sequence.key in kept:
+                continue  # dropped just now, and nothing of it is there; or had its turn
             if batch.rows and isinstance(kv, BidirectionalAllocator):
                 if not self._bring_back(sequence, slots, kv, batch):
                     return
@@ -374,7 +427,7 @@ class SlackPacking:
             return kv.extend(sequence, sequence.computed + count)
         if sequence.phase is Phase.SWAPPED:
             return resume(sequence, kv, batch.plan)
-        if not self._has_room(sequence, kv) or not start(sequence, kv):
+        if not self._has_room(sequence, kv, batch) or not start(sequence, kv):
             return False
         (self._rt if sequence.request.traffic_class == "rt" else self._be).started(sequence)
         return True
@@ -386,9 +439,11 @@ class SlackPacking:
         make it, the real-time request with most time left. Nobody who drew no token since it came in, so that every
         drop is paid for by progress; `desperate`: even those. Evaluated only when blocks are missing."""
 
+        kept = () if desperate else {other.key for other in batch.kept}
+
         def may_go(other: Sequence) -> bool:
             holds = other.phase is Phase.RUNNING and not other.pinned and (desperate or other.uncomputed <= 1)
-            return holds and other is not sequence and other.key not in batch.safe
+            return holds and other is not sequence and other.key not in batch.safe and other.key not in kept
 
         own_class, room = sequence.request.traffic_class, kv.free_blocks + kv.cached_blocks
         from_best_effort = True
@@ -411,9 +466,9 @@ class SlackPacking:
             if room + sum(held.get(s.key, 0) for s in victims) >= wanted:
                 yield from victims
 
-    def _has_room(self, sequence: Sequence, kv: KvAllocator) -> bool:
-        """Somebody starts only where everybody running keeps its next block."""
-        spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
+    def _has_room(self, sequence: Sequence, kv: KvAllocator, batch: _Batch) -> bool:
+        """Somebody starts only where everybody running keeps its next block, and the oldest best-effort their share."""
+        spare = kv.free_blocks + kv.cached_blocks - batch.reserved - kv.geometry.blocks_for(sequence.target)
         if sequence.request.traffic_class == "rt" and isinstance(kv, BidirectionalAllocator):
             spare += kv.preemptable_blocks
         if spare < 0 or spare >= kv.total_blocks // 50:

@@ -21,8 +21,7 @@ class LongWay(BidirectionalAllocator):
 
     def _preempt(self, wanted: int) -> list[int]:
         if self._preemptable is None:
-            unserved = [tenant for tenant in self._reversed.values() if tenant not in self._served]
-            self._listed = list(self._table.find_preemptable(unserved))
+            self._listed = list(self._table.find_preemptable(self._open_to_sharing()))
             self._preemptable = iter(())
         found = []
         for block in self._listed:
@@ -33,7 +32,10 @@ class LongWay(BidirectionalAllocator):
 
     @property
     def preemptable_blocks(self) -> int:
-        return sum(len(tenant.blocks) for tenant in self._reversed.values()) - self._table.shared_blocks
+        return sum(
+            1 for tenant in self._reversed.values() for block in tenant.blocks
+            if self._table.left(block) is None and tenant not in self._spared
+        )  # fmt: skip
 
     def held(self, key: str) -> int:
         return self.owners().get(key, 0)
@@ -42,9 +44,9 @@ class LongWay(BidirectionalAllocator):
 class Host:
     """One worker's packing and allocator, its clock, and what runs there."""
 
-    def __init__(self, kv: BidirectionalAllocator, preemption: str) -> None:
+    def __init__(self, kv: BidirectionalAllocator, preemption: str, share: float) -> None:
         self.kv = kv
-        self.policy = packing(preemption=preemption, cut=True, first=4, starve_s=3.0)
+        self.policy = packing(preemption=preemption, cut=True, first=4, starve_s=3.0, every=3, share=share)
         self.now_s = 0.0
         self.alive: dict[str, tuple[Sequence, int]] = {}
 
@@ -86,9 +88,9 @@ def _decided(plan: IterationPlan, kv: BidirectionalAllocator) -> object:
 @given(seed=st.integers(0, 2**32), blocks=st.integers(6, 24), host=st.sampled_from([0, 4, 60]))
 def test_short_ways_decide_as_long_ones(seed: int, blocks: int, host: int) -> None:
     random = Random(seed)
-    preemption = random.choice(["swap", "recompute"])
-    short = Host(BidirectionalAllocator(GEOMETRY, blocks, host), preemption)
-    long = Host(LongWay(GEOMETRY, blocks, host), preemption)
+    how = random.choice(["swap", "recompute"]), random.choice([0.0, 0.4])
+    short = Host(BidirectionalAllocator(GEOMETRY, blocks, host), *how)
+    long = Host(LongWay(GEOMETRY, blocks, host), *how)
     for serial in range(50):
         for part in range(random.choice([0, 0, 1, 2])):
             arrival = (f"r{serial}.{part}", random.randint(1, 16), random.randint(1, 12), random.choice(["rt", "be"]))

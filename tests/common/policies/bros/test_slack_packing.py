@@ -20,10 +20,11 @@ from tests.common.policies.bros.kv_world import GEOMETRY, request
 
 
 def packing(
-    *, first: int = 8, cut: bool = False, preemption: str = "recompute", chunk: int = 512, starve_s: float = 100.0
+    *, first: int = 8, cut: bool = False, preemption: str = "recompute", chunk: int = 512, starve_s: float = 100.0,
+    every: int = 1, share: float = 0.0,
 ) -> SlackPacking:
     """10 ms an iteration, 1 ms a prompt token, 1 ms a row; TTFT 0.4 s, TPOT 0.2 s."""
-    settings = PackingSettings(16, 512, chunk, preemption, cut, starve_s, starve_s)  # type: ignore[arg-type]
+    settings = PackingSettings(16, 512, chunk, preemption, cut, starve_s, starve_s, every, share)  # type: ignore[arg-type]
     groups = TokenGroups(group_tokens=1, default_ttft_s=0.4, default_tpot_s=0.2)
     cost = IterationCost()
     points = [
@@ -125,6 +126,67 @@ def test_the_starving_go_first_whatever_that_costs() -> None:
     policy.add(0.0, request("starving", 300, "be"))
     running(policy, kv, "decode", 8, "rt", last_s=5.95)
     assert "starving" in names(step(policy, kv, 6.0))
+
+
+def test_the_starving_do_not_go_first_in_every_iteration() -> None:
+    for every, expected in ((1, ["a", "b", "c"]), (3, ["a", "b"])):
+        policy, kv = packing(starve_s=5.0, every=every), roomy()
+        for name in ("a", "b", "c"):
+            policy.add(0.0, request(name, 300))
+        served: list[str] = []
+        for index in range(6):
+            decode = running(policy, kv, f"d{index}", 8, "rt", last_s=5.95 + index)  # leaves no time for a prompt
+            served += [name for name in names(step(policy, kv, 6.0 + index)) if not name.startswith("d")]
+            policy.remove(6.0 + index, decode)
+            kv.release(decode.key)
+        assert list(dict.fromkeys(served)) == expected
+
+
+def test_the_oldest_best_effort_requests_keep_their_share_of_the_cache() -> None:
+    for share, away, then in ((0.0, ["old"], ["rt"]), (0.6, [], ["old"])):
+        policy, kv = packing(share=share), BidirectionalAllocator(GEOMETRY, 10, 20)
+        old = running(policy, kv, "old", 19, "be", last_s=0.0)  # with its next token five blocks of ten
+        policy.add(0.9, request("rt", 32, arrived_s=0.9))
+        plan = step(policy, kv, 1.0)
+        assert names(plan) == then
+        assert (["old"] if kv.checkpointed(old.key) else []) == away
+
+
+def test_what_is_kept_and_not_held_yet_is_reserved() -> None:
+    for share, then in ((0.0, ["rt"]), (0.6, ["be"])):
+        policy, kv = packing(share=share), BidirectionalAllocator(GEOMETRY, 10, 20)
+        policy.add(0.1, request("be", 19, "be", arrived_s=0.1))
+        policy.add(0.9, request("rt", 32, arrived_s=0.9))
+        assert names(step(policy, kv, 1.0)) == then
+
+
+def test_who_is_late_waits_for_best_effort_that_keeps_its_share() -> None:
+    for share, order in ((0.0, ["late", "be"]), (0.6, ["be", "late"])):
+        policy, kv = packing(share=share), roomy()
+        running(policy, kv, "decode", 8, "rt", last_s=0.88)  # 80 ms left: one of the two prompts
+        policy.add(0.0, request("late", 40))
+        policy.add(0.5, request("be", 40, "be", arrived_s=0.5))
+        first = [name for name in names(step(policy, kv, 1.0)) if name != "decode"]
+        second = [name for name in names(step(policy, kv, 1.05)) if name != "decode"]
+        assert first == order[:1]
+        assert order[1] in second
+
+
+def test_nobody_comes_back_whose_blocks_who_waits_would_take() -> None:
+    for waits, returned in ((False, True), (True, False)):
+        policy, kv = packing(), BidirectionalAllocator(GEOMETRY, 10, 20)
+        be = running(policy, kv, "be", 30, "be", last_s=0.0)
+        rt = request("rt", 12, arrived_s=0.9)
+        policy.add(0.9, rt)
+        step(policy, kv, 1.0)
+        away = kv.checkpointed(be.key)
+        policy.remove(1.1, rt)
+        kv.release(rt.key)
+        running(policy, kv, "decode", 1, "rt", last_s=1.1)
+        if waits:
+            policy.add(1.1, request("large", 150, arrived_s=1.1))  # in 200 ms there is no time for it
+        step(policy, kv, 1.15)
+        assert (kv.checkpointed(be.key) < away) == returned
 
 
 def test_without_shared_blocks_best_effort_is_dropped_for_who_is_due() -> None:

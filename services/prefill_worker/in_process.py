@@ -60,6 +60,11 @@ class InProcessEngine:
         )  # fmt: skip
         self.engine_s = 0.0
 
+    @property
+    def free_blocks(self) -> int:
+        """Of the cache, that nothing is kept in."""
+        return self._machine.figures(0).free_blocks
+
     def submit(self, request_id: str, prompt: list[int], output_tokens: int) -> None:
         request = Request(
             request_id, 1, "nobody", prompt, len(prompt), SamplingParams(max_tokens=output_tokens, temperature=0.0),

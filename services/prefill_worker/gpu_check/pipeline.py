@@ -1,0 +1,109 @@
+"""Section: the whole pipeline on the one device under `cohort bench`: prefill and decode worker, then one unified."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from cohort.services.prefill_worker.gpu_check.context import Check
+from cohort.services.prefill_worker.gpu_check.shapes import shape_folder
+
+_READY_S = 100
+_STOP_S = 20
+
+
+def run(check: Check) -> None:
+    model, shape = next(iter(check.shapes().items()))
+    folder = shape_folder(check.folder / model, shape)
+    for preset in ("disaggregated", "unified"):
+        try:
+            _measure(check, preset, folder)
+        except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+            check.found.checked(f"{preset}: serves", False, str(error))
+
+
+def _measure(check: Check, preset: str, model: Path) -> None:
+    port = 8700 if preset == "disaggregated" else 8760
+    found, real = check.found, check.real
+    cache = check.folder / "c"
+    cache.mkdir(exist_ok=True)
+    environment = {**os.environ, "COHORT_CACHE_DIR": str(cache)}
+    log = check.folder / f"{preset}.log"
+    options = {
+        "model.weights": "random", "model.dtype": "bfloat16" if real else "float32", "engine.device": str(check.device),
+        "engine.max_rows": 128 if real else 8, "engine.max_step_tokens": 8192 if real else 128,
+        "engine.prefill_chunk": 2048 if real else 64, "kv.cpu_memory_bytes": 8 << 20, "kv.host_memory_bytes": 0,
+    }  # fmt: skip
+    assignments = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
+    with log.open("wb") as out:
+        server = subprocess.Popen(
+            [sys.executable, "-P", "-m", "cohort.services.launcher", "--model", str(model), "--preset", preset,
+             "--port", str(port), *assignments],
+            stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment,
+        )  # fmt: skip
+    try:
+        started = time.monotonic()
+        _wait_ready(server, port, log)
+        found.measured(f"{preset}: ready", time.monotonic() - started, "s")
+        load = ("512", "128", "64", "256") if real else ("24", "6", "2", "4")
+        result = _bench(check, preset, port, *load)
+        overall = result["runs"][0]["overall"]
+        found.checked(
+            f"{preset}: every request completed", overall["completed"] == int(load[3]),
+            f"{overall['completed']} of {load[3]}, {load[2]} users, {load[0]} + {load[1]} tokens",
+        )  # fmt: skip
+        found.measured(f"{preset}: output", overall["output_tokens_per_s"], "tokens/s")
+        for name, label in (("ttft_ms", "time to first token"), ("tpot_ms", "time per later token")):
+            note = f"p99 {overall[name]['p99']:.1f}"
+            found.measured(f"{preset}: {label}, median", overall[name]["p50"], "ms", note=note)
+        if preset == "disaggregated":
+            found.checked(f"{preset}: KV travelled", *_travelled(port))
+    finally:
+        server.send_signal(signal.SIGTERM)
+        try:
+            server.wait(timeout=_STOP_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def _wait_ready(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    until = time.monotonic() + _READY_S
+    while time.monotonic() < until:
+        if server.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=2) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.3)
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    raise RuntimeError(f"not ready: {' / '.join(lines[-4:])}")
+
+
+def _bench(check: Check, preset: str, port: int, prompt: str, output: str, users: str, requests: str) -> Any:
+    report = check.folder / f"bench-{preset}.json"
+    subprocess.run(
+        [sys.executable, "-P", "-m", "cohort.services.bench", "--url", f"http://127.0.0.1:{port}", "--concurrency",
+         users, "--num-requests", requests, "--input-len", prompt, "--output-len", output, "--warmup", users, "--quiet",
+         "--json", str(report)],
+        check=True, timeout=120, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    return json.loads(report.read_text(encoding="utf-8"))
+
+
+def _travelled(port: int) -> tuple[bool, str]:
+    """Bytes per link, from the metrics of all processes together."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port + 1}/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    moved = [line for line in lines if "transfer" in line and "bytes_total" in line and not line.startswith("#")]
+    totals = {line.partition("{")[2].partition("}")[0]: float(line.rpartition(" ")[2]) for line in moved}
+    return any(totals.values()), "; ".join(f"{labels}: {value / 2**20:.0f} MiB" for labels, value in totals.items())

@@ -90,6 +90,8 @@ class ModelRunner:
         """
         self.geometry: ModelGeometry = read_geometry(model_dir)
         self.device = resolve_device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = resolve_dtype(dtype, self.device)
         self.block_size = block_size
         self.max_rows = max_rows

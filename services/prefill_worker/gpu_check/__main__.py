@@ -42,7 +42,7 @@ SECTIONS: dict[str, Callable[[Check], None]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("section", choices=SECTIONS)
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda:0", help="with its number (default: %(default)s), or cpu")
     parser.add_argument("--folder", type=Path, help="for models and run files")
     parser.add_argument("--rows", type=Path, help="file to append the findings to")
     options = parser.parse_args()

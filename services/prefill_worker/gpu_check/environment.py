@@ -17,6 +17,7 @@ _PACKAGES = (
     "torch", "triton", "transformers", "flash-attn", "ucxx-cu13", "ucxx-cu12", "libucx-cu13", "libucx-cu12", "pyzmq",
     "msgspec", "structlog", "numpy",
 )  # fmt: skip
+_BUILD_S = 90
 
 
 def run(check: Check) -> None:
@@ -38,13 +39,10 @@ def run(check: Check) -> None:
                  f"{properties.major}.{properties.minor}, {total >> 20} MiB, {free >> 20} free, "
                  f"CUDA {torch.version.cuda}",
         ))  # fmt: skip
-    built = subprocess.run(
-        [sys.executable, "-P", "-m", "cohort.kernels.build"], capture_output=True, text=True, check=False, timeout=240
-    )
-    last = (built.stderr or built.stdout).strip().splitlines()
+    problem = _build_host_kernels()
     found.add(Row(
-        section=found.section, name="C++ kernels (host side)", verdict="pass" if built.returncode == 0 else "info",
-        note="" if built.returncode == 0 else f"not built, the reference serves: {last[-1] if last else ''}",
+        section=found.section, name="C++ kernels (host side)", verdict="info" if problem else "pass",
+        note=f"not built, the reference serves: {problem}" if problem else "",
     ))  # fmt: skip
     size = 4 << 30 if check.real else 1 << 20
     found.measured("device copy, read + written", rates.copy_bytes_per_s(device, size) / 1e12, "TB/s")
@@ -60,3 +58,16 @@ def run(check: Check) -> None:
         ("device to page-locked memory", lambda: host.copy_(there, non_blocking=True)),
     ):
         found.measured(name, len(host) / rates.seconds(call, device) / 1e9, "GB/s")
+
+
+def _build_host_kernels() -> str:
+    """Why they could not be built; "" if they were. Here only copies of single slots to and from the host use them."""
+    try:
+        built = subprocess.run(
+            [sys.executable, "-P", "-m", "cohort.kernels.build"], capture_output=True, text=True, check=False,
+            timeout=_BUILD_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"not done after {_BUILD_S} s"
+    last = (built.stderr or built.stdout).strip().splitlines() or ["no word from the compiler"]
+    return "" if built.returncode == 0 else last[-1]

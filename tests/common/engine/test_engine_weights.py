@@ -13,7 +13,7 @@ from engine_driver import Driver, make_runner, random_prompts, run_together
 from safetensors.torch import load_file, save_file
 
 from cohort.common.engine.weights import WeightFiles
-from cohort.common.errors import ModelError
+from cohort.common.errors import ConfigError, ModelError
 
 CPU = torch.device("cpu")
 
@@ -92,3 +92,29 @@ def test_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"not a model")
     with pytest.raises(ModelError, match=r"model\.safetensors cannot be read"):
         WeightFiles(tmp_path)
+
+
+def test_random_weights_are_a_model_that_every_worker_draws_alike(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """From nothing but a configuration; finite, and not one token over and over."""
+    for name in ("llama", "qwen3", "opt"):
+        folder = tmp_path / name
+        folder.mkdir()
+        copy_config(model_folder(name), folder)
+        prompts = random_prompts([12, 5, 30])
+        drawn = []
+        for _ in range(2):
+            driver = Driver(make_runner(folder, weights="random"))
+            for index, prompt in enumerate(prompts):
+                driver.add(str(index), prompt)
+            run_together(driver, ["0", "1", "2"], 6)
+            drawn.append([driver.requests[str(index)].tokens for index in range(3)])
+            assert bool(torch.isfinite(driver.runner.kv.blocks).all())
+        assert drawn[0] == drawn[1]
+        assert len({tuple(tokens[-6:]) for tokens in drawn[0]}) > 1
+
+
+def test_only_lean_models_can_be_drawn(model_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"model\.weights"):
+        make_runner(model_folder("gpt2"), weights="random")

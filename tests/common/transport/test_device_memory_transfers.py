@@ -1,4 +1,4 @@
-"""What links do with memory that the processor does not see, tried on host memory that is declared to be a GPU's.
+"""What links do with memory that the processor does not see, tried on host memory declared to be a GPU's."""
 
 from __future__ import annotations
 

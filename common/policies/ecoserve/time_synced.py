@@ -214,6 +214,10 @@ class TimeSynced:
     def _reserve(self, kv: KvAllocator) -> int:
         return math.ceil(self.settings.reserve * kv.total_blocks)
 
+    def _room(self, kv: KvAllocator) -> int:
+        """Blocks for answers that are to run."""
+        return kv.free_blocks + kv.cached_blocks - (self._reserve(kv) if len(self._batch) else 0)
+
     @staticmethod
     def _lacks(sequence: Sequence, length: int, kv: KvAllocator) -> int:
         """Blocks it would take to run for `length` positions."""
@@ -288,7 +292,8 @@ class TimeSynced:
         self._group_over, self._freed = False, 0
         lengths = [(self._length(s), s) for s in self._answers.values()]
         waiting = sorted((self._rank(now_s, s, length), length, s) for length, s in lengths)
-        self._nest(waiting, kv)
+        if len(self._prompts) or sum(self._lacks(s, length, kv) for _, length, s in waiting) > self._room(kv):
+            self._nest(waiting, kv)  # a loan may have to be given back: none while there are blocks for everybody
         self._allocate(now_s, [task for task in waiting if task[2].key in self._answers], kv, plan)
         self._nest(waiting, kv)
         self._drained = not self._answers
@@ -317,8 +322,7 @@ class TimeSynced:
     ) -> None:
         """E3 · Whole groups in order of their first member; the one that does not fit is split; then (E6) whoever comes
         closest to the room left."""
-        kept = self._reserve(kv) if len(self._batch) else 0
-        room = kv.free_blocks + kv.cached_blocks - kept
+        room = self._room(kv)
         if not waiting:
             return
         for _, length, sequence in self._grouped(waiting):

@@ -210,6 +210,7 @@ class BaselinesConfig(_Section, frozen=True):
     queue_starvation_s: Seconds = 60.0  # mlfq: who got nothing for so long moves to the first queue
     batch_spread: Annotated[float, msgspec.Meta(ge=1)] = 1.5  # predicted_batches: outputs within this factor
     padded: bool = False  # predicted_batches: prompts of an iteration are computed as long as the longest
+    rectangular_kv: bool = False  # predicted_batches: memory of a batch is rows times longest prompt and answer
 
 
 class BrosConfig(_Section, frozen=True):

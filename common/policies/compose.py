@@ -247,8 +247,9 @@ def _baseline_iteration(config: Config) -> IterationScheduler:
             return ClassRoundRobin(replace(whole, chunk=engine.prefill_chunk))
         case "predicted_batches":
             return PredictedBatches(
-                replace(whole, padded=options.padded), reservation=reservation, spread=options.batch_spread
-            )
+                replace(whole, padded=options.padded), reservation=reservation, spread=options.batch_spread,
+                rectangular_kv=options.rectangular_kv,
+            )  # fmt: skip
         case name:
             raise AssertionError(f"{name} is no baseline")
 

@@ -14,15 +14,20 @@ from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, 
 
 class PredictedBatches:
     """`spread`: predicted outputs of a batch lie within a factor of so much of the oldest one's. With `limits.padded`
-    prompts are computed as rectangles, as without variable-length kernels.
+    prompts are computed as rectangles, as without variable-length kernels. With `rectangular_kv` a batch is as large
+    as one contiguous cache allows, as long for every row as the longest prompt and the longest answer together
+    (BucketServe Eq. 1), as without paged attention; the rows themselves still take blocks.
 
     First all prompts, then all tokens; who is done leaves, nobody joins. Differs from UELLM: its device mapping and its
     fine-tuned predictor are other seats' business, its latency term is left out of the grouping, and rows that are done
     are not computed on. Sequences that came by hand-over join the batch that runs.
     """
 
-    def __init__(self, limits: IterationLimits, *, reservation: Reservation, spread: float) -> None:
+    def __init__(
+        self, limits: IterationLimits, *, reservation: Reservation, spread: float, rectangular_kv: bool = False
+    ) -> None:
         self._limits = limits
+        self._rectangular_kv = rectangular_kv
         self._reservation = reservation
         self._spread = spread
         self._sequences: dict[SequenceKey, Sequence] = {}
@@ -70,13 +75,18 @@ class PredictedBatches:
             and wanted / self._spread <= max(1.0, s.predicted) <= wanted * self._spread
         ]
         similar.sort(key=lambda s: abs(s.predicted - wanted))  # stable: of equals the earliest
-        blocks_left = kv.free_blocks + kv.cached_blocks
+        room = kv.free_blocks + kv.cached_blocks
         batch: set[SequenceKey] = set()
+        taken = prompt = output = 0
         for sequence in [oldest, *similar]:
-            blocks = kv.geometry.blocks_for(self._reservation(sequence))
-            if batch and (blocks > blocks_left or len(batch) >= self._limits.max_rows):
+            positions, own = self._reservation(sequence), sequence.request.prompt_tokens
+            prompt, output = max(prompt, own), max(output, positions - own)
+            if self._rectangular_kv:
+                taken = (len(batch) + 1) * kv.geometry.blocks_for(prompt + output)
+            else:
+                taken += kv.geometry.blocks_for(positions)
+            if batch and (taken > room or len(batch) >= self._limits.max_rows):
                 break
-            blocks_left -= blocks
             batch.add(sequence.key)
         return batch
 

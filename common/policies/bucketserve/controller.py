@@ -69,6 +69,8 @@ class Round:
 
     def next_batch(self) -> InstanceId | None:
         """Begin a batch on the prefill worker with the least work; None when all have enough."""
+        if self._padded and self._rows:
+            self.set_aside()  # one batch at a time
         self._worker = max(self._prefillers, key=lambda p: p.tokens, default=None)
         if self._worker is None or self._worker.tokens <= 0:
             return None
@@ -173,7 +175,7 @@ class BatchController:
         self.safe_memory_bytes = sum(max(0, t.blocks) * t.view.capacity.geometry.block_bytes for t in targets)
         prefillers = [
             _Prefiller(
-                v, self._ahead - v.queued_prefill_tokens, self._safe_blocks(v), self._memory.idle(v),
+                v, self._room(v), self._safe_blocks(v), self._memory.idle(v),
                 self._forward_tokens(v), v.capacity.block_size,
             )
             for v in (prefilling if targets else [])
@@ -183,7 +185,7 @@ class BatchController:
     def has_room(self, cluster: ClusterView) -> bool:
         """Quick no: every prefill worker has work enough."""
         views = cluster.instances.values()
-        return any(self._ahead > view.queued_prefill_tokens for view in views if view.role.prefills) or (
+        return any(self._room(view) > 0 for view in views if view.role.prefills) or (
             bool(views) and not any(view.role.prefills for view in views)
         )
 
@@ -205,6 +207,18 @@ class BatchController:
         """M_safe of Eq. 5 in whole blocks; what is promised beyond it stays negative."""
         remaining = self._memory.remaining_blocks(view)
         return safe_bytes(remaining, self._reserve) if remaining > 0 else remaining
+
+    def _room(self, view: InstanceView) -> int:
+        """Prompt tokens the worker may still be sent.
+
+        B8 · on a padded path it is sent one whole batch when it has less than half a forward left: whoever is sent as
+        soon as there is room for him goes alone, and a batch of one has no company to share a forward with.
+        """
+        if not self._padded:
+            return self._ahead - view.queued_prefill_tokens
+        forward = self._forward_tokens(view)
+        waits = view.assigned_prefill_tokens or view.figures.queued_prefill_tokens > forward // 2
+        return 0 if waits else forward
 
     def _forward_tokens(self, view: InstanceView) -> int:
         """Tokens of one prefill batch: one iteration, and no more than the device's free memory holds."""

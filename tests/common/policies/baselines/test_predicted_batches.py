@@ -46,6 +46,18 @@ def test_a_batch_is_bounded_by_rows_and_by_memory_as_predicted() -> None:
     assert names(step(batches, kv)) == ["a", "b"]
 
 
+def test_without_pages_every_row_takes_as_much_as_the_longest_prompt_and_answer_together() -> None:
+    for rectangular, expected in ((False, ["a", "b", "c"]), (True, ["a", "b"])):
+        batches = PredictedBatches(
+            IterationLimits(4, 64, 64, "recompute"), reservation=RULE, spread=1.5, rectangular_kv=rectangular
+        )
+        kv = cache(12, reservation=RULE)
+        # 4 + 8, 16 + 8 and 4 + 8 positions, the last never processed: 3, 6 and 3 blocks of four, or 6 for every row.
+        for at, (name, prompt) in enumerate((("a", 4), ("b", 16), ("c", 4))):
+            batches.add(0.0, sequence(name, prompt, predicted=9, arrived_s=at, max_tokens=20))
+        assert names(step(batches, kv)) == expected
+
+
 def test_all_prompts_come_before_the_first_token() -> None:
     batches, kv = policy(tokens=8), cache(60, reservation=RULE)
     for at, name in enumerate("abc"):

@@ -64,6 +64,21 @@ def test_on_a_padded_path_every_row_costs_the_longest() -> None:
     assert not room.take("r2", 10, 12, online=True)  # 3 · 200 > 512
 
 
+def test_on_a_padded_path_a_worker_gets_one_whole_batch_when_half_a_forward_is_left() -> None:
+    control = controller(padded=True, ahead=10_000)
+    room = control.open(0.0, pair(blocks=1000))
+    assert room.next_batch() == "p0"
+    assert room.take("r0", 100, 102, online=True)
+    assert room.next_batch() is None  # no second one at once
+    for queued, more in ((256, True), (257, False)):
+        seen = cluster(view("p0", Role.PREFILL, blocks=1000, queued=queued), view("d0", Role.DECODE, blocks=1000))
+        assert control.has_room(seen) is more
+        assert (control.open(1.0, seen).next_batch() == "p0") is more
+    sent = pair(blocks=1000)
+    sent.instances["p0"].assigned_prefill_tokens = 1  # not in its report yet
+    assert not control.has_room(sent)
+
+
 def test_device_memory_beside_the_cache_bounds_the_forward() -> None:
     tight = cluster(
         view("p0", Role.PREFILL, blocks=1000, memory=100_000), view("d0", Role.DECODE, blocks=1000)

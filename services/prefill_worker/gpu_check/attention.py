@@ -46,7 +46,7 @@ def _time(
     if device.type == "cuda":
         workspace = Workspace(
             max_rows=rows, query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=device,
-            max_context=context, staging_tokens=1,
+            staging_tokens=1,
         )  # fmt: skip
     meta = AttentionMeta(
         query_start=torch.arange(rows + 1, dtype=torch.int32, device=device),

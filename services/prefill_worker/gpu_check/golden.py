@@ -28,7 +28,7 @@ def run(check: Check) -> None:
     draw = random.Random(4)
     prompts = [[draw.randrange(3, _VOCABULARY) for _ in range(length)] for length in lengths]
     expected = _expected(folder, prompts, outputs, check.device)
-    for preset in _PRESETS if check.real else _PRESETS[:2]:
+    for preset in _PRESETS:
         config = load_config(preset=preset, overrides={
             "model": {"path": str(folder), "dtype": "float32"},
             "engine": {"device": str(check.device), "max_rows": 16, "prefill_chunk": 48, "max_step_tokens": 160},

@@ -72,7 +72,7 @@ def _attention(
     if device.type == "cuda":
         workspace = Workspace(
             max_rows=len(contexts), query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
-            device=device, max_context=max(contexts), staging_tokens=sum(contexts),
+            device=device, staging_tokens=sum(contexts),
         )  # fmt: skip
     meta = AttentionMeta(
         query_start=torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(device),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,12 +26,12 @@ def run(check: Check) -> None:
     for preset in ("disaggregated", "unified"):
         try:
             _measure(check, preset, folder)
-        except (OSError, subprocess.SubprocessError, RuntimeError) as error:
-            check.found.checked(f"{preset}: serves", False, str(error))
+        except (OSError, subprocess.SubprocessError, RuntimeError, LookupError, TypeError, ValueError) as error:
+            check.found.checked(f"{preset}: serves", False, f"{type(error).__name__}: {error}")
 
 
 def _measure(check: Check, preset: str, model: Path) -> None:
-    port = 8700 if preset == "disaggregated" else 8760
+    port = _free_ports()
     found, real = check.found, check.real
     cache = check.folder / "c"
     cache.mkdir(exist_ok=True)
@@ -72,6 +73,24 @@ def _measure(check: Check, preset: str, model: Path) -> None:
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
+
+
+def _free_ports() -> int:
+    """A port whose neighbours, which the pipeline's other processes take, are free too."""
+    for port in range(18700, 28700, 100):
+        if all(_is_free(port + offset) for offset in (0, 1, *range(10, 18))):
+            return port
+    raise RuntimeError("no free ports from 18700 on")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def _wait_ready(server: subprocess.Popen[bytes], port: int, log: Path) -> None:

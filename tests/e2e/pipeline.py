@@ -68,9 +68,10 @@ class Pipeline:
                 given.setdefault(section, {}).update(values)
             else:
                 given[section] = values
-        self.config: Config = load_config(preset=preset, overrides=given)
+        self._given = given
         self._file = folder / "config.yaml"
-        self._file.write_text(dump_config(self.config), encoding="utf-8")
+        self.config: Config
+        self.reconfigure(preset)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.names = ["monitor", "manager", "predictor", "gateway", *self.config.instance_roles]
 
@@ -92,6 +93,11 @@ class Pipeline:
         self.close()
 
     # -- processes ---------------------------------------------------------------------------------------------
+
+    def reconfigure(self, preset: str) -> None:
+        """What is started from now on is of this preset, with the same overrides."""
+        self.config = load_config(preset=preset, overrides=self._given)
+        self._file.write_text(dump_config(self.config), encoding="utf-8")
 
     def start(self, name: str) -> None:
         role = self.config.instance_roles.get(name)

@@ -1,0 +1,87 @@
+"""The baselines live, with a cache for a fraction of the requests and predictions that are too short: whatever gives
+way to whom, every token is that of `transformers.generate`.
+
+One pipeline; its worker is replaced by one of the next preset. COHORT_TEST_WIDE=1 takes every preset (otherwise three
+that differ most: swapping, recomputing, whole batches on the padded path), more prompts, and DistServe's both ways.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.golden import Golden
+from tests.e2e.pipeline import Pipeline
+from tests.e2e.test_ecoserve import cut
+from tests.e2e.test_golden import MEBIBYTE, ask, compare
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+
+WIDE = bool(os.environ.get("COHORT_TEST_WIDE"))
+WORKER = "unified-0"
+PRESETS = ["vllm", "round-robin", "uellm"]
+if WIDE:
+    PRESETS += ["chunked-prefill", "fastserve", "srtf", "multires", "orca"]
+NEVER_PREEMPTS = "orca"  # what it admits has room for the longest answer
+
+
+def overrides(preemption: str | None = None) -> dict[str, Any]:
+    return {
+        "kv": {"memory_bytes": 24 * MEBIBYTE, "prefix_caching": False},
+        "gateway": {"default_prediction_tokens": 8},
+        "predictor": {"min_observations": 1_000_000},
+        **({"engine": {"preemption": preemption}} if preemption else {}),
+    }
+
+
+@pytest.fixture(scope="module")
+def chosen(goldens: list[Golden]) -> list[Golden]:
+    """14 that fill the cache of some 500 positions three times over; all that fit it in the wide run."""
+    if WIDE:
+        return [golden for golden in goldens if len(golden.prompt) <= 300]
+    return [golden for golden in goldens if 60 <= len(golden.prompt) <= 256]
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Iterator[Pipeline]:
+    folder = tmp_path_factory.mktemp("baselines")
+    with Pipeline(folder, default_model, overrides(), preset="baseline-vllm") as running:
+        yield running
+
+
+def ask_all(pipeline: Pipeline, goldens: list[Golden], worker: str) -> None:
+    """All at once, and short ones that come while those run, for the policies that let them overtake."""
+    late = [cut(golden, 1) for golden in goldens if 60 <= len(golden.prompt) <= 256][-4:]
+    with ThreadPoolExecutor(1) as other:
+        answers = other.submit(pipeline.complete_all, [ask(golden) for golden in goldens], len(goldens))
+        pipeline.wait_for(worker, "running", 2, timeout_s=20.0)
+        compare(late, pipeline.complete_all([ask(golden) for golden in late]))
+        compare(goldens, answers.result())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_colocated(pipeline: Pipeline, chosen: list[Golden], name: str) -> None:
+    preset = f"baseline-{name}"
+    if pipeline.config.name != preset:
+        pipeline.reconfigure(preset)
+        pipeline.kill(WORKER)
+        pipeline.start(WORKER)
+        pipeline.wait_ready()
+    ask_all(pipeline, chosen, WORKER)
+    if name != NEVER_PREEMPTS:
+        pipeline.wait_for(WORKER, "preemptions_total", 1)
+    pipeline.assert_nothing_left()
+
+
+@pytest.mark.skipif(not WIDE, reason="COHORT_TEST_WIDE=1 runs it")
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_disaggregated(tmp_path: Path, default_model: Path, chosen: list[Golden], preemption: str) -> None:
+    with Pipeline(tmp_path, default_model, overrides(preemption), preset="baseline-distserve") as pipeline:
+        ask_all(pipeline, chosen, "decode-0")
+        pipeline.wait_for("decode-0", "preemptions_total", 1)
+        pipeline.assert_nothing_left()

@@ -1,0 +1,57 @@
+"""BucketServe live: buckets, memory-safe batches, padded prefill, second predictions, a manager and a worker that die
+with requests in their buckets; every token is that of `transformers.generate`."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.golden import Golden
+from tests.e2e.pipeline import Pipeline
+from tests.e2e.test_golden import MEBIBYTE, ask, compare
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+
+CACHE = {"memory_bytes": 56 * MEBIBYTE}
+"""For about a tenth of the requests: more wait than a batch may hold, so that buckets split."""
+
+
+def test_buckets_with_second_predictions_and_processes_that_die(
+    tmp_path: Path, default_model: Path, goldens: list[Golden]
+) -> None:
+    overrides = {
+        "kv": CACHE, "predictor": {"refine_after_prefill": True},
+        "gateway": {"default_prediction_tokens": 4},  # an answer cut off later than predicted is learned from
+    }  # fmt: skip
+    bodies = [ask(golden) for golden in goldens]
+    with Pipeline(tmp_path, default_model, overrides, preset="bucketserve") as pipeline, ThreadPoolExecutor(1) as other:
+        compare(goldens, pipeline.complete_all(bodies, concurrency=len(bodies)))
+        pipeline.wait_for("manager", "bucket_splits_total", 1)
+        pipeline.wait_for("decode-0", "transfers_total", len(goldens) // 2)
+        pipeline.wait_for("predictor", "refinement_observations", len(goldens) // 2)
+        finished = pipeline.figures("gateway")["generation_tokens_total"]
+        answers = other.submit(pipeline.complete_all, bodies, len(bodies))
+        for victim in ("manager", "prefill-0"):
+            finished += 5 * len(goldens[0].output)
+            pipeline.wait_for("gateway", "generation_tokens_total", finished, timeout_s=60.0)
+            assert not answers.done()
+            pipeline.kill(victim)
+            time.sleep(0.5)  # somebody must notice
+            pipeline.start(victim)
+            pipeline.wait_ready()
+        compare(goldens, answers.result())
+        pipeline.assert_nothing_left()
+
+
+def test_padded_batches(tmp_path: Path, default_model: Path, goldens: list[Golden]) -> None:
+    overrides = {
+        "kv": CACHE, "bucketserve": {"padding": "longest"}, "policies": {"iteration": "padded_prefill"},
+    }  # fmt: skip
+    with Pipeline(tmp_path, default_model, overrides, preset="bucketserve") as pipeline:
+        compare(goldens, pipeline.complete_all([ask(golden) for golden in goldens], concurrency=len(goldens)))
+        pipeline.wait_for("manager", "bucket_splits_total", 1)
+        pipeline.wait_for("prefill-0", "padding_tokens_total", 1)
+        pipeline.assert_nothing_left()

@@ -24,7 +24,7 @@ from cohort.services.length_predictor import state, training_wire
 from cohort.services.length_predictor.buffer import Observation, ObservationBuffer
 from cohort.services.length_predictor.model import LengthModel
 
-_NICENESS = 19  # serving comes first; a box with nothing to spare still leaves us a hundredth of a core
+NICENESS = 19  # serving comes first; a box with nothing to spare still leaves us a hundredth of a core
 _MAX_DUTY = 0.1  # training takes at most this share of one core, however fast requests finish
 _QUEUED_ROWS = 10_000
 
@@ -145,6 +145,15 @@ def _read_all(incoming: BinaryIO, rows: queue.Queue[Observation | None]) -> None
         rows.put(None)
 
 
+def yield_to_serving() -> None:
+    """Lowest priority, also where Linux groups processes by session (autogroup): there a process's own niceness only
+    counts inside its session, and a session's weight is set for the whole of it."""
+    os.nice(NICENESS)
+    with contextlib.suppress(OSError):  # a group leader already; or no such file: then niceness alone counts
+        os.setsid()
+        Path("/proc/self/autogroup").write_text(str(NICENESS), encoding="ascii")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="length predictor's training child", description=__doc__)
     parser.add_argument("--state", type=Path, required=True, help="file the learned state persists in")
@@ -155,7 +164,7 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches us too; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.nice(_NICENESS)
+    yield_to_serving()
     outgoing = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing a library prints may corrupt the frames
     trainer = Trainer(

@@ -131,6 +131,8 @@ class SimWorker:
     ends_s: list[float] = field(default_factory=list)
     """When the iteration in flight ends, and those that will repeat it."""
     latencies_s: list[float] = field(default_factory=list)
+    service_load: float = 0.0
+    """Cores that other processes need for the iteration in flight."""
     aligned_batches: int = 0
     """Batches of the late binding among the rows of the iteration in flight."""
     next_report_s: float = 0.0
@@ -200,6 +202,8 @@ class SimCluster:
         )  # fmt: skip
         self.workers = self._make_workers(num_blocks, host_blocks, longest, roles)
         self._by_name = {worker.name: worker for worker in self.workers}
+        # On shared cores the others decide how long the next iteration takes: none is foreseen.
+        self._jump = options.jump and not cluster.cores
         self._runs: dict[int, _Run] = {}
         self._arrivals = iter(workload.items)
         self._arrivals_left = True
@@ -517,15 +521,25 @@ class SimCluster:
         cost = plan_cost(plan, self.geometry)
         beside_s = self.cost.swap_s(cost.beside_bytes)
         latency_s = self.cost.swap_s(cost.copied_bytes) + max(self.cost.step_s(cost.work), beside_s)
+        if self.cluster.cores:
+            latency_s *= self._crowding(worker, len(plan.rows), latency_s)
         worker.ends_s, worker.latencies_s = [now_s + latency_s], [latency_s]
         if self._late_binding:
             worker.aligned_batches = batches_of(plan.rows)
         self._note_step(worker, cost)
         self._perform(worker, effects)
-        if self.options.jump and machine.repeatable():
+        if self._jump and machine.repeatable():
             self._foresee(worker, plan, cost)
         worker.epoch += 1
         self.events.at(worker.ends_s[-1], self._step_ended, worker, worker.epoch, rank=worker.number + 1)
+
+    def _crowding(self, worker: SimWorker, rows: int, alone_s: float) -> float:
+        """Factor on an iteration that takes `alone_s` on a core of its own: everybody who wants to run, at its start,
+        gets an equal share of the cores."""
+        cluster = self.cluster
+        worker.service_load = (cluster.service_step_s + cluster.service_row_s * rows) / alone_s
+        running = [other for other in self.workers if other.stepping or other is worker]
+        return max(1.0, sum(1.0 + other.service_load for other in running) / cluster.cores)
 
     def _foresee(self, worker: SimWorker, plan: IterationPlan, cost: PlanCost) -> None:
         """Append the iterations that repeat this one, up to the next report."""

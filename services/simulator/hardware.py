@@ -96,6 +96,9 @@ class _ClusterFile(_File, frozen=True):
     decode_attention: DecodeAttention = "split_kv"
     host_memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     control_latency_s: _NotNegative = 0.0003
+    cores: Annotated[int, msgspec.Meta(ge=0)] = 0
+    service_step_s: _NotNegative = 0.0
+    service_row_s: _NotNegative = 0.0
 
 
 class Cluster(msgspec.Struct, frozen=True):
@@ -103,6 +106,10 @@ class Cluster(msgspec.Struct, frozen=True):
 
     `stack` is a property of the serving software on this device (graphs replayed, eager …). `control_latency_s` is
     what a control message takes between two processes.
+
+    `cores`: where engines of one thread run on so many cores that they share with each other, with the other processes
+    of the pipeline and with its clients; 0: every instance has hardware of its own. `service_step_s`, `service_row_s`:
+    processor time those others need for an iteration, and for each of its rows.
     """
 
     name: str
@@ -118,6 +125,9 @@ class Cluster(msgspec.Struct, frozen=True):
     decode_attention: DecodeAttention
     host_memory_bytes: int
     control_latency_s: float
+    cores: int
+    service_step_s: float
+    service_row_s: float
 
     def link(self, first: int, second: int) -> LinkShape:
         """Between the instances of these numbers."""
@@ -172,6 +182,9 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
         decode_attention=file.decode_attention,
         host_memory_bytes=file.host_memory_bytes,
         control_latency_s=file.control_latency_s,
+        cores=file.cores,
+        service_step_s=file.service_step_s,
+        service_row_s=file.service_row_s,
     )
 
 

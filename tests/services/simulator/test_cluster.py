@@ -74,6 +74,26 @@ def test_swapping_costs_the_host_link():
     assert sim.gateway.all.finished == 8
 
 
+def test_on_one_core_an_iteration_also_waits_for_what_the_services_do_for_it():
+    load = {"service_step_s": 0.0005, "service_row_s": 0.0002}
+    one = workload((0.0, 100, 3))
+    alone, crowded = (run(config(), cluster(1, **extra), one) for extra in ({}, load | {"cores": 1}))
+    delays = [b - a for a, b in zip(alone.token_times["r0"], crowded.token_times["r0"], strict=True)]
+    assert delays == pytest.approx([0.0007, 0.0014, 0.0021])
+    # A second core has room for that, until a second engine wants it.
+    roomy = run(config(), cluster(1, cores=2, **load), one)
+    assert roomy.token_times == alone.token_times
+
+
+def test_engines_share_cores_in_equal_parts():
+    both = workload((0.0, 100, 50), (0.0, 100, 50))
+    apart, shared = (run(config(), cluster(2, cores=cores), both) for cores in (0, 1))
+    for request in ("r0", "r1"):
+        once, twice = (sim.token_times[request] for sim in (apart, shared))
+        # Decoding side by side on one core takes exactly twice as long; who ends last is alone for a moment.
+        assert twice[40] - twice[10] == pytest.approx(2 * (once[40] - once[10]))
+
+
 def test_closed_loop_users_ask_again_when_answered():
     part = ClosedLoopPart(2, tuple(WorkItem(0.0, 50, 10) for _ in range(6)))
     sim = run(config(), cluster(), Workload("users", (), closed_loop=(part,)))

@@ -32,6 +32,11 @@ def test_devices_load_and_their_links_exist(path: Path):
     assert load_cluster(path.stem).instances == 1
 
 
+@pytest.mark.parametrize("path", sorted((CONFIGS_DIR / "clusters").glob("*.yaml")), ids=lambda path: path.stem)
+def test_clusters_load(path: Path):
+    assert load_cluster(path.stem).instances > 0
+
+
 def test_a_cluster_by_device_and_count():
     cluster = load_cluster("h100-80:6", {"tensor_parallel": 2, "decode_attention": None})
     assert (cluster.instances, cluster.tensor_parallel, cluster.stack.name) == (6, 2, "graphs")

@@ -61,7 +61,7 @@ class DeviceSteps:
         if device.type == "cuda":
             self._workspace = Workspace(
                 max_rows=max_rows, query_heads=geometry.num_heads, kv_heads=geometry.num_kv_heads,
-                head_dim=geometry.head_dim, dtype=dtype, device=device, max_context=max_context,
+                head_dim=geometry.head_dim, dtype=dtype, device=device,
                 staging_tokens=max(max_step_tokens, STAGING_TOKENS),
             )  # fmt: skip
         self.decode = StaticDecode(

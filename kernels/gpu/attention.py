@@ -9,15 +9,18 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from triton import knobs
 
 from cohort.kernels.attention_meta import AttentionMeta
-from cohort.kernels.gpu.attention_kernels import WIDEN_PRODUCTS, decode_rows, merge_parts, prefill_rows
+from cohort.kernels.gpu.attention_kernels import decode_rows, merge_parts, prefill_rows
 from cohort.kernels.gpu.plan import DecodePlan, decode_plan, power_of_two_from, prefill_plan
 from cohort.kernels.gpu.prefill import flash_prefill
 from cohort.kernels.gpu.workspace import multiprocessors
 
+# The interpreter keeps bfloat16 as bit patterns, which its matrix product takes for integers.
+WIDEN_PRODUCTS = bool(knobs.runtime.interpret)
 _MERGED_AT_ONCE = 16
-_planned = lru_cache(maxsize=4096)(decode_plan)
+_planned = lru_cache(decode_plan)
 _multiprocessors = lru_cache(multiprocessors)
 
 
@@ -79,48 +82,47 @@ def decode(
     query: Tensor, kv: Tensor, layer: int, meta: AttentionMeta, scale: float, out: Tensor, sliding_window: int = 0,
     plan: DecodePlan | None = None,
 ) -> None:  # fmt: skip
-    """The step's decode rows; a CUDA graph may capture it. `plan`: other than `decode_plan`'s, for measuring."""
+    """The step's decode rows; a CUDA graph may capture it. `plan`: other than `decode_plan`'s, for tests and measuring;
+    a workspace must then have been made large enough."""
     cache = kv[:, layer]
     _, _, kv_heads, block_size, head_dim = cache.shape
     heads, first = query.shape[1], meta.num_prefill_rows
     rows = len(meta.context_lens) - first
     plan = plan or _planned(
-        rows, kv_heads=kv_heads, head_dim=head_dim, element_bytes=kv.element_size(),
-        max_context=max_context(meta, sliding_window), multiprocessors=_multiprocessors(kv.device),
-    )  # fmt: skip
-    splits = plan.splits
+        head_dim=head_dim, element_bytes=kv.element_size(), multiprocessors=_multiprocessors(kv.device)
+    )
+    parts = plan.parts(rows, kv_heads)
     if meta.workspace is not None:
-        splits = max(1, min(splits, meta.workspace.parts(heads) // rows))
         partial, lse = meta.workspace.partial, meta.workspace.lse
+        if parts * heads > len(lse):
+            raise ValueError(f"a workspace for fewer than {rows} rows")
     else:
-        parts = rows * splits if splits > 1 else 0
         partial = torch.empty(parts * heads * head_dim, dtype=torch.float32, device=kv.device)
         lse = torch.empty(parts * heads, dtype=torch.float32, device=kv.device)
-    shared = {
-        "HEAD_DIM": head_dim, "PAD_DIM": padded(head_dim), "TILE_KEYS": plan.tile_keys, "SPLITS": splits,
-        "MIN_SPLIT_KEYS": plan.min_split_keys, "WINDOWED": sliding_window > 0,
-    }  # fmt: skip
     group = heads // kv_heads
-    decode_rows[(kv_heads, rows, splits)](
+    shared = {
+        "GROUP": group, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "PAD_DIM": padded(head_dim),
+        "PAD_ROWS": power_of_two_from(rows), "TILE_KEYS": plan.tile_keys, "MIN_PART_KEYS": plan.min_part_keys,
+        "WINDOWED": sliding_window > 0,
+    }  # fmt: skip
+    decode_rows[(plan.programs,)](
         query, cache, meta.query_start, meta.context_lens, meta.block_tables, _directions(meta), out, partial, lse,
-        first, scale * math.log2(math.e), sliding_window, query.stride(0), query.stride(1), out.stride(0),
-        out.stride(1), meta.block_tables.stride(0), cache.stride(0), cache.stride(1), cache.stride(2),
-        GROUP=group, KV_HEADS=kv_heads, BLOCK_SIZE=block_size, TILE_ROWS=max(16, power_of_two_from(group)),
-        DIRECTED=meta.directions is not None, WIDE=WIDEN_PRODUCTS, num_warps=plan.warps, num_stages=plan.stages,
-        **shared,
+        first, rows, plan.items, scale * math.log2(math.e), sliding_window, query.stride(0), query.stride(1),
+        out.stride(0), out.stride(1), meta.block_tables.stride(0), cache.stride(0), cache.stride(1), cache.stride(2),
+        BLOCK_SIZE=block_size, TILE_ROWS=max(16, power_of_two_from(group)), DIRECTED=meta.directions is not None,
+        WIDE=WIDEN_PRODUCTS, num_warps=plan.warps, num_stages=plan.stages, **shared,
     )  # fmt: skip
-    if splits > 1:
-        merge_parts[(heads, rows)](
-            partial, lse, meta.query_start, meta.context_lens, out, first, sliding_window, out.stride(0),
-            out.stride(1), QUERY_HEADS=heads, PAD_SPLITS=power_of_two_from(splits),
-            AT_ONCE=min(_MERGED_AT_ONCE, power_of_two_from(splits)), num_warps=2, **shared,
+    if longest_read(meta, sliding_window) > plan.min_part_keys:
+        merge_parts[(kv_heads, rows)](
+            partial, lse, meta.query_start, meta.context_lens, out, first, rows, plan.items, sliding_window,
+            out.stride(0), out.stride(1), AT_ONCE=_MERGED_AT_ONCE, num_warps=4, **shared,
         )  # fmt: skip
 
 
-def max_context(meta: AttentionMeta, sliding_window: int = 0) -> int:
-    """No row reads more positions than this, as far as the host knows."""
+def longest_read(meta: AttentionMeta, sliding_window: int = 0) -> int:
+    """No row reads more keys than this, as far as the host knows."""
     longest = meta.max_context_len or meta.block_tables.shape[1] * meta.block_size
-    return max(1, min(longest, sliding_window or longest))
+    return min(longest, sliding_window or longest)
 
 
 def padded(head_dim: int) -> int:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, no-any-return"
-"""Attention over the paged cache in Triton: walk keys, cut a row's context into parts, merge the parts.
+"""Attention over the paged cache in Triton: walk keys, cut contexts into parts, merge the parts, gather for others.
 
 Launched by `attention` and `prefill`. What they compute is `reference.paged_attention`; where a token lies is R7, R13:
 position j of a context is in block j // BLOCK_SIZE of the row's table, in slot j % BLOCK_SIZE counted from the left, or
@@ -13,15 +13,11 @@ Triton reads annotations, so this file must not postpone them.
 
 import triton
 import triton.language as tl
-from triton import knobs
-
-# The interpreter keeps bfloat16 as bit patterns, which its matrix product takes for integers.
-WIDEN_PRODUCTS = tl.constexpr(bool(knobs.runtime.interpret))
 
 
 @triton.jit
 def _product(a, b, total, WIDE: tl.constexpr):
-    """total + a · b, rounded only where a and b already were."""
+    """total + a · b in float32. WIDE: a and b are widened before, see `attention.WIDEN_PRODUCTS`."""
     if WIDE:
         return total + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, total, input_precision="ieee")
@@ -74,99 +70,121 @@ def _over_keys(
 
 
 @triton.jit
-def _part_of(length, SPLITS: tl.constexpr, MIN_SPLIT_KEYS: tl.constexpr, TILE_KEYS: tl.constexpr):
-    """How many keys one part of `length` has; both the programs that walk and the one that merges ask."""
-    parts = tl.minimum(tl.maximum(tl.cdiv(length, MIN_SPLIT_KEYS), 1), SPLITS)
-    return tl.maximum(tl.cdiv(tl.cdiv(length, parts), TILE_KEYS), 1) * TILE_KEYS
-
-
-@triton.jit(do_not_specialize=["first_row", "window"])
-def decode_rows(
-    query, kv, query_start, context_lens, block_tables, directions, out, partial, lse,
-    first_row, scale, window, query_stride, query_head_stride, out_stride, out_head_stride, table_stride, block_stride,
-    value_offset, head_stride,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAD_DIM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    MIN_SPLIT_KEYS: tl.constexpr, DIRECTED: tl.constexpr, WINDOWED: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """One part of one row's context, for the query heads of one kv head. Grid (kv heads, rows, SPLITS).
-
-    With one split the answer goes to `out`; else the part's average and its log2-sum-exp2 to `partial` and `lse`,
-    [rows, query heads, SPLITS(, HEAD_DIM)]. A row without keys (a captured graph's padding) gives zeros.
-    """
-    kv_head = tl.program_id(0)
-    row = tl.program_id(1)
-    split = tl.program_id(2)
-    token = tl.load(query_start + first_row + row)
-    if tl.load(query_start + first_row + row + 1) == token:
-        return
-    context = tl.load(context_lens + first_row + row)
-    oldest = tl.maximum(context - window, 0) if WINDOWED else 0
-    part = _part_of(context - oldest, SPLITS, MIN_SPLIT_KEYS, TILE_KEYS)
-    begin = oldest + split * part
-    if (split > 0) & (begin >= context):
-        return
-
-    member = tl.arange(0, TILE_ROWS)
-    dim = tl.arange(0, PAD_DIM)
-    head = kv_head * GROUP + member
-    held = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    query_cell = query + token.to(tl.int64) * query_stride + head[:, None] * query_head_stride + dim[None, :]
-    total, peak, weight = _over_keys(
-        tl.load(query_cell, mask=held, other=0.0), kv + kv_head * head_stride, value_offset,
-        block_tables + (first_row + row).to(tl.int64) * table_stride,
-        directions + (first_row + row).to(tl.int64) * table_stride,
-        begin, tl.minimum(begin + part, context), member, window, scale, block_stride,
-        BLOCK_SIZE, HEAD_DIM, PAD_DIM, TILE_ROWS, TILE_KEYS, DIRECTED, False, WINDOWED, WIDE,
-    )  # fmt: skip
-    average = total / tl.where(weight > 0, weight, 1.0)[:, None]
-    if SPLITS == 1:
-        out_cell = out + token.to(tl.int64) * out_stride + head[:, None] * out_head_stride + dim[None, :]
-        tl.store(out_cell, average.to(out.dtype.element_ty), mask=held)
-    else:
-        place = (row.to(tl.int64) * (KV_HEADS * GROUP) + head) * SPLITS + split
-        tl.store(partial + place[:, None] * HEAD_DIM + dim[None, :], average, mask=held)
-        level = tl.where(weight > 0, peak + tl.log2(tl.where(weight > 0, weight, 1.0)), float("-inf"))
-        tl.store(lse + place, level, mask=member < GROUP)
-
-
-@triton.jit(do_not_specialize=["first_row", "window"])
-def merge_parts(
-    partial, lse, query_start, context_lens, out, first_row, window, out_stride, out_head_stride,
-    QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr, TILE_KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, PAD_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, MIN_SPLIT_KEYS: tl.constexpr,
+def _parts(
+    query_start, context_lens, first_row, rows, window, items,
+    KV_HEADS: tl.constexpr, PAD_ROWS: tl.constexpr, MIN_PART_KEYS: tl.constexpr, TILE_KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one row and head, averaged by their weights. Grid (query heads, rows)."""
-    head = tl.program_id(0)
-    row = tl.program_id(1)
-    token = tl.load(query_start + first_row + row)
-    if tl.load(query_start + first_row + row + 1) == token:
-        return
-    context = tl.load(context_lens + first_row + row)
-    length = tl.minimum(context, window) if WINDOWED else context
-    parts = tl.cdiv(length, _part_of(length, SPLITS, MIN_SPLIT_KEYS, TILE_KEYS))
+    """Into how many parts each row's keys fall, int32 [PAD_ROWS]: none for a row without a query, one for a row without
+    keys. Every program computes the same."""
+    row = tl.arange(0, PAD_ROWS)
+    there = row < rows
+    start = tl.load(query_start + first_row + row, mask=there, other=0)
+    asks = tl.load(query_start + first_row + row + 1, mask=there, other=0) > start
+    length = tl.load(context_lens + first_row + row, mask=there, other=0)
+    if WINDOWED:
+        length = tl.minimum(length, window)
+    length = tl.where(asks, length, 0)
+    all_keys = tl.sum(length.to(tl.int64), 0) * KV_HEADS
+    longest = tl.maximum(tl.cdiv(tl.cdiv(all_keys, items), TILE_KEYS) * TILE_KEYS, MIN_PART_KEYS).to(tl.int32)
+    return tl.where(asks, tl.maximum(tl.cdiv(length, longest), 1), 0)
 
-    place = (row.to(tl.int64) * QUERY_HEADS + head) * SPLITS
-    every = tl.arange(0, PAD_SPLITS)
-    level = tl.load(lse + place + every, mask=every < parts, other=float("-inf"))
-    peak = tl.max(level, 0)
-    peak = tl.where(peak == float("-inf"), 0.0, peak)
-    weight = tl.sum(tl.exp2(level - peak), 0)
+
+@triton.jit(do_not_specialize=["first_row", "rows", "window", "items"])
+def decode_rows(
+    query, kv, query_start, context_lens, block_tables, directions, out, partial, lse,
+    first_row, rows, items, scale, window, query_stride, query_head_stride, out_stride, out_head_stride, table_stride,
+    block_stride, value_offset, head_stride,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAD_DIM: tl.constexpr, PAD_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
+    MIN_PART_KEYS: tl.constexpr, DIRECTED: tl.constexpr, WINDOWED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Items in turn: one part of one row's keys, for the query heads of one kv head. Grid (any number of programs).
+
+    A row of one part goes to `out`. Of others each part's average and its log2-sum-exp2 go to `partial` and `lse`,
+    [parts of all rows, query heads(, HEAD_DIM)]. A row without keys (a captured graph's padding) gives zeros.
+    """
+    parts = _parts(
+        query_start, context_lens, first_row, rows, window, items, KV_HEADS, PAD_ROWS, MIN_PART_KEYS, TILE_KEYS,
+        WINDOWED,
+    )  # fmt: skip
+    end_part = tl.cumsum(parts, 0)
+    member = tl.arange(0, TILE_ROWS)
     dim = tl.arange(0, PAD_DIM)
-    total = tl.zeros([PAD_DIM], tl.float32)
-    for first in range(0, parts, AT_ONCE):
-        part = first + tl.arange(0, AT_ONCE)
-        there = part < parts
-        share = tl.exp2(tl.load(lse + place + part, mask=there, other=float("-inf")) - peak)
-        average = tl.load(
-            partial + (place + part)[:, None] * HEAD_DIM + dim[None, :],
-            mask=there[:, None] & (dim < HEAD_DIM)[None, :], other=0.0,
+    held = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    for item in range(tl.program_id(0), tl.sum(parts, 0) * KV_HEADS, tl.num_programs(0)):
+        kv_head = item % KV_HEADS
+        place = item // KV_HEADS
+        done = end_part <= place  # rows all of whose parts come before this one
+        row = tl.sum(done.to(tl.int32), 0)
+        own_parts = tl.sum(tl.where(tl.arange(0, PAD_ROWS) == row, parts, 0), 0)
+        part = place - tl.max(tl.where(done, end_part, 0), 0)
+        token = tl.load(query_start + first_row + row).to(tl.int64)
+        context = tl.load(context_lens + first_row + row)
+        length = tl.minimum(context, window) if WINDOWED else context
+        part_keys = tl.cdiv(tl.cdiv(length, own_parts), TILE_KEYS) * TILE_KEYS
+        begin = context - length + part * part_keys
+        head = kv_head * GROUP + member
+        table = (first_row + row).to(tl.int64) * table_stride
+        query_cell = query + token * query_stride + head[:, None] * query_head_stride + dim[None, :]
+        total, peak, weight = _over_keys(
+            tl.load(query_cell, mask=held, other=0.0), kv + kv_head * head_stride, value_offset, block_tables + table,
+            directions + table, begin, tl.minimum(begin + part_keys, context), member, window, scale, block_stride,
+            BLOCK_SIZE, HEAD_DIM, PAD_DIM, TILE_ROWS, TILE_KEYS, DIRECTED, False, WINDOWED, WIDE,
         )  # fmt: skip
-        total += tl.sum(average * share[:, None], 0)
-    total = total / tl.where(weight > 0, weight, 1.0)
-    out_cell = out + token.to(tl.int64) * out_stride + head * out_head_stride + dim
-    tl.store(out_cell, total.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+        some = tl.where(weight > 0, weight, 1.0)
+        average = total / some[:, None]
+        if own_parts == 1:
+            out_cell = out + token * out_stride + head[:, None] * out_head_stride + dim[None, :]
+            tl.store(out_cell, average.to(out.dtype.element_ty), mask=held)
+        else:
+            cell = place.to(tl.int64) * (KV_HEADS * GROUP) + head
+            tl.store(partial + cell[:, None] * HEAD_DIM + dim[None, :], average, mask=held)
+            tl.store(lse + cell, peak + tl.log2(some), mask=member < GROUP)
+
+
+@triton.jit(do_not_specialize=["first_row", "rows", "window", "items"])
+def merge_parts(
+    partial, lse, query_start, context_lens, out, first_row, rows, items, window, out_stride, out_head_stride,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr,
+    PAD_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, MIN_PART_KEYS: tl.constexpr, AT_ONCE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """The parts of one row and one kv head's query heads, averaged by their weights. Grid (kv heads, rows)."""
+    kv_head = tl.program_id(0)
+    row = tl.program_id(1)
+    parts = _parts(
+        query_start, context_lens, first_row, rows, window, items, KV_HEADS, PAD_ROWS, MIN_PART_KEYS, TILE_KEYS,
+        WINDOWED,
+    )  # fmt: skip
+    own_parts = tl.sum(tl.where(tl.arange(0, PAD_ROWS) == row, parts, 0), 0)
+    if own_parts < 2:
+        return
+    before = tl.sum(tl.where(tl.arange(0, PAD_ROWS) < row, parts, 0), 0)
+    token = tl.load(query_start + first_row + row).to(tl.int64)
+    dim = tl.arange(0, PAD_DIM)
+    for member in range(0, GROUP):
+        head = kv_head * GROUP + member
+        peak = tl.full([1], float("-inf"), tl.float32)
+        weight = tl.zeros([1], tl.float32)
+        total = tl.zeros([PAD_DIM], tl.float32)
+        for first in range(0, own_parts, AT_ONCE):
+            part = first + tl.arange(0, AT_ONCE)
+            there = part < own_parts
+            cell = (before + part).to(tl.int64) * (KV_HEADS * GROUP) + head
+            level = tl.load(lse + cell, mask=there, other=float("-inf"))
+            average = tl.load(
+                partial + cell[:, None] * HEAD_DIM + dim[None, :],
+                mask=there[:, None] & (dim < HEAD_DIM)[None, :], other=0.0,
+            )  # fmt: skip
+            higher = tl.maximum(peak, tl.max(level, 0))
+            fade = tl.exp2(peak - higher)
+            share = tl.exp2(level - higher)
+            weight = weight * fade + tl.sum(share, 0)
+            total = total * fade + tl.sum(average * share[:, None], 0)
+            peak = higher
+        out_cell = out + token * out_stride + head * out_head_stride + dim
+        tl.store(out_cell, (total / weight).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["window"])

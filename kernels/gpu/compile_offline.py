@@ -112,12 +112,8 @@ def _launch_everything(shape: Shape) -> None:
     positions = torch.zeros(rows, dtype=torch.int64)
     for directions in (None, tables.to(torch.uint8)):
         meta = AttentionMeta(numbers, numbers[1:], tables, directions, block_size, 1, 0)
-        for batch in (1, 4096):  # split and not split
-            plan = decode_plan(
-                batch, kv_heads=shape.kv_heads, head_dim=shape.head_dim, element_bytes=kv.element_size(),
-                max_context=width * block_size, multiprocessors=_MULTIPROCESSORS,
-            )  # fmt: skip
-            attention.decode(query, kv, 1, meta, 1.0, out, 0, plan)
+        plan = decode_plan(head_dim=shape.head_dim, element_bytes=kv.element_size(), multiprocessors=_MULTIPROCESSORS)
+        attention.decode(query, kv, 1, meta, 1.0, out, 0, plan)
         meta = AttentionMeta(numbers, numbers[1:], tables, directions, block_size, 512, rows, 0, 1024)
         attention.prefill(query, kv, 1, meta, 1.0, out)
         prefill.stage(kv, 1, meta, torch.empty(2, 1024, shape.kv_heads, shape.head_dim, dtype=shape.dtype), numbers)

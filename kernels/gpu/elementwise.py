@@ -108,17 +108,17 @@ def _store_kv(
     cell = cache + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * HEAD_DIM
     cell = cell + head[:, None] * (BLOCK_SIZE * HEAD_DIM) + dim[None, :]
     if what == 1:
-        source = value + token * value_stride + head[:, None] * value_head_stride + dim[None, :]
-        tl.store(cell + value_offset, tl.load(source, mask=there), mask=there)
+        value_cell = value + token * value_stride + head[:, None] * value_head_stride + dim[None, :]
+        tl.store(cell + value_offset, tl.load(value_cell, mask=there), mask=there)
     else:
-        source = key + token * key_stride + head[:, None] * key_head_stride
-        own = tl.load(source + dim[None, :], mask=there)
+        key_head = key + token * key_stride + head[:, None] * key_head_stride
+        own = tl.load(key_head + dim[None, :], mask=there)
         if ROTATED:
             # an element's partner is half a head away: the first half turns against it, the second with it
             position = tl.load(positions + token)
             turned = dim < 2 * HALF
             partner = tl.where(dim < HALF, dim + HALF, dim - HALF)
-            other = tl.load(source + partner[None, :], mask=there & turned[None, :], other=0.0).to(tl.float32)
+            other = tl.load(key_head + partner[None, :], mask=there & turned[None, :], other=0.0).to(tl.float32)
             angle = position * HALF + tl.where(dim < HALF, dim, dim - HALF)
             turn_cos = tl.load(cos + angle, mask=turned, other=1.0)[None, :]
             turn_sin = tl.load(sin + angle, mask=turned, other=0.0)[None, :]

@@ -8,24 +8,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAX_SPLITS = 128  # what the merge reads at most for one head
-_PROGRAMS_PER_MULTIPROCESSOR = 4  # enough reads in flight everywhere, and the last ones to finish are small
-_LONGEST_WALK = 8192  # keys: one long row among many short ones must not be one program's work
+_PROGRAMS_PER_MULTIPROCESSOR = 2  # as many as have room; while one waits for its first keys the other reads
+_ITEMS_PER_PROGRAM = 4  # so that the last round is a small part of all
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """One decode launch: every (kv head, row) is walked by up to `splits` programs, each over a part of the context.
+    """One decode launch: `programs` programs share the items of all rows, an item being a part of one row's context for
+    one kv head.
 
-    How many of them a row uses is decided on the device, from its own length: a part has `min_split_keys` keys or more,
-    and programs without a part end at once. `tile_keys` keys are read at a time.
+    How long a part is, is decided on the device from what the rows hold: such that there are about `items` of them, but
+    no shorter than `min_part_keys`. So the grid is the same whatever the rows hold, a row longer than the others
+    becomes more parts instead of a later end, and short rows cost no empty programs. `tile_keys` keys are read at a
+    time.
     """
 
-    splits: int
-    min_split_keys: int
+    programs: int
+    items: int
+    min_part_keys: int
     tile_keys: int
     warps: int
     stages: int
+
+    def parts(self, rows: int, kv_heads: int) -> int:
+        """`rows` rows never have more parts than this, all together."""
+        return rows + self.items // kv_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,26 +46,13 @@ class PrefillPlan:
     stages: int
 
 
-def decode_splits(rows: int, kv_heads: int, max_context: int, multiprocessors: int, min_split_keys: int) -> int:
-    """Into how many parts a row's context may fall (flash-decoding).
-
-    As many as give every multiprocessor its programs, or as keep one program from walking more than 8,192 keys,
-    whichever is more; but not more than `max_context` has parts of `min_split_keys`.
-    """
-    programs = max(1, rows * kv_heads)
-    wanted = max(-(-_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // programs), -(-max_context // _LONGEST_WALK))
-    return max(1, min(wanted, -(-max_context // min_split_keys), MAX_SPLITS))
-
-
-def decode_plan(
-    rows: int, *, kv_heads: int, head_dim: int, element_bytes: int, max_context: int, multiprocessors: int
-) -> DecodePlan:
-    """The plan for `rows` rows of one token each, none with more than `max_context` positions."""
-    # K and V of a tile are up to 32 KiB: with two more tiles on their way, two programs share a multiprocessor.
+def decode_plan(*, head_dim: int, element_bytes: int, multiprocessors: int) -> DecodePlan:
+    """The plan for rows of one token each, however many and however long."""
+    # K and V of a tile are up to 32 KiB. A tile takes two loads, one after the other (the block table's entry, then the
+    # keys), so five stages are two tiles on their way: 72 KiB on Hopper for heads of 128; two programs share its 227.
     tile_keys = max(16, min(128, _power_of_two_below(16384 // (head_dim * element_bytes))))
-    min_split_keys = max(128, tile_keys)
-    splits = decode_splits(rows, kv_heads, max_context, multiprocessors, min_split_keys)
-    return DecodePlan(splits, min_split_keys, tile_keys, warps=4, stages=3)
+    programs = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
+    return DecodePlan(programs, _ITEMS_PER_PROGRAM * programs, max(128, tile_keys), tile_keys, warps=4, stages=5)
 
 
 def prefill_plan(*, group: int, head_dim: int, element_bytes: int) -> PrefillPlan:

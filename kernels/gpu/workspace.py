@@ -12,7 +12,7 @@ from cohort.kernels.gpu.plan import decode_plan
 
 
 class Workspace:
-    """Partial results of split rows, and room for the gathered keys and values of one layer's prefill rows."""
+    """Partial results of rows in parts, and room for the gathered keys and values of one layer's prefill rows."""
 
     __slots__ = ("lse", "partial", "staging", "starts")
 
@@ -25,13 +25,12 @@ class Workspace:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        max_context: int,
         staging_tokens: int,
     ) -> None:
-        """`max_context`: no row is longer. `staging_tokens`: how many positions, over all prefill rows of a step, may
-        be gathered for flash attention; a step with more goes to the kernel that reads the paged cache, so this bounds
-        memory, not what can be served."""
-        parts = most_parts(max_rows, kv_heads, head_dim, dtype.itemsize, max_context, multiprocessors(device))
+        """`staging_tokens`: how many positions, over all prefill rows of a step, may be gathered for flash attention; a
+        step with more goes to the kernel that reads the paged cache, so this bounds memory, not what can be served."""
+        plan = decode_plan(head_dim=head_dim, element_bytes=dtype.itemsize, multiprocessors=multiprocessors(device))
+        parts = plan.parts(max_rows, kv_heads)
         self.partial = torch.empty(parts * query_heads * head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(parts * query_heads, dtype=torch.float32, device=device)
         self.staging = torch.empty((2, staging_tokens, kv_heads, head_dim), dtype=dtype, device=device)
@@ -41,23 +40,6 @@ class Workspace:
     def num_bytes(self) -> int:
         """What it holds of the device's memory."""
         return sum(tensor.nbytes for tensor in (self.partial, self.lse, self.staging, self.starts))
-
-    def parts(self, query_heads: int) -> int:
-        """How many rows × splits have room."""
-        return len(self.lse) // query_heads
-
-
-def most_parts(
-    max_rows: int, kv_heads: int, head_dim: int, element_bytes: int, max_context: int, multiprocessors: int
-) -> int:
-    """The most rows × splits that any batch of up to `max_rows` rows is planned with."""
-    return max(
-        rows * decode_plan(
-            rows, kv_heads=kv_heads, head_dim=head_dim, element_bytes=element_bytes, max_context=max_context,
-            multiprocessors=multiprocessors,
-        ).splits
-        for rows in range(1, max_rows + 1)
-    )  # fmt: skip
 
 
 def multiprocessors(device: torch.device) -> int:

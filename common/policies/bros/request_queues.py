@@ -36,9 +36,13 @@ class UrgentFirst:
         self._waiting, self._at, self._end = waiting, at, len(waiting)
         self._late_waiting = at
 
+    def overdue_started(self) -> Iterator[Sequence]:
+        """Of `overdue` those who have started before this decision."""
+        return (item[2] for item in self._pending[: self._late])
+
     def overdue(self) -> Iterator[Sequence]:
         """Who cannot make it any more: started ones first, each by deadline. Who is yielded may start meanwhile."""
-        yield from (item[2] for item in self._pending[: self._late])
+        yield from self.overdue_started()
         yield from (item[2] for item in self._waiting[: self._late_waiting])
 
     def skip_waiting(self) -> None:

@@ -2,9 +2,10 @@
 
     1. who has had nothing for too long            one of each class, whatever it costs; not in every iteration
     2. real-time, most urgent first                while the iteration ends before the most urgent deadline (t_min)
-    3. best-effort that keeps its blocks           as far as that leaves room: the oldest, a share of the cache
-    4. real-time that is late already              likewise
-    5. best-effort, least to bring back first      likewise; in a full batch, instead of real-time that can wait
+    3. real-time that is late and draws tokens     as far as that leaves room
+    4. best-effort that keeps its blocks           likewise: the oldest, a share of the cache
+    5. real-time that is late, prompts             likewise
+    6. best-effort, least to bring back first      likewise; in a full batch, instead of real-time that can wait
 
 The worker's `IterationScheduler` of the preset. Blocks come from whatever allocator there is; with the bidirectional
 one real-time requests share best-effort blocks (R8), with another one best-effort requests are dropped for them (R11).
@@ -12,7 +13,7 @@ one real-time requests share best-effort blocks (R8), with another one best-effo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
@@ -111,8 +112,8 @@ class SlackPacking:
     - The batch size (R6) holds back best-effort and late requests only: what limits the others are their deadlines.
     - Who has not started yet drops no real-time request (R11), and leaves those who run their next block: under
       overload every newcomer on time would make somebody late who has been served already.
-    - The oldest best-effort requests keep a share of the cache (`best_effort_share`), and have it before those who are
-      late: real-time requests that outnumber what the device can do take all there is, and would not be helped by it.
+    - The oldest best-effort requests keep a share of the cache (`best_effort_share`), and have it before prompts that
+      are late: real-time requests that outnumber what the device can do take all there is, and are not helped by it.
       Who is not among them does not come back while real-time requests wait, who would take the blocks at once.
     """
 
@@ -153,8 +154,10 @@ class SlackPacking:
         self._keep(kv, batch)
         urgent = self._rt.urgent_first(now_s, self._average_s, least_s)
         chosen, hopeless, cut_short = self._pack_real_time(urgent, kv, batch)
+        drawing = chain(urgent.overdue_started(), hopeless)
+        self._pack_overdue((s for s in drawing if s.phase is Phase.RUNNING and s.uncomputed == 1), kv, batch)
         self._pack_kept(kv, batch, chosen)
-        self._pack_overdue(urgent, kv, batch, hopeless)
+        self._pack_overdue(chain(urgent.overdue(), hopeless), kv, batch)
         self._pack_best_effort(kv, batch, chosen)
         if not batch.rows and not batch.slots:
             batch.limit_s = _NO_DEADLINE  # of somebody for whom there are no blocks
@@ -290,9 +293,9 @@ class SlackPacking:
                 break
         self._reserve(kv, batch)
 
-    def _pack_overdue(self, urgent: UrgentFirst, kv: KvAllocator, batch: _Batch, hopeless: list[Sequence]) -> None:
+    def _pack_overdue(self, late: Iterable[Sequence], kv: KvAllocator, batch: _Batch) -> None:
         """Served after those who can make it, within the time those leave."""
-        for sequence in chain(urgent.overdue(), hopeless):
+        for sequence in late:
             if batch.tokens_left <= 0 or len(batch.rows) >= self._settings.max_rows:
                 return
             if batch.full and sequence.phase is Phase.WAITING:

@@ -172,6 +172,13 @@ def test_who_is_late_waits_for_best_effort_that_keeps_its_share() -> None:
         assert order[1] in second
 
 
+def test_who_draws_tokens_late_goes_before_best_effort_that_keeps_its_share() -> None:
+    policy, kv = packing(first=1, share=0.6), roomy()
+    running(policy, kv, "late", 8, "rt", last_s=0.5)  # due 0.7
+    running(policy, kv, "be", 8, "be", last_s=0.0)
+    assert names(step(policy, kv, 1.0)) == ["late"]
+
+
 def test_nobody_comes_back_whose_blocks_who_waits_would_take() -> None:
     for waits, returned in ((False, True), (True, False)):
         policy, kv = packing(), BidirectionalAllocator(GEOMETRY, 10, 20)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 
-_STEP = 0.02
+_FIRST_STEP, _STEP = 0.1, 0.02
 """Of the estimate, in logarithm: an iteration beyond it raises it by this much, at `percentile` 0.99 one within it
-lowers it by a hundredth of that."""
+lowers it by a hundredth of that. The step shrinks from the first value to the second over the first `_YOUNG`."""
+_YOUNG = 100
 _MOST = math.log(2.0)
 """Half the bound at most: what comes later still has other reasons than the size of the iteration."""
 
@@ -24,6 +25,7 @@ class Lateness:
     def __init__(self, percentile: float) -> None:
         self._percentile = percentile
         self._log_ratio = 0.0
+        self._recorded = 0
 
     @property
     def ratio(self) -> float:
@@ -35,5 +37,7 @@ class Lateness:
         if estimated_s <= 0.0 or measured_s <= 0.0:
             return
         beyond = math.log(measured_s / estimated_s) > self._log_ratio
-        moved = self._log_ratio + _STEP * (self._percentile - (not beyond))
-        self._log_ratio = min(max(moved, 0.0), _MOST)
+        age = min(1.0, self._recorded / _YOUNG)
+        step = _FIRST_STEP + age * (_STEP - _FIRST_STEP)
+        self._recorded += 1
+        self._log_ratio = min(max(self._log_ratio + step * (self._percentile - (not beyond)), 0.0), _MOST)

@@ -13,11 +13,20 @@ from cohort.common.policies.dynaserve.lateness import Lateness
 def test_one_late_iteration_weighs_as_much_as_many_in_time() -> None:
     lateness = Lateness(0.99)
     assert lateness.ratio == 1.0
+    for _ in range(100):
+        lateness.record(0.1, 0.1)
+    assert lateness.ratio == 1.0
     lateness.record(0.1, 0.15)
     assert lateness.ratio == pytest.approx(math.exp(0.02 * 0.99))
     for _ in range(99):
         lateness.record(0.1, 0.1)
     assert lateness.ratio == pytest.approx(1.0)
+
+
+def test_it_learns_faster_at_first() -> None:
+    lateness = Lateness(0.99)
+    lateness.record(0.1, 0.15)
+    assert lateness.ratio == pytest.approx(math.exp(0.1 * 0.99))
 
 
 def test_it_never_aims_beyond_the_bound_nor_below_half_of_it() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -16,7 +15,8 @@ from typing import Any
 from cohort.services.prefill_worker.gpu_check.context import Check
 from cohort.services.prefill_worker.gpu_check.shapes import shape_folder
 
-_READY_S = 100
+_READY_S, _BENCH_S = 100, 120
+_DRY_RUN_S = 500  # for either: nothing is measured, so a busy machine may take its time
 _STOP_S = 20
 
 
@@ -33,9 +33,6 @@ def run(check: Check) -> None:
 def _measure(check: Check, preset: str, model: Path) -> None:
     port = _free_ports()
     found, real = check.found, check.real
-    cache = check.folder / "c"
-    cache.mkdir(exist_ok=True)
-    environment = {**os.environ, "COHORT_CACHE_DIR": str(cache)}
     log = check.folder / f"{preset}.log"
     options = {
         "model.weights": "random", "model.dtype": "bfloat16" if real else "float32", "engine.device": str(check.device),
@@ -47,11 +44,11 @@ def _measure(check: Check, preset: str, model: Path) -> None:
         server = subprocess.Popen(
             [sys.executable, "-P", "-m", "cohort.services.launcher", "--model", str(model), "--preset", preset,
              "--port", str(port), *assignments],
-            stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment,
+            stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     try:
         started = time.monotonic()
-        _wait_ready(server, port, log)
+        _wait_ready(server, port, log, _READY_S if real else _DRY_RUN_S)
         found.measured(f"{preset}: ready", time.monotonic() - started, "s")
         load = ("512", "128", "64", "256") if real else ("24", "6", "2", "4")
         result = _bench(check, preset, port, *load)
@@ -93,8 +90,8 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _wait_ready(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    until = time.monotonic() + _READY_S
+def _wait_ready(server: subprocess.Popen[bytes], port: int, log: Path, seconds: float) -> None:
+    until = time.monotonic() + seconds
     while time.monotonic() < until:
         if server.poll() is not None:
             break
@@ -114,7 +111,7 @@ def _bench(check: Check, preset: str, port: int, prompt: str, output: str, users
         [sys.executable, "-P", "-m", "cohort.services.bench", "--url", f"http://127.0.0.1:{port}", "--concurrency",
          users, "--num-requests", requests, "--input-len", prompt, "--output-len", output, "--warmup", users, "--quiet",
          "--json", str(report)],
-        check=True, timeout=120, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
+        check=True, timeout=_BENCH_S if check.real else _DRY_RUN_S, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     return json.loads(report.read_text(encoding="utf-8"))
 

@@ -36,11 +36,6 @@ class Workspace:
         self.staging = torch.empty((2, staging_tokens, kv_heads, head_dim), dtype=dtype, device=device)
         self.starts = torch.empty(max_rows + 1, dtype=torch.int32, device=device)
 
-    @property
-    def num_bytes(self) -> int:
-        """What it holds of the device's memory."""
-        return sum(tensor.nbytes for tensor in (self.partial, self.lse, self.staging, self.starts))
-
 
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU; elsewhere (the interpreter) 1, so that the plan stays small."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +27,7 @@ def interpreted_without_a_gpu() -> Iterator[None]:
     if not knobs.runtime.interpret:
         pytest.fail("there is no GPU, and Triton was not told to interpret (TRITON_INTERPRET=1)")
     patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
+    convert = interpreter._convert_float
     patched: set[str] = set()
 
     def patch_for_numpy(tensor: Any, scope: Any) -> None:
@@ -41,7 +43,16 @@ def interpreted_without_a_gpu() -> Iterator[None]:
             patched.update(modules)
         return interpreter._LangPatchScope()  # with nothing to restore
 
+    def round_to_nearest(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        """Triton cuts bfloat16 off where a GPU rounds."""
+        if (source, target) != (language.float32, language.bfloat16):
+            return convert(values, source, target, mode)
+        bits = np.ascontiguousarray(values).view(np.uint32)
+        rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+        return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
     with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(interpreter, "_convert_float", round_to_nearest)
         patching.setattr(interpreter, "_patch_lang_tensor", patch_for_numpy)
         patching.setattr(interpreter, "_patch_lang", patch_once)
         yield

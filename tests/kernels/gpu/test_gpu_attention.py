@@ -74,15 +74,15 @@ def test_prefill_chunks_and_decode_in_one_call(make_gpu_step, assert_close, dtyp
     assert_close(attend(step, sliding_window=sliding_window), step.expected(sliding_window))
 
 
-@pytest.mark.parametrize("items", [1, 6, 30, 1000])
+@pytest.mark.parametrize("items", [1, 6, 1000])
 @pytest.mark.parametrize("sliding_window", [0, 40])
 def test_however_contexts_fall_into_parts(make_gpu_step, assert_close, items, sliding_window):
-    lengths = (1, 15, 16, 17, 31, 33, 64, 65, 200)  # around the parts' bounds: one part, two, and many
+    lengths = (1, 16, 17, 33, 64, 90)  # around the parts' bounds: one part, two, and many
     step = make_gpu_step([(length, 1) for length in lengths], head_dim=32, directions="mixed")
     assert_close(decode(step, plan_of(items), sliding_window=sliding_window), step.expected(sliding_window))
 
 
-@pytest.mark.parametrize("programs", [1, 100])
+@pytest.mark.parametrize("programs", [1, 30])
 def test_however_many_programs_share_the_items(make_gpu_step, assert_close, programs):
     step = make_gpu_step(RAGGED, head_dim=32, directions="mixed")
     assert_close(decode(step, plan_of(40, programs)), step.expected())
@@ -156,7 +156,7 @@ def test_any_shape(make_gpu_step, assert_close, data):
         )
     )  # fmt: skip
     step = make_gpu_step(
-        [*rows, (data.draw(st.integers(0, 90)), 1)],
+        sorted([*rows, (data.draw(st.integers(0, 90)), 1)], key=lambda row: row[1] == 1),  # prefill rows come first
         kv_heads=data.draw(st.integers(1, 2)),
         group=data.draw(st.integers(1, 6)),
         head_dim=data.draw(st.sampled_from([16, 24, 64])),
@@ -249,9 +249,9 @@ class TestFlashPrefill:
         meta = step.meta
         meta.prefill_context = 0 if why == "context unknown" else 20 + 45 + 19
         if why != "no workspace":
-            meta.workspace = workspace_for(
-                step, staging_tokens=83 if why == "no room" else 256, max_rows=2 if why == "too many rows" else 8
-            )
+            meta.workspace = workspace_for(step, staging_tokens=83 if why == "no room" else 256)
+            if why == "too many rows":
+                meta.workspace.starts = meta.workspace.starts[:3]
         out = torch.empty_like(step.query)
         assert not prefill.flash_prefill(step.query, step.kv, step.layer, meta, step.scale, out, 0)
         assert_close(attend(step), step.expected())

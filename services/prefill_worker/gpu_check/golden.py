@@ -62,7 +62,8 @@ def _model(folder: Path, real: bool) -> Path:
     kept = {key: value for key, value in TINY.items() if key not in ("model_type", "architectures", "torch_dtype")}
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**{**kept, **sizes, "vocab_size": _VOCABULARY})
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    factory: Any = transformers.AutoModelForCausalLM
+    model: Any = factory.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -50,7 +50,8 @@ async def _measure(check: Check, name: str, size: int, payload: float) -> None:
         address = bytes.fromhex((await _ask(peer, None))["address"])
         buffers = [rates.random_bytes(size, check.device) for _ in range(_AT_ONCE)]
         sums = [weighted(buffer) for buffer in buffers]
-        one, several = [], []
+        one: list[float] = []
+        several: list[float] = []
         for turn in range(_ROUNDS):
             for count, times in ((1, one), (_AT_ONCE, several)):
                 await _ask(peer, {"turn": turn, "count": count})  # it waits for them now

@@ -143,6 +143,8 @@ class EngineMetrics:
         self.requests_waiting = make.gauge("num_requests_waiting", "Requests waiting to be scheduled", ("class",))
         self.requests_awaiting_kv = make.gauge("num_requests_awaiting_kv", "Requests whose KV is under way to here")
         self.requests_parked = make.gauge("num_requests_parked", "Prefilled requests whose KV waits for a decoder")
+        self.policy_figures = make.gauge("worker_policy", "The worker's policies' own figures, by seat and name",
+                                         ("seat", "figure"))
         self.kv_cache_usage = make.gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1")
         self.kv_blocks = make.gauge("kv_blocks", "KV blocks by state: used, cached, free", ("state",))
         self.host_kv_blocks = make.gauge("host_kv_blocks", "Host pool blocks by state: used, free", ("state",))

@@ -422,6 +422,9 @@ class WorkerLoop:
         metrics.host_kv_blocks("used").set(figures.host_blocks - figures.host_free_blocks)
         metrics.host_kv_blocks("free").set(figures.host_free_blocks)
         self._transfer_metrics.leases().set(figures.leases)
+        for seat, policy in (("iteration", machine.scheduler), ("allocation", machine.kv)):
+            for name, figure in policy.figures().items():
+                metrics.policy_figures(seat, name).set(figure)
         counters = machine.counters
         metrics.prefix_cache_queries().inc(seen.grown("queries", figures.prefix_queries))
         metrics.prefix_cache_hits().inc(seen.grown("hits", figures.prefix_hits))

@@ -100,9 +100,11 @@ class BucketSet:
         index = 0
         while index < len(self._buckets) and len(self._buckets) < self._max_buckets:
             bucket = self._buckets[index]
-            rows = rectangle_tokens // (bucket.high * self.cell_tokens) if rectangle_tokens else safe_batch
+            rows = safe_batch
+            if rectangle_tokens:
+                rows = min(safe_batch, max(1, rectangle_tokens // (bucket.high * self.cell_tokens)))
             # Lines 20-22; more than m ≥ 1 requests also means the bucket is not empty.
-            if bucket.count > max(1, min(safe_batch, rows)) and bucket.below > self._split_share * bucket.count and self._wide(bucket):
+            if bucket.count > rows and bucket.below > self._split_share * bucket.count and self._wide(bucket):
                 self._split(index)  # lines 27-31; the left half is looked at again
             else:
                 index += 1

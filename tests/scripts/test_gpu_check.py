@@ -40,7 +40,7 @@ def test_a_dry_run_of_a_section(tmp_path: Path) -> None:
     told = gpu_check("--dry-run", "--only", "attention", "--json", "out.json", "--markdown", "t.md", cwd=tmp_path)
     result = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert (told.returncode, result["dry_run"]) == (0, True), told.stdout + told.stderr
-    assert [row["section"] for row in result["rows"]] == ["attention"]
+    assert {row["section"] for row in result["rows"]} == {"attention"}
     assert "no figure below is a measurement" in told.stdout and (tmp_path / "t.md").read_text().startswith("| section")
     late = gpu_check("--dry-run", "--only", "kernels", "--json", "late.json", "--total-s", "3", cwd=tmp_path)
     assert late.returncode == 1 and "not run" in late.stdout

@@ -6,8 +6,10 @@
 
 `collect` asks a running server for an answer to every prompt (greedy by default) and keeps lengths and prompt tokens,
 not the answers' texts, in the cache folder; it goes on where it was interrupted. `report` trains on one part and
-judges on a held-out part against always saying the mean, the median or max_tokens. `latency` measures one prediction.
-Never part of serving; the service learns by itself from what it serves.
+judges on a held-out part against always saying the mean, the median or max_tokens; with `--states` (written by
+`cohort.services.prefill_worker.answer_states`) also the second prediction from the model's last hidden state. `latency`
+measures one prediction, with `--training` while a training runs beside it. Never part of serving; the service learns by
+itself from what it serves.
 """
 
 from __future__ import annotations
@@ -16,9 +18,15 @@ import argparse
 import asyncio
 import gzip
 import json
+import math
+import multiprocessing
+import os
 import sys
 import time
+import zipfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +38,19 @@ from tokenizers import Tokenizer
 
 from cohort.common.errors import CohortError, ConfigError
 from cohort.common.paths import cache_dir, default_model_dir
+from cohort.common.types import Prediction
 from cohort.services.length_predictor.buffer import Observation, ObservationBuffer
 from cohort.services.length_predictor.features import Facts, extract
 from cohort.services.length_predictor.judgement import Judgement, judge
 from cohort.services.length_predictor.model import LengthModel, to_prediction
+from cohort.services.length_predictor.refinement import Refiner
+from cohort.services.length_predictor.trainer_process import NICENESS
 
 Floats = NDArray[np.float64]
+States = dict[int, NDArray[np.float16]]
+
+_FOLDS = 5
+_TRAINER_START_S = 300.0
 
 ALPACA_TEMPLATE = (
     "Below is an instruction that describes a task{context}. Write a response that appropriately completes the "
@@ -201,8 +216,11 @@ def fit(answers: Sequence[Answer]) -> LengthModel:
     return train(buffer.dataset(), version=1)
 
 
-def report(answers: Sequence[Answer], held_out: float) -> list[Judgement]:
-    """The model against three guesses that need none, on answers it has not seen. Raises `ConfigError`."""
+def report(answers: Sequence[Answer], held_out: float, states: States | None = None) -> list[Judgement]:
+    """The model against three guesses that need none, on answers it has not seen; with `states` also the refined
+    prediction. Raises `ConfigError`."""
+    if states is not None:
+        answers = [answer for answer in answers if answer.index in states]
     known, unseen = split(answers, held_out)
     if len(known) < 20 or len(unseen) < 5:
         raise ConfigError(f"{len(answers)} answers are too few to learn and judge from")
@@ -218,13 +236,53 @@ def report(answers: Sequence[Answer], held_out: float) -> list[Judgement]:
     p90 = float(np.quantile(seen, 0.9))
     limit = np.array([float(answer.max_tokens) for answer in unseen])
     ours = np.array([p.mean for p in predictions]), np.array([p.p90 for p in predictions])
+    refined: list[Judgement] = []
+    if states is not None:
+        second = refine(known, unseen, [math.log(p.mean) for p in predictions], states)
+        p90s = np.array([p.p90 for p in second])
+        refined = [
+            judge("refined", np.array([p.mean for p in second]), p90s, real),
+            judge("refined median", np.array([p.p50 for p in second]), p90s, real),
+        ]
     return [
         judge("model", *ours, real),
         judge("model's median", np.array([p.p50 for p in predictions]), ours[1], real),
+        *refined,
         judge("mean", *guess(float(seen.mean()), p90), real),
         judge("median", *guess(float(np.median(seen)), p90), real),
         judge("max_tokens", limit, limit, real),
     ]
+
+
+def refine(
+    known: Sequence[Answer], unseen: Sequence[Answer], base_log_means: Sequence[float], states: States
+) -> list[Prediction]:
+    """E4 · what the second prediction says of the unseen after all known requests have finished, in any order.
+
+    Live it learns from first predictions made before the answer was known; so here a known answer's first prediction
+    comes from a model that was fitted without it.
+    """
+    refiner = Refiner(len(states[known[0].index]))
+    for fold in range(_FOLDS):
+        model = fit([answer for i, answer in enumerate(known) if i % _FOLDS != fold])
+        for answer in known[fold::_FOLDS]:
+            base = to_prediction(model.predict_log(extract(answer.facts)), answer.max_tokens)
+            state = states[answer.index].astype(np.float64)
+            length = max(1, answer.output_tokens)
+            refiner.learn(math.log(base.mean), state, length, answer.max_tokens, answer.truncated)
+    return [
+        to_prediction(refiner.predict_log(base, states[answer.index].astype(np.float64)), answer.max_tokens)
+        for answer, base in zip(unseen, base_log_means, strict=True)
+    ]
+
+
+def read_states(path: Path) -> States:
+    """Hidden states by the index of their prompt. Raises `ConfigError`."""
+    try:
+        with np.load(path, allow_pickle=False) as saved:
+            return dict(zip(saved["index"].tolist(), saved["states"], strict=True))
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"--states {path}: {error}") from error
 
 
 class Latency(msgspec.Struct, frozen=True):
@@ -247,6 +305,32 @@ def latency(model: LengthModel, rounds: int = 5000, prompt_tokens: int = 512) ->
         cpu.append(1e3 * (time.thread_time() - started_cpu))
         wall.append(1e3 * (time.perf_counter() - started))
     return Latency(float(np.median(wall)), float(np.quantile(wall, 0.99)), float(np.quantile(cpu, 0.99)))
+
+
+@contextmanager
+def training_beside(answers: Sequence[Answer], wanted: bool) -> Iterator[None]:
+    """Within, if wanted, another process trains over and over, at the priority the service gives it."""
+    if not wanted:
+        yield
+        return
+    spawn = multiprocessing.get_context("spawn")
+    trains = spawn.Event()
+    trainer = spawn.Process(target=_train_for_ever, args=(answers, trains), daemon=True)
+    trainer.start()
+    try:
+        if not trains.wait(_TRAINER_START_S):
+            raise ConfigError(f"no training began within {_TRAINER_START_S:.0f} s")
+        yield
+    finally:
+        trainer.kill()
+        trainer.join()
+
+
+def _train_for_ever(answers: Sequence[Answer], trains: Event) -> None:
+    os.nice(NICENESS)
+    while True:
+        fit(answers)
+        trains.set()  # from the second on; the first also loads the libraries
 
 
 def made_up_answers(count: int, seed: int = 0) -> list[Answer]:
@@ -276,7 +360,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _say(f"{fresh} new answers, {len(texts)} in all: {cache}")
             case "report":
                 answers = read_answers(cache)
-                judgements = report(answers, options.held_out)
+                states = read_states(options.states) if options.states else None
+                judgements = report(answers, options.held_out, states)
                 if options.json:
                     _say(json.dumps([msgspec.to_builtins(judgement) for judgement in judgements], indent=1))
                 else:
@@ -285,9 +370,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         _say(judgement)
             case _:
                 answers = read_answers(cache) or made_up_answers(2000)
-                found = latency(fit(answers), options.rounds)
+                model = fit(answers)
+                with training_beside(answers, options.training):
+                    found = latency(model, options.rounds)
+                beside = ", trainings beside it" if options.training else ""
                 _say(f"one prediction: median {found.median_ms:.3f} ms, p99 {found.p99_ms:.3f} ms by the clock, "
-                      f"p99 {found.cpu_p99_ms:.3f} ms of processor; {len(answers)} answers learned")
+                      f"p99 {found.cpu_p99_ms:.3f} ms of processor; {len(answers)} answers learned{beside}")
     except CohortError as error:
         sys.stderr.write(f"study: {error}\n")
         return 2
@@ -315,9 +403,11 @@ def _parser() -> argparse.ArgumentParser:
     asking.add_argument("--api-key", default="")
     judging = commands.add_parser("report", help="train on one part, judge on the other")
     judging.add_argument("--held-out", type=float, default=0.2, help="share that is judged on")
+    judging.add_argument("--states", type=Path, help="judge the second prediction too, from these hidden states")
     judging.add_argument("--json", action="store_true")
     timing = commands.add_parser("latency", help="time of one prediction on this core")
     timing.add_argument("--rounds", type=int, default=5000)
+    timing.add_argument("--training", action="store_true", help="while another process trains, as the service's does")
     for command in (asking, judging, timing):
         command.add_argument("--cache", type=Path, help="file of the answers; default: in Cohort's cache folder")
     return parser

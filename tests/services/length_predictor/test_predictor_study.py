@@ -49,6 +49,22 @@ def test_the_model_beats_guessing_where_there_is_something_to_learn() -> None:
     assert judgements["max_tokens"].over["10%"] > 0.5
 
 
+def test_a_state_that_knows_more_than_the_prompt_refines(tmp_path: Path) -> None:
+    answers = study.made_up_answers(400)
+    draw = np.random.default_rng(3)
+    noise = draw.normal(size=(len(answers), 8))
+    # The state's first component says how long the answer will be, which the prompt says only roughly.
+    hidden = {answer.index: np.log(answer.output_tokens) - 4.5 + draw.normal(0.0, 0.05) for answer in answers}
+    states = np.column_stack([list(hidden.values()), noise * 0.1, np.ones(len(answers))]).astype(np.float16)
+    np.savez(tmp_path / "states.npz", index=np.array([a.index for a in answers[10:]]), states=states[10:])
+    found = {each.name: each for each in study.report(answers, 0.25, study.read_states(tmp_path / "states.npz"))}
+    assert found["refined"].count == round(0.25 * 390)
+    assert found["refined"].mae_tokens < 0.85 * found["model"].mae_tokens
+    assert found["refined"].near > found["model"].near
+    with pytest.raises(ConfigError, match="--states"):
+        study.read_states(tmp_path / "absent.npz")
+
+
 def test_too_few_answers_are_said_to_be_too_few() -> None:
     with pytest.raises(ConfigError, match="12 answers are too few"):
         study.report(study.made_up_answers(12), 0.2)
@@ -149,4 +165,6 @@ def test_the_commands(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFix
     assert "model's median" in capsys.readouterr().out
     assert study.main(["latency", "--cache", str(cache), "--rounds", "50"]) == 0
     assert "one prediction" in capsys.readouterr().out
+    assert study.main(["latency", "--cache", str(cache), "--rounds", "50", "--training"]) == 0
+    assert "trainings beside it" in capsys.readouterr().out
     assert study.main(["collect", "--prompts", str(cache), "--tokenizer", str(tmp_path / "no"), "--count", "0"]) == 2

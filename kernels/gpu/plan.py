@@ -59,7 +59,7 @@ def prefill_plan(*, group: int, head_dim: int, element_bytes: int) -> PrefillPla
     """The plan for rows of several tokens; `group` query heads share a kv head."""
     wide = head_dim > 128 or element_bytes > 2
     tile_rows = max(32 if wide else 128, power_of_two_from(group))
-    tile_keys = max(16, min(64, _power_of_two_below(16384 // (head_dim * element_bytes))))
+    tile_keys = max(16, min(32 if wide else 64, _power_of_two_below(16384 // (head_dim * element_bytes))))
     return PrefillPlan(tile_rows, tile_rows // group, tile_keys, warps=4 if wide else 8, stages=2 if wide else 3)
 
 

@@ -45,8 +45,13 @@ def workspace_for(step, **options) -> Workspace:
     )  # fmt: skip
 
 
-@DTYPES
-@pytest.mark.parametrize("directions", ["forward", "reversed", "mixed"])
+@pytest.mark.parametrize(
+    ("dtype", "directions"),
+    [
+        (torch.float32, "forward"), (torch.float32, "reversed"), (torch.float32, "mixed"), (torch.bfloat16, "mixed"),
+        (torch.float16, "mixed"),
+    ],
+)  # fmt: skip
 def test_decode_rows_of_any_length(make_gpu_step, assert_close, dtype, directions):
     step = make_gpu_step(RAGGED, dtype=dtype, directions=directions)
     assert_close(attend(step), step.expected())
@@ -68,7 +73,7 @@ def test_every_head_and_group_size(make_gpu_step, assert_close, dtype, head_dim,
 
 
 @DTYPES
-@pytest.mark.parametrize("sliding_window", [0, 1, 25])
+@pytest.mark.parametrize("sliding_window", [0, 25])
 def test_prefill_chunks_and_decode_in_one_call(make_gpu_step, assert_close, dtype, sliding_window):
     step = make_gpu_step(MIXED, dtype=dtype, directions="mixed")
     assert_close(attend(step, sliding_window=sliding_window), step.expected(sliding_window))

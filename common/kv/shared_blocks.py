@@ -13,6 +13,7 @@ took over, lie in host memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -37,6 +38,8 @@ class Tenant:
     stored: int = 0
     away: int = 0
     """Positions in host memory only."""
+    shared: int = 0
+    """Of its blocks, those whose other side somebody else has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,8 @@ class SharedBlocks:
         sides, others = (self._right, self._left) if tenant.reversed else (self._left, self._right)
         if sides[block] is not None:
             raise InvariantViolated(f"block {block}: {tenant.name}'s side is taken by {sides[block][0].name}")  # type: ignore[index]
-        if others[block] is None:
+        other = others[block]
+        if other is None:
             if self._free and self._free[-1] == block:
                 self._free.pop()
             else:
@@ -148,6 +152,8 @@ class SharedBlocks:
         else:
             self.shared_blocks += 1
             self.shared_total += 1
+            tenant.shared += 1
+            other[0].shared += 1
         sides[block] = (tenant, index)
         self.right_blocks += tenant.reversed
         if index == len(tenant.blocks):
@@ -163,10 +169,13 @@ class SharedBlocks:
         sides, others = (self._right, self._left) if tenant.reversed else (self._left, self._right)
         sides[block] = None
         self.right_blocks -= tenant.reversed
-        if others[block] is None:
+        other = others[block]
+        if other is None:
             self._free.append(block)
         else:
             self.shared_blocks -= 1
+            tenant.shared -= 1
+            other[0].shared -= 1
 
     def slots(self, tenant: Tenant, block: int, first: int, end: int) -> list[int]:
         """Slot ids (block · size + slot) of the tenant's offsets [first, end) in a block."""
@@ -182,7 +191,8 @@ class SharedBlocks:
         """
         left: list[Side | None] = [None] * self.num_blocks
         right: list[Side | None] = [None] * self.num_blocks
-        for tenant in tenants:
+        held = list(tenants)
+        for tenant in held:
             sides = right if tenant.reversed else left
             for index, block in enumerate(tenant.blocks):
                 if sides[block] is not None:
@@ -194,15 +204,20 @@ class SharedBlocks:
         if sorted(self._free) != free:
             raise InvariantViolated("free blocks are not exactly those without tenants")
         shared = 0
+        shares: Counter[str] = Counter()
         for block in range(self.num_blocks):
             one, other = left[block], right[block]
             if one is None or other is None:
                 continue
             shared += 1
+            shares.update((one[0].name, other[0].name))
             if one[0].exclusive or other[0].exclusive:
                 raise InvariantViolated(f"block {block} is shared although it is exclusive")
             if self.left_extent(block) + extent(*other) > self.size:
                 raise InvariantViolated(f"block {block}: {one[0].name} and {other[0].name} overlap")
+        for tenant in held:
+            if tenant.shared != shares[tenant.name]:
+                raise InvariantViolated(f"{tenant.name} shares {shares[tenant.name]} blocks, counted {tenant.shared}")
         if shared != self.shared_blocks:
             raise InvariantViolated(f"{shared} blocks are shared, {self.shared_blocks} are counted")
         if self.right_blocks != sum(side is not None for side in right):

@@ -342,8 +342,7 @@ class BidirectionalAllocator:
         self._preemptable = None
 
     def _count_spared(self) -> None:
-        left = self._table.left
-        self._spared_blocks = sum(1 for tenant in self._spared for block in tenant.blocks if left(block) is None)
+        self._spared_blocks = sum(len(tenant.blocks) - tenant.shared for tenant in self._spared)
 
     @property
     def total_blocks(self) -> int:

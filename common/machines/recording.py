@@ -18,7 +18,7 @@ from cohort.common.codec import encode
 from cohort.common.machines.effects import Effect
 from cohort.common.machines.worker import Sampled, WorkerMachine, WorkerSettings
 from cohort.common.messages import Message, TokenLogprob
-from cohort.common.policies.interface import IterationPlan, IterationScheduler, KvAllocator, SequenceKey
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, KvAllocator, Sequence, SequenceKey
 from cohort.common.types import InstanceId, WorkerCapacity
 
 
@@ -40,8 +40,8 @@ class Draw(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One call (`message`, `peer_lost`, `tick`, `plan`, `completed`, `failed`, `sent`, `received`) or one answer
-    (`planned`, `links`, `effects`). Only the fields of its kind are set."""
+    """One call (`message`, `peer_lost`, `tick`, `plan`, `completed`, `failed`, `sent`, `received`,
+    `scored`) or one answer (`planned`, `links`, `effects`). Only the fields of its kind are set."""
 
     kind: str
     now_s: float = 0.0
@@ -55,6 +55,9 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str | None = None
     links: dict[str, bytes] = {}
     answer: list[str] = []
+    sequence: SequenceKey | None = None
+    position: int = 0
+    scores: list[TokenLogprob] = []
 
 
 def describe_plan(plan: IterationPlan | None) -> list[str]:
@@ -107,6 +110,10 @@ class RecordedWorkerMachine(WorkerMachine):
         plan = super().plan(now_s)
         self._note(Entry("planned", answer=describe_plan(plan)))
         return plan
+
+    def scored(self, sequence: Sequence, position: int, scores: list[TokenLogprob]) -> None:
+        self._note(Entry("scored", sequence=sequence.key, position=position, scores=scores))
+        super().scored(sequence, position, scores)
 
     def completed(self, now_s: float, sampled: Iterable[Sampled], latency_s: float) -> None:
         drawn = list(sampled)

@@ -83,6 +83,9 @@ def _replay(header: Header, entries: list[Entry]) -> Replayed:
             case "planned":
                 if planned != entry.answer:
                     return result(f"line {number}: live planned {entry.answer}, replayed {planned}")
+            case "scored":
+                scored = next(row.sequence for row in machine.plan_in_flight.rows if row.sequence.key == entry.sequence)
+                machine.scored(scored, entry.position, entry.scores)
             case "completed":
                 held = {row.sequence.key: row.sequence for row in machine.plan_in_flight.rows}
                 drawn = [Sampled(held[draw.key], draw.token, draw.logprob) for draw in entry.draws]

@@ -29,6 +29,7 @@ def test_recorded_live_workers_replay_to_the_same_decisions(tmp_path: Path, defa
     with Pipeline(tmp_path, default_model, overrides, preset="disaggregated") as pipeline:
         answers = pipeline.complete_all([question(number) for number in range(8)])
         assert [len(answer.tokens) for answer in answers] == [24] * 8
+        pipeline.complete_all([question(8) | {"echo": True, "logprobs": 1}])  # the prompt's own log-probabilities
         for name in pipeline.config.instance_roles:
             pipeline.terminate(name)
     recordings = sorted(folder.glob("*.jsonl"))
@@ -36,4 +37,5 @@ def test_recorded_live_workers_replay_to_the_same_decisions(tmp_path: Path, defa
     for path in recordings:
         found = replay(path)
         assert found.difference == "", f"{found.instance}: {found.difference}"
-        assert found.rows >= 8 and found.effects > 0
+        assert found.rows >= 9 and found.effects > 0
+    assert any(b'"kind":"scored"' in path.read_bytes() for path in recordings)

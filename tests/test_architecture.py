@@ -97,10 +97,11 @@ PRINTERS = {
     "common/service.py",  # one line on stderr before logging exists
     "kernels/build.py",
     "kernels/bench.py",
+    "kernels/gpu/compile_offline.py",
     "common/transport/bench_links.py",
     "services/prefill_worker/in_process.py",
 }
-TERMINAL_PROGRAMS = ("services/cli/", "services/bench/", "services/launcher/")
+TERMINAL_PROGRAMS = ("services/cli/", "services/bench/", "services/launcher/", "services/prefill_worker/gpu_check/")
 
 
 def test_services_log_and_do_not_print():

@@ -124,7 +124,8 @@ class SloBatching:
         if frozenset(row.sequence.key for row in plan.rows) != self._observed:
             return False
         full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
-        return not self._waiting or full or not self._has_room(self._waiting[0], kv)
+        # What is foreseen changes from one iteration to the next; that blocks are missing does not.
+        return not self._waiting or full or not self._has_blocks(self._waiting[0], kv)
 
     def figures(self) -> dict[str, float]:
         return {
@@ -190,21 +191,20 @@ class SloBatching:
         self._budget += row.count
         return batch.with_prefill(row.start, row.count), max(0, least - row.count)
 
-    def _has_room(self, sequence: Sequence, kv: KvAllocator) -> bool:
-        """Room for it and, as far as answers are foreseen, for what everybody here will hold at worst: a newcomer is
-        not let in to push somebody out. Every running sequence has its next block in any case."""
-        if not self._running:
-            return True
+    def _has_blocks(self, sequence: Sequence, kv: KvAllocator) -> bool:
+        """Leave every running sequence its next block, or a newcomer is let in only to push somebody out."""
         spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
-        if spare < min(len(self._running), kv.total_blocks // 50):
-            return False
+        return not self._running or spare >= min(len(self._running), kv.total_blocks // 50)
+
+    def _has_room(self, sequence: Sequence, kv: KvAllocator) -> bool:
+        """Blocks for it and, as far as answers are foreseen, for what everybody here will hold at worst."""
+        if not self._running or not self._has_blocks(sequence, kv):
+            return not self._running
         holders = [_holder(s) for s in (*self._running, sequence)]
-        # In positions, what is left of everybody's last block included: while nobody comes or goes the answer is then
-        # the same in every iteration, which `repeats` relies on.
-        size = kv.geometry.block_size
+        # In positions, what is left of everybody's last block included.
         begun = sum(kv.geometry.blocks_for(s.computed if s.uncomputed == 1 else s.target) for s in self._running)
         held = sum(held for held, _ in holders)
-        left = (kv.free_blocks + kv.cached_blocks + begun) * size - held
+        left = (kv.free_blocks + kv.cached_blocks + begun) * kv.geometry.block_size - held
         return sum(coming for _, coming in holders) <= left or peak_growth(holders) <= left
 
     def _sort_out(self) -> None:

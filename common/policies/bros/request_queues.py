@@ -157,12 +157,13 @@ class BestEffortQueues:
     def pending(self) -> Collection[Sequence]:
         return self._pending.values()
 
-    def first_within(self, blocks: int, blocks_for: Callable[[int], int]) -> list[Sequence]:
-        """Who started first, then who arrived first, as far as the KV of all with a next token fits so many blocks."""
+    def first_within(self, most: int, blocks: int, blocks_for: Callable[[int], int]) -> list[Sequence]:
+        """Up to `most`: who started first, then who arrived first, as far as the KV of all with a next token fits so
+        many blocks."""
         first: list[Sequence] = []
         for sequence in chain(self._pending.values(), (item[2] for item in self._waiting)):
             blocks -= blocks_for(sequence.target + 1)
-            if blocks < 0:
+            if blocks < 0 or len(first) == most:
                 break
             first.append(sequence)
         return first

@@ -13,6 +13,7 @@ one real-time requests share best-effort blocks (R8), with another one best-effo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -36,7 +37,7 @@ _SMALLEST_CUT = 16
 class PackingSettings:
     """`cut_prompts`: a prompt without a deadline to keep is computed in pieces as large as deadlines leave room for.
     `*_starvation_s`: who got nothing for so long goes first, whatever that costs, in at most one of `starving_every`
-    iterations. `best_effort_share`: of the cache, for the oldest best-effort requests."""
+    iterations. `best_effort_share`: of cache and batch, for the oldest best-effort requests."""
 
     max_rows: int
     max_tokens: int
@@ -266,8 +267,10 @@ class SlackPacking:
 
     def _keep(self, kv: KvAllocator, batch: _Batch) -> None:
         """Who keeps blocks in this iteration, and what they still need."""
-        share = int(self._settings.best_effort_share * kv.total_blocks)
-        batch.kept = self._be.first_within(share, kv.geometry.blocks_for)
+        share = self._settings.best_effort_share
+        # Of the batch, too: with memory for many they would fill it, and late real-time requests could not start.
+        most = math.ceil(share * batch.most_rows)
+        batch.kept = self._be.first_within(most, int(share * kv.total_blocks), kv.geometry.blocks_for)
         if isinstance(kv, BidirectionalAllocator):
             kv.spare(sequence.key for sequence in batch.kept)
         self._reserve(kv, batch)

@@ -240,3 +240,12 @@ def test_the_preset_fills_the_seats() -> None:
 def test_what_would_write_into_shared_blocks_is_refused(overrides: dict[str, dict[str, bool]]) -> None:
     with pytest.raises(ConfigError, match="bidirectional"):
         compose.check_names(load_config(preset="bros", overrides=overrides))
+
+
+def test_what_is_kept_is_no_more_than_its_share_of_the_batch() -> None:
+    for share, then in ((1.0, ["be0", "be1"]), (0.5, ["be0", "late"])):
+        policy, kv = packing(first=2, share=share), roomy()
+        for index in range(2):
+            running(policy, kv, f"be{index}", 8, "be", last_s=0.0)
+        policy.add(0.0, request("late", 40))
+        assert sorted(names(step(policy, kv, 1.0))) == then

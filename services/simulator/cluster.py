@@ -535,11 +535,12 @@ class SimCluster:
 
     def _crowding(self, worker: SimWorker, rows: int, alone_s: float) -> float:
         """Factor on an iteration that takes `alone_s` on a core of its own: everybody who wants to run, at its start,
-        gets an equal share of the cores."""
+        gets an equal share of the cores, and engines slow each other down by what they do to caches and memory."""
         cluster = self.cluster
         worker.service_load = (cluster.service_step_s + cluster.service_row_s * rows) / alone_s
         running = [other for other in self.workers if other.stepping or other is worker]
-        return max(1.0, sum(1.0 + other.service_load for other in running) / cluster.cores)
+        shares = max(1.0, sum(1.0 + other.service_load for other in running) / cluster.cores)
+        return shares * (1.0 + cluster.interference * (len(running) - 1))
 
     def _foresee(self, worker: SimWorker, plan: IterationPlan, cost: PlanCost) -> None:
         """Append the iterations that repeat this one, up to the next report."""

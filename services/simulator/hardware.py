@@ -99,6 +99,7 @@ class _ClusterFile(_File, frozen=True):
     cores: Annotated[int, msgspec.Meta(ge=0)] = 0
     service_step_s: _NotNegative = 0.0
     service_row_s: _NotNegative = 0.0
+    interference: _NotNegative = 0.0
 
 
 class Cluster(msgspec.Struct, frozen=True):
@@ -109,7 +110,8 @@ class Cluster(msgspec.Struct, frozen=True):
 
     `cores`: where engines of one thread run on so many cores that they share with each other, with the other processes
     of the pipeline and with its clients; 0: every instance has hardware of its own. `service_step_s`, `service_row_s`:
-    processor time those others need for an iteration, and for each of its rows.
+    processor time those others need for an iteration, and for each of its rows. `interference`: how much longer it
+    takes for each other engine that runs beside it (caches, memory).
     """
 
     name: str
@@ -128,6 +130,7 @@ class Cluster(msgspec.Struct, frozen=True):
     cores: int
     service_step_s: float
     service_row_s: float
+    interference: float
 
     def link(self, first: int, second: int) -> LinkShape:
         """Between the instances of these numbers."""
@@ -185,6 +188,7 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
         cores=file.cores,
         service_step_s=file.service_step_s,
         service_row_s=file.service_row_s,
+        interference=file.interference,
     )
 
 

@@ -178,9 +178,6 @@ class TransferMetrics:
         self.failures = make.counter("kv_transfer_failures", "Runs that failed: timeout, checksum, error, aborted",
                                      ("link", "reason"))
         self.retries = make.counter("kv_transfer_retries", "Runs sent again over a second path", ("link",))
-        self.hand_over_seconds = make.histogram("kv_hand_over_seconds", "Offer to accepted, by request")
-        self.exposed_seconds = make.histogram("kv_transfer_exposed_seconds",
-                                              "Part of a hand-over during which nothing was computed for the request")
         self.leases = make.gauge("kv_leases", "Leases open now")
         self.expired_leases = make.counter("kv_expired_leases", "Leases that nobody renewed in time")
         self.quarantined_blocks = make.gauge("kv_quarantined_blocks",

@@ -224,7 +224,7 @@ class BrosConfig(_Section, frozen=True):
     rt_starvation_s: Seconds = 5.0  # a real-time request that got nothing for so long goes first
     be_starvation_s: Seconds = 60.0  # likewise a best-effort one
     starving_every: Positive = 10  # at most one iteration in so many begins with who starves
-    best_effort_share: Fraction = 0.2  # of cache and batch, that the oldest best-effort requests keep whatever waits
+    best_effort_share: Fraction = 0.2  # of cache and rows, that the oldest best-effort requests keep whatever waits
     profile: str = ""  # file of `cohort profile` that iteration costs are fitted to at the start; "" = learned online
 
 

@@ -49,44 +49,35 @@ void check_like(const at::Tensor& x, const at::Tensor& other, const char* name) 
   TORCH_CHECK_TYPE(other.scalar_type() == x.scalar_type(), name, " must have x's dtype");
 }
 
-// residual (if kAdd) moves on by x before the norm; out may be x.
-template <typename T, bool kAdd>
-inline void norm_row(const T* x, T* residual, const T* weight, float eps, T* out, int64_t width) {
+// out may be x.
+template <typename T>
+inline void norm_row(const T* x, const T* weight, float eps, T* out, int64_t width) {
   using S = Simd<kWide>;
   typename S::F squares{};
   float rest = 0;
-  const T* source = kAdd ? residual : x;
   int64_t i = 0;
   for (; i + kWide <= width; i += kWide) {
-    auto v = S::load(source + i);
-    if constexpr (kAdd) {
-      v = S::template rounded<T>(v + S::load(x + i));
-      S::store(residual + i, v);
-    }
+    const auto v = S::load(x + i);
     squares += v * v;
   }
-  for (; i < width; ++i) {
-    if constexpr (kAdd) residual[i] = from_float<T>(to_float(residual[i]) + to_float(x[i]));
-    rest += to_float(source[i]) * to_float(source[i]);
-  }
+  for (; i < width; ++i) rest += to_float(x[i]) * to_float(x[i]);
   const float factor = 1.0f / std::sqrt((S::sum(squares) + rest) / float(width) + eps);
   for (i = 0; i + kWide <= width; i += kWide) {
-    S::store(out + i, S::load(weight + i) * S::template rounded<T>(S::load(source + i) * factor));
+    S::store(out + i, S::load(weight + i) * S::template rounded<T>(S::load(x + i) * factor));
   }
   for (; i < width; ++i) {
-    out[i] = from_float<T>(to_float(weight[i]) * to_float(from_float<T>(to_float(source[i]) * factor)));
+    out[i] = from_float<T>(to_float(weight[i]) * to_float(from_float<T>(to_float(x[i]) * factor)));
   }
 }
 
-template <typename T, bool kAdd>
-void norm(const at::Tensor& x, const at::Tensor* residual, const at::Tensor& weight, float eps, at::Tensor& out) {
+template <typename T>
+void norm(const at::Tensor& x, const at::Tensor& weight, float eps, at::Tensor& out) {
   Rows<T> from = rows_of<T>(x, "x"), to = rows_of<T>(out, "out");
-  Rows<T> sum = kAdd ? rows_of<T>(*residual, "residual") : from;
   const T* factors = static_cast<const T*>(weight.const_data_ptr());
   at::parallel_for(0, from.rows, grain(from.heads * from.width), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
       for (int64_t h = 0; h < from.heads; ++h)
-        norm_row<T, kAdd>(from.at(r, h), sum.at(r, h), factors, eps, to.at(r, h), from.width);
+        norm_row(from.at(r, h), factors, eps, to.at(r, h), from.width);
   });
 }
 
@@ -164,13 +155,7 @@ bool is_float(const at::Tensor& x) {
 
 void rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, at::Tensor& out) {
   check_norm(x, weight, out);
-  is_float(x) ? norm<float, false>(x, nullptr, weight, eps, out) : norm<bf16, false>(x, nullptr, weight, eps, out);
-}
-
-void add_rms_norm(const at::Tensor& x, at::Tensor& residual, const at::Tensor& weight, double eps, at::Tensor& out) {
-  check_norm(x, weight, out);
-  check_like(x, residual, "residual");
-  is_float(x) ? norm<float, true>(x, &residual, weight, eps, out) : norm<bf16, true>(x, &residual, weight, eps, out);
+  is_float(x) ? norm<float>(x, weight, eps, out) : norm<bf16>(x, weight, eps, out);
 }
 
 void rope_inplace(at::Tensor& q, at::Tensor& k, const at::Tensor& cos, const at::Tensor& sin,

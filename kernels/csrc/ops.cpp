@@ -35,7 +35,6 @@ TORCH_LIBRARY(cohort, m) {
   m.def("gather_slots(Tensor kv, Tensor slots, Tensor(a!) out) -> ()");
   m.def("scatter_slots(Tensor src, Tensor(a!) kv, Tensor slots) -> ()");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!) out) -> ()");
-  m.def("add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, Tensor(b!) out) -> ()");
   m.def("rope_inplace(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, Tensor positions) -> ()");
   m.def("silu_mul(Tensor gate_up, Tensor(a!) out) -> ()");
   m.def("panel_outputs() -> int", &cohort::panel_outputs);
@@ -60,7 +59,6 @@ TORCH_LIBRARY_IMPL(cohort, CPU, m) {
   m.impl("gather_slots", &cohort::gather_slots);
   m.impl("scatter_slots", &cohort::scatter_slots);
   m.impl("rms_norm", &cohort::rms_norm);
-  m.impl("add_rms_norm", &cohort::add_rms_norm);
   m.impl("rope_inplace", &cohort::rope_inplace);
   m.impl("silu_mul", &cohort::silu_mul);
   m.impl("pack_panels", &cohort::pack_panels);

@@ -24,7 +24,6 @@ void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& kv, in
 void gather_slots(const at::Tensor& kv, const at::Tensor& slots, at::Tensor& out);
 void scatter_slots(const at::Tensor& src, at::Tensor& kv, const at::Tensor& slots);
 void rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, at::Tensor& out);
-void add_rms_norm(const at::Tensor& x, at::Tensor& residual, const at::Tensor& weight, double eps, at::Tensor& out);
 void rope_inplace(at::Tensor& q, at::Tensor& k, const at::Tensor& cos, const at::Tensor& sin,
                   const at::Tensor& positions);
 void silu_mul(const at::Tensor& gate_up, at::Tensor& out);

@@ -133,6 +133,8 @@ class SimWorker:
     latencies_s: list[float] = field(default_factory=list)
     service_load: float = 0.0
     """Cores that other processes need for the iteration in flight."""
+    slowdown: float = 1.0
+    """How much longer it takes at present than alone, on cores that it shares."""
     aligned_batches: int = 0
     """Batches of the late binding among the rows of the iteration in flight."""
     next_report_s: float = 0.0
@@ -521,8 +523,6 @@ class SimCluster:
         cost = plan_cost(plan, self.geometry)
         beside_s = self.cost.swap_s(cost.beside_bytes)
         latency_s = self.cost.swap_s(cost.copied_bytes) + max(self.cost.step_s(cost.work), beside_s)
-        if self.cluster.cores:
-            latency_s *= self._crowding(worker, len(plan.rows), latency_s)
         worker.ends_s, worker.latencies_s = [now_s + latency_s], [latency_s]
         if self._late_binding:
             worker.aligned_batches = batches_of(plan.rows)
@@ -532,15 +532,29 @@ class SimCluster:
             self._foresee(worker, plan, cost)
         worker.epoch += 1
         self.events.at(worker.ends_s[-1], self._step_ended, worker, worker.epoch, rank=worker.number + 1)
+        if self.cluster.cores:
+            worker.slowdown = 1.0
+            worker.service_load = (
+                self.cluster.service_step_s + self.cluster.service_row_s * len(plan.rows)
+            ) / latency_s
+            self._share_cores()
 
-    def _crowding(self, worker: SimWorker, rows: int, alone_s: float) -> float:
-        """Factor on an iteration that takes `alone_s` on a core of its own: everybody who wants to run, at its start,
-        gets an equal share of the cores, and engines slow each other down by what they do to caches and memory."""
-        cluster = self.cluster
-        worker.service_load = (cluster.service_step_s + cluster.service_row_s * rows) / alone_s
-        running = [other for other in self.workers if other.stepping or other is worker]
-        shares = max(1.0, sum(1.0 + other.service_load for other in running) / cluster.cores)
-        return shares * (1.0 + cluster.interference * (len(running) - 1))
+    def _share_cores(self) -> None:
+        """Somebody has begun or ended: from now on everybody who runs gets an equal share of the cores, and engines
+        slow each other down by what they do to caches and memory. What is in flight ends earlier or later."""
+        cluster, now_s = self.cluster, self.events.now_s
+        running = [worker for worker in self.workers if worker.stepping]
+        shares = max(1.0, sum(1.0 + worker.service_load for worker in running) / cluster.cores)
+        slowdown = shares * (1.0 + cluster.interference * (len(running) - 1))
+        for worker in running:
+            if worker.slowdown != slowdown:
+                later_s = (worker.ends_s[0] - now_s) * (slowdown / worker.slowdown - 1.0)
+                worker.slowdown = slowdown
+                worker.ends_s[0] += later_s
+                worker.latencies_s[0] += later_s
+                worker.tally.busy_s += later_s
+                worker.epoch += 1
+                self.events.at(worker.ends_s[0], self._step_ended, worker, worker.epoch, rank=worker.number + 1)
 
     def _foresee(self, worker: SimWorker, plan: IterationPlan, cost: PlanCost) -> None:
         """Append the iterations that repeat this one, up to the next report."""
@@ -619,6 +633,8 @@ class SimCluster:
 
     def _interrupt(self, worker: SimWorker) -> None:
         """Something happens to this worker: what has ended is applied, what was foreseen beyond is void."""
+        if len(worker.ends_s) <= 1:
+            return
         self._catch_up(worker)
         if len(worker.ends_s) > 1:
             del worker.ends_s[1:]
@@ -640,6 +656,8 @@ class SimCluster:
                 if request_id in self.gateway.live:
                     sampled.append(Sampled(sequence, self.gateway.next_token(request_id, sequence.output_tokens)))
         worker.ends_s, worker.latencies_s = [], []
+        if self.cluster.cores:
+            self._share_cores()
         machine.completed(self.events.now_s, sampled, latency_s)
         self._perform(worker, machine.take_effects())
         self._start_step(worker)

@@ -37,7 +37,7 @@ _SMALLEST_CUT = 16
 class PackingSettings:
     """`cut_prompts`: a prompt without a deadline to keep is computed in pieces as large as deadlines leave room for.
     `*_starvation_s`: who got nothing for so long goes first, whatever that costs, in at most one of `starving_every`
-    iterations. `best_effort_share`: of cache and batch, for the oldest best-effort requests."""
+    iterations. `best_effort_share`: of cache and rows, for the oldest best-effort requests."""
 
     max_rows: int
     max_tokens: int
@@ -268,9 +268,10 @@ class SlackPacking:
     def _keep(self, kv: KvAllocator, batch: _Batch) -> None:
         """Who keeps blocks in this iteration, and what they still need."""
         share = self._settings.best_effort_share
-        # Of the batch, too: with memory for many they would fill it, and late real-time requests could not start.
-        most = math.ceil(share * batch.most_rows)
+        most = math.ceil(share * self._settings.max_rows)
         batch.kept = self._be.first_within(most, int(share * kv.total_blocks), kv.geometry.blocks_for)
+        # They come on top: with memory for many they would fill the batch, and late real-time requests could not start.
+        batch.most_rows = min(self._settings.max_rows, batch.most_rows + len(batch.kept))
         if isinstance(kv, BidirectionalAllocator):
             kv.spare(sequence.key for sequence in batch.kept)
         self._reserve(kv, batch)

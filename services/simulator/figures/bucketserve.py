@@ -47,7 +47,7 @@ _START_PER_S = {"alpaca": 16.0, "mixed": 2.0}
 _P_AND_D = {Role.PREFILL: 1, Role.DECODE: 3}
 _HALVES = {Role.PREFILL: 2, Role.DECODE: 2}
 _PADDED = {"bucketserve": {"padding": "longest"}, "policies": {"iteration": "padded_prefill"}}
-_ONE_BUCKET = {**_PADDED, "bucketserve": {"padding": "longest", "max_buckets": 1}}
+_ONE_BUCKET: Mapping[str, Mapping[str, object]] = {**_PADDED, "bucketserve": {"padding": "longest", "max_buckets": 1}}
 _RECTANGLES = {"baselines": {"rectangular_kv": True, "padded": True}}
 
 
@@ -237,7 +237,6 @@ REMARKS = (
     "prompts is left.",
     "On the padded path of the CPU engine buckets pay, live; without padding more is computed than with it: "
     "docs/benchmarks.md.",
-    "The paper prints neither SLOs nor answer lengths; both are assumed, as the module of these figures says. A row "
-    "that is missing here has not been run since it was added: `cohort reproduce --paper bucketserve` runs all.",
+    "The paper prints neither SLOs nor answer lengths; both are assumed, as the module of these figures says.",
 )
 """Said below the tables of docs/reproduction.md."""

@@ -176,7 +176,7 @@ def test_who_draws_tokens_late_goes_before_best_effort_that_keeps_its_share() ->
     policy, kv = packing(first=1, share=0.6), roomy()
     running(policy, kv, "late", 8, "rt", last_s=0.5)  # due 0.7
     running(policy, kv, "be", 8, "be", last_s=0.0)
-    assert names(step(policy, kv, 1.0)) == ["late"]
+    assert names(step(policy, kv, 1.0))[0] == "late"
 
 
 def test_nobody_comes_back_whose_blocks_who_waits_would_take() -> None:
@@ -242,8 +242,8 @@ def test_what_would_write_into_shared_blocks_is_refused(overrides: dict[str, dic
         compose.check_names(load_config(preset="bros", overrides=overrides))
 
 
-def test_what_is_kept_is_no_more_than_its_share_of_the_batch() -> None:
-    for share, then in ((1.0, ["be0", "be1"]), (0.5, ["be0", "late"])):
+def test_what_is_kept_does_not_count_towards_the_size_of_the_batch() -> None:
+    for share, then in ((0.0, ["be0", "late"]), (0.5, ["be0", "be1", "late"])):
         policy, kv = packing(first=2, share=share), roomy()
         for index in range(2):
             running(policy, kv, f"be{index}", 8, "be", last_s=0.0)

@@ -178,6 +178,10 @@ class TransferMetrics:
         self.failures = make.counter("kv_transfer_failures", "Runs that failed: timeout, checksum, error, aborted",
                                      ("link", "reason"))
         self.retries = make.counter("kv_transfer_retries", "Runs sent again over a second path", ("link",))
+        self.hand_overs = make.counter("kv_hand_overs", "Sequences taken over from another worker")
+        self.exposed_seconds = make.counter(
+            "kv_transfer_exposed_seconds", "Part of hand-overs during which nothing was computed for the request"
+        )
         self.leases = make.gauge("kv_leases", "Leases open now")
         self.expired_leases = make.counter("kv_expired_leases", "Leases that nobody renewed in time")
         self.quarantined_blocks = make.gauge("kv_quarantined_blocks",

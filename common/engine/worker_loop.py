@@ -431,6 +431,8 @@ class WorkerLoop:
         metrics.prefill_tokens().inc(seen.grown("prefill", counters.prefill_tokens))
         metrics.decode_tokens().inc(seen.grown("decode", counters.decode_tokens))
         metrics.out_of_memory().inc(seen.grown("oom", self._runner.memory_retries))
+        self._transfer_metrics.hand_overs().inc(seen.grown("hand_overs", counters.transfers_in))
+        self._transfer_metrics.exposed_seconds().inc(seen.grown("exposed", counters.exposed_transfer_s))
         self._transfer_metrics.expired_leases().inc(seen.grown("expired", figures.expired_leases))
         self._transfer_metrics.retries("any").inc(seen.grown("retries", counters.transfer_retries))
 
@@ -476,9 +478,9 @@ class _Seen:
     """Last exported totals, so that counters only ever grow by what is new."""
 
     def __init__(self) -> None:
-        self._totals: dict[str, int] = {}
+        self._totals: dict[str, float] = {}
 
-    def grown(self, name: str, total: int) -> int:
+    def grown(self, name: str, total: float) -> float:
         new = total - self._totals.get(name, 0)
         self._totals[name] = total
         return max(0, new)

@@ -92,6 +92,8 @@ class TimeSynced:
         self._available = 0
         self._ran = 0
         """Iterations since the last decision that are read off the clock already."""
+        self._forms_always = False
+        """Answers waited after the last decision, and every iteration that repeats it would form a batch again."""
         self._lending: LendsBlocks | None = None
         self._count = _Counters()
 
@@ -126,7 +128,10 @@ class TimeSynced:
         plan = IterationPlan()
         repeated = max(0, self._ran + self._batch.tick() - 1)
         self._count.iterations += repeated
-        self._count.quiet += repeated
+        if self._forms_always:
+            self._count.formations += repeated
+        else:
+            self._count.quiet += repeated
         self._ran = 0
         available = kv.free_blocks + kv.cached_blocks
         self._freed += max(0, available - self._available)
@@ -154,6 +159,7 @@ class TimeSynced:
         if plan.rows:
             self._count.iterations += 1
             self._count.quiet += not formed and not prompts
+        self._forms_always = bool(self._answers) and not self.settings.synced
         return plan
 
     def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:

@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from cohort.common.policies.cost_model import CostModel, StepWork, prefill_pairs
-from cohort.services.simulator.hardware import Cluster, load_cluster, load_model
+from cohort.services.simulator.hardware import load_cluster, load_model
 
 _ROW = re.compile(r"\[(\d+), (\d+)\)$")
 _AT_ONCE_S = 0.005
@@ -75,11 +75,6 @@ def overlap(iteration: Iteration, others: Sequence[Iteration], starts: Sequence[
     return shared_s / (iteration.ended_s - iteration.planned_s)
 
 
-def crowding(cluster: Cluster, rows: int, alone_s: float) -> float:
-    load = (cluster.service_step_s + cluster.service_row_s * rows) / alone_s
-    return max(1.0, 2 * (1.0 + load) / cluster.cores)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recordings", type=Path, nargs="+")
@@ -101,7 +96,8 @@ def main() -> None:
             kind = "alone" if share < 0.1 else "shared" if share > 0.9 else ""
             if kind:
                 alone_s = cost.step_s(iteration.work())
-                factor = crowding(cluster, len(iteration.rows), alone_s) if kind == "shared" else 1.0
+                load = cluster.service_load(len(iteration.rows), alone_s)
+                factor = cluster.slowdown([load, load]) if kind == "shared" else 1.0
                 taken[kind].append((iteration.ended_s - iteration.planned_s, alone_s, factor))
     between_s = sum(gaps) / len(gaps)
     steps = taken["alone"]

@@ -534,9 +534,7 @@ class SimCluster:
         self.events.at(worker.ends_s[-1], self._step_ended, worker, worker.epoch, rank=worker.number + 1)
         if self.cluster.cores:
             worker.slowdown = 1.0
-            worker.service_load = (
-                self.cluster.service_step_s + self.cluster.service_row_s * len(plan.rows)
-            ) / latency_s
+            worker.service_load = self.cluster.service_load(len(plan.rows), latency_s)
             self._share_cores()
 
     def _share_cores(self) -> None:
@@ -544,7 +542,7 @@ class SimCluster:
         slow each other down by what they do to caches and memory. What is in flight ends earlier or later."""
         cluster, now_s = self.cluster, self.events.now_s
         running = [worker for worker in self.workers if worker.stepping]
-        shares = max(1.0, sum(1.0 + worker.service_load for worker in running) / cluster.cores)
+        shares = cluster.slowdown([worker.service_load for worker in running])
         slowdown = shares * (1.0 + cluster.interference * (len(running) - 1))
         for worker in running:
             if worker.slowdown != slowdown:

@@ -11,7 +11,7 @@ requests or policies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -131,6 +131,14 @@ class Cluster(msgspec.Struct, frozen=True):
     service_step_s: float
     service_row_s: float
     interference: float
+
+    def service_load(self, rows: int, alone_s: float) -> float:
+        """Cores that other processes need for an iteration of so many rows; alone on a core it takes `alone_s`."""
+        return (self.service_step_s + self.service_row_s * rows) / alone_s
+
+    def slowdown(self, service_loads: Sequence[float]) -> float:
+        """How much longer the iterations in flight, one for each load, take than alone, by the shares of cores."""
+        return max(1.0, sum(1.0 + load for load in service_loads) / self.cores)
 
     def link(self, first: int, second: int) -> LinkShape:
         """Between the instances of these numbers."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
 from cohort.common.policies.interface import Placement
 from cohort.common.types import Role
+from tests.common.machines.faults import any_faults
 from tests.common.machines.world import VOCABULARY, SplitAnywhere, World
 
 PD = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
@@ -151,14 +152,7 @@ def test_cancelled_requests_leave_nothing() -> None:
     caching=st.booleans(),
     failures=st.sampled_from([0.0, 0.1]),
     delay=st.sampled_from([0.002, 0.05]),
-    faults=st.lists(
-        st.tuples(
-            st.sampled_from(["prefill-0", "prefill-1", "decode-0", "decode-1", "manager", "leave", "cancel"]),
-            st.floats(1.6, 5.0),
-            st.floats(0.1, 6.0),
-        ),
-        max_size=6,
-    ),
+    faults=any_faults(latest_s=5.0, longest_s=6.0, most=6),
 )
 def test_anything_may_break_at_any_time(
     seed: int, placement: Callable[[], Placement], preemption: str, blocks: int, chunk: int, caching: bool,

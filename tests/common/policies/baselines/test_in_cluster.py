@@ -18,6 +18,7 @@ from cohort.common.policies import compose
 from cohort.common.policies.baselines.placements import Colocated, ColocatedInTurn, Disaggregated
 from cohort.common.policies.interface import IterationScheduler, KvAllocator, Placement
 from cohort.common.types import KvGeometry, Role, TrafficClass
+from tests.common.machines.faults import any_faults
 from tests.common.machines.world import VOCABULARY, SplitAnywhere, World
 
 UNIFIED = {"unified-0": Role.UNIFIED}
@@ -141,13 +142,7 @@ def test_requests_go_to_instances_in_turn() -> None:
     caching=st.booleans(),
     padded=st.booleans(),
     failures=st.sampled_from([0.0, 0.1]),
-    faults=st.lists(
-        st.tuples(
-            st.sampled_from(["prefill-0", "prefill-1", "decode-0", "decode-1", "manager", "leave", "cancel"]),
-            st.floats(1.6, 4.0), st.floats(0.1, 4.0),
-        ),
-        max_size=4,
-    ),
+    faults=any_faults(),
 )
 def test_anything_may_break_at_any_time(
     seed: int, name: str, allocation: str, placement: Callable[[], Placement], preemption: str, blocks: int, host: int,

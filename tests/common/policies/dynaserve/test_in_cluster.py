@@ -36,6 +36,7 @@ from cohort.common.policies.interface import (
     WaitingRequest,
 )
 from cohort.common.types import FinishReason, KvGeometry, Role, Segment
+from tests.common.machines.faults import any_faults
 from tests.common.machines.world import STOP_TOKEN, VOCABULARY, World, expected_output
 
 TWO = {"unified-0": Role.UNIFIED, "unified-1": Role.UNIFIED}
@@ -141,13 +142,7 @@ def test_random_load_with_wrong_predictions(blocks: int, preemption: Literal["sw
     caching=st.booleans(),
     failures=st.sampled_from([0.0, 0.1]),
     delay_s=st.sampled_from([0.002, 0.05]),
-    faults=st.lists(
-        st.tuples(
-            st.sampled_from(["unified-0", "unified-1", "unified-2", "manager", "leave", "cancel"]),
-            st.floats(1.6, 4.0), st.floats(0.1, 6.0),
-        ),
-        max_size=4,
-    ),
+    faults=any_faults(["unified-0", "unified-1", "unified-2"], longest_s=6.0),
 )
 def test_anything_may_break_at_any_time(
     seed: int, preemption: Literal["swap", "recompute"], blocks: int, caching: bool, failures: float, delay_s: float,

@@ -20,6 +20,7 @@ from cohort.common.policies import compose
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
 from cohort.common.policies.interface import Placement
 from cohort.common.types import Prediction, Role
+from tests.common.machines.faults import any_faults
 from tests.common.machines.world import VOCABULARY, SplitAnywhere, World, expected_output
 from tests.common.policies.baselines.test_in_cluster import PD_TWICE, UNIFIED, finish, preemptions
 
@@ -142,13 +143,7 @@ def test_prefill_and_decode_apart() -> None:
     host=st.sampled_from([0, 6, 60]),
     caching=st.booleans(),
     failures=st.sampled_from([0.0, 0.1]),
-    faults=st.lists(
-        st.tuples(
-            st.sampled_from(["prefill-0", "prefill-1", "decode-0", "decode-1", "manager", "leave", "cancel"]),
-            st.floats(1.6, 4.0), st.floats(0.1, 4.0),
-        ),
-        max_size=4,
-    ),
+    faults=any_faults(),
 )
 def test_anything_may_break_at_any_time(
     seed: int, kind: str, variant: str, placement: Callable[[], Placement], allocation: str, preemption: str,

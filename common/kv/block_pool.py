@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from cohort.common.errors import InvariantViolated, OutOfBlocks
+from cohort.common.kv.free_blocks import FreeBlocks
 
 BlockHash = bytes
 
@@ -43,9 +44,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, *, caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self._caching = caching
-        # Popped from the end: blocks are handed out in ascending order, so a request's blocks tend to be
-        # neighbours and travel as few long runs.
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = FreeBlocks(num_blocks)
         self._references = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
@@ -66,19 +65,21 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with reference count 1 and unknown content. Raises `OutOfBlocks`, changing nothing."""
+        """`count` blocks with reference count 1 and unknown content, ascending, neighbours as far as can be: they will
+        travel together. Raises `OutOfBlocks`, changing nothing."""
         if count > self.available:
             raise OutOfBlocks(f"{count} blocks wanted, {self.available} available of {self.num_blocks}")
-        blocks = []
-        for _ in range(count):
-            if self._free:
-                block = self._free.pop()
-            else:
+        blocks = self._free.take(min(count, len(self._free)))
+        evicted = count - len(blocks)
+        if evicted:
+            for _ in range(evicted):
                 block, _ = self._cached.popitem(last=False)
                 self._forget_hash(block)
-                self.evictions += 1
+                blocks.append(block)
+            self.evictions += evicted
+            blocks.sort()
+        for block in blocks:
             self._references[block] = 1
-            blocks.append(block)
         return blocks
 
     def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
@@ -111,6 +112,7 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give up ownership, last block first, so that the tail of a prefix is evicted before its beginning."""
+        freed = []
         for block in reversed(blocks):
             references = self._references[block] - 1
             if references < 0:
@@ -120,7 +122,8 @@ class BlockPool:
                 if self._hash_of[block] is not None:
                     self._cached[block] = None
                 else:
-                    self._free.append(block)
+                    freed.append(block)
+        self._free.add(freed)
 
     def check(self, owned: Sequence[Sequence[int]]) -> None:
         """Compare with what the owners say they have. Raises `InvariantViolated`."""

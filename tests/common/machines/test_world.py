@@ -171,7 +171,7 @@ def test_anything_may_break_at_any_time(
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-@pytest.mark.parametrize("seed", [3, 8, 10, 16, 39, 49])
+@pytest.mark.parametrize("seed", [8, 10, 25, 39, 48, 49])
 def test_tight_caches_that_hand_over_both_ways(seed: int, preemption: str) -> None:
     """Grants that arrive while KV is still on its way back from the host, and caches full of KV that waits for the
     other worker's cache, which is full of KV that waits for this one."""
@@ -185,7 +185,7 @@ def test_tight_caches_that_hand_over_both_ways(seed: int, preemption: str) -> No
 
 
 def test_a_ring_of_waiting_caches_gives_one_hand_over_back() -> None:
-    world = World(8, PD_TWICE, lambda: SplitAnywhere(8), blocks=20, preemption="swap", message_delay_s=0.002)
+    world = World(39, PD_TWICE, lambda: SplitAnywhere(39), blocks=20, preemption="swap", message_delay_s=0.002)
     offer(world, 30, shared=9)
     world.run(4.0)
     world.run_until_quiet()

@@ -1,0 +1,96 @@
+"""Free blocks as extents: maximal runs of neighbouring ids, so that what is allocated together lies together.
+
+KV moves between instances in runs of blocks that are neighbours at both ends, and a run costs its two ends a message
+whatever its length; a free list in the order of release would hand out strangers after a while. Best fit: the smallest
+extent that holds all, so that large ones stay whole for long prompts and sequences that grow block by block use up the
+crumbs. Pure bookkeeping for a pool of blocks, which alone calls it; O(log n) per extent touched.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+
+
+class FreeBlocks:
+    """Initially blocks 0 … num_blocks-1."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._count = 0
+        self._end_of: dict[int, int] = {}
+        """First block of an extent → the block after its last."""
+        self._start_of: dict[int, int] = {}
+        self._starts: dict[int, dict[int, None]] = {}
+        """Length → first blocks of the extents that long, the one freed first in front."""
+        self._lengths: list[int] = []
+        """Those there are, ascending."""
+        if num_blocks:
+            self._insert(0, num_blocks)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        for start, end in self._end_of.items():
+            yield from range(start, end)
+
+    @property
+    def extents(self) -> int:
+        return len(self._end_of)
+
+    def take(self, count: int) -> list[int]:
+        """`count` blocks, ascending; there must be as many. From one extent if one is long enough, else from the
+        longest ones."""
+        blocks: list[int] = []
+        while count > 0:
+            at = bisect_left(self._lengths, count)
+            length = self._lengths[min(at, len(self._lengths) - 1)]
+            start = next(iter(self._starts[length]))
+            taken = min(count, length)
+            self._remove(start, start + length)
+            if taken < length:
+                self._insert(start + taken, start + length)
+            blocks.extend(range(start, start + taken))
+            count -= taken
+        blocks.sort()
+        return blocks
+
+    def add(self, blocks: Sequence[int]) -> None:
+        """These became free; none of them was."""
+        ordered = sorted(blocks)
+        first = 0
+        for index in range(1, len(ordered) + 1):
+            if index == len(ordered) or ordered[index] != ordered[index - 1] + 1:
+                self._join(ordered[first], ordered[index - 1] + 1)
+                first = index
+
+    def _join(self, start: int, end: int) -> None:
+        """A new extent, one with the neighbours it touches."""
+        before, after = self._start_of.get(start), self._end_of.get(end)
+        if before is not None:
+            self._remove(before, start)
+            start = before
+        if after is not None:
+            self._remove(end, after)
+            end = after
+        self._insert(start, end)
+
+    def _insert(self, start: int, end: int) -> None:
+        self._end_of[start] = end
+        self._start_of[end] = start
+        self._count += end - start
+        starts = self._starts.get(end - start)
+        if starts is None:
+            self._starts[end - start] = {start: None}
+            insort(self._lengths, end - start)
+        else:
+            starts[start] = None
+
+    def _remove(self, start: int, end: int) -> None:
+        del self._end_of[start], self._start_of[end]
+        self._count -= end - start
+        starts = self._starts[end - start]
+        del starts[start]
+        if not starts:
+            del self._starts[end - start]
+            del self._lengths[bisect_left(self._lengths, end - start)]

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from cohort.common.policies.alignedserve.batch_numbers import FIRST_BATCH
@@ -169,7 +170,7 @@ class AlignedBinding:
         self, now_s: float, view: InstanceView, batch: RunningBatch, views: Mapping[InstanceId, InstanceView],
         actions: list[Bind | Prefetch],
     ) -> None:
-        if view.figures.waiting and not view.figures.running and not batch.moving and not batch.arrived:
+        if batch.stuck(view):
             self._unblock(view, batch, actions)
         due = self._tree.due_s(QuadTree.ROOT) <= now_s
         if batch.candidate and batch.due_s <= now_s:
@@ -193,12 +194,13 @@ class AlignedBinding:
             self._fetch(batch.candidate, "batch", views, actions)
 
     def _unblock(self, view: InstanceView, batch: RunningBatch, actions: list[Bind | Prefetch]) -> None:
-        """Somebody waits on the worker, and nobody runs: what is parked on it may hold the blocks. It goes on there."""
-        mine = [*batch.requests, *batch.candidate, *self._tree.items(QuadTree.ROOT)]
-        for item in mine:
+        """Somebody waits for blocks of the worker, and nobody runs: what is parked on it may hold them, in nobody's
+        buffer, in its own, or in that of another worker that waits for the same here. It goes on where it is."""
+        buffers = [buffer for each in self._batches.values() for buffer in (each.requests, each.candidate)]
+        for item in [*chain.from_iterable(buffers), *self._tree.items(QuadTree.ROOT)]:
             if item.holder == view.instance:
                 self._tree.remove(item.request_id)
-                for buffer in (batch.requests, batch.candidate):
+                for buffer in buffers:
                     if item in buffer:
                         buffer.remove(item)
                 self._decode_of[item.request_id] = view.instance

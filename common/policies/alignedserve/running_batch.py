@@ -79,6 +79,13 @@ class RunningBatch:
         reported = view.figures.running + view.figures.waiting - self.left_rows
         return max(0, reported) + fresh
 
+    def stuck(self, view: InstanceView) -> bool:
+        """Nobody runs there, and who waits for blocks does not get them: on the worker, or on the way to it."""
+        if view.figures.running or self.arrived:
+            return False
+        first = next(iter(self.moving.values()), None)  # grants are given in order
+        return view.figures.waiting > 0 if first is None else first > view.free_blocks
+
     def free_blocks(self, view: InstanceView) -> int:
         promised = sum(self.moving.values()) + sum(self.arrived.values())
         return min(view.free_blocks + self.left_blocks, view.capacity.num_blocks) - promised

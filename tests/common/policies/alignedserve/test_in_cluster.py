@@ -59,6 +59,15 @@ def test_a_pool_without_host_memory_slows_and_never_fails() -> None:
     assert total(found, "pooled") == 0
 
 
+@pytest.mark.parametrize(("seed", "blocks"), [(0, 24), (3, 24), (4, 20), (5, 24), (8, 24)])
+def test_decode_workers_that_hold_what_the_other_waits_for_run_it_themselves(seed: int, blocks: int) -> None:
+    """Seeds that once ended with KV parked on two decode workers, each in the other's buffer, in caches too full for
+    either to move."""
+    found = world(seed, blocks=blocks, host_blocks=0)
+    offer(found, 40, over_s=0.5)
+    finish(found)
+
+
 def test_low_load_is_placed_at_once_and_never_waits_in_the_pool() -> None:
     found = world(4)
     found.run(2.5)

@@ -7,6 +7,7 @@ The machine decides through the policies of the configuration; this file moves i
 from __future__ import annotations
 
 import asyncio
+import gc
 
 from cohort.common.errors import PeerUnreachable
 from cohort.common.machines.effects import Dial, Send
@@ -113,4 +114,7 @@ class ManagerService:
 
 async def serve(context: ServiceContext) -> None:
     compose.check_names(context.config)
-    await ManagerService(context).run()
+    service = ManagerService(context)
+    gc.collect()
+    gc.freeze()  # what lives as long as the process need not be looked at in every collection
+    await service.run()

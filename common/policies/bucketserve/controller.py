@@ -184,10 +184,13 @@ class BatchController:
 
     def has_room(self, cluster: ClusterView) -> bool:
         """Quick no: every prefill worker has work enough."""
-        views = cluster.instances.values()
-        return any(self._room(view) > 0 for view in views if view.role.prefills) or (
-            bool(views) and not any(view.role.prefills for view in views)
-        )
+        prefilling = False
+        for view in cluster.instances.values():
+            if view.capacity.role.prefills:
+                if self._room(view) > 0:
+                    return True
+                prefilling = True
+        return not prefilling and bool(cluster.instances)  # others take over
 
     def expected_batch(self, cluster: ClusterView, mean_span_tokens: float) -> int:
         """B4 · N_max of Alg. 1: Eq. 6 at the mean span of what waits, never past the configured bound."""

@@ -1,7 +1,7 @@
 """Waiting requests by length: the oldest, shortest or longest of any range of lengths in O(log cells).
 
 Lengths fall into cells of equal width (a bucket is a range of cells). A segment tree over the cells keeps per node
-which request below it is due first; a cell's requests lie in a heap with lazy deletion; cells and groups of cells are
+which request below it is due first; a cell's requests lie in order (`due_list.py`); cells and groups of cells are
 counted. So a bucket never owns a list: splitting and merging buckets moves no request (B5, B11). Owned by
 `prefill_order.py`, one index per task class; decides nothing.
 
@@ -10,15 +10,11 @@ Invariant: counts and `best[node]` equal what a walk over the live entries finds
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush
-from math import inf
-
 from cohort.common.errors import InvariantViolated
+from cohort.common.policies.bucketserve.due_list import DueList, Entry
 
-Entry = tuple[float, int]
-"""(due in seconds, serial number): earlier is more urgent, the serial breaks ties and names the request."""
-
-_NOBODY: Entry = (inf, 0)
+_NOBODY: Entry = 1 << 200
+"""Due after everybody; told by identity."""
 _GROUP = 64
 """Cells counted together, so that counting a range adds up a few dozen numbers."""
 
@@ -33,8 +29,9 @@ class LengthIndex:
         self._group_counts = [0] * (leaves // _GROUP + 1)
         self._total = 0
         self._best: list[Entry] = [_NOBODY] * (2 * leaves)
-        self._heaps: dict[int, list[Entry]] = {}
-        self._dead: set[int] = set()
+        self._waiting: dict[int, DueList] = {}
+        self._covered = (0, 0)
+        self._nodes: list[int] = []
 
     def __len__(self) -> int:
         return self._total
@@ -45,10 +42,14 @@ class LengthIndex:
         return self._best[1] if self._total else None
 
     def add(self, cell: int, entry: Entry) -> None:
-        heappush(self._heaps.setdefault(cell, []), entry)
         self._counts[cell] += 1
         self._group_counts[cell // _GROUP] += 1
         self._total += 1
+        waiting = self._waiting.get(cell)
+        if waiting is None:
+            self._waiting[cell] = DueList(entry)
+        elif not waiting.add(entry):
+            return
         best = self._best
         node = cell + self._leaves
         while node and entry < best[node]:  # whoever is due before it here is so all the way up
@@ -57,34 +58,23 @@ class LengthIndex:
 
     def remove(self, cell: int, entry: Entry) -> None:
         """`entry` must be in `cell`."""
-        heap = self._heaps[cell]
         self._counts[cell] -= 1
         self._group_counts[cell // _GROUP] -= 1
         self._total -= 1
-        if heap[0] != entry:  # it stood in nobody's way
-            self._dead.add(entry[1])
-            if len(heap) > 2 * self._counts[cell] + 8:  # mostly cancelled: forget them before they pile up
-                self._compact(cell)
-            return
-        heappop(heap)
-        while heap and heap[0][1] in self._dead:
-            self._dead.discard(heappop(heap)[1])
+        waiting = self._waiting[cell]
+        somebody = waiting.remove(entry)
+        if not somebody:
+            del self._waiting[cell]
         best = self._best
         node = cell + self._leaves
-        best[node] = heap[0] if heap else _NOBODY
-        if not heap:
-            del self._heaps[cell]
+        if best[node] != entry:  # it stood in nobody's way
+            return
+        best[node] = waiting.first if somebody else _NOBODY
         node >>= 1
         while node and best[node] == entry:  # where it was not the first, it is not so further up
             left, right = best[2 * node], best[2 * node + 1]
             best[node] = left if left < right else right
             node >>= 1
-
-    def _compact(self, cell: int) -> None:
-        live = [entry for entry in self._heaps[cell] if entry[1] not in self._dead]
-        self._dead.difference_update(entry[1] for entry in self._heaps[cell])
-        heapify(live)
-        self._heaps[cell] = live
 
     def count(self, low: int, high: int) -> int:
         """Requests in cells [low, high)."""
@@ -101,18 +91,9 @@ class LengthIndex:
         """The most urgent in cells [low, high); None if nobody is there."""
         found = _NOBODY
         best = self._best
-        low, high = low + self._leaves, high + self._leaves
-        while low < high:
-            if low & 1:
-                if best[low] < found:
-                    found = best[low]
-                low += 1
-            if high & 1:
-                high -= 1
-                if best[high] < found:
-                    found = best[high]
-            low >>= 1
-            high >>= 1
+        for node in self._cover(low, high):
+            if best[node] < found:
+                found = best[node]
         return None if found is _NOBODY else found
 
     def shortest(self, low: int, high: int) -> Entry | None:
@@ -136,7 +117,10 @@ class LengthIndex:
         return None
 
     def _cover(self, low: int, high: int) -> list[int]:
-        """The few nodes that together are [low, high), left to right."""
+        """The few nodes that together are [low, high), left to right. A batch asks for one range again and again."""
+        if self._covered == (low, high):
+            return self._nodes
+        self._covered = low, high
         left: list[int] = []
         right: list[int] = []
         low, high = low + self._leaves, high + self._leaves
@@ -149,14 +133,15 @@ class LengthIndex:
                 right.append(high)
             low >>= 1
             high >>= 1
-        return left + right[::-1]
+        self._nodes = left + right[::-1]
+        return self._nodes
 
     def check(self) -> None:
         """Raises `InvariantViolated` when a node disagrees with the entries below it."""
         for cell in range(self._leaves):
-            live = [entry for entry in self._heaps.get(cell, []) if entry[1] not in self._dead]
-            if self._counts[cell] != len(live) or self._best[cell + self._leaves] != min(live, default=_NOBODY):
-                raise InvariantViolated(f"cell {cell}: counted {self._counts[cell]}, found {len(live)}")
+            here = list(self._waiting.get(cell, ()))
+            if self._counts[cell] != len(here) or self._best[cell + self._leaves] != min(here, default=_NOBODY):
+                raise InvariantViolated(f"cell {cell}: counted {self._counts[cell]}, found {len(here)}")
         for group, count in enumerate(self._group_counts):
             if count != sum(self._counts[group * _GROUP : (group + 1) * _GROUP]):
                 raise InvariantViolated(f"group {group}: count differs from its cells")

@@ -66,10 +66,12 @@ class LiveMemory:
     @staticmethod
     def _expire(now_s: float, account: _Account) -> None:
         """Promises are made in order of time, so the overdue ones come first."""
-        while account.promised:
-            request_id, (until_s, _) = next(iter(account.promised.items()))
+        overdue = []
+        for request_id, (until_s, _) in account.promised.items():
             if until_s > now_s:
-                return
+                break
+            overdue.append(request_id)
+        for request_id in overdue:
             account.forget(request_id)
 
     def remaining_blocks(self, view: InstanceView) -> int:
@@ -86,11 +88,11 @@ class LiveMemory:
     def promise(self, now_s: float, instance: InstanceId, request_id: RequestId, blocks: int) -> None:
         """`blocks` of `instance` are this request's from now on."""
         account = self._accounts[instance]
-        if request_id in self._recent:
+        if request_id in account.promised:
             account.forget(request_id)
+        self._recent.add(request_id)
         account.promised[request_id] = (now_s + PROMISE_S, blocks)
         account.promised_blocks += blocks
-        self._recent.add(request_id)
 
     def withdraw(self, request_id: RequestId) -> None:
         """It was not placed after all."""

@@ -13,11 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from cohort.common.policies.bucketserve.ageing import due_s
+from cohort.common.policies.bucketserve.ageing import SERIAL, due_s, entry_of
 from cohort.common.policies.bucketserve.bucket_set import Bucket, BucketSet
 from cohort.common.policies.bucketserve.controller import BatchController, Round
+from cohort.common.policies.bucketserve.due_list import Entry
 from cohort.common.policies.bucketserve.length_histogram import LengthHistogram
-from cohort.common.policies.bucketserve.length_index import Entry, LengthIndex
+from cohort.common.policies.bucketserve.length_index import LengthIndex
 from cohort.common.policies.bucketserve.optimal_split import optimal_bounds
 from cohort.common.policies.bucketserve.waste import expected_waste, waste_ratio
 from cohort.common.policies.interface import ClusterView, Dispatch, WaitingRequest
@@ -29,6 +30,8 @@ OutputEstimate = Literal["mean", "p50", "p90", "p99", "max"]
 
 _RESPLIT_AFTER = 512
 """Arrivals between two runs of the optimal splitter."""
+_FOREVER_S = 1e9
+"""Thirty years: an infinite delay would be due at no whole nanosecond."""
 _RECENT = 0.98
 """Weight of the past in the moving average of the waste ratio: about the last 50 batches."""
 
@@ -40,6 +43,8 @@ class _Item:
     online: bool
     prompt_tokens: int
     span_tokens: int
+    positions: int
+    """The most it may ever hold; kept here, for whoever waited long has left the processor's caches."""
     cell: int
     entry: Entry
 
@@ -65,6 +70,8 @@ class BucketedPrefill:
     def __init__(self, settings: BucketSettings, controller: BatchController) -> None:
         self._settings = settings
         self._controller = controller
+        self._priority_step_s = min(settings.priority_step_s, _FOREVER_S)
+        self._offline_delay_s = min(settings.offline_delay_s, _FOREVER_S)
         self._items: dict[RequestId, _Item] = {}
         self._serials: dict[int, _Item] = {}
         self._next_serial = 0
@@ -84,16 +91,16 @@ class BucketedPrefill:
     # -- the queue ---------------------------------------------------------------------------------------------
 
     def add(self, now_s: float, waiting: WaitingRequest) -> None:
-        self._forget(waiting.request_id)
-        self._controller.withdraw(waiting.request_id)  # it returns when it could not be placed
         request = waiting.request
+        name = request.request_id
+        self._forget(name)
+        self._controller.withdraw(name)  # it returns when it could not be placed
         tokens = len(request.tokens)
-        settings = self._settings
         self._next_serial += 1
-        due = due_s(request, priority_step_s=settings.priority_step_s, offline_delay_s=settings.offline_delay_s)
-        entry = (due, self._next_serial)
-        item = _Item(waiting, request.request_id, request.online, tokens, self._span(waiting), 0, entry)
-        self._items[item.name] = item
+        due = due_s(request, priority_step_s=self._priority_step_s, offline_delay_s=self._offline_delay_s)
+        entry = entry_of(due, self._next_serial)
+        item = _Item(waiting, name, request.online, tokens, self._span(waiting), request.max_positions, 0, entry)
+        self._items[name] = item
         self._serials[self._next_serial] = item
         self._prompt_tokens += tokens
         self._span_tokens += item.span_tokens
@@ -171,7 +178,7 @@ class BucketedPrefill:
 
     def _leader(self) -> _Item:
         heads = [entry for entry in (self._online.oldest, self._offline.oldest) if entry is not None]
-        return self._serials[min(heads)[1]]
+        return self._serials[min(heads) & SERIAL]
 
     def _next_of(self, bucket: Bucket) -> _Item | None:
         low, high = bucket.low, bucket.high
@@ -184,24 +191,24 @@ class BucketedPrefill:
                     entry = self._offline.shortest(low, high)
                 case "ljf":
                     entry = self._offline.longest(low, high)
-        return None if entry is None else self._serials[entry[1]]
+        return None if entry is None else self._serials[entry & SERIAL]
 
     def _dispatch(self, batch: list[_Item], instance: InstanceId | None, reason: str) -> Dispatch:
         lengths = [item.prompt_tokens for item in batch]
+        tokens = sum(lengths)
         ratio = waste_ratio(lengths)
         self._waste = ratio if self._batches == 0 else _RECENT * self._waste + (1 - _RECENT) * ratio
         self._batches += 1
         self._batched += len(batch)
-        self._real_tokens += sum(lengths)
-        self._padding_tokens += max(lengths) * len(lengths) - sum(lengths)
-        dispatch = Dispatch(tuple(item.name for item in batch), self._next_batch, instance, reason)
+        self._real_tokens += tokens
+        self._padding_tokens += max(lengths) * len(lengths) - tokens
+        dispatch = Dispatch(tuple([item.name for item in batch]), self._next_batch, instance, reason)
         self._next_batch += 1
         return dispatch
 
     @staticmethod
     def _could_ever_run(item: _Item, cluster: ClusterView) -> bool:
-        request = item.waiting.request
-        positions = request.max_positions
+        positions = item.positions
         for view in cluster.instances.values():
             capacity = view.capacity
             if positions < capacity.max_model_len and positions <= capacity.num_blocks * capacity.block_size:
@@ -282,7 +289,7 @@ class BucketedPrefill:
         item = self._items.pop(request_id, None)
         if item is None:
             return
-        del self._serials[item.entry[1]]
+        del self._serials[item.entry & SERIAL]
         self._prompt_tokens -= item.prompt_tokens
         self._span_tokens -= item.span_tokens
         (self._online if item.online else self._offline).remove(item.cell, item.entry)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cohort.common.policies.bucketserve.ageing import due_s
+from cohort.common.policies.bucketserve.ageing import due_s, entry_of
 from tests.common.policies.bucketserve.cluster import waiting
 
 
@@ -25,3 +25,9 @@ def test_age_overtakes_priority_and_class() -> None:
 def test_an_absurd_priority_buys_a_bounded_head_start() -> None:
     assert due(0.0, priority=-(10**9)) == -1000.0
     assert due(0.0, priority=10**9) == 1000.0
+
+
+def test_one_number_sorts_as_the_pair_does() -> None:
+    pairs = [(-1000.0, 9), (-0.5, 3), (0.0, 1), (0.0, 2), (1e-9, 1), (2.5, 7), (2.5, 2**40), (3e6, 4), (3e6 + 1e-8, 1)]
+    assert sorted(pairs, key=lambda pair: entry_of(*pair)) == pairs
+    assert len({entry_of(*pair) for pair in pairs}) == len(pairs)

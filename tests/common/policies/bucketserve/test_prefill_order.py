@@ -78,6 +78,15 @@ def test_online_work_goes_before_offline_work_and_keeps_it_out_of_its_batches() 
     assert names(queue.decide(4.0, pair())) == [("on0", "on1"), ("on2", "off")]
 
 
+def test_an_infinite_delay_lets_every_online_request_pass() -> None:
+    queue = filled(
+        order(BucketSettings(offline_delay_s=float("inf")), max_batch=1),
+        waiting("off0", arrival_s=0.0, online=False), waiting("off1", arrival_s=1.0, online=False),
+        waiting("on", arrival_s=1e6),
+    )  # fmt: skip
+    assert names(queue.decide(1e6, pair())) == [("on",), ("off0",), ("off1",)]
+
+
 def test_better_priority_leads_and_age_overtakes_it() -> None:
     queue = filled(
         order(max_batch=1), waiting("later", arrival_s=0.0, priority=1), waiting("first", arrival_s=5.0),

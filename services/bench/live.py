@@ -10,6 +10,7 @@ Runs the `cohort` command as a person would; decides nothing.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -63,7 +64,8 @@ def pipeline(
     preset: str, overlay: Mapping[str, Any], port: int, settings: Sequence[str] = ()
 ) -> Iterator[Served]:
     """One pipeline of `preset` with `overlay` (a mapping like a configuration file's) and `settings`
-    (SECTION.OPTION=VALUE) over it, on `port` of this machine; stopped in the end, whatever happens.
+    (SECTION.OPTION=VALUE) over it, on `port` of this machine; stopped in the end, also when a measurement fails or is
+    interrupted or terminated. For the main thread only.
 
     Raises `subprocess.CalledProcessError` when it does not start.
     """
@@ -72,11 +74,17 @@ def pipeline(
         file.write_text(yaml.safe_dump(dict(overlay)), encoding="utf-8")
         assignments = [part for text in settings for part in ("--set", text)]
         cohort("serve", "--detach", "--preset", preset, "--config", str(file), "--port", str(port), *assignments)
+        before = signal.signal(signal.SIGTERM, _leave)  # by default it would end us and leave the pipeline running
         try:
             monitor = load_config([run_dir(port) / "resolved.yaml"]).monitor
             yield Served(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{monitor.port}")
         finally:
+            signal.signal(signal.SIGTERM, before)
             cohort("serve", "--stop", "--port", str(port))
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def _get(url: str) -> str:

@@ -6,6 +6,7 @@ The `cohort` command is replaced by one that notes how it was called and leaves 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -90,6 +91,14 @@ def test_it_is_stopped_when_the_comparison_fails(calls: list[tuple[str, ...]]) -
     with pytest.raises(ZeroDivisionError), live.pipeline("bros", {}, PORT):
         raise ZeroDivisionError
     assert calls[-1] == ("serve", "--stop", "--port", "8399")
+
+
+def test_it_is_stopped_when_the_comparison_is_terminated(calls: list[tuple[str, ...]]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit), live.pipeline("bros", {}, PORT):
+        signal.raise_signal(signal.SIGTERM)
+    assert calls[-1] == ("serve", "--stop", "--port", "8399")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_what_did_not_start_is_not_stopped(calls: list[tuple[str, ...]]) -> None:

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from cohort.common.messages import Message
 from cohort.common.types import InstanceId
 
 
-@dataclass(frozen=True, slots=True)
-class Dial:
+class Dial(msgspec.Struct, frozen=True):
     """Connect to a peer's inbox (again, if the endpoint changed)."""
 
     peer: InstanceId
     endpoint: str
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """A control message. A peer that cannot be reached is reported to `peer_unreachable`, if the machine has it."""
 
     peer: InstanceId
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(msgspec.Struct, frozen=True):
     """`num_blocks` consecutive blocks, from `source` here to `target` there (or from there to `target` here)."""
 
     tag: int
@@ -35,11 +32,11 @@ class Run:
     checksum: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SendRuns:
+class SendRuns(msgspec.Struct, frozen=True):
     """Announce these runs to the peer (`KvChunk`, checksums filled in) and push their bytes over the link.
 
-    The host answers every run with `run_sent(lease_id, error)`; until then its blocks are not freed.
+    The host answers with `run_sent(lease_id, error)` for every run, or for as many at a time as share their fate;
+    until then their blocks are not freed.
     """
 
     peer: InstanceId
@@ -54,10 +51,9 @@ class SendRuns:
     """The runs' source blocks are host blocks (A9's direct path)."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveRuns:
+class ReceiveRuns(msgspec.Struct, frozen=True):
     """Post receives for these runs; the host answers each with `run_received(lease_id, round, error)` after checking
-    the bytes. Until then the blocks are not freed."""
+    the bytes, or as many at a time as share their fate. Until then the blocks are not freed."""
 
     lease_id: int
     round: int
@@ -65,8 +61,7 @@ class ReceiveRuns:
     runs: tuple[Run, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CancelRuns:
+class CancelRuns(msgspec.Struct, frozen=True):
     """Stop everything in flight for this lease. Every run is still answered, with an error."""
 
     lease_id: int

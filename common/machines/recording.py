@@ -48,6 +48,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     peer: str = ""
     message: bytes = b""
     reason: str = ""
+    runs: int = 1
     draws: list[Draw] = []
     latency_s: float = 0.0
     lease_id: int = 0
@@ -125,13 +126,13 @@ class RecordedWorkerMachine(WorkerMachine):
         self._note(Entry("failed", now_s, reason=reason))
         super().step_failed(now_s, reason)
 
-    def run_sent(self, now_s: float, lease_id: int, error: str | None) -> None:
-        self._note(Entry("sent", now_s, lease_id=lease_id, error=error))
-        super().run_sent(now_s, lease_id, error)
+    def run_sent(self, now_s: float, lease_id: int, error: str | None, runs: int = 1) -> None:
+        self._note(Entry("sent", now_s, lease_id=lease_id, error=error, runs=runs))
+        super().run_sent(now_s, lease_id, error, runs)
 
-    def run_received(self, now_s: float, lease_id: int, round_: int, error: str | None) -> None:
-        self._note(Entry("received", now_s, lease_id=lease_id, round=round_, error=error))
-        super().run_received(now_s, lease_id, round_, error)
+    def run_received(self, now_s: float, lease_id: int, round_: int, error: str | None, runs: int = 1) -> None:
+        self._note(Entry("received", now_s, lease_id=lease_id, round=round_, error=error, runs=runs))
+        super().run_received(now_s, lease_id, round_, error, runs)
 
     def take_effects(self) -> list[Effect]:
         effects = super().take_effects()

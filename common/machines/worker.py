@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Literal
 
+import msgspec
+
 from cohort.common.errors import InvariantViolated
 from cohort.common.kv.lease import LeaseTable
 from cohort.common.machines.effects import CancelRuns, Dial, Effect, ReceiveRuns, Run, Send, SendRuns
@@ -87,8 +89,7 @@ class WorkerSettings:
     """Push the blocks of a chunk while the next one computes (D6); else all of them once the segment is done."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True):
     """What the forward drew for one sequence."""
 
     sequence: Sequence
@@ -868,12 +869,12 @@ class WorkerMachine:
                 )
             )
 
-    def run_sent(self, now_s: float, lease_id: int, error: str | None) -> None:
-        """A run left (or failed: then the receiver will ask again, or a deadline ends it)."""
+    def run_sent(self, now_s: float, lease_id: int, error: str | None, runs: int = 1) -> None:
+        """So many runs left (or failed: then the receiver will ask again, or a deadline ends it)."""
         outgoing = self._outgoing_by_lease.get(lease_id) or self._settling.get(lease_id)
         if not isinstance(outgoing, Outgoing):
             raise InvariantViolated(f"a run of unknown lease {lease_id} was sent")
-        outgoing.in_flight -= 1
+        outgoing.in_flight -= runs
         outgoing.sequence.pinned = outgoing.in_flight > 0
         if outgoing.dead:
             self._settled(lease_id)
@@ -977,19 +978,19 @@ class WorkerMachine:
         runs = tuple(Run(run.tag, 0, run.first_block, run.num_blocks, run.checksum) for run in chunk.runs)
         self._effects.append(ReceiveRuns(chunk.lease_id, chunk.round, chunk.link, runs))
 
-    def run_received(self, now_s: float, lease_id: int, round_: int, error: str | None) -> None:
-        """A run is in its blocks and checked, or is not."""
+    def run_received(self, now_s: float, lease_id: int, round_: int, error: str | None, runs: int = 1) -> None:
+        """So many runs of one round are in their blocks and checked, or are not."""
         settling = self._settling.get(lease_id)
         if settling is not None:
-            settling.in_flight -= 1
+            settling.in_flight -= runs
             self._settled(lease_id)
             return
         incoming = self._incoming_by_lease.get(lease_id)
         if incoming is None:
             raise InvariantViolated(f"a run of unknown lease {lease_id} was received")
-        incoming.in_flight -= 1
+        incoming.in_flight -= runs
         if error is None and round_ == incoming.round and not incoming.retry_link:
-            incoming.received_runs += 1
+            incoming.received_runs += runs
             self._moved_s = now_s
             self.leases.renew(now_s, lease_id)
         elif not incoming.retry_link:

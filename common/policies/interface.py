@@ -40,6 +40,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
+import msgspec
+
 from cohort.common.types import (
     InstanceId,
     KvGeometry,
@@ -381,15 +383,18 @@ class Sequence:
     @property
     def target(self) -> int:
         """Positions to compute with the tokens known now."""
-        return self.known if self.end is None else min(self.known, self.end)
+        known, end = len(self.tokens), self.end
+        return known if end is None or known < end else end
 
     @property
     def uncomputed(self) -> int:
-        return self.target - self.computed
+        # `target` written out, here as in `output_tokens`: every decision asks for every sequence.
+        known, end = len(self.tokens), self.end
+        return (known if end is None or known < end else end) - self.computed
 
     @property
     def output_tokens(self) -> int:
-        return self.known - self.request.prompt_tokens
+        return len(self.tokens) - self.request.prompt_tokens
 
     @property
     def max_positions(self) -> int:
@@ -401,8 +406,7 @@ class Sequence:
 # -- IterationScheduler (worker) ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """Compute positions [start, start + count) of a sequence."""
 
     sequence: Sequence

@@ -140,9 +140,9 @@ class SimWorker:
     next_report_s: float = 0.0
     report_sequence: int = 0
     pending_receives: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Tag → (lease, round) of receives that were posted."""
+    """Tag of a piece → (lease, round) of the receive that was posted for it."""
     flying: dict[int, list[int]] = field(default_factory=dict)
-    """Lease → tags of runs this worker sends."""
+    """Lease → tags of the pieces this worker sends."""
 
     @property
     def stepping(self) -> bool:
@@ -150,10 +150,12 @@ class SimWorker:
 
 
 @dataclass(slots=True, eq=False)
-class _Run:
-    """One KV run between two workers, known by its tag from both ends."""
+class _Piece:
+    """All KV runs of one send: they are announced, posted, cancelled and there together, so the tag of the first names
+    them from both ends."""
 
     tag: int
+    runs: int
     sender: SimWorker
     sender_lease: int
     receiver: SimWorker
@@ -206,7 +208,7 @@ class SimCluster:
         self._by_name = {worker.name: worker for worker in self.workers}
         # On shared cores the others decide how long the next iteration takes: none is foreseen.
         self._jump = options.jump and not cluster.cores
-        self._runs: dict[int, _Run] = {}
+        self._pieces: dict[int, _Piece] = {}
         self._arrivals = iter(workload.items)
         self._arrivals_left = True
         self._users = [(part, ClosedLoopUsers(part)) for part in workload.closed_loop]
@@ -425,11 +427,11 @@ class SimCluster:
                 case SendRuns():
                     self._send_runs(worker, effect)
                 case ReceiveRuns():
-                    for run in effect.runs:
-                        worker.pending_receives[run.tag] = (effect.lease_id, effect.round)
-                    early = [run.tag for run in effect.runs if self._has_arrived(run.tag)]
-                    if early:  # not now: the machine's effects are still being performed
-                        self.events.at(self.events.now_s, self._arrived, early)
+                    tag = effect.runs[0].tag
+                    worker.pending_receives[tag] = (effect.lease_id, effect.round)
+                    piece = self._pieces.get(tag)
+                    if piece is not None and piece.arrived:  # not now: these effects are still being performed
+                        self.events.at(self.events.now_s, self._arrived, [tag])
                 case CancelRuns(lease_id=lease_id):
                     self._cancel_runs(worker, lease_id)
                 case Dial():
@@ -453,44 +455,38 @@ class SimCluster:
             link = LinkShape(min(link.bytes_per_s, host_rate), link.latency_s)
         size = sum(run.num_blocks for run in effect.runs) * self.geometry.block_bytes
         arrival_s = self.ports.transfer(now_s, worker.number, receiver.number, link, size)
-        for run in effect.runs:
-            self._runs[run.tag] = _Run(run.tag, worker, effect.lease_id, receiver)
-            worker.flying.setdefault(effect.lease_id, []).append(run.tag)
-        self.events.at(
-            max(arrival_s, now_s + self.cluster.control_latency_s), self._arrived, [run.tag for run in effect.runs]
-        )
+        tag = effect.runs[0].tag
+        self._pieces[tag] = _Piece(tag, len(effect.runs), worker, effect.lease_id, receiver)
+        worker.flying.setdefault(effect.lease_id, []).append(tag)
+        self.events.at(max(arrival_s, now_s + self.cluster.control_latency_s), self._arrived, [tag])
 
     def _arrived(self, tags: list[int]) -> None:
         touched: dict[str, SimWorker] = {}
         for tag in tags:
-            run = self._runs.get(tag)
-            if run is not None:
-                run.arrived = True
-                for worker in self._settle(run):
+            piece = self._pieces.get(tag)
+            if piece is not None:
+                piece.arrived = True
+                for worker in self._settle(piece):
                     touched[worker.name] = worker
         for worker in touched.values():
             self._after_runs(worker)
 
-    def _has_arrived(self, tag: int) -> bool:
-        run = self._runs.get(tag)
-        return run is not None and run.arrived
-
-    def _settle(self, run: _Run) -> tuple[SimWorker, ...]:
+    def _settle(self, piece: _Piece) -> tuple[SimWorker, ...]:
         """Both ends are told once the bytes are there and the receive was posted; who was told."""
-        sender, receiver = run.sender, run.receiver
-        posted = receiver.pending_receives.pop(run.tag, None)
-        if posted is None and run.error is None:
+        sender, receiver = piece.sender, piece.receiver
+        posted = receiver.pending_receives.pop(piece.tag, None)
+        if posted is None and piece.error is None:
             return ()
-        del self._runs[run.tag]
+        del self._pieces[piece.tag]
         self._interrupt(sender)
-        sender.flying[run.sender_lease].remove(run.tag)
-        if not sender.flying[run.sender_lease]:
-            del sender.flying[run.sender_lease]
-        sender.machine.run_sent(self.events.now_s, run.sender_lease, run.error)
+        sender.flying[piece.sender_lease].remove(piece.tag)
+        if not sender.flying[piece.sender_lease]:
+            del sender.flying[piece.sender_lease]
+        sender.machine.run_sent(self.events.now_s, piece.sender_lease, piece.error, piece.runs)
         if posted is None:
             return (sender,)
         self._interrupt(receiver)
-        receiver.machine.run_received(self.events.now_s, *posted, run.error)
+        receiver.machine.run_received(self.events.now_s, *posted, piece.error, piece.runs)
         return (sender, receiver)
 
     def _after_runs(self, worker: SimWorker) -> None:
@@ -498,13 +494,13 @@ class SimCluster:
         self._start_step(worker)
 
     def _cancel_runs(self, worker: SimWorker, lease_id: int) -> None:
-        """Every run of the lease ends with an error, at either end."""
+        """Every piece of the lease ends with an error, at either end."""
         tags = list(worker.flying.get(lease_id, ()))
         tags += [tag for tag, (lease, _) in worker.pending_receives.items() if lease == lease_id]
         for tag in tags:
-            run = self._runs.get(tag)
-            if run is not None:
-                run.error = "cancelled"
+            piece = self._pieces.get(tag)
+            if piece is not None:
+                piece.error = "cancelled"
         self.events.at(self.events.now_s, self._arrived, tags)
 
     # -- iterations --------------------------------------------------------------------------------------------

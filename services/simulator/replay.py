@@ -93,9 +93,9 @@ def _replay(header: Header, entries: list[Entry]) -> Replayed:
             case "failed":
                 machine.step_failed(entry.now_s, entry.reason)
             case "sent":
-                machine.run_sent(entry.now_s, entry.lease_id, entry.error)
+                machine.run_sent(entry.now_s, entry.lease_id, entry.error, entry.runs)
             case "received":
-                machine.run_received(entry.now_s, entry.lease_id, entry.round, entry.error)
+                machine.run_received(entry.now_s, entry.lease_id, entry.round, entry.error, entry.runs)
             case "effects":
                 answer = describe_effects(machine.take_effects())
                 effects += len(answer)

@@ -38,8 +38,10 @@ class AlignedBatching(ContinuousBatching):
         """Set aside, and possibly still holding blocks."""
         self._decodes = 0
         self._mixed = 0
+        self._last_mixed = False
         self._evicted = 0
-        self._rows: list[Row] = []
+        self._foreseen: Row | None = None
+        """Of the last decision, if it may have been repeated without being asked for."""
 
     def add(self, now_s: float, sequence: Sequence) -> None:
         if sequence.phase is Phase.SWAPPED:  # from the host pool of this worker
@@ -48,13 +50,23 @@ class AlignedBatching(ContinuousBatching):
             super().add(now_s, sequence)
 
     def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
+        self._count_repeated()
         aside = self._evict(kv) if self._sets_aside else []
         plan = super().decide(now_s, kv)
         plan.set_aside = aside
         batches = batches_of(plan.rows)
+        self._last_mixed = batches > 1
         self._decodes += batches > 0
-        self._mixed += batches > 1
+        self._mixed += self._last_mixed
         return plan
+
+    def _count_repeated(self) -> None:
+        """A host ran so many iterations like the last one: as far as its rows are further on than one position."""
+        if self._foreseen is not None:
+            repeated = max(0, self._foreseen.sequence.computed - self._foreseen.start - 1)
+            self._decodes += repeated
+            self._mixed += repeated * self._last_mixed
+            self._foreseen = None
 
     def _evict(self, kv: KvAllocator) -> list[Sequence]:
         """Ahead of need: until the low-water mark is free, or will be once those who leave have left."""
@@ -104,11 +116,12 @@ class AlignedBatching(ContinuousBatching):
         return True
 
     def repeats(self, plan: IterationPlan, kv: KvAllocator) -> bool:
-        self._rows = plan.rows
         self._spare = kv.free_blocks + kv.cached_blocks - self._low_water(kv)
         self._size = kv.geometry.block_size
         self._tables = [(row.start, len(kv.blocks(row.sequence.key))) for row in plan.rows]
-        return (not self._sets_aside or self._spare >= 0) and super().repeats(plan, kv)
+        repeats = (not self._sets_aside or self._spare >= 0) and super().repeats(plan, kv)
+        self._foreseen = plan.rows[0] if repeats else None
+        return repeats
 
     def repetitions(self) -> int:
         """Until the low-water mark is reached: then somebody is evicted."""

@@ -57,6 +57,18 @@ def test_during_a_switch_the_longest_of_the_older_batch() -> None:
     assert policy.figures()["mixed_iterations_total"] == 1
 
 
+def test_iterations_that_were_repeated_without_asking_count_as_well() -> None:
+    policy, kv = scheduler(), cache(100)
+    both = [decoding(policy, kv, "old", 8, 1), decoding(policy, kv, "new", 30, 2)]
+    assert policy.repeats(policy.decide(0.0, kv), kv)
+    for each in both:  # the iteration, and seven like it
+        each.computed += 8
+        each.tokens += [1] * 8
+    policy.decide(0.8, kv)
+    figures = policy.figures()
+    assert (figures["decode_iterations_total"], figures["mixed_iterations_total"]) == (9, 9)
+
+
 def test_alone_it_preempts_the_longest_instead() -> None:
     policy, kv = scheduler(sets_aside=False), cache(20, 20)
     decoding(policy, kv, "a", 40, 1)

@@ -485,24 +485,27 @@ class WorkerMachine:
         if plan.rows:
             self._averages.note(plan, latency_s)
         self.scheduler.observe(now_s, plan, latency_s)
+        counters, doomed, kv = self.counters, self._doomed, self.kv
         for row in plan.rows:
             sequence = row.sequence
-            if sequence.key in self._doomed:
+            if sequence.key in doomed:
                 continue
             sequence.computed = row.start + row.count
             if row.count == 1 and sequence.output_tokens > 0:
-                self.counters.decode_tokens += 1
+                counters.decode_tokens += 1
             else:
-                self.counters.prefill_tokens += row.count
+                counters.prefill_tokens += row.count
             if sequence.prefill_done_s is None and sequence.computed >= len(sequence.request.tokens):
                 sequence.prefill_done_s = now_s
-            self.kv.committed(sequence)
+            kv.committed(sequence)
         for draw in sampled:
-            if draw.sequence.key not in self._doomed:
+            if draw.sequence.key not in doomed:
                 self._token(now_s, draw)
         for row in plan.rows:
             sequence = row.sequence
-            if self._sequences.get(sequence.key) is sequence and sequence.key not in self._doomed:
+            if sequence.end is None:
+                continue  # nobody takes over from here
+            if self._sequences.get(sequence.key) is sequence and sequence.key not in doomed:
                 self._after_row(now_s, sequence)
         moved, self._moving = self._moving, set()
         if moved or _brings_back(plan):  # what `_push` put off
@@ -535,16 +538,40 @@ class WorkerMachine:
                 return False
         return scheduler.repeats(plan, self.kv)
 
+    def undisturbed_by(self, message: Message) -> bool:
+        """Whether `on_message` with this neither needs nor changes what iterations depend on: sequences in them, the
+        scheduler, free blocks. What a host foresaw (`repeatable`) then holds, and need not be applied first. For peers
+        that keep to the protocol: a virtual-time host has no others."""
+        match message:
+            case StartSegment(index=index):  # somebody else computes first
+                return index > 0 and not self._offers
+            case KvChunk():  # how far a hand-over has come is what some schedulers expect by
+                return self._expecting is None
+            case KvHandOver(lease_id=lease_id):
+                incoming = self._incoming_by_lease.get(lease_id)
+                return incoming is not None and incoming.in_flight > 0
+            case KvRenew():
+                return True
+            case _:
+                return False
+
+    def undisturbed_by_runs(self, lease_id: int, runs: int) -> bool:
+        """The same of `run_received` with so many runs that are well: others of this hand-over are still to come."""
+        incoming = self._incoming_by_lease.get(lease_id)
+        return incoming is not None and (incoming.hand_over is None or incoming.in_flight > runs)
+
     def fitting_repetitions(self, wanted: int) -> int:
         """How many of `wanted` iterations after the one in flight find blocks without anybody being preempted."""
-        plan = self._in_flight
+        plan, kv = self._in_flight, self.kv
         if plan is None:
             raise InvariantViolated("no plan is in flight")
-        size = self.kv.geometry.block_size
-        available = self.kv.free_blocks + self.kv.cached_blocks
+        size = kv.geometry.block_size
+        available = kv.free_blocks + kv.cached_blocks
         if self._limiting is not None:
             wanted = min(wanted, self._limiting.repetitions())
-        tables = [(row.start, len(self.kv.blocks(row.sequence.key))) for row in plan.rows]
+        if wanted // size + 1 <= available // len(plan.rows):
+            return wanted  # enough even if nobody had blocks left
+        tables = [(row.start, len(kv.blocks(row.sequence.key))) for row in plan.rows]
         low, high = 0, wanted
         while low < high:
             middle = (low + high + 1) // 2
@@ -571,7 +598,7 @@ class WorkerMachine:
         # What touches blocks happens in the order of the iterations: after each, full blocks are committed; then the
         # next one reserves. So the same blocks go to the same rows.
         touched: list[tuple[int, bool, int]] = []
-        last_s = ends_s[-1]
+        last_s = self._moved_s = ends_s[-1]
         drawn = [token] * count
         for index, row in enumerate(plan.rows):
             start = row.start
@@ -625,36 +652,35 @@ class WorkerMachine:
 
     def _token(self, now_s: float, draw: Sampled) -> None:
         sequence = draw.sequence
-        position = sequence.known
-        sequence.tokens.append(draw.token)
-        sampling = sequence.request.sampling
+        request, tokens = sequence.request, sequence.tokens
+        position = len(tokens)
+        tokens.append(draw.token)
+        sampling = request.sampling
         finish: FinishReason | None = None
         if draw.token in sampling.stop_token_ids:
             finish = FinishReason.STOP
-        elif sequence.output_tokens >= sampling.max_tokens:
+        elif position + 1 - request.prompt_tokens >= sampling.max_tokens:
             finish = FinishReason.LENGTH
         if draw.logprob is not None:
             self._logprobs.setdefault(sequence.key, []).append(draw.logprob)
         start = position if sequence.repeat_from is None else sequence.repeat_from
         sequence.repeat_from = None
-        logprobs = self._logprobs.get(sequence.key, [])
+        logprobs = self._logprobs.get(sequence.key)
         first_here = sequence.last_token_s is None
         sequence.last_token_s = now_s
         sequence.delivered += 1
-        self._update(
-            sequence,
+        self._updates.setdefault(request.gateway, []).append(
             TokenUpdate(
-                sequence.request_id,
-                sequence.request.attempt,
+                request.request_id,
+                request.attempt,
                 start,
-                sequence.tokens[start:],
-                logprobs[start - len(sequence.request.tokens) :] if logprobs else [],
+                tokens[start:],
+                logprobs[start - len(request.tokens) :] if logprobs else [],
                 finish,
                 cached_tokens=sequence.cached_tokens,
                 times=self._times(now_s, sequence) if first_here or finish else None,
-                prompt_logprobs=self._prompt_logprobs.get(sequence.key, [])
-                if start == sequence.request.prompt_tokens else [],
-            ),
+                prompt_logprobs=self._prompt_logprobs.get(sequence.key, []) if start == request.prompt_tokens else [],
+            )
         )
         if finish is not None:
             self._finished(now_s, sequence, finish)
@@ -787,9 +813,6 @@ class WorkerMachine:
                 ),
             )
         )
-
-    def _update(self, sequence: Sequence, update: TokenUpdate) -> None:
-        self._updates.setdefault(sequence.request.gateway, []).append(update)
 
     # -- hand-over, sending end --------------------------------------------------------------------------------
 

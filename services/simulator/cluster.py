@@ -9,7 +9,7 @@ replaces what performs. Control messages take a fixed time and keep their order.
 says; the reported figures are as old as live ones are.
 
 With `jump` the host runs iterations that provably repeat each other (`WorkerMachine.repeatable`) as one event, up to
-the next message or report for that worker. Decisions and times are the same as one by one; a test demands it.
+the next message that disturbs that worker. Decisions and times are the same as one by one; a test demands it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from random import Random
 
 import msgspec
@@ -26,7 +27,7 @@ from cohort.common.config import Config
 from cohort.common.errors import ConfigError
 from cohort.common.machines.effects import CancelRuns, Dial, Effect, ReceiveRuns, Send, SendRuns
 from cohort.common.machines.manager import ManagerMachine, ManagerSettings
-from cohort.common.machines.worker import Sampled, WorkerMachine, WorkerSettings
+from cohort.common.machines.worker import WorkerMachine, WorkerSettings
 from cohort.common.messages import (
     ClusterLoad,
     Displaced,
@@ -60,6 +61,8 @@ from cohort.services.simulator.work import PlanCost, plan_cost
 _MANAGER, _GATEWAY = "manager", "gateway"
 _MANAGER_TICK_S = 0.05
 _GATEWAY_BEAT_S = 1.0
+_FORESEEN = 64
+"""Iterations foreseen at once, at most: something will come in between, and the rest was for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,6 @@ class SimWorker:
     """How much longer it takes at present than alone, on cores that it shares."""
     aligned_batches: int = 0
     """Batches of the late binding among the rows of the iteration in flight."""
-    next_report_s: float = 0.0
     report_sequence: int = 0
     pending_receives: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Tag of a piece → (lease, round) of the receive that was posted for it."""
@@ -263,8 +265,7 @@ class SimCluster:
             machine = worker.machine
             self._to_manager(worker.name, RegisterWorker(worker.name, 1, "", machine.capacity, [], []))
             # Reports of many workers never come in step.
-            worker.next_report_s = interval_s * (worker.number + 1) / len(self.workers)
-            self.events.at(worker.next_report_s, self._report, worker)
+            self.events.at(interval_s * (worker.number + 1) / len(self.workers), self._report, worker)
         self.events.at(0.0, self._manager_tick)
         self.events.at(0.0, self._gateway_beat)
         self._next_arrival()
@@ -273,12 +274,15 @@ class SimCluster:
         for number, (part, _) in enumerate(self._users):
             self.events.at(part.start_s, self._start_users, number)
         self.events.run(self.options.horizon_s, self._done)
+        if not self._done():
+            for worker in self.workers:
+                self._catch_up(worker, self.options.horizon_s)
 
     def _begin_counting(self) -> None:
         """The cluster is warm: what came before is no figure."""
         self.gateway.begin_counting(self.events.now_s)
         for worker in self.workers:
-            self._catch_up(worker)
+            self._catch_up(worker, self.events.now_s)
             counters, kv = worker.machine.counters, worker.machine.kv.figures()
             worker.tally = WorkerTally(
                 prefill_tokens_before=counters.prefill_tokens, decode_tokens_before=counters.decode_tokens,
@@ -383,7 +387,8 @@ class SimCluster:
         self.events.at(self.events.now_s + self.cluster.control_latency_s, self._to_worker, sender, worker, message)
 
     def _to_worker(self, sender: str, worker: SimWorker, message: Message) -> None:
-        self._interrupt(worker)
+        if not worker.machine.undisturbed_by(message):
+            self._interrupt(worker)
         if not worker.machine.on_message(self.events.now_s, sender, message):
             return
         self._perform(worker, worker.machine.take_effects())
@@ -391,8 +396,8 @@ class SimCluster:
 
     def _report(self, worker: SimWorker) -> None:
         """Deadlines and the report, every report interval, as long as anything goes on."""
-        self._catch_up(worker)
         machine, now_s = worker.machine, self.events.now_s
+        self._catch_up(worker, now_s)
         machine.tick(now_s)
         figures = machine.figures(0)
         used = 1.0 - (figures.free_blocks + figures.cached_blocks) / max(1, figures.total_blocks)
@@ -407,10 +412,12 @@ class SimCluster:
             worker.name,
             WorkerReport(worker.name, 1, worker.report_sequence, figures, machine.held, machine.awaiting),
         )
-        self._perform(worker, machine.take_effects())
-        worker.next_report_s = now_s + self.config.engine.report_interval_s
+        effects = machine.take_effects()
+        if effects:  # a tick without any has changed nothing
+            self._interrupt(worker)
+            self._perform(worker, effects)
         if not self._done():
-            self.events.at(worker.next_report_s, self._report, worker)
+            self.events.at(now_s + self.config.engine.report_interval_s, self._report, worker)
         self._start_step(worker)
 
     def _perform(self, worker: SimWorker, effects: list[Effect]) -> None:
@@ -485,7 +492,8 @@ class SimCluster:
         sender.machine.run_sent(self.events.now_s, piece.sender_lease, piece.error, piece.runs)
         if posted is None:
             return (sender,)
-        self._interrupt(receiver)
+        if piece.error is not None or not receiver.machine.undisturbed_by_runs(posted[0], piece.runs):
+            self._interrupt(receiver)
         receiver.machine.run_received(self.events.now_s, *posted, piece.error, piece.runs)
         return (sender, receiver)
 
@@ -551,27 +559,19 @@ class SimCluster:
                 self.events.at(worker.ends_s[0], self._step_ended, worker, worker.epoch, rank=worker.number + 1)
 
     def _foresee(self, worker: SimWorker, plan: IterationPlan, cost: PlanCost) -> None:
-        """Append the iterations that repeat this one, up to the next report."""
-        live = self.gateway.live
-        fewest = min(
-            live[row.sequence.request.request_id].output_tokens - row.sequence.output_tokens for row in plan.rows
-        )
+        """Append the iterations that repeat this one."""
         # Somebody's last token is a step of its own.
-        wanted = fewest - 1
-        if wanted < 1 or worker.ends_s[0] > worker.next_report_s:
+        wanted = min(self.gateway.fewest_left(plan.rows) - 1, _FORESEEN)
+        if wanted < 1:
             return
         ends_s, latencies_s = worker.ends_s, worker.latencies_s
         durations = self.cost.repeated_s(cost.work)
         next(durations)
         end_s = ends_s[0]
-        while len(ends_s) <= wanted and end_s <= worker.next_report_s:
-            latency_s = next(durations)
+        for latency_s in islice(durations, worker.machine.fitting_repetitions(wanted)):
             end_s += latency_s
             ends_s.append(end_s)
             latencies_s.append(latency_s)
-        fitting = worker.machine.fitting_repetitions(len(ends_s) - 1)
-        del ends_s[fitting + 1 :]
-        del latencies_s[fitting + 1 :]
 
     def _note_step(self, worker: SimWorker, cost: PlanCost) -> None:
         tally = worker.tally
@@ -618,10 +618,10 @@ class SimCluster:
     def _position_flops(self) -> float:
         return 4.0 * self.model.layers * self.model.heads * self.model.head_dim
 
-    def _catch_up(self, worker: SimWorker) -> None:
-        """Apply the foreseen iterations that have ended before now: what ends at this very moment comes after."""
+    def _catch_up(self, worker: SimWorker, until_s: float) -> None:
+        """Apply the foreseen iterations that end before then: what ends at that very moment comes after."""
         if len(worker.ends_s) > 1:
-            ended = min(bisect_left(worker.ends_s, self.events.now_s), len(worker.ends_s) - 1)
+            ended = min(bisect_left(worker.ends_s, until_s), len(worker.ends_s) - 1)
             if ended:
                 self._repeat(worker, ended)
 
@@ -629,7 +629,7 @@ class SimCluster:
         """Something happens to this worker: what has ended is applied, what was foreseen beyond is void."""
         if len(worker.ends_s) <= 1:
             return
-        self._catch_up(worker)
+        self._catch_up(worker, self.events.now_s)
         if len(worker.ends_s) > 1:
             del worker.ends_s[1:]
             del worker.latencies_s[1:]
@@ -642,13 +642,7 @@ class SimCluster:
         if len(worker.ends_s) > 1:
             self._repeat(worker, len(worker.ends_s) - 1)
         machine, latency_s = worker.machine, worker.latencies_s[0]
-        sampled = []
-        for row in machine.plan_in_flight.rows:
-            sequence = row.sequence
-            if row.start + row.count == len(sequence.tokens):
-                request_id = sequence.request.request_id
-                if request_id in self.gateway.live:
-                    sampled.append(Sampled(sequence, self.gateway.next_token(request_id, sequence.output_tokens)))
+        sampled = self.gateway.draw(machine.plan_in_flight.rows)
         worker.ends_s, worker.latencies_s = [], []
         if self.cluster.cores:
             self._share_cores()

@@ -1,7 +1,7 @@
 """The gateway's part of a simulation: requests arrive, are admitted and predicted; their tokens become figures.
 
 It knows what no policy may know: how long every answer really is. Requests carry a stop token and the client's
-`max_tokens` like live ones; the model's draw (`next_token`) is the stop token exactly at the true length. What has
+`max_tokens` like live ones; the model's draw (`draw`) is the stop token exactly at the true length. What has
 ended is forgotten, so memory holds what is in flight and the histograms, however long the run.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from random import Random
 from typing import Literal
 
+from cohort.common.machines.worker import Sampled
 from cohort.common.messages import ClusterLoad, Displaced, Refused, TokenUpdate
 from cohort.common.policies.interface import Admission, AdmissionLoad, Offer, Refuse, Row
 from cohort.common.types import Prediction, Request, SamplingParams
@@ -214,17 +215,32 @@ class SimGateway:
 
     # -- tokens ------------------------------------------------------------------------------------------------
 
-    def next_token(self, request_id: str, output_known: int) -> int:
-        """What the model draws as output token number `output_known` (from 0)."""
-        return STOP_TOKEN if output_known + 1 >= self.live[request_id].output_tokens else OUTPUT_TOKEN
+    def draw(self, rows: Iterable[Row]) -> list[Sampled]:
+        """What the model draws for the rows of an iteration that reach their last known token."""
+        drawn = []
+        for row in rows:
+            sequence = row.sequence
+            known = len(sequence.tokens)
+            if row.start + row.count == known:
+                request = sequence.request
+                live = self.live.get(request.request_id)
+                if live is not None:
+                    last = known + 1 - request.prompt_tokens >= live.output_tokens
+                    drawn.append(Sampled(sequence, STOP_TOKEN if last else OUTPUT_TOKEN))
+        return drawn
+
+    def fewest_left(self, rows: Iterable[Row]) -> int:
+        """Output tokens that are still to be drawn, of the row that has fewest left."""
+        return min(
+            [self.live[row.sequence.request.request_id].output_tokens - row.sequence.output_tokens for row in rows]
+        )
 
     def tokens(self, now_s: float, updates: Iterable[TokenUpdate]) -> None:
         for update in updates:
             live = self.live.get(update.request_id)
             if live is None or live.attempt != update.attempt:
                 continue
-            known = live.item.prompt_tokens + live.produced
-            fresh = update.position + len(update.tokens) - known
+            fresh = update.position + len(update.tokens) - live.item.prompt_tokens - live.produced
             for _ in range(fresh):
                 self._token(now_s, live)
             if update.finish is not None:

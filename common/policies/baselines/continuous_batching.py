@@ -46,7 +46,15 @@ class ContinuousBatching:
         planned: set[Sequence] = set()
         tokens_left = self._max_step_tokens
 
-        for sequence in [s for s in self._running if s.uncomputed == 1]:
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for sequence in self._running:
+            left = sequence.uncomputed
+            if left == 1:
+                decoding.append(sequence)
+            elif left > 1:
+                prefilling.append(sequence)
+        for sequence in decoding:
             if len(decode_rows) == self._max_rows or tokens_left == 0:
                 break
             # An older row may have taken this one's place in the cache meanwhile.
@@ -55,7 +63,7 @@ class ContinuousBatching:
                 planned.add(sequence)
                 tokens_left -= 1
 
-        for sequence in [s for s in self._running if s.uncomputed > 1]:
+        for sequence in prefilling:
             count = min(sequence.uncomputed, self._prefill_chunk, tokens_left)
             if count == 0 or len(planned) == self._max_rows:
                 break

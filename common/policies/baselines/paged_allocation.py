@@ -70,9 +70,9 @@ class PagedAllocator:
 
     def extend(self, sequence: Sequence, positions: int) -> bool:
         holding = self._held[sequence.key]
-        wanted = self.geometry.blocks_for(positions) - len(holding.blocks)
-        if wanted <= 0:
+        if positions <= len(holding.blocks) * self.geometry.block_size:
             return True
+        wanted = self.geometry.blocks_for(positions) - len(holding.blocks)
         if wanted > self._pool.available:
             self._failures += 1
             return False
@@ -80,8 +80,10 @@ class PagedAllocator:
         return True
 
     def committed(self, sequence: Sequence) -> None:
+        if not self._caching:
+            return
         holding = self._held.get(sequence.key)
-        if holding is None or not self._caching:
+        if holding is None:
             return
         size = self.geometry.block_size
         known = len(holding.hashes)

@@ -10,7 +10,7 @@ from cohort.common.errors import ConfigError
 from cohort.common.policies.cost_model import StepWork, prefill_pairs
 from cohort.common.types import Role, Slo
 from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload
-from cohort.services.simulator.cluster import SimCluster, SimOptions, spread_roles
+from cohort.services.simulator.cluster import _FORESEEN, SimCluster, SimOptions, spread_roles
 from cohort.services.simulator.report import make_report
 from tests.services.simulator.lab import MODEL, Recorded, cache_of, cluster, config, run, workload
 
@@ -147,22 +147,26 @@ lengths = st.lists(
 @given(
     lengths=lengths, preset=st.sampled_from(["unified", "disaggregated"]), blocks=st.sampled_from([45, 80, 1000]),
     preemption=st.sampled_from(["swap", "recompute"]), rows=st.sampled_from([3, 256]), shared=st.booleans(),
-    attention=st.sampled_from(["split_kv", "unit_per_row"]),
+    attention=st.sampled_from(["split_kv", "unit_per_row"]), chunk=st.sampled_from([32, 512]),
+    horizon_s=st.sampled_from([0.3, float("inf")]),
 )  # fmt: skip
 def test_jumping_over_repeated_iterations_changes_nothing(
-    lengths, preset, blocks, preemption, rows, shared, attention
+    lengths, preset, blocks, preemption, rows, shared, attention, chunk, horizon_s
 ):
     items = tuple(
         WorkItem(at, prompt, output, session="one" if shared and index % 2 else "")
         for index, (at, prompt, output) in enumerate(sorted(lengths))
     )
     load = Workload("random", items)
-    chosen = config(preset, kv=cache_of(blocks), engine={"preemption": preemption, "max_rows": rows})
+    engine = {"preemption": preemption, "max_rows": rows, "prefill_chunk": chunk}
+    chosen = config(preset, kv=cache_of(blocks), engine=engine)
     where = cluster(2, decode_attention=attention)
-    one_by_one = run(chosen, where, load, jump=False)
-    jumping = run(chosen, where, load)
+    one_by_one = run(chosen, where, load, jump=False, horizon_s=horizon_s)
+    jumping = run(chosen, where, load, horizon_s=horizon_s)
     assert outcome(jumping) == outcome(one_by_one)
     assert jumping.events.handled <= one_by_one.events.handled
+    if horizon_s < float("inf"):
+        return
     # The run ends with the last token; a word that frees the next worker's blocks may still be on its way.
     jumping.events.run(jumping.events.now_s + 1.0, lambda: all(w.machine.idle for w in jumping.workers))
     assert [w.machine.kv.owners() for w in jumping.workers] == [{}, {}]
@@ -171,6 +175,19 @@ def test_jumping_over_repeated_iterations_changes_nothing(
 def test_jumps_are_taken():
     load = workload((0.0, 100, 1000))
     assert run(config(), cluster(), load).events.handled < run(config(), cluster(), load, jump=False).events.handled / 5
+
+
+def test_jumps_go_on_while_a_prompt_arrives_in_pieces():
+    """Announcing it, its pieces and reports disturb nobody: only its offer, which takes blocks, and its acceptance."""
+    items = (WorkItem(0.0, 64, 1500), WorkItem(0.5, 2000, 2))
+    load, chosen = Workload("pieces", items), config("disaggregated", engine={"prefill_chunk": 100})
+    ends = {}
+    for jump in (False, True):
+        sim = run(chosen, cluster(2), load, jump=jump)
+        ends[jump] = sim.workers[1].epoch
+        assert sim.workers[1].machine.counters.transfers_in == 2
+    assert ends[False] == 1499  # the first token comes with the prompt
+    assert ends[True] <= 1499 / _FORESEEN + 12
 
 
 def test_the_same_seed_gives_the_same_run_and_another_may_not():

@@ -598,7 +598,8 @@ class WorkerMachine:
         # What touches blocks happens in the order of the iterations: after each, full blocks are committed; then the
         # next one reserves. So the same blocks go to the same rows.
         touched: list[tuple[int, bool, int]] = []
-        last_s = self._moved_s = ends_s[-1]
+        last_s = ends_s[-1]
+        self._moved_s = max(self._moved_s, last_s)
         drawn = [token] * count
         for index, row in enumerate(plan.rows):
             start = row.start

@@ -1,8 +1,8 @@
 """The waiting requests of one cell, in the order in which they are due.
 
 Ascending runs of bounded length: who comes last is due last, nearly always, so adding appends and the first is at the
-front. Taking the first of a heap compares two entries on every level instead, and where many wait none of them is in the
-processor's caches. Owned by `length_index.py`; decides nothing.
+front. Taking the first of a heap compares two entries on every level instead, and where many wait none of them is in
+the processor's caches. Owned by `length_index.py`; decides nothing.
 """
 
 from __future__ import annotations

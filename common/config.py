@@ -177,6 +177,7 @@ class DynaServeConfig(_Section, frozen=True):
     balance: Literal["work", "end"] = "work"  # what the search balances: seconds of work there, or predicted ends
     margin_tokens: NotNegative = 20  # added to every predicted length
     hand_over_s: NotNegativeReal = 0.005  # a split must bring the end forward by more than this
+    await_arrivals: bool = True  # of a split's gain only what no next request would fill counts; false = all (Alg. 1)
     least_segment: Positive = 32  # tokens; a shorter segment is not worth a hand-over
     least_prefill: Positive = 16  # prompt tokens in every iteration that prompts wait for, whatever decodes take
     profile: str = ""  # file of `cohort profile` that a worker without learned times starts from; "" = none

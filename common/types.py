@@ -170,7 +170,8 @@ class KvGeometry:
 class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
     """Progress of one request on an instance: what an execution predictor replays (D4).
 
-    Tokens still to prefill there, KV positions it holds, output tokens still expected there.
+    Tokens still to prefill there, KV positions it holds, output tokens still expected there: of an answer that has
+    outlived its prediction as many as it is beyond it.
     """
 
     request_id: RequestId

@@ -1177,7 +1177,9 @@ class WorkerMachine:
                 queued += prefill_left if prefill_left > 1 else 0
                 context += computed
             if len(queue) < _REPORTED_QUEUE:
-                left = max(0, round(sequence.predicted) - (known - request.prompt_tokens))
+                # Who has drawn more than was predicted goes on, nobody knows how long: for as many again (D8).
+                drawn = known - request.prompt_tokens
+                left = max(1, min(abs(round(sequence.predicted) - drawn), request.sampling.max_tokens - drawn))
                 if sequence.end is not None:  # the rest is drawn by the next segment's worker
                     left = min(left, max(0, sequence.end - max(known, prompt)))
                 queue.append(QueuedWork(request.request_id, prefill_left, computed, left))

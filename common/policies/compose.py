@@ -128,7 +128,8 @@ def _split_placement(config: Config) -> SplitPlacement:
     options = config.dynaserve
     return SplitPlacement(SplitSettings(
         probes=options.search_probes, tolerance=options.search_tolerance, margin_tokens=options.margin_tokens,
-        hand_over_s=options.hand_over_s, least_segment=options.least_segment, balance=options.balance,
+        hand_over_s=options.hand_over_s, await_arrivals=options.await_arrivals,
+        least_segment=options.least_segment, balance=options.balance,
         tbt_slo_s=options.tbt_slo_s, headroom=options.headroom, least_prefill=options.least_prefill,
         default_output=float(config.gateway.default_prediction_tokens),
     ))  # fmt: skip

@@ -2,10 +2,13 @@
 
 step_cost       what an iteration costs, in closed form (D4, D5)
 profile_table   measured iterations, and what follows from them for any other (D5)
+lateness        how late iterations come, beside what was estimated (D5)
+kv_forecast     what the cache will have to hold at worst (D5)
 slo_batching    the worker's scheduler (D5, Alg. 2)
 timeline        an instance's future in virtual passes (D4)
 instance_work   what is on an instance, from reports and what was sent since (D4)
 split_search    the bounded binary search for the split (D3, Alg. 1)
+split_gain      what a split is worth while requests keep coming (D3)
 split_placement the manager's placement (D1–D3, D7, D8)
 pressure_gate   dispatches nothing while every instance's decodes alone exceed their bound
 """

@@ -27,11 +27,14 @@ class InstanceWork:
     """D4 · calibrated by the workers' progress: every report replaces what was believed of it.
 
     `pass_s`: what iterations there aim at; `least_prefill`: the prompt tokens in each of them at least; `balance`:
-    which of the two answers `until_done` gives.
+    which of the two answers `until_done` gives; `margin_tokens`: no answer is believed nearer to its end (D8).
     """
 
-    def __init__(self, instance: InstanceId, *, pass_s: float, least_prefill: int, balance: Balance) -> None:
+    def __init__(
+        self, instance: InstanceId, *, pass_s: float, least_prefill: int, balance: Balance, margin_tokens: int
+    ) -> None:
         self.instance = instance
+        self._margin_tokens = margin_tokens
         self._balance = balance
         self._pass_s, self._least_prefill = pass_s, least_prefill
         self._limits = PassLimits(pass_s, 1, 1, least_prefill)
@@ -60,6 +63,7 @@ class InstanceWork:
             queue = figures.queue
             flat = [w.prefill_left for w in queue] + [w.context for w in queue] + [w.decode_left for w in queue]
             prefill, context, decode = work = np.array(flat, dtype=np.float64).reshape(3, -1)
+            np.maximum(decode, self._margin_tokens, out=decode, where=decode > 0)
             self._reported = work
             prefill_tokens, decode_tokens = float(prefill.sum()), float(decode.sum())
             decodes = (prefill == 0) & (decode > 0)

@@ -27,6 +27,18 @@ class Lateness:
         self._log_ratio = 0.0
         self._recorded = 0
 
+    def keep(self) -> tuple[float, int]:
+        """For `resume`."""
+        return self._log_ratio, self._recorded
+
+    def resume(self, kept: tuple[float, int]) -> None:
+        """Go on from what an earlier process had `keep`. Others may share its cores now than did then, so that the
+        steps are those of half the age at most. Raises `ValueError` for what cannot have been kept."""
+        log_ratio, recorded = kept
+        if not 0.0 <= log_ratio <= _MOST or recorded < 0:
+            raise ValueError(f"no lateness: {kept}")
+        self._log_ratio, self._recorded = log_ratio, min(recorded, _YOUNG // 2)
+
     @property
     def ratio(self) -> float:
         """At least 1: iterations that are early leave nothing to be aimed beyond."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 
+import msgspec
+
 from cohort.common.policies.baselines.draft import Draft, IterationLimits, by_arrival
 from cohort.common.policies.dynaserve.kv_forecast import peak_growth
 from cohort.common.policies.dynaserve.lateness import Lateness
@@ -20,6 +22,14 @@ from cohort.common.types import StepTimes
 _EMPTY = BatchShape(0, 0, 0, 0, 0)
 _PERCENTILE = 0.99
 """The bound is one on P99 (§3.1)."""
+
+
+class _Learned(msgspec.Struct, tag_field="kind", tag="dynaserve-batching"):
+    """What is kept over a restart: the profile table as it exports itself, and how late iterations came."""
+
+    version: int
+    table: msgspec.Raw
+    lateness: tuple[float, int]
 
 
 class SloBatching:
@@ -145,10 +155,22 @@ class SloBatching:
         return self.table.step_times
 
     def export_state(self) -> bytes:
-        return self.table.export() if self.table.step_times is not None else b""
+        if self.table.step_times is None:
+            return b""
+        return msgspec.json.encode(_Learned(1, msgspec.Raw(self.table.export()), self._lateness.keep()))
 
     def import_state(self, data: bytes) -> None:
-        self.table.load(data)
+        try:
+            learned = msgspec.json.decode(data, type=_Learned)
+        except msgspec.ValidationError:
+            self.table.load(data)  # a profile, or a table alone
+            return
+        except msgspec.DecodeError as error:
+            raise ValueError(f"not JSON: {error}") from error
+        lateness = Lateness(_PERCENTILE)
+        lateness.resume(learned.lateness)
+        self.table.load(bytes(learned.table))
+        self._lateness = lateness
 
     # -- one iteration -----------------------------------------------------------------------------------------
 

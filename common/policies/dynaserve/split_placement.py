@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from cohort.common.policies.baselines.placements import Colocated, fits
 from cohort.common.policies.dynaserve.instance_work import Balance, InstanceWork
+from cohort.common.policies.dynaserve.split_gain import PlacementRate, split_gain_s
 from cohort.common.policies.dynaserve.split_search import Split, search_split
 from cohort.common.policies.dynaserve.timeline import Piece
 from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
@@ -24,15 +25,17 @@ _COLD = StepTimes(1e-3, 1e-4, 1e-4, 1e-2, 1e-9, 1e-8)
 class SplitSettings:
     """`probes` K and `tolerance` ε of Alg. 1. `margin_tokens` is added to every predicted length (D8).
 
-    `hand_over_s`: what a hand-over costs; a split must gain more. `least_segment`: tokens below which a segment is not
-    worth one. `balance`: what Alg. 1 balances (`InstanceWork.until_done`). `tbt_slo_s`: for requests without a promise;
-    `headroom`, `least_prefill` as in `SloBatching`.
+    `hand_over_s`: what a hand-over costs; a split must gain more. `await_arrivals`: its gain is weighed by when the
+    next request comes (`split_gain_s`). `least_segment`: tokens below which a segment is not worth one. `balance`: what
+    Alg. 1 balances (`InstanceWork.until_done`). `tbt_slo_s`: for requests without a promise; `headroom`,
+    `least_prefill` as in `SloBatching`.
     """
 
     probes: int
     tolerance: float
     margin_tokens: int
     hand_over_s: float
+    await_arrivals: bool
     least_segment: int
     balance: Balance
     tbt_slo_s: float
@@ -72,8 +75,8 @@ class SplitPlacement:
     Differs from the paper: Alg. 1 balances predicted ends there, here by default the work that is on the instances
     (`balance`). It routes segments round-robin; here the two least loaded instances share a request, in whichever
     order is better balanced. It splits whenever Alg. 1 says so; here a request stays whole while an instance is idle
-    (hardly a prompt waits there and its decodes take less than half the bound), and where the split would bring the
-    later of the two forward by no more than tolerance and hand-over cost.
+    (hardly a prompt waits there and its decodes take less than half the bound), and where the split would gain no more
+    than tolerance and hand-over cost (`split_gain_s`: under load little, because the next request would fill the time).
     """
 
     def __init__(self, settings: SplitSettings) -> None:
@@ -81,6 +84,7 @@ class SplitPlacement:
         self._work: dict[InstanceId, InstanceWork] = {}
         self._expected: dict[RequestId, tuple[float, float]] = {}
         """Of every request on an instance: when it was placed and how long it was predicted to take."""
+        self._rate = PlacementRate()
         self._colocated = Colocated()
         self._splits = self._whole = self._probes = 0
         self._judged = 0
@@ -124,7 +128,7 @@ class SplitPlacement:
         choice = self._search([(first, second), (second, first)], prompt, output)
         kept = min((first, second), key=lambda work: self._end_whole(work, (first, second), whole))
         kept_s = self._end_whole(kept, (first, second), whole)
-        if kept_s - choice.split.later_s <= settings.hand_over_s + settings.tolerance * kept_s:
+        if self._gain_s(now_s, choice, kept, kept_s) <= settings.hand_over_s + settings.tolerance * kept_s:
             return self._keep(now_s, request.request_id, kept, whole, "no gain from a split")
         return self._share(now_s, request.request_id, choice, whole)
 
@@ -167,6 +171,7 @@ class SplitPlacement:
                 work = self._work[view.instance] = InstanceWork(
                     view.instance, pass_s=settings.tbt_slo_s * (1.0 - settings.headroom),
                     least_prefill=settings.least_prefill, balance=settings.balance,
+                    margin_tokens=settings.margin_tokens,
                 )  # fmt: skip
             work.refresh(now_s, view, _COLD)
             works.append(work)
@@ -183,6 +188,13 @@ class SplitPlacement:
     def _end_whole(self, work: InstanceWork, pair: tuple[InstanceWork, InstanceWork], whole: Piece) -> float:
         """When both instances are done if this one takes the whole request."""
         return max(other.until_done(whole) if other is work else other.until_done() for other in pair)
+
+    def _gain_s(self, now_s: float, choice: _Choice, kept: InstanceWork, kept_s: float) -> float:
+        """Of this split over leaving the request whole where it is kept best."""
+        split = choice.split
+        other, after_s = (choice.second, split.second_s) if kept is choice.first else (choice.first, split.first_s)
+        requests_per_s = self._rate.per_s(now_s) if self._settings.await_arrivals else 0.0
+        return split_gain_s(kept_s, split.later_s, other.until_done(), after_s, requests_per_s)
 
     # -- one request -------------------------------------------------------------------------------------------
 
@@ -201,6 +213,7 @@ class SplitPlacement:
 
     def _keep(self, now_s: float, request_id: RequestId, work: InstanceWork, whole: Piece, reason: str) -> Placed:
         predicted_s = work.timeline.finish_of(whole)
+        self._rate.placed(now_s)
         work.assign(now_s, request_id, whole)
         self._whole += 1
         self._expected[request_id] = (now_s, predicted_s)
@@ -216,6 +229,7 @@ class SplitPlacement:
         first, second = _parts(whole.prefill, whole.decode, position)
         handed_s = choice.first.timeline.finish_of(first) + settings.hand_over_s
         predicted_s = choice.second.timeline.finish_of(second, handed_s)
+        self._rate.placed(now_s)
         choice.first.assign(now_s, request_id, first)
         choice.second.assign(now_s, request_id, second)
         self._splits += 1

@@ -53,6 +53,22 @@ def test_undisturbed(roles: dict[str, Role], placement: type[Colocated] | type[D
     assert hits > 0
 
 
+def test_reports_expect_of_an_answer_beyond_its_prediction_as_much_again() -> None:
+    """8 tokens are predicted, 30 at most are drawn; the model's own end, if any, is not known before."""
+    world = World(5, UNIFIED, Colocated)
+    for index in range(6):
+        world.submit(f"r{index}", [3 + index, 1, 4], 30)
+    machine, seen = world.workers["unified-0"].machine, set()
+    while not all(owned.finish for owned in world.owned.values()):
+        world.run(world.now_s + 0.01)
+        drawn = {sequence.request_id: sequence.output_tokens for sequence in machine.sequences()}
+        for work in machine.figures(0).queue:
+            count = drawn[work.request_id]
+            assert work.decode_left == max(1, min(abs(8 - count), 30 - count))
+            seen.add(count)
+    assert min(seen) < 8 and max(seen) > 20
+
+
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize(("roles", "placement"), [(UNIFIED, Colocated), (PD, Disaggregated)])
 def test_a_small_cache_preempts_and_stays_exact(

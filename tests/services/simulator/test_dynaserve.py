@@ -26,7 +26,7 @@ def test_jumping_over_repeated_iterations_changes_nothing(
     load = Workload("random", tuple(WorkItem(*each) for each in sorted(lengths)))
     chosen = config(
         "dynaserve", kv=cache_of(blocks), engine={"preemption": preemption},
-        dynaserve={"tbt_slo_s": slo_ms / 1e3, "hand_over_s": 0.0},
+        dynaserve={"tbt_slo_s": slo_ms / 1e3, "hand_over_s": 0.0, "await_arrivals": False},
     )  # fmt: skip
     one_by_one, jumping = run(chosen, cluster(2), load, jump=False), run(chosen, cluster(2), load)
     assert outcome(jumping) == outcome(one_by_one)

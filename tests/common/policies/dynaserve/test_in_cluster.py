@@ -75,7 +75,9 @@ class Seats:
             "engine": {"max_rows": 8, "max_step_tokens": 32, "prefill_chunk": 8, "preemption": self.preemption},
             "kv": {"prefix_caching": self.caching}, "manager": {"dispatch_ahead_tokens": 64},
             # The world's iterations take 10 ms each, whatever is in them: only a tight bound ever binds.
-            "dynaserve": {"tbt_slo_s": 0.012, "least_segment": 3, "margin_tokens": 2, "hand_over_s": 0.0},
+            "dynaserve": {
+                "tbt_slo_s": 0.012, "least_segment": 3, "margin_tokens": 2, "hand_over_s": 0.0, "await_arrivals": False,
+            },
         })  # fmt: skip
 
     def order(self) -> PrefillOrder:

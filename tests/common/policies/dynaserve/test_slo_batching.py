@@ -156,6 +156,37 @@ def test_late_iterations_make_the_next_ones_smaller(monkeypatch: pytest.MonkeyPa
     assert policy.figures()["lateness_ratio"] == pytest.approx(1.5, rel=0.05)
 
 
+def test_table_and_lateness_are_kept_over_a_restart() -> None:
+    policy, kv = scheduler(), cache(400)
+    running(policy, kv, "d", 40)
+    policy.add(0.0, sequence("p", 180, arrived_s=1.0))
+    plan = policy.decide(0.0, kv)
+    for _ in range(20):
+        policy.observe(0.0, plan, 1.5 * plan.estimated_s)
+    after = scheduler(learned=False)
+    assert after.export_state() == b""  # nothing worth keeping yet
+    after.import_state(policy.export_state())
+    late = policy.figures()["lateness_ratio"]
+    assert late > 1.1
+    assert after.figures()["lateness_ratio"] == pytest.approx(late)
+    assert after.figures()["profile_cells"] == policy.figures()["profile_cells"]
+    assert after.table.estimate(plan_shape(plan)) == pytest.approx(policy.table.estimate(plan_shape(plan)), rel=0.05)
+
+
+def test_a_table_alone_is_a_state_as_well_and_a_broken_one_changes_nothing() -> None:
+    policy, after = scheduler(), scheduler(learned=False)
+    with pytest.raises(ValueError, match="not JSON"):
+        after.import_state(b"{")
+    broken = msgspec.json.decode(policy.export_state())
+    broken["lateness"] = [9.0, 3]
+    with pytest.raises(ValueError, match="no lateness"):
+        after.import_state(msgspec.json.encode(broken))
+    assert after.step_times() is None
+    after.import_state(policy.table.export())
+    assert after.step_times() is not None
+    assert after.figures()["lateness_ratio"] == 1.0
+
+
 @pytest.mark.parametrize(("predicted", "comes_in"), [(9.0, True), (12.0, False)])
 def test_a_prompt_waits_where_foreseen_answers_would_outgrow_the_cache(predicted: float, comes_in: bool) -> None:
     """128 positions, 24 for each of three requests and for the newcomer: 32 are left. When the three end after 7 more

@@ -26,10 +26,10 @@ from cohort.common.types import (
 GPU = StepTimes(1.3e-3, 1.06e-4, 1.3e-4, 0.022, 6e-9, 1.5e-7)
 
 
-def placement(balance: Balance = "work", tolerance: float = 0.05) -> SplitPlacement:
+def placement(balance: Balance = "work", tolerance: float = 0.05, *, await_arrivals: bool = True) -> SplitPlacement:
     return SplitPlacement(SplitSettings(
-        probes=6, tolerance=tolerance, margin_tokens=20, hand_over_s=0.005, least_segment=32, balance=balance,
-        tbt_slo_s=0.1, headroom=0.1, least_prefill=16, default_output=256.0,
+        probes=6, tolerance=tolerance, margin_tokens=20, hand_over_s=0.005, await_arrivals=await_arrivals,
+        least_segment=32, balance=balance, tbt_slo_s=0.1, headroom=0.1, least_prefill=16, default_output=256.0,
     ))  # fmt: skip
 
 
@@ -119,6 +119,26 @@ def test_a_short_request_stays_whole_on_the_less_loaded() -> None:
     assert placed.reason == "whole: no gain from a split"
 
 
+def test_under_load_the_next_request_fills_what_a_split_would() -> None:
+    """Both instances have 0.7 s of prompts. Requests that came every ten seconds leave one of them idle for most of the
+    second half of the newcomer; at ten a second somebody else will be there long before, unless that counts nothing."""
+    views = instance("a", *prompts(1, 5000)), instance("b", *prompts(1, 5000))
+    reasons = {}
+    for gap_s, await_arrivals in ((10.0, True), (0.1, True), (0.1, False)):
+        policy = placement(tolerance=0.01, await_arrivals=await_arrivals)
+        now_s = 0.0
+        for index in range(8):
+            now_s += gap_s
+            assert isinstance(policy.place(now_s, request(f"{index}", 8000, 32.0), cluster(*views), None), Placed)
+            policy.finished(now_s, f"{index}")
+        now_s += gap_s
+        placed = policy.place(now_s, request("r", 8000, 32.0), cluster(*views), None)
+        assert isinstance(placed, Placed)
+        reasons[gap_s, await_arrivals] = placed.reason
+    split = "split in the prompt"
+    assert reasons == {(10.0, True): split, (0.1, True): "whole: no gain from a split", (0.1, False): split}
+
+
 def test_what_was_just_sent_counts_before_it_is_reported_and_only_once_after() -> None:
     policy = placement()
     views = instance("a"), instance("b")
@@ -133,8 +153,16 @@ def test_what_was_just_sent_counts_before_it_is_reported_and_only_once_after() -
     assert work.load_s < 0.5 * believed_s
 
 
+def test_nobody_is_believed_nearer_to_the_end_than_the_margin() -> None:
+    work = InstanceWork("a", pass_s=0.09, least_prefill=16, balance="work", margin_tokens=20)
+    work.refresh(0.0, instance("a", QueuedWork("r", 0, 500, 1), QueuedWork("s", 300, 0, 0)), GPU)
+    # The second only computes a piece of a prompt here: no token is drawn, and none is believed to be.
+    expected_s = work_seconds(GPU, Piece(0, 500, 20)) + work_seconds(GPU, Piece(300, 0, 0))
+    assert work.load_s == pytest.approx(expected_s)
+
+
 def test_what_never_appears_in_a_report_is_forgotten_in_time() -> None:
-    work = InstanceWork("a", pass_s=0.09, least_prefill=16, balance="work")
+    work = InstanceWork("a", pass_s=0.09, least_prefill=16, balance="work", margin_tokens=20)
     work.refresh(0.0, instance("a"), GPU)
     work.assign(0.0, "r", Piece(100, 0, 10))
     work.refresh(1.0, instance("a"), GPU)

@@ -32,12 +32,12 @@ class Lateness:
         return self._log_ratio, self._recorded
 
     def resume(self, kept: tuple[float, int]) -> None:
-        """Go on from what an earlier process had `keep`. Others may share its cores now than did then, so that the
-        steps are those of half the age at most. Raises `ValueError` for what cannot have been kept."""
+        """Go on from what an earlier process had `keep`, with the steps of its age: what changed meanwhile is tracked as
+        it would have been without a restart. Raises `ValueError` for what cannot have been kept."""
         log_ratio, recorded = kept
         if not 0.0 <= log_ratio <= _MOST or recorded < 0:
             raise ValueError(f"no lateness: {kept}")
-        self._log_ratio, self._recorded = log_ratio, min(recorded, _YOUNG // 2)
+        self._log_ratio, self._recorded = log_ratio, recorded
 
     @property
     def ratio(self) -> float:

@@ -51,18 +51,16 @@ def test_it_finds_the_percentile_of_what_scatters() -> None:
     assert within / 10_000 == pytest.approx(0.95, abs=0.02)
 
 
-def test_what_was_learned_is_kept_and_goes_on_with_larger_steps() -> None:
-    """After 1,000 iterations steps are 0.02; whoever resumes takes those of half the first hundred, 0.06."""
+def test_what_was_learned_is_kept_and_goes_on_as_if_nothing_had_happened() -> None:
     lateness, resumed = Lateness(0.99), Lateness(0.99)
     for _ in range(1000):
         lateness.record(0.1, 0.13)
     resumed.resume(lateness.keep())
     assert resumed.ratio == pytest.approx(lateness.ratio) == pytest.approx(1.3, rel=0.03)
-    before = lateness.ratio
+    before = resumed.ratio
     for each in (lateness, resumed):
         each.record(0.1, 1.0)
-    assert lateness.ratio == pytest.approx(before * math.exp(0.02 * 0.99))
-    assert resumed.ratio == pytest.approx(before * math.exp(0.06 * 0.99))
+    assert resumed.ratio == pytest.approx(lateness.ratio) == pytest.approx(before * math.exp(0.02 * 0.99))
 
 
 @pytest.mark.parametrize("kept", [(-0.1, 5), (0.8, 5), (math.nan, 5), (0.1, -1)])

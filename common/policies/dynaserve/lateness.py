@@ -32,8 +32,8 @@ class Lateness:
         return self._log_ratio, self._recorded
 
     def resume(self, kept: tuple[float, int]) -> None:
-        """Go on from what an earlier process had `keep`, with the steps of its age: what changed meanwhile is tracked as
-        it would have been without a restart. Raises `ValueError` for what cannot have been kept."""
+        """Go on from what an earlier process had `keep`, with the steps of its age: what changed meanwhile is tracked
+        as it would have been without a restart. Raises `ValueError` for what cannot have been kept."""
         log_ratio, recorded = kept
         if not 0.0 <= log_ratio <= _MOST or recorded < 0:
             raise ValueError(f"no lateness: {kept}")

@@ -148,19 +148,18 @@ def _eager(point: Point, device: DeviceShape, stack: StackShape) -> float:
 def fit_cpu(points: Sequence[Point], model: str, device: DeviceShape) -> tuple[DeviceShape, StackShape]:
     def unpack(x: np.ndarray[Any, Any]) -> tuple[DeviceShape, StackShape]:
         fitted = replace(
-            device, compute_efficiency=x[0], memory_efficiency=x[1], attention_efficiency=x[2], layer_s=x[3] * 1e-5
-        )
+            device, compute_efficiency=x[0], memory_efficiency=x[1], attention_efficiency=x[2], layer_s=x[3] * 1e-5,
+            kv_efficiency=x[6],
+        )  # fmt: skip
         return fitted, StackShape("fit", 0.0, x[4] * 1e-4, x[5] * 1e-5)
 
     def residuals(x: np.ndarray[Any, Any]) -> list[float]:
         fitted, stack = unpack(x)
         return [float(np.log(predicted(point, model, fitted, stack) / point.seconds)) for point in points]
 
-    start = np.array([0.6, 0.6, 0.3, 2.0, 5.0, 2.0])
-    result = least_squares(
-        residuals, start, bounds=(np.full(6, [1e-3]), np.array([1.0, 1.0, 1.0, 100.0, 500.0, 500.0])), loss="soft_l1",
-        f_scale=0.1,
-    )  # fmt: skip
+    start = np.array([0.6, 0.6, 0.3, 2.0, 5.0, 2.0, 0.4])
+    high = np.array([0.9, 0.9, 0.9, 100.0, 500.0, 500.0, 0.9])
+    result = least_squares(residuals, start, bounds=(np.full(7, [1e-3]), high), loss="soft_l1", f_scale=0.1)
     return unpack(result.x)
 
 
@@ -194,8 +193,8 @@ def main() -> None:
     model, points = profile_points(options.path, "fastest_s" if options.fastest else "median_s")
     cpu, stack = fit_cpu(points, model, device)
     print(f"{options.device}: {len(points)} points of {model}")
-    for field in (*FITTED[:3], "layer_s"):
-        print(f"  {field}: {getattr(cpu, field):.4g}  (in the file: {getattr(device, field):.4g})")
+    for field in (*FITTED[:3], "kv_efficiency", "layer_s"):
+        print(f"  {field}: {getattr(cpu, field):.4g}  (in the file: {getattr(device, field)})")
     print(f"  step_s: {stack.step_s:.3g}, row_s: {stack.row_s:.3g}")
     show_errors("fitted", errors(points, lambda p: predicted(p, model, cpu, stack)))
     known = next(iter(file.stacks.values()))

@@ -4,11 +4,10 @@
 
 RECORDINGs are those of all workers of one run (`engine.record_dir`). Iterations are told apart by whether another
 engine ran meanwhile (for less than a tenth of the time, for more than nine tenths). Prints for both: how many, their
-seconds from plan to tokens, what the model says for them, alone and with the cluster's shared cores, and the two
-constants that follow:
+seconds from plan to tokens, what the model says for them, and the two constants that follow:
 
-    step_s         of the device's stack: what a lone iteration takes beyond the model's, and the time between two
-    interference   of the cluster: what remains beside the shares of cores once another engine runs
+    step_s           of the device's stack: what a lone iteration takes beyond the model's, and the time between two
+    service_step_s   of the cluster: what the other processes, and changing between them, take for an iteration
 
 Changes no file. Calibrate with one run, judge with others (`scripts/bench_fidelity`).
 """
@@ -24,8 +23,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
+
 from cohort.common.policies.cost_model import CostModel, StepWork, prefill_pairs
-from cohort.services.simulator.hardware import load_cluster, load_model
+from cohort.services.simulator.hardware import Cluster, load_cluster, load_model
 
 _ROW = re.compile(r"\[(\d+), (\d+)\)$")
 _AT_ONCE_S = 0.005
@@ -75,6 +76,13 @@ def overlap(iteration: Iteration, others: Sequence[Iteration], starts: Sequence[
     return shared_s / (iteration.ended_s - iteration.planned_s)
 
 
+def beside(iteration: Iteration, others: Sequence[Iteration], starts: Sequence[float]) -> list[Iteration]:
+    """The other engine's iteration in the middle of this one."""
+    middle_s = (iteration.planned_s + iteration.ended_s) / 2
+    at = bisect_right(starts, middle_s) - 1
+    return [others[at]] if at >= 0 and others[at].ended_s > middle_s else []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recordings", type=Path, nargs="+")
@@ -84,7 +92,8 @@ def main() -> None:
     cluster = load_cluster(options.cluster)
     cost = CostModel(load_model(options.model), cluster.device, replace(cluster.stack, step_s=0.0))
     runs = [list(iterations(path)) for path in options.recordings]
-    taken: dict[str, list[tuple[float, float, float]]] = {"alone": [], "shared": []}
+    alone: list[tuple[Iteration, float]] = []
+    shared: list[list[tuple[Iteration, float]]] = []
     gaps: list[float] = []
     for run in runs:
         others = sorted((i for other in runs if other is not run for i in other), key=lambda i: i.planned_s)
@@ -93,24 +102,36 @@ def main() -> None:
         gaps += [gap_s for gap_s in between if gap_s < _AT_ONCE_S]
         for iteration in run:
             share = overlap(iteration, others, starts)
-            kind = "alone" if share < 0.1 else "shared" if share > 0.9 else ""
-            if kind:
-                alone_s = cost.step_s(iteration.work())
-                load = cluster.service_load(len(iteration.rows), alone_s)
-                factor = cluster.slowdown([load, load]) if kind == "shared" else 1.0
-                taken[kind].append((iteration.ended_s - iteration.planned_s, alone_s, factor))
+            if share < 0.1:
+                alone.append((iteration, cost.step_s(iteration.work())))
+            elif share > 0.9:
+                engines = [iteration, *beside(iteration, others, starts)]
+                shared.append([(engine, cost.step_s(engine.work())) for engine in engines])
     between_s = sum(gaps) / len(gaps)
-    steps = taken["alone"]
-    real_s, model_s = sum(real for real, _, _ in steps), sum(alone for _, alone, _ in steps)
-    print(f"{len(steps)} alone: {real_s:.2f} s, the model without step_s {model_s:.2f} s")
-    step_s = between_s + (real_s - model_s) / len(steps)
+    real_s, model_s = sum(i.ended_s - i.planned_s for i, _ in alone), sum(seconds for _, seconds in alone)
+    print(f"{len(alone)} alone: {real_s:.2f} s, the model without step_s {model_s:.2f} s")
+    own_s = (real_s - model_s) / len(alone)
     print(f"between two iterations: {between_s * 1e3:.2f} ms")
-    print(f"step_s: {step_s:.5f}  (in the file: {cluster.stack.step_s})")
-    steps = taken["shared"]
-    real_s = sum(real for real, _, _ in steps)
-    model_s = sum((alone + step_s - between_s) * factor for _, alone, factor in steps)
-    print(f"{len(steps)} shared: {real_s:.2f} s, the model on shared cores {model_s:.2f} s")
-    print(f"interference: {max(0.0, real_s / model_s - 1):.3f}  (in the file: {cluster.interference})")
+    print(f"step_s: {between_s + own_s:.5f}  (in the file: {cluster.stack.step_s})")
+    real_s = sum(engines[0][0].ended_s - engines[0][0].planned_s for engines in shared)
+    model_s = shared_s(shared, own_s, cluster)
+    print(f"{len(shared)} shared: {real_s:.2f} s, the model on shared cores {model_s:.2f} s")
+    low, high = 0.0, 0.1
+    for _ in range(30):
+        middle = (low + high) / 2
+        smaller = shared_s(shared, own_s, msgspec.structs.replace(cluster, service_step_s=middle)) < real_s
+        low, high = (middle, high) if smaller else (low, middle)
+    print(f"service_step_s: {low:.5f}  (in the file: {cluster.service_step_s})")
+
+
+def shared_s(shared: Sequence[Sequence[tuple[Iteration, float]]], own_s: float, cluster: Cluster) -> float:
+    """What the model says for the first of each, while the second runs beside it. `own_s`: what a worker adds."""
+    total_s = 0.0
+    for engines in shared:
+        alone_s = [seconds + own_s for _, seconds in engines]
+        loads = [cluster.service_load(len(i.rows), s) for (i, _), s in zip(engines, alone_s, strict=True)]
+        total_s += alone_s[0] * cluster.slowdowns(list(zip(alone_s, loads, strict=True)))[0]
+    return total_s
 
 
 if __name__ == "__main__":

@@ -80,6 +80,8 @@ class DeviceShape:
 
     `units`: what runs a work unit of decode attention at a time (streaming multiprocessors, threads).
     `unit_speedup`: how many times its equal share of the memory bandwidth one unit alone can draw.
+    `kv_efficiency`: share of the memory bandwidth with which decode attention reads KV, where that is not
+    `memory_efficiency` (None): on a CPU it computes more than it waits.
     `exchange_*`: all-reduce between the devices of one instance. `host_bytes_per_s`: to host memory, for swapping.
     """
 
@@ -96,6 +98,7 @@ class DeviceShape:
     exchange_latency_s: float
     host_bytes_per_s: float
     layer_s: float = 0.0
+    kv_efficiency: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +164,8 @@ class CostModel:
         self._weights_s = weights * model.weight_bytes / bandwidth
         self._pair_s = 4.0 * model.layers * model.heads * model.head_dim / (peak * device.attention_efficiency)
         position_bytes = model.kv_geometry(1).token_bytes
+        if device.kv_efficiency is not None:
+            bandwidth = device.memory_bytes_per_s * device.kv_efficiency * tensor_parallel
         self._position_s = position_bytes / bandwidth
         # A unit reads one head of one row; with few units running each draws more than its equal share.
         share = bandwidth / (device.units * tensor_parallel) * device.unit_speedup

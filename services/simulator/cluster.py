@@ -134,8 +134,10 @@ class SimWorker:
     ends_s: list[float] = field(default_factory=list)
     """When the iteration in flight ends, and those that will repeat it."""
     latencies_s: list[float] = field(default_factory=list)
+    alone_s: float = 0.0
+    """What the iteration in flight takes on a core of its own."""
     service_load: float = 0.0
-    """Cores that other processes need for the iteration in flight."""
+    """Cores that other processes need for it."""
     slowdown: float = 1.0
     """How much longer it takes at present than alone, on cores that it shares."""
     aligned_batches: int = 0
@@ -459,9 +461,9 @@ class SimCluster:
         link = self.cluster.link(worker.number, receiver.number)
         if effect.from_host:  # no faster than the host's own path to its devices
             host_rate = self.cluster.device.host_bytes_per_s * self.cluster.tensor_parallel
-            link = LinkShape(min(link.bytes_per_s, host_rate), link.latency_s)
+            link = LinkShape(min(link.bytes_per_s, host_rate), link.latency_s, link.run_s)
         size = sum(run.num_blocks for run in effect.runs) * self.geometry.block_bytes
-        arrival_s = self.ports.transfer(now_s, worker.number, receiver.number, link, size)
+        arrival_s = self.ports.transfer(now_s, worker.number, receiver.number, link, size, len(effect.runs))
         tag = effect.runs[0].tag
         self._pieces[tag] = _Piece(tag, len(effect.runs), worker, effect.lease_id, receiver)
         worker.flying.setdefault(effect.lease_id, []).append(tag)
@@ -537,18 +539,17 @@ class SimCluster:
         worker.epoch += 1
         self.events.at(worker.ends_s[-1], self._step_ended, worker, worker.epoch, rank=worker.number + 1)
         if self.cluster.cores:
-            worker.slowdown = 1.0
+            worker.slowdown, worker.alone_s = 1.0, latency_s
             worker.service_load = self.cluster.service_load(len(plan.rows), latency_s)
             self._share_cores()
 
     def _share_cores(self) -> None:
-        """Somebody has begun or ended: from now on everybody who runs gets an equal share of the cores, and engines
-        slow each other down by what they do to caches and memory. What is in flight ends earlier or later."""
+        """Somebody has begun or ended: from now on everybody who runs has another share of the cores. What is in flight
+        ends earlier or later."""
         cluster, now_s = self.cluster, self.events.now_s
         running = [worker for worker in self.workers if worker.stepping]
-        shares = cluster.slowdown([worker.service_load for worker in running])
-        slowdown = shares * (1.0 + cluster.interference * (len(running) - 1))
-        for worker in running:
+        slowdowns = cluster.slowdowns([(worker.alone_s, worker.service_load) for worker in running])
+        for worker, slowdown in zip(running, slowdowns, strict=True):
             if worker.slowdown != slowdown:
                 later_s = (worker.ends_s[0] - now_s) * (slowdown / worker.slowdown - 1.0)
                 worker.slowdown = slowdown

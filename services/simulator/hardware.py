@@ -76,13 +76,16 @@ class _DeviceFile(_File, frozen=True):
     layer_s: _NotNegative
     within: str
     stacks: dict[str, _StackFile]
+    kv_efficiency: _Share | None = None
 
 
 class LinkShape(_File, frozen=True):
-    """One direction of a link between two instances."""
+    """One direction of a link between two instances. `run_s`: what one run of blocks takes its two ends beside its
+    bytes, one run after the other."""
 
     bytes_per_s: _Rate
     latency_s: _NotNegative
+    run_s: _NotNegative = 0.0
 
 
 class _ClusterFile(_File, frozen=True):
@@ -99,7 +102,6 @@ class _ClusterFile(_File, frozen=True):
     cores: Annotated[int, msgspec.Meta(ge=0)] = 0
     service_step_s: _NotNegative = 0.0
     service_row_s: _NotNegative = 0.0
-    interference: _NotNegative = 0.0
 
 
 class Cluster(msgspec.Struct, frozen=True):
@@ -110,8 +112,7 @@ class Cluster(msgspec.Struct, frozen=True):
 
     `cores`: where engines of one thread run on so many cores that they share with each other, with the other processes
     of the pipeline and with its clients; 0: every instance has hardware of its own. `service_step_s`, `service_row_s`:
-    processor time those others need for an iteration, and for each of its rows. `interference`: how much longer it
-    takes for each other engine that runs beside it (caches, memory).
+    processor time that those others, and changing between them, take for an iteration, and for each of its rows.
     """
 
     name: str
@@ -130,15 +131,31 @@ class Cluster(msgspec.Struct, frozen=True):
     cores: int
     service_step_s: float
     service_row_s: float
-    interference: float
 
     def service_load(self, rows: int, alone_s: float) -> float:
         """Cores that other processes need for an iteration of so many rows; alone on a core it takes `alone_s`."""
         return (self.service_step_s + self.service_row_s * rows) / alone_s
 
-    def slowdown(self, service_loads: Sequence[float]) -> float:
-        """How much longer the iterations in flight, one for each load, take than alone, by the shares of cores."""
-        return max(1.0, sum(1.0 + load for load in service_loads) / self.cores)
+    def slowdowns(self, engines: Sequence[tuple[float, float]]) -> list[float]:
+        """How much longer the iterations in flight take than alone; `engines`: what each takes alone, in seconds, and
+        its `service_load`.
+
+        Engines share the cores equally. What the other processes take comes from engines in proportion to the length
+        of their iterations: a fair scheduler favours those who slept last, and an engine sleeps between iterations.
+        Nobody is left with less than half of an equal share.
+        """
+        if not engines:
+            return []
+        share = min(1.0, self.cores / len(engines))
+        wanted = sum(1.0 + load for _, load in engines)
+        if wanted * share <= self.cores:
+            return [1.0 / share] * len(engines)
+        equal = self.cores / wanted
+        longest = sum(alone_s for alone_s, _ in engines)
+        parts = [alone_s / longest for alone_s, _ in engines]
+        missing = wanted - self.cores / share
+        missing /= sum(part * (1.0 + load) for part, (_, load) in zip(parts, engines, strict=True))
+        return [1.0 / max(share * (1.0 - missing * part), equal / 2.0) for part in parts]
 
     def link(self, first: int, second: int) -> LinkShape:
         """Between the instances of these numbers."""
@@ -196,7 +213,6 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
         cores=file.cores,
         service_step_s=file.service_step_s,
         service_row_s=file.service_row_s,
-        interference=file.interference,
     )
 
 

@@ -41,6 +41,13 @@ def test_one_decode_step_is_bound_by_the_weights():
     assert CostModel(MODEL, DEVICE, STACK).step_s(decode(1, 10, 10)) == pytest.approx(expected)
 
 
+def test_decode_attention_may_read_its_kv_at_a_rate_of_its_own():
+    # 10 positions of 64 bytes at 100 x 0.1 instead of 100 x 0.5 bytes a second: 64 s instead of 12.8 s.
+    slow = replace(DEVICE, kv_efficiency=0.1)
+    usual = CostModel(MODEL, DEVICE, STACK).step_s(decode(1, 10, 10))
+    assert CostModel(MODEL, slow, STACK).step_s(decode(1, 10, 10)) == pytest.approx(usual + 64.0 - 12.8)
+
+
 def test_a_long_prefill_is_bound_by_compute():
     work = StepWork(100, 1, 1, prefill_pairs(0, 100), 100)
     # Compute: 2·624·100 + 40 at 500 FLOP/s = 249.68 s. Attention: 4·2·8·2 = 128 FLOP a pair, 5050 pairs, at 250.

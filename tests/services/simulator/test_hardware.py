@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cohort.common.config import CONFIGS_DIR
 from cohort.common.errors import ConfigError
-from cohort.services.simulator.hardware import load_cluster, load_device, load_link, load_model
+from cohort.services.simulator.hardware import Cluster, load_cluster, load_device, load_link, load_model
 from cohort.services.simulator.network import Ports
 
 MODELS = {
@@ -87,3 +90,38 @@ def test_a_port_carries_one_piece_at_a_time():
     assert ports.transfer(0.0, 2, 1, link, size) == pytest.approx(2.0 + link.latency_s)  # 1 was receiving
     assert ports.transfer(0.0, 1, 0, link, size) == pytest.approx(1.0 + link.latency_s)  # the other way is free
     assert ports.moved_bytes == 4 * size
+
+
+def test_every_run_of_blocks_takes_its_ends_some_time():
+    ports = Ports(2)
+    link = msgspec.structs.replace(load_link("tcp"), run_s=0.5)
+    assert ports.transfer(0.0, 0, 1, link, int(link.bytes_per_s), runs=3) == pytest.approx(2.5 + link.latency_s)
+
+
+def cores(count: int) -> Cluster:
+    return load_cluster("cpu-core:2", {"cores": count})
+
+
+def test_what_the_services_take_comes_from_the_longer_iterations():
+    # 2 cores, 2.2 wanted; the rates 1 - 0.9 x and 1 - 0.1 x have to leave room for 0.2 of the second one's services.
+    long, short = cores(2).slowdowns([(0.09, 0.0), (0.01, 0.2)])
+    missing = 0.2 / (0.9 + 0.1 * 1.2)
+    assert (1 / long, 1 / short) == pytest.approx((1 - 0.9 * missing, 1 - 0.1 * missing))
+    assert 1 / long + 1.2 / short == pytest.approx(2.0)
+
+
+def test_equal_engines_slow_each_other_equally_and_a_free_core_serves_the_services():
+    assert cores(2).slowdowns([]) == []
+    assert cores(2).slowdowns([(0.1, 0.2)]) == [1.0]
+    assert cores(2).slowdowns([(0.1, 0.2), (0.1, 0.2)]) == pytest.approx([1.2, 1.2])
+    assert cores(1).slowdowns([(0.1, 0.0), (0.2, 0.0)]) == pytest.approx([2.0, 2.0])
+
+
+@given(st.lists(st.tuples(st.floats(1e-3, 1.0), st.floats(0.0, 3.0)), min_size=1, max_size=6), st.integers(1, 4))
+def test_no_engine_starves_and_no_core_is_wanted_twice_without_need(engines: list[tuple[float, float]], count: int):
+    slowdowns = cores(count).slowdowns(engines)
+    equal = count / sum(1.0 + load for _, load in engines)
+    assert all(1.0 <= each <= 2.0 / min(equal, 1.0) + 1e-9 for each in slowdowns)
+    if all(each < 2.0 / equal - 1e-9 for each in slowdowns):  # nobody was held at the least share
+        used = sum((1.0 + load) / each for each, (_, load) in zip(slowdowns, engines, strict=True))
+        assert used <= count + 1e-9

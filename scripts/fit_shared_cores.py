@@ -9,6 +9,9 @@ seconds from plan to tokens, what the model says for them, and the two constants
     step_s           of the device's stack: what a lone iteration takes beyond the model's, and the time between two
     service_step_s   of the cluster: what the other processes, and changing between them, take for an iteration
 
+and, where prefill workers are among them, what lies between a computed prompt and the arrival of its KV: a constant, a
+time for each run of blocks (`run_s` of the link) and one for each block (its `bytes_per_s`).
+
 Changes no file. Calibrate with one run, judge with others (`scripts/bench_fidelity`).
 """
 
@@ -20,10 +23,12 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from cohort.common.policies.cost_model import CostModel, StepWork, prefill_pairs
 from cohort.services.simulator.hardware import Cluster, load_cluster, load_model
@@ -31,6 +36,7 @@ from cohort.services.simulator.hardware import Cluster, load_cluster, load_model
 _ROW = re.compile(r"\[(\d+), (\d+)\)$")
 _AT_ONCE_S = 0.005
 """A plan that follows an iteration by less was waited for by nobody."""
+_STALLED_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,42 @@ def beside(iteration: Iteration, others: Sequence[Iteration], starts: Sequence[f
     return [others[at]] if at >= 0 and others[at].ended_s > middle_s else []
 
 
+def hand_overs(sender: Path, receiver: Path) -> Iterator[tuple[int, int, float]]:
+    """Of prompts computed in one iteration whose KV went to this receiver: runs of blocks, blocks, and seconds until all
+    of it was there. What took longer than `_STALLED_S` waited for something else."""
+    entries = _entries(sender)
+    block_size = next(entries)["capacity"]["block_size"]
+    computed: list[float] = []
+    blocks: list[tuple[int, int]] = []
+    leases: set[int] = set()
+    held = 0
+    for entry in entries:
+        if entry["kind"] == "planned" and entry["answer"][0] != "nothing":
+            held = sum(-(-int(match[2]) // block_size) for text in entry["answer"] if (match := _ROW.search(text)))
+        elif entry["kind"] == "completed" and entry.get("draws"):
+            computed.append(entry["now_s"])
+            blocks.append((held, len(entry["draws"])))
+        elif entry["kind"] == "sent":
+            leases.add(entry["lease_id"])
+    arrivals: dict[int, tuple[float, float, int]] = {}
+    for entry in _entries(receiver):
+        if entry.get("kind") == "received" and entry["lease_id"] in leases:
+            start_s, _, runs = arrivals.get(entry["lease_id"], (entry["now_s"], 0.0, 0))
+            arrivals[entry["lease_id"]] = (start_s, entry["now_s"], runs + entry.get("runs", 1))
+    together: dict[int, list[tuple[float, int]]] = {}
+    for start_s, end_s, runs in arrivals.values():
+        together.setdefault(bisect_right(computed, start_s) - 1, []).append((end_s, runs))
+    for index, ends in together.items():
+        seconds = max(end_s for end_s, _ in ends) - computed[index]
+        if index >= 0 and len(ends) == blocks[index][1] and seconds < _STALLED_S:
+            yield sum(runs for _, runs in ends), blocks[index][0], seconds
+
+
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recordings", type=Path, nargs="+")
@@ -122,6 +164,13 @@ def main() -> None:
         smaller = shared_s(shared, own_s, msgspec.structs.replace(cluster, service_step_s=middle)) < real_s
         low, high = (middle, high) if smaller else (low, middle)
     print(f"service_step_s: {low:.5f}  (in the file: {cluster.service_step_s})")
+    role = {path: next(_entries(path))["capacity"]["role"] for path in options.recordings}
+    pairs = product((p for p in role if role[p] == "prefill"), (p for p in role if role[p] == "decode"))
+    found = np.array([each for sender, receiver in pairs for each in hand_overs(sender, receiver)])
+    if len(found):
+        terms = np.column_stack([np.ones(len(found)), found[:, :2]])
+        constant_s, run_s, block_s = np.linalg.lstsq(terms, found[:, 2], rcond=None)[0]
+        print(f"{len(found)} hand-overs: {constant_s:.5f} s, {run_s:.5f} s a run, {block_s:.5f} s a block")
 
 
 def shared_s(shared: Sequence[Sequence[tuple[Iteration, float]]], own_s: float, cluster: Cluster) -> float:

@@ -90,7 +90,7 @@ def beside(iteration: Iteration, others: Sequence[Iteration], starts: Sequence[f
 
 
 def hand_overs(sender: Path, receiver: Path) -> Iterator[tuple[int, int, float]]:
-    """Of prompts computed in one iteration whose KV went to this receiver: runs of blocks, blocks, and seconds until all
+    """Of prompts computed in one iteration whose KV went to this receiver: runs of blocks, blocks, seconds until all
     of it was there. What took longer than `_STALLED_S` waited for something else."""
     entries = _entries(sender)
     block_size = next(entries)["capacity"]["block_size"]

@@ -568,7 +568,7 @@ class WorkerMachine:
         size = kv.geometry.block_size
         available = kv.free_blocks + kv.cached_blocks
         if self._limiting is not None:
-            wanted = min(wanted, self._limiting.repetitions())
+            wanted = max(0, min(wanted, self._limiting.repetitions()))
         if wanted // size + 1 <= available // len(plan.rows):
             return wanted  # enough even if nobody had blocks left
         tables = [(row.start, len(kv.blocks(row.sequence.key))) for row in plan.rows]

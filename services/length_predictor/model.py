@@ -82,10 +82,13 @@ class LengthModel:
 
 def to_prediction(log_lengths: NDArray[np.float64], max_tokens: int) -> Prediction:
     """Lengths from log lengths: quantiles ordered, everything within [1, max_tokens]."""
-    limit = math.log(max(1, max_tokens))
-    mean, *quantiles = np.exp(np.clip(log_lengths, 0.0, min(limit, _LOG_LARGEST)))
-    p50, p90, p99 = np.minimum(np.maximum.accumulate(quantiles), max(1, max_tokens))
-    return Prediction(float(min(mean, max(1, max_tokens))), float(p50), float(p90), float(p99), "model")
+    most = float(max(1, max_tokens))
+    limit = math.log(most)
+    lengths = np.exp(np.clip(log_lengths, 0.0, min(limit, _LOG_LARGEST)))
+    lengths[log_lengths >= limit] = most  # exp(log(512)) is less than 512
+    mean, *quantiles = np.minimum(lengths, most)
+    p50, p90, p99 = np.maximum.accumulate(quantiles)
+    return Prediction(float(mean), float(p50), float(p90), float(p99), "model")
 
 
 def default_prediction(mean_tokens: float, max_tokens: int) -> Prediction:

@@ -58,17 +58,16 @@ class Iteration:
 def iterations(path: Path) -> Iterator[Iteration]:
     planned_s = 0.0
     rows: tuple[tuple[int, int], ...] = ()
-    with path.open(encoding="utf-8") as lines:
-        next(lines)  # what the machine is made of
-        for line in lines:
-            entry = json.loads(line)
-            if entry["kind"] == "plan":
-                planned_s = entry["now_s"]
-            elif entry["kind"] == "planned" and entry["answer"][0] != "nothing":
-                found = (_ROW.search(text) for text in entry["answer"])
-                rows = tuple((int(match[1]), int(match[2])) for match in found if match)
-            elif entry["kind"] == "completed":
-                yield Iteration(planned_s, entry["now_s"], rows)
+    entries = _entries(path)
+    next(entries)  # what the machine is made of
+    for entry in entries:
+        if entry["kind"] == "plan":
+            planned_s = entry["now_s"]
+        elif entry["kind"] == "planned" and entry["answer"][0] != "nothing":
+            found = (_ROW.search(text) for text in entry["answer"])
+            rows = tuple((int(match[1]), int(match[2])) for match in found if match)
+        elif entry["kind"] == "completed":
+            yield Iteration(planned_s, entry["now_s"], rows)
 
 
 def overlap(iteration: Iteration, others: Sequence[Iteration], starts: Sequence[float]) -> float:

@@ -151,10 +151,11 @@ class Cluster(msgspec.Struct, frozen=True):
         if wanted * share <= self.cores:
             return [1.0 / share] * len(engines)
         equal = self.cores / wanted
-        longest = sum(alone_s for alone_s, _ in engines)
-        parts = [alone_s / longest for alone_s, _ in engines]
-        missing = wanted - self.cores / share
-        missing /= sum(part * (1.0 + load) for part, (_, load) in zip(parts, engines, strict=True))
+        together_s = sum(alone_s for alone_s, _ in engines)
+        parts = [alone_s / together_s for alone_s, _ in engines]
+        missing = (wanted - self.cores / share) / sum(
+            part * (1.0 + load) for part, (_, load) in zip(parts, engines, strict=True)
+        )
         return [1.0 / max(share * (1.0 - missing * part), equal / 2.0) for part in parts]
 
     def link(self, first: int, second: int) -> LinkShape:

@@ -11,13 +11,14 @@ import aiohttp
 import openai
 import pytest
 import torch
-from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 from cohort.common.messages import GatewayHello
 from cohort.common.transport.security import generate_keys
 from cohort.common.transport.zmq_bus import ZmqBus
 from tests.e2e.golden import compute, near_ties
 from tests.e2e.pipeline import Pipeline
+from tests.e2e.tiny_models import opt, qwen2, save
 from tests.services.gateway.tiny_model import byte_level
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
@@ -137,31 +138,9 @@ def test_an_encrypted_pipeline_serves_and_strangers_cannot_talk(tmp_path: Path, 
 
 
 def tiny(folder: Path, model: PreTrainedModel) -> Path:
-    folder.mkdir()
-    for parameter in model.parameters():  # the default initialisation is so small that all logits nearly tie
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(folder)
+    save(model, folder)
     byte_level(400).save(str(folder / "tokenizer.json"))
     return folder
-
-
-def qwen2() -> PreTrainedModel:
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=400, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=512,
-        )
-    )  # fmt: skip
-
-
-def opt() -> PreTrainedModel:
-    return OPTForCausalLM(
-        OPTConfig(
-            vocab_size=400, hidden_size=64, ffn_dim=128, num_hidden_layers=3, num_attention_heads=4,
-            max_position_embeddings=512, word_embed_proj_dim=64,
-        )
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [qwen2, opt])

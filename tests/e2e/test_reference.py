@@ -7,39 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 from tests.e2e.golden import Golden, batches, compute, near_ties
+from tests.e2e.tiny_models import opt, qwen2, save
 
 LENGTHS = (30, 1, 5, 7, 90, 12, 40, 2)
-
-
-def qwen2() -> PreTrainedModel:
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=400, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=256,
-        )
-    )  # fmt: skip
-
-
-def opt() -> PreTrainedModel:
-    return OPTForCausalLM(
-        OPTConfig(
-            vocab_size=400, hidden_size=64, ffn_dim=128, num_hidden_layers=2, num_attention_heads=4,
-            max_position_embeddings=256, word_embed_proj_dim=64,
-        )
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [qwen2, opt])
 def test_padding_changes_no_answer(tmp_path: Path, make: Callable[[], PreTrainedModel]) -> None:
     torch.manual_seed(3)
-    model = make()
-    for parameter in model.parameters():  # by default so small that all logits nearly tie
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(tmp_path)
+    save(make(), tmp_path)
     prompts = [[(index * step * 7) % 390 + 5 for step in range(1, length + 1)] for index, length in enumerate(LENGTHS)]
     together = compute(tmp_path, prompts, 12)
     alone = [compute(tmp_path, [prompt], 12)[0] for prompt in prompts]

@@ -338,9 +338,7 @@ class Config(_Section, frozen=True):
         return named
 
 
-def load_config(
-    files: Sequence[Path] = (), *, preset: str = "", overrides: Mapping[str, Any] | None = None
-) -> Config:
+def load_config(files: Sequence[Path] = (), *, preset: str = "", overrides: Mapping[str, Any] | None = None) -> Config:
     """Merge preset, files and overrides over the defaults and check every key.
 
     `overrides` is a nested mapping like a file's. Raises `ConfigError`.

@@ -18,7 +18,16 @@ Section = Literal["decode", "prefill", "shares", "attention", "allocations"]
 """Parts of the measurement that can be had alone."""
 
 StepPart = Literal[
-    "products", "attention", "elementwise", "embedding", "sampling", "inputs", "dispatch", "plan", "build", "completed",
+    "products",
+    "attention",
+    "elementwise",
+    "embedding",
+    "sampling",
+    "inputs",
+    "dispatch",
+    "plan",
+    "build",
+    "completed",
     "glue",
 ]
 """Where a step's time goes. Kernels: products, attention, elementwise (norm, rotation, KV write), embedding. The rest

@@ -31,7 +31,12 @@ class RequestError(CohortError):
     """
 
     def __init__(
-        self, message: str, *, status: int = 400, type_: str = "invalid_request_error", param: str | None = None,
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        type_: str = "invalid_request_error",
+        param: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)

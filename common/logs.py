@@ -52,8 +52,7 @@ def configure_logging(
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
+            foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render]
         )
     )
     root = logging.getLogger()
@@ -102,8 +101,9 @@ def _catch_the_unhandled(logger: structlog.stdlib.BoundLogger) -> None:
             logger.critical("unhandled exception", exc_info=error)
 
     def in_thread(args: threading.ExceptHookArgs) -> None:
-        logger.error("unhandled exception in a thread", thread=getattr(args.thread, "name", None),
-                     exc_info=args.exc_value)
+        logger.error(
+            "unhandled exception in a thread", thread=getattr(args.thread, "name", None), exc_info=args.exc_value
+        )
 
     def in_finaliser(args: sys.UnraisableHookArgs) -> None:
         logger.error("exception that could not be raised", where=repr(args.object), exc_info=args.exc_value)

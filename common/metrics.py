@@ -22,16 +22,60 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 TtftStage = Literal["tokenize", "predict", "bucket", "prefill_queue", "prefill", "transfer", "first_decode"]
 TTFT_STAGES: tuple[TtftStage, ...] = (
-    "tokenize", "predict", "bucket", "prefill_queue", "prefill", "transfer", "first_decode",
-)  # fmt: skip
+    "tokenize",
+    "predict",
+    "bucket",
+    "prefill_queue",
+    "prefill",
+    "transfer",
+    "first_decode",
+)
 
 LATENCY_BUCKETS_S = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 20.0,
-    40.0, 80.0, 160.0, 300.0, 600.0,
-)  # fmt: skip
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    1.5,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    300.0,
+    600.0,
+)
 SHORT_BUCKETS_S = (
-    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
-)  # fmt: skip
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 FRACTION_BUCKETS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -66,16 +110,17 @@ class MetricFactory:
 
     def counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Labelled[Counter]:
         """Exported as cohort_<name>_total."""
-        return self._ready(Counter(f"{PREFIX}_{name}", documentation, self._names(labels), registry=self._registry),
-                           labels)
+        return self._ready(
+            Counter(f"{PREFIX}_{name}", documentation, self._names(labels), registry=self._registry), labels
+        )
 
     def gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Labelled[Gauge]:
-        return self._ready(Gauge(f"{PREFIX}_{name}", documentation, self._names(labels), registry=self._registry),
-                           labels)
+        return self._ready(
+            Gauge(f"{PREFIX}_{name}", documentation, self._names(labels), registry=self._registry), labels
+        )
 
     def histogram(
-        self, name: str, documentation: str, labels: Sequence[str] = (),
-        buckets: Iterable[float] = LATENCY_BUCKETS_S,
+        self, name: str, documentation: str, labels: Sequence[str] = (), buckets: Iterable[float] = LATENCY_BUCKETS_S
     ) -> Labelled[Histogram]:
         bounds = (*buckets, math.inf)
         return self._ready(
@@ -103,32 +148,48 @@ class RequestMetrics:
         self.prompt_tokens = make.counter("prompt_tokens", "Prompt tokens of accepted requests", by_class)
         self.generation_tokens = make.counter("generation_tokens", "Tokens delivered to clients", by_class)
         self.request_success = make.counter(
-            "request_success", "Requests that ended, by reason: stop, length, cancelled, failed",
-            ("class", "finished_reason"))
-        self.rejections = make.counter("rejections", "Requests refused at arrival, by HTTP status and reason",
-                                       ("class", "status", "reason"))
+            "request_success",
+            "Requests that ended, by reason: stop, length, cancelled, failed",
+            ("class", "finished_reason"),
+        )
+        self.rejections = make.counter(
+            "rejections", "Requests refused at arrival, by HTTP status and reason", ("class", "status", "reason")
+        )
         self.resubmissions = make.counter("resubmissions", "Attempts after the first, by reason", ("reason",))
         self.default_predictions = make.counter(
-            "default_predictions", "Requests that went on without an answer of the length predictor")
+            "default_predictions", "Requests that went on without an answer of the length predictor"
+        )
         self.stale_tokens = make.counter("stale_tokens", "Tokens of older attempts or known positions, dropped")
-        self.slo = make.counter("slo_requests", "Finished requests by objective (ttft, tpot, deadline) and outcome "
-                                "(met, missed)", ("class", "objective", "outcome"))
+        self.slo = make.counter(
+            "slo_requests",
+            "Finished requests by objective (ttft, tpot, deadline) and outcome (met, missed)",
+            ("class", "objective", "outcome"),
+        )
         self.ttft_seconds = make.histogram("time_to_first_token_seconds", "Arrival to first token", by_class)
-        self.ttft_stage_seconds = make.histogram("ttft_stage_seconds", "Parts that time to first token consists of",
-                                                 ("class", "stage"), (*SHORT_BUCKETS_S, 60.0, 120.0, 300.0, 600.0))
-        self.itl_seconds = make.histogram("inter_token_latency_seconds", "Time between two tokens of a stream",
-                                          by_class)
-        self.tpot_seconds = make.histogram("request_time_per_output_token_seconds",
-                                           "Mean time per output token after the first, by request", by_class)
+        self.ttft_stage_seconds = make.histogram(
+            "ttft_stage_seconds",
+            "Parts that time to first token consists of",
+            ("class", "stage"),
+            (*SHORT_BUCKETS_S, 60.0, 120.0, 300.0, 600.0),
+        )
+        self.itl_seconds = make.histogram(
+            "inter_token_latency_seconds", "Time between two tokens of a stream", by_class
+        )
+        self.tpot_seconds = make.histogram(
+            "request_time_per_output_token_seconds", "Mean time per output token after the first, by request", by_class
+        )
         self.e2e_seconds = make.histogram("e2e_request_latency_seconds", "Arrival to last token", by_class)
-        self.queue_seconds = make.histogram("request_queue_time_seconds", "Waiting before the first computation",
-                                            by_class)
+        self.queue_seconds = make.histogram(
+            "request_queue_time_seconds", "Waiting before the first computation", by_class
+        )
         self.prefill_seconds = make.histogram("request_prefill_time_seconds", "Computing the prompt", by_class)
         self.decode_seconds = make.histogram("request_decode_time_seconds", "First token to last token", by_class)
-        self.request_prompt_tokens = make.histogram("request_prompt_tokens", "Prompt tokens of a request", by_class,
-                                                    TOKEN_BUCKETS)
-        self.request_generation_tokens = make.histogram("request_generation_tokens", "Output tokens of a request",
-                                                        by_class, TOKEN_BUCKETS)
+        self.request_prompt_tokens = make.histogram(
+            "request_prompt_tokens", "Prompt tokens of a request", by_class, TOKEN_BUCKETS
+        )
+        self.request_generation_tokens = make.histogram(
+            "request_generation_tokens", "Output tokens of a request", by_class, TOKEN_BUCKETS
+        )
 
     def observe_ttft_stages(self, traffic_class: str, seconds_by_stage: dict[TtftStage, float]) -> None:
         for stage, seconds in seconds_by_stage.items():
@@ -143,8 +204,9 @@ class EngineMetrics:
         self.requests_waiting = make.gauge("num_requests_waiting", "Requests waiting to be scheduled", ("class",))
         self.requests_awaiting_kv = make.gauge("num_requests_awaiting_kv", "Requests whose KV is under way to here")
         self.requests_parked = make.gauge("num_requests_parked", "Prefilled requests whose KV waits for a decoder")
-        self.policy_figures = make.gauge("worker_policy", "The worker's policies' own figures, by seat and name",
-                                         ("seat", "figure"))
+        self.policy_figures = make.gauge(
+            "worker_policy", "The worker's policies' own figures, by seat and name", ("seat", "figure")
+        )
         self.kv_cache_usage = make.gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1")
         self.kv_blocks = make.gauge("kv_blocks", "KV blocks by state: used, cached, free", ("state",))
         self.host_kv_blocks = make.gauge("host_kv_blocks", "Host pool blocks by state: used, free", ("state",))
@@ -154,29 +216,35 @@ class EngineMetrics:
         self.prefill_tokens = make.counter("engine_prefill_tokens", "Prompt tokens computed, recomputation included")
         self.decode_tokens = make.counter("engine_decode_tokens", "Tokens produced")
         self.recomputed_tokens = make.counter("engine_recomputed_tokens", "Positions computed a second time")
-        self.swapped_blocks = make.counter("swapped_blocks", "KV blocks moved between device and host (in, out)",
-                                           ("direction",))
-        self.swapped_slots = make.counter("swapped_slots", "Single KV slots moved between device and host (in, out)",
-                                          ("direction",))
+        self.swapped_blocks = make.counter(
+            "swapped_blocks", "KV blocks moved between device and host (in, out)", ("direction",)
+        )
+        self.swapped_slots = make.counter(
+            "swapped_slots", "Single KV slots moved between device and host (in, out)", ("direction",)
+        )
         self.out_of_memory = make.counter("out_of_memory_retries", "Batches halved because the device refused memory")
-        self.step_seconds = make.histogram("step_seconds", "One iteration, by kind: prefill, decode, mixed", ("kind",),
-                                           SHORT_BUCKETS_S)
+        self.step_seconds = make.histogram(
+            "step_seconds", "One iteration, by kind: prefill, decode, mixed", ("kind",), SHORT_BUCKETS_S
+        )
         self.step_rows = make.histogram("step_rows", "Requests in an iteration", (), ROW_BUCKETS)
         self.step_tokens = make.histogram("iteration_tokens", "Tokens in an iteration", (), TOKEN_BUCKETS)
         self.schedule_seconds = make.histogram("schedule_seconds", "Deciding an iteration", (), SHORT_BUCKETS_S)
-        self.gap_seconds = make.histogram("iteration_gap_seconds", "Between the rows of two iterations", (),
-                                          SHORT_BUCKETS_S)
+        self.gap_seconds = make.histogram(
+            "iteration_gap_seconds", "Between the rows of two iterations", (), SHORT_BUCKETS_S
+        )
 
 
 class TransferMetrics:
     """KV between workers. `link` is ucx or zmq, `direction` is sent or received."""
 
     def __init__(self, make: MetricFactory) -> None:
-        self.seconds = make.histogram("kv_transfer_seconds", "One run of blocks over the link",
-                                      ("link", "direction"), SHORT_BUCKETS_S)
+        self.seconds = make.histogram(
+            "kv_transfer_seconds", "One run of blocks over the link", ("link", "direction"), SHORT_BUCKETS_S
+        )
         self.bytes = make.counter("kv_transfer_bytes", "KV bytes moved", ("link", "direction"))
-        self.failures = make.counter("kv_transfer_failures", "Runs that failed: timeout, checksum, error, aborted",
-                                     ("link", "reason"))
+        self.failures = make.counter(
+            "kv_transfer_failures", "Runs that failed: timeout, checksum, error, aborted", ("link", "reason")
+        )
         self.retries = make.counter("kv_transfer_retries", "Runs sent again over a second path", ("link",))
         self.hand_overs = make.counter("kv_hand_overs", "Sequences taken over from another worker")
         self.exposed_seconds = make.counter(
@@ -184,8 +252,9 @@ class TransferMetrics:
         )
         self.leases = make.gauge("kv_leases", "Leases open now")
         self.expired_leases = make.counter("kv_expired_leases", "Leases that nobody renewed in time")
-        self.quarantined_blocks = make.gauge("kv_quarantined_blocks",
-                                             "Blocks kept out of use because a link could not promise silence")
+        self.quarantined_blocks = make.gauge(
+            "kv_quarantined_blocks", "Blocks kept out of use because a link could not promise silence"
+        )
 
 
 class SchedulerMetrics:
@@ -193,22 +262,25 @@ class SchedulerMetrics:
 
     def __init__(self, make: MetricFactory) -> None:
         self.requests_waiting = make.gauge("num_requests_waiting", "Requests not yet placed", ("class",))
-        self.workers = make.gauge("workers", "Workers registered, by role and state (alive, draining, dead)",
-                                  ("role", "state"))
+        self.workers = make.gauge(
+            "workers", "Workers registered, by role and state (alive, draining, dead)", ("role", "state")
+        )
         self.buckets = make.gauge("buckets", "Buckets in use")
         self.placements = make.counter("placements", "Requests placed, by reason", ("reason",))
         self.migrations = make.counter("migrations", "Requests moved between workers while running", ("reason",))
         self.displaced = make.counter("displaced", "Attempts lost and given back to their gateway", ("reason",))
         self.queue_seconds = make.histogram("placement_queue_seconds", "Submitted to placed", ("class",))
-        self.decision_seconds = make.histogram("decision_seconds", "One call of a policy, by seat", ("seat",),
-                                               SHORT_BUCKETS_S)
-        self.batch_size = make.histogram("placed_batch_size", "Requests in a batch the manager formed", (),
-                                         ROW_BUCKETS)
-        self.padding_waste = make.histogram("padding_waste_ratio", "Share of a batch that would be padding", (),
-                                            FRACTION_BUCKETS)
+        self.decision_seconds = make.histogram(
+            "decision_seconds", "One call of a policy, by seat", ("seat",), SHORT_BUCKETS_S
+        )
+        self.batch_size = make.histogram("placed_batch_size", "Requests in a batch the manager formed", (), ROW_BUCKETS)
+        self.padding_waste = make.histogram(
+            "padding_waste_ratio", "Share of a batch that would be padding", (), FRACTION_BUCKETS
+        )
         self.order_figures = make.gauge("prefill_order", "The prefill order's own figures, by name", ("figure",))
-        self.prediction_ratio = make.histogram("prediction_ratio", "Predicted over real output length", (),
-                                               RATIO_BUCKETS)
+        self.prediction_ratio = make.histogram(
+            "prediction_ratio", "Predicted over real output length", (), RATIO_BUCKETS
+        )
 
 
 def exposition(registry: CollectorRegistry) -> bytes:

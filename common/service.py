@@ -60,8 +60,11 @@ ROLES: dict[str, str] = {
 """Roles (the folders under services/) and the instance name of a process that is started without one."""
 
 _ENDPOINTS: dict[str, EndpointName] = {
-    "gateway": "gateway", "length_predictor": "predictor", "bucketing_manager": "manager", "global_monitor": "monitor",
-}  # fmt: skip
+    "gateway": "gateway",
+    "length_predictor": "predictor",
+    "bucketing_manager": "manager",
+    "global_monitor": "monitor",
+}
 
 DRAIN_MARGIN_S = 3.0  # beyond a service's own drain time, before its build is cancelled
 CANCEL_S = 3.0  # the longest a cancelled build may take to clean up
@@ -277,8 +280,14 @@ class _Service:
             async with contextlib.AsyncExitStack() as stack:
                 if self._serve_metrics:
                     context.metrics_url = await self._start_metrics(context, stack)
-                self._log.info("started", pid=os.getpid(), endpoint=bus.endpoint, metrics_url=context.metrics_url,
-                               incarnation=context.incarnation, preset=self._config.name)
+                self._log.info(
+                    "started",
+                    pid=os.getpid(),
+                    endpoint=bus.endpoint,
+                    metrics_url=context.metrics_url,
+                    incarnation=context.incarnation,
+                    preset=self._config.name,
+                )
                 async with asyncio.TaskGroup() as tasks:
                     heartbeat = tasks.create_task(self._heartbeat(context, bus), name="heartbeat")
                     try:
@@ -484,13 +493,33 @@ def _parser(role: str) -> argparse.ArgumentParser:
         epilog="Exit codes: 0 ended on request, 1 failed, 2 a wrong option or configuration. SIGTERM or Ctrl-C drains "
         "and ends; a second one ends at once.",
     )
-    parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE",
-                        help="YAML configuration; may be repeated, later files win")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="YAML configuration; may be repeated, later files win",
+    )
     parser.add_argument("--preset", default="", metavar="NAME", help="preset from configs/presets, beneath the files")
-    parser.add_argument("--instance", default="", metavar="NAME",
-                        help=f"name of this process in the pipeline (default: {ROLES.get(role, role)})")
-    parser.add_argument("--run-dir", type=Path, default=None, metavar="DIR",
-                        help="folder of the pipeline's sockets (default: in the cache folder, by gateway port)")
-    parser.add_argument("--metrics-port", type=int, default=None, metavar="PORT",
-                        help="port of /metrics and /health (default: from metrics.base_port; 0 = any)")
+    parser.add_argument(
+        "--instance",
+        default="",
+        metavar="NAME",
+        help=f"name of this process in the pipeline (default: {ROLES.get(role, role)})",
+    )
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="folder of the pipeline's sockets (default: in the cache folder, by gateway port)",
+    )
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        default=None,
+        metavar="PORT",
+        help="port of /metrics and /health (default: from metrics.base_port; 0 = any)",
+    )
     return parser

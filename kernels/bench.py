@@ -66,9 +66,13 @@ class Step:
     """Rows over shuffled blocks of a cache too large to stay in the processor."""
 
     def __init__(
-        self, shape: Shape, dtype: torch.dtype, context_lens: list[int], query_lens: list[int],
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        context_lens: list[int],
+        query_lens: list[int],
         cache_bytes: int = READ_BYTES,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.shape = shape
         blocks = [-(-context // BLOCK_SIZE) for context in context_lens]
         block_bytes = 2 * shape.kv_heads * BLOCK_SIZE * shape.head_dim * dtype.itemsize
@@ -83,9 +87,14 @@ class Step:
             table[row, : len(part)] = part
         starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
         self.meta = AttentionMeta(
-            starts, torch.tensor(context_lens, dtype=torch.int32), table, torch.zeros_like(table, dtype=torch.uint8),
-            BLOCK_SIZE, max(query_lens), sum(length > 1 for length in query_lens),
-        )  # fmt: skip
+            starts,
+            torch.tensor(context_lens, dtype=torch.int32),
+            table,
+            torch.zeros_like(table, dtype=torch.uint8),
+            BLOCK_SIZE,
+            max(query_lens),
+            sum(length > 1 for length in query_lens),
+        )
         self.query = torch.randn(sum(query_lens), shape.query_heads, shape.head_dim).to(dtype)
         self.out = torch.empty_like(self.query)
         self.scale = shape.head_dim**-0.5
@@ -131,9 +140,15 @@ class DecodeAttention:
 
 
 def decode_attention(
-    shape: Shape, dtype: torch.dtype, rows: int, context: int, rounds: int, *, gathered_rounds: int = 2,
+    shape: Shape,
+    dtype: torch.dtype,
+    rows: int,
+    context: int,
+    rounds: int,
+    *,
+    gathered_rounds: int = 2,
     cache_bytes: int = READ_BYTES,
-) -> DecodeAttention:  # fmt: skip
+) -> DecodeAttention:
     """`rows` rows of one new token, each with `context` positions in a cache of `cache_bytes`, if not one of more."""
     step = Step(shape, dtype, [context] * rows, [1] * rows, cache_bytes)
     calls = (partial(step.paged, 0), partial(step.paged, 1), *memory_reads(cache_bytes))
@@ -180,18 +195,20 @@ def bench_elementwise(rows: int, dtype: torch.dtype) -> None:
     cos, sin, positions = torch.rand(2048, dim // 2), torch.rand(2048, dim // 2), torch.arange(rows)
     kv = torch.randn(rows // BLOCK_SIZE + 1, 2, 2, kv_heads, BLOCK_SIZE, dim).to(dtype)
     cases: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-        "rms_norm": (
-            lambda: fused.rms_norm(x, weight, 1e-5, out), lambda: reference.rms_norm(x, weight, 1e-5, out)),
+        "rms_norm": (lambda: fused.rms_norm(x, weight, 1e-5, out), lambda: reference.rms_norm(x, weight, 1e-5, out)),
         "rope": (
             lambda: fused.rope_inplace(q, k, cos, sin, positions),
-            lambda: reference.rope_inplace(q, k, cos, sin, positions)),
+            lambda: reference.rope_inplace(q, k, cos, sin, positions),
+        ),
         "silu_mul": (lambda: fused.silu_mul(gate_up, act), lambda: reference.silu_mul(gate_up, act)),
         "write_kv": (lambda: write_kv(k, v, kv, 1, positions), lambda: reference.write_kv(k, v, kv, 1, positions)),
-    }  # fmt: skip
+    }
     for name, (ours, theirs) in cases.items():
         ours_s, theirs_s = best_each_s((ours, theirs), 30)
-        print(f"{name:>14} {rows:4} rows {str(dtype).removeprefix('torch.'):>8}: {ours_s * 1e6:6.1f} us, "
-              f"torch {theirs_s * 1e6:6.1f} us")  # fmt: skip
+        print(
+            f"{name:>14} {rows:4} rows {str(dtype).removeprefix('torch.'):>8}: {ours_s * 1e6:6.1f} us, "
+            f"torch {theirs_s * 1e6:6.1f} us"
+        )
 
 
 def main() -> None:

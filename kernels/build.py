@@ -29,9 +29,17 @@ from cohort.common.paths import cache_dir
 SOURCE_DIR = Path(__file__).resolve().parent / "csrc"
 LIBRARY_NAME = "cohort_kernels.so"
 COMPILE_FLAGS = (
-    "-std=c++20", "-O3", "-march=native", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno",
-    "-fno-trapping-math", "-fvisibility=hidden", "-DNDEBUG",
-)  # fmt: skip
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-fopenmp",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-DNDEBUG",
+)
 BUILD_TIMEOUT_S = 900.0  # half a minute on two idle cores; a loaded machine takes many times that
 _LOCK_RETRY_S = 0.1
 

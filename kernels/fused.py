@@ -42,9 +42,16 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
 
 
 def rope_and_write_kv(
-    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: Tensor, layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    kv: Tensor,
+    layer: int,
     slot_mapping: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """`rope_inplace` of query and key, then `write_kv`: on a GPU one launch. What is left in `key` is nobody's."""
     if (ops := gpu.ops_for(kv)) is not None:
         ops.rope_and_write_kv(query, key, value, cos, sin, positions, kv, layer, slot_mapping)

@@ -50,16 +50,35 @@ class LayerStack:
     def __init__(self, layers: Sequence[LayerWeights], cos: Tensor, sin: Tensor, *, eps: float, scale: float) -> None:
         self._op: Any = native.operators().llama_layers
         names = (
-            "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "attention_out", "mlp_norm", "gate_up", "down",
+            "input_norm",
+            "qkv",
+            "qkv_bias",
+            "q_norm",
+            "k_norm",
+            "attention_out",
+            "mlp_norm",
+            "gate_up",
+            "down",
             "sliding_window",
-        )  # fmt: skip
+        )
         self._weights = [[getattr(layer, name) for layer in layers] for name in names]
         self._constants = (eps, scale, cos, sin)
 
     def run(self, buffers: StepBuffers, positions: Tensor, slots: Tensor, meta: AttentionMeta, kv: Tensor) -> None:
         """One step: writes its keys and values into `kv` and moves the residual on."""
         self._op(
-            *self._weights, *self._constants, positions, slots, meta.query_start, meta.context_lens,
-            meta.block_tables, meta.directions, kv, buffers.residual, buffers.normed, buffers.qkv, buffers.attended,
+            *self._weights,
+            *self._constants,
+            positions,
+            slots,
+            meta.query_start,
+            meta.context_lens,
+            meta.block_tables,
+            meta.directions,
+            kv,
+            buffers.residual,
+            buffers.normed,
+            buffers.qkv,
+            buffers.attended,
             buffers.activated,
-        )  # fmt: skip
+        )

@@ -21,11 +21,23 @@ from cohort.kernels.self_check import first_difference
 ENVIRONMENT = "COHORT_KERNELS"
 _DTYPES = frozenset({torch.float32, torch.bfloat16})
 _OPERATORS = (
-    "paged_attention", "write_kv", "gather_slots", "scatter_slots",
-    "rms_norm", "rope_inplace", "silu_mul",
-    "pack_panels", "panel_outputs", "panel_product", "panel_product_added", "panel_product_gated", "panel_rows",
-    "panels_multiply_bf16", "huge_zeros", "llama_layers",
-)  # fmt: skip
+    "paged_attention",
+    "write_kv",
+    "gather_slots",
+    "scatter_slots",
+    "rms_norm",
+    "rope_inplace",
+    "silu_mul",
+    "pack_panels",
+    "panel_outputs",
+    "panel_product",
+    "panel_product_added",
+    "panel_product_gated",
+    "panel_rows",
+    "panels_multiply_bf16",
+    "huge_zeros",
+    "llama_layers",
+)
 _log = structlog.get_logger(__name__)
 
 

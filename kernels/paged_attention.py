@@ -25,7 +25,15 @@ def paged_attention(
     """
     if (ops := native.ops_for(kv)) is not None:
         ops.paged_attention(
-            query, kv, layer, meta.query_start, meta.context_lens, meta.block_tables, meta.directions, scale, out,
+            query,
+            kv,
+            layer,
+            meta.query_start,
+            meta.context_lens,
+            meta.block_tables,
+            meta.directions,
+            scale,
+            out,
             sliding_window,
         )
     elif (ops := gpu.ops_for(kv)) is not None:

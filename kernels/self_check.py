@@ -34,8 +34,10 @@ def _attention_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) ->
         context_lens=torch.tensor([37, 60], dtype=torch.int32),
         block_tables=torch.tensor([[3, 1, 6, 0], [2, 7, 4, 5]], dtype=torch.int32),
         directions=torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]], dtype=torch.uint8),
-        block_size=_BLOCK_SIZE, max_query_len=20, num_prefill_rows=1,
-    )  # fmt: skip
+        block_size=_BLOCK_SIZE,
+        max_query_len=20,
+        num_prefill_rows=1,
+    )
     query = torch.randn(21, kv_heads * group, head_dim, generator=random).to(dtype)
     ours, truth = torch.empty_like(query), torch.empty_like(query)
     scale = head_dim**-0.5

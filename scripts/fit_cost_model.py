@@ -55,9 +55,12 @@ def splitwise_points(path: Path, hardware: str) -> list[Point]:
         for row in csv.DictReader(file):
             if row["hardware"] == hardware:
                 key = (
-                    row["model"], int(row["tensor_parallel"]), int(row["prompt_size"]), int(row["batch_size"]),
+                    row["model"],
+                    int(row["tensor_parallel"]),
+                    int(row["prompt_size"]),
+                    int(row["batch_size"]),
                     int(row["token_size"]),
-                )  # fmt: skip
+                )
                 groups[key].append((float(row["prompt_time"]) / 1e3, float(row["token_time"]) / 1e3))
     points = []
     for (model, devices, prompt, rows, output), times in sorted(groups.items()):
@@ -117,9 +120,12 @@ def fit_gpu(
 
     def unpack(x: np.ndarray[Any, Any]) -> tuple[DeviceShape, dict[str, StackShape]]:
         fitted = replace(
-            device, compute_efficiency=x[0], memory_efficiency=x[1], attention_efficiency=x[2],
+            device,
+            compute_efficiency=x[0],
+            memory_efficiency=x[1],
+            attention_efficiency=x[2],
             exchange_bytes_per_s=x[3] * 1e11,
-        )  # fmt: skip
+        )
         stacks = {
             model: replace(fixed, name=model, launch_s=x[4 + 2 * i] * 1e-4, row_s=x[5 + 2 * i] * 1e-4)
             for i, model in enumerate(models)
@@ -128,9 +134,7 @@ def fit_gpu(
 
     def residuals(x: np.ndarray[Any, Any]) -> list[float]:
         fitted, stacks = unpack(x)
-        return [
-            float(np.log(_eager(point, fitted, stacks[point.model]) / point.seconds)) for point in points
-        ]
+        return [float(np.log(_eager(point, fitted, stacks[point.model]) / point.seconds)) for point in points]
 
     start = np.array([0.65, 0.65, 0.5, 1.5, *[5.0, 3.0] * len(models)])
     low = np.array([0.1, 0.1, 0.1, 0.1, *[0.1, 0.0] * len(models)])
@@ -148,9 +152,13 @@ def _eager(point: Point, device: DeviceShape, stack: StackShape) -> float:
 def fit_cpu(points: Sequence[Point], model: str, device: DeviceShape) -> tuple[DeviceShape, StackShape]:
     def unpack(x: np.ndarray[Any, Any]) -> tuple[DeviceShape, StackShape]:
         fitted = replace(
-            device, compute_efficiency=x[0], memory_efficiency=x[1], attention_efficiency=x[2], layer_s=x[3] * 1e-5,
+            device,
+            compute_efficiency=x[0],
+            memory_efficiency=x[1],
+            attention_efficiency=x[2],
+            layer_s=x[3] * 1e-5,
             kv_efficiency=x[6],
-        )  # fmt: skip
+        )
         return fitted, StackShape("fit", 0.0, x[4] * 1e-4, x[5] * 1e-5)
 
     def residuals(x: np.ndarray[Any, Any]) -> list[float]:

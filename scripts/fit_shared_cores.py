@@ -49,10 +49,15 @@ class Iteration:
         decodes = [start + 1 for start, end in self.rows if end - start == 1]
         prompts = [(start, end) for start, end in self.rows if end - start > 1]
         return StepWork(
-            sum(end - start for start, end in self.rows), len(self.rows), len(self.rows),
-            sum(prefill_pairs(start, end - start) for start, end in prompts), sum(end for _, end in prompts),
-            len(decodes), sum(decodes), max(decodes, default=0),
-        )  # fmt: skip
+            sum(end - start for start, end in self.rows),
+            len(self.rows),
+            len(self.rows),
+            sum(prefill_pairs(start, end - start) for start, end in prompts),
+            sum(end for _, end in prompts),
+            len(decodes),
+            sum(decodes),
+            max(decodes, default=0),
+        )
 
 
 def iterations(path: Path) -> Iterator[Iteration]:

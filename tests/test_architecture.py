@@ -108,8 +108,7 @@ def test_services_log_and_do_not_print():
     found = [
         shown(file, node.lineno, ast.unparse(node)[:60])
         for file in sources(*CODE)
-        if str(file.relative_to(ROOT)) not in PRINTERS
-        and not str(file.relative_to(ROOT)).startswith(TERMINAL_PROGRAMS)
+        if str(file.relative_to(ROOT)) not in PRINTERS and not str(file.relative_to(ROOT)).startswith(TERMINAL_PROGRAMS)
         for node in ast.walk(tree_of(file))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
@@ -144,9 +143,10 @@ def test_papers_do_not_know_each_other():
         others = {f"cohort.common.policies.{other}" for other in PAPERS if other != paper}
         for file in sources(f"common/policies/{paper}"):
             found += [
-                shown(path, line, name) for path, line, name in imports_of(file)
+                shown(path, line, name)
+                for path, line, name in imports_of(file)
                 if any(name == other or name.startswith(other + ".") for other in others)
-            ]  # fmt: skip
+            ]
     assert found == []
 
 

@@ -154,7 +154,8 @@ class StepBatch:
             padding=None if self.padding is None else self.padding[first:end],
             scoring=tuple(
                 ScoringRow(item.row - first, item.first - token_first, item.targets, item.top)
-                for item in self.scoring if first <= item.row < end
+                for item in self.scoring
+                if first <= item.row < end
             ),
         )
 

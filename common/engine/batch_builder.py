@@ -70,7 +70,8 @@ def build_batch(plan: IterationPlan, kv: KvAllocator) -> tuple[StepBatch, list[S
         padding=padding,
         scoring=tuple(
             _scoring(index, row, int(query_start[index]))
-            for index, row in enumerate(rows) if row.sequence.scores_prompt
+            for index, row in enumerate(rows)
+            if row.sequence.scores_prompt
         ),
     )
     return batch, [rows[index].sequence for index in drawing]

@@ -85,9 +85,9 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow], uploads: Uploads) -> Tens
     """int64 [n] for logits [n, vocabulary], which are ours to change."""
     vocab = logits.shape[1]
     _adjust(logits, rows, uploads)
-    numbers = np.array(
-        [(max(row.temperature, GREEDY_BELOW), row.min_p) for row in rows], dtype=np.float32
-    ).reshape(len(rows), 2)
+    numbers = np.array([(max(row.temperature, GREEDY_BELOW), row.min_p) for row in rows], dtype=np.float32).reshape(
+        len(rows), 2
+    )
     keys = np.array([draw_key(row.seed, row.position) for row in rows], dtype=np.uint64).view(np.int64)
     hot = np.array([row.temperature >= GREEDY_BELOW for row in rows])
     device_numbers, device_keys, device_hot = uploads.put([numbers, keys, hot])
@@ -172,9 +172,12 @@ def _nearest(distance: Tensor, weights: Tensor, rows: Sequence[SamplingRow], upl
         return weights
     counts = [rows[i].top_k if 0 < rows[i].top_k < vocab else vocab for i in limited]
     index, last, share = uploads.put(
-        [np.array(limited, dtype=np.int64), np.array(counts, dtype=np.int64)[:, None] - 1,
-         np.array([rows[i].top_p for i in limited], dtype=np.float64)[:, None]]
-    )  # fmt: skip
+        [
+            np.array(limited, dtype=np.int64),
+            np.array(counts, dtype=np.int64)[:, None] - 1,
+            np.array([rows[i].top_p for i in limited], dtype=np.float64)[:, None],
+        ]
+    )
     distance, kept = distance.index_select(0, index), weights.index_select(0, index)
     nearest, order = distance.sort(dim=-1)
     kept = torch.where(distance <= nearest.gather(1, last), kept, 0.0)

@@ -49,9 +49,17 @@ class DeviceSteps:
     """One step at a time: `launch` only after the step before has finished."""
 
     def __init__(
-        self, model: Model, geometry: ModelGeometry, kv: KvTensors, *, device: torch.device, dtype: torch.dtype,
-        max_rows: int, max_step_tokens: int, max_context: int,
-    ) -> None:  # fmt: skip
+        self,
+        model: Model,
+        geometry: ModelGeometry,
+        kv: KvTensors,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_rows: int,
+        max_step_tokens: int,
+        max_context: int,
+    ) -> None:
         self._model, self._kv, self._geometry = model, kv, geometry
         self._device, self._max_rows = device, max_rows
         self.stream: Stream = stream_for(device)
@@ -60,14 +68,23 @@ class DeviceSteps:
         self._workspace: Workspace | None = None
         if device.type == "cuda":
             self._workspace = Workspace(
-                max_rows=max_rows, query_heads=geometry.num_heads, kv_heads=geometry.num_kv_heads,
-                head_dim=geometry.head_dim, dtype=dtype, device=device,
+                max_rows=max_rows,
+                query_heads=geometry.num_heads,
+                kv_heads=geometry.num_kv_heads,
+                head_dim=geometry.head_dim,
+                dtype=dtype,
+                device=device,
                 staging_tokens=max(max_step_tokens, STAGING_TOKENS),
-            )  # fmt: skip
+            )
         self.decode = StaticDecode(
-            model, kv.with_spare, spare_block=kv.spare_block, max_rows=max_rows, max_context=max_context, device=device,
+            model,
+            kv.with_spare,
+            spare_block=kv.spare_block,
+            max_rows=max_rows,
+            max_context=max_context,
+            device=device,
             workspace=self._workspace,
-        )  # fmt: skip
+        )
         if device.type == "cuda":  # weights and cache were written on another stream
             torch.cuda.synchronize(device)
 
@@ -127,4 +144,3 @@ class DeviceSteps:
 
     def _inputs(self, batch: StepBatch) -> StepInputs:
         return step_inputs(batch, self._kv.geometry.block_size, self._device, self._uploads, self._workspace)
-

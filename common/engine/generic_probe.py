@@ -62,12 +62,7 @@ def check_structure(model: Any, geometry: ModelGeometry, model_dir: Path, device
 
 
 def check_answers(
-    model: Model,
-    expected: Tensor,
-    geometry: ModelGeometry,
-    model_dir: Path,
-    dtype: torch.dtype,
-    device: torch.device,
+    model: Model, expected: Tensor, geometry: ModelGeometry, model_dir: Path, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Compare the trial's logits over a paged cache with the model's own.
 

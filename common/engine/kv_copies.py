@@ -22,8 +22,9 @@ class KvCopier:
     def __init__(self, kv: KvTensors) -> None:
         self._kv = kv
         # With one OpenMP thread it takes no core from the forward's pool, whose size was set when its thread began.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-copies", initializer=torch.set_num_threads,
-                                          initargs=(1,))  # fmt: skip
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="kv-copies", initializer=torch.set_num_threads, initargs=(1,)
+        )
         self._stream: Any = None
 
     @contextlib.contextmanager

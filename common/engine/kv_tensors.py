@@ -24,14 +24,21 @@ class KvTensors:
     """Device blocks and host blocks, each [blocks, layers, 2, kv heads, block size, head dim] (K at 0, V at 1)."""
 
     def __init__(
-        self, geometry: KvGeometry, *, num_blocks: int, host_blocks: int, dtype: torch.dtype, device: torch.device,
+        self,
+        geometry: KvGeometry,
+        *,
+        num_blocks: int,
+        host_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
         spare: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`spare`: one block more behind the others, for padding rows of recorded steps; in none of the counts."""
         block = (geometry.num_layers, 2, geometry.num_kv_heads, geometry.block_size, geometry.head_dim)
         self.geometry = geometry
         self.device = device
         self.block_bytes = geometry.block_bytes
+
         # Zeros, not empty: a kernel may multiply a masked slot's content by weight zero, which NaN would survive. On
         # the CPU the zero pages cost nothing until they are written, and huge ones spare decode the address lookups.
         def in_host_memory(blocks: int) -> Tensor:
@@ -102,9 +109,7 @@ class KvTensors:
 
     def scatter(self, tokens: Tensor, slots: Tensor) -> None:
         """The way back of `gather`; the slots must differ from each other."""
-        scatter_slots(
-            tokens.to(self.device, non_blocking=True), self.blocks, slots.to(self.device, non_blocking=True)
-        )
+        scatter_slots(tokens.to(self.device, non_blocking=True), self.blocks, slots.to(self.device, non_blocking=True))
 
     def copy_slots_out(self, device: Sequence[int], host: Sequence[int]) -> None:
         """R9, R12 · Checkpoint: token by token, device slot → host slot, in one gather and one scatter."""

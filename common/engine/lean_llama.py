@@ -139,9 +139,7 @@ class LeanLlama:
             if layer.q_norm is not None and layer.k_norm is not None:
                 rms_norm(query, layer.q_norm, eps, query)
                 rms_norm(key, layer.k_norm, eps, key)
-            rope_and_write_kv(
-                query, key, value, self._cos, self._sin, step.positions, kv, index, step.slot_mapping
-            )
+            rope_and_write_kv(query, key, value, self._cos, self._sin, step.positions, kv, index, step.slot_mapping)
             paged_attention(query, kv, index, meta, self._scale, per_head, sliding_window=layer.sliding_window)
             layer.attention_out.add_into(buffers.attended, residual)
             rms_norm(residual, layer.mlp_norm, eps, normed)
@@ -175,9 +173,17 @@ def _packed(layer: _Layer) -> LayerWeights | None:
     if layer.attention_out.bias is not None or layer.down.bias is not None:
         return None
     return LayerWeights(
-        layer.input_norm, qkv, layer.qkv.bias, layer.q_norm, layer.k_norm, out, layer.mlp_norm, gate_up, down,
+        layer.input_norm,
+        qkv,
+        layer.qkv.bias,
+        layer.q_norm,
+        layer.k_norm,
+        out,
+        layer.mlp_norm,
+        gate_up,
+        down,
         layer.sliding_window,
-    )  # fmt: skip
+    )
 
 
 def _tensor_names(geometry: ModelGeometry, prefix: str) -> list[str]:
@@ -195,9 +201,14 @@ def _tensor_names(geometry: ModelGeometry, prefix: str) -> list[str]:
 
 
 def _read_layer(
-    files: Weights, geometry: ModelGeometry, prefix: str, index: int, dtype: torch.dtype, device: torch.device,
+    files: Weights,
+    geometry: ModelGeometry,
+    prefix: str,
+    index: int,
+    dtype: torch.dtype,
+    device: torch.device,
     arena: Arena,
-) -> _Layer:  # fmt: skip
+) -> _Layer:
     hidden, inner = geometry.hidden_size, geometry.intermediate_size
     query_size = geometry.num_heads * geometry.head_dim
     kv_size = geometry.num_kv_heads * geometry.head_dim

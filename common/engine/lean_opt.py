@@ -23,11 +23,7 @@ from cohort.kernels.paged_attention import paged_attention, write_kv
 
 _POSITION_OFFSET = 2  # OPT's position table starts with two unused rows
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu_,
-    "gelu": F.gelu,
-    "silu": F.silu,
-}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu_, "gelu": F.gelu, "silu": F.silu}
 
 
 @dataclass(slots=True)
@@ -53,9 +49,14 @@ class LeanOpt:
     """The weights of one model and its forward."""
 
     def __init__(
-        self, model_dir: Path, geometry: ModelGeometry, *, dtype: torch.dtype, device: torch.device,
+        self,
+        model_dir: Path,
+        geometry: ModelGeometry,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
         weights: WeightKind = "files",
-    ) -> None:  # fmt: skip
+    ) -> None:
         if geometry.activation not in _ACTIVATIONS:
             raise ModelError(f"{model_dir}: OPT with activation {geometry.activation!r}; known: {sorted(_ACTIVATIONS)}")
         self._geometry = geometry
@@ -135,9 +136,7 @@ def _tensor_names(geometry: ModelGeometry, prefix: str) -> list[str]:
     return [prefix + name for name in names]
 
 
-def _read_norm(
-    files: Weights, geometry: ModelGeometry, name: str, dtype: torch.dtype, device: torch.device
-) -> _Norm:
+def _read_norm(files: Weights, geometry: ModelGeometry, name: str, dtype: torch.dtype, device: torch.device) -> _Norm:
     if not geometry.norm_affine:
         return _Norm(None, None)
     size = (geometry.hidden_size,)

@@ -118,9 +118,15 @@ class ModelRunner:
         if on_device:
             longest = min(max_context or self.geometry.max_positions, self.geometry.max_positions)
             self._device_steps = DeviceSteps(
-                self._model, self.geometry, self.kv, device=self.device, dtype=torch_dtype, max_rows=max_rows,
-                max_step_tokens=max_step_tokens, max_context=min(longest, num_blocks * block_size),
-            )  # fmt: skip
+                self._model,
+                self.geometry,
+                self.kv,
+                device=self.device,
+                dtype=torch_dtype,
+                max_rows=max_rows,
+                max_step_tokens=max_step_tokens,
+                max_context=min(longest, num_blocks * block_size),
+            )
         log.info(
             "model loaded",
             model=model_dir.name,
@@ -235,14 +241,23 @@ class ModelRunner:
         element = DTYPE_BYTES[self.dtype]
         reserved = step_bytes(self.geometry, element, self.max_rows, self.max_step_tokens) + share.graphs
         budget = kv_bytes(
-            total=total, free=free, own=torch.cuda.memory_reserved(self.device), sharers=share.sharers,
-            fraction=share.fraction, reserved=reserved,
-        )  # fmt: skip
+            total=total,
+            free=free,
+            own=torch.cuda.memory_reserved(self.device),
+            sharers=share.sharers,
+            fraction=share.fraction,
+            reserved=reserved,
+        )
         wanted = min(budget, share.most_kv) if share.most_kv else budget
         log.info(
-            "GPU memory", total_mebibytes=total >> 20, free_mebibytes=free >> 20, sharers=share.sharers,
-            reserved_mebibytes=reserved >> 20, kv_mebibytes=wanted >> 20, configured_mebibytes=share.most_kv >> 20,
-        )  # fmt: skip
+            "GPU memory",
+            total_mebibytes=total >> 20,
+            free_mebibytes=free >> 20,
+            sharers=share.sharers,
+            reserved_mebibytes=reserved >> 20,
+            kv_mebibytes=wanted >> 20,
+            configured_mebibytes=share.most_kv >> 20,
+        )
         blocks = self.plan_kv_blocks(self.geometry, self.dtype, self.block_size, wanted) - 1  # one is the spare block
         if blocks < 2:
             raise ConfigError(
@@ -258,9 +273,14 @@ class ModelRunner:
             match geometry.family:
                 case "llama":
                     return LeanLlama(
-                        model_dir, geometry, dtype=dtype, device=self.device, max_rows=self.max_rows,
-                        max_step_tokens=self.max_step_tokens, weights=weights,
-                    )  # fmt: skip
+                        model_dir,
+                        geometry,
+                        dtype=dtype,
+                        device=self.device,
+                        max_rows=self.max_rows,
+                        max_step_tokens=self.max_step_tokens,
+                        weights=weights,
+                    )
                 case "opt":
                     return LeanOpt(model_dir, geometry, dtype=dtype, device=self.device, weights=weights)
                 case "generic":

@@ -50,9 +50,13 @@ def main() -> int:
         sys.stderr.write(f"cohort profile: {error}\n")
         return 2
     profile = Profile(
-        options.model_name, platform.processor() or platform.machine(), str(runner.device), str(runner.dtype),
-        options.threads, points,
-    )  # fmt: skip
+        options.model_name,
+        platform.processor() or platform.machine(),
+        str(runner.device),
+        str(runner.dtype),
+        options.threads,
+        points,
+    )
     options.output.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
     return 0
 

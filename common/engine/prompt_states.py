@@ -17,9 +17,7 @@ def prompt_states(runner: ModelRunner, drawing: Seq[Sequence]) -> list[PromptSta
 
     Empty for models that keep no states and for steps that ran in parts.
     """
-    first = [
-        index for index, each in enumerate(drawing) if each.output_tokens == 1 and not each.request.output_known
-    ]
+    first = [index for index, each in enumerate(drawing) if each.output_tokens == 1 and not each.request.output_known]
     states = runner.sampled_states(len(drawing)) if first else None
     if states is None:
         return []

@@ -65,9 +65,16 @@ class StaticDecode:
     """The buffers of all classes (each uses the first rows of the same ones) and the recorded steps."""
 
     def __init__(
-        self, model: Model, kv: Tensor, *, spare_block: int, max_rows: int, max_context: int, device: torch.device,
+        self,
+        model: Model,
+        kv: Tensor,
+        *,
+        spare_block: int,
+        max_rows: int,
+        max_context: int,
+        device: torch.device,
         workspace: Workspace | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`kv` [blocks, layers, 2, kv heads, block size, head dim], of which `spare_block` belongs to nobody."""
         self._model, self._kv = model, kv
         self._spare = spare_block
@@ -133,9 +140,12 @@ class StaticDecode:
             # A smaller class fits into the same pool: what comes on top is no more than this one took.
             estimate = recorded.cost_bytes
         log.info(
-            "decode steps recorded", classes=list(self.classes), refused=refused, mebibytes=budget.spent_bytes >> 20,
+            "decode steps recorded",
+            classes=list(self.classes),
+            refused=refused,
+            mebibytes=budget.spent_bytes >> 20,
             budget_mebibytes=budget.budget_bytes >> 20,
-        )  # fmt: skip
+        )
 
     def takes(self, batch: StepBatch) -> int | None:
         """The class that computes this batch; None where it has other than one token per row, or no class holds it."""
@@ -157,9 +167,11 @@ class StaticDecode:
     def _fill(self, batch: StepBatch, rows_class: int) -> None:
         rows, width = batch.num_rows, batch.block_tables.shape[1]
         for name, array in (
-            ("token_ids", batch.token_ids), ("positions", batch.positions), ("slots", batch.slot_mapping),
+            ("token_ids", batch.token_ids),
+            ("positions", batch.positions),
+            ("slots", batch.slot_mapping),
             ("context_lens", batch.context_lens),
-        ):  # fmt: skip
+        ):
             self._host[name][:rows] = array
         self._write_padding(rows, rows_class)
         self._numbers.copy_(self._numbers_host, non_blocking=True)

@@ -43,9 +43,12 @@ class Model(Protocol):
 
 
 def step_inputs(
-    batch: StepBatch, block_size: int, device: torch.device, uploads: Uploads | None = None,
+    batch: StepBatch,
+    block_size: int,
+    device: torch.device,
+    uploads: Uploads | None = None,
     workspace: Workspace | None = None,
-) -> StepInputs:  # fmt: skip
+) -> StepInputs:
     """Put a batch on the device: array by array, or through `uploads` in one copy that nobody waits for."""
     lengths = np.diff(batch.query_start)
     last_token = batch.query_start[1:].astype(np.int64) - 1
@@ -54,9 +57,14 @@ def step_inputs(
     longer_rows = np.flatnonzero(lengths > 1)
 
     arrays: list[npt.NDArray[np.generic]] = [
-        batch.token_ids, batch.positions, batch.slot_mapping, last_token[batch.sample_rows], batch.query_start,
-        batch.context_lens, batch.block_tables,
-    ]  # fmt: skip
+        batch.token_ids,
+        batch.positions,
+        batch.slot_mapping,
+        last_token[batch.sample_rows],
+        batch.query_start,
+        batch.context_lens,
+        batch.block_tables,
+    ]
     if batch.directions is not None:
         arrays.append(batch.directions)
     if uploads is not None:

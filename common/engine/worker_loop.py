@@ -55,13 +55,7 @@ from cohort.common.messages import (
     WorkerReport,
 )
 from cohort.common.metrics import EngineMetrics, TransferMetrics
-from cohort.common.policies.interface import (
-    IterationPlan,
-    IterationScheduler,
-    KvAllocator,
-    LearnsStepTimes,
-    Sequence,
-)
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, KvAllocator, LearnsStepTimes, Sequence
 from cohort.common.service import MANAGER, PREDICTOR, ServiceContext, bind_address
 from cohort.common.transport.kv_link import KvLink
 from cohort.common.transport.links import open_links
@@ -80,16 +74,19 @@ class WorkerPolicies(Protocol):
 
     def iteration(self, config: Config) -> IterationScheduler: ...
 
-    def allocation(
-        self, config: Config, geometry: KvGeometry, num_blocks: int, host_blocks: int
-    ) -> KvAllocator: ...
+    def allocation(self, config: Config, geometry: KvGeometry, num_blocks: int, host_blocks: int) -> KvAllocator: ...
 
 
 class WorkerLoop:
     def __init__(
-        self, context: ServiceContext, role: Role, runner: ModelRunner, links: dict[str, KvLink],
-        policies: WorkerPolicies, engine: ThreadPoolExecutor,
-    ) -> None:  # fmt: skip
+        self,
+        context: ServiceContext,
+        role: Role,
+        runner: ModelRunner,
+        links: dict[str, KvLink],
+        policies: WorkerPolicies,
+        engine: ThreadPoolExecutor,
+    ) -> None:
         config = context.config
         self._context = context
         self._config = config
@@ -128,14 +125,28 @@ class WorkerLoop:
         self.machine: WorkerMachine
         if config.engine.record_dir:
             self.machine = RecordedWorkerMachine(
-                context.instance, MANAGER, self.capacity, settings, scheduler, kv, seed,
-                lambda: self._agent.addresses, dump_config(config), _recording(config, context.instance).write,
-            )  # fmt: skip
+                context.instance,
+                MANAGER,
+                self.capacity,
+                settings,
+                scheduler,
+                kv,
+                seed,
+                lambda: self._agent.addresses,
+                dump_config(config),
+                _recording(config, context.instance).write,
+            )
         else:
             self.machine = WorkerMachine(
-                context.instance, MANAGER, self.capacity, settings, scheduler, kv, random.Random(seed),
+                context.instance,
+                MANAGER,
+                self.capacity,
+                settings,
+                scheduler,
+                kv,
+                random.Random(seed),
                 lambda: self._agent.addresses,
-            )  # fmt: skip
+            )
         self._engine = engine
         # A GPU's step leaves the processor free: what the step before has to tell is told while it computes. On a
         # processor that would only take the step's own time.
@@ -159,10 +170,11 @@ class WorkerLoop:
         context, config, runner = self._context, self._config, self._runner
         threads = config.worker_threads(context.instance, len(_cores()))
         learned = LearnedState(
-            scheduler, Path(config.engine.state_dir) if config.engine.state_dir else paths.cache_dir() / "learned",
+            scheduler,
+            Path(config.engine.state_dir) if config.engine.state_dir else paths.cache_dir() / "learned",
             f"{context.model_name}-{runner.device}-{runner.dtype}-{threads}-{context.instance}-{config.policies.iteration}",
             config.bros.profile if config.policies.iteration == "slack_packing" else config.dynaserve.profile,
-        )  # fmt: skip
+        )
         self._log.info("step times", start=learned.load())
         return learned
 
@@ -220,9 +232,13 @@ class WorkerLoop:
                 case Send(peer=peer, message=message):
                     if isinstance(message, SegmentEnded):
                         self._log.info(
-                            "segment ended", request_id=message.request_id, attempt=message.attempt,
-                            outcome=message.outcome, positions=message.positions, reason=message.reason,
-                        )  # fmt: skip
+                            "segment ended",
+                            request_id=message.request_id,
+                            attempt=message.attempt,
+                            outcome=message.outcome,
+                            positions=message.positions,
+                            reason=message.reason,
+                        )
                     self._send(peer, message)
                 case Dial(peer=peer, endpoint=endpoint):
                     self._bus.connect(peer, endpoint)
@@ -516,11 +532,7 @@ def _draws(drawing: list[Sequence], output: StepOutput | None) -> Iterable[Sampl
     if output is None:
         return
     for sequence, token, logprobs in zip(drawing, output.tokens.tolist(), output.logprobs, strict=True):
-        yield Sampled(
-            sequence,
-            token,
-            _to_wire(logprobs) if logprobs else None,
-        )
+        yield Sampled(sequence, token, _to_wire(logprobs) if logprobs else None)
 
 
 def _to_wire(logprobs: TokenLogprobs) -> TokenLogprob:
@@ -614,9 +626,11 @@ def open_worker_links(context: ServiceContext) -> dict[str, KvLink]:
     endpoint = _data_endpoint(context)
     curve = load_keys(context.config.security.curve_secret_key_file)
     links = open_links(
-        context.config.transfer.links, zmq_bind=bind_address(endpoint, context.config.endpoints.bind_host),
-        zmq_advertise=endpoint, curve=curve,
-    )  # fmt: skip
+        context.config.transfer.links,
+        zmq_bind=bind_address(endpoint, context.config.endpoints.bind_host),
+        zmq_advertise=endpoint,
+        curve=curve,
+    )
     return {link.name: link for link in links}
 
 

@@ -322,9 +322,7 @@ class ManagerMachine:
         held = _keys(message.held) | awaiting
         view = InstanceView(message.instance, message.capacity)
         self._views = None
-        self._workers[message.instance] = _Worker(
-            message.incarnation, message.endpoint, view, now_s, held, awaiting
-        )
+        self._workers[message.instance] = _Worker(message.incarnation, message.endpoint, view, now_s, held, awaiting)
         if known is not None:  # the same process once more: it keeps what it was given
             self._workers[message.instance].live = known.live
         self._note_unclaimed(now_s, held)
@@ -463,8 +461,12 @@ class ManagerMachine:
             Send(
                 instance,
                 StartSegment(
-                    request, list(segments), index, self._gateways[managed.gateway].endpoint,
-                    self._workers[following].endpoint if following is not None else "", batch_id,
+                    request,
+                    list(segments),
+                    index,
+                    self._gateways[managed.gateway].endpoint,
+                    self._workers[following].endpoint if following is not None else "",
+                    batch_id,
                 ),
             )
         )
@@ -485,10 +487,7 @@ class ManagerMachine:
         if holder != action.instance:
             self._start(now_s, managed, managed.request, len(done), action.batch_id)
         self._effects.append(
-            Send(
-                holder,
-                BindSegment(managed.request_id, managed.attempt, following, worker.endpoint, action.batch_id),
-            )
+            Send(holder, BindSegment(managed.request_id, managed.attempt, following, worker.endpoint, action.batch_id))
         )
 
     def _prefetch(self, action: seats.Prefetch) -> None:
@@ -545,9 +544,7 @@ class ManagerMachine:
         self.counters.displaced += 1
         self._forget(now_s, managed, "displaced")
         if managed.gateway in self._gateways:
-            self._effects.append(
-                Send(managed.gateway, Displaced([Held(managed.request_id, managed.attempt)], reason))
-            )
+            self._effects.append(Send(managed.gateway, Displaced([Held(managed.request_id, managed.attempt)], reason)))
 
     def _forget(self, now_s: float, managed: _Managed, reason: str) -> None:
         self._requests.pop(managed.request_id, None)
@@ -621,8 +618,6 @@ class ManagerMachine:
             **(self._self_judging.figures() if self._self_judging is not None else {}),
             **(self._late_binding.figures() if self._late_binding is not None else {}),
         }
-
-
 
 
 def _keys(attempts: Iterable[Held]) -> set[SequenceKey]:

@@ -825,9 +825,7 @@ class WorkerMachine:
         self._effects.append(
             Send(
                 peer,
-                KvOffer(
-                    self.instance, sequence.request_id, sequence.request.attempt, outgoing.transfer_id, positions
-                ),
+                KvOffer(self.instance, sequence.request_id, sequence.request.attempt, outgoing.transfer_id, positions),
             )
         )
 
@@ -873,8 +871,15 @@ class WorkerMachine:
             sequence.pinned = True
             self._effects.append(
                 SendRuns(
-                    outgoing.peer, sequence.request_id, sequence.request.attempt, outgoing.lease_id, outgoing.round,
-                    outgoing.link, outgoing.links[outgoing.link], runs, from_host=pool is not None,
+                    outgoing.peer,
+                    sequence.request_id,
+                    sequence.request.attempt,
+                    outgoing.lease_id,
+                    outgoing.round,
+                    outgoing.link,
+                    outgoing.links[outgoing.link],
+                    runs,
+                    from_host=pool is not None,
                 )
             )
         if leaving and not outgoing.handed_over:
@@ -885,9 +890,16 @@ class WorkerMachine:
                 Send(
                     outgoing.peer,
                     KvHandOver(
-                        sequence.request_id, sequence.request.attempt, outgoing.lease_id, outgoing.round,
-                        sequence.tokens, computed, outgoing.round_runs, sequence.cached_tokens,
-                        self._logprobs.get(sequence.key, []), exposed,
+                        sequence.request_id,
+                        sequence.request.attempt,
+                        outgoing.lease_id,
+                        outgoing.round,
+                        sequence.tokens,
+                        computed,
+                        outgoing.round_runs,
+                        sequence.cached_tokens,
+                        self._logprobs.get(sequence.key, []),
+                        exposed,
                         self._prompt_logprobs.get(sequence.key, []),
                     ),
                 )
@@ -978,8 +990,14 @@ class WorkerMachine:
             Send(
                 offer.sender,
                 KvGrant(
-                    offer.request_id, offer.attempt, offer.transfer_id, lease_id, self._settings.lease_s,
-                    list(self.kv.blocks(sequence.key)), cached, dict(self._link_addresses()),
+                    offer.request_id,
+                    offer.attempt,
+                    offer.transfer_id,
+                    lease_id,
+                    self._settings.lease_s,
+                    list(self.kv.blocks(sequence.key)),
+                    cached,
+                    dict(self._link_addresses()),
                 ),
             )
         )
@@ -1221,5 +1239,3 @@ class WorkerMachine:
             self.leases.get(lease_id)
         if len(self.leases) != len(self._incoming_by_lease):
             raise InvariantViolated("leases and incoming transfers differ")
-
-

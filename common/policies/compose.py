@@ -62,12 +62,24 @@ ADMISSIONS = ("bounded",)
 PLACEMENTS = ("colocated", "colocated_in_turn", "disaggregated", "late_bound", "split")
 PREFILL_ORDERS = ("fcfs", "buckets", "pressure_gate")
 BASELINE_ITERATIONS = (
-    "chunked_prefill", "vllm", "orca", "srtf", "mlfq", "multires", "round_robin", "predicted_batches",
-)  # fmt: skip
+    "chunked_prefill",
+    "vllm",
+    "orca",
+    "srtf",
+    "mlfq",
+    "multires",
+    "round_robin",
+    "predicted_batches",
+)
 ITERATIONS = (
-    "continuous_batching", "padded_prefill", "slo_batching", "slack_packing", "time_synced", "aligned_batching",
+    "continuous_batching",
+    "padded_prefill",
+    "slo_batching",
+    "slack_packing",
+    "time_synced",
+    "aligned_batching",
     *BASELINE_ITERATIONS,
-)  # fmt: skip
+)
 ALLOCATIONS = ("paged", "max", "predicted", "nested", "bidirectional")
 WAITING_KV = ("none", "aligned")
 
@@ -97,42 +109,60 @@ def prefill_order(config: Config) -> PrefillOrder:
         return _bucketed_prefill(config)
     if config.policies.prefill_order == "pressure_gate":
         return PressureGate(
-            dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens, tbt_slo_s=config.dynaserve.tbt_slo_s,
+            dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens,
+            tbt_slo_s=config.dynaserve.tbt_slo_s,
             headroom=config.dynaserve.headroom,
-        )  # fmt: skip
+        )
     return FirstCome(dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens)
 
 
 def _bucketed_prefill(config: Config) -> PrefillOrder:
     options = config.bucketserve
     demand = DemandRule(
-        horizon_s=options.demand_horizon_s, max_age_s=options.forecast_max_age_s,
+        horizon_s=options.demand_horizon_s,
+        max_age_s=options.forecast_max_age_s,
         default_output=float(config.gateway.default_prediction_tokens),
-    )  # fmt: skip
+    )
     controller = BatchController(
-        reserve=options.memory_reserve, max_batch=options.max_batch,
-        dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens, activation_bytes=options.activation_bytes,
-        figures_max_age_s=options.figures_max_age_s, demand=demand, padded=options.padding == "longest",
+        reserve=options.memory_reserve,
+        max_batch=options.max_batch,
+        dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens,
+        activation_bytes=options.activation_bytes,
+        figures_max_age_s=options.figures_max_age_s,
+        demand=demand,
+        padded=options.padding == "longest",
         staging=options.staging_share,
-    )  # fmt: skip
+    )
     settings = BucketSettings(
-        fill=options.fill, splitter=options.splitter, split_share=options.split_share,
-        max_buckets=options.max_buckets, output_estimate=options.output_estimate,
-        priority_step_s=options.priority_step_s, offline_delay_s=options.offline_delay_s,
+        fill=options.fill,
+        splitter=options.splitter,
+        split_share=options.split_share,
+        max_buckets=options.max_buckets,
+        output_estimate=options.output_estimate,
+        priority_step_s=options.priority_step_s,
+        offline_delay_s=options.offline_delay_s,
         length_limit=config.model.max_model_len or 131_072,
-    )  # fmt: skip
+    )
     return BucketedPrefill(settings, controller)
 
 
 def _split_placement(config: Config) -> SplitPlacement:
     options = config.dynaserve
-    return SplitPlacement(SplitSettings(
-        probes=options.search_probes, tolerance=options.search_tolerance, margin_tokens=options.margin_tokens,
-        hand_over_s=options.hand_over_s, await_arrivals=options.await_arrivals,
-        least_segment=options.least_segment, balance=options.balance,
-        tbt_slo_s=options.tbt_slo_s, headroom=options.headroom, least_prefill=options.least_prefill,
-        default_output=float(config.gateway.default_prediction_tokens),
-    ))  # fmt: skip
+    return SplitPlacement(
+        SplitSettings(
+            probes=options.search_probes,
+            tolerance=options.search_tolerance,
+            margin_tokens=options.margin_tokens,
+            hand_over_s=options.hand_over_s,
+            await_arrivals=options.await_arrivals,
+            least_segment=options.least_segment,
+            balance=options.balance,
+            tbt_slo_s=options.tbt_slo_s,
+            headroom=options.headroom,
+            least_prefill=options.least_prefill,
+            default_output=float(config.gateway.default_prediction_tokens),
+        )
+    )
 
 
 def late_binding(config: Config) -> LateBinding | None:
@@ -140,12 +170,21 @@ def late_binding(config: Config) -> LateBinding | None:
     if config.policies.waiting_kv == "none":
         return None
     options = config.alignedserve
-    return AlignedBinding(BindingSettings(
-        thresholds=_thresholds(config), longest_prefix=options.longest_prefix, leaf_tokens=options.leaf_tokens,
-        slack=options.slack, buffer_share=options.buffer_share, starvation_s=options.starvation_s,
-        starvation_share=options.starvation_share, default_output=float(config.gateway.default_prediction_tokens),
-        prefetch=options.prefetch, aligned=options.aligned, fill_memory=options.fill_memory,
-    ))  # fmt: skip
+    return AlignedBinding(
+        BindingSettings(
+            thresholds=_thresholds(config),
+            longest_prefix=options.longest_prefix,
+            leaf_tokens=options.leaf_tokens,
+            slack=options.slack,
+            buffer_share=options.buffer_share,
+            starvation_s=options.starvation_s,
+            starvation_share=options.starvation_share,
+            default_output=float(config.gateway.default_prediction_tokens),
+            prefetch=options.prefetch,
+            aligned=options.aligned,
+            fill_memory=options.fill_memory,
+        )
+    )
 
 
 def _thresholds(config: Config) -> Thresholds:
@@ -161,9 +200,12 @@ def iteration(config: Config) -> IterationScheduler:
     if config.policies.iteration == "aligned_batching":
         engine = config.engine
         return AlignedBatching(
-            max_rows=engine.max_rows, max_step_tokens=engine.max_step_tokens, prefill_chunk=engine.prefill_chunk,
-            preemption=engine.preemption, sets_aside=config.policies.waiting_kv == "aligned",
-        )  # fmt: skip
+            max_rows=engine.max_rows,
+            max_step_tokens=engine.max_step_tokens,
+            prefill_chunk=engine.prefill_chunk,
+            preemption=engine.preemption,
+            sets_aside=config.policies.waiting_kv == "aligned",
+        )
     if config.policies.iteration == "slo_batching":
         return _slo_batching(config)
     if config.policies.iteration == "slack_packing":
@@ -181,24 +223,33 @@ def _slo_batching(config: Config) -> SloBatching:
     engine, options = config.engine, config.dynaserve
     limits = IterationLimits(engine.max_rows, engine.max_step_tokens, engine.max_step_tokens, engine.preemption)
     return SloBatching(
-        limits, tbt_slo_s=options.tbt_slo_s, headroom=options.headroom, least_prefill=options.least_prefill,
+        limits,
+        tbt_slo_s=options.tbt_slo_s,
+        headroom=options.headroom,
+        least_prefill=options.least_prefill,
         cold_chunk=engine.prefill_chunk,
-    )  # fmt: skip
+    )
 
 
 def _slack_packing(config: Config) -> SlackPacking:
     engine, options = config.engine, config.bros
     settings = PackingSettings(
-        max_rows=engine.max_rows, max_tokens=engine.max_step_tokens, chunk=engine.prefill_chunk,
-        preemption=engine.preemption, cut_prompts=options.cut_prompts, rt_starvation_s=options.rt_starvation_s,
-        be_starvation_s=options.be_starvation_s, starving_every=options.starving_every,
+        max_rows=engine.max_rows,
+        max_tokens=engine.max_step_tokens,
+        chunk=engine.prefill_chunk,
+        preemption=engine.preemption,
+        cut_prompts=options.cut_prompts,
+        rt_starvation_s=options.rt_starvation_s,
+        be_starvation_s=options.be_starvation_s,
+        starving_every=options.starving_every,
         best_effort_share=options.best_effort_share,
-    )  # fmt: skip
+    )
     size = AdaptiveBatchSize(first=options.first_batch, step=options.batch_step, most=engine.max_rows)
     groups = TokenGroups(
-        group_tokens=options.group_tokens, default_ttft_s=config.gateway.rt_ttft_slo_s,
+        group_tokens=options.group_tokens,
+        default_ttft_s=config.gateway.rt_ttft_slo_s,
         default_tpot_s=config.gateway.rt_tpot_slo_s,
-    )  # fmt: skip
+    )
     return SlackPacking(settings, size, groups, IterationCost())
 
 
@@ -207,12 +258,19 @@ def _time_synced(config: Config) -> TimeSynced:
     settings = EcoServeSettings(
         max_rows=engine.max_rows,
         target_tokens=min(options.target_forward_tokens or engine.max_step_tokens, engine.max_step_tokens),
-        preemption=engine.preemption, reserve=options.reserve, waiting_share=options.waiting_share,
-        group_tokens=options.group_tokens, buffer=options.buffer, slo_scale=options.slo_scale,
-        patience_s=options.patience_s, synced=options.synced, ordered=options.ordered, pipelined=options.pipelined,
+        preemption=engine.preemption,
+        reserve=options.reserve,
+        waiting_share=options.waiting_share,
+        group_tokens=options.group_tokens,
+        buffer=options.buffer,
+        slo_scale=options.slo_scale,
+        patience_s=options.patience_s,
+        synced=options.synced,
+        ordered=options.ordered,
+        pipelined=options.pipelined,
         decoupled=options.decoupled,
         ranges=Ranges(options.deadline_ranges_s, options.overdue_range_s, options.occupied_range_tokens),
-    )  # fmt: skip
+    )
     padding = PaddingRatio(options.padding, tuned=options.tune_padding, under_cost=options.under_cost)
     by_forecast = options.pipelined and options.lending == "forecast"
     return ByForecast(settings, padding) if by_forecast else TimeSynced(settings, padding)
@@ -238,9 +296,8 @@ def _baseline_iteration(config: Config) -> IterationScheduler:
             return RankedBatching(ShortestRemaining(), fixed, reservation=reservation, evicting=True)
         case "mlfq":
             queues = SkipJoinQueues(
-                levels=options.queue_levels, quantum_s=options.queue_quantum_s,
-                starvation_s=options.queue_starvation_s,
-            )  # fmt: skip
+                levels=options.queue_levels, quantum_s=options.queue_quantum_s, starvation_s=options.queue_starvation_s
+            )
             return RankedBatching(queues, fixed, reservation=reservation, evicting=True)
         case "multires":
             return MultiResource(replace(whole, max_tokens=target, chunk=target), reservation=reservation)
@@ -248,9 +305,11 @@ def _baseline_iteration(config: Config) -> IterationScheduler:
             return ClassRoundRobin(replace(whole, chunk=engine.prefill_chunk))
         case "predicted_batches":
             return PredictedBatches(
-                replace(whole, padded=options.padded), reservation=reservation, spread=options.batch_spread,
+                replace(whole, padded=options.padded),
+                reservation=reservation,
+                spread=options.batch_spread,
                 rectangular_kv=options.rectangular_kv,
-            )  # fmt: skip
+            )
         case name:
             raise AssertionError(f"{name} is no baseline")
 
@@ -301,7 +360,6 @@ def check_names(config: Config) -> None:
             raise ConfigError("policies.allocation bidirectional shares blocks by slots: set kv.prefix_caching false")
         if config.bucketserve.padding == "longest" or config.baselines.padded:
             raise ConfigError("policies.allocation bidirectional: padding would overwrite the other request's slots")
-
 
 
 def _known(seat: str, name: str, known: tuple[str, ...]) -> None:

@@ -147,9 +147,14 @@ class CostModel:
     """Seconds of an iteration of `model` on `tensor_parallel` devices."""
 
     def __init__(
-        self, model: ModelShape, device: DeviceShape, stack: StackShape, *, tensor_parallel: int = 1,
+        self,
+        model: ModelShape,
+        device: DeviceShape,
+        stack: StackShape,
+        *,
+        tensor_parallel: int = 1,
         decode_attention: DecodeAttention = "split_kv",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model = model
         self.device = device
         self.stack = stack

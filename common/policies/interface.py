@@ -306,16 +306,16 @@ def sequence_key(request_id: RequestId, attempt: int) -> SequenceKey:
 class Phase(enum.Enum):
     """Where a request stands on one worker.
 
-        AWAITING_KV ──▶ WAITING ◀──────────┐ recompute
-              │            │ first row     │
-              └──────▶ RUNNING ────────────┤
-                         │  │  ▲           │
-                         │  │  └─ SWAPPED ◀┘ swap
-                         │  ▼
-                         │ LEAVING ──▶ (next segment's worker)
-                         │ PARKED  ──▶ LEAVING
-                         ▼
-                       ended (forgotten)
+    AWAITING_KV ──▶ WAITING ◀──────────┐ recompute
+          │            │ first row     │
+          └──────▶ RUNNING ────────────┤
+                     │  │  ▲           │
+                     │  │  └─ SWAPPED ◀┘ swap
+                     │  ▼
+                     │ LEAVING ──▶ (next segment's worker)
+                     │ PARKED  ──▶ LEAVING
+                     ▼
+                   ended (forgotten)
     """
 
     AWAITING_KV = "awaiting_kv"  # its earlier segment is computed elsewhere; blocks may be granted already

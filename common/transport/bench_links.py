@@ -113,9 +113,13 @@ async def measure(
             await pair.close()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return LinkReport(
-        rounds=rounds, total_mb=total_mb, cores=cores, load_1m=[load_before, os.getloadavg()[0]], rates=rates,
+        rounds=rounds,
+        total_mb=total_mb,
+        cores=cores,
+        load_1m=[load_before, os.getloadavg()[0]],
+        rates=rates,
         missing=missing,
-    )  # fmt: skip
+    )
 
 
 class LinkPair:
@@ -133,9 +137,16 @@ class LinkPair:
         """Raises `TransferError` where the link cannot be had."""
         link = _open(name)
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "cohort.common.transport.bench_links", "--sender", name, link.address().hex(),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+            sys.executable,
+            "-P",
+            "-m",
+            "cohort.common.transport.bench_links",
+            "--sender",
+            name,
+            link.address().hex(),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
         assert child.stdout is not None
         try:
             address = await asyncio.wait_for(child.stdout.readline(), TIMEOUT_S)

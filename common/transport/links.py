@@ -17,8 +17,9 @@ from cohort.common.transport.security import CurveKeys
 log = structlog.get_logger(__name__)
 
 
-def open_links(names: Sequence[str], *, zmq_bind: str, zmq_advertise: str = "", curve: CurveKeys | None = None
-               ) -> list[KvLink]:
+def open_links(
+    names: Sequence[str], *, zmq_bind: str, zmq_advertise: str = "", curve: CurveKeys | None = None
+) -> list[KvLink]:
     """`names` as in `transfer.links`. Call it on the event loop that will use them."""
     links: list[KvLink] = []
     for name in names:

@@ -28,10 +28,7 @@ class MemoryNetwork:
     """Who is there and what is on its way. One per test or per hosted pipeline."""
 
     def __init__(
-        self,
-        *,
-        delay_s: float | Callable[[InstanceId, InstanceId], float] = 0.0,
-        call_later: CallLater | None = None,
+        self, *, delay_s: float | Callable[[InstanceId, InstanceId], float] = 0.0, call_later: CallLater | None = None
     ) -> None:
         self._delay_s = delay_s
         self._call_later = call_later

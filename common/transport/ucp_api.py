@@ -87,9 +87,7 @@ class UcpApi:
         return request
 
     def receive(self, worker: int, pointer: int, nbytes: int, tag: int) -> int:
-        request = self._started(
-            self._receive(worker, pointer, nbytes, tag, _ANY_BIT, ctypes.addressof(self._flags))
-        )
+        request = self._started(self._receive(worker, pointer, nbytes, tag, _ANY_BIT, ctypes.addressof(self._flags)))
         assert request is not None
         return request
 

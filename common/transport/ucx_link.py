@@ -58,11 +58,13 @@ _WITHDRAW_TAG = (1 << 64) - 1  # outside what `tag_of` gives to any real lease: 
 _WITHDRAW_BYTES = 8
 
 _ENVIRONMENT = {
-    "UCX_LOG_LEVEL": "error", "UCX_LOG_FILE": "stderr", "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "UCX_LOG_LEVEL": "error",
+    "UCX_LOG_FILE": "stderr",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
     # The cache of memory types knows no GPU memory that was allocated before UCX started, as the KV pool is, and takes
     # it for the host's (openucx/ucx#2755): ask the driver for every buffer instead.
     "UCX_MEMTYPE_CACHE": "n",
-}  # fmt: skip
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -347,9 +349,7 @@ class UcxLink:
     # ---- worker and peers -----------------------------------------------------------------------------------
 
     def _open_worker(self) -> None:
-        self._worker = self._ucxx.UCXWorker(
-            self._context, enable_delayed_submission=False, enable_python_future=False
-        )
+        self._worker = self._ucxx.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
         self._worker.init_blocking_progress_mode()
         self._address = self._identity.pack() + self._worker.address.tobytes()
         self._fd = self._worker.epoll_file_descriptor

@@ -65,7 +65,7 @@ Arrivals = RandomArrivals | VaryingRate | ClosedLoop | AllAtOnce | TraceTimes
 
 
 def due_times(
-    arrivals: Arrivals, count: int, rng: np.random.Generator, trace_s: Sequence[float] | None,
+    arrivals: Arrivals, count: int, rng: np.random.Generator, trace_s: Sequence[float] | None
 ) -> list[float] | None:
     """Seconds after the start at which each request is due; None for a closed loop.
 

@@ -169,7 +169,9 @@ def mixture(
         taken[pick] += 1
     total = float(edges[-1])
     facts = replace(
-        _joined([workload.facts for _, workload in parts]), arrivals=describe(arrivals), seed=seed,
+        _joined([workload.facts for _, workload in parts]),
+        arrivals=describe(arrivals),
+        seed=seed,
         source="mixture: " + ", ".join(f"{100 * weight / total:.3g} % {w.name}" for weight, w in parts),
     )
     if isinstance(arrivals, ClosedLoop):
@@ -194,12 +196,15 @@ def _apart(workload: Workload, index: int) -> Workload:
         return workload
     return _each(
         workload,
-        lambda item: replace(
-            item, hash_ids=tuple(index * _ID_SPACE + hash_id for hash_id in item.hash_ids),
-            session=f"{index}:{item.session}" if item.session else "",
-        )
-        if item.hash_ids or item.session
-        else item,
+        lambda item: (
+            replace(
+                item,
+                hash_ids=tuple(index * _ID_SPACE + hash_id for hash_id in item.hash_ids),
+                session=f"{index}:{item.session}" if item.session else "",
+            )
+            if item.hash_ids or item.session
+            else item
+        ),
     )
 
 

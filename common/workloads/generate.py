@@ -122,7 +122,9 @@ def generate(
     if trace is not None and any(row.hash_ids for row in rows):
         block = trace.hash_block() if hash_block is None else hash_block
     facts = WorkloadFacts(
-        source=describe_source(source), arrivals=describe(arrivals), seed=seed,
+        source=describe_source(source),
+        arrivals=describe(arrivals),
+        seed=seed,
         skipped_rows=trace.skipped_rows if trace is not None else 0,
     )
     if isinstance(arrivals, TraceTimes):
@@ -135,8 +137,14 @@ def generate(
 
     def item(row: TraceRow, arrival_s: float) -> WorkItem:
         return WorkItem(
-            arrival_s, row.prompt_tokens, row.output_tokens, traffic_class, slo, row.hash_ids,
-            block if row.hash_ids else 0, row.session,
+            arrival_s,
+            row.prompt_tokens,
+            row.output_tokens,
+            traffic_class,
+            slo,
+            row.hash_ids,
+            block if row.hash_ids else 0,
+            row.session,
         )
 
     if isinstance(arrivals, ClosedLoop) or due is None:

@@ -102,9 +102,9 @@ def draw(distribution: LengthDistribution, rng: np.random.Generator, count: int)
             edges = np.cumsum([weight for weight, _ in parts])
             at = np.random.default_rng(seeds[-1]).random(count) * edges[-1]
             picks = np.minimum(np.searchsorted(edges, at, side="right"), len(parts) - 1)
-            drawn = np.stack([
-                draw(part, np.random.default_rng(seed), count) for (_, part), seed in zip(parts, seeds, strict=False)
-            ])
+            drawn = np.stack(
+                [draw(part, np.random.default_rng(seed), count) for (_, part), seed in zip(parts, seeds, strict=False)]
+            )
             chosen: NDArray[np.int64] = np.take_along_axis(drawn, picks[np.newaxis, :], axis=0)[0]
             return chosen
         case _:
@@ -178,8 +178,10 @@ def draw_shapes(mix: Sequence[Shape], rng: np.random.Generator, count: int) -> l
 
 def parse_distribution(text: str, option: str) -> LengthDistribution:
     """`128`, `uniform:64-512`, `lognormal:mean=222,std=256[,min=4,max=1024]` or `lognormal:mu=4.98,sigma=0.92`."""
-    usage = (f"{option} {text!r}: expected 128, uniform:64-512, lognormal:mean=222,std=256[,min=4,max=1024] "
-             "or lognormal:mu=…,sigma=…")
+    usage = (
+        f"{option} {text!r}: expected 128, uniform:64-512, lognormal:mean=222,std=256[,min=4,max=1024] "
+        "or lognormal:mu=…,sigma=…"
+    )
     if re.fullmatch(r"\d+", text):
         return Fixed(_at_least_one(int(text), usage))
     if found := re.fullmatch(r"uniform:(\d+)-(\d+)", text):

@@ -42,12 +42,14 @@ SHAPES: Mapping[str, PaperShape] = {
     "bros-best-effort": PaperShape(Drawn(Uniform(512, 1024), Uniform(32, 128)), "BROS §7.1, BE-Synthetic"),
     "ecoserve-alpaca": PaperShape(
         Drawn(fitted_lognormal(19.31, 14.1, 9, 2470), fitted_lognormal(58.41, 62.8, 13, 292)),
-        "EcoServe Table 2, Alpaca", rate_per_s=36.0,
+        "EcoServe Table 2, Alpaca",
+        rate_per_s=36.0,
         notes=("spreads measured on 9,229 random Alpaca rows (standard deviations 14.1 and 62.8)",),
     ),
     "ecoserve-sharegpt": PaperShape(
         Drawn(fitted_lognormal(161.31, 256.36, 16, 3200), fitted_lognormal(337.99, 240.0, 19, 991)),
-        "EcoServe Table 2, ShareGPT", rate_per_s=28.0,
+        "EcoServe Table 2, ShareGPT",
+        rate_per_s=28.0,
         notes=(
             "spread of prompts as in BROS Table 2",
             "spread of outputs measured on ShareGPT's first turns (standard deviation 240)",
@@ -56,7 +58,8 @@ SHAPES: Mapping[str, PaperShape] = {
     "ecoserve-bookcorpus": PaperShape(
         # A book is cut into chunks of 2048 and a remainder of any length: 90.5 % full chunks give the printed mean.
         Drawn(Blend(((0.9053, Fixed(2048)), (0.0947, Uniform(18, 2047)))), fitted_lognormal(681.2, 200.0, 32, 1041)),
-        "EcoServe Table 2, BookCorpus in chunks of 2048", rate_per_s=1.2,
+        "EcoServe Table 2, BookCorpus in chunks of 2048",
+        rate_per_s=1.2,
         notes=("remainders of chunking uniform; spread of outputs assumed (standard deviation 200)",),
     ),
     "bucketserve-alpaca": PaperShape(
@@ -71,11 +74,13 @@ SHAPES: Mapping[str, PaperShape] = {
         notes=("long tail lognormal with sigma 0.75 (assumed)", "outputs uniform 32…512 (assumed: none printed)"),
     ),
     "alignedserve-short": PaperShape(
-        Drawn(Uniform(16, 999), Uniform(32, 512)), "AlignedServe §4.1, synthetic, short requests",
+        Drawn(Uniform(16, 999), Uniform(32, 512)),
+        "AlignedServe §4.1, synthetic, short requests",
         notes=("uniform below 1,000 tokens; outputs uniform 32…512 (assumed: none printed)",),
     ),
     "alignedserve-long": PaperShape(
-        Drawn(Uniform(1000, 8000), Uniform(32, 512)), "AlignedServe §4.1, synthetic, long requests",
+        Drawn(Uniform(1000, 8000), Uniform(32, 512)),
+        "AlignedServe §4.1, synthetic, long requests",
         notes=("uniform from 1,000 to 8,000 tokens; outputs uniform 32…512 (assumed: none printed)",),
     ),
     "alignedserve-azure": PaperShape(
@@ -105,7 +110,11 @@ SHAPES: Mapping[str, PaperShape] = {
 
 
 def paper_workload(
-    name: str, arrivals: Arrivals | None = None, *, count: int | None = None, duration_s: float | None = None,
+    name: str,
+    arrivals: Arrivals | None = None,
+    *,
+    count: int | None = None,
+    duration_s: float | None = None,
     seed: int = 0,
 ) -> Workload:
     """A workload of one of `SHAPES`, at the paper's own rate unless told otherwise. Raises `ConfigError`."""

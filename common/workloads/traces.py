@@ -128,9 +128,7 @@ def _from_zero(rows: list[TraceRow]) -> tuple[TraceRow, ...]:
     return tuple(replace(row, arrival_s=(row.arrival_s or 0.0) - first_s) for row in rows)
 
 
-def _rows(
-    path: Path, file: TextIO, wanted: TraceFormat | None,
-) -> tuple[TraceFormat, Iterator[tuple[int, TraceRow]]]:
+def _rows(path: Path, file: TextIO, wanted: TraceFormat | None) -> tuple[TraceFormat, Iterator[tuple[int, TraceRow]]]:
     first = file.readline()
     if not first.strip():
         raise ConfigError(f"{path}:1: the first line is empty")
@@ -160,9 +158,14 @@ def _mooncake(path: Path, first: str, file: TextIO) -> Iterator[tuple[int, Trace
             continue
         try:
             row = decoder.decode(text)
-            yield line, TraceRow(
-                row.timestamp / 1000.0, _not_negative(row.input_length, "input_length"),
-                _not_negative(row.output_length, "output_length"), tuple(row.hash_ids),
+            yield (
+                line,
+                TraceRow(
+                    row.timestamp / 1000.0,
+                    _not_negative(row.input_length, "input_length"),
+                    _not_negative(row.output_length, "output_length"),
+                    tuple(row.hash_ids),
+                ),
             )
         except (msgspec.MsgspecError, ValueError) as error:
             raise ConfigError(f"{path}:{line}: not a Mooncake row: {error}") from error
@@ -181,9 +184,13 @@ def _prompts(path: Path, first: str, file: TextIO) -> Iterator[tuple[int, TraceR
                 raise ValueError("needs prompt_tokens_approx or first_turn_tokens_approx")
             output = row.ref_output_tokens_approx
             output = (output[0] if output else None) if isinstance(output, list) else output
-            yield line, TraceRow(
-                None, _not_negative(prompt, "prompt_tokens_approx"),
-                _not_negative(output or 0, "ref_output_tokens_approx"),
+            yield (
+                line,
+                TraceRow(
+                    None,
+                    _not_negative(prompt, "prompt_tokens_approx"),
+                    _not_negative(output or 0, "ref_output_tokens_approx"),
+                ),
             )
         except (msgspec.MsgspecError, ValueError) as error:
             raise ConfigError(f"{path}:{line}: not a prompt with token counts: {error}") from error
@@ -214,20 +221,21 @@ def _csv_rows(path: Path, file: TextIO, columns: list[str], kind: TraceFormat) -
 def _csv_row(row: Mapping[str, str], kind: TraceFormat) -> TraceRow:
     match kind:
         case "azure":
-            return TraceRow(
-                _utc_s(row["TIMESTAMP"]),
-                _tokens(row, "ContextTokens"), _tokens(row, "GeneratedTokens"),
-            )
+            return TraceRow(_utc_s(row["TIMESTAMP"]), _tokens(row, "ContextTokens"), _tokens(row, "GeneratedTokens"))
         case "burstgpt":
             return TraceRow(
-                _seconds(row, "Timestamp"), _tokens(row, "Request tokens"), _tokens(row, "Response tokens"),
+                _seconds(row, "Timestamp"),
+                _tokens(row, "Request tokens"),
+                _tokens(row, "Response tokens"),
                 session=row.get("Session ID", "").strip(),
             )
         case "cohort":
             return TraceRow(
                 _seconds(row, "arrival_s") if row["arrival_s"].strip() else None,
-                _tokens(row, "prompt_tokens"), _tokens(row, "output_tokens"),
-                _hash_ids(row.get("hash_ids", "")), row.get("session", "").strip(),
+                _tokens(row, "prompt_tokens"),
+                _tokens(row, "output_tokens"),
+                _hash_ids(row.get("hash_ids", "")),
+                row.get("session", "").strip(),
             )
         case "mooncake" | "prompts":
             raise AssertionError("JSON lines, not CSV")

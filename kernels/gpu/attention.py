@@ -60,8 +60,8 @@ def check(query: Tensor, kv: Tensor, meta: AttentionMeta, out: Tensor) -> None:
 
 
 def prefill(
-    query: Tensor, kv: Tensor, layer: int, meta: AttentionMeta, scale: float, out: Tensor, sliding_window: int = 0,
-) -> None:  # fmt: skip
+    query: Tensor, kv: Tensor, layer: int, meta: AttentionMeta, scale: float, out: Tensor, sliding_window: int = 0
+) -> None:
     """The step's prefill rows by our own kernel, any dtype: keys are read from the paged cache."""
     cache = kv[:, layer]
     _, _, kv_heads, block_size, head_dim = cache.shape
@@ -69,19 +69,48 @@ def prefill(
     plan = prefill_plan(group=group, head_dim=head_dim, element_bytes=kv.element_size())
     grid = (kv_heads, meta.num_prefill_rows, -(-meta.max_query_len // plan.tile_tokens))
     prefill_rows[grid](
-        query, cache, meta.query_start, meta.context_lens, meta.block_tables, _directions(meta), out,
-        scale * math.log2(math.e), sliding_window, query.stride(0), query.stride(1), out.stride(0), out.stride(1),
-        meta.block_tables.stride(0), cache.stride(0), cache.stride(1), cache.stride(2),
-        GROUP=group, BLOCK_SIZE=block_size, HEAD_DIM=head_dim, PAD_DIM=padded(head_dim), TILE_ROWS=plan.tile_rows,
-        TILE_TOKENS=plan.tile_tokens, TILE_KEYS=plan.tile_keys, DIRECTED=meta.directions is not None,
-        WINDOWED=sliding_window > 0, WIDE=WIDEN_PRODUCTS, num_warps=plan.warps, num_stages=plan.stages,
-    )  # fmt: skip
+        query,
+        cache,
+        meta.query_start,
+        meta.context_lens,
+        meta.block_tables,
+        _directions(meta),
+        out,
+        scale * math.log2(math.e),
+        sliding_window,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        meta.block_tables.stride(0),
+        cache.stride(0),
+        cache.stride(1),
+        cache.stride(2),
+        GROUP=group,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        PAD_DIM=padded(head_dim),
+        TILE_ROWS=plan.tile_rows,
+        TILE_TOKENS=plan.tile_tokens,
+        TILE_KEYS=plan.tile_keys,
+        DIRECTED=meta.directions is not None,
+        WINDOWED=sliding_window > 0,
+        WIDE=WIDEN_PRODUCTS,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+    )
 
 
 def decode(
-    query: Tensor, kv: Tensor, layer: int, meta: AttentionMeta, scale: float, out: Tensor, sliding_window: int = 0,
+    query: Tensor,
+    kv: Tensor,
+    layer: int,
+    meta: AttentionMeta,
+    scale: float,
+    out: Tensor,
+    sliding_window: int = 0,
     plan: DecodePlan | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """The step's decode rows; a CUDA graph may capture it. `plan`: other than `decode_plan`'s, for tests and measuring;
     a workspace must then have been made large enough."""
     cache = kv[:, layer]
@@ -101,22 +130,63 @@ def decode(
         lse = torch.empty(parts * heads, dtype=torch.float32, device=kv.device)
     group = heads // kv_heads
     shared = {
-        "GROUP": group, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "PAD_DIM": padded(head_dim),
-        "PAD_ROWS": power_of_two_from(rows), "TILE_KEYS": plan.tile_keys, "MIN_PART_KEYS": plan.min_part_keys,
+        "GROUP": group,
+        "KV_HEADS": kv_heads,
+        "HEAD_DIM": head_dim,
+        "PAD_DIM": padded(head_dim),
+        "PAD_ROWS": power_of_two_from(rows),
+        "TILE_KEYS": plan.tile_keys,
+        "MIN_PART_KEYS": plan.min_part_keys,
         "WINDOWED": sliding_window > 0,
-    }  # fmt: skip
+    }
     decode_rows[(plan.programs,)](
-        query, cache, meta.query_start, meta.context_lens, meta.block_tables, _directions(meta), out, partial, lse,
-        first, rows, plan.items, scale * math.log2(math.e), sliding_window, query.stride(0), query.stride(1),
-        out.stride(0), out.stride(1), meta.block_tables.stride(0), cache.stride(0), cache.stride(1), cache.stride(2),
-        BLOCK_SIZE=block_size, TILE_ROWS=max(16, power_of_two_from(group)), DIRECTED=meta.directions is not None,
-        WIDE=WIDEN_PRODUCTS, num_warps=plan.warps, num_stages=plan.stages, **shared,
-    )  # fmt: skip
+        query,
+        cache,
+        meta.query_start,
+        meta.context_lens,
+        meta.block_tables,
+        _directions(meta),
+        out,
+        partial,
+        lse,
+        first,
+        rows,
+        plan.items,
+        scale * math.log2(math.e),
+        sliding_window,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        meta.block_tables.stride(0),
+        cache.stride(0),
+        cache.stride(1),
+        cache.stride(2),
+        BLOCK_SIZE=block_size,
+        TILE_ROWS=max(16, power_of_two_from(group)),
+        DIRECTED=meta.directions is not None,
+        WIDE=WIDEN_PRODUCTS,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        **shared,
+    )
     if longest_read(meta, sliding_window) > plan.min_part_keys:
         merge_parts[(kv_heads, rows)](
-            partial, lse, meta.query_start, meta.context_lens, out, first, rows, plan.items, sliding_window,
-            out.stride(0), out.stride(1), AT_ONCE=_MERGED_AT_ONCE, num_warps=4, **shared,
-        )  # fmt: skip
+            partial,
+            lse,
+            meta.query_start,
+            meta.context_lens,
+            out,
+            first,
+            rows,
+            plan.items,
+            sliding_window,
+            out.stride(0),
+            out.stride(1),
+            AT_ONCE=_MERGED_AT_ONCE,
+            num_warps=4,
+            **shared,
+        )
 
 
 def longest_read(meta: AttentionMeta, sliding_window: int = 0) -> int:

@@ -25,11 +25,27 @@ def _product(a, b, total, WIDE: tl.constexpr):
 
 @triton.jit
 def _over_keys(
-    query, keys, value_offset, block_table, directions, begin, end, position, window, scale, block_stride,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_KEYS: tl.constexpr, DIRECTED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    query,
+    keys,
+    value_offset,
+    block_table,
+    directions,
+    begin,
+    end,
+    position,
+    window,
+    scale,
+    block_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAD_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    DIRECTED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
     WIDE: tl.constexpr,
-):  # fmt: skip
+):
     """Softmax-weighted values of keys [begin, end): the sum [TILE_ROWS, PAD_DIM], its peak score and its weight."""
     dim = tl.arange(0, PAD_DIM)
     peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
@@ -71,10 +87,18 @@ def _over_keys(
 
 @triton.jit
 def _parts(
-    query_start, context_lens, first_row, rows, window, items,
-    KV_HEADS: tl.constexpr, PAD_ROWS: tl.constexpr, MIN_PART_KEYS: tl.constexpr, TILE_KEYS: tl.constexpr,
+    query_start,
+    context_lens,
+    first_row,
+    rows,
+    window,
+    items,
+    KV_HEADS: tl.constexpr,
+    PAD_ROWS: tl.constexpr,
+    MIN_PART_KEYS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
-):  # fmt: skip
+):
     """Into how many parts each row's keys fall, int32 [PAD_ROWS]: none for a row without a query, one for a row without
     keys. Every program computes the same."""
     row = tl.arange(0, PAD_ROWS)
@@ -92,22 +116,59 @@ def _parts(
 
 @triton.jit(do_not_specialize=["first_row", "rows", "window", "items"])
 def decode_rows(
-    query, kv, query_start, context_lens, block_tables, directions, out, partial, lse,
-    first_row, rows, items, scale, window, query_stride, query_head_stride, out_stride, out_head_stride, table_stride,
-    block_stride, value_offset, head_stride,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAD_DIM: tl.constexpr, PAD_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
-    MIN_PART_KEYS: tl.constexpr, DIRECTED: tl.constexpr, WINDOWED: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    query,
+    kv,
+    query_start,
+    context_lens,
+    block_tables,
+    directions,
+    out,
+    partial,
+    lse,
+    first_row,
+    rows,
+    items,
+    scale,
+    window,
+    query_stride,
+    query_head_stride,
+    out_stride,
+    out_head_stride,
+    table_stride,
+    block_stride,
+    value_offset,
+    head_stride,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAD_DIM: tl.constexpr,
+    PAD_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    MIN_PART_KEYS: tl.constexpr,
+    DIRECTED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Items in turn: one part of one row's keys, for the query heads of one kv head. Grid (any number of programs).
 
     A row of one part goes to `out`. Of others each part's average and its log2-sum-exp2 go to `partial` and `lse`,
     [parts of all rows, query heads(, HEAD_DIM)]. A row without keys (a captured graph's padding) gives zeros.
     """
     parts = _parts(
-        query_start, context_lens, first_row, rows, window, items, KV_HEADS, PAD_ROWS, MIN_PART_KEYS, TILE_KEYS,
+        query_start,
+        context_lens,
+        first_row,
+        rows,
+        window,
+        items,
+        KV_HEADS,
+        PAD_ROWS,
+        MIN_PART_KEYS,
+        TILE_KEYS,
         WINDOWED,
-    )  # fmt: skip
+    )
     end_part = tl.cumsum(parts, 0)
     member = tl.arange(0, TILE_ROWS)
     dim = tl.arange(0, PAD_DIM)
@@ -128,10 +189,27 @@ def decode_rows(
         table = (first_row + row).to(tl.int64) * table_stride
         query_cell = query + token * query_stride + head[:, None] * query_head_stride + dim[None, :]
         total, peak, weight = _over_keys(
-            tl.load(query_cell, mask=held, other=0.0), kv + kv_head * head_stride, value_offset, block_tables + table,
-            directions + table, begin, tl.minimum(begin + part_keys, context), member, window, scale, block_stride,
-            BLOCK_SIZE, HEAD_DIM, PAD_DIM, TILE_ROWS, TILE_KEYS, DIRECTED, False, WINDOWED, WIDE,
-        )  # fmt: skip
+            tl.load(query_cell, mask=held, other=0.0),
+            kv + kv_head * head_stride,
+            value_offset,
+            block_tables + table,
+            directions + table,
+            begin,
+            tl.minimum(begin + part_keys, context),
+            member,
+            window,
+            scale,
+            block_stride,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            PAD_DIM,
+            TILE_ROWS,
+            TILE_KEYS,
+            DIRECTED,
+            False,
+            WINDOWED,
+            WIDE,
+        )
         some = tl.where(weight > 0, weight, 1.0)
         average = total / some[:, None]
         if own_parts == 1:
@@ -145,18 +223,43 @@ def decode_rows(
 
 @triton.jit(do_not_specialize=["first_row", "rows", "window", "items"])
 def merge_parts(
-    partial, lse, query_start, context_lens, out, first_row, rows, items, window, out_stride, out_head_stride,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr,
-    PAD_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, MIN_PART_KEYS: tl.constexpr, AT_ONCE: tl.constexpr,
+    partial,
+    lse,
+    query_start,
+    context_lens,
+    out,
+    first_row,
+    rows,
+    items,
+    window,
+    out_stride,
+    out_head_stride,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAD_DIM: tl.constexpr,
+    PAD_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    MIN_PART_KEYS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     WINDOWED: tl.constexpr,
-):  # fmt: skip
+):
     """The parts of one row and one kv head's query heads, averaged by their weights. Grid (kv heads, rows)."""
     kv_head = tl.program_id(0)
     row = tl.program_id(1)
     parts = _parts(
-        query_start, context_lens, first_row, rows, window, items, KV_HEADS, PAD_ROWS, MIN_PART_KEYS, TILE_KEYS,
+        query_start,
+        context_lens,
+        first_row,
+        rows,
+        window,
+        items,
+        KV_HEADS,
+        PAD_ROWS,
+        MIN_PART_KEYS,
+        TILE_KEYS,
         WINDOWED,
-    )  # fmt: skip
+    )
     own_parts = tl.sum(tl.where(tl.arange(0, PAD_ROWS) == row, parts, 0), 0)
     if own_parts < 2:
         return
@@ -175,8 +278,9 @@ def merge_parts(
             level = tl.load(lse + cell, mask=there, other=float("-inf"))
             average = tl.load(
                 partial + cell[:, None] * HEAD_DIM + dim[None, :],
-                mask=there[:, None] & (dim < HEAD_DIM)[None, :], other=0.0,
-            )  # fmt: skip
+                mask=there[:, None] & (dim < HEAD_DIM)[None, :],
+                other=0.0,
+            )
             higher = tl.maximum(peak, tl.max(level, 0))
             fade = tl.exp2(peak - higher)
             share = tl.exp2(level - higher)
@@ -189,13 +293,34 @@ def merge_parts(
 
 @triton.jit(do_not_specialize=["window"])
 def prefill_rows(
-    query, kv, query_start, context_lens, block_tables, directions, out,
-    scale, window, query_stride, query_head_stride, out_stride, out_head_stride, table_stride, block_stride,
-    value_offset, head_stride,
-    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_KEYS: tl.constexpr, DIRECTED: tl.constexpr,
-    WINDOWED: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    query,
+    kv,
+    query_start,
+    context_lens,
+    block_tables,
+    directions,
+    out,
+    scale,
+    window,
+    query_stride,
+    query_head_stride,
+    out_stride,
+    out_head_stride,
+    table_stride,
+    block_stride,
+    value_offset,
+    head_stride,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAD_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    DIRECTED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """TILE_TOKENS tokens of one row over the row's whole past in the cache, for one kv head's query heads.
 
     Grid (kv heads, rows, tiles of the longest row); a row's last tiles, which see most, start first.
@@ -219,14 +344,29 @@ def prefill_rows(
     total, _, weight = _over_keys(
         tl.load(
             query + token[:, None] * query_stride + head[:, None] * query_head_stride + dim[None, :],
-            mask=held, other=0.0,
+            mask=held,
+            other=0.0,
         ),
-        kv + kv_head * head_stride, value_offset,
-        block_tables + row.to(tl.int64) * table_stride, directions + row.to(tl.int64) * table_stride,
-        tl.maximum(before - window + 1, 0) if WINDOWED else 0, tl.minimum(before + TILE_TOKENS, context),
-        context - count + in_row, window, scale, block_stride,
-        BLOCK_SIZE, HEAD_DIM, PAD_DIM, TILE_ROWS, TILE_KEYS, DIRECTED, True, WINDOWED, WIDE,
-    )  # fmt: skip
+        kv + kv_head * head_stride,
+        value_offset,
+        block_tables + row.to(tl.int64) * table_stride,
+        directions + row.to(tl.int64) * table_stride,
+        tl.maximum(before - window + 1, 0) if WINDOWED else 0,
+        tl.minimum(before + TILE_TOKENS, context),
+        context - count + in_row,
+        window,
+        scale,
+        block_stride,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        PAD_DIM,
+        TILE_ROWS,
+        TILE_KEYS,
+        DIRECTED,
+        True,
+        WINDOWED,
+        WIDE,
+    )
     average = total / tl.where(weight > 0, weight, 1.0)[:, None]
     out_cell = out + token[:, None] * out_stride + head[:, None] * out_head_stride + dim[None, :]
     tl.store(out_cell, average.to(out.dtype.element_ty), mask=held)
@@ -234,11 +374,25 @@ def prefill_rows(
 
 @triton.jit
 def stage_rows(
-    kv, context_lens, block_tables, directions, keys, values, starts, table_stride, block_stride, value_offset,
+    kv,
+    context_lens,
+    block_tables,
+    directions,
+    keys,
+    values,
+    starts,
+    table_stride,
+    block_stride,
+    value_offset,
     head_stride,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr,
-    PAD_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, DIRECTED: tl.constexpr,
-):  # fmt: skip
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAD_DIM: tl.constexpr,
+    PAD_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    DIRECTED: tl.constexpr,
+):
     """Every row's keys and values, one row after the other: [positions, KV_HEADS, HEAD_DIM]; `starts`, where each row
     begins and the last ends. Grid (kv heads, rows, tiles of the longest context)."""
     kv_head = tl.program_id(0)

@@ -48,9 +48,18 @@ def _silu_mul(gate_up, out, in_stride, out_stride, WIDTH: tl.constexpr, TILE: tl
 
 @triton.jit
 def _rotate_in_place(
-    x, cos, sin, position, token, token_stride, head_stride,
-    HEADS: tl.constexpr, PAD_HEADS: tl.constexpr, HALF: tl.constexpr, PAD_HALF: tl.constexpr,
-):  # fmt: skip
+    x,
+    cos,
+    sin,
+    position,
+    token,
+    token_stride,
+    head_stride,
+    HEADS: tl.constexpr,
+    PAD_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PAD_HALF: tl.constexpr,
+):
     """The first 2 · HALF elements of every head of one token. Both halves are read before either is stored, by the same
     thread."""
     head = tl.arange(0, PAD_HEADS)
@@ -68,10 +77,22 @@ def _rotate_in_place(
 
 @triton.jit
 def _rope(
-    q, k, cos, sin, positions, q_stride, q_head_stride, k_stride, k_head_stride,
-    Q_HEADS: tl.constexpr, PAD_Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, PAD_K_HEADS: tl.constexpr,
-    HALF: tl.constexpr, PAD_HALF: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    cos,
+    sin,
+    positions,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    Q_HEADS: tl.constexpr,
+    PAD_Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    PAD_K_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PAD_HALF: tl.constexpr,
+):
     """Grid (tokens, 2): queries, keys."""
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
@@ -83,21 +104,51 @@ def _rope(
 
 @triton.jit
 def _store_kv(
-    query, key, value, cos, sin, positions, cache, slots, query_stride, query_head_stride, key_stride, key_head_stride,
-    value_stride, value_head_stride, block_stride, value_offset,
-    QUERY_HEADS: tl.constexpr, PAD_QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAD_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr, HALF: tl.constexpr,
-    PAD_HALF: tl.constexpr, ROTATED: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    cos,
+    sin,
+    positions,
+    cache,
+    slots,
+    query_stride,
+    query_head_stride,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    block_stride,
+    value_offset,
+    QUERY_HEADS: tl.constexpr,
+    PAD_QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PAD_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PAD_HALF: tl.constexpr,
+    ROTATED: tl.constexpr,
+):
     """Keys, rotated on their way if ROTATED, and values into their slots; then also queries are rotated, where they
     lie. A slot below zero takes nothing. Grid (tokens, 3 if ROTATED else 2): keys, values, queries."""
     token = tl.program_id(0).to(tl.int64)
     what = tl.program_id(1)
     if what == 2:
         _rotate_in_place(
-            query, cos, sin, tl.load(positions + token), token, query_stride, query_head_stride, QUERY_HEADS,
-            PAD_QUERY_HEADS, HALF, PAD_HALF,
-        )  # fmt: skip
+            query,
+            cos,
+            sin,
+            tl.load(positions + token),
+            token,
+            query_stride,
+            query_head_stride,
+            QUERY_HEADS,
+            PAD_QUERY_HEADS,
+            HALF,
+            PAD_HALF,
+        )
         return
     slot = tl.load(slots + token)
     if slot < 0:
@@ -138,9 +189,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     if len(x) == 0:
         return
     _rms_norm[(len(x), heads)](
-        x, weight, out, eps, x.stride(0), x.stride(1) if heads > 1 else 0, out.stride(0),
-        out.stride(1) if heads > 1 else 0, WIDTH=width, PAD=pad, num_warps=max(1, min(8, pad // 512)),
-    )  # fmt: skip
+        x,
+        weight,
+        out,
+        eps,
+        x.stride(0),
+        x.stride(1) if heads > 1 else 0,
+        out.stride(0),
+        out.stride(1) if heads > 1 else 0,
+        WIDTH=width,
+        PAD=pad,
+        num_warps=max(1, min(8, pad // 512)),
+    )
 
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:
@@ -164,10 +224,23 @@ def rope_inplace(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tens
         return
     half = _half(cos, sin, positions, q.shape[2])
     _rope[(len(q), 2)](
-        q, k, cos, sin, positions, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-        Q_HEADS=q.shape[1], PAD_Q_HEADS=power_of_two_from(q.shape[1]), K_HEADS=k.shape[1],
-        PAD_K_HEADS=power_of_two_from(k.shape[1]), HALF=half, PAD_HALF=power_of_two_from(half), num_warps=4,
-    )  # fmt: skip
+        q,
+        k,
+        cos,
+        sin,
+        positions,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        Q_HEADS=q.shape[1],
+        PAD_Q_HEADS=power_of_two_from(q.shape[1]),
+        K_HEADS=k.shape[1],
+        PAD_K_HEADS=power_of_two_from(k.shape[1]),
+        HALF=half,
+        PAD_HALF=power_of_two_from(half),
+        num_warps=4,
+    )
 
 
 def write_kv(key: Tensor, value: Tensor, kv: Tensor, layer: int, slot_mapping: Tensor) -> None:
@@ -176,17 +249,31 @@ def write_kv(key: Tensor, value: Tensor, kv: Tensor, layer: int, slot_mapping: T
 
 
 def rope_and_write_kv(
-    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: Tensor, layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    kv: Tensor,
+    layer: int,
     slot_mapping: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """As `kernels.fused.rope_and_write_kv`: in one launch, and `key` itself stays as it was."""
     _store(query, key, value, cos, sin, positions, kv, layer, slot_mapping)
 
 
 def _store(
-    query: Tensor | None, key: Tensor, value: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
-    kv: Tensor, layer: int, slots: Tensor,
-) -> None:  # fmt: skip
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    kv: Tensor,
+    layer: int,
+    slots: Tensor,
+) -> None:
     cache = kv[:, layer]
     _, _, kv_heads, block_size, head_dim = cache.shape
     if key.shape != value.shape or key.shape != (len(slots), kv_heads, head_dim) or slots.dtype != torch.int64:
@@ -204,13 +291,34 @@ def _store(
     else:
         query, cos, sin, positions = key, key, key, slots  # pointers that nobody reads
     _store_kv[(len(key), 3 if rotated else 2)](
-        query, key, value, cos, sin, positions, cache, slots, query.stride(0), query.stride(1), key.stride(0),
-        key.stride(1), value.stride(0), value.stride(1), cache.stride(0), cache.stride(1),
-        QUERY_HEADS=heads, PAD_QUERY_HEADS=power_of_two_from(heads), KV_HEADS=kv_heads,
-        PAD_KV_HEADS=power_of_two_from(kv_heads), BLOCK_SIZE=block_size, HEAD_DIM=head_dim,
-        PAD_DIM=power_of_two_from(head_dim), HALF=half, PAD_HALF=power_of_two_from(half), ROTATED=rotated,
+        query,
+        key,
+        value,
+        cos,
+        sin,
+        positions,
+        cache,
+        slots,
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        cache.stride(0),
+        cache.stride(1),
+        QUERY_HEADS=heads,
+        PAD_QUERY_HEADS=power_of_two_from(heads),
+        KV_HEADS=kv_heads,
+        PAD_KV_HEADS=power_of_two_from(kv_heads),
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        PAD_DIM=power_of_two_from(head_dim),
+        HALF=half,
+        PAD_HALF=power_of_two_from(half),
+        ROTATED=rotated,
         num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def _half(cos: Tensor, sin: Tensor, positions: Tensor, head_dim: int) -> int:

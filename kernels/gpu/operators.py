@@ -5,6 +5,12 @@ from cohort.kernels.gpu.elementwise import rms_norm, rope_and_write_kv, rope_inp
 from cohort.kernels.gpu.slots import gather_slots, scatter_slots
 
 __all__ = [
-    "gather_slots", "paged_attention", "rms_norm", "rope_and_write_kv", "rope_inplace", "scatter_slots", "silu_mul",
+    "gather_slots",
+    "paged_attention",
+    "rms_norm",
+    "rope_and_write_kv",
+    "rope_inplace",
+    "scatter_slots",
+    "silu_mul",
     "write_kv",
-]  # fmt: skip
+]

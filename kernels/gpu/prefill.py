@@ -37,10 +37,17 @@ def flash_prefill(
     longest = meta.max_context_len or meta.block_tables.shape[1] * meta.block_size
     out.copy_(
         flash_function()(
-            query, keys, values, meta.query_start[: rows + 1], workspace.starts[: rows + 1], meta.max_query_len,
-            longest, scale, sliding_window,
+            query,
+            keys,
+            values,
+            meta.query_start[: rows + 1],
+            workspace.starts[: rows + 1],
+            meta.max_query_len,
+            longest,
+            scale,
+            sliding_window,
         )
-    )  # fmt: skip
+    )
     return True
 
 
@@ -62,12 +69,26 @@ def stage(kv: Tensor, layer: int, meta: AttentionMeta, staging: Tensor, starts: 
     keys, values = staging[0, :total], staging[1, :total]
     longest = min(total, meta.max_context_len or meta.block_tables.shape[1] * meta.block_size)
     stage_rows[(kv_heads, rows, -(-longest // _TILE_KEYS))](
-        cache_layer, meta.context_lens, meta.block_tables,
-        meta.block_tables if meta.directions is None else meta.directions, keys, values, starts,
-        meta.block_tables.stride(0), cache_layer.stride(0), cache_layer.stride(1), cache_layer.stride(2),
-        KV_HEADS=kv_heads, BLOCK_SIZE=block_size, HEAD_DIM=head_dim, PAD_DIM=power_of_two_from(head_dim),
-        PAD_ROWS=power_of_two_from(rows), TILE_KEYS=_TILE_KEYS, DIRECTED=meta.directions is not None, num_warps=4,
-    )  # fmt: skip
+        cache_layer,
+        meta.context_lens,
+        meta.block_tables,
+        meta.block_tables if meta.directions is None else meta.directions,
+        keys,
+        values,
+        starts,
+        meta.block_tables.stride(0),
+        cache_layer.stride(0),
+        cache_layer.stride(1),
+        cache_layer.stride(2),
+        KV_HEADS=kv_heads,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        PAD_DIM=power_of_two_from(head_dim),
+        PAD_ROWS=power_of_two_from(rows),
+        TILE_KEYS=_TILE_KEYS,
+        DIRECTED=meta.directions is not None,
+        num_warps=4,
+    )
     return keys, values
 
 
@@ -80,24 +101,57 @@ def flash_function() -> Flash:
         return _torch_flash
 
     def flash(
-        query: Tensor, keys: Tensor, values: Tensor, query_starts: Tensor, key_starts: Tensor, max_queries: int,
-        max_keys: int, scale: float, window: int,
-    ) -> Tensor:  # fmt: skip
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        query_starts: Tensor,
+        key_starts: Tensor,
+        max_queries: int,
+        max_keys: int,
+        scale: float,
+        window: int,
+    ) -> Tensor:
         found: Tensor = flash_attn_varlen_func(
-            query, keys, values, query_starts, key_starts, max_queries, max_keys, softmax_scale=scale, causal=True,
+            query,
+            keys,
+            values,
+            query_starts,
+            key_starts,
+            max_queries,
+            max_keys,
+            softmax_scale=scale,
+            causal=True,
             window_size=(window - 1 if window else -1, 0 if window else -1),
-        )  # fmt: skip
+        )
         return found
 
     return flash
 
 
 def _torch_flash(
-    query: Tensor, keys: Tensor, values: Tensor, query_starts: Tensor, key_starts: Tensor, max_queries: int,
-    max_keys: int, scale: float, window: int,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    max_queries: int,
+    max_keys: int,
+    scale: float,
+    window: int,
+) -> Tensor:
     found: Tensor = torch.ops.aten._flash_attention_forward(
-        query, keys, values, query_starts, key_starts, max_queries, max_keys, 0.0, True, False, scale=scale,
-        window_size_left=window - 1 if window else None, window_size_right=0 if window else None,
-    )[0]  # fmt: skip
+        query,
+        keys,
+        values,
+        query_starts,
+        key_starts,
+        max_queries,
+        max_keys,
+        0.0,
+        True,
+        False,
+        scale=scale,
+        window_size_left=window - 1 if window else None,
+        window_size_right=0 if window else None,
+    )[0]
     return found

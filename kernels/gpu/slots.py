@@ -17,10 +17,17 @@ _PIECES = 32  # a piece: K or V of one layer and head, HEAD_DIM elements side by
 
 @triton.jit
 def _copy_tokens(
-    kv, slots, tokens, block_stride,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr, TOKEN_PIECES: tl.constexpr,
-    PIECES: tl.constexpr, INTO_CACHE: tl.constexpr,
-):  # fmt: skip
+    kv,
+    slots,
+    tokens,
+    block_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAD_DIM: tl.constexpr,
+    TOKEN_PIECES: tl.constexpr,
+    PIECES: tl.constexpr,
+    INTO_CACHE: tl.constexpr,
+):
     """Grid (tokens, parts of a token)."""
     item = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + item)
@@ -59,6 +66,15 @@ def _launch(kv: Tensor, slots: Tensor, tokens: Tensor, *, into_cache: bool) -> N
     pieces = layers * two * kv_heads
     at_once = min(_PIECES, power_of_two_from(pieces))
     _copy_tokens[(len(slots), -(-pieces // at_once))](
-        kv, slots, tokens, kv.stride(0), BLOCK_SIZE=block_size, HEAD_DIM=head_dim,
-        PAD_DIM=power_of_two_from(head_dim), TOKEN_PIECES=pieces, PIECES=at_once, INTO_CACHE=into_cache, num_warps=4,
-    )  # fmt: skip
+        kv,
+        slots,
+        tokens,
+        kv.stride(0),
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        PAD_DIM=power_of_two_from(head_dim),
+        TOKEN_PIECES=pieces,
+        PIECES=at_once,
+        INTO_CACHE=into_cache,
+        num_warps=4,
+    )

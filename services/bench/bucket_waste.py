@@ -55,10 +55,14 @@ def compare(trace: str, lengths: FloatArray, limit: int, ks: Sequence[int] = KS)
         best = optimal_bounds(histogram.edges, known, weights, k)
         points.append(
             Point(
-                trace, k, expected_waste(halved[reached], judged_on, ones), reached,
-                expected_waste(shares, judged_on, ones), expected_waste(best, judged_on, ones),
+                trace,
+                k,
+                expected_waste(halved[reached], judged_on, ones),
+                reached,
+                expected_waste(shares, judged_on, ones),
+                expected_waste(best, judged_on, ones),
             )
-        )  # fmt: skip
+        )
     return points
 
 
@@ -84,8 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     table = Table("trace", "K", "halving (Alg. 1)", "equal shares", "optimal")
     for point in points:
-        halving = f"{point.bisection:.3f}" + (f" ({point.bisection_buckets})" if point.bisection_buckets < point.buckets
-                                              else "")  # fmt: skip
+        halving = f"{point.bisection:.3f}" + (
+            f" ({point.bisection_buckets})" if point.bisection_buckets < point.buckets else ""
+        )
         table.add_row(point.trace, str(point.buckets), halving, f"{point.equal_shares:.3f}", f"{point.optimal:.3f}")
     Console().print(table)
     return 0

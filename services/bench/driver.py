@@ -43,8 +43,14 @@ class Driver:
     """One run. `max_concurrency` bounds what is in flight in an open loop; the wait it causes is the client's queue."""
 
     def __init__(
-        self, client: StreamClient, requests: Sequence[PreparedRequest], arrivals: Arrivals, *,
-        max_concurrency: int | None = None, duration_s: float | None = None, stop: asyncio.Event | None = None,
+        self,
+        client: StreamClient,
+        requests: Sequence[PreparedRequest],
+        arrivals: Arrivals,
+        *,
+        max_concurrency: int | None = None,
+        duration_s: float | None = None,
+        stop: asyncio.Event | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._client = client

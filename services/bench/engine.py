@@ -79,8 +79,16 @@ def _engine(args: argparse.Namespace, sections: list[str], report: Report) -> En
     with tempfile.TemporaryDirectory() as folder:
         merged, output = Path(folder) / "config.yaml", Path(folder) / "report.json"
         merged.write_text(dump_config(config), encoding="utf-8")
-        arguments = ["--config", str(merged), "--threads", str(args.threads or config.default_threads(cores)),
-                     "--output", str(output), "--sections", *sections]  # fmt: skip
+        arguments = [
+            "--config",
+            str(merged),
+            "--threads",
+            str(args.threads or config.default_threads(cores)),
+            "--output",
+            str(output),
+            "--sections",
+            *sections,
+        ]
         run_child(_CHILD, [*arguments, "--quick"] if args.quick else arguments, report)
         return msgspec.json.decode(output.read_bytes(), type=EngineReport)
 

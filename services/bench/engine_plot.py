@@ -15,24 +15,40 @@ from cohort.services.bench.plots import COLOURS, picture
 
 _FORM_STYLE: dict[Form, Any] = {"linear": ":", "prepacked": "--", "ours": "-.", "memory": (0, (1, 4))}
 _PART_COLOURS: dict[StepPart, str] = {
-    "products": "#1f6feb", "attention": "#2b8a3e", "elementwise": "#8e44ad", "embedding": "#17a2b8",
-    "sampling": "#b8860b", "inputs": "#d1571b", "dispatch": "#c2255c", "plan": "#555555", "build": "#777777",
-    "completed": "#999999", "glue": "#bbbbbb",
-}  # fmt: skip
+    "products": "#1f6feb",
+    "attention": "#2b8a3e",
+    "elementwise": "#8e44ad",
+    "embedding": "#17a2b8",
+    "sampling": "#b8860b",
+    "inputs": "#d1571b",
+    "dispatch": "#c2255c",
+    "plan": "#555555",
+    "build": "#777777",
+    "completed": "#999999",
+    "glue": "#bbbbbb",
+}
 
 
 def write_engine_plot(path: Path, result: EngineBench) -> None:
     report = result.engine
-    title = "decisions" if report is None else (
-        f"{report.model.name} in {report.machine.dtype}, {report.machine.threads} threads, {report.machine.processor}")
+    title = (
+        "decisions"
+        if report is None
+        else (
+            f"{report.model.name} in {report.machine.dtype}, {report.machine.threads} threads, "
+            f"{report.machine.processor}"
+        )
+    )
     blocks = [each for each in result.growth if each.size_of == "cached blocks"]
     waiting = [each for each in result.growth if each.size_of == "waiting requests"]
     panels: list[Callable[[Any], None]] = []
     if report is not None:
         measured = {
-            _decode: _contests(report, "decode"), _contexts: _contests(report, "decode"),
-            _prefill: _contests(report, "prefill"), _shares: report.shares,
-        }  # fmt: skip
+            _decode: _contests(report, "decode"),
+            _contexts: _contests(report, "decode"),
+            _prefill: _contests(report, "prefill"),
+            _shares: report.shares,
+        }
         panels += [partial(draw, report=report) for draw, found in measured.items() if found]
     curves = (("prefix cache", blocks), ("decisions", waiting))
     panels += [partial(_growth, title=name, curves=found) for name, found in curves if found]
@@ -57,7 +73,9 @@ def _decode(axis: Any, report: EngineReport) -> None:
     context = max(dict.fromkeys(contexts), key=contexts.count)
     steps = [
         (contest.tokens, point.step.median_s * 1e3)
-        for contest in contests for point in contest.steps if point.context == context
+        for contest in contests
+        for point in contest.steps
+        if point.context == context
     ]
     _against_floors(axis, contests, steps, f"decode step, context {context}", "rows")
 
@@ -76,8 +94,9 @@ def _against_floors(
         floor = [(each.tokens, each.floors[form].median_s * 1e3) for each in contests if form in each.floors]
         if floor:
             shown = "weights read once" if form == "memory" else f"products, {name}"
-            axis.plot([at for at, _ in floor], [ms for _, ms in floor], linestyle=_FORM_STYLE[form], color="#444",
-                      label=shown)  # fmt: skip
+            axis.plot(
+                [at for at, _ in floor], [ms for _, ms in floor], linestyle=_FORM_STYLE[form], color="#444", label=shown
+            )
     axis.set(title=title, xlabel=label, ylabel="ms", xscale="log", yscale="log")
     ticks = sorted({contest.tokens for contest in contests})
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -89,8 +108,13 @@ def _contexts(axis: Any, report: EngineReport) -> None:
     contests = _contests(report, "decode")
     for index, contest in enumerate(contests):
         points = [(point.context, point.step.median_s * 1e3) for point in contest.steps]
-        axis.plot([at for at, _ in points], [ms for _, ms in points], marker="o", color=COLOURS[index % len(COLOURS)],
-                  label=f"{contest.tokens} rows")  # fmt: skip
+        axis.plot(
+            [at for at, _ in points],
+            [ms for _, ms in points],
+            marker="o",
+            color=COLOURS[index % len(COLOURS)],
+            label=f"{contest.tokens} rows",
+        )
     axis.set(title="decode step against context", xlabel="context, tokens", ylabel="ms", xscale="log", yscale="log")
     _widen(axis)
     axis.legend(frameon=False, fontsize=8, loc="upper left")
@@ -111,8 +135,13 @@ def _shares(axis: Any, report: EngineReport) -> None:
 
 def _growth(axis: Any, title: str, curves: Sequence[Curve]) -> None:
     for index, each in enumerate(curves):
-        axis.plot(each.sizes, [seconds * 1e6 for seconds in each.seconds], marker="o",
-                  color=COLOURS[index % len(COLOURS)], label=f"{each.name} (size^{each.exponent:.2f})")  # fmt: skip
+        axis.plot(
+            each.sizes,
+            [seconds * 1e6 for seconds in each.seconds],
+            marker="o",
+            color=COLOURS[index % len(COLOURS)],
+            label=f"{each.name} (size^{each.exponent:.2f})",
+        )
     axis.set(title=title, xlabel=curves[0].size_of, ylabel="µs", xscale="log", yscale="log")
     _widen(axis)
     axis.legend(frameon=False, fontsize=7, loc="upper left")

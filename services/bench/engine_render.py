@@ -27,14 +27,20 @@ from cohort.services.bench.growth import Curve
 from cohort.services.bench.render import plain_table
 from cohort.services.bench.targets import Target
 
-FORMS: dict[Form, str] = {
-    "linear": "F.linear", "prepacked": "prepacked", "ours": "ours", "memory": "memory",
-}  # fmt: skip
+FORMS: dict[Form, str] = {"linear": "F.linear", "prepacked": "prepacked", "ours": "ours", "memory": "memory"}
 PARTS: dict[StepPart, str] = {
-    "products": "matrix products", "attention": "attention", "elementwise": "norm, rotation, KV write",
-    "embedding": "embedding", "sampling": "sampling", "inputs": "inputs", "dispatch": "rest of execute",
-    "plan": "scheduler", "build": "batch building", "completed": "bookkeeping", "glue": "loop",
-}  # fmt: skip
+    "products": "matrix products",
+    "attention": "attention",
+    "elementwise": "norm, rotation, KV write",
+    "embedding": "embedding",
+    "sampling": "sampling",
+    "inputs": "inputs",
+    "dispatch": "rest of execute",
+    "plan": "scheduler",
+    "build": "batch building",
+    "completed": "bookkeeping",
+    "glue": "loop",
+}
 
 
 def print_engine(result: EngineBench, console: Console) -> None:
@@ -79,9 +85,7 @@ def _floors(kind: str, contests: Sequence[Contest]) -> Table:
     forms = [form for form in FORMS if any(form in contest.floors for contest in contests)]
     found = plain_table(f"{kind}: products alone, ms", *(FORMS[form] for form in forms), "read GB/s")
     for contest in contests:
-        cells = [
-            f"{contest.floors[form].median_s * 1e3:.2f}" if form in contest.floors else "–" for form in forms
-        ]
+        cells = [f"{contest.floors[form].median_s * 1e3:.2f}" if form in contest.floors else "–" for form in forms]
         tokens = f"{contest.tokens} rows" if kind == "decode" else f"{contest.tokens} tokens"
         found.add_row(tokens, *cells, f"{contest.bandwidth / 1e9:.1f}")
     return found
@@ -123,10 +127,13 @@ def _attention(points: Sequence[AttentionPoint]) -> Table:
     found = plain_table("decode attention", "µs/layer", "KV GB/s", "memory GB/s", "share", "gather + SDPA")
     for point in points:
         found.add_row(
-            f"{point.rows} rows x {point.context}", f"{point.paged.median_s / point.layers * 1e6:.0f}",
-            f"{point.rate / 1e9:.1f}", f"{point.bandwidth / 1e9:.1f}", f"{100 * point.share:.0f} %",
+            f"{point.rows} rows x {point.context}",
+            f"{point.paged.median_s / point.layers * 1e6:.0f}",
+            f"{point.rate / 1e9:.1f}",
+            f"{point.bandwidth / 1e9:.1f}",
+            f"{100 * point.share:.0f} %",
             f"{point.gathered_ratio:.1f}x",
-        )  # fmt: skip
+        )
     return found
 
 
@@ -156,11 +163,16 @@ def _growth(curves: Sequence[Curve]) -> Table:
             continue
         colour = "yellow" if each.too_steep else "default"
         found.add_row(
-            each.name, each.size_of, _size(each.sizes[0]), _size(each.sizes[-1]),
-            f"{each.seconds[0] * 1e6:.1f}", f"{each.seconds[-1] * 1e6:.1f}",
-            f"[{colour}]{each.exponent:.2f}[/{colour}]", f"[{colour}]{each.late_exponent:.2f}[/{colour}]",
+            each.name,
+            each.size_of,
+            _size(each.sizes[0]),
+            _size(each.sizes[-1]),
+            f"{each.seconds[0] * 1e6:.1f}",
+            f"{each.seconds[-1] * 1e6:.1f}",
+            f"[{colour}]{each.exponent:.2f}[/{colour}]",
+            f"[{colour}]{each.late_exponent:.2f}[/{colour}]",
             f"{each.work_exponent:g}",
-        )  # fmt: skip
+        )
     return found
 
 

@@ -67,9 +67,29 @@ def to_json(result: BenchResult) -> bytes:
 
 
 CSV_COLUMNS = (
-    "run", "server", "index", "request_id", "class", "kind", "status", "error", "due_s", "sent_s", "first_token_s",
-    "end_s", "planned_prompt_tokens", "prompt_tokens", "planned_output_tokens", "output_tokens", "cached_tokens",
-    "chunks", "client_queue_ms", "ttft_ms", "tpot_ms", "itl_max_ms", "e2e_ms",
+    "run",
+    "server",
+    "index",
+    "request_id",
+    "class",
+    "kind",
+    "status",
+    "error",
+    "due_s",
+    "sent_s",
+    "first_token_s",
+    "end_s",
+    "planned_prompt_tokens",
+    "prompt_tokens",
+    "planned_output_tokens",
+    "output_tokens",
+    "cached_tokens",
+    "chunks",
+    "client_queue_ms",
+    "ttft_ms",
+    "tpot_ms",
+    "itl_max_ms",
+    "e2e_ms",
 )
 
 
@@ -87,11 +107,27 @@ def _row(record: RequestRecord) -> list[str | int | float | None]:
     plan = record.plan
     gaps = record.itl_s
     return [
-        plan.index, record.request_id, plan.traffic_class, plan.group, record.status, record.error_kind,
-        round(record.due_s, 6), round(record.sent_s, 6), _rounded(record.token_s[0] if record.token_s else None, 6),
-        round(record.end_s, 6), plan.prompt_tokens, record.prompt_tokens, plan.output_tokens, record.output_tokens,
-        record.cached_tokens, len(record.token_s), round(record.client_queue_s * 1e3, 3), _ms(record.ttft_s),
-        _ms(record.tpot_s), _ms(max(gaps) if gaps else None), _ms(record.e2e_s),
+        plan.index,
+        record.request_id,
+        plan.traffic_class,
+        plan.group,
+        record.status,
+        record.error_kind,
+        round(record.due_s, 6),
+        round(record.sent_s, 6),
+        _rounded(record.token_s[0] if record.token_s else None, 6),
+        round(record.end_s, 6),
+        plan.prompt_tokens,
+        record.prompt_tokens,
+        plan.output_tokens,
+        record.output_tokens,
+        record.cached_tokens,
+        len(record.token_s),
+        round(record.client_queue_s * 1e3, 3),
+        _ms(record.ttft_s),
+        _ms(record.tpot_s),
+        _ms(max(gaps) if gaps else None),
+        _ms(record.e2e_s),
     ]
 
 

@@ -42,15 +42,29 @@ FIGURES: tuple[Figure, ...] = (
     Figure("requests_per_s", "Requests", "1/s", True, lambda run: run.overall.requests_per_s),
     Figure("output_tokens_per_s", "Output tokens", "1/s", True, lambda run: run.overall.output_tokens_per_s),
     Figure("total_tokens_per_s", "All tokens", "1/s", True, lambda run: run.overall.total_tokens_per_s),
-    _latency("ttft", "TTFT", "p50"), _latency("ttft", "TTFT", "p99"),
-    _latency("tpot", "TPOT", "p50"), _latency("tpot", "TPOT", "p99"),
-    _latency("itl", "ITL", "p50"), _latency("itl", "ITL", "p99"),
-    _latency("e2e", "e2e", "p50"), _latency("e2e", "e2e", "p99"),
+    _latency("ttft", "TTFT", "p50"),
+    _latency("ttft", "TTFT", "p99"),
+    _latency("tpot", "TPOT", "p50"),
+    _latency("tpot", "TPOT", "p99"),
+    _latency("itl", "ITL", "p50"),
+    _latency("itl", "ITL", "p99"),
+    _latency("e2e", "e2e", "p50"),
+    _latency("e2e", "e2e", "p99"),
     Figure("failed", "Failed requests", "", False, lambda run: float(run.overall.failed)),
-    Figure("slo_attainment", "SLO attainment", "%", True,
-           lambda run: 100.0 * run.overall.slo.attainment if run.overall.slo else None),
-    Figure("goodput_requests_per_s", "Goodput", "1/s", True,
-           lambda run: run.overall.slo.goodput_requests_per_s if run.overall.slo else None),
+    Figure(
+        "slo_attainment",
+        "SLO attainment",
+        "%",
+        True,
+        lambda run: 100.0 * run.overall.slo.attainment if run.overall.slo else None,
+    ),
+    Figure(
+        "goodput_requests_per_s",
+        "Goodput",
+        "1/s",
+        True,
+        lambda run: run.overall.slo.goodput_requests_per_s if run.overall.slo else None,
+    ),
 )
 
 
@@ -93,8 +107,14 @@ def compare(rounds: Mapping[str, Sequence[RunReport]]) -> list[ComparedFigure]:
             pairs = [b / a for a, b in zip(whole[names[0]], whole[name], strict=False) if a]
             if pairs:
                 ratios[name] = spread(pairs)
-        compared.append(ComparedFigure(
-            figure.key, figure.title, figure.unit, figure.higher_is_better,
-            {name: spread(whole[name]) for name in names}, ratios,
-        ))
+        compared.append(
+            ComparedFigure(
+                figure.key,
+                figure.title,
+                figure.unit,
+                figure.higher_is_better,
+                {name: spread(whole[name]) for name in names},
+                ratios,
+            )
+        )
     return compared

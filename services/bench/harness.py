@@ -61,7 +61,7 @@ class Harness:
     """`stop` ends the run in progress early; its partial report is still made."""
 
     def __init__(
-        self, options: BenchOptions, session: aiohttp.ClientSession, stop: asyncio.Event, console: Console,
+        self, options: BenchOptions, session: aiohttp.ClientSession, stop: asyncio.Event, console: Console
     ) -> None:
         self.options = options
         self.stop = stop
@@ -96,9 +96,17 @@ class Harness:
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
         log = await self._drive(server, planned, requests, label)
         report = report_.summarise(
-            log, planned.facts, server.dialect, self.options.slo, name=server.target.name, model=server.target.model,
-            url=server.target.base_url, prompt_salt=salt, started_at=started_at,
-            ignore_eos_wanted=self.options.ignore_eos, bounded_concurrency=self.options.max_concurrency is not None,
+            log,
+            planned.facts,
+            server.dialect,
+            self.options.slo,
+            name=server.target.name,
+            model=server.target.model,
+            url=server.target.base_url,
+            prompt_salt=salt,
+            started_at=started_at,
+            ignore_eos_wanted=self.options.ignore_eos,
+            bounded_concurrency=self.options.max_concurrency is not None,
         )
         return Measurement(report, log.records)
 
@@ -111,12 +119,19 @@ class Harness:
             plan = replace(plan, row=source.rows[0])
             prompt_format = "text"
         wishes = Wishes(
-            options.endpoint, prompt_format, options.ignore_eos,
+            options.endpoint,
+            prompt_format,
+            options.ignore_eos,
             text_possible=isinstance(source, FromDataset) or bool(self._vocabulary.words),
         )
         return await target_.negotiate(
-            self._session, target, wishes, self._prompts(derive_salt(options.prompt_salt, "probe")), self._builder,
-            options.request_timeout_s, plan,
+            self._session,
+            target,
+            wishes,
+            self._prompts(derive_salt(options.prompt_salt, "probe")),
+            self._builder,
+            options.request_timeout_s,
+            plan,
         )
 
     def _choose_vocabulary(self, targets: list[Target]) -> Vocabulary:
@@ -130,8 +145,12 @@ class Harness:
 
     def _prompts(self, salt: int) -> PromptFactory:
         assert self._vocabulary is not None
-        return PromptFactory(self._vocabulary, seed=self.options.workload.seed, salt=salt,
-                             hash_block_tokens=self.options.hash_block_tokens)
+        return PromptFactory(
+            self._vocabulary,
+            seed=self.options.workload.seed,
+            salt=salt,
+            hash_block_tokens=self.options.hash_block_tokens,
+        )
 
     async def _warm_up(self, server: Server, spec: WorkloadSpec, salt: int) -> None:
         """Once per server; drawn from the workload's own lengths but with other words, and forgotten."""
@@ -139,10 +158,15 @@ class Harness:
             return
         self._warm.add(server.target.name)
         short = WARMUP_MAX_OUTPUT_TOKENS
-        planned = workload_.build(replace(
-            spec, num_requests=self.options.warmup_requests, duration_s=None, arrivals=ClosedLoop(WARMUP_CONCURRENCY),
-            max_output_tokens=min(spec.max_output_tokens or short, short),
-        ))
+        planned = workload_.build(
+            replace(
+                spec,
+                num_requests=self.options.warmup_requests,
+                duration_s=None,
+                arrivals=ClosedLoop(WARMUP_CONCURRENCY),
+                max_output_tokens=min(spec.max_output_tokens or short, short),
+            )
+        )
         requests = await self._prepare(server, planned, derive_salt(salt, "warm-up"), "warm-up")
         await self._drive(server, planned, requests, "warm-up")
 
@@ -166,16 +190,19 @@ class Harness:
     def _build(self, server: Server, prompts: PromptFactory, plan: RequestPlan, run_label: str) -> PreparedRequest:
         return self._builder.build(server.target, server.dialect, prompts, plan, run_label)
 
-    async def _drive(
-        self, server: Server, planned: Workload, requests: list[PreparedRequest], label: str,
-    ) -> RunLog:
+    async def _drive(self, server: Server, planned: Workload, requests: list[PreparedRequest], label: str) -> RunLog:
         progress = Progress()
         client = HttpStreamClient(
-            self._session, server.target.base_url + server.dialect.path, self.options.request_timeout_s,
+            self._session, server.target.base_url + server.dialect.path, self.options.request_timeout_s
         )
         driver = Driver(
-            client, requests, planned.arrivals, max_concurrency=self.options.max_concurrency,
-            duration_s=self.options.workload.duration_s, stop=self.stop, progress=progress,
+            client,
+            requests,
+            planned.arrivals,
+            max_concurrency=self.options.max_concurrency,
+            duration_s=self.options.workload.duration_s,
+            stop=self.stop,
+            progress=progress,
         )
         async with asyncio.TaskGroup() as group:
             title = f"{server.target.name} · {label}" if len(self.servers) > 1 else label

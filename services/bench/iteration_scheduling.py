@@ -64,9 +64,15 @@ class _Load:
         self._serial += 1
         prompt = min(1000, max(4, int(draw.lognormvariate(5.0, 0.8))))
         request = Request(
-            f"r{self._serial}", 1, "gateway", [0] * prompt, prompt, SamplingParams(max_tokens=draw.randint(16, 256)),
-            self.now_s, traffic_class="rt" if self._serial % 2 else "be",
-        )  # fmt: skip
+            f"r{self._serial}",
+            1,
+            "gateway",
+            [0] * prompt,
+            prompt,
+            SamplingParams(max_tokens=draw.randint(16, 256)),
+            self.now_s,
+            traffic_class="rt" if self._serial % 2 else "be",
+        )
         self.scheduler.add(self.now_s, Sequence(request, list(request.tokens), None, 0, self.now_s))
 
     def decide(self) -> IterationPlan:
@@ -113,9 +119,15 @@ def measure(preset: str, queued: int, blocks: int, decisions: int, seed: int = 0
         gc.enable()
     seconds.sort()
     return DecisionCost(
-        preset, queued, blocks, decisions, fmean(rows), fmean(shared), median(seconds) * 1e6,
+        preset,
+        queued,
+        blocks,
+        decisions,
+        fmean(rows),
+        fmean(shared),
+        median(seconds) * 1e6,
         seconds[int(0.99 * len(seconds))] * 1e6,
-    )  # fmt: skip
+    )
 
 
 def main(arguments: Seq[str] | None = None) -> int:
@@ -128,15 +140,22 @@ def main(arguments: Seq[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     costs = [
         measure(preset, queued, options.blocks, options.decisions)
-        for preset in options.preset for queued in options.queued
-    ]  # fmt: skip
+        for preset in options.preset
+        for queued in options.queued
+    ]
     if options.json:
         json.dump([asdict(cost) for cost in costs], sys.stdout, indent=1)
         return 0
     table = Table("preset", "queued", "rows", "shared blocks", "µs/decision", "p99")
     for cost in costs:
-        table.add_row(cost.preset, f"{cost.queued:,}", f"{cost.rows:.0f}", f"{cost.shared_blocks:.0f}",
-                      f"{cost.median_us:.0f}", f"{cost.p99_us:.0f}")  # fmt: skip
+        table.add_row(
+            cost.preset,
+            f"{cost.queued:,}",
+            f"{cost.rows:.0f}",
+            f"{cost.shared_blocks:.0f}",
+            f"{cost.median_us:.0f}",
+            f"{cost.p99_us:.0f}",
+        )
     Console().print(table)
     return 0
 

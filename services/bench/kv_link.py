@@ -35,8 +35,11 @@ def execute(args: argparse.Namespace, errors: Console, console: Console) -> int:
         plots.check_available()
     quiet = args.quiet or args.json == "-"
     sizes = args.sizes or (SIZES_MB[:1] if args.quick else SIZES_MB)
-    amount = ["--rounds", "1", "--total-mb", str(_QUICK_TOTAL_MB)] if args.quick else [
-        "--rounds", str(ROUNDS), "--total-mb", str(TOTAL_MB)]  # fmt: skip
+    amount = (
+        ["--rounds", "1", "--total-mb", str(_QUICK_TOTAL_MB)]
+        if args.quick
+        else ["--rounds", str(ROUNDS), "--total-mb", str(TOTAL_MB)]
+    )
     with tempfile.TemporaryDirectory() as folder, Steps(Console(quiet=True) if quiet else errors) as steps:
         output = Path(folder) / "links.json"
         run_child(_CHILD, ["--output", str(output), "--sizes-mb", *map(str, sizes), *amount], steps.report)
@@ -76,8 +79,9 @@ def print_links(report: LinkReport, console: Console) -> None:
     loads = " to ".join(f"{load:.1f}" for load in report.load_1m)
     console.print(
         f"{report.rounds} rounds of {report.total_mb} MB, all in turn; two processes on {report.cores} cores, load "
-        f"average {loads}", highlight=False,
-    )  # fmt: skip
+        f"average {loads}",
+        highlight=False,
+    )
     console.print(_rates(report))
     every = list(link_targets(report))
     if every:
@@ -95,8 +99,11 @@ def _rates(report: LinkReport) -> Table:
         cells = []
         for name in names:
             found = report.of(name, size_mb)
-            cells.append("–" if found is None else f"{found.median / 1e9:.2f} ({min(found.rates) / 1e9:.2f}–"
-                         f"{max(found.rates) / 1e9:.2f})")  # fmt: skip
+            cells.append(
+                "–"
+                if found is None
+                else f"{found.median / 1e9:.2f} ({min(found.rates) / 1e9:.2f}–{max(found.rates) / 1e9:.2f})"
+            )
         for name in names:
             if compared and name != PERFTEST:
                 ratio = report.ratio(name, PERFTEST, size_mb)

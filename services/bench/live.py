@@ -60,9 +60,7 @@ class Served:
 
 
 @contextmanager
-def pipeline(
-    preset: str, overlay: Mapping[str, Any], port: int, settings: Sequence[str] = ()
-) -> Iterator[Served]:
+def pipeline(preset: str, overlay: Mapping[str, Any], port: int, settings: Sequence[str] = ()) -> Iterator[Served]:
     """One pipeline of `preset` with `overlay` (a mapping like a configuration file's) and `settings`
     (SECTION.OPTION=VALUE) over it, on `port` of this machine; stopped in the end, also when a measurement fails or is
     interrupted or terminated. For the main thread only.

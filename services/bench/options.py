@@ -116,12 +116,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     server.add_argument("--url", default="http://127.0.0.1:8000", help="base URL (default %(default)s)")
     server.add_argument("--model", help="model id; needed only where a server has several")
-    server.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"),
-                        help="bearer key (default $OPENAI_API_KEY)")
-    server.add_argument("--endpoint", choices=("completions", "chat"),
-                        help="default: completions; chat for a --dataset")
-    server.add_argument("--request-timeout-s", type=float, default=600.0, metavar="S",
-                        help="per request (default %(default)g)")
+    server.add_argument(
+        "--api-key", default=os.environ.get("OPENAI_API_KEY"), help="bearer key (default $OPENAI_API_KEY)"
+    )
+    server.add_argument(
+        "--endpoint", choices=("completions", "chat"), help="default: completions; chat for a --dataset"
+    )
+    server.add_argument(
+        "--request-timeout-s", type=float, default=600.0, metavar="S", help="per request (default %(default)g)"
+    )
     server.add_argument("--extra-body", default="{}", metavar="JSON", help="merged into every request body")
 
     when = parser.add_argument_group("when requests arrive (default: --concurrency 8; for a trace with times, its own)")
@@ -130,46 +133,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--concurrency", type=int, metavar="N", help="closed loop, N users who wait for their answers")
     one.add_argument("--all-at-once", action="store_true", help="everything at second 0")
     one.add_argument("--time-scale", type=float, metavar="F", help="the trace's own times x F (0.5 = twice as fast)")
-    when.add_argument("--cv", type=float, default=1.0,
-                      help="variation of the gaps of --rate (1 = Poisson, 3 = bursty, 0 = even)")
+    when.add_argument(
+        "--cv", type=float, default=1.0, help="variation of the gaps of --rate (1 = Poisson, 3 = bursty, 0 = even)"
+    )
     when.add_argument("--num-requests", type=int, metavar="N", help="default 100; all rows of a trace")
-    when.add_argument("--duration-s", type=float, metavar="S",
-                      help="send for S seconds, then wait for what is in flight")
-    when.add_argument("--max-concurrency", type=int, metavar="N",
-                      help="open loop: at most N in flight, the rest queue here")
+    when.add_argument(
+        "--duration-s", type=float, metavar="S", help="send for S seconds, then wait for what is in flight"
+    )
+    when.add_argument(
+        "--max-concurrency", type=int, metavar="N", help="open loop: at most N in flight, the rest queue here"
+    )
 
     what = parser.add_argument_group("what requests look like")
-    what.add_argument("--input-len", metavar="LEN",
-                      help="prompt tokens: 128, uniform:64-512, lognormal:mean=222,std=256 "
-                      "[,min=…,max=…] (default 128)")
+    what.add_argument(
+        "--input-len",
+        metavar="LEN",
+        help="prompt tokens: 128, uniform:64-512, lognormal:mean=222,std=256 [,min=…,max=…] (default 128)",
+    )
     what.add_argument("--output-len", metavar="LEN", help="output tokens, likewise (default 64)")
     what.add_argument("--mix", metavar="MIX", help="weighted shapes, for example 0.8:64x64,0.2:768x32")
-    what.add_argument("--trace", type=Path, metavar="FILE",
-                      help="Mooncake JSONL, Azure, BurstGPT or Cohort CSV; .gz too")
-    what.add_argument("--trace-format", choices=("mooncake", "azure", "burstgpt", "cohort"),
-                      help="default: by its first line")
-    what.add_argument("--hash-block", type=int, default=512, metavar="N",
-                      help="tokens per hash id of a trace (default 512)")
-    what.add_argument("--dataset", type=Path, metavar="FILE",
-                      help="real prompts, JSON lines: prompt, messages, turns, …")
+    what.add_argument(
+        "--trace", type=Path, metavar="FILE", help="Mooncake JSONL, Azure, BurstGPT or Cohort CSV; .gz too"
+    )
+    what.add_argument(
+        "--trace-format", choices=("mooncake", "azure", "burstgpt", "cohort"), help="default: by its first line"
+    )
+    what.add_argument(
+        "--hash-block", type=int, default=512, metavar="N", help="tokens per hash id of a trace (default 512)"
+    )
+    what.add_argument(
+        "--dataset", type=Path, metavar="FILE", help="real prompts, JSON lines: prompt, messages, turns, …"
+    )
     what.add_argument("--limit", type=int, metavar="N", help="read only the first N rows of a trace or dataset")
     what.add_argument("--shuffle", action="store_true", help="take the rows in an order drawn by --seed")
     what.add_argument("--max-prompt", type=int, metavar="N", help="clip longer prompts; the result says how many")
     what.add_argument("--max-output", type=int, metavar="N", help="clip longer outputs; the result says how many")
     what.add_argument("--class-mix", metavar="MIX", help="x-cohort-class by share, for example rt=0.7,be=0.3")
-    what.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=None,
-                      help="force the planned output length (default: yes, but not for a --dataset)")
+    what.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="force the planned output length (default: yes, but not for a --dataset)",
+    )
     what.add_argument("--temperature", type=float, default=0.0, help="default 0: greedy")
-    what.add_argument("--prompt-format", choices=("auto", "ids", "text"), default="auto",
-                      help="token ids where the server takes them, else text (default auto)")
-    what.add_argument("--tokenizer", type=Path, metavar="FOLDER",
-                      help="folder with tokenizer.json (default: the model's root)")
-    what.add_argument("--token-range", metavar="LO:HI",
-                      help="draw ids from [LO, HI) instead of the tokenizer's vocabulary")
+    what.add_argument(
+        "--prompt-format",
+        choices=("auto", "ids", "text"),
+        default="auto",
+        help="token ids where the server takes them, else text (default auto)",
+    )
+    what.add_argument(
+        "--tokenizer", type=Path, metavar="FOLDER", help="folder with tokenizer.json (default: the model's root)"
+    )
+    what.add_argument(
+        "--token-range", metavar="LO:HI", help="draw ids from [LO, HI) instead of the tokenizer's vocabulary"
+    )
     what.add_argument("--seed", type=int, default=0, help="decides lengths, arrivals and order (default 0)")
-    what.add_argument("--prompt-salt", type=int, metavar="N",
-                      help="decides what prompts say; drawn anew each time unless "
-                      "given, so that no server answers from the prefix cache of an earlier run")
+    what.add_argument(
+        "--prompt-salt",
+        type=int,
+        metavar="N",
+        help="decides what prompts say; drawn anew each time unless "
+        "given, so that no server answers from the prefix cache of an earlier run",
+    )
 
     slo = parser.add_argument_group("service-level objective (a request must keep all given; MS or rt=MS,be=MS)")
     slo.add_argument("--slo-ttft-ms", metavar="MS", help="first token within MS")
@@ -181,31 +207,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mode.add_argument("--compare", nargs="+", metavar="NAME=URL", help="several servers in turn, the same workload")
     mode.add_argument("--sweep", metavar="KEY=V,V", help=f"one run per value; KEY is one of {', '.join(SWEEP_KEYS)}")
     mode.add_argument("--capacity", action="store_true", help="search the highest rate that meets the SLO")
-    mode.add_argument("--engine", action="store_true",
-                      help="no server: the CPU engine's steps against their floors, taken apart, and their growth")
+    mode.add_argument(
+        "--engine",
+        action="store_true",
+        help="no server: the CPU engine's steps against their floors, taken apart, and their growth",
+    )
     mode.add_argument("--kv-link", action="store_true", help="no server: KV links of this machine against ucx_perftest")
     machine = parser.add_argument_group("--engine and --kv-link (also --json, --plot, --quiet; --model is a folder)")
     machine.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="--engine: default auto")
     machine.add_argument("--threads", type=int, metavar="N", help="--engine: CPU threads (default: as a worker has)")
-    machine.add_argument("--only", nargs="+", choices=ENGINE_SECTIONS, metavar="PART",
-                         help=f"--engine: some of {', '.join(ENGINE_SECTIONS)}")
-    machine.add_argument("--sizes", nargs="+", type=int, metavar="MB",
-                         help="--kv-link: message sizes (default 1 4 16 64)")
+    machine.add_argument(
+        "--only",
+        nargs="+",
+        choices=ENGINE_SECTIONS,
+        metavar="PART",
+        help=f"--engine: some of {', '.join(ENGINE_SECTIONS)}",
+    )
+    machine.add_argument(
+        "--sizes", nargs="+", type=int, metavar="MB", help="--kv-link: message sizes (default 1 4 16 64)"
+    )
     machine.add_argument("--quick", action="store_true", help="small and few: shows that it runs")
     details = parser.add_argument_group("details of modes")
     details.add_argument("--rounds", type=int, default=3, help="--compare: rounds, A B A B … (default %(default)s)")
-    details.add_argument("--attainment", type=float, default=90.0, metavar="PCT",
-                         help="--capacity: share within SLO "
-                         "(default %(default)g %%)")
-    details.add_argument("--max-rate", type=float, default=1024.0, metavar="R",
-                         help="--capacity: never above (default %(default)g)")
-    details.add_argument("--tolerance", type=float, default=0.05, metavar="F",
-                         help="--capacity: stop when known to within "
-                         "this share (default %(default)g)")
+    details.add_argument(
+        "--attainment",
+        type=float,
+        default=90.0,
+        metavar="PCT",
+        help="--capacity: share within SLO (default %(default)g %%)",
+    )
+    details.add_argument(
+        "--max-rate", type=float, default=1024.0, metavar="R", help="--capacity: never above (default %(default)g)"
+    )
+    details.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.05,
+        metavar="F",
+        help="--capacity: stop when known to within this share (default %(default)g)",
+    )
 
     out = parser.add_argument_group("output")
-    out.add_argument("--warmup", type=int, default=2, metavar="N",
-                     help="requests sent first and left out (default %(default)s)")
+    out.add_argument(
+        "--warmup", type=int, default=2, metavar="N", help="requests sent first and left out (default %(default)s)"
+    )
     out.add_argument("--json", metavar="FILE", help="everything as JSON ('-': to stdout, instead of the table)")
     out.add_argument("--csv", type=Path, metavar="FILE", help="one row per request")
     out.add_argument("--plot", type=Path, metavar="FILE.png", help="distributions and throughput over time")
@@ -241,8 +286,22 @@ def machine_mode(args: argparse.Namespace) -> Literal["engine", "kv_link"] | Non
 def from_args(args: argparse.Namespace) -> BenchOptions:
     """Checks everything that can be checked without the server."""
     mode = _mode(args)
-    for name in ("num_requests", "concurrency", "max_concurrency", "limit", "max_prompt", "max_output", "hash_block",
-                 "rounds", "rate", "time_scale", "duration_s", "request_timeout_s", "max_rate", "tolerance"):
+    for name in (
+        "num_requests",
+        "concurrency",
+        "max_concurrency",
+        "limit",
+        "max_prompt",
+        "max_output",
+        "hash_block",
+        "rounds",
+        "rate",
+        "time_scale",
+        "duration_s",
+        "request_timeout_s",
+        "max_rate",
+        "tolerance",
+    ):
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise ConfigError(f"{_flag(name)} must be above 0, not {value:g}")
@@ -257,8 +316,11 @@ def from_args(args: argparse.Namespace) -> BenchOptions:
         raise ConfigError("--endpoint chat takes no token ids; use --prompt-format text")
     _check_load_is_free(args, mode)
     workload = _workload(args, mode)
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
-                if name != "api_key" and isinstance(value, str | int | float | bool | list | Path | None)}
+    settings = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(args).items()
+        if name != "api_key" and isinstance(value, str | int | float | bool | list | Path | None)
+    }
     return BenchOptions(
         mode=mode,
         servers=_servers(args.compare) if args.compare else (("server", args.url),),
@@ -325,8 +387,12 @@ def _check_load_is_free(args: argparse.Namespace, mode: Mode) -> None:
     """A mode that varies the load and an option that fixes it cannot both be meant."""
     if isinstance(mode, Single | Compare):
         return
-    given = {"--rate": args.rate, "--concurrency": args.concurrency, "--all-at-once": args.all_at_once or None,
-             "--time-scale": args.time_scale}
+    given = {
+        "--rate": args.rate,
+        "--concurrency": args.concurrency,
+        "--all-at-once": args.all_at_once or None,
+        "--time-scale": args.time_scale,
+    }
     name = "--capacity"
     if isinstance(mode, Capacity):
         del given["--rate"]  # where the search starts
@@ -375,8 +441,13 @@ def _workload(args: argparse.Namespace, mode: Mode) -> WorkloadSpec:
     if args.max_concurrency is not None and isinstance(arrivals, ClosedLoop):
         raise ConfigError("--max-concurrency is for an open loop; --concurrency already bounds a closed one")
     return WorkloadSpec(
-        source=source, arrivals=arrivals, num_requests=args.num_requests, duration_s=args.duration_s,
-        max_prompt_tokens=args.max_prompt, max_output_tokens=args.max_output, class_mix=_class_mix(args.class_mix),
+        source=source,
+        arrivals=arrivals,
+        num_requests=args.num_requests,
+        duration_s=args.duration_s,
+        max_prompt_tokens=args.max_prompt,
+        max_output_tokens=args.max_output,
+        class_mix=_class_mix(args.class_mix),
         seed=args.seed,
     )
 
@@ -411,10 +482,12 @@ def _source(args: argparse.Namespace) -> Source:
 def _slo(args: argparse.Namespace, mode: Mode, classes: set[str]) -> SloLimits:
     from cohort.services.bench.report import SloLimits
 
-    limits = SloLimits(**{
-        f"{name}_ms": _limits(getattr(args, f"slo_{name}_ms"), f"--slo-{name}-ms", classes)
-        for name in ("ttft", "tpot", "itl", "e2e")
-    })
+    limits = SloLimits(
+        **{
+            f"{name}_ms": _limits(getattr(args, f"slo_{name}_ms"), f"--slo-{name}-ms", classes)
+            for name in ("ttft", "tpot", "itl", "e2e")
+        }
+    )
     if isinstance(mode, Capacity) and not limits:
         raise ConfigError("--capacity needs an objective: --slo-ttft-ms, --slo-tpot-ms, --slo-itl-ms or --slo-e2e-ms")
     return limits

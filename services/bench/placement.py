@@ -69,9 +69,15 @@ def measure(preset: str, balance: str, instances: int, queued: int, rounds: int,
             prompt, output = draw.randint(16, 8000), float(draw.randint(1, 1500))
             prediction = Prediction(output, output, output, output)
             request = Request(
-                f"r{round_}", 1, "gateway", [0] * prompt, prompt, SamplingParams(max_tokens=4096), 0.0,
+                f"r{round_}",
+                1,
+                "gateway",
+                [0] * prompt,
+                prompt,
+                SamplingParams(max_tokens=4096),
+                0.0,
                 prediction=prediction,
-            )  # fmt: skip
+            )
             waiting = WaitingRequest(request, 0.0, prediction)
             started = time.thread_time()
             placed = placement.place(0.2 * round_, waiting, cluster, None)
@@ -97,9 +103,13 @@ def _report(draw: random.Random, name: str, count: int) -> WorkerFigures:
         for index in range(count)
     ]
     return WorkerFigures(
-        total_blocks=100_000, free_blocks=80_000, running=count, queue=queue, step_times=_TIMES,
+        total_blocks=100_000,
+        free_blocks=80_000,
+        running=count,
+        queue=queue,
+        step_times=_TIMES,
         queued_prefill_tokens=sum(work.prefill_left for work in queue),
-    )  # fmt: skip
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,15 +122,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     costs = [
         measure(options.preset, balance, instances, queued, options.rounds)
-        for balance in ("work", "end") for instances in options.instances for queued in options.queued
-    ]  # fmt: skip
+        for balance in ("work", "end")
+        for instances in options.instances
+        for queued in options.queued
+    ]
     if options.json:
         json.dump([asdict(cost) for cost in costs], sys.stdout, indent=1)
         return 0
     table = Table("preset", "balance", "instances", "queued", "µs/request", "p99", "worst", "split")
     for cost in costs:
-        table.add_row(cost.preset, cost.balance, str(cost.instances), f"{cost.queued:,}", f"{cost.median_us:.0f}",
-                      f"{cost.p99_us:.0f}", f"{cost.worst_us:.0f}", f"{cost.splits}")  # fmt: skip
+        table.add_row(
+            cost.preset,
+            cost.balance,
+            str(cost.instances),
+            f"{cost.queued:,}",
+            f"{cost.median_us:.0f}",
+            f"{cost.p99_us:.0f}",
+            f"{cost.worst_us:.0f}",
+            f"{cost.splits}",
+        )
     Console().print(table)
     return 0
 

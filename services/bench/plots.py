@@ -41,8 +41,9 @@ def picture(path: Path, rows: int, columns: int, title: str) -> Iterator[Any]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with pyplot.rc_context({"axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
-                            "font.size": 9}):
+    with pyplot.rc_context(
+        {"axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
+    ):
         size = (5.5 * columns, 3.75 * rows)
         figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
         try:
@@ -112,8 +113,9 @@ def _limit_lines(axes: Sequence[Any], limits_ms: dict[str, dict[str, float]]) ->
     for axis, figure in zip(axes, ("ttft", "tpot", "e2e"), strict=True):
         for name, limit_ms in limits_ms.get(figure, {}).items():
             axis.axvline(limit_ms, color="#888", linestyle="--", linewidth=1)
-            axis.annotate(f"SLO {name}".strip(), (limit_ms, 0.03), xytext=(3, 0), textcoords="offset points",
-                          color="#666")
+            axis.annotate(
+                f"SLO {name}".strip(), (limit_ms, 0.03), xytext=(3, 0), textcoords="offset points", color="#666"
+            )
 
 
 def _in_flight(axis: Any, records: Sequence[RequestRecord]) -> None:

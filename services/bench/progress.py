@@ -20,8 +20,13 @@ async def show_progress(state: driver.Progress, total: int, label: str, console:
     """Runs until cancelled."""
     if not console.is_terminal:
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[live]}"),
-               TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[live]}"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
         task = bar.add_task(label, total=total, live="")
         while True:

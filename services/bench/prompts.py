@@ -105,7 +105,7 @@ class PromptFactory:
     """Draws the prompts of one run. Same (seed, salt) → same prompts; another salt shares no prefix with them."""
 
     def __init__(
-        self, vocabulary: Vocabulary, *, seed: int, salt: int, hash_block_tokens: int = DEFAULT_HASH_BLOCK_TOKENS,
+        self, vocabulary: Vocabulary, *, seed: int, salt: int, hash_block_tokens: int = DEFAULT_HASH_BLOCK_TOKENS
     ) -> None:
         self._vocabulary = vocabulary
         self._seed = seed

@@ -67,8 +67,10 @@ def _print_run(run: RunReport, console: Console) -> None:
     if run.interrupted:
         console.print("[yellow]Interrupted: the figures are of what had ended by then.[/yellow]")
     console.print(f"[bold]{escape(run.model)}[/bold] at {escape(run.url)} ({_dialect(run)})")
-    console.print(f"{facts.requests} requests planned; {escape(facts.source)}; {facts.arrivals}; seed {facts.seed}",
-                  soft_wrap=True)
+    console.print(
+        f"{facts.requests} requests planned; {escape(facts.source)}; {facts.arrivals}; seed {facts.seed}",
+        soft_wrap=True,
+    )
 
     totals = Table(show_header=False, box=None, pad_edge=False)
     totals.add_column()
@@ -99,8 +101,13 @@ def _print_run(run: RunReport, console: Console) -> None:
 
 def _latencies(whole: Slice) -> Table:
     table = plain_table("ms", "mean", "p50", "p90", "p95", "p99", "max")
-    rows = (("TTFT", whole.ttft_ms), ("TPOT", whole.tpot_ms), ("ITL", whole.itl_ms), ("e2e", whole.e2e_ms),
-            ("client queue", whole.client_queue_ms))
+    rows = (
+        ("TTFT", whole.ttft_ms),
+        ("TPOT", whole.tpot_ms),
+        ("ITL", whole.itl_ms),
+        ("e2e", whole.e2e_ms),
+        ("client queue", whole.client_queue_ms),
+    )
     for name, found in rows:
         if found is None:
             table.add_row(name, *["–"] * 6)
@@ -142,8 +149,14 @@ def _short(value: float) -> str:
 
 
 _POINT_COLUMNS = {
-    "requests_per_s": "req/s", "output_tokens_per_s": "out tok/s", "ttft_p50_ms": "TTFT p50", "ttft_p99_ms": "TTFT p99",
-    "tpot_p50_ms": "TPOT p50", "tpot_p99_ms": "TPOT p99", "e2e_p50_ms": "e2e p50", "failed": "failed",
+    "requests_per_s": "req/s",
+    "output_tokens_per_s": "out tok/s",
+    "ttft_p50_ms": "TTFT p50",
+    "ttft_p99_ms": "TTFT p99",
+    "tpot_p50_ms": "TPOT p50",
+    "tpot_p99_ms": "TPOT p99",
+    "e2e_p50_ms": "e2e p50",
+    "failed": "failed",
     "slo_attainment": "SLO %",
 }
 """Short headings: a sweep has many columns. Latencies are in ms."""

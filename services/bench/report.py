@@ -242,9 +242,11 @@ def length_check(records: Sequence[RequestRecord]) -> LengthCheck | None:
     return LengthCheck(
         with_usage=len(counted),
         prompt_exact=sum(d == 0 for d in prompt) if planned else 0,
-        prompt_min_difference=min(prompt), prompt_max_difference=max(prompt),
+        prompt_min_difference=min(prompt),
+        prompt_max_difference=max(prompt),
         output_exact=sum(d == 0 for d in output),
-        output_min_difference=min(output), output_max_difference=max(output),
+        output_min_difference=min(output),
+        output_max_difference=max(output),
         cached_prompt_tokens=sum(cached) if cached else None,
     )
 
@@ -266,8 +268,18 @@ def max_in_flight(records: Sequence[RequestRecord]) -> int:
 
 
 def summarise(
-    log: RunLog, facts: WorkloadFacts, dialect: Dialect, limits: SloLimits, *, name: str, model: str, url: str,
-    prompt_salt: int, started_at: str, ignore_eos_wanted: bool, bounded_concurrency: bool,
+    log: RunLog,
+    facts: WorkloadFacts,
+    dialect: Dialect,
+    limits: SloLimits,
+    *,
+    name: str,
+    model: str,
+    url: str,
+    prompt_salt: int,
+    started_at: str,
+    ignore_eos_wanted: bool,
+    bounded_concurrency: bool,
 ) -> RunReport:
     records = log.records
     duration_s = run_duration_s(records)
@@ -276,7 +288,12 @@ def summarise(
     lengths = length_check(records)
     loop_lag_ms = distribution(log.loop_lag_s)
     return RunReport(
-        name=name, model=model, url=url, dialect=dialect, workload=facts, prompt_salt=prompt_salt,
+        name=name,
+        model=model,
+        url=url,
+        dialect=dialect,
+        workload=facts,
+        prompt_salt=prompt_salt,
         started_at=started_at,
         duration_s=duration_s,
         interrupted=log.interrupted,
@@ -293,7 +310,7 @@ def summarise(
 
 
 def _grouped(
-    records: Sequence[RequestRecord], key: Callable[[RequestRecord], str], duration_s: float, limits: SloLimits,
+    records: Sequence[RequestRecord], key: Callable[[RequestRecord], str], duration_s: float, limits: SloLimits
 ) -> dict[str, Slice]:
     groups: dict[str, list[RequestRecord]] = {}
     for record in records:
@@ -304,8 +321,13 @@ def _grouped(
 
 
 def _warnings(
-    overall: Slice, facts: WorkloadFacts, dialect: Dialect, lengths: LengthCheck | None, lag: Distribution | None,
-    ignore_eos_wanted: bool, bounded_concurrency: bool,
+    overall: Slice,
+    facts: WorkloadFacts,
+    dialect: Dialect,
+    lengths: LengthCheck | None,
+    lag: Distribution | None,
+    ignore_eos_wanted: bool,
+    bounded_concurrency: bool,
 ) -> list[str]:
     """What makes these figures less than they seem."""
     found = []

@@ -55,9 +55,17 @@ def measure(order: PrefillOrder, name: str, waiting: int, rounds: int, seed: int
         output = min(256.0, draw.lognormvariate(4.5, 0.8))
         prediction = Prediction(output, output, 2 * output, 4 * output)
         request = Request(
-            f"r{serial}", 1, "gateway", [0] * prompt, prompt, SamplingParams(max_tokens=256), now_s,
-            online=draw.random() < 0.8, priority=draw.choice((0, 0, 0, 1)), prediction=prediction,
-        )  # fmt: skip
+            f"r{serial}",
+            1,
+            "gateway",
+            [0] * prompt,
+            prompt,
+            SamplingParams(max_tokens=256),
+            now_s,
+            online=draw.random() < 0.8,
+            priority=draw.choice((0, 0, 0, 1)),
+            prediction=prediction,
+        )
         return WaitingRequest(request, now_s, prediction)
 
     now_s = 0.0
@@ -100,9 +108,13 @@ def measure(order: PrefillOrder, name: str, waiting: int, rounds: int, seed: int
         gc.enable()
     served.sort()
     return Cost(
-        name, waiting, int(order.figures().get("buckets", 1)), median(served), served[int(0.99 * len(served))],
+        name,
+        waiting,
+        int(order.figures().get("buckets", 1)),
+        median(served),
+        served[int(0.99 * len(served))],
         median(adding),
-    )  # fmt: skip
+    )
 
 
 def _cluster(queued: int) -> ClusterView:
@@ -144,8 +156,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     table = Table("order", "waiting", "buckets", "µs/request", "p99", "of it add")
     for cost in costs:
-        table.add_row(cost.order, f"{cost.waiting:,}", str(cost.buckets), f"{cost.median_us:.1f}", f"{cost.p99_us:.1f}",
-                      f"{cost.add_us:.1f}")  # fmt: skip
+        table.add_row(
+            cost.order,
+            f"{cost.waiting:,}",
+            str(cost.buckets),
+            f"{cost.median_us:.1f}",
+            f"{cost.p99_us:.1f}",
+            f"{cost.add_us:.1f}",
+        )
     Console().print(table)
     return 0
 

@@ -116,8 +116,13 @@ async def discover(session: aiohttp.ClientSession, name: str, url: str, model: s
 
 
 async def negotiate(
-    session: aiohttp.ClientSession, target: Target, wishes: Wishes, prompts: PromptFactory, request: RequestBuilder,
-    timeout_s: float, plan: RequestPlan = PROBE_PLAN,
+    session: aiohttp.ClientSession,
+    target: Target,
+    wishes: Wishes,
+    prompts: PromptFactory,
+    request: RequestBuilder,
+    timeout_s: float,
+    plan: RequestPlan = PROBE_PLAN,
 ) -> Dialect:
     """The richest dialect the server answers to."""
     refusals: list[str] = []
@@ -158,10 +163,13 @@ class RequestBuilder:
     api_key: str | None = None
 
     def build(
-        self, target: Target, dialect: Dialect, prompts: PromptFactory, plan: RequestPlan, run_label: str,
+        self, target: Target, dialect: Dialect, prompts: PromptFactory, plan: RequestPlan, run_label: str
     ) -> PreparedRequest:
         body: dict[str, Any] = {
-            "model": target.model, "max_tokens": plan.output_tokens, "temperature": self.temperature, "stream": True,
+            "model": target.model,
+            "max_tokens": plan.output_tokens,
+            "temperature": self.temperature,
+            "stream": True,
         }
         if dialect.stream_usage:
             body["stream_options"] = {"include_usage": True}

@@ -23,15 +23,7 @@ from cohort.common.workloads.arrivals import (
     due_times,
     enough_for,
 )
-from cohort.common.workloads.generate import (
-    Drawn,
-    FromTrace,
-    Mixed,
-    Stream,
-    describe_source,
-    draw_rows,
-    stream,
-)
+from cohort.common.workloads.generate import Drawn, FromTrace, Mixed, Stream, describe_source, draw_rows, stream
 from cohort.common.workloads.lengths import LengthDistribution, draw
 from cohort.services.bench.datasets import DatasetRow
 
@@ -165,8 +157,15 @@ def _lengths(spec: WorkloadSpec, count: int) -> list[RequestPlan]:
     match source:
         case Drawn() | Mixed() | FromTrace():
             return [
-                RequestPlan(i, None, row.prompt_tokens, row.output_tokens, hash_ids=row.hash_ids, session=row.session,
-                            group=f"{row.prompt_tokens}x{row.output_tokens}" if isinstance(source, Mixed) else "")
+                RequestPlan(
+                    i,
+                    None,
+                    row.prompt_tokens,
+                    row.output_tokens,
+                    hash_ids=row.hash_ids,
+                    session=row.session,
+                    group=f"{row.prompt_tokens}x{row.output_tokens}" if isinstance(source, Mixed) else "",
+                )
                 for i, row in enumerate(draw_rows(source, count, spec.seed))
             ]
         case FromDataset(texts, _, output, shuffle):

@@ -45,10 +45,7 @@ class ManagerService:
         context = self._context
         context.figures = self.machine.figures
         async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(self._receive(), name="receive"),
-                tasks.create_task(self._tick(), name="tick"),
-            ]
+            running = [tasks.create_task(self._receive(), name="receive"), tasks.create_task(self._tick(), name="tick")]
             await context.stopping.wait()
             for task in running:
                 task.cancel()
@@ -102,12 +99,18 @@ class ManagerService:
             case Placed():
                 self._metrics.placements(message.reason).inc()
                 self._metrics.queue_seconds("all").observe(message.queued_s)
-                log.info("placed", request_id=message.request_id, attempt=message.attempt,
-                          instances=message.instances, reason=message.reason)
+                log.info(
+                    "placed",
+                    request_id=message.request_id,
+                    attempt=message.attempt,
+                    instances=message.instances,
+                    reason=message.reason,
+                )
             case Displaced(attempts=attempts, reason=reason):
                 self._metrics.displaced(reason.partition(":")[2].strip() or reason).inc(len(attempts))
-                log.warning("displaced", requests=[held.request_id for held in attempts][:8], count=len(attempts),
-                            reason=reason)
+                log.warning(
+                    "displaced", requests=[held.request_id for held in attempts][:8], count=len(attempts), reason=reason
+                )
             case _:
                 pass
 

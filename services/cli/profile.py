@@ -57,10 +57,23 @@ def run(args: argparse.Namespace) -> int:
         merged = Path(folder) / "config.yaml"
         merged.write_text(dump_config(config), encoding="utf-8")
         command = [
-            sys.executable, "-P", "-m", "cohort.common.engine.profile_process", "--config", str(merged), "--threads",
-            str(threads), "--repeats", str(args.repeats), "--max-context", str(args.max_context), "--model-name",
-            args.model_name, "--output", str(Path(args.output).absolute()),
-        ]  # fmt: skip
+            sys.executable,
+            "-P",
+            "-m",
+            "cohort.common.engine.profile_process",
+            "--config",
+            str(merged),
+            "--threads",
+            str(threads),
+            "--repeats",
+            str(args.repeats),
+            "--max-context",
+            str(args.max_context),
+            "--model-name",
+            args.model_name,
+            "--output",
+            str(Path(args.output).absolute()),
+        ]
         code = subprocess.run(command, check=False).returncode
     if code == 0:
         tokens = forward_size(Path(args.output))

@@ -13,9 +13,11 @@ from cohort.services.simulator import options as options_
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser = subparsers.add_parser(
-        "simulate", help="replay traffic on a cluster that need not exist", epilog=options_.SIMULATE_EPILOG,
+        "simulate",
+        help="replay traffic on a cluster that need not exist",
+        epilog=options_.SIMULATE_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     options_.add_simulate_arguments(parser)
 
 

@@ -149,7 +149,13 @@ class Deleted(msgspec.Struct, frozen=True):
 
 class BatchApi:
     def __init__(
-        self, *, config: BatchConfig, folder: BatchFolder, store: StoreThread, runner: BatchRunner, clock: Clock,
+        self,
+        *,
+        config: BatchConfig,
+        folder: BatchFolder,
+        store: StoreThread,
+        runner: BatchRunner,
+        clock: Clock,
         log: structlog.stdlib.BoundLogger,
     ) -> None:
         self._config = config
@@ -202,9 +208,11 @@ class BatchApi:
             self._uploading.pop(file_id, None)
         created_at = int(self._clock.wall_s())
         owner, size = request[OWNER], writer.bytes
-        file = await self._store.run(lambda store: store.add_file(StoredFile(
-            0, file_id, owner, "batch", filename or "", size, created_at, created_at + retention_s
-        )))
+        file = await self._store.run(
+            lambda store: store.add_file(
+                StoredFile(0, file_id, owner, "batch", filename or "", size, created_at, created_at + retention_s)
+            )
+        )
         self._log.info("file stored", file_id=file_id, bytes=file.bytes)
         return _json(_file_object(file))
 
@@ -266,10 +274,16 @@ class BatchApi:
         if order not in ("asc", "desc"):
             raise RequestError("order must be 'asc' or 'desc'.", param="order")
         owner, now_s = request[OWNER], self._clock.wall_s()
-        files = await self._store.run(lambda store: store.files(
-            owner, now_s, purpose=query.get("purpose"), after=query.get("after"), limit=limit + 1,
-            newest_first=order == "desc",
-        ))
+        files = await self._store.run(
+            lambda store: store.files(
+                owner,
+                now_s,
+                purpose=query.get("purpose"),
+                after=query.get("after"),
+                limit=limit + 1,
+                newest_first=order == "desc",
+            )
+        )
         return _page([_file_object(file) for file in files], limit)
 
     async def get_file(self, request: web.Request) -> web.Response:
@@ -296,10 +310,13 @@ class BatchApi:
         if not await asyncio.to_thread(Path.is_file, path):
             raise _unknown("file", file.id)
         # Read and sent a piece at a time by aiohttp, off the loop.
-        return web.FileResponse(path, headers={
-            "Content-Type": "application/jsonl",
-            "Content-Disposition": f'attachment; filename="{_header_safe(file.filename)}"',
-        })
+        return web.FileResponse(
+            path,
+            headers={
+                "Content-Type": "application/jsonl",
+                "Content-Disposition": f'attachment; filename="{_header_safe(file.filename)}"',
+            },
+        )
 
     async def _file(self, request: web.Request) -> StoredFile:
         file_id, owner, now_s = request.match_info["id"], request[OWNER], self._clock.wall_s()
@@ -321,8 +338,14 @@ class BatchApi:
         owner, now_s = request[OWNER], self._clock.wall_s()
         expiry = body.output_expires_after
         batch = StoredBatch(
-            seq=0, id=f"batch_{secrets.token_hex(12)}", owner=owner, status="validating", endpoint=body.endpoint,
-            input_file_id=body.input_file_id, completion_window=body.completion_window, created_at=int(now_s),
+            seq=0,
+            id=f"batch_{secrets.token_hex(12)}",
+            owner=owner,
+            status="validating",
+            endpoint=body.endpoint,
+            input_file_id=body.input_file_id,
+            completion_window=body.completion_window,
+            created_at=int(now_s),
             expires_at=int(now_s) + window_s,
             output_retention_s=int(self._config.retention_s) if expiry is None else expiry.seconds,
             metadata=body.metadata,
@@ -337,24 +360,25 @@ class BatchApi:
                 )
             if len(store.unfinished()) >= self._config.max_unfinished:
                 raise RequestError(
-                    f"{self._config.max_unfinished} batches have not ended yet; retry when one has.", status=429,
-                    type_="rate_limit_error", retry_after_s=60.0,
+                    f"{self._config.max_unfinished} batches have not ended yet; retry when one has.",
+                    status=429,
+                    type_="rate_limit_error",
+                    retry_after_s=60.0,
                 )
             return store.add_batch(batch)
 
         stored = await self._store.run(create)
         self._runner.submit(stored.id)
-        self._log.info("batch created", batch_id=stored.id, input_file_id=stored.input_file_id,
-                       endpoint=stored.endpoint)
+        self._log.info(
+            "batch created", batch_id=stored.id, input_file_id=stored.input_file_id, endpoint=stored.endpoint
+        )
         return _json(_batch_object(stored))
 
     async def list_batches(self, request: web.Request) -> web.Response:
         query = _query(request, "limit", "after")
         limit = _limit(query, default=20, most=100)
         owner = request[OWNER]
-        batches = await self._store.run(
-            lambda store: store.batches(owner, after=query.get("after"), limit=limit + 1)
-        )
+        batches = await self._store.run(lambda store: store.batches(owner, after=query.get("after"), limit=limit + 1))
         return _page([_batch_object(batch) for batch in batches], limit)
 
     async def get_batch(self, request: web.Request) -> web.Response:
@@ -389,7 +413,8 @@ def _upload_fields(fields: Mapping[str, str], filename: str | None, retention_s:
     purpose = fields.get("purpose")
     if purpose != "batch":
         raise RequestError(
-            "purpose is missing." if purpose is None
+            "purpose is missing."
+            if purpose is None
             else f"purpose: files of purpose {printable(purpose)!r} are of no use here, only 'batch'.",
             param="purpose",
         )
@@ -397,9 +422,7 @@ def _upload_fields(fields: Mapping[str, str], filename: str | None, retention_s:
     if anchor is None and seconds is None:
         return retention_s
     try:
-        return msgspec.convert(
-            {"anchor": anchor, "seconds": seconds and int(seconds)}, ExpiresAfter
-        ).seconds
+        return msgspec.convert({"anchor": anchor, "seconds": seconds and int(seconds)}, ExpiresAfter).seconds
     except ValueError as error:  # msgspec's own included
         raise RequestError(
             f"expires_after: anchor must be 'created_at', seconds {LEAST_EXPIRY_S} to {LONGEST_EXPIRY_S}.",
@@ -433,7 +456,8 @@ def _window_s(text: str) -> int:
     if not 0 < seconds <= LONGEST_WINDOW_S:
         raise RequestError(
             f"completion_window: {printable(text)!r} is no time such as '24h' (at most {LONGEST_WINDOW_S // 86_400} "
-            "days).", param="completion_window",
+            "days).",
+            param="completion_window",
         )
     return seconds
 
@@ -463,9 +487,7 @@ def _known_id(text: str) -> str:
 def _page(found: list[Any], limit: int) -> web.Response:
     """`found` has one more than `limit` when there are more."""
     data = found[:limit]
-    return _json(Page(
-        data, data[0].id if data else None, data[-1].id if data else None, has_more=len(found) > limit
-    ))
+    return _json(Page(data, data[0].id if data else None, data[-1].id if data else None, has_more=len(found) > limit))
 
 
 def _file_object(file: StoredFile) -> FileObject:
@@ -474,16 +496,30 @@ def _file_object(file: StoredFile) -> FileObject:
 
 def _batch_object(batch: StoredBatch) -> BatchObject:
     return BatchObject(
-        id=batch.id, endpoint=batch.endpoint, model=batch.model,
+        id=batch.id,
+        endpoint=batch.endpoint,
+        model=batch.model,
         errors=None if batch.errors is None else Errors(batch.errors),
-        input_file_id=batch.input_file_id, completion_window=batch.completion_window, status=batch.status,
-        output_file_id=batch.output_file_id, error_file_id=batch.error_file_id, created_at=batch.created_at,
-        in_progress_at=batch.in_progress_at, expires_at=batch.expires_at, finalizing_at=batch.finalizing_at,
-        completed_at=batch.completed_at, failed_at=batch.failed_at, expired_at=batch.expired_at,
-        cancelling_at=batch.cancelling_at, cancelled_at=batch.cancelled_at,
+        input_file_id=batch.input_file_id,
+        completion_window=batch.completion_window,
+        status=batch.status,
+        output_file_id=batch.output_file_id,
+        error_file_id=batch.error_file_id,
+        created_at=batch.created_at,
+        in_progress_at=batch.in_progress_at,
+        expires_at=batch.expires_at,
+        finalizing_at=batch.finalizing_at,
+        completed_at=batch.completed_at,
+        failed_at=batch.failed_at,
+        expired_at=batch.expired_at,
+        cancelling_at=batch.cancelling_at,
+        cancelled_at=batch.cancelled_at,
         request_counts=Counts(batch.total, batch.completed, batch.failed),
         usage=BatchUsage(
-            batch.input_tokens, InputTokens(batch.cached_tokens), batch.output_tokens, OutputTokens(),
+            batch.input_tokens,
+            InputTokens(batch.cached_tokens),
+            batch.output_tokens,
+            OutputTokens(),
             batch.input_tokens + batch.output_tokens,
         ),
         metadata=batch.metadata,

@@ -30,9 +30,7 @@ class BatchFolder:
 
     def __init__(self, config: BatchConfig, port: int) -> None:
         """`port` names the default folder: pipelines on one host must not share one."""
-        self.path = (
-            Path(config.folder).expanduser() if config.folder else paths.cache_dir() / "batches" / str(port)
-        )
+        self.path = Path(config.folder).expanduser() if config.folder else paths.cache_dir() / "batches" / str(port)
         self.database = self.path / "batches.sqlite"
         self._files = self.path / "files"
         self._lock: BinaryIO | None = None

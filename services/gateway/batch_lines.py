@@ -85,9 +85,9 @@ class InputReader:
             start, self._start = self._start, self._start + len(data)
             text = data.rstrip(b"\r\n")
             if len(text) > self._max_line_bytes:
-                self.errors.append(LineError(
-                    "line_too_long", f"This line has more than {self._max_line_bytes} bytes.", self._number
-                ))
+                self.errors.append(
+                    LineError("line_too_long", f"This line has more than {self._max_line_bytes} bytes.", self._number)
+                )
                 if not data.endswith(b"\n"):
                     self._skip_line()
             elif text.strip():
@@ -190,9 +190,10 @@ def refused(batch_id: str, line: PendingLine, error: RequestError) -> bytes:
 def not_run(batch_id: str, line: PendingLine, reason: Literal["expired", "cancelled"]) -> bytes:
     """A line of the error file: the batch ended before this one was done."""
     message = (
-        "This request could not be executed before the completion window expired." if reason == "expired"
+        "This request could not be executed before the completion window expired."
+        if reason == "expired"
         else "This request was not executed because the batch was cancelled."
     )
-    return _encode(_OutputLine(
-        line_id(batch_id, line.number), line.custom_id, None, _Failure(f"batch_{reason}", message)
-    ))
+    return _encode(
+        _OutputLine(line_id(batch_id, line.number), line.custom_id, None, _Failure(f"batch_{reason}", message))
+    )

@@ -43,9 +43,7 @@ SWEEP_S = 60.0  # between two looks for what has expired
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 LEAST_BUSY_WAIT_S, LONGEST_BUSY_WAIT_S = 0.2, 10.0
 MAX_TRIES = 5  # of a line whose workers were lost
-STATUSES = (
-    "validating", "in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled", "expired",
-)  # fmt: skip
+STATUSES = ("validating", "in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled", "expired")
 
 
 class AnswerLine(Protocol):
@@ -55,8 +53,9 @@ class AnswerLine(Protocol):
 class BatchMetrics:
     def __init__(self, make: MetricFactory) -> None:
         self.batches = make.gauge("batches", "Batches in the store, by status", ("status",))
-        self.lines = make.counter("batch_lines", "Lines of batches that ended: completed, failed, expired, cancelled",
-                                  ("outcome",))  # fmt: skip
+        self.lines = make.counter(
+            "batch_lines", "Lines of batches that ended: completed, failed, expired, cancelled", ("outcome",)
+        )
         self.in_work = make.gauge("batch_lines_in_work", "Lines of batches that are being answered now")
         self.line_retries = make.counter("batch_line_retries", "Lines tried again: busy or lost", ("reason",))
 
@@ -70,8 +69,17 @@ class _Job:
 
 class BatchRunner:
     def __init__(
-        self, *, config: BatchConfig, folder: BatchFolder, store: StoreThread, answer: AnswerLine, turns: Turns,
-        max_line_bytes: int, clock: Clock, metrics: BatchMetrics, log: structlog.stdlib.BoundLogger,
+        self,
+        *,
+        config: BatchConfig,
+        folder: BatchFolder,
+        store: StoreThread,
+        answer: AnswerLine,
+        turns: Turns,
+        max_line_bytes: int,
+        clock: Clock,
+        metrics: BatchMetrics,
+        log: structlog.stdlib.BoundLogger,
     ) -> None:
         self._config = config
         self._folder = folder
@@ -164,8 +172,7 @@ class BatchRunner:
         path = self._folder.content(batch.input_file_id)
         try:
             reader = await asyncio.to_thread(
-                InputReader, path, batch.endpoint, max_lines=self._config.max_lines,
-                max_line_bytes=self._max_line_bytes,
+                InputReader, path, batch.endpoint, max_lines=self._config.max_lines, max_line_bytes=self._max_line_bytes
             )
         except FileNotFoundError:
             gone = LineError("invalid_input_file", "The content of the input file is gone.")
@@ -230,10 +237,13 @@ class BatchRunner:
         else:
             usage = answer.usage
             done = FinishedLine(
-                line.number, True, answered(batch.id, line, answer.request_id, answer.body),
-                input_tokens=usage.prompt_tokens, cached_tokens=usage.prompt_tokens_details.cached_tokens,
+                line.number,
+                True,
+                answered(batch.id, line, answer.request_id, answer.body),
+                input_tokens=usage.prompt_tokens,
+                cached_tokens=usage.prompt_tokens_details.cached_tokens,
                 output_tokens=usage.completion_tokens,
-            )  # fmt: skip
+            )
         # An answer that is there must be kept even when the batch is cancelled this very moment.
         if await asyncio.shield(self._store.run(lambda store: store.finish_line(batch.id, done))):
             self._metrics.lines("completed" if done.succeeded else "failed").inc()
@@ -273,8 +283,14 @@ class BatchRunner:
         await self._store.run(lambda store: store.end(batch.id, now_s, status, output=output, errors=errors))
         ended = await self._load(batch.id)
         if ended is not None:
-            self._log.info("batch ended", status=status, lines=ended.total, completed=ended.completed,
-                           failed=ended.failed, seconds=round(now_s - ended.created_at, 1))
+            self._log.info(
+                "batch ended",
+                status=status,
+                lines=ended.total,
+                completed=ended.completed,
+                failed=ended.failed,
+                seconds=round(now_s - ended.created_at, 1),
+            )
 
     async def _outcome(self, batch: StoredBatch) -> Literal["completed", "expired", "cancelled"]:
         current = await self._load(batch.id)
@@ -300,7 +316,13 @@ class BatchRunner:
             await asyncio.to_thread(writer.keep)
         created_at = int(self._clock.wall_s())
         return StoredFile(
-            0, file_id, batch.owner, "batch_output", f"{batch.id}_{kind}.jsonl", writer.bytes, created_at,
+            0,
+            file_id,
+            batch.owner,
+            "batch_output",
+            f"{batch.id}_{kind}.jsonl",
+            writer.bytes,
+            created_at,
             created_at + batch.output_retention_s,
         )
 

@@ -28,9 +28,7 @@ from cohort.common.errors import ConfigError
 
 SCHEMA_VERSION = 1
 
-Status = Literal[
-    "validating", "in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled", "expired"
-]
+Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled", "expired"]
 UNFINISHED: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 
 _SCHEMA = """
@@ -284,7 +282,8 @@ class BatchStore:
         with self._transaction():
             row = self._db.execute(
                 f"INSERT INTO batches ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))}) "
-                f"RETURNING {_BATCH}", values,
+                f"RETURNING {_BATCH}",
+                values,
             ).fetchone()
         return _batch(row)
 
@@ -349,7 +348,8 @@ class BatchStore:
         with self._transaction():
             changed = self._db.execute(
                 "UPDATE batches SET status = 'cancelling', cancelling_at = ? "
-                "WHERE id = ? AND status IN ('validating', 'in_progress')", (int(now_s), batch_id),
+                "WHERE id = ? AND status IN ('validating', 'in_progress')",
+                (int(now_s), batch_id),
             )
         return changed.rowcount == 1
 
@@ -357,7 +357,8 @@ class BatchStore:
         """Lines without a result and with a number above `after`, in order."""
         rows = self._db.execute(
             "SELECT number, start, length, custom_id FROM lines "
-            "WHERE batch_id = ? AND result IS NULL AND number > ? ORDER BY number LIMIT ?", (batch_id, after, limit),
+            "WHERE batch_id = ? AND result IS NULL AND number > ? ORDER BY number LIMIT ?",
+            (batch_id, after, limit),
         )
         return [PendingLine(*row) for row in rows]
 
@@ -374,9 +375,15 @@ class BatchStore:
             self._db.execute(
                 "UPDATE batches SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?, "
                 "cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ? WHERE id = ?",
-                (line.succeeded, not line.succeeded, line.input_tokens, line.cached_tokens, line.output_tokens,
-                 batch_id),
-            )  # fmt: skip
+                (
+                    line.succeeded,
+                    not line.succeeded,
+                    line.input_tokens,
+                    line.cached_tokens,
+                    line.output_tokens,
+                    batch_id,
+                ),
+            )
         return True
 
     def begin_finalizing(self, batch_id: str, now_s: float) -> None:
@@ -385,20 +392,27 @@ class BatchStore:
             self._db.execute(
                 "UPDATE batches SET finalizing_at = coalesce(finalizing_at, ?), "
                 "status = CASE status WHEN 'in_progress' THEN 'finalizing' ELSE status END "
-                "WHERE id = ? AND status IN ('in_progress', 'finalizing', 'cancelling')", (int(now_s), batch_id),
+                "WHERE id = ? AND status IN ('in_progress', 'finalizing', 'cancelling')",
+                (int(now_s), batch_id),
             )
 
     def results(self, batch_id: str, *, succeeded: bool, after: int, limit: int) -> list[tuple[int, bytes]]:
         """Numbers and output lines, in the order of the input."""
         rows = self._db.execute(
             "SELECT number, result FROM lines WHERE batch_id = ? AND succeeded = ? AND number > ? "
-            "ORDER BY number LIMIT ?", (batch_id, succeeded, after, limit),
+            "ORDER BY number LIMIT ?",
+            (batch_id, succeeded, after, limit),
         )
         return [(row[0], row[1]) for row in rows]
 
     def end(
-        self, batch_id: str, now_s: float, status: Literal["completed", "expired", "cancelled"], *,
-        output: StoredFile | None, errors: StoredFile | None,
+        self,
+        batch_id: str,
+        now_s: float,
+        status: Literal["completed", "expired", "cancelled"],
+        *,
+        output: StoredFile | None,
+        errors: StoredFile | None,
     ) -> None:
         """finalizing or cancelling → its end, together with its files. The lines are in them now and go."""
         with self._transaction():
@@ -419,7 +433,8 @@ class BatchStore:
         with self._transaction():
             gone = self._db.execute(
                 "DELETE FROM files WHERE expires_at <= ? AND id NOT IN "
-                f"(SELECT input_file_id FROM batches WHERE status IN ({_NOT_ENDED})) RETURNING id", (now_s,),
+                f"(SELECT input_file_id FROM batches WHERE status IN ({_NOT_ENDED})) RETURNING id",
+                (now_s,),
             ).fetchall()
             self._db.execute(
                 f"DELETE FROM batches WHERE status NOT IN ({_NOT_ENDED}) "

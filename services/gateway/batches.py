@@ -47,8 +47,14 @@ class Batches:
     @classmethod
     @asynccontextmanager
     async def opened(
-        cls, config: Config, *, answer: AnswerLine, online_waiting: Callable[[], int], clock: Clock,
-        metrics: MetricFactory, log: structlog.stdlib.BoundLogger,
+        cls,
+        config: Config,
+        *,
+        answer: AnswerLine,
+        online_waiting: Callable[[], int],
+        clock: Clock,
+        metrics: MetricFactory,
+        log: structlog.stdlib.BoundLogger,
     ) -> AsyncIterator[Batches]:
         """Raises `ConfigError` when the folder or its database cannot be used."""
         folder = BatchFolder(config.batch, config.gateway.port)
@@ -61,8 +67,15 @@ class Batches:
                     log.info("unfinished uploads of an earlier run removed", files=strangers)
                 turns = Turns(config.batch.concurrency, config.batch.busy_concurrency, online_waiting)
                 runner = BatchRunner(
-                    config=config.batch, folder=folder, store=store, answer=answer, turns=turns,
-                    max_line_bytes=config.gateway.max_body_bytes, clock=clock, metrics=BatchMetrics(metrics), log=log,
+                    config=config.batch,
+                    folder=folder,
+                    store=store,
+                    answer=answer,
+                    turns=turns,
+                    max_line_bytes=config.gateway.max_body_bytes,
+                    clock=clock,
+                    metrics=BatchMetrics(metrics),
+                    log=log,
                 )
                 api = BatchApi(config=config.batch, folder=folder, store=store, runner=runner, clock=clock, log=log)
                 yield cls(api, runner, turns)

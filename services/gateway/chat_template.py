@@ -36,8 +36,12 @@ class ChatTemplate:
         # A key that is null and a key that is absent mean the same to a client; templates only know the latter.
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
         names = {
-            **self._special_tokens, "tools": None, "documents": None, **variables,
-            "messages": chat, "add_generation_prompt": add_generation_prompt,
+            **self._special_tokens,
+            "tools": None,
+            "documents": None,
+            **variables,
+            "messages": chat,
+            "add_generation_prompt": add_generation_prompt,
         }
         try:
             return self._template.render(**names)
@@ -92,8 +96,11 @@ def _strftime_now(format: str) -> str:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None,
-    separators: tuple[str, str] | None = None, sort_keys: bool = False,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes HTML characters, which no model was trained on.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

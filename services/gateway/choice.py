@@ -35,9 +35,7 @@ class Piece:
     stopped: bool
 
 
-def prompt_scores(
-    detokenizer: Detokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprob]
-) -> list[ScoredToken]:
+def prompt_scores(detokenizer: Detokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprob]) -> list[ScoredToken]:
     """An echoed prompt's tokens; `scores` are those of all but the first, which nothing precedes."""
     found: list[ScoredToken] = []
     offset = 0

@@ -117,7 +117,7 @@ class _WindowDetokenizer:
         held = len(self._window) - self._sent
         if len(after) <= len(before) or (after.endswith(REPLACEMENT) and not final and held < MAX_HELD_TOKENS):
             return ""
-        piece = after[len(before):]
+        piece = after[len(before) :]
         # Keep a little that was sent: decoders look at a token's neighbours.
         self._window = self._window[-CONTEXT_TOKENS:]
         self._sent = len(self._window)

@@ -16,10 +16,18 @@ KEPT = 1024
 
 class Recent:
     def __init__(self) -> None:
-        self.totals = dict.fromkeys((
-            "requests_total", "finished_total", "failed_total", "cancelled_total", "rejected_total",
-            "prompt_tokens_total", "generation_tokens_total",
-        ), 0)
+        self.totals = dict.fromkeys(
+            (
+                "requests_total",
+                "finished_total",
+                "failed_total",
+                "cancelled_total",
+                "rejected_total",
+                "prompt_tokens_total",
+                "generation_tokens_total",
+            ),
+            0,
+        )
         self._ttft_s: deque[float] = deque(maxlen=KEPT)
         self._itl_s: deque[float] = deque(maxlen=KEPT)
 
@@ -48,11 +56,7 @@ class Recent:
                 self.totals["finished_total"] += 1
 
     def figures(self) -> dict[str, float]:
-        return {
-            **self.totals,
-            **_percentiles("ttft", self._ttft_s),
-            **_percentiles("itl", self._itl_s),
-        }
+        return {**self.totals, **_percentiles("ttft", self._ttft_s), **_percentiles("itl", self._itl_s)}
 
 
 def _percentiles(name: str, values: Iterable[float]) -> dict[str, float]:

@@ -161,8 +161,12 @@ class Ledger:
         if request.request_id in self._entries:
             raise ValueError(f"request {request.request_id} is open already")
         entry = Entry(
-            request=request, opened_s=now_s, expires_s=now_s + self._request_timeout_s, attempt=request.attempt,
-            prediction=request.prediction, last_news_s=now_s,
+            request=request,
+            opened_s=now_s,
+            expires_s=now_s + self._request_timeout_s,
+            attempt=request.attempt,
+            prediction=request.prediction,
+            last_news_s=now_s,
             queued_tokens=request.prompt_tokens + max(1.0, expected_output),
         )
         self._entries[request.request_id] = entry
@@ -215,18 +219,25 @@ class Ledger:
         entry = self._entries.get(update.request_id)
         if entry is None:
             # Ended here (a stop string, say) while the worker went on: its next message would be void as well.
-            return [] if update.finish is not None else [
-                CancelAttempt(Held(update.request_id, update.attempt), (sender,), "unknown request")
-            ]
+            return (
+                []
+                if update.finish is not None
+                else [CancelAttempt(Held(update.request_id, update.attempt), (sender,), "unknown request")]
+            )
         if update.attempt != entry.attempt:
             self.dropped_tokens_total += len(update.tokens)
             older = update.attempt < entry.attempt and update.finish is None
             return [CancelAttempt(Held(update.request_id, update.attempt), (sender,), "superseded")] if older else []
         self._note(entry, sender, update)
         if update.finish is FinishReason.FAILED:
-            return self._fail(entry, RequestError(
-                f"The request failed on a worker: {update.error or 'no reason given'}", status=500, type_="server_error"
-            ))
+            return self._fail(
+                entry,
+                RequestError(
+                    f"The request failed on a worker: {update.error or 'no reason given'}",
+                    status=500,
+                    type_="server_error",
+                ),
+            )
         if update.finish is FinishReason.CANCELLED:
             return self._lost(entry, now_s, "cancelled", f"cancelled by {sender}")
         if update.position > entry.known:
@@ -240,17 +251,26 @@ class Ledger:
         tokens, logprobs = update.tokens[new:], update.logprobs[new:]
         self.dropped_tokens_total += len(update.tokens) - len(tokens)
         if entry.request.sampling.logprobs >= 0 and len(update.logprobs) != len(update.tokens):
-            return self._fail(entry, RequestError(
-                f"{sender} sent {len(update.tokens)} tokens with {len(update.logprobs)} log-probabilities",
-                status=500, type_="server_error",
-            ))
+            return self._fail(
+                entry,
+                RequestError(
+                    f"{sender} sent {len(update.tokens)} tokens with {len(update.logprobs)} log-probabilities",
+                    status=500,
+                    type_="server_error",
+                ),
+            )
         if entry.request.sampling.prompt_logprobs >= 0 and not entry.output and tokens:
             entry.prompt_logprobs = update.prompt_logprobs
             if len(entry.prompt_logprobs) != entry.request.prompt_tokens - 1:
-                return self._fail(entry, RequestError(
-                    f"{sender} sent {len(entry.prompt_logprobs)} log-probabilities for a prompt of "
-                    f"{entry.request.prompt_tokens} tokens", status=500, type_="server_error",
-                ))
+                return self._fail(
+                    entry,
+                    RequestError(
+                        f"{sender} sent {len(entry.prompt_logprobs)} log-probabilities for a prompt of "
+                        f"{entry.request.prompt_tokens} tokens",
+                        status=500,
+                        type_="server_error",
+                    ),
+                )
         room = entry.request.sampling.max_tokens - len(entry.output)
         tokens, logprobs = tokens[:room], logprobs[:room]
         if tokens:
@@ -309,14 +329,16 @@ class Ledger:
         actions: list[Action] = []
         for entry in list(self._entries.values()):
             if now_s >= entry.expires_s:
-                actions += self._fail(entry, RequestError(
-                    f"The request did not finish within {self._request_timeout_s:g} s "
-                    f"({len(entry.output)} tokens were produced).", status=504, type_="timeout_error",
-                ))
-            elif (
-                entry.state in (State.PLACED, State.RUNNING)
-                and now_s - entry.last_news_s >= self._stall_timeout_s
-            ):
+                actions += self._fail(
+                    entry,
+                    RequestError(
+                        f"The request did not finish within {self._request_timeout_s:g} s "
+                        f"({len(entry.output)} tokens were produced).",
+                        status=504,
+                        type_="timeout_error",
+                    ),
+                )
+            elif entry.state in (State.PLACED, State.RUNNING) and now_s - entry.last_news_s >= self._stall_timeout_s:
                 actions += self._lost(entry, now_s, "stall", f"no token for {self._stall_timeout_s:g} s")
         return actions
 
@@ -347,10 +369,15 @@ class Ledger:
             self._end(entry)
             return [*cancel, Deliver(entry, [], [], finish)]
         if entry.attempt + 1 >= self._max_attempts:
-            return self._fail(entry, RequestError(
-                f"The request was placed {entry.attempt + 1} times and lost each time (last: {reason}).",
-                status=503, type_="service_unavailable_error", retry_after_s=1.0,
-            ))
+            return self._fail(
+                entry,
+                RequestError(
+                    f"The request was placed {entry.attempt + 1} times and lost each time (last: {reason}).",
+                    status=503,
+                    type_="service_unavailable_error",
+                    retry_after_s=1.0,
+                ),
+            )
         entry.attempt += 1
         entry.lost_because = reason
         entry.lost_kind = kind

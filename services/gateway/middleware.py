@@ -71,9 +71,9 @@ def answer_everything(log: structlog.stdlib.BoundLogger) -> Middleware:
                 raise  # the client is gone; aiohttp cleans up
             except Exception:
                 log.exception("request failed unexpectedly", path=request.path)
-                response = error_response(RequestError(
-                    "The server failed to answer this request.", status=500, type_="server_error"
-                ))
+                response = error_response(
+                    RequestError("The server failed to answer this request.", status=500, type_="server_error")
+                )
         if not response.prepared:
             response.headers[REQUEST_ID_HEADER] = http_id
         return response
@@ -96,7 +96,8 @@ def require_key(keys: Sequence[str]) -> Middleware:
             if scheme.lower() != "bearer" or not any(matches):
                 raise RequestError(
                     "You didn't provide an API key. Send it as a header: 'Authorization: Bearer YOUR_KEY'."
-                    if not token else "Incorrect API key provided.",
+                    if not token
+                    else "Incorrect API key provided.",
                     status=401,
                 )
             request[OWNER] = given.hex()

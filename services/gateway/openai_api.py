@@ -124,9 +124,19 @@ class OpenAiApi:
     """The two generation endpoints over one `Streams`."""
 
     def __init__(
-        self, *, config: GatewayConfig, card: ModelCard, tokenizer: Tokenizer, streams: Streams, door: Door,
-        clock: Clock, metrics: RequestMetrics, log: structlog.stdlib.BoundLogger, instance: InstanceId,
-        draining: Callable[[], bool], max_model_len: Callable[[], int],
+        self,
+        *,
+        config: GatewayConfig,
+        card: ModelCard,
+        tokenizer: Tokenizer,
+        streams: Streams,
+        door: Door,
+        clock: Clock,
+        metrics: RequestMetrics,
+        log: structlog.stdlib.BoundLogger,
+        instance: InstanceId,
+        draining: Callable[[], bool],
+        max_model_len: Callable[[], int],
     ) -> None:
         self._config = config
         self._card = card
@@ -144,10 +154,7 @@ class OpenAiApi:
         self._chat = ChatShape(self._text)
 
     def routes(self) -> list[web.RouteDef]:
-        return [
-            web.post("/v1/completions", self.completions),
-            web.post("/v1/chat/completions", self.chat_completions),
-        ]
+        return [web.post("/v1/completions", self.completions), web.post("/v1/chat/completions", self.chat_completions)]
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, chat=False)
@@ -194,7 +201,9 @@ class OpenAiApi:
         """Everything before the request is owned; refusals are `RequestError`s."""
         if self._draining():
             raise RequestError(
-                "This server is shutting down.", status=503, type_="service_unavailable_error",
+                "This server is shutting down.",
+                status=503,
+                type_="service_unavailable_error",
                 retry_after_s=self._config.drain_s,
             )
         self._door.check_estimate(request.content_length or 0, self._config.default_class)
@@ -222,9 +231,15 @@ class OpenAiApi:
             base_id = f"{named}-{base_id[:8]}"  # unique though a client may repeat its ids
         created_s = self._clock.wall_s()
         requests = prepare(
-            call, prompts, base_id=base_id, gateway=self._instance, arrival_s=created_s,
+            call,
+            prompts,
+            base_id=base_id,
+            gateway=self._instance,
+            arrival_s=created_s,
             seed=secrets.randbits(63) if call.seed is None else call.seed,
-            config=self._config, card=self._card, max_model_len=self._max_model_len(),
+            config=self._config,
+            card=self._card,
+            max_model_len=self._max_model_len(),
         )
         self._door.check(requests)
         echoes = [self._echo(call, index, prompts) for index in range(len(requests))]
@@ -233,30 +248,44 @@ class OpenAiApi:
             requests, times, chat=call.chat, prompt_bytes=body_bytes, stop_strings=len(call.stop_strings)
         )
         return _Answering(
-            call, generation, shape, self._text,
+            call,
+            generation,
+            shape,
+            self._text,
             choices=[
                 Choice(
                     self._text.stream(
                         context=() if call.chat else item.tokens[-16:], skip_special=call.skip_special_tokens
                     ),
-                    call.stop_strings, min_tokens=call.min_tokens, scored=call.sampling.logprobs >= 0,
+                    call.stop_strings,
+                    min_tokens=call.min_tokens,
+                    scored=call.sampling.logprobs >= 0,
                 )
                 for item in requests
             ],
-            echoes=echoes, base_id=base_id, id=shape.id_prefix + base_id, created=int(created_s), model=self._card.name,
+            echoes=echoes,
+            base_id=base_id,
+            id=shape.id_prefix + base_id,
+            created=int(created_s),
+            model=self._card.name,
         )
 
     async def _tokenize(self, call: Call) -> list[list[int]]:
         limit = self._max_model_len()
         try:
             if call.chat:
-                return [await self._tokenizer.encode_chat(
-                    call.messages, add_generation_prompt=call.add_generation_prompt,
-                    variables=call.template_variables, limit=limit,
-                )]
+                return [
+                    await self._tokenizer.encode_chat(
+                        call.messages,
+                        add_generation_prompt=call.add_generation_prompt,
+                        variables=call.template_variables,
+                        limit=limit,
+                    )
+                ]
             return [
                 await self._tokenizer.encode_soon(prompt, special_tokens=call.add_special_tokens, limit=limit)
-                if isinstance(prompt, str) else prompt
+                if isinstance(prompt, str)
+                else prompt
                 for prompt in call.prompts
             ]
         except UnicodeEncodeError as error:
@@ -296,7 +325,10 @@ class OpenAiApi:
                 finished[delta.index] = step.finish
         scored = call.sampling.logprobs >= 0
         return Answer(
-            id=answering.id, object=shape.whole_object, created=answering.created, model=answering.model,
+            id=answering.id,
+            object=shape.whole_object,
+            created=answering.created,
+            model=answering.model,
             choices=[
                 shape.whole(index, "".join(texts[index]), scores[index] if scored else None, finished[index])
                 for index in range(len(generation.entries))
@@ -347,17 +379,28 @@ class OpenAiApi:
             if not step.piece.text and step.finish is None:
                 continue  # a part of a character, or of what may become a stop string
             choice = shape.chunk(index, step.piece, first=step.first, scored=scored, finish=step.finish)
-            await events.send(Answer(
-                id=answering.id, object=shape.chunk_object, created=answering.created, model=answering.model,
-                choices=[choice],
-                usage=_choice_usage(answering, index) if call.continuous_usage else msgspec.UNSET,
-                cohort=_extras(answering, [index]) if step.finish is not None else msgspec.UNSET,
-            ))
+            await events.send(
+                Answer(
+                    id=answering.id,
+                    object=shape.chunk_object,
+                    created=answering.created,
+                    model=answering.model,
+                    choices=[choice],
+                    usage=_choice_usage(answering, index) if call.continuous_usage else msgspec.UNSET,
+                    cohort=_extras(answering, [index]) if step.finish is not None else msgspec.UNSET,
+                )
+            )
         if call.include_usage:
-            await events.send(Answer(
-                id=answering.id, object=shape.chunk_object, created=answering.created, model=answering.model,
-                choices=[], usage=_usage(answering),
-            ))
+            await events.send(
+                Answer(
+                    id=answering.id,
+                    object=shape.chunk_object,
+                    created=answering.created,
+                    model=answering.model,
+                    choices=[],
+                    usage=_usage(answering),
+                )
+            )
         await events.done()
 
     def _count_rejection(self, error: RequestError) -> None:
@@ -390,11 +433,17 @@ def _choice_usage(answering: _Answering, index: int) -> Usage:
 
 def _extras(answering: _Answering, indexes: list[int] | range) -> Extras:
     generation = answering.generation
-    return Extras([
-        extras_of(
-            index, generation.entries[index], generation.times, answering.choices[index].stop_string,
-            generation.entries[index].output[: answering.choices[index].tokens]
-            if answering.call.return_token_ids else None,
-        )
-        for index in indexes
-    ])
+    return Extras(
+        [
+            extras_of(
+                index,
+                generation.entries[index],
+                generation.times,
+                answering.choices[index].stop_string,
+                generation.entries[index].output[: answering.choices[index].tokens]
+                if answering.call.return_token_ids
+                else None,
+            )
+            for index in indexes
+        ]
+    )

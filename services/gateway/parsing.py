@@ -79,7 +79,10 @@ def parse_completion(data: bytes, headers: Mapping[str, str], config: GatewayCon
         raise _refused("suffix", "text insertion is not supported")
     max_tokens = _max_tokens(body.max_tokens, body.max_completion_tokens)
     return _call(
-        body, headers, config, card,
+        body,
+        headers,
+        config,
+        card,
         chat=False,
         prompts=_prompts(body.prompt, config, card),
         max_tokens=COMPLETION_MAX_TOKENS if max_tokens is None else max_tokens,
@@ -102,7 +105,10 @@ def parse_chat(data: bytes, headers: Mapping[str, str], config: GatewayConfig, c
         if reserved in variables:
             raise RequestError(f"chat_template_kwargs may not set {reserved!r}.", param="chat_template_kwargs")
     return _call(
-        body, headers, config, card,
+        body,
+        headers,
+        config,
+        card,
         chat=True,
         messages=[_message(index, message) for index, message in enumerate(body.messages)],
         max_tokens=max_tokens,
@@ -120,7 +126,7 @@ def _decode(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
         param = path.rstrip("`").lstrip(".")
         for marker in ("Object contains unknown field `", "Object missing required field `"):
             if text.startswith(marker):
-                name = text[len(marker):].rstrip("`")
+                name = text[len(marker) :].rstrip("`")
                 param = f"{param}.{name}" if param else name
         raise RequestError(f"{param}: {text}" if param else text, param=param or None) from error
     except (msgspec.DecodeError, UnicodeError) as error:
@@ -130,15 +136,26 @@ def _decode(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
 
 
 def _call(
-    body: CompletionBody | ChatBody, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard, *,
-    chat: bool, max_tokens: int | None, logprobs: int, prompts: tuple[str | list[int], ...] = (),
-    messages: list[dict[str, Any]] | None = None, echo: bool = False, add_special_tokens: bool = True,
-    add_generation_prompt: bool = True, template_variables: Mapping[str, Any] | None = None,
+    body: CompletionBody | ChatBody,
+    headers: Mapping[str, str],
+    config: GatewayConfig,
+    card: ModelCard,
+    *,
+    chat: bool,
+    max_tokens: int | None,
+    logprobs: int,
+    prompts: tuple[str | list[int], ...] = (),
+    messages: list[dict[str, Any]] | None = None,
+    echo: bool = False,
+    add_special_tokens: bool = True,
+    add_generation_prompt: bool = True,
+    template_variables: Mapping[str, Any] | None = None,
 ) -> Call:
     if body.model is not None and body.model not in card.names:
         raise RequestError(
             f"The model `{printable(body.model)}` does not exist; this server serves `{card.name}`.",
-            status=404, param="model",
+            status=404,
+            param="model",
         )
     n = body.n or 1
     most = min(config.max_n, config.max_waiting_requests // max(1, len(prompts)))
@@ -298,7 +315,7 @@ def _text_part(part: Any, where: str) -> str:
 
 def _refuse_what_chat_cannot(body: ChatBody) -> None:
     if body.response_format is not None and body.response_format.get("type") != "text":
-        raise _refused("response_format", "only {\"type\": \"text\"} is supported")
+        raise _refused("response_format", 'only {"type": "text"} is supported')
     if body.tools:
         raise _refused("tools", "tool calling is not supported")
     if body.tool_choice not in (None, "none", "auto"):

@@ -26,7 +26,12 @@ def default_prediction(tokens: int, max_tokens: int) -> Prediction:
 
 class PredictorClient:
     def __init__(
-        self, send: Callable[[Message], None], clock: Clock, *, wait_s: float, default_tokens: int,
+        self,
+        send: Callable[[Message], None],
+        clock: Clock,
+        *,
+        wait_s: float,
+        default_tokens: int,
         late: Callable[[RequestId, Prediction], None],
     ) -> None:
         """`send` hands a message to the predictor and may raise `PeerUnreachable`."""

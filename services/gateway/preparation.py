@@ -21,8 +21,16 @@ SEED_MASK = (1 << 63) - 1
 
 
 def prepare(
-    call: Call, prompts: Sequence[list[int]], *, base_id: str, gateway: InstanceId, seed: int, arrival_s: float,
-    config: GatewayConfig, card: ModelCard, max_model_len: int,
+    call: Call,
+    prompts: Sequence[list[int]],
+    *,
+    base_id: str,
+    gateway: InstanceId,
+    seed: int,
+    arrival_s: float,
+    config: GatewayConfig,
+    card: ModelCard,
+    max_model_len: int,
 ) -> list[Request]:
     """Requests in the order of their choices: all of the first prompt, all of the second, …
 
@@ -37,26 +45,28 @@ def prepare(
         max_tokens = _output_limit(call, len(prompt), config, max_model_len)
         for _ in range(call.n):
             index = len(requests)
-            requests.append(Request(
-                request_id=base_id if total == 1 else f"{base_id}-{index}",
-                attempt=0,
-                gateway=gateway,
-                tokens=prompt,
-                prompt_tokens=len(prompt),
-                sampling=msgspec.structs.replace(
-                    call.sampling,
-                    # A prompt is scored while it is computed, which ends with a token, wanted or not.
-                    max_tokens=max(1, max_tokens) if call.scores_prompt else max_tokens,
-                    prompt_logprobs=call.sampling.logprobs if call.scores_prompt else -1,
-                    seed=derived_seed(seed, index),
-                    stop_token_ids=tuple(sorted(stop_ids)),
-                ),
-                arrival_s=arrival_s,
-                traffic_class=call.traffic_class,
-                online=call.online,
-                priority=call.priority,
-                slo=call.slo,
-            ))
+            requests.append(
+                Request(
+                    request_id=base_id if total == 1 else f"{base_id}-{index}",
+                    attempt=0,
+                    gateway=gateway,
+                    tokens=prompt,
+                    prompt_tokens=len(prompt),
+                    sampling=msgspec.structs.replace(
+                        call.sampling,
+                        # A prompt is scored while it is computed, which ends with a token, wanted or not.
+                        max_tokens=max(1, max_tokens) if call.scores_prompt else max_tokens,
+                        prompt_logprobs=call.sampling.logprobs if call.scores_prompt else -1,
+                        seed=derived_seed(seed, index),
+                        stop_token_ids=tuple(sorted(stop_ids)),
+                    ),
+                    arrival_s=arrival_s,
+                    traffic_class=call.traffic_class,
+                    online=call.online,
+                    priority=call.priority,
+                    slo=call.slo,
+                )
+            )
     return requests
 
 
@@ -76,7 +86,8 @@ def _output_limit(call: Call, prompt_tokens: int, config: GatewayConfig, max_mod
     if room < (0 if call.max_tokens == 0 else 1):
         raise RequestError(
             f"This model's maximum context length is {max_model_len} tokens, but the prompt alone has "
-            f"{prompt_tokens} tokens.", param=param,
+            f"{prompt_tokens} tokens.",
+            param=param,
         )
     if call.max_tokens is not None:
         if call.max_tokens > room:

@@ -22,8 +22,14 @@ _encode = msgspec.json.Encoder().encode
 
 class Probes:
     def __init__(
-        self, *, card: ModelCard, preset: str, created: int, registry: CollectorRegistry,
-        not_ready_because: Callable[[], str | None], max_model_len: Callable[[], int],
+        self,
+        *,
+        card: ModelCard,
+        preset: str,
+        created: int,
+        registry: CollectorRegistry,
+        not_ready_because: Callable[[], str | None],
+        max_model_len: Callable[[], int],
     ) -> None:
         self._card = card
         self._preset = preset
@@ -65,7 +71,8 @@ class Probes:
         if name not in self._card.names and f"/{name}" not in self._card.names:
             raise RequestError(
                 f"The model `{printable(name)}` does not exist; this server serves `{self._card.name}`.",
-                status=404, param="model",
+                status=404,
+                param="model",
             )
         return _json(self._model())
 

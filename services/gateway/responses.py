@@ -214,16 +214,19 @@ class ChatShape:
     def _logprobs(self, scores: Sequence[ScoredToken] | None) -> ChatLogprobs | None:
         if scores is None:
             return None
-        return ChatLogprobs([
-            ChatTokenLogprob(
-                *self._spelled(scored.token_id, score.logprob),
-                [
-                    TopLogprob(*self._spelled(token_id, value))
-                    for token_id, value in zip(score.top_ids, score.top_logprobs, strict=True)
-                ],
-            )
-            for scored in scores if (score := scored.score) is not None
-        ])
+        return ChatLogprobs(
+            [
+                ChatTokenLogprob(
+                    *self._spelled(scored.token_id, score.logprob),
+                    [
+                        TopLogprob(*self._spelled(token_id, value))
+                        for token_id, value in zip(score.top_ids, score.top_logprobs, strict=True)
+                    ],
+                )
+                for scored in scores
+                if (score := scored.score) is not None
+            ]
+        )
 
     def _spelled(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
         data = self._text.token_bytes(token_id)

@@ -79,22 +79,39 @@ class Gateway:
             to_manager=lambda message: context.bus.send(MANAGER, message),
             to_worker=context.bus.send,
             to_predictor=lambda message: context.bus.send(PREDICTOR, message),
-            clock=context.clock, metrics=self._metrics, log=context.log,
+            clock=context.clock,
+            metrics=self._metrics,
+            log=context.log,
             predictor_wait_s=config.gateway.predictor_wait_s,
             default_prediction_tokens=config.gateway.default_prediction_tokens,
         )
         door = Door(
-            compose.admission(config), self._ledger, lambda: self._link.load, context.clock,
+            compose.admission(config),
+            self._ledger,
+            lambda: self._link.load,
+            context.clock,
             expected_output=float(config.gateway.default_prediction_tokens),
         )
         self._api = OpenAiApi(
-            config=config.gateway, card=card, tokenizer=tokenizer, streams=self.streams, door=door,
-            clock=context.clock, metrics=self._metrics, log=context.log, instance=context.instance,
-            draining=context.stopping.is_set, max_model_len=self._max_model_len,
+            config=config.gateway,
+            card=card,
+            tokenizer=tokenizer,
+            streams=self.streams,
+            door=door,
+            clock=context.clock,
+            metrics=self._metrics,
+            log=context.log,
+            instance=context.instance,
+            draining=context.stopping.is_set,
+            max_model_len=self._max_model_len,
         )
         self._probes = Probes(
-            card=card, preset=config.name, created=int(context.clock.wall_s()), registry=context.registry,
-            not_ready_because=self._not_ready_because, max_model_len=self._max_model_len,
+            card=card,
+            preset=config.name,
+            created=int(context.clock.wall_s()),
+            registry=context.registry,
+            not_ready_because=self._not_ready_because,
+            max_model_len=self._max_model_len,
         )
         context.figures = self._figures
 
@@ -108,8 +125,12 @@ class Gateway:
 
     async def run(self) -> None:
         async with Batches.opened(
-            self._config, answer=self._api.answer_line, online_waiting=lambda: self._ledger.waiting_online,
-            clock=self._context.clock, metrics=self._context.metrics, log=self._context.log,
+            self._config,
+            answer=self._api.answer_line,
+            online_waiting=lambda: self._ledger.waiting_online,
+            clock=self._context.clock,
+            metrics=self._context.metrics,
+            log=self._context.log,
         ) as batches:
             self.streams.on_online_placed = batches.online_placed
             await self._serve(batches)
@@ -117,7 +138,10 @@ class Gateway:
     async def _serve(self, batches: Batches) -> None:
         context = self._context
         runner = web.AppRunner(
-            self.application(batches), access_log=None, handler_cancellation=True, keepalive_timeout=KEEP_ALIVE_S,
+            self.application(batches),
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=KEEP_ALIVE_S,
             shutdown_timeout=STREAM_END_S,
         )
         await runner.setup()
@@ -151,8 +175,13 @@ class Gateway:
         self.port: int = addresses[0][1]
         named = named_host(host)
         self._context.metrics_url = f"http://{named}:{self.port}/metrics"
-        self._context.log.info("listening", url=f"http://{named}:{self.port}", model=self._card.name,
-                               max_model_len=self._card.max_model_len, api_keys=len(self._keys))
+        self._context.log.info(
+            "listening",
+            url=f"http://{named}:{self.port}",
+            model=self._card.name,
+            max_model_len=self._card.max_model_len,
+            api_keys=len(self._keys),
+        )
 
     async def _receive(self) -> NoReturn:
         while True:
@@ -182,8 +211,9 @@ class Gateway:
                 self._link.on_load(now_s, message)
             case ManagerHello():
                 if self._link.on_hello(now_s, message):
-                    self._context.log.info("manager is there", manager_incarnation=message.incarnation,
-                                           outstanding=len(self._ledger))
+                    self._context.log.info(
+                        "manager is there", manager_incarnation=message.incarnation, outstanding=len(self._ledger)
+                    )
                     self._name_outstanding()
                 self.streams.resubmit_unsent()
             case _:
@@ -214,10 +244,16 @@ class Gateway:
         except TimeoutError:
             left = len(self.streams)
             self._context.log.warning("drain time is over, failing what is left", requests=left)
-            self.streams.perform(self._ledger.fail_all(RequestError(
-                "This server shut down before the answer was complete.", status=503,
-                type_="service_unavailable_error", retry_after_s=1.0,
-            )))
+            self.streams.perform(
+                self._ledger.fail_all(
+                    RequestError(
+                        "This server shut down before the answer was complete.",
+                        status=503,
+                        type_="service_unavailable_error",
+                        retry_after_s=1.0,
+                    )
+                )
+            )
 
     def _name_outstanding(self) -> None:
         held = self._ledger.outstanding()
@@ -238,8 +274,10 @@ class Gateway:
     def _max_model_len(self) -> int:
         """The model's, or less where the workers hold less."""
         load = self._link.load
-        return min(self._card.max_model_len, load.max_model_len) if load and load.max_model_len else (
-            self._card.max_model_len
+        return (
+            min(self._card.max_model_len, load.max_model_len)
+            if load and load.max_model_len
+            else (self._card.max_model_len)
         )
 
     def _figures(self) -> dict[str, float]:

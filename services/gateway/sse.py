@@ -27,12 +27,14 @@ class EventStream:
     def __init__(self, request: web.Request, headers: Mapping[str, str], *, write_timeout_s: float) -> None:
         self._request = request
         self._write_timeout_s = write_timeout_s
-        self.response = web.StreamResponse(headers={
-            **headers,
-            "Content-Type": "text/event-stream",
-            "Cache-Control": "no-cache",
-            "X-Accel-Buffering": "no",  # proxies that buffer would turn a stream into one late answer
-        })
+        self.response = web.StreamResponse(
+            headers={
+                **headers,
+                "Content-Type": "text/event-stream",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",  # proxies that buffer would turn a stream into one late answer
+            }
+        )
 
     @property
     def started(self) -> bool:

@@ -38,12 +38,12 @@ class StopStrings:
             state = self._next[state].get(character, 0)
             if length := self._match[state]:
                 end = index + 1
-                self.matched = pending[end - length:end]
+                self.matched = pending[end - length : end]
                 self._held = ""
                 return pending[: end - length]
         self._state = state
         keep = self._depth[state]
-        self._held = pending[len(pending) - keep:]
+        self._held = pending[len(pending) - keep :]
         return pending[: len(pending) - keep]
 
     def flush(self) -> str:

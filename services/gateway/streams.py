@@ -57,8 +57,13 @@ class Mailbox:
         self._something = asyncio.Event()
 
     def put(
-        self, index: int, *, tokens: Sequence[int] = (), logprobs: Sequence[TokenLogprob] = (),
-        finish: FinishReason | None = None, error: RequestError | None = None,
+        self,
+        index: int,
+        *,
+        tokens: Sequence[int] = (),
+        logprobs: Sequence[TokenLogprob] = (),
+        finish: FinishReason | None = None,
+        error: RequestError | None = None,
     ) -> None:
         delta = self._ready.setdefault(index, Delta(index))
         delta.tokens += tokens
@@ -102,9 +107,16 @@ class _Track:
 
 class Streams:
     def __init__(
-        self, ledger: Ledger, *, to_manager: Callable[[Message], None],
-        to_worker: Callable[[InstanceId, Message], None], to_predictor: Callable[[Message], None], clock: Clock,
-        metrics: RequestMetrics, log: structlog.stdlib.BoundLogger, predictor_wait_s: float,
+        self,
+        ledger: Ledger,
+        *,
+        to_manager: Callable[[Message], None],
+        to_worker: Callable[[InstanceId, Message], None],
+        to_predictor: Callable[[Message], None],
+        clock: Clock,
+        metrics: RequestMetrics,
+        log: structlog.stdlib.BoundLogger,
+        predictor_wait_s: float,
         default_prediction_tokens: int,
     ) -> None:
         """The three senders may raise `PeerUnreachable`."""
@@ -116,7 +128,10 @@ class Streams:
         self._log = log
         self._default_tokens = float(default_prediction_tokens)
         self.predictor = PredictorClient(
-            to_predictor, clock, wait_s=predictor_wait_s, default_tokens=default_prediction_tokens,
+            to_predictor,
+            clock,
+            wait_s=predictor_wait_s,
+            default_tokens=default_prediction_tokens,
             late=self._on_late_prediction,
         )
         self._tracks: dict[RequestId, _Track] = {}
@@ -157,9 +172,7 @@ class Streams:
         """Ask how long the answers will be, briefly, and submit."""
         began_s = self._clock.now_s()
         groups = _by_prompt(generation.entries)
-        questions = [
-            PredictLength(group[0].request_id, _facts(generation, group[0].request)) for group in groups
-        ]
+        questions = [PredictLength(group[0].request_id, _facts(generation, group[0].request)) for group in groups]
         predictions = await self.predictor.predict(questions)
         generation.times.predict_s = self._clock.now_s() - began_s
         for group, prediction in zip(groups, predictions, strict=True):
@@ -206,8 +219,13 @@ class Streams:
                     self._finalize(entry, FinishReason.FAILED, error.message)
                 case Submit(entry):
                     if entry.attempt:
-                        self._log.info("resubmitting", request_id=entry.request_id, attempt=entry.attempt,
-                                       tokens=len(entry.output), reason=entry.lost_because)
+                        self._log.info(
+                            "resubmitting",
+                            request_id=entry.request_id,
+                            attempt=entry.attempt,
+                            tokens=len(entry.output),
+                            reason=entry.lost_because,
+                        )
                         self._metrics.resubmissions(entry.lost_kind).inc()
                     self._submit(entry)
                 case CancelAttempt(held, holders, reason):
@@ -251,9 +269,7 @@ class Streams:
             return
         if action.tokens:
             self._observe_tokens(track, entry, len(action.tokens))
-        track.generation.mailbox.put(
-            track.index, tokens=action.tokens, logprobs=action.logprobs, finish=action.finish
-        )
+        track.generation.mailbox.put(track.index, tokens=action.tokens, logprobs=action.logprobs, finish=action.finish)
         if action.finish is not None:
             self._finalize(entry, action.finish, "")
 
@@ -295,17 +311,28 @@ class Streams:
         self._count(entry, finish, ttft_s, e2e_s)
         complete = finish in (FinishReason.STOP, FinishReason.LENGTH)
         if complete and entry.output:
-            self.predictor.observe(ObserveLength(
-                request.request_id, _facts(track.generation, request), output_tokens=len(entry.output),
-                truncated=finish is FinishReason.LENGTH,
-            ))
+            self.predictor.observe(
+                ObserveLength(
+                    request.request_id,
+                    _facts(track.generation, request),
+                    output_tokens=len(entry.output),
+                    truncated=finish is FinishReason.LENGTH,
+                )
+            )
         write = self._log.warning if finish is FinishReason.FAILED else self._log.info
         write(
             "request finished",
-            request_id=request.request_id, status=finish.value, reason=reason or None,
-            prompt_tokens=request.prompt_tokens, output_tokens=len(entry.output), cached_tokens=entry.cached_tokens,
-            ttft_s=None if ttft_s is None else round(ttft_s, 6), e2e_s=round(e2e_s, 6), attempts=entry.attempt + 1,
-            instances=entry.instances, traffic_class=request.traffic_class,
+            request_id=request.request_id,
+            status=finish.value,
+            reason=reason or None,
+            prompt_tokens=request.prompt_tokens,
+            output_tokens=len(entry.output),
+            cached_tokens=entry.cached_tokens,
+            ttft_s=None if ttft_s is None else round(ttft_s, 6),
+            e2e_s=round(e2e_s, 6),
+            attempts=entry.attempt + 1,
+            instances=entry.instances,
+            traffic_class=request.traffic_class,
         )
 
     def _count(self, entry: Entry, finish: FinishReason, ttft_s: float | None, e2e_s: float) -> None:
@@ -349,8 +376,11 @@ class Streams:
 
 def _facts(generation: Generation, request: Request) -> LengthFacts:
     return LengthFacts(
-        tokens=request.tokens, chat=generation.chat, max_tokens=request.sampling.max_tokens,
-        temperature=request.sampling.temperature, stop_strings=generation.stop_strings,
+        tokens=request.tokens,
+        chat=generation.chat,
+        max_tokens=request.sampling.max_tokens,
+        temperature=request.sampling.temperature,
+        stop_strings=generation.stop_strings,
         text_bytes=generation.prompt_bytes,
     )
 
@@ -361,4 +391,3 @@ def _by_prompt(entries: Sequence[Entry]) -> list[list[Entry]]:
     for entry in entries:
         groups.setdefault(id(entry.request.tokens), []).append(entry)
     return list(groups.values())
-

@@ -69,7 +69,8 @@ class Tokenizer:
         if self._longest_token and len(text) > limit * self._longest_token:
             raise RequestError(
                 f"This model's maximum context length is {limit} tokens, but the prompt alone has at least "
-                f"{len(text) // self._longest_token} tokens.", param=param,
+                f"{len(text) // self._longest_token} tokens.",
+                param=param,
             )
 
     async def encode_soon(self, text: str, *, special_tokens: bool, limit: int) -> list[int]:
@@ -88,7 +89,11 @@ class Tokenizer:
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any],
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
         limit: int,
     ) -> list[int]:
         """Render and encode. The template writes the special tokens itself, so none are added."""

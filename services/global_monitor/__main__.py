@@ -22,14 +22,21 @@ async def build(context: ServiceContext) -> None:
         # A manager that comes back wants the latest figures, not all it missed.
         context.bus.connect(MANAGER, context.endpoint_of("manager"), high_water_messages=2)
     monitor = GlobalMonitor(
-        config, context.bus, context.clock, context.log, manager_endpoint=context.endpoint_of("manager"),
-        model=context.model_name, instance=context.instance, incarnation=context.incarnation,
+        config,
+        context.bus,
+        context.clock,
+        context.log,
+        manager_endpoint=context.endpoint_of("manager"),
+        model=context.model_name,
+        instance=context.instance,
+        incarnation=context.incarnation,
     )
     context.registry.register(ClusterCollector(monitor.cluster, context.clock.now_s))
     async with aiohttp.ClientSession(trust_env=False) as session:
         exporter = Exporter(context.instance, monitor.cluster, context.registry, session, context.log)
-        app = application(exporter, monitor.read_state, max_history_s=config.monitor.history_s,
-                          instance=context.instance)
+        app = application(
+            exporter, monitor.read_state, max_history_s=config.monitor.history_s, instance=context.instance
+        )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
@@ -38,8 +45,10 @@ async def build(context: ServiceContext) -> None:
             context.log.info("page", url=context.metrics_url.removesuffix("metrics"))
             context.ready = True
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(monitor.serve(), name="serve"),
-                           tasks.create_task(monitor.push(), name="push")]
+                running = [
+                    tasks.create_task(monitor.serve(), name="serve"),
+                    tasks.create_task(monitor.push(), name="push"),
+                ]
                 await context.stopping.wait()
                 for task in running:
                     task.cancel()

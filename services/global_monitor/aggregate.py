@@ -103,8 +103,18 @@ class Cluster:
         if process is None:
             if len(self.processes) >= MAX_INSTANCES:
                 return []
-            process = Process(beat.instance, beat.role, beat.incarnation, beat.pid, beat.ready, beat.metrics_url,
-                              dict(beat.figures), Status.UP, now_s, now_s)
+            process = Process(
+                beat.instance,
+                beat.role,
+                beat.incarnation,
+                beat.pid,
+                beat.ready,
+                beat.metrics_url,
+                dict(beat.figures),
+                Status.UP,
+                now_s,
+                now_s,
+            )
             self.processes[beat.instance] = process
             events.append(Event(now_s, beat.instance, "appeared"))
         elif beat.incarnation < process.incarnation:
@@ -171,9 +181,7 @@ class Cluster:
         return sum(p.figures.get(name, 0.0) for p in self.up() if role is None or p.role == role)
 
     def _count(self, now_s: float, gateway: Process) -> None:
-        grown = {
-            name: gateway.counters.increase(gateway.incarnation, gateway.figures, name) for name in _COUNTED
-        }
+        grown = {name: gateway.counters.increase(gateway.incarnation, gateway.figures, name) for name in _COUNTED}
         for name, amount in grown.items():
             self._grown[name] += amount
         self.demand.arrived(now_s, grown["requests_total"], grown["prompt_tokens_total"])
@@ -181,16 +189,18 @@ class Cluster:
 
     def _sample(self, now_s: float, passed_s: float) -> None:
         blocks = self.total("kv_total_blocks")
-        self.samples.append(Sample(
-            at_s=now_s,
-            requests_running=self.total("requests_running", "gateway"),
-            requests_waiting=self.total("requests_waiting", "gateway"),
-            arrivals_per_s=self._grown["requests_total"] / passed_s,
-            output_tokens_per_s=self._grown["generation_tokens_total"] / passed_s,
-            prompt_tokens_per_s=self._grown["prompt_tokens_total"] / passed_s,
-            kv_used=1 - self.total("kv_free_blocks") / blocks if blocks else 0.0,
-            failed_per_s=self._grown["failed_total"] / passed_s,
-        ))
+        self.samples.append(
+            Sample(
+                at_s=now_s,
+                requests_running=self.total("requests_running", "gateway"),
+                requests_waiting=self.total("requests_waiting", "gateway"),
+                arrivals_per_s=self._grown["requests_total"] / passed_s,
+                output_tokens_per_s=self._grown["generation_tokens_total"] / passed_s,
+                prompt_tokens_per_s=self._grown["prompt_tokens_total"] / passed_s,
+                kv_used=1 - self.total("kv_free_blocks") / blocks if blocks else 0.0,
+                failed_per_s=self._grown["failed_total"] / passed_s,
+            )
+        )
         self._sampled_s = now_s
         self._grown = dict.fromkeys(_COUNTED, 0.0)
 

@@ -37,8 +37,9 @@ class ClusterCollector(Collector):
         now_s = self._now_s()
         up = GaugeMetricFamily("cohort_up", "1 while the process is heard of.", labels=["instance", "role"])
         ready = GaugeMetricFamily("cohort_ready", "1 while the process says it is ready.", labels=["instance", "role"])
-        age = GaugeMetricFamily("cohort_heartbeat_age_seconds", "Since the last heartbeat.",
-                                labels=["instance", "role"])
+        age = GaugeMetricFamily(
+            "cohort_heartbeat_age_seconds", "Since the last heartbeat.", labels=["instance", "role"]
+        )
         restarts = CounterMetricFamily("cohort_restarts", "Restarts after a failure.", labels=["instance", "role"])
         for process in self._cluster.processes.values():
             labels = [process.instance, process.role]
@@ -61,7 +62,11 @@ class Exporter:
     """Fetches and merges; one fetch at a time, shared by everybody who asks meanwhile."""
 
     def __init__(
-        self, instance: str, cluster: Cluster, registry: CollectorRegistry, session: aiohttp.ClientSession,
+        self,
+        instance: str,
+        cluster: Cluster,
+        registry: CollectorRegistry,
+        session: aiohttp.ClientSession,
         log: BoundLogger,
     ) -> None:
         self._instance = instance
@@ -120,7 +125,9 @@ class Exporter:
 
 
 def _scrape_states(targets: list[tuple[str, str]], reached: set[str]) -> str:
-    lines = ["# HELP cohort_scrape_up 1 if the process's own metrics are part of this answer.",
-             "# TYPE cohort_scrape_up gauge"]
+    lines = [
+        "# HELP cohort_scrape_up 1 if the process's own metrics are part of this answer.",
+        "# TYPE cohort_scrape_up gauge",
+    ]
     lines += [f'cohort_scrape_up{{instance="{escape(name)}"}} {int(name in reached)}' for name, _ in targets]
     return "\n".join(lines) + "\n" if targets else ""

@@ -54,9 +54,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     samples: dict[str, list[float]]
 
 
-def state(
-    cluster: Cluster, now_s: float, *, name: str, model: str, uptime_s: float, history_s: float
-) -> ClusterState:
+def state(cluster: Cluster, now_s: float, *, name: str, model: str, uptime_s: float, history_s: float) -> ClusterState:
     """`history_s`: how far back the curves go."""
     samples = [sample for sample in cluster.samples if now_s - sample.at_s <= history_s]
     columns = [field for field in Sample.__dataclass_fields__ if field != "at_s"]
@@ -83,9 +81,16 @@ def _order(process: Process) -> tuple[int, str, str]:
 
 def _process(process: Process, now_s: float) -> ProcessState:
     return ProcessState(
-        process.instance, process.role, process.status.value, process.ready, process.pid,
-        round(process.age_s(now_s), 3), round(max(0.0, now_s - process.since_s), 3), process.restarts,
-        process.metrics_url, process.figures,
+        process.instance,
+        process.role,
+        process.status.value,
+        process.ready,
+        process.pid,
+        round(process.age_s(now_s), 3),
+        round(max(0.0, now_s - process.since_s), 3),
+        process.restarts,
+        process.metrics_url,
+        process.figures,
     )
 
 

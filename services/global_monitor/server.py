@@ -53,8 +53,13 @@ def application(
         return web.json_response({"ready": True})
 
     app = web.Application()
-    app.add_routes([
-        web.get("/", index), web.get("/api/state", api_state), web.get("/metrics", metrics),
-        web.get("/health", health), web.get("/ready", ready),
-    ])
+    app.add_routes(
+        [
+            web.get("/", index),
+            web.get("/api/state", api_state),
+            web.get("/metrics", metrics),
+            web.get("/health", health),
+            web.get("/ready", ready),
+        ]
+    )
     return app

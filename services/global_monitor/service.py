@@ -28,8 +28,16 @@ class GlobalMonitor:
     """Owns the cluster's state; the manager may come and go."""
 
     def __init__(
-        self, config: Config, bus: Bus, clock: Clock, log: BoundLogger, *, manager_endpoint: str, model: str,
-        instance: str, incarnation: int,
+        self,
+        config: Config,
+        bus: Bus,
+        clock: Clock,
+        log: BoundLogger,
+        *,
+        manager_endpoint: str,
+        model: str,
+        instance: str,
+        incarnation: int,
     ) -> None:
         self.cluster = Cluster(silence_s=config.monitor.silence_s, history_s=config.monitor.history_s)
         self._config = config
@@ -69,8 +77,14 @@ class GlobalMonitor:
 
     def read_state(self, history_s: float) -> ClusterState:
         now_s = self._clock.now_s()
-        return state(self.cluster, now_s, name=self._config.name, model=self._model,
-                     uptime_s=now_s - self._started_s, history_s=history_s)
+        return state(
+            self.cluster,
+            now_s,
+            name=self._config.name,
+            model=self._model,
+            uptime_s=now_s - self._started_s,
+            history_s=history_s,
+        )
 
     def _own_heartbeat(self) -> Heartbeat:
         """The monitor is a process of the pipeline too, and hears itself."""

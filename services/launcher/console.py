@@ -31,9 +31,14 @@ class State(enum.StrEnum):
 
 
 _COLOUR = {
-    State.READY: "green", State.STARTING: "yellow", State.RESTARTING: "yellow", State.FAILED: "red",
-    State.STOPPING: "yellow", State.STOPPED: "dim", State.WAITING: "dim",
-}  # fmt: skip
+    State.READY: "green",
+    State.STARTING: "yellow",
+    State.RESTARTING: "yellow",
+    State.FAILED: "red",
+    State.STOPPING: "yellow",
+    State.STOPPED: "dim",
+    State.WAITING: "dim",
+}
 
 
 @dataclass(slots=True)

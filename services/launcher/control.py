@@ -40,7 +40,11 @@ def detach(arguments: Sequence[str], files: RunFiles, ready_timeout_s: float) ->
     with files.log_file(LAUNCHER_LOG).open("ab") as log:
         command = [sys.executable, "-P", "-m", "cohort.services.launcher", *arguments, "--notify-fd", str(theirs)]
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
             pass_fds=(theirs,),
         )
     os.close(theirs)
@@ -122,5 +126,3 @@ def status(files: RunFiles, port: int) -> int:
 async def _probe(state: LauncherState) -> dict[str, bool]:
     answers = await asyncio.gather(*(answers_ok(url, PROBE_TIMEOUT_S) for url in state.ready_urls.values()))
     return dict(zip(state.ready_urls, answers, strict=True))
-
-

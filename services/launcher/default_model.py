@@ -199,8 +199,9 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m cohort.services.launcher.default_model",
         description=f"Make the default model ({DEFAULT_MODEL_NAME}) in the cache folder, or convert a GGUF file.",
     )
-    parser.add_argument("--gguf", type=Path, metavar="FILE", 
-                        help="convert this Llama-shaped GGUF file instead of fetching one")
+    parser.add_argument(
+        "--gguf", type=Path, metavar="FILE", help="convert this Llama-shaped GGUF file instead of fetching one"
+    )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="where to put it (needed with --gguf)")
     options = parser.parse_args(arguments)
     if options.gguf and not options.output:

@@ -48,9 +48,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _serve(options: argparse.Namespace, arguments: list[str], config: Config) -> int:
     any_port = config.gateway.port == 0
-    config = resolve(
-        config, model=_model_folder(config), cores=preflight.usable_cores(), free_port=preflight.free_port
-    )
+    config = resolve(config, model=_model_folder(config), cores=preflight.usable_cores(), free_port=preflight.free_port)
     plans = plan(config, preflight.usable_cores())
     files = RunFiles(paths.run_dir(config.gateway.port))
     if options.detach:
@@ -155,8 +153,7 @@ def ready_text(config: Config) -> str:
             "",
             f"Cohort serves {model} on {base}",
             f"  live page  {http_base(config.monitor.host, config.monitor.port)}",
-            "  try        "
-            + f"curl {base}{path} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'",
+            "  try        " + f"curl {base}{path} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'",
         ]
     )
 

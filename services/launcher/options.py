@@ -28,18 +28,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--served-name", metavar="NAME", help="name clients use for it (default: the folder's name)")
     how = parser.add_argument_group("how")
     how.add_argument("--preset", default="", metavar="NAME", help="one of configs/presets/, e.g. unified")
-    how.add_argument("--config", action="append", type=Path, default=[], metavar="FILE",
-                     help="YAML file of options over the preset; may be repeated, later files win")
-    how.add_argument("--set", action="append", default=[], dest="assignments", metavar="KEY=VALUE",
-                     help="one option over all files, e.g. kv.block_size=32; may be repeated")
+    how.add_argument(
+        "--config",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="YAML file of options over the preset; may be repeated, later files win",
+    )
+    how.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="assignments",
+        metavar="KEY=VALUE",
+        help="one option over all files, e.g. kv.block_size=32; may be repeated",
+    )
     where = parser.add_argument_group("where")
-    where.add_argument("--port", type=int, metavar="PORT",
-                       help="port clients use (default: 8000; 0 = any free one). Monitor and metrics ports move along")
+    where.add_argument(
+        "--port",
+        type=int,
+        metavar="PORT",
+        help="port clients use (default: 8000; 0 = any free one). Monitor and metrics ports move along",
+    )
     where.add_argument("--host", metavar="ADDRESS", help="address clients use (default: 127.0.0.1, this machine only)")
     background = parser.add_argument_group("in the background")
     background.add_argument("--detach", action="store_true", help="return once it is ready; it goes on by itself")
-    background.add_argument("--ready-timeout", type=float, default=120.0, metavar="SECONDS",
-                            help="with --detach: the longest to wait for it (default: %(default).0f)")
+    background.add_argument(
+        "--ready-timeout",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="with --detach: the longest to wait for it (default: %(default).0f)",
+    )
     background.add_argument("--stop", action="store_true", help="drain and end the pipeline on --port")
     background.add_argument("--status", action="store_true", help="show the processes of the pipeline on --port")
     parser.add_argument("--notify-fd", type=int, default=-1, help=argparse.SUPPRESS)

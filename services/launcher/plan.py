@@ -85,18 +85,28 @@ def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
     short_drain_s = 5.0
     plans = [
         ProcessPlan(
-            "gateway", "gateway", StopStage.GATEWAY, config.gateway.host, config.gateway.port, config.gateway.drain_s,
-            passes_metrics_port=False, environment=single,
+            "gateway",
+            "gateway",
+            StopStage.GATEWAY,
+            config.gateway.host,
+            config.gateway.port,
+            config.gateway.drain_s,
+            passes_metrics_port=False,
+            environment=single,
+        ),
+        ProcessPlan("predictor", "length_predictor", StopStage.OTHERS, host, base, short_drain_s, environment=single),
+        ProcessPlan(
+            "manager", "bucketing_manager", StopStage.MANAGER, host, base + 1, short_drain_s, environment=single
         ),
         ProcessPlan(
-            "predictor", "length_predictor", StopStage.OTHERS, host, base, short_drain_s, environment=single,
-        ),
-        ProcessPlan(
-            "manager", "bucketing_manager", StopStage.MANAGER, host, base + 1, short_drain_s, environment=single,
-        ),
-        ProcessPlan(
-            "monitor", "global_monitor", StopStage.OTHERS, config.monitor.host, config.monitor.port, short_drain_s,
-            passes_metrics_port=False, environment=single,
+            "monitor",
+            "global_monitor",
+            StopStage.OTHERS,
+            config.monitor.host,
+            config.monitor.port,
+            short_drain_s,
+            passes_metrics_port=False,
+            environment=single,
         ),
     ]
     threads = {instance: config.worker_threads(instance, 1) for instance in config.instance_roles}
@@ -104,7 +114,12 @@ def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
     for index, (instance, role) in enumerate(config.instance_roles.items()):
         plans.append(
             ProcessPlan(
-                instance, _FOLDER_OF_ROLE[role], StopStage.WORKERS, host, base + 2 + index, config.engine.drain_s,
+                instance,
+                _FOLDER_OF_ROLE[role],
+                StopStage.WORKERS,
+                host,
+                base + 2 + index,
+                config.engine.drain_s,
                 environment=_threads_environment(threads[instance], crowded=crowded),
             )
         )

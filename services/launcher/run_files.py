@@ -1,11 +1,11 @@
 """The run folder of one pipeline: who owns it, its state file, its logs, and what a crashed run left behind.
 
-    run/<port>/             0700
-      launcher.lock         held (flock) as long as a launcher lives: the one truth about "is it running"
-      launcher.json         its pid and the processes', each with its start time, so that no stranger is ever signalled
-      resolved.yaml         the configuration all processes read
-      *.sock                inboxes of the processes
-      logs/<instance>.log   output of each process; .1 is the run before
+run/<port>/             0700
+  launcher.lock         held (flock) as long as a launcher lives: the one truth about "is it running"
+  launcher.json         its pid and the processes', each with its start time, so that no stranger is ever signalled
+  resolved.yaml         the configuration all processes read
+  *.sock                inboxes of the processes
+  logs/<instance>.log   output of each process; .1 is the run before
 """
 
 from __future__ import annotations

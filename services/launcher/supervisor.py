@@ -52,7 +52,12 @@ class Supervised:
 
 class Supervisor:
     def __init__(
-        self, plans: Sequence[ProcessPlan], files: RunFiles, console: Console, *, on_change: Callable[[], None],
+        self,
+        plans: Sequence[ProcessPlan],
+        files: RunFiles,
+        console: Console,
+        *,
+        on_change: Callable[[], None],
         python: str = sys.executable,
     ) -> None:
         self._files = files

@@ -49,9 +49,12 @@ class Dataset:
     def from_arrays(cls, arrays: Mapping[str, NDArray[np.generic]]) -> Dataset:
         """Raises `ValueError` or `KeyError` if they cannot be a data set."""
         data = cls(
-            arrays["data_compact"].astype(np.float32), arrays["data_buckets"].astype(np.uint16),
-            arrays["data_counts"].astype(np.uint8), arrays["data_offsets"].astype(np.int64),
-            arrays["data_output_tokens"].astype(np.int64), arrays["data_max_tokens"].astype(np.int64),
+            arrays["data_compact"].astype(np.float32),
+            arrays["data_buckets"].astype(np.uint16),
+            arrays["data_counts"].astype(np.uint8),
+            arrays["data_offsets"].astype(np.int64),
+            arrays["data_output_tokens"].astype(np.int64),
+            arrays["data_max_tokens"].astype(np.int64),
             arrays["data_truncated"].astype(np.bool_),
         )
         data.check()
@@ -63,8 +66,13 @@ class Dataset:
             raise ValueError("compact features do not fit")
         if self.max_tokens.shape != (rows,) or self.truncated.shape != (rows,):
             raise ValueError("columns differ in length")
-        if self.offsets.shape != (rows + 1,) or self.offsets[0] != 0 or self.offsets[-1] != len(self.buckets) \
-                or (np.diff(self.offsets) < 0).any() or len(self.counts) != len(self.buckets):
+        if (
+            self.offsets.shape != (rows + 1,)
+            or self.offsets[0] != 0
+            or self.offsets[-1] != len(self.buckets)
+            or (np.diff(self.offsets) < 0).any()
+            or len(self.counts) != len(self.buckets)
+        ):
             raise ValueError("n-gram rows do not fit")
         if self.buckets.size and self.buckets.max() >= HASH_DIMS:
             raise ValueError("n-gram bucket outside the table")

@@ -115,12 +115,14 @@ def _hashed_ngrams(read: NDArray[np.int64]) -> NDArray[np.int64]:
     ids = read.view(np.uint64)
     with np.errstate(over="ignore"):
         mixed = ids * _MIX_A
-        keys = np.concatenate([
-            mixed + _BODY,
-            mixed[:-1] + ids[1:] * _MIX_B + _BIGRAM,
-            mixed[:EDGE_TOKENS] + _FIRST,
-            mixed[-EDGE_TOKENS:] + _LAST,
-        ])
+        keys = np.concatenate(
+            [
+                mixed + _BODY,
+                mixed[:-1] + ids[1:] * _MIX_B + _BIGRAM,
+                mixed[:EDGE_TOKENS] + _FIRST,
+                mixed[-EDGE_TOKENS:] + _LAST,
+            ]
+        )
         keys ^= keys >> np.uint64(29)
         keys *= _MIX_B
     return (keys >> np.uint64(64 - (HASH_DIMS.bit_length() - 1))).astype(np.int64)

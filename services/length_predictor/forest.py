@@ -48,7 +48,9 @@ class Forest:
         if len(self.roots) != len(self.output) or not 0 <= self.depth <= 64 or not np.isfinite(self.base).all():
             raise ValueError("trees do not fit the outputs")
         for name, array, limit in (
-            ("left", self.left, nodes), ("right", self.right, nodes), ("roots", self.roots, nodes),
+            ("left", self.left, nodes),
+            ("right", self.right, nodes),
+            ("roots", self.roots, nodes),
             ("output", self.output, len(self.base)),
         ):
             if array.size and not (array.min() >= 0 and array.max() < limit):

@@ -57,6 +57,12 @@ def judge(name: str, predicted: Floats, p90: Floats, real: Floats) -> Judgement:
         hit[key] = float(np.mean(np.searchsorted(BUCKETS, promised) == np.searchsorted(BUCKETS, real)))
         over[key] = float(np.maximum(0.0, promised - real).sum() / promised.sum())
     return Judgement(
-        name, len(real), float(error.mean()), float(np.mean(error <= NEAR_TOKENS)), enough, hit, over,
+        name,
+        len(real),
+        float(error.mean()),
+        float(np.mean(error <= NEAR_TOKENS)),
+        enough,
+        hit,
+        over,
         float(np.mean(real <= p90)),
-    )  # fmt: skip
+    )

@@ -50,21 +50,35 @@ class LengthModel:
     def to_arrays(self) -> Arrays:
         """Plain arrays for an npz file or a pipe."""
         forest = {f"forest_{f.name}": np.asarray(getattr(self.forest, f.name)) for f in fields(Forest)}
-        return {"weights": self.weights, "shifts": self.shifts, "trained_on": np.asarray(self.trained_on),
-                "version": np.asarray(self.version), **forest}
+        return {
+            "weights": self.weights,
+            "shifts": self.shifts,
+            "trained_on": np.asarray(self.trained_on),
+            "version": np.asarray(self.version),
+            **forest,
+        }
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[np.generic]]) -> LengthModel:
         """Raises `ValueError` or `KeyError` if they cannot be a model."""
         forest = Forest(
-            feature=arrays["forest_feature"].astype(np.int32), threshold=arrays["forest_threshold"].astype(np.float64),
-            left=arrays["forest_left"].astype(np.int32), right=arrays["forest_right"].astype(np.int32),
-            value=arrays["forest_value"].astype(np.float64), roots=arrays["forest_roots"].astype(np.int32),
-            output=arrays["forest_output"].astype(np.int32), base=arrays["forest_base"].astype(np.float64),
+            feature=arrays["forest_feature"].astype(np.int32),
+            threshold=arrays["forest_threshold"].astype(np.float64),
+            left=arrays["forest_left"].astype(np.int32),
+            right=arrays["forest_right"].astype(np.int32),
+            value=arrays["forest_value"].astype(np.float64),
+            roots=arrays["forest_roots"].astype(np.int32),
+            output=arrays["forest_output"].astype(np.int32),
+            base=arrays["forest_base"].astype(np.float64),
             depth=int(arrays["forest_depth"].item()),
         )
-        model = cls(arrays["weights"].astype(np.float64), forest, arrays["shifts"].astype(np.float64),
-                    int(arrays["trained_on"].item()), int(arrays["version"].item()))
+        model = cls(
+            arrays["weights"].astype(np.float64),
+            forest,
+            arrays["shifts"].astype(np.float64),
+            int(arrays["trained_on"].item()),
+            int(arrays["version"].item()),
+        )
         model.check()
         return model
 

@@ -109,10 +109,13 @@ class Refiner:
         """Atomically. Raises `OSError`."""
         stream = io.BytesIO()
         np.savez(
-            stream, hidden_size=self.hidden_size, weights=self._weights, covariance=self._covariance,
-            shifts=self._calibration.shifts, figures=np.array(
-                [self.learned, self.base_error, self.refined_error, self._variance]),
-        )  # fmt: skip
+            stream,
+            hidden_size=self.hidden_size,
+            weights=self._weights,
+            covariance=self._covariance,
+            shifts=self._calibration.shifts,
+            figures=np.array([self.learned, self.base_error, self.refined_error, self._variance]),
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:

@@ -54,19 +54,33 @@ class _Metrics:
     def on(cls, registry: CollectorRegistry, service: LengthPredictor) -> _Metrics:
         for name, help_text, read in (
             ("cohort_predictor_trainings", "Trainings since start.", lambda: service.child.trainings),
-            ("cohort_predictor_dropped_observations", "Observations the training child could not take.",
-             lambda: service.child.dropped),
-            ("cohort_predictor_model_observations", "Requests the current model was fitted to.",
-             lambda: service.model.trained_on if service.model else 0),
+            (
+                "cohort_predictor_dropped_observations",
+                "Observations the training child could not take.",
+                lambda: service.child.dropped,
+            ),
+            (
+                "cohort_predictor_model_observations",
+                "Requests the current model was fitted to.",
+                lambda: service.model.trained_on if service.model else 0,
+            ),
         ):
             Gauge(name, help_text, registry=registry).set_function(read)
         return cls(
             Counter("cohort_predictor_predictions", "Predictions answered, by source.", ["source"], registry=registry),
-            Histogram("cohort_predictor_latency_seconds", "Time to compute one prediction.", registry=registry,
-                      buckets=(5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)),
+            Histogram(
+                "cohort_predictor_latency_seconds",
+                "Time to compute one prediction.",
+                registry=registry,
+                buckets=(5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2),
+            ),
             Counter("cohort_predictor_observations", "Finished requests learned from.", registry=registry),
-            Histogram("cohort_predictor_absolute_error_tokens", "Predicted mean against what came.",
-                      registry=registry, buckets=(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)),
+            Histogram(
+                "cohort_predictor_absolute_error_tokens",
+                "Predicted mean against what came.",
+                registry=registry,
+                buckets=(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000),
+            ),
         )
 
 
@@ -85,7 +99,8 @@ class LengthPredictor:
         self.child = TrainingChild(config.predictor, state_file(config), log, self._take_model)
         self._metrics = _Metrics.on(registry, self)
         self.second = SecondOpinions(
-            state_file(config).with_suffix(".refined.npz"), log,
+            state_file(config).with_suffix(".refined.npz"),
+            log,
             sending(lambda revision: bus.send(MANAGER, revision), PeerUnreachable),
         )
 

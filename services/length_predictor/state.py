@@ -63,8 +63,17 @@ def load(path: Path) -> State | None:
         arrays = unpack(path.read_bytes())
         data = Dataset.from_arrays(arrays)
         return State(data, LengthModel.from_arrays(arrays) if "weights" in arrays else None)
-    except (ValueError, KeyError, IndexError, TypeError, OSError, EOFError, zipfile.BadZipFile, zlib.error,
-            NotImplementedError) as error:
+    except (
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        OSError,
+        EOFError,
+        zipfile.BadZipFile,
+        zlib.error,
+        NotImplementedError,
+    ) as error:
         aside = path.with_name(f"{path.name}.unreadable")
         path.replace(aside)
         raise StateUnreadable(f"{path}: {error}; kept as {aside.name}") from error

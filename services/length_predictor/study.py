@@ -179,9 +179,15 @@ class Asker:
         except aiohttp.ClientError as error:
             raise ConfigError(f"{self._url}: {error}") from error
         return Answer(
-            index, self._tokenizer.encode(text).ids, reply["usage"]["completion_tokens"], self._max_tokens,
-            reply["choices"][0]["finish_reason"] == "length", len(text.encode()), self._temperature, self._chat,
-        )  # fmt: skip
+            index,
+            self._tokenizer.encode(text).ids,
+            reply["usage"]["completion_tokens"],
+            self._max_tokens,
+            reply["choices"][0]["finish_reason"] == "length",
+            len(text.encode()),
+            self._temperature,
+            self._chat,
+        )
 
 
 def _tokenizer(folder: Path) -> Tokenizer:
@@ -353,9 +359,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case "collect":
                 texts = read_prompts(options.prompts, options.count)
                 asker = Asker(
-                    options.server, options.tokenizer, chat=options.endpoint == "chat", max_tokens=options.max_tokens,
-                    temperature=options.temperature, api_key=options.api_key,
-                )  # fmt: skip
+                    options.server,
+                    options.tokenizer,
+                    chat=options.endpoint == "chat",
+                    max_tokens=options.max_tokens,
+                    temperature=options.temperature,
+                    api_key=options.api_key,
+                )
                 fresh = asyncio.run(asker.collect(texts, cache, concurrency=options.concurrency))
                 _say(f"{fresh} new answers, {len(texts)} in all: {cache}")
             case "report":
@@ -374,8 +384,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 with training_beside(answers, options.training):
                     found = latency(model, options.rounds)
                 beside = ", trainings beside it" if options.training else ""
-                _say(f"one prediction: median {found.median_ms:.3f} ms, p99 {found.p99_ms:.3f} ms by the clock, "
-                      f"p99 {found.cpu_p99_ms:.3f} ms of processor; {len(answers)} answers learned{beside}")
+                _say(
+                    f"one prediction: median {found.median_ms:.3f} ms, p99 {found.p99_ms:.3f} ms by the clock, "
+                    f"p99 {found.cpu_p99_ms:.3f} ms of processor; {len(answers)} answers learned{beside}"
+                )
     except CohortError as error:
         sys.stderr.write(f"study: {error}\n")
         return 2
@@ -388,8 +400,11 @@ def _say(text: object) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m cohort.services.length_predictor.study", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m cohort.services.length_predictor.study",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     asking = commands.add_parser("collect", help="ask a running server for answers")
     asking.add_argument("--prompts", type=Path, required=True, help="JSON lines with prompt, or instruction and input")

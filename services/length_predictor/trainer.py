@@ -33,8 +33,7 @@ class TrainingChild:
     """`run()` in a TaskGroup for as long as the service lives; `observe()` at any time."""
 
     def __init__(
-        self, config: PredictorConfig, state_path: Path, log: BoundLogger,
-        on_model: Callable[[LengthModel], None],
+        self, config: PredictorConfig, state_path: Path, log: BoundLogger, on_model: Callable[[LengthModel], None]
     ) -> None:
         self.remembered = 0
         """Observations the state file held when the child started first."""
@@ -91,11 +90,22 @@ class TrainingChild:
         config = self._config
         one_thread = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "cohort.services.length_predictor.trainer_process",
-            "--state", str(self._state_path), "--buffer-size", str(config.buffer_size),
-            "--retrain-every", str(config.retrain_every), "--min-observations", str(config.min_observations),
-            "--save-every-s", str(config.save_every_s),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env={**os.environ, **one_thread},
+            sys.executable,
+            "-m",
+            "cohort.services.length_predictor.trainer_process",
+            "--state",
+            str(self._state_path),
+            "--buffer-size",
+            str(config.buffer_size),
+            "--retrain-every",
+            str(config.retrain_every),
+            "--min-observations",
+            str(config.min_observations),
+            "--save-every-s",
+            str(config.save_every_s),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, **one_thread},
         )
 
     async def _listen(self, process: asyncio.subprocess.Process) -> bool:

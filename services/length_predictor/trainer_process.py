@@ -168,8 +168,11 @@ def main() -> None:
     outgoing = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing a library prints may corrupt the frames
     trainer = Trainer(
-        options.state, buffer_size=options.buffer_size, retrain_every=options.retrain_every,
-        min_observations=options.min_observations, save_every_s=options.save_every_s,
+        options.state,
+        buffer_size=options.buffer_size,
+        retrain_every=options.retrain_every,
+        min_observations=options.min_observations,
+        save_every_s=options.save_every_s,
     )
     with contextlib.suppress(BrokenPipeError):
         run(trainer, sys.stdin.buffer, outgoing)

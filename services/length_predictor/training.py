@@ -114,8 +114,16 @@ def _impute(data: Dataset, rows: NDArray[np.float32], log_length: Floats, random
 
 def _boosted(loss: str, quantile: float | None = None) -> Any:
     return HistGradientBoostingRegressor(
-        loss=loss, quantile=quantile, max_iter=_TREES, learning_rate=_LEARNING_RATE, max_leaf_nodes=_LEAVES,
-        max_depth=_MAX_DEPTH, min_samples_leaf=10, l2_regularization=1.0, early_stopping=False, random_state=0,
+        loss=loss,
+        quantile=quantile,
+        max_iter=_TREES,
+        learning_rate=_LEARNING_RATE,
+        max_leaf_nodes=_LEAVES,
+        max_depth=_MAX_DEPTH,
+        min_samples_leaf=10,
+        l2_regularization=1.0,
+        early_stopping=False,
+        random_state=0,
     )
 
 
@@ -147,9 +155,15 @@ def _flatten(fitted: list[Any]) -> Forest:
             depth = max(depth, int(nodes["depth"].max()))
     joined = {name: np.concatenate(parts) for name, parts in columns.items()}
     return Forest(
-        joined["feature"].astype(np.int32), joined["threshold"].astype(np.float64), joined["left"].astype(np.int32),
-        joined["right"].astype(np.int32), joined["value"].astype(np.float64), np.asarray(roots, np.int32),
-        np.asarray(output, np.int32), np.asarray([m._baseline_prediction.item() for m in fitted]), depth,
+        joined["feature"].astype(np.int32),
+        joined["threshold"].astype(np.float64),
+        joined["left"].astype(np.int32),
+        joined["right"].astype(np.int32),
+        joined["value"].astype(np.float64),
+        np.asarray(roots, np.int32),
+        np.asarray(output, np.int32),
+        np.asarray([m._baseline_prediction.item() for m in fitted]),
+        depth,
     )
 
 
@@ -163,9 +177,7 @@ def _compare(forest: Forest, fitted: list[Any], rows: NDArray[np.float32]) -> No
             raise ValueError("this scikit-learn lays its trees out differently; the model was not taken over")
 
 
-def _conformal_shifts(
-    forest: Forest, rows: NDArray[np.float32], data: Dataset, held_out: NDArray[np.bool_],
-) -> Floats:
+def _conformal_shifts(forest: Forest, rows: NDArray[np.float32], data: Dataset, held_out: NDArray[np.bool_]) -> Floats:
     """Per quantile the shift under which the held-out answers lie below it as often as they should.
 
     Only requests that could have exceeded the quantile count (max_tokens above it): their outcome is known even if

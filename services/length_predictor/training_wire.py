@@ -35,12 +35,21 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     @classmethod
     def of(cls, row: Observation) -> Finished:
         vector = row.vector
-        return cls(vector.compact.tobytes(), vector.buckets.tobytes(), vector.counts.tobytes(), row.output_tokens,
-                   row.max_tokens, row.truncated)
+        return cls(
+            vector.compact.tobytes(),
+            vector.buckets.tobytes(),
+            vector.counts.tobytes(),
+            row.output_tokens,
+            row.max_tokens,
+            row.truncated,
+        )
 
     def observation(self) -> Observation:
-        vector = FeatureVector(np.frombuffer(self.compact, np.float32), np.frombuffer(self.buckets, np.uint16),
-                               np.frombuffer(self.counts, np.uint8))
+        vector = FeatureVector(
+            np.frombuffer(self.compact, np.float32),
+            np.frombuffer(self.buckets, np.uint16),
+            np.frombuffer(self.counts, np.uint8),
+        )
         return Observation(vector, self.output_tokens, self.max_tokens, self.truncated)
 
 

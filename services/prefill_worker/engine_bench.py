@@ -72,14 +72,27 @@ class Scale:
 
 
 FULL = Scale(
-    rounds=7, decode_rows=(1, 4, 16, 64, 256), contexts=(32, 128, 512, 2048), prefill_tokens=(64, 128, 512, 1024, 2048),
-    shares_rows=(1, 16, 64), shares_context=128, shares_steps=20, attention=((16, 512), (1, 2048)),
+    rounds=7,
+    decode_rows=(1, 4, 16, 64, 256),
+    contexts=(32, 128, 512, 2048),
+    prefill_tokens=(64, 128, 512, 1024, 2048),
+    shares_rows=(1, 16, 64),
+    shares_context=128,
+    shares_steps=20,
+    attention=((16, 512), (1, 2048)),
     read_bytes=READ_BYTES,
-)  # fmt: skip
+)
 QUICK = Scale(
-    rounds=2, decode_rows=(1, 4), contexts=(32, 64), prefill_tokens=(64,), shares_rows=(1, 4), shares_context=32,
-    shares_steps=3, attention=((2, 64),), read_bytes=1 << 23,
-)  # fmt: skip
+    rounds=2,
+    decode_rows=(1, 4),
+    contexts=(32, 64),
+    prefill_tokens=(64,),
+    shares_rows=(1, 4),
+    shares_context=32,
+    shares_steps=3,
+    attention=((2, 64),),
+    read_bytes=1 << 23,
+)
 
 
 @dataclass(slots=True)
@@ -147,9 +160,13 @@ def measure(config: Config, threads: int, scale: Scale, sections: frozenset[Sect
 
 
 def _tasks(
-    config: Config, runner: ModelRunner, floors: Floors | None, scale: Scale, sections: frozenset[Section],
+    config: Config,
+    runner: ModelRunner,
+    floors: Floors | None,
+    scale: Scale,
+    sections: frozenset[Section],
     found: _Found,
-) -> list[tuple[str, Callable[[], None]]]:  # fmt: skip
+) -> list[tuple[str, Callable[[], None]]]:
     tasks: list[tuple[str, Callable[[], None]]] = []
 
     def decode(rows: int) -> None:

@@ -54,10 +54,15 @@ class InProcessEngine:
         capacity = capacity_of(config, Role.UNIFIED, runner, "in-process")
         self._runner = runner
         self._machine = WorkerMachine(
-            "in-process", "nobody", capacity, WorkerSettings((), 30.0, 30.0, 30.0, 256.0), compose.iteration(config),
+            "in-process",
+            "nobody",
+            capacity,
+            WorkerSettings((), 30.0, 30.0, 30.0, 256.0),
+            compose.iteration(config),
             compose.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks),
-            random.Random(0), dict,
-        )  # fmt: skip
+            random.Random(0),
+            dict,
+        )
         self.engine_s = 0.0
 
     @property
@@ -67,9 +72,14 @@ class InProcessEngine:
 
     def submit(self, request_id: str, prompt: list[int], output_tokens: int) -> None:
         request = Request(
-            request_id, 1, "nobody", prompt, len(prompt), SamplingParams(max_tokens=output_tokens, temperature=0.0),
+            request_id,
+            1,
+            "nobody",
+            prompt,
+            len(prompt),
+            SamplingParams(max_tokens=output_tokens, temperature=0.0),
             time.time(),
-        )  # fmt: skip
+        )
         self._machine.on_message(
             time.monotonic(), "nobody", StartSegment(request, [Segment(0, None, "in-process")], 0, "")
         )
@@ -91,9 +101,15 @@ class InProcessEngine:
 
 
 def closed_loop(
-    config: Config, runner: ModelRunner, *, concurrency: int, requests: int, prompt_tokens: int, output_tokens: int,
+    config: Config,
+    runner: ModelRunner,
+    *,
+    concurrency: int,
+    requests: int,
+    prompt_tokens: int,
+    output_tokens: int,
     seed: int,
-) -> LoopFigures:  # fmt: skip
+) -> LoopFigures:
     """`concurrency` requests at a time, the next as soon as one ends."""
     engine = InProcessEngine(config, runner)
     draw = random.Random(seed)

@@ -90,9 +90,14 @@ def run_advise(options: argparse.Namespace) -> int:
     presets = [name.strip() for name in options.preset.split(",") if name.strip()] or preset_names()
     traffic = traffic_of(options, count=options.count or options.requests)
     advice = advise_.advise(
-        options, presets, cluster_of(options, options.cluster), load_model(options.model), traffic,
-        simulation_options(options), lambda label: errors.print(f"trying {label}", highlight=False),
-    )  # fmt: skip
+        options,
+        presets,
+        cluster_of(options, options.cluster),
+        load_model(options.model),
+        traffic,
+        simulation_options(options),
+        lambda label: errors.print(f"trying {label}", highlight=False),
+    )
     render.print_head(advice.best.report, console)
     console.print(render.advice_table(advice))
     for name, reason in advice.impossible.items():
@@ -130,8 +135,11 @@ def run_replay(options: argparse.Namespace) -> int:
         verdict = found.difference or "all equal"
         console.print(
             f"{found.instance}: {found.calls} calls, {found.plans} plans with {found.rows} rows, "
-            f"{found.effects} effects: {verdict}", markup=False, highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            f"{found.effects} effects: {verdict}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     return 0 if equal else 1
 
 

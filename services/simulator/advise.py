@@ -60,9 +60,14 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 def advise(
-    options: argparse.Namespace, presets: list[str], cluster: Cluster, model: ModelShape, traffic: Traffic,
-    sim_options: SimOptions, progress: Callable[[str], None],
-) -> Advice:  # fmt: skip
+    options: argparse.Namespace,
+    presets: list[str],
+    cluster: Cluster,
+    model: ModelShape,
+    traffic: Traffic,
+    sim_options: SimOptions,
+    progress: Callable[[str], None],
+) -> Advice:
     """Raises `ConfigError` when no candidate can run."""
     trials: list[tuple[Candidate, SimReport]] = []
     impossible: dict[str, str] = {}

@@ -169,18 +169,27 @@ class _Piece:
 
 class SimCluster:
     def __init__(
-        self, config: Config, cluster: Cluster, model: ModelShape, workload: Workload, options: SimOptions,
-        roles: Mapping[Role, int] | None = None, placement: Placement | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        cluster: Cluster,
+        model: ModelShape,
+        workload: Workload,
+        options: SimOptions,
+        roles: Mapping[Role, int] | None = None,
+        placement: Placement | None = None,
+    ) -> None:
         """`placement` stands in for the configured one: an oracle, say, that no configuration has."""
         workload.check()
         compose.check_names(config)
         self.config, self.cluster, self.model, self.options = config, cluster, model, options
         self.events = Events()
         self.cost = CostModel(
-            model, cluster.device, cluster.stack, tensor_parallel=cluster.tensor_parallel,
+            model,
+            cluster.device,
+            cluster.stack,
+            tensor_parallel=cluster.tensor_parallel,
             decode_attention=cluster.decode_attention,
-        )  # fmt: skip
+        )
         self.geometry = model.kv_geometry(config.kv.block_size)
         num_blocks, host_blocks = kv_blocks(config, cluster, model, self.geometry)
         longest = min(config.model.max_model_len or model.max_positions, num_blocks * config.kv.block_size)
@@ -192,22 +201,32 @@ class SimCluster:
         # Where no prompt shares anything the prefix cache can only miss: hashing every block would change nothing.
         self._worker_config = config if shared else _without_prefix_cache(config)
         self.gateway = SimGateway(
-            name=_GATEWAY, admission=compose.admission(config), max_model_len=longest, max_tokens=options.max_tokens,
-            predictor=options.predictor, predictor_sigma=options.predictor_sigma, distinct_prompts=shared,
+            name=_GATEWAY,
+            admission=compose.admission(config),
+            max_model_len=longest,
+            max_tokens=options.max_tokens,
+            predictor=options.predictor,
+            predictor_sigma=options.predictor_sigma,
+            distinct_prompts=shared,
             seed=options.seed,
-        )  # fmt: skip
+        )
         self._late_binding = config.policies.waiting_kv != "none"
         self.wall = {"worker": WallTime(), "manager": WallTime()}
         self.ports = Ports(cluster.instances)
         self.manager = ManagerMachine(
-            _MANAGER, 1,
+            _MANAGER,
+            1,
             ManagerSettings(
-                config.manager.report_timeout_s, config.manager.settle_s, config.manager.load_interval_s,
+                config.manager.report_timeout_s,
+                config.manager.settle_s,
+                config.manager.load_interval_s,
                 config.manager.max_waiting_requests,
             ),
-            compose.prefill_order(config), placement or compose.placement(config), compose.late_binding(config),
+            compose.prefill_order(config),
+            placement or compose.placement(config),
+            compose.late_binding(config),
             -config.manager.settle_s,
-        )  # fmt: skip
+        )
         self.workers = self._make_workers(num_blocks, host_blocks, longest, roles)
         self._by_name = {worker.name: worker for worker in self.workers}
         # On shared cores the others decide how long the next iteration takes: none is foreseen.
@@ -229,14 +248,26 @@ class SimCluster:
             for index in range(count):
                 name = f"{role.value}-{index}"
                 capacity = WorkerCapacity(
-                    role, self.model.name, longest, geometry.num_layers, geometry.num_kv_heads, geometry.head_dim,
-                    geometry.dtype_bytes, geometry.block_size, num_blocks, host_blocks, config.engine.max_rows,
+                    role,
+                    self.model.name,
+                    longest,
+                    geometry.num_layers,
+                    geometry.num_kv_heads,
+                    geometry.head_dim,
+                    geometry.dtype_bytes,
+                    geometry.block_size,
+                    num_blocks,
+                    host_blocks,
+                    config.engine.max_rows,
                     config.engine.max_step_tokens,
-                )  # fmt: skip
+                )
                 machine = WorkerMachine(
-                    name, _MANAGER, capacity,
+                    name,
+                    _MANAGER,
+                    capacity,
                     WorkerSettings(
-                        links=("link",), offer_timeout_s=config.transfer.offer_timeout_s,
+                        links=("link",),
+                        offer_timeout_s=config.transfer.offer_timeout_s,
                         accept_timeout_s=2 * config.transfer.run_timeout_s + config.transfer.lease_s,
                         lease_s=config.transfer.lease_s,
                         default_prediction=float(config.gateway.default_prediction_tokens),
@@ -245,8 +276,9 @@ class SimCluster:
                     ),
                     compose.iteration(self._worker_config),
                     compose.allocation(self._worker_config, geometry, num_blocks, host_blocks),
-                    Random(random.getrandbits(32)), lambda: {"link": b""},
-                )  # fmt: skip
+                    Random(random.getrandbits(32)),
+                    lambda: {"link": b""},
+                )
                 if isinstance(machine.scheduler, LearnsStepTimes) and self.options.profiled:
                     machine.scheduler.import_state(self._profile(longest))
                 workers.append(SimWorker(name, len(workers), machine, role))
@@ -287,11 +319,13 @@ class SimCluster:
             self._catch_up(worker, self.events.now_s)
             counters, kv = worker.machine.counters, worker.machine.kv.figures()
             worker.tally = WorkerTally(
-                prefill_tokens_before=counters.prefill_tokens, decode_tokens_before=counters.decode_tokens,
-                preemptions_before=counters.preemptions, exposed_before_s=counters.exposed_transfer_s,
+                prefill_tokens_before=counters.prefill_tokens,
+                decode_tokens_before=counters.decode_tokens,
+                preemptions_before=counters.preemptions,
+                exposed_before_s=counters.exposed_transfer_s,
                 transfers_before=counters.transfers_in,
                 failures_before=int(kv.get("allocation_failures_total", 0)),
-            )  # fmt: skip
+            )
 
     def _done(self) -> bool:
         return not self._arrivals_left and not self._parts_to_start and not self.gateway.live
@@ -411,8 +445,7 @@ class SimCluster:
         tally.kv_filled_sum += written / max(1, figures.total_blocks * self.geometry.block_size)
         worker.report_sequence += 1
         self._post_manager(
-            worker.name,
-            WorkerReport(worker.name, 1, worker.report_sequence, figures, machine.held, machine.awaiting),
+            worker.name, WorkerReport(worker.name, 1, worker.report_sequence, figures, machine.held, machine.awaiting)
         )
         effects = machine.take_effects()
         if effects:  # a tick without any has changed nothing
@@ -452,12 +485,17 @@ class SimCluster:
         now_s = self.events.now_s
         receiver = self._by_name[effect.peer]
         self._post_worker(
-            worker.name, receiver,
+            worker.name,
+            receiver,
             KvChunk(
-                effect.request_id, effect.attempt, effect.lease_id, effect.round, effect.link,
+                effect.request_id,
+                effect.attempt,
+                effect.lease_id,
+                effect.round,
+                effect.link,
                 [KvRun(run.tag, run.target, run.num_blocks, 0) for run in effect.runs],
             ),
-        )  # fmt: skip
+        )
         link = self.cluster.link(worker.number, receiver.number)
         if effect.from_host:  # no faster than the host's own path to its devices
             host_rate = self.cluster.device.host_bytes_per_s * self.cluster.tensor_parallel
@@ -664,6 +702,7 @@ def spread_roles(config: Config, instances: int) -> dict[Role, int]:
         )
     total = sum(counts.values())
     spread = {role: max(1, instances * count // total) for role, count in counts.items()}
+
     # What rounding left over goes to whoever is furthest below its share.
     def above(role: Role) -> float:
         return spread[role] - instances * counts[role] / total

@@ -82,9 +82,17 @@ class ClassFigures:
 
 class SimGateway:
     def __init__(
-        self, *, name: str, admission: Admission, max_model_len: int, max_tokens: int, predictor: PredictorKind,
-        predictor_sigma: float, distinct_prompts: bool, seed: int,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        name: str,
+        admission: Admission,
+        max_model_len: int,
+        max_tokens: int,
+        predictor: PredictorKind,
+        predictor_sigma: float,
+        distinct_prompts: bool,
+        seed: int,
+    ) -> None:
         self.name = name
         self.classes: dict[str, ClassFigures] = {}
         self.live: dict[str, InFlight] = {}
@@ -157,17 +165,22 @@ class SimGateway:
         if live is not None:
             self._refused(now_s, live.item, message.reason, live.answered)
 
-    def _request(
-        self, now_s: float, name: str, live: InFlight, cap: int, prediction: Prediction | None
-    ) -> Request:
+    def _request(self, now_s: float, name: str, live: InFlight, cap: int, prediction: Prediction | None) -> Request:
         item = live.item
         tokens = self._prompt(live) + [OUTPUT_TOKEN] * live.produced
         return Request(
-            request_id=name, attempt=live.attempt, gateway=self.name, tokens=tokens,
+            request_id=name,
+            attempt=live.attempt,
+            gateway=self.name,
+            tokens=tokens,
             prompt_tokens=item.prompt_tokens,
-            sampling=SamplingParams(max_tokens=cap, stop_token_ids=(STOP_TOKEN,)), arrival_s=now_s,
-            traffic_class=item.traffic_class, online=item.traffic_class == "rt", slo=item.slo, prediction=prediction,
-        )  # fmt: skip
+            sampling=SamplingParams(max_tokens=cap, stop_token_ids=(STOP_TOKEN,)),
+            arrival_s=now_s,
+            traffic_class=item.traffic_class,
+            online=item.traffic_class == "rt",
+            slo=item.slo,
+            prediction=prediction,
+        )
 
     def _prompt(self, live: InFlight) -> list[int]:
         """Token ids that are equal exactly where prompts share a prefix. Numbers alone matter when nothing can be
@@ -322,9 +335,7 @@ class SimGateway:
         if live.answered is not None:
             live.answered(now_s)
 
-    def _refused(
-        self, now_s: float, item: WorkItem, reason: str, answered: Callable[[float], None] | None
-    ) -> None:
+    def _refused(self, now_s: float, item: WorkItem, reason: str, answered: Callable[[float], None] | None) -> None:
         slo = item.slo
         each = self._class(item)
         each.refused[reason] = each.refused.get(reason, 0) + 1

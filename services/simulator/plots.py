@@ -35,11 +35,14 @@ def write_plot(path: Path, label: str, names: Sequence[str], reports: Sequence[S
         ("requests/s", {"finished": [r.overall.requests_per_s for r in reports]}),
         ("time to first token, ms", {"p50": line("ttft_ms", "p50"), "p99": line("ttft_ms", "p99")}),
         ("time between tokens, ms", {"p50": line("tbt_ms", "p50"), "p99": line("tbt_ms", "p99")}),
-        ("share", {
-            "promises kept": line("promises", "attainment"),
-            "KV in use": [sum(i.kv_mean for i in r.instances) / len(r.instances) for r in reports],
-        }),
-    )  # fmt: skip
+        (
+            "share",
+            {
+                "promises kept": line("promises", "attainment"),
+                "KV in use": [sum(i.kv_mean for i in r.instances) / len(r.instances) for r in reports],
+            },
+        ),
+    )
     for axis, (title, lines) in zip(axes.flat, panels, strict=True):
         for name, values in lines.items():
             axis.plot(positions, values, marker="o", label=name)

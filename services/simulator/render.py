@@ -56,9 +56,11 @@ def print_report(report: SimReport, console: Console) -> None:
                 p = part.promises
                 shares = (p.attainment, p.ttft, p.tpot, p.deadline, p.tbt)
                 kept.add_row(
-                    name.strip() or "all", *(f"{share:.1%}" for share in shares),
-                    f"{p.goodput_requests_per_s:.2f}", f"{p.goodput_tokens_per_s:.0f}",
-                )  # fmt: skip
+                    name.strip() or "all",
+                    *(f"{share:.1%}" for share in shares),
+                    f"{p.goodput_requests_per_s:.2f}",
+                    f"{p.goodput_tokens_per_s:.0f}",
+                )
         console.print(kept)
     console.print(_instances(report))
     measured = report.measured
@@ -84,19 +86,36 @@ def print_head(report: SimReport, console: Console) -> None:
 def comparison(label: str, names: Sequence[str], reports: Sequence[SimReport]) -> Table:
     """One line per run of a sweep."""
     lines = table(
-        label, "requests /s", "tokens /s", "TTFT p50", "TTFT p99", "TPOT p50", "TBT p99", "JCT p50", "kept", "KV",
-        "busy", "preempted",
-    )  # fmt: skip
+        label,
+        "requests /s",
+        "tokens /s",
+        "TTFT p50",
+        "TTFT p99",
+        "TPOT p50",
+        "TBT p99",
+        "JCT p50",
+        "kept",
+        "KV",
+        "busy",
+        "preempted",
+    )
     for name, report in zip(names, reports, strict=True):
         whole = report.overall
         instances = report.instances
         lines.add_row(
-            name, f"{whole.requests_per_s:.2f}", f"{whole.output_tokens_per_s:.0f}",
-            _ms(whole.ttft_ms, "p50"), _ms(whole.ttft_ms, "p99"), _ms(whole.tpot_ms, "p50"), _ms(whole.tbt_ms, "p99"),
-            _ms(whole.jct_ms, "p50"), f"{whole.promises.attainment:.1%}" if whole.promises else "–",
+            name,
+            f"{whole.requests_per_s:.2f}",
+            f"{whole.output_tokens_per_s:.0f}",
+            _ms(whole.ttft_ms, "p50"),
+            _ms(whole.ttft_ms, "p99"),
+            _ms(whole.tpot_ms, "p50"),
+            _ms(whole.tbt_ms, "p99"),
+            _ms(whole.jct_ms, "p50"),
+            f"{whole.promises.attainment:.1%}" if whole.promises else "–",
             f"{sum(i.kv_mean for i in instances) / len(instances):.0%}",
-            f"{sum(i.busy for i in instances) / len(instances):.0%}", f"{sum(i.preemptions for i in instances)}",
-        )  # fmt: skip
+            f"{sum(i.busy for i in instances) / len(instances):.0%}",
+            f"{sum(i.preemptions for i in instances)}",
+        )
     return lines
 
 
@@ -110,14 +129,21 @@ def capacity_line(capacity: Capacity) -> str:
 
 def _instances(report: SimReport) -> Table:
     lines = table(
-        "instance", "steps", "rows", "busy", "compute", "KV mean", "KV peak", "preempted", "no room", "padding",
-    )  # fmt: skip
+        "instance", "steps", "rows", "busy", "compute", "KV mean", "KV peak", "preempted", "no room", "padding"
+    )
     for instance in report.instances[:16]:
         lines.add_row(
-            instance.instance, f"{instance.steps}", f"{instance.mean_rows:.1f}", f"{instance.busy:.0%}",
-            f"{instance.compute:.1%}", f"{instance.kv_mean:.0%}", f"{instance.kv_peak:.0%}",
-            f"{instance.preemptions}", f"{instance.allocation_failures}", f"{instance.padding_waste:.0%}",
-        )  # fmt: skip
+            instance.instance,
+            f"{instance.steps}",
+            f"{instance.mean_rows:.1f}",
+            f"{instance.busy:.0%}",
+            f"{instance.compute:.1%}",
+            f"{instance.kv_mean:.0%}",
+            f"{instance.kv_peak:.0%}",
+            f"{instance.preemptions}",
+            f"{instance.allocation_failures}",
+            f"{instance.padding_waste:.0%}",
+        )
     if len(report.instances) > 16:
         lines.add_row(f"… {len(report.instances) - 16} more in the JSON")
     return lines
@@ -125,9 +151,12 @@ def _instances(report: SimReport) -> Table:
 
 def _latencies(part: Slice) -> dict[str, Distribution | None]:
     return {
-        "TTFT": part.ttft_ms, "TPOT": part.tpot_ms, "TBT": part.tbt_ms, "JCT": part.jct_ms,
+        "TTFT": part.ttft_ms,
+        "TPOT": part.tpot_ms,
+        "TBT": part.tbt_ms,
+        "JCT": part.jct_ms,
         "JCT / output token": part.normalised_ms,
-    }  # fmt: skip
+    }
 
 
 def _ms(figures: Distribution | None, name: str) -> str:
@@ -144,9 +173,12 @@ def advice_table(advice: Advice) -> Table:
             f"{trial.preset}: {roles}; {', '.join(trial.settings)}",
             f"{whole.promises.attainment:.1%}" if whole.promises else "–",
             f"{whole.promises.goodput_tokens_per_s:.0f}" if whole.promises else "–",
-            _ms(whole.ttft_ms, "p50"), _ms(whole.ttft_ms, "p99"), _ms(whole.tpot_ms, "p50"), _ms(whole.tbt_ms, "p99"),
+            _ms(whole.ttft_ms, "p50"),
+            _ms(whole.ttft_ms, "p99"),
+            _ms(whole.tpot_ms, "p50"),
+            _ms(whole.tbt_ms, "p99"),
             f"{trial.capacity.rate_per_s:.3g}" if trial.capacity else "",
-        )  # fmt: skip
+        )
     return lines
 
 
@@ -173,7 +205,13 @@ def reproduction(results: Sequence[Reproduced]) -> Table:
     lines.add_column("note")
     for r in results:
         lines.add_row(
-            r.figure, r.workload, r.baseline, f"{r.metric}, {r.unit}", f"{r.paper:g}", f"{r.ours:.4g}",
-            f"{r.ratio:.2f}", r.note,
-        )  # fmt: skip
+            r.figure,
+            r.workload,
+            r.baseline,
+            f"{r.metric}, {r.unit}",
+            f"{r.paper:g}",
+            f"{r.ours:.4g}",
+            f"{r.ratio:.2f}",
+            r.note,
+        )
     return lines

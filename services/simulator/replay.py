@@ -56,10 +56,15 @@ def _replay(header: Header, entries: list[Entry]) -> Replayed:
     capacity = header.capacity
     links: deque[Mapping[str, bytes]] = deque(entry.links for entry in entries if entry.kind == "links")
     machine = WorkerMachine(
-        header.instance, header.manager, capacity, header.settings, compose.iteration(config),
+        header.instance,
+        header.manager,
+        capacity,
+        header.settings,
+        compose.iteration(config),
         compose.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks),
-        Random(header.seed), lambda: links.popleft(),
-    )  # fmt: skip
+        Random(header.seed),
+        lambda: links.popleft(),
+    )
     calls = plans = rows = effects = 0
     planned: list[str] = []
 

@@ -125,8 +125,12 @@ def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
         notes.append(f"{len(gateway.live)} requests had not ended at the horizon")
     if gateway.resubmitted:
         notes.append(f"{gateway.resubmitted} requests were given back and submitted again")
-    counts = {"rows without usable lengths": facts.skipped_rows, "prompts clipped": facts.clipped_prompts,
-              "outputs clipped": facts.clipped_outputs, "rows dropped": facts.dropped}  # fmt: skip
+    counts = {
+        "rows without usable lengths": facts.skipped_rows,
+        "prompts clipped": facts.clipped_prompts,
+        "outputs clipped": facts.clipped_outputs,
+        "rows dropped": facts.dropped,
+    }
     notes += [f"workload: {count} {what}" for what, count in counts.items() if count]
     return SimReport(
         preset=sim.config.name,
@@ -213,6 +217,10 @@ def _instance(sim: SimCluster, worker: SimWorker, duration_s: float) -> Instance
 
 def _measured(worker: WallTime, manager: WallTime) -> Measured:
     return Measured(
-        worker.calls, worker.seconds / max(1, worker.calls) * 1e6, worker.longest_s * 1e6,
-        manager.calls, manager.seconds / max(1, manager.calls) * 1e6, manager.longest_s * 1e6,
-    )  # fmt: skip
+        worker.calls,
+        worker.seconds / max(1, worker.calls) * 1e6,
+        worker.longest_s * 1e6,
+        manager.calls,
+        manager.seconds / max(1, manager.calls) * 1e6,
+        manager.longest_s * 1e6,
+    )

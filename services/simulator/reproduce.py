@@ -40,9 +40,10 @@ def select(system: str | None, prefix: str | None) -> list[Figure]:
     """Raises `ConfigError` when nothing is left."""
     figures = all_figures()
     chosen = [
-        figure for figure in figures
+        figure
+        for figure in figures
         if (system is None or figure.system == system.lower()) and figure.id.startswith(prefix or "")
-    ]  # fmt: skip
+    ]
     if not chosen:
         systems = ", ".join(sorted({figure.system for figure in figures}))
         raise ConfigError(f"no such figure; systems: {systems}; `cohort reproduce --list` names all")
@@ -62,10 +63,21 @@ def reproduce(figures: Iterable[Figure], progress: Callable[[Figure], None]) -> 
     for figure in figures:
         progress(figure)
         ours = float(figure.measure(lab))
-        results.append(Reproduced(
-            figure.id, figure.system, figure.figure, figure.workload, figure.baseline, figure.metric, figure.unit,
-            figure.paper, ours, ours / figure.paper, figure.note,
-        ))  # fmt: skip
+        results.append(
+            Reproduced(
+                figure.id,
+                figure.system,
+                figure.figure,
+                figure.workload,
+                figure.baseline,
+                figure.metric,
+                figure.unit,
+                figure.paper,
+                ours,
+                ours / figure.paper,
+                figure.note,
+            )
+        )
     return results
 
 
@@ -110,8 +122,13 @@ def _words(system: str) -> list[str]:
 def _tables(results: Iterable[Reproduced]) -> list[str]:
     lines: list[str] = []
     for (system, figure), group in groupby(results, key=lambda result: (result.system, result.figure)):
-        lines += ["", f"## {figure} ({system})", "", "| workload | system | metric | paper | ours | ratio | note |",
-                  "|---|---|---|---:|---:|---:|---|"]  # fmt: skip
+        lines += [
+            "",
+            f"## {figure} ({system})",
+            "",
+            "| workload | system | metric | paper | ours | ratio | note |",
+            "|---|---|---|---:|---:|---:|---|",
+        ]
         for r in group:
             lines.append(
                 f"| {r.workload} | {r.baseline} | {r.metric}, {r.unit} | {r.paper:g} | {r.ours:.4g} | {r.ratio:.2f} "

@@ -17,9 +17,14 @@ from cohort.services.simulator.report import SimReport, make_report
 
 
 def simulate(
-    config: Config, cluster: Cluster, model: ModelShape, workload: Workload, options: SimOptions | None = None,
-    roles: Mapping[Role, int] | None = None, placement: Placement | None = None,
-) -> SimReport:  # fmt: skip
+    config: Config,
+    cluster: Cluster,
+    model: ModelShape,
+    workload: Workload,
+    options: SimOptions | None = None,
+    roles: Mapping[Role, int] | None = None,
+    placement: Placement | None = None,
+) -> SimReport:
     """Replay the workload, with `placement` if not the configured one. Raises `ConfigError` when it or the cluster is
     impossible."""
     sim = SimCluster(config, cluster, model, workload, options or SimOptions(), roles, placement)
@@ -42,7 +47,7 @@ def attainment(report: SimReport) -> float:
 
 
 def find_capacity(
-    at_rate: Callable[[float], SimReport], start_per_s: float, target: float, *, tolerance: float = 0.04,
+    at_rate: Callable[[float], SimReport], start_per_s: float, target: float, *, tolerance: float = 0.04
 ) -> Capacity:
     """Double or halve from `start_per_s` until the target is bracketed, then bisect to `tolerance` of the rate.
 

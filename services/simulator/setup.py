@@ -29,27 +29,40 @@ def configuration(options: argparse.Namespace, preset: str, settings: Sequence[s
 
 
 def cluster_of(options: argparse.Namespace, text: str) -> Cluster:
-    return load_cluster(text, {
-        "tensor_parallel": options.tensor_parallel,
-        "decode_attention": options.decode_attention,
-        "stack": options.stack,
-    })  # fmt: skip
+    return load_cluster(
+        text,
+        {
+            "tensor_parallel": options.tensor_parallel,
+            "decode_attention": options.decode_attention,
+            "stack": options.stack,
+        },
+    )
 
 
 def traffic_of(options: argparse.Namespace, *, count: int | None = None) -> Traffic:
     return Traffic(
-        options.trace, count=count if count is not None else options.count, duration_s=options.duration,
-        time_scale=options.time_scale, cv=options.cv, seed=options.seed, slo=parse_slo(options.slo),
-        best_effort=options.best_effort, sort=options.sort,
-    )  # fmt: skip
+        options.trace,
+        count=count if count is not None else options.count,
+        duration_s=options.duration,
+        time_scale=options.time_scale,
+        cv=options.cv,
+        seed=options.seed,
+        slo=parse_slo(options.slo),
+        best_effort=options.best_effort,
+        sort=options.sort,
+    )
 
 
 def simulation_options(options: argparse.Namespace) -> SimOptions:
     return SimOptions(
-        seed=options.seed, predictor=options.predictor, predictor_sigma=options.predictor_sigma,
-        max_tokens=options.max_tokens, horizon_s=getattr(options, "horizon", None) or float("inf"),
-        warmup_s=getattr(options, "warmup", 0.0), jump=not getattr(options, "step_by_step", False),
-    )  # fmt: skip
+        seed=options.seed,
+        predictor=options.predictor,
+        predictor_sigma=options.predictor_sigma,
+        max_tokens=options.max_tokens,
+        horizon_s=getattr(options, "horizon", None) or float("inf"),
+        warmup_s=getattr(options, "warmup", 0.0),
+        jump=not getattr(options, "step_by_step", False),
+    )
 
 
 def parse_roles(text: str | None) -> dict[Role, int] | None:

@@ -24,9 +24,18 @@ class Traffic:
     """A source of requests that is read once and can be replayed at several rates."""
 
     def __init__(
-        self, text: str, *, count: int | None, duration_s: float | None, time_scale: float, cv: float, seed: int,
-        slo: Slo, best_effort: float, sort: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        text: str,
+        *,
+        count: int | None,
+        duration_s: float | None,
+        time_scale: float,
+        cv: float,
+        seed: int,
+        slo: Slo,
+        best_effort: float,
+        sort: bool = False,
+    ) -> None:
         self._text, self._count, self._duration_s = text, count, duration_s
         self._time_scale, self._cv, self._seed = time_scale, cv, seed
         self._slo, self._best_effort = slo, best_effort
@@ -41,9 +50,7 @@ class Traffic:
                 raise ConfigError(f"--trace {text}: prompt and output need at least one token")
             self._source = Drawn(Fixed(prompt), Fixed(output))
         elif text not in SHAPES:
-            raise ConfigError(
-                f"--trace {text}: neither a file nor PROMPTxOUTPUT nor one of {', '.join(SHAPES)}"
-            )
+            raise ConfigError(f"--trace {text}: neither a file nor PROMPTxOUTPUT nor one of {', '.join(SHAPES)}")
 
     def workload(self, rate_per_s: float | None = None, concurrency: int | None = None) -> Workload:
         """At this rate (Poisson unless `cv`), at this concurrency, or with the source's own times. Without any of

@@ -45,8 +45,9 @@ def test_a_killed_gateway_continues_its_batch(pipeline: Pipeline) -> None:
     client = openai.OpenAI(base_url=pipeline.url + "/v1", api_key="none", max_retries=0)
     data = b"".join(
         json.dumps({"custom_id": str(index), "method": "POST", "url": "/v1/completions", "body": body(index)}).encode()
-        + b"\n" for index in range(LINES)
-    )  # fmt: skip
+        + b"\n"
+        for index in range(LINES)
+    )
     file = client.files.create(file=("job.jsonl", data), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
     deadline = time.monotonic() + 120
@@ -70,8 +71,14 @@ def test_a_killed_gateway_continues_its_batch(pipeline: Pipeline) -> None:
         assert lines[number - 1] == result, "a finished line was run again"
 
     for index in (0, LINES - 1):
-        direct = json.load(urllib.request.urlopen(urllib.request.Request(
-            f"{pipeline.url}/v1/completions", json.dumps(body(index)).encode(), {"Content-Type": "application/json"}
-        )))  # fmt: skip
+        direct = json.load(
+            urllib.request.urlopen(
+                urllib.request.Request(
+                    f"{pipeline.url}/v1/completions",
+                    json.dumps(body(index)).encode(),
+                    {"Content-Type": "application/json"},
+                )
+            )
+        )
         assert answers[index]["response"]["body"]["choices"][0]["text"] == direct["choices"][0]["text"]
     pipeline.assert_nothing_left()

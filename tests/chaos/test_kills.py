@@ -27,11 +27,15 @@ def bodies() -> list[dict[str, Any]]:
     random = Random(5)
     return [
         {
-            "prompt": [random.randrange(3, 49_000) for _ in range(random.randint(3, 40))], "max_tokens": NEW_TOKENS,
-            "temperature": 0.8 if index % 2 else 0, "seed": index, "ignore_eos": True, "return_token_ids": True,
+            "prompt": [random.randrange(3, 49_000) for _ in range(random.randint(3, 40))],
+            "max_tokens": NEW_TOKENS,
+            "temperature": 0.8 if index % 2 else 0,
+            "seed": index,
+            "ignore_eos": True,
+            "return_token_ids": True,
         }
         for index in range(STREAMS)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +91,7 @@ def test_a_killed_process_costs_a_pause_and_nothing_else(
     pipeline.assert_nothing_left()
 
 
-def test_the_monitor_may_die(
-    pipeline: Pipeline, undisturbed: list[Answer], greedy_truth: list[Golden]
-) -> None:
+def test_the_monitor_may_die(pipeline: Pipeline, undisturbed: list[Answer], greedy_truth: list[Golden]) -> None:
     pipeline.kill("monitor")
     answers = pipeline.complete_all(bodies(), concurrency=STREAMS)
     check(answers, undisturbed, greedy_truth)

@@ -54,8 +54,11 @@ def strategy_of(kind: Any) -> st.SearchStrategy[Any]:
 
 
 def test_every_declared_message_is_in_the_union() -> None:
-    declared = {value for value in vars(messages).values()
-                if isinstance(value, type) and issubclass(value, messages._Base) and value is not messages._Base}
+    declared = {
+        value
+        for value in vars(messages).values()
+        if isinstance(value, type) and issubclass(value, messages._Base) and value is not messages._Base
+    }
     assert declared == set(MEMBERS)
 
 

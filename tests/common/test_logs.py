@@ -45,9 +45,14 @@ def test_an_event_names_process_time_and_level() -> None:
     timestamp = event.pop("timestamp")
     assert timestamp.endswith("Z") and timestamp[10] == "T"
     assert event == {
-        "event": "placed", "level": "info", "logger": "cohort.gateway", "service": "gateway", "instance": "gw-1",
-        "instances": ["prefill-0"], "queued_s": 0.25,
-    }  # fmt: skip
+        "event": "placed",
+        "level": "info",
+        "logger": "cohort.gateway",
+        "service": "gateway",
+        "instance": "gw-1",
+        "instances": ["prefill-0"],
+        "queued_s": 0.25,
+    }
 
 
 def test_a_field_called_instance_is_not_overwritten() -> None:

@@ -37,12 +37,27 @@ def test_names_that_dashboards_know(registry: CollectorRegistry, make: MetricFac
     names = {family.name for family in text_string_to_metric_families(exposition(registry).decode())}
     assert len(families) == 3
     for name in (
-        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries",
-        "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "request_success",
-        "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
-        "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
-        "ttft_stage_seconds", "kv_transfer_seconds", "kv_transfer_bytes", "kv_transfer_failures", "kv_expired_leases",
-    ):  # fmt: skip
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "num_preemptions",
+        "prompt_tokens",
+        "generation_tokens",
+        "request_success",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "ttft_stage_seconds",
+        "kv_transfer_seconds",
+        "kv_transfer_bytes",
+        "kv_transfer_failures",
+        "kv_expired_leases",
+    ):
         assert f"cohort_{name}" in names, name
 
 
@@ -82,8 +97,10 @@ def test_ttft_decomposes(registry: CollectorRegistry, make: MetricFactory) -> No
     metrics = RequestMetrics(make)
     metrics.observe_ttft_stages("rt", {stage: 0.01 for stage in TTFT_STAGES})
     metrics.observe_ttft_stages("rt", {"transfer": -1e-9})  # two clocks may differ by a hair
-    sums = {stage: value(registry, "cohort_ttft_stage_seconds_sum", **{"class": "rt", "stage": stage})
-            for stage in TTFT_STAGES}
+    sums = {
+        stage: value(registry, "cohort_ttft_stage_seconds_sum", **{"class": "rt", "stage": stage})
+        for stage in TTFT_STAGES
+    }
     assert sums == {stage: 0.01 for stage in TTFT_STAGES}
     assert value(registry, "cohort_ttft_stage_seconds_count", **{"class": "rt", "stage": "transfer"}) == 2
 
@@ -97,7 +114,7 @@ def test_text_format(registry: CollectorRegistry, make: MetricFactory) -> None:
     make.counter("odd", "A counter", ("what",))('quo"te\nline').inc()
     assert CONTENT_TYPE == "text/plain; version=0.0.4; charset=utf-8"
     text = exposition(registry).decode()
-    assert '# TYPE cohort_odd_total counter' in text
+    assert "# TYPE cohort_odd_total counter" in text
     assert 'what="quo\\"te\\nline"' in text
 
 

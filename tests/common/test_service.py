@@ -75,9 +75,19 @@ async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
 
     async def start(instance: str, *options: str) -> Running:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", PROGRAM, "--config", str(config), "--run-dir", str(tmp_path / "run"),
-            "--instance", instance, *options, cwd=ROOT, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+            sys.executable,
+            "-m",
+            PROGRAM,
+            "--config",
+            str(config),
+            "--run-dir",
+            str(tmp_path / "run"),
+            "--instance",
+            instance,
+            *options,
+            cwd=ROOT,
+            stderr=asyncio.subprocess.PIPE,
+        )
         running.append(Running(process))
         return running[-1]
 
@@ -142,9 +152,7 @@ async def test_a_whole_life(launch: Launch, tmp_path: Path) -> None:
 
 @pytest.mark.pipeline
 async def test_failures_have_exit_codes_and_reasons(launch: Launch) -> None:
-    fails, later, option, returns = [
-        await launch(name) for name in ("fails", "fails-later", "bad-option", "returns")
-    ]
+    fails, later, option, returns = [await launch(name) for name in ("fails", "fails-later", "bad-option", "returns")]
     assert await fails.code() == 1
     assert "RuntimeError: it was not meant to be" in (await fails.event("service failed"))["exception"]
     assert await later.code() == 1
@@ -246,8 +254,13 @@ def test_help_is_for_newcomers() -> None:
     import subprocess
 
     shown = subprocess.run(
-        [sys.executable, "-m", PROGRAM, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60,
-        env={**os.environ, "COLUMNS": "200"}, check=True,
-    ).stdout  # fmt: skip
+        [sys.executable, "-m", PROGRAM, "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "200"},
+        check=True,
+    ).stdout
     for option in ("--config FILE", "--instance NAME", "--run-dir DIR", "--metrics-port PORT", "Exit codes"):
         assert option in shown

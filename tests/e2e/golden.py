@@ -59,9 +59,13 @@ def compute(model_dir: Path, prompts: Sequence[Sequence[int]], new_tokens: int) 
         mask = torch.tensor([[0] * (longest - len(prompts[index])) + [1] * len(prompts[index]) for index in batch])
         with torch.inference_mode():
             out = model.generate(
-                ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, output_logits=True,
+                ids,
+                attention_mask=mask,
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                output_logits=True,
                 return_dict_in_generate=True,
-            )  # fmt: skip
+            )
         tops = [logits.topk(2) for logits in out.logits]
         for row, index in enumerate(batch):
             found[index] = Golden(

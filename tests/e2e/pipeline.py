@@ -24,8 +24,12 @@ from cohort.common.config import Config, dump_config, load_config
 from cohort.common.types import Role
 
 START_TIMEOUT_S = 120.0
-_FOLDERS = {"gateway": "gateway", "predictor": "length_predictor", "manager": "bucketing_manager",
-            "monitor": "global_monitor"}  # fmt: skip
+_FOLDERS = {
+    "gateway": "gateway",
+    "predictor": "length_predictor",
+    "manager": "bucketing_manager",
+    "monitor": "global_monitor",
+}
 
 
 def free_port() -> int:
@@ -105,13 +109,23 @@ class Pipeline:
         threads = str(self.config.worker_threads(name, os.cpu_count() or 1)) if role else "1"
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", f"cohort.services.{folder}", "--config", str(self._file), "--instance", name,
-                 "--run-dir", str(self.folder / "run")],
-                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-                env={
-                    **os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1",
-                },
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-m",
+                    f"cohort.services.{folder}",
+                    "--config",
+                    str(self._file),
+                    "--instance",
+                    name,
+                    "--run-dir",
+                    str(self.folder / "run"),
+                ],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"},
+            )
 
     def kill(self, name: str) -> None:
         """As an out-of-memory killer would."""
@@ -200,8 +214,11 @@ class Pipeline:
         manager = self.figures("manager")
         left |= {f"manager.{key}": manager[key] for key in ("waiting", "live") if manager.get(key, 0)}
         gateway = self.figures("gateway")
-        left |= {f"gateway.{key}": gateway[key] for key in ("requests_running", "requests_waiting", "open_streams")
-                 if gateway.get(key, 0)}  # fmt: skip
+        left |= {
+            f"gateway.{key}": gateway[key]
+            for key in ("requests_running", "requests_waiting", "open_streams")
+            if gateway.get(key, 0)
+        }
         return left
 
     # -- requests ----------------------------------------------------------------------------------------------

@@ -23,9 +23,10 @@ def test_buckets_with_second_predictions_and_processes_that_die(
     tmp_path: Path, default_model: Path, goldens: list[Golden]
 ) -> None:
     overrides = {
-        "kv": CACHE, "predictor": {"refine_after_prefill": True},
+        "kv": CACHE,
+        "predictor": {"refine_after_prefill": True},
         "gateway": {"default_prediction_tokens": 4},  # an answer cut off later than predicted is learned from
-    }  # fmt: skip
+    }
     bodies = [ask(golden) for golden in goldens]
     with Pipeline(tmp_path, default_model, overrides, preset="bucketserve") as pipeline, ThreadPoolExecutor(1) as other:
         compare(goldens, pipeline.complete_all(bodies, concurrency=len(bodies)))
@@ -47,9 +48,7 @@ def test_buckets_with_second_predictions_and_processes_that_die(
 
 
 def test_padded_batches(tmp_path: Path, default_model: Path, goldens: list[Golden]) -> None:
-    overrides = {
-        "kv": CACHE, "bucketserve": {"padding": "longest"}, "policies": {"iteration": "padded_prefill"},
-    }  # fmt: skip
+    overrides = {"kv": CACHE, "bucketserve": {"padding": "longest"}, "policies": {"iteration": "padded_prefill"}}
     with Pipeline(tmp_path, default_model, overrides, preset="bucketserve") as pipeline:
         half = goldens[::2]
         compare(half, pipeline.complete_all([ask(golden) for golden in half], concurrency=len(half)))

@@ -39,9 +39,12 @@ def client(pipeline: Pipeline) -> Iterator[openai.OpenAI]:
 def test_chat_streamed_and_whole_say_the_same(pipeline: Pipeline, client: openai.OpenAI) -> None:
     model = client.models.list().data[0].id
     ask = {
-        "model": model, "messages": [{"role": "user", "content": "Name three colours of the sea."}],
-        "max_completion_tokens": 24, "temperature": 0.7, "seed": 11,
-    }  # fmt: skip
+        "model": model,
+        "messages": [{"role": "user", "content": "Name three colours of the sea."}],
+        "max_completion_tokens": 24,
+        "temperature": 0.7,
+        "seed": 11,
+    }
     whole = client.chat.completions.create(**ask)  # type: ignore[call-overload]
     stream = client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})  # type: ignore[call-overload]
     text, usage = "", None
@@ -153,11 +156,16 @@ def test_other_architectures_equal_the_reference(tmp_path: Path, make: type[PreT
     with Pipeline(tmp_path, folder, overrides) as pipeline:
         answers = pipeline.complete_all(
             [
-                {"prompt": list(g.prompt), "max_tokens": 20, "temperature": 0, "ignore_eos": True,
-                 "return_token_ids": True}
+                {
+                    "prompt": list(g.prompt),
+                    "max_tokens": 20,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "return_token_ids": True,
+                }
                 for g in goldens
             ]
-        )  # fmt: skip
+        )
         assert [answer.error for answer in answers] == [""] * len(goldens)
         assert sum(near_ties(g, a.tokens) for g, a in zip(goldens, answers, strict=True)) <= 1
         pipeline.wait_for("decode-0", "transfers_total", len(goldens))

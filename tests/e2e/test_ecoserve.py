@@ -63,10 +63,15 @@ def test_a_wrong_predictor_changes_no_answer(
         random_predictor(pipeline)
     with pipeline:
         bodies = [
-            {"prompt": list(golden.prompt), "max_tokens": len(golden.output), "temperature": 0, "ignore_eos": True,
-             "return_token_ids": True}
+            {
+                "prompt": list(golden.prompt),
+                "max_tokens": len(golden.output),
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
             for golden in wanted
-        ]  # fmt: skip
+        ]
         compare(wanted, pipeline.complete_all(bodies, concurrency=len(bodies)))
         pipeline.wait_for("unified-0", evidence, 1)
         pipeline.assert_nothing_left()

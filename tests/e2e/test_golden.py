@@ -21,9 +21,12 @@ UNIFIED: dict[str, Any] = {"workers": [{"role": "unified"}], "policies": {"place
 
 def ask(golden: Golden) -> dict[str, Any]:
     return {
-        "prompt": list(golden.prompt), "max_tokens": len(golden.output), "temperature": 0, "ignore_eos": True,
+        "prompt": list(golden.prompt),
+        "max_tokens": len(golden.output),
+        "temperature": 0,
+        "ignore_eos": True,
         "return_token_ids": True,
-    }  # fmt: skip
+    }
 
 
 def compare(goldens: list[Golden], answers: list[Answer]) -> int:
@@ -56,24 +59,29 @@ def test_disaggregated_with_prefix_cache_and_long_prompts(
     [
         pytest.param(
             {**UNIFIED, "engine": {"prefill_chunk": 48, "preemption": "swap"}, "kv": {"memory_bytes": 56 * MEBIBYTE}},
-            "preemptions_total", id="colocated, chunks of 48, swapped",
+            "preemptions_total",
+            id="colocated, chunks of 48, swapped",
         ),
         pytest.param(
             {
-                **UNIFIED, "engine": {"prefill_chunk": 500, "preemption": "recompute"},
+                **UNIFIED,
+                "engine": {"prefill_chunk": 500, "preemption": "recompute"},
                 "kv": {"memory_bytes": 56 * MEBIBYTE, "prefix_caching": False},
             },
-            "preemptions_total", id="colocated, chunks of 500, recomputed",
+            "preemptions_total",
+            id="colocated, chunks of 500, recomputed",
         ),
         pytest.param(
             {
-                "engine": {"prefill_chunk": 16, "preemption": "swap"}, "transfer": {"links": ["zmq"]},
+                "engine": {"prefill_chunk": 16, "preemption": "swap"},
+                "transfer": {"links": ["zmq"]},
                 "kv": {"memory_bytes": 80 * MEBIBYTE},
             },
-            "transfers_total", id="disaggregated, chunks of 16, over the fallback link",
+            "transfers_total",
+            id="disaggregated, chunks of 16, over the fallback link",
         ),
     ],
-)  # fmt: skip
+)
 def test_chunked_preempted_transferred(
     tmp_path: Path, default_model: Path, goldens: list[Golden], overrides: Mapping[str, Any], evidence: str
 ) -> None:

@@ -70,9 +70,14 @@ async def ask(pipeline: Pipeline, prompts: list[list[int]]) -> list[Any]:
 
         async def one(index: int, prompt: list[int]) -> Any:
             body = {
-                "prompt": prompt, "echo": True, "logprobs": 3, "max_tokens": 1 + index % 3, "temperature": 0,
-                "ignore_eos": True, "return_token_ids": True,
-            }  # fmt: skip
+                "prompt": prompt,
+                "echo": True,
+                "logprobs": 3,
+                "max_tokens": 1 + index % 3,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
             async with session.post(f"{pipeline.url}/v1/completions", json=body) as response:
                 assert response.status == 200, await response.text()
                 return await response.json()

@@ -25,13 +25,11 @@ PROMPT = "Once upon a time there was a fox who lived at the edge of a large fore
 
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy, log-probabilities": {"temperature": 0, "logprobs": 3},
-    "penalties": {
-        "temperature": 0, "presence_penalty": 0.6, "frequency_penalty": 0.7, "repetition_penalty": 1.2,
-    },
+    "penalties": {"temperature": 0, "presence_penalty": 0.6, "frequency_penalty": 0.7, "repetition_penalty": 1.2},
     "two choices, sampled": {"temperature": 0.8, "seed": 11, "n": 2},
     "stop string": {"temperature": 0, "stop": [" the"]},
     "scored prompt": {"temperature": 0, "echo": True, "logprobs": 0},
-}  # fmt: skip
+}
 
 
 class SplitPipeline(Pipeline):
@@ -43,11 +41,24 @@ class SplitPipeline(Pipeline):
             return
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "tests.e2e.split_manager", "--config", str(self._file), "--instance", name,
-                 "--run-dir", str(self.folder / "run")],
-                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-                cwd=Path(__file__).parents[2], env={**os.environ, "COHORT_TEST_SPLITS": ",".join(PLACES)},
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.e2e.split_manager",
+                    "--config",
+                    str(self._file),
+                    "--instance",
+                    name,
+                    "--run-dir",
+                    str(self.folder / "run"),
+                ],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd=Path(__file__).parents[2],
+                env={**os.environ, "COHORT_TEST_SPLITS": ",".join(PLACES)},
+            )
 
     def post(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         request = urllib.request.Request(

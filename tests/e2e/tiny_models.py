@@ -11,19 +11,29 @@ from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel, Qwen2Config
 def qwen2() -> PreTrainedModel:
     return Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=400, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=512,
+            vocab_size=400,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
         )
-    )  # fmt: skip
+    )
 
 
 def opt() -> PreTrainedModel:
     return OPTForCausalLM(
         OPTConfig(
-            vocab_size=400, hidden_size=64, ffn_dim=128, num_hidden_layers=3, num_attention_heads=4,
-            max_position_embeddings=512, word_embed_proj_dim=64,
+            vocab_size=400,
+            hidden_size=64,
+            ffn_dim=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=512,
+            word_embed_proj_dim=64,
         )
-    )  # fmt: skip
+    )
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:

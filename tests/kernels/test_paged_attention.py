@@ -123,9 +123,10 @@ def test_any_shape(implementation, make_step, assert_close, data):
     rows = data.draw(
         st.lists(
             st.integers(1, 70).flatmap(lambda context: st.tuples(st.just(context), st.integers(1, context))),
-            min_size=1, max_size=4,
+            min_size=1,
+            max_size=4,
         )
-    )  # fmt: skip
+    )
     step = make_step(
         rows,
         kv_heads=data.draw(st.integers(1, 3)),

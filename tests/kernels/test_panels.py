@@ -16,9 +16,12 @@ DTYPES = [torch.float32] + ([torch.bfloat16] if panels.available(torch.bfloat16,
 
 @settings(max_examples=80, deadline=None)
 @given(
-    rows=st.integers(1, 40), outputs=st.integers(1, 100), steps=st.integers(1, 40), dtype=st.sampled_from(DTYPES),
+    rows=st.integers(1, 40),
+    outputs=st.integers(1, 100),
+    steps=st.integers(1, 40),
+    dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 2**16),
-)  # fmt: skip
+)
 def test_product_equals_matmul(rows: int, outputs: int, steps: int, dtype: torch.dtype, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     inputs = steps * (2 if dtype == torch.bfloat16 else 1)

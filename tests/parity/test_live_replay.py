@@ -15,17 +15,19 @@ pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 def question(number: int) -> dict[str, Any]:
     return {
-        "prompt": [1000 + number] * (40 + 37 * number), "max_tokens": 24, "temperature": 0.8, "seed": number,
-        "ignore_eos": True, "return_token_ids": True,
-    }  # fmt: skip
+        "prompt": [1000 + number] * (40 + 37 * number),
+        "max_tokens": 24,
+        "temperature": 0.8,
+        "seed": number,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
 
 
 def test_recorded_live_workers_replay_to_the_same_decisions(tmp_path: Path, default_model: Path) -> None:
     folder = tmp_path / "recordings"
     # A small cache, so that the workers have to preempt and to wait for blocks.
-    overrides = {
-        "engine": {"record_dir": str(folder), "prefill_chunk": 64}, "kv": {"memory_bytes": 40 * 16 * 46080},
-    }  # fmt: skip
+    overrides = {"engine": {"record_dir": str(folder), "prefill_chunk": 64}, "kv": {"memory_bytes": 40 * 16 * 46080}}
     with Pipeline(tmp_path, default_model, overrides, preset="disaggregated") as pipeline:
         answers = pipeline.complete_all([question(number) for number in range(8)])
         assert [len(answer.tokens) for answer in answers] == [24] * 8

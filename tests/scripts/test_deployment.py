@@ -37,10 +37,27 @@ PROCESSES = ("gateway", "length_predictor", "bucketing_manager", "global_monitor
 # Keys of the compose specification that this file may use; anything else is a mistake.
 TOP_KEYS = {"name", "services", "networks", "volumes"}
 SERVICE_KEYS = {
-    "build", "cap_add", "command", "depends_on", "deploy", "environment", "healthcheck", "image", "init", "ipc",
-    "logging", "networks", "pid", "ports", "profiles", "pull_policy", "restart", "stop_grace_period", "ulimits",
+    "build",
+    "cap_add",
+    "command",
+    "depends_on",
+    "deploy",
+    "environment",
+    "healthcheck",
+    "image",
+    "init",
+    "ipc",
+    "logging",
+    "networks",
+    "pid",
+    "ports",
+    "profiles",
+    "pull_policy",
+    "restart",
+    "stop_grace_period",
+    "ulimits",
     "volumes",
-}  # fmt: skip
+}
 HEALTH_KEYS = {"test", "interval", "timeout", "retries", "start_period"}
 
 
@@ -190,7 +207,10 @@ class Containers:
         with (self._folder / f"{service}.log").open("wb") as log:
             self._processes[service] = subprocess.Popen(
                 [str(ROOT / "docker" / "entrypoint"), *command],
-                env=environment, stdout=log, stderr=log, cwd=self._folder,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                cwd=self._folder,
             )
 
     def fetch(self, url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:

@@ -13,9 +13,14 @@ SCRIPT = ROOT / "scripts" / "gpu_check"
 
 def gpu_check(*options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=620, check=False, cwd=cwd,
+        [sys.executable, str(SCRIPT), *options],
+        capture_output=True,
+        text=True,
+        timeout=620,
+        check=False,
+        cwd=cwd,
         stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:

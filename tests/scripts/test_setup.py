@@ -19,9 +19,14 @@ SCRIPTS += [ROOT / ".ci" / "run", ROOT / "docker" / "entrypoint"]
 
 def setup(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [ROOT / "scripts" / "setup", *options], env={**os.environ, **environment}, capture_output=True, text=True,
-        timeout=60, check=False, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+        [ROOT / "scripts" / "setup", *options],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

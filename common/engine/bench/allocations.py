@@ -52,7 +52,8 @@ def allocations_in(events: list[dict[str, Any]]) -> tuple[Counter[str], Counter[
         if event.get("name") != "[memory]" or event["args"]["Bytes"] <= 0:
             continue
         around = [
-            operator for operator in operators
+            operator
+            for operator in operators
             if operator["tid"] == event["tid"] and operator["ts"] <= event["ts"] <= operator["ts"] + operator["dur"]
         ]
         name = min(around, key=lambda operator: operator["dur"])["name"] if around else _NO_OPERATOR

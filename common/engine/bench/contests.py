@@ -23,22 +23,35 @@ def timing(seconds: Sequence[float]) -> Timing:
     return Timing(median(seconds), min(seconds), max(seconds))
 
 
-def decode_contest(runner: ModelRunner, floors: Floors | None, rows: int, contexts: Sequence[int], rounds: int,
-                   read_bytes: int = READ_BYTES) -> Contest:  # fmt: skip
+def decode_contest(
+    runner: ModelRunner,
+    floors: Floors | None,
+    rows: int,
+    contexts: Sequence[int],
+    rounds: int,
+    read_bytes: int = READ_BYTES,
+) -> Contest:
     """`rows` rows of one new token at each context that the model and its cache can hold."""
     return _contest(runner, floors, "decode", rows, 1, contexts, rounds, read_bytes)
 
 
-def prefill_contest(runner: ModelRunner, floors: Floors | None, tokens: int, rounds: int,
-                    read_bytes: int = READ_BYTES) -> Contest:  # fmt: skip
+def prefill_contest(
+    runner: ModelRunner, floors: Floors | None, tokens: int, rounds: int, read_bytes: int = READ_BYTES
+) -> Contest:
     """One prompt of `tokens` tokens in one step; only its last token goes through the vocabulary."""
     return _contest(runner, floors, "prefill", 1, tokens, (tokens,), rounds, read_bytes)
 
 
 def _contest(
-    runner: ModelRunner, floors: Floors | None, kind: Literal["decode", "prefill"], rows: int, tokens_per_row: int,
-    contexts: Sequence[int], rounds: int, read_bytes: int,
-) -> Contest:  # fmt: skip
+    runner: ModelRunner,
+    floors: Floors | None,
+    kind: Literal["decode", "prefill"],
+    rows: int,
+    tokens_per_row: int,
+    contexts: Sequence[int],
+    rounds: int,
+    read_bytes: int,
+) -> Contest:
     batches = []
     for context in contexts:
         batch = trial_batch(

@@ -110,7 +110,8 @@ class Floors:
         """Packed for exactly this number of rows: better than any server can have it, whose rows vary."""
         pairs = [
             (x, torch.ops.mkldnn._reorder_linear_weight(weight, tokens))
-            for layer in self._plain for x, weight in zip(self._inputs(tokens), layer, strict=True)
+            for layer in self._plain
+            for x, weight in zip(self._inputs(tokens), layer, strict=True)
         ]
         last = self._input(sampled, self.products.vocabulary)
         vocabulary = torch.ops.mkldnn._reorder_linear_weight(self._vocabulary, sampled)

@@ -73,8 +73,9 @@ def few_long_among_short(rows: int, short: int, long: int) -> list[tuple[str, li
     """§2.3 · A batch of short rows, and the same with one, two and four of them long."""
     return [
         (f"{rows - count} short, {count} long", [short] * (rows - count) + [long] * count)
-        for count in (0, 1, 2, 4) if count < rows
-    ]  # fmt: skip
+        for count in (0, 1, 2, 4)
+        if count < rows
+    ]
 
 
 def aligned_and_mixed(lengths: Sequence[int]) -> list[tuple[str, list[int]]]:

@@ -26,7 +26,12 @@ class AlignedBatching(ContinuousBatching):
     """
 
     def __init__(
-        self, *, max_rows: int, max_step_tokens: int, prefill_chunk: int, preemption: Literal["swap", "recompute"],
+        self,
+        *,
+        max_rows: int,
+        max_step_tokens: int,
+        prefill_chunk: int,
+        preemption: Literal["swap", "recompute"],
         sets_aside: bool = True,
     ) -> None:
         super().__init__(

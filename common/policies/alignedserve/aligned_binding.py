@@ -127,9 +127,11 @@ class AlignedBinding:
         since_s, due_s = self._waiting_since_s.get(request_id, (item.since_s, 0.0))
         if not due_s:
             due_s = item.since_s + patience_s(
-                item.request, share=settings.starvation_share, longest_s=settings.starvation_s,
+                item.request,
+                share=settings.starvation_share,
+                longest_s=settings.starvation_s,
                 default_output=settings.default_output,
-            )  # fmt: skip
+            )
             self._waiting_since_s[request_id] = (since_s, due_s)
         blocks = -(-item.positions // self._block_size)
         pooled = PooledRequest(request_id, item.positions, blocks, since_s, due_s, item.instance)
@@ -167,7 +169,11 @@ class AlignedBinding:
     # -- one decode worker -------------------------------------------------------------------------------------
 
     def _advance(
-        self, now_s: float, view: InstanceView, batch: RunningBatch, views: Mapping[InstanceId, InstanceView],
+        self,
+        now_s: float,
+        view: InstanceView,
+        batch: RunningBatch,
+        views: Mapping[InstanceId, InstanceView],
         actions: list[Bind | Prefetch],
     ) -> None:
         if batch.stuck(view):
@@ -286,7 +292,11 @@ class AlignedBinding:
             batch.starved = batch.switching = False
 
     def _join(
-        self, waiting: deque[PooledRequest], view: InstanceView, batch: RunningBatch, actions: list[Bind | Prefetch],
+        self,
+        waiting: deque[PooledRequest],
+        view: InstanceView,
+        batch: RunningBatch,
+        actions: list[Bind | Prefetch],
         reason: str,
     ) -> None:
         """From the front, while the worker has rows and blocks for them and one block more for each of its rows; up to
@@ -311,8 +321,11 @@ class AlignedBinding:
             actions.append(Bind(item.request_id, view.instance, batch.batch_id, reason))
 
     def _fetch(
-        self, buffered: Iterable[PooledRequest], buffer: Literal["batch", "requests"],
-        views: Mapping[InstanceId, InstanceView], actions: list[Bind | Prefetch],
+        self,
+        buffered: Iterable[PooledRequest],
+        buffer: Literal["batch", "requests"],
+        views: Mapping[InstanceId, InstanceView],
+        actions: list[Bind | Prefetch],
     ) -> None:
         """A5, A9 · What will join soon is brought to its prefill worker's device, as far as the buffers may grow."""
         used: dict[InstanceId, int] = {}

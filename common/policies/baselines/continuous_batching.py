@@ -113,7 +113,11 @@ class ContinuousBatching:
         return {"swapped": float(len(self._swapped))}
 
     def _row(
-        self, sequence: Sequence, tokens_left: int, decode_rows: list[Row], prefill_rows: list[Row],
+        self,
+        sequence: Sequence,
+        tokens_left: int,
+        decode_rows: list[Row],
+        prefill_rows: list[Row],
         planned: set[Sequence],
     ) -> int:
         count = min(sequence.uncomputed, self._prefill_chunk, tokens_left)

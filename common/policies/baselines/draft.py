@@ -127,7 +127,8 @@ class Draft:
             return True
         key = self._rank(sequence)
         victims = [
-            s for s in self._holders
+            s
+            for s in self._holders
             if self._rank(s) > key and s not in self._planned and not s.pinned and s.key not in kept
         ]
         held = self._kv.owners()

@@ -70,7 +70,8 @@ class PredictedBatches:
         oldest = waiting[0]
         wanted = max(1.0, oldest.predicted)
         similar = [
-            s for s in waiting[1:]
+            s
+            for s in waiting[1:]
             if s.request.priority == oldest.request.priority
             and wanted / self._spread <= max(1.0, s.predicted) <= wanted * self._spread
         ]

@@ -66,9 +66,7 @@ class RankedBatching:
     computed in several, and a sequence that came by hand-over and finds no block makes the latest give way.
     """
 
-    def __init__(
-        self, ranking: Ranking, limits: IterationLimits, *, reservation: Reservation, evicting: bool
-    ) -> None:
+    def __init__(self, ranking: Ranking, limits: IterationLimits, *, reservation: Reservation, evicting: bool) -> None:
         self._ranking = ranking
         self._limits = limits
         self._reservation = reservation
@@ -88,9 +86,7 @@ class RankedBatching:
     def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
         everybody = list(self._sequences.values())
         self._ranking.begin(now_s, everybody)
-        draft = Draft(
-            self._limits, kv, (s for s in everybody if s.phase is Phase.RUNNING), self._ranking.key
-        )
+        draft = Draft(self._limits, kv, (s for s in everybody if s.phase is Phase.RUNNING), self._ranking.key)
         fresh = {
             key for key, known in self._known_when_admitted.items() if self._sequences[key].known <= known
         }  # no token drawn since

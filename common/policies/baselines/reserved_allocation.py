@@ -52,7 +52,12 @@ class ReservedAllocator(PagedAllocator):
     """Paged allocation that takes all blocks of a `reservation` at admission and on the way back from host memory."""
 
     def __init__(
-        self, geometry: KvGeometry, num_blocks: int, host_blocks: int, *, reservation: Reservation,
+        self,
+        geometry: KvGeometry,
+        num_blocks: int,
+        host_blocks: int,
+        *,
+        reservation: Reservation,
         prefix_caching: bool = True,
     ) -> None:
         super().__init__(geometry, num_blocks, host_blocks, prefix_caching=prefix_caching)

@@ -202,7 +202,8 @@ class BidirectionalAllocator:
         suspects = {*tenant.host, *range(min(tenant.stored // self._size, held), held)}
         table, end = self._table, max(positions, tenant.stored)
         return sorted(
-            index for index in suspects
+            index
+            for index in suspects
             if index < held and table.left_extent(tenant.blocks[index]) + table.within(end, index) > self._size
         )
 
@@ -215,9 +216,7 @@ class BidirectionalAllocator:
         block = self._table.find_beside_left(left, self._table.within(positions, count - 1))
         return [] if block is None else [block]
 
-    def _overwritten(
-        self, tenant: Tenant, positions: int, found: list[int]
-    ) -> list[tuple[Tenant, int, int]] | None:
+    def _overwritten(self, tenant: Tenant, positions: int, found: list[int]) -> list[tuple[Tenant, int, int]] | None:
         """R9 · Whose slots lie where a left tenant is about to write; None if somebody served this iteration."""
         lost = []
         first = min(tenant.claimed // self._size, len(tenant.blocks))

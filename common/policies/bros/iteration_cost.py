@@ -141,9 +141,9 @@ class IterationCost:
         self._slot_s = slot_s if self._slot_s == 0.0 else 0.9 * self._slot_s + 0.1 * slot_s
 
     def _learn(self, load: BatchLoad, latency_s: float, forget: float) -> None:
-        x = _SCALE * np.array([
-            1.0, float(load.prefill_tokens > 0), load.prefill_tokens, load.decode_rows, load.context,
-        ])  # fmt: skip
+        x = _SCALE * np.array(
+            [1.0, float(load.prefill_tokens > 0), load.prefill_tokens, load.decode_rows, load.context]
+        )
         spread = self._covariance @ x
         gain = spread / (forget + float(x @ spread))
         self._known = True
@@ -181,10 +181,14 @@ class IterationCost:
         """Nothing before the first measured iteration: a profile that it started from is read again."""
         if not self._seen:
             return b""
-        return json.dumps({
-            "weights": self._weights.tolist(), "covariance": self._covariance.tolist(), "slot_s": self._slot_s,
-            "observations": self._seen,
-        }).encode()  # fmt: skip
+        return json.dumps(
+            {
+                "weights": self._weights.tolist(),
+                "covariance": self._covariance.tolist(),
+                "slot_s": self._slot_s,
+                "observations": self._seen,
+            }
+        ).encode()
 
     def import_state(self, data: bytes) -> None:
         """An exported state, or the file of `cohort profile`. Raises `ValueError`."""

@@ -28,9 +28,7 @@ class UrgentFirst:
     Those before `place` and `at` cannot make it any more. They can be asked for when others have started since.
     """
 
-    def __init__(
-        self, now_s: float, pending: list[Candidate], place: int, waiting: list[Candidate], at: int
-    ) -> None:
+    def __init__(self, now_s: float, pending: list[Candidate], place: int, waiting: list[Candidate], at: int) -> None:
         self._now_s = now_s
         self._pending, self._place, self._late = pending, place, place
         self._waiting, self._at, self._end = waiting, at, len(waiting)
@@ -118,10 +116,12 @@ class RealTimeQueues:
             (groups.residual_s(now_s, sequence, average_s), key, sequence) for key, sequence in self._pending.items()
         )
         return UrgentFirst(
-            now_s, pending, bisect_left(pending, least_s, key=_first), self._waiting,
+            now_s,
+            pending,
+            bisect_left(pending, least_s, key=_first),
+            self._waiting,
             bisect_left(self._waiting, now_s + least_s, key=_first),
-        )  # fmt: skip
-
+        )
 
 
 class BestEffortQueues:

@@ -186,8 +186,9 @@ class SlackPacking:
 
     def _starving_first(self, now_s: float, kv: KvAllocator, batch: _Batch) -> None:
         limits: tuple[tuple[TrafficClass, float], ...] = (
-            ("rt", self._settings.rt_starvation_s), ("be", self._settings.be_starvation_s)
-        )  # fmt: skip
+            ("rt", self._settings.rt_starvation_s),
+            ("be", self._settings.be_starvation_s),
+        )
         for traffic_class, after_s in limits:
             served = self._served[traffic_class]
             key = next(iter(served), None)
@@ -341,9 +342,13 @@ class SlackPacking:
                 return
 
     def _offer(
-        self, sequence: Sequence, kv: KvAllocator, batch: _Batch, chosen: list[tuple[float, Sequence]],
+        self,
+        sequence: Sequence,
+        kv: KvAllocator,
+        batch: _Batch,
+        chosen: list[tuple[float, Sequence]],
         victims: Iterator[Sequence] | None,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """A place for a best-effort request, if need be a real-time one's. False: nor for any after it."""
         if sequence.key in batch.safe or sequence.uncomputed < 1:
             return True
@@ -365,9 +370,7 @@ class SlackPacking:
         batch.safe.add(sequence.key)
         return True
 
-    def _make_way(
-        self, count: int, sequence: Sequence, batch: _Batch, chosen: list[tuple[float, Sequence]]
-    ) -> bool:
+    def _make_way(self, count: int, sequence: Sequence, batch: _Batch, chosen: list[tuple[float, Sequence]]) -> bool:
         """Lines 25–32 · The least urgent real-time request leaves the batch, if it can wait for the next one."""
         while chosen and chosen[-1][1].key not in batch.rows:
             chosen.pop()
@@ -490,8 +493,9 @@ class SlackPacking:
             self._average_s = latency_s if self._average_s == 0.0 else 0.9 * self._average_s + 0.1 * latency_s
         slots = sum(
             len(copy.device) * (self._block_size if copy.unit == "block" else 1)
-            for copy in plan.copies if not copy.beside
-        )  # fmt: skip
+            for copy in plan.copies
+            if not copy.beside
+        )
         self._cost.observe(load_of(plan.rows), self._slots_beside, latency_s, slots_before=slots)
 
     def step_times(self) -> StepTimes | None:

@@ -34,9 +34,14 @@ class Bucket:
 
 class BucketSet:
     def __init__(
-        self, max_tokens: int, *, max_cells: int = 4096, max_buckets: int = 64, split_share: float = 0.5,
+        self,
+        max_tokens: int,
+        *,
+        max_cells: int = 4096,
+        max_buckets: int = 64,
+        split_share: float = 0.5,
         count_between: Callable[[int, int], int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`max_tokens` is L_max, `split_share` θ; `count_between(low, high)` counts waiting requests by cells."""
         self.max_tokens = max(1, max_tokens)
         self.cell_tokens = -(-self.max_tokens // max_cells)

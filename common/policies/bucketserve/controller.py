@@ -129,9 +129,17 @@ class Round:
 
 class BatchController:
     def __init__(
-        self, *, reserve: float, max_batch: int, dispatch_ahead_tokens: int, activation_bytes: int,
-        figures_max_age_s: float, demand: DemandRule, padded: bool, staging: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        reserve: float,
+        max_batch: int,
+        dispatch_ahead_tokens: int,
+        activation_bytes: int,
+        figures_max_age_s: float,
+        demand: DemandRule,
+        padded: bool,
+        staging: float = 0.0,
+    ) -> None:
         """`reserve`: share of the remaining memory never promised (B3). `max_batch`: requests, whatever memory allows.
         `activation_bytes`: device memory outside the
         KV cache per token of a forward, 0 = not bounded. `padded`: a batch costs N · S_max tokens, not Σ S.
@@ -175,11 +183,15 @@ class BatchController:
         self.safe_memory_bytes = sum(max(0, t.blocks) * t.view.capacity.geometry.block_bytes for t in targets)
         prefillers = [
             _Prefiller(
-                v, self._room(v), self._safe_blocks(v), self._memory.idle(v),
-                self._forward_tokens(v), v.capacity.block_size,
+                v,
+                self._room(v),
+                self._safe_blocks(v),
+                self._memory.idle(v),
+                self._forward_tokens(v),
+                v.capacity.block_size,
             )
             for v in (prefilling if targets else [])
-        ]  # fmt: skip
+        ]
         return Round(self._memory, prefillers, targets, now_s=now_s, padded=self._padded)
 
     def has_room(self, cluster: ClusterView) -> bool:

@@ -255,9 +255,8 @@ class BucketedPrefill:
     def _lay_out(self, limit: int) -> None:
         settings = self._settings
         self._buckets = BucketSet(
-            limit, max_buckets=settings.max_buckets, split_share=settings.split_share,
-            count_between=self._count_between,
-        )  # fmt: skip
+            limit, max_buckets=settings.max_buckets, split_share=settings.split_share, count_between=self._count_between
+        )
         self._online = LengthIndex(self._buckets.cells)
         self._offline = LengthIndex(self._buckets.cells)
         self._histogram = LengthHistogram(limit)

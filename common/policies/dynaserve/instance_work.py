@@ -70,16 +70,18 @@ class InstanceWork:
             self._decoding = int(np.count_nonzero(decodes)), int(context @ decodes)
             self._prefill = int(prefill_tokens)
             self._reported_s = (
-                times.token_s * (prefill_tokens + decode_tokens) + times.row_s * decode_tokens
+                times.token_s * (prefill_tokens + decode_tokens)
+                + times.row_s * decode_tokens
                 + times.pair_s * float(prefill @ (context + 0.5 * prefill + 0.5))
                 + times.position_s * float(decode @ (context + prefill + 0.5 * decode))
-            )  # fmt: skip
+            )
             if self._assigned:
                 reported = {work.request_id for work in figures.queue}
                 self._assigned = {
-                    request_id: (since_s, piece) for request_id, (since_s, piece) in self._assigned.items()
+                    request_id: (since_s, piece)
+                    for request_id, (since_s, piece) in self._assigned.items()
                     if request_id not in reported and now_s - since_s < _UNSEEN_S
-                }  # fmt: skip
+                }
 
     def assign(self, now_s: float, request_id: RequestId, piece: Piece) -> None:
         self._assigned[request_id] = (now_s, piece)

@@ -44,9 +44,12 @@ class _Cell(msgspec.Struct, array_like=True):
     @property
     def shape(self) -> BatchShape:
         return BatchShape(
-            round(self.prefill_tokens), round(self.prefill_rows), round(self.prefill_pairs), round(self.decodes),
+            round(self.prefill_tokens),
+            round(self.prefill_rows),
+            round(self.prefill_pairs),
+            round(self.decodes),
             round(self.decode_context),
-        )  # fmt: skip
+        )
 
 
 class _State(msgspec.Struct, tag_field="kind", tag="dynaserve-profile-table"):
@@ -175,9 +178,14 @@ class ProfileTable:
         cell = self._cells.get(key)
         if cell is None:
             self._cells[key] = _Cell(
-                1, float(shape.prefill_tokens), float(shape.prefill_rows), float(shape.prefill_pairs),
-                float(shape.decodes), float(shape.decode_context), log_s,
-            )  # fmt: skip
+                1,
+                float(shape.prefill_tokens),
+                float(shape.prefill_rows),
+                float(shape.prefill_pairs),
+                float(shape.decodes),
+                float(shape.decode_context),
+                log_s,
+            )
             return
         cell.count += 1
         weight = max(_NEW, 1.0 / cell.count)
@@ -196,9 +204,11 @@ class ProfileTable:
         if len(cells) < _FIRST_FIT:
             return
         self._times = fit_step_times(
-            [cell.shape for cell in cells], [math.exp(cell.log_s) for cell in cells],
-            [float(min(cell.count, 10)) for cell in cells], self._times,
-        )  # fmt: skip
+            [cell.shape for cell in cells],
+            [math.exp(cell.log_s) for cell in cells],
+            [float(min(cell.count, 10)) for cell in cells],
+            self._times,
+        )
 
 
 def _measured_shape(shape: _ProfileShape) -> BatchShape:

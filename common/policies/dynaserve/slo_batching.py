@@ -233,9 +233,10 @@ class SloBatching:
         """Everybody into the queue of its phase, in arrival order."""
         everybody = [*self._running, *self._waiting, *self._swapped]
         misplaced = (
-            any(s.phase is not Phase.RUNNING for s in self._running) or any(s.phase is not Phase.WAITING
-            for s in self._waiting) or any(s.phase is not Phase.SWAPPED for s in self._swapped)
-        )  # fmt: skip
+            any(s.phase is not Phase.RUNNING for s in self._running)
+            or any(s.phase is not Phase.WAITING for s in self._waiting)
+            or any(s.phase is not Phase.SWAPPED for s in self._swapped)
+        )
         if misplaced:
             self._running = sorted((s for s in everybody if s.phase is Phase.RUNNING), key=by_arrival)
             self._waiting = sorted((s for s in everybody if s.phase is Phase.WAITING), key=by_arrival)

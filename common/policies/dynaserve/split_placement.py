@@ -169,10 +169,12 @@ class SplitPlacement:
             work = self._work.get(view.instance)
             if work is None:
                 work = self._work[view.instance] = InstanceWork(
-                    view.instance, pass_s=settings.tbt_slo_s * (1.0 - settings.headroom),
-                    least_prefill=settings.least_prefill, balance=settings.balance,
+                    view.instance,
+                    pass_s=settings.tbt_slo_s * (1.0 - settings.headroom),
+                    least_prefill=settings.least_prefill,
+                    balance=settings.balance,
                     margin_tokens=settings.margin_tokens,
-                )  # fmt: skip
+                )
             work.refresh(now_s, view, _COLD)
             works.append(work)
         return sorted(works, key=lambda w: (self._full(w, slo_s, context), w.load_s, w.instance))

@@ -25,9 +25,14 @@ class Split:
 
 
 def search_split(
-    prompt: int, output: int, first_end: Callable[[int], float], second_end: Callable[[int], float], *,
-    probes: int, tolerance: float,
-) -> Split:  # fmt: skip
+    prompt: int,
+    output: int,
+    first_end: Callable[[int], float],
+    second_end: Callable[[int], float],
+    *,
+    probes: int,
+    tolerance: float,
+) -> Split:
     """D3 · DynaServe Alg. 1: bisect the ratio φ = s / (P + O^) until both instances end together.
 
     P → `prompt`; O^ → `output`, margin included; T_α(s), T_β(s) → `first_end`, `second_end`; K → `probes`;

@@ -38,9 +38,12 @@ class BatchShape(NamedTuple):
         """And `count` more tokens of one prompt from position `start` on."""
         pairs = count * start + count * (count + 1) // 2
         return BatchShape(
-            self.prefill_tokens + count, self.prefill_rows + 1, self.prefill_pairs + pairs, self.decodes,
+            self.prefill_tokens + count,
+            self.prefill_rows + 1,
+            self.prefill_pairs + pairs,
+            self.decodes,
             self.decode_context,
-        )  # fmt: skip
+        )
 
 
 def step_seconds(times: StepTimes, shape: BatchShape) -> float:
@@ -49,9 +52,12 @@ def step_seconds(times: StepTimes, shape: BatchShape) -> float:
     if not rows:
         return 0.0
     return (
-        times.step_s + times.row_s * rows + linear_seconds(times, shape.prefill_tokens + shape.decodes)
-        + times.pair_s * shape.prefill_pairs + times.position_s * shape.decode_context
-    )  # fmt: skip
+        times.step_s
+        + times.row_s * rows
+        + linear_seconds(times, shape.prefill_tokens + shape.decodes)
+        + times.pair_s * shape.prefill_pairs
+        + times.position_s * shape.decode_context
+    )
 
 
 def linear_seconds(times: StepTimes, tokens: float) -> float:

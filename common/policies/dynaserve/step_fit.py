@@ -84,10 +84,17 @@ def _errors(
     compute = (token_s * tokens) ** CORNER
     memory = floor_s**CORNER
     linear = (compute + memory) ** (1.0 / CORNER)
-    parts = np.stack([
-        np.full_like(tokens, step_s), row_s * rows, linear * compute / (compute + memory),
-        linear * memory / (compute + memory), pair_s * pairs, position_s * context,
-    ], axis=1)  # fmt: skip
+    parts = np.stack(
+        [
+            np.full_like(tokens, step_s),
+            row_s * rows,
+            linear * compute / (compute + memory),
+            linear * memory / (compute + memory),
+            pair_s * pairs,
+            position_s * context,
+        ],
+        axis=1,
+    )
     model = parts.sum(axis=1)
     return np.log(model) - measured, parts / model[:, None]
 

@@ -135,9 +135,12 @@ class Timeline:
         all_rows = rows + prefilling
         linear = ((times.token_s * (rows + prefill)) ** CORNER + times.floor_s**CORNER) ** (1.0 / CORNER)
         seconds = (
-            times.step_s + times.row_s * all_rows + linear + times.pair_s * self._pairs_per_token * prefill
+            times.step_s
+            + times.row_s * all_rows
+            + linear
+            + times.pair_s * self._pairs_per_token * prefill
             + times.position_s * context
-        )  # fmt: skip
+        )
         return np.where(all_rows > 0.5, seconds, 0.0)
 
     def _prefill_budget(self, rows: float, context: float, pairs_per_token: float) -> float:

@@ -60,9 +60,14 @@ class Loans:
         return found
 
     def _fill(
-        self, lender: Sequence, place: Place, candidates: list[Candidate], kv: KvAllocator, lender_kv: LendsBlocks,
+        self,
+        lender: Sequence,
+        place: Place,
+        candidates: list[Candidate],
+        kv: KvAllocator,
+        lender_kv: LendsBlocks,
         places: int,
-    ) -> list[Candidate]:  # fmt: skip
+    ) -> list[Candidate]:
         """Lend this place to the longest that fits, and what it leaves of the place to others."""
         found: list[Candidate] = []
         while len(found) < places and place.blocks > 0:

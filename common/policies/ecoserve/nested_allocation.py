@@ -123,11 +123,7 @@ class NestedAllocator(PagedAllocator):
                     del self._claims[block]
 
     def figures(self) -> dict[str, float]:
-        return {
-            **super().figures(),
-            "lent_blocks": float(len(self._claims)),
-            "lent_blocks_total": float(self._lent),
-        }
+        return {**super().figures(), "lent_blocks": float(len(self._claims)), "lent_blocks_total": float(self._lent)}
 
     def check(self) -> None:
         """Also: no slot is owned by two live tokens. Only the top claim of a block may have KV in it."""

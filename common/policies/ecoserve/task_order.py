@@ -53,9 +53,7 @@ def rank(ranges: Ranges, now_s: float, deadline_s: float, sequence: Sequence, le
     first), arrival. Differs from the paper: a client's priority goes before everything."""
     occupied = sequence.computed // ranges.occupied_tokens
     first, second = ranges.urgency(now_s, deadline_s)
-    return (
-        sequence.request.priority, first, second, -occupied, -float(length), sequence.arrived_s, sequence.key
-    )
+    return (sequence.request.priority, first, second, -occupied, -float(length), sequence.arrived_s, sequence.key)
 
 
 class PromptQueue:

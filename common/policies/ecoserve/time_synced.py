@@ -288,9 +288,12 @@ class TimeSynced:
         if not self._answers:
             return False
         return (
-            self._group_over or self._drained or not len(self._batch) or not self.settings.synced
+            self._group_over
+            or self._drained
+            or not len(self._batch)
+            or not self.settings.synced
             or self._freed >= max(1, self._reserve(kv))
-        )  # fmt: skip
+        )
 
     def _form(self, now_s: float, kv: KvAllocator, plan: IterationPlan) -> None:
         """E3, E7 · Alg. 1, lines 2 and 3: groups until the cache is allocated, then borrowers inside of it."""
@@ -311,8 +314,9 @@ class TimeSynced:
         # Who is handed over later keeps its blocks until they are sent, which may be late: it does not borrow.
         candidates = [
             Candidate(length, self._deadlines.of(s), s.key, self._lacks(s, length, kv), s)
-            for _, length, s in waiting if s.phase is Phase.RUNNING and s.end is None and s.key in self._answers
-        ]  # fmt: skip
+            for _, length, s in waiting
+            if s.phase is Phase.RUNNING and s.end is None and s.key in self._answers
+        ]
         for chosen in self._loans.arrange(self._batch, candidates, kv, self._lending, self._places()):
             del self._answers[chosen.sequence.key]
             self._loans.resume(self._batch, chosen.sequence, kv, self._lending)

@@ -20,7 +20,9 @@ async def run(harness: Harness, asked: Capacity) -> tuple[BenchResult, list[Meas
         label = f"rate={rate:.4g}"
         try:
             found = await harness.measure(
-                harness.servers[0], at_rate(options.workload, rate), label=label,
+                harness.servers[0],
+                at_rate(options.workload, rate),
+                label=label,
                 salt=derive_salt(options.prompt_salt, label),
             )
         except Interrupted:
@@ -38,8 +40,11 @@ async def run(harness: Harness, asked: Capacity) -> tuple[BenchResult, list[Meas
         points.append(CapacityPoint(rate, attainment, attained))
         search.observe(attained)
     result = CapacityResult(
-        wanted_attainment=asked.attainment, requests_per_s=search.best_rate, at_least=search.bounded_by_max_rate,
-        complete=complete, points=points,
+        wanted_attainment=asked.attainment,
+        requests_per_s=search.best_rate,
+        at_least=search.bounded_by_max_rate,
+        complete=complete,
+        points=points,
     )
     reports = [m.report for m in measured]
     return BenchResult(mode="capacity", settings=options.settings, runs=reports, capacity=result), measured

@@ -22,7 +22,7 @@ async def run(harness: Harness, rounds: int) -> tuple[BenchResult, list[Measurem
                 if harness.stop.is_set():
                     raise Interrupted
                 found = await harness.measure(
-                    server, options.workload, label=label, salt=derive_salt(options.prompt_salt, label),
+                    server, options.workload, label=label, salt=derive_salt(options.prompt_salt, label)
                 )
                 measured.append(found)
                 if not found.report.interrupted:

@@ -23,14 +23,19 @@ async def run(harness: Harness, key: SweepKey, values: tuple[float, ...]) -> tup
             if harness.stop.is_set():
                 raise Interrupted
             label = f"{key}={value:g}"
-            measured.append(await harness.measure(
-                harness.servers[0], spec, label=label, salt=derive_salt(options.prompt_salt, label),
-            ))
+            measured.append(
+                await harness.measure(
+                    harness.servers[0], spec, label=label, salt=derive_salt(options.prompt_salt, label)
+                )
+            )
     except Interrupted:
         if not measured:
             raise
     result = BenchResult(
-        mode="sweep", settings=options.settings, runs=[m.report for m in measured], sweep_key=key,
+        mode="sweep",
+        settings=options.settings,
+        runs=[m.report for m in measured],
+        sweep_key=key,
         sweep_values=list(values[: len(measured)]),
     )
     return result, measured

@@ -26,10 +26,12 @@ def run(check: Check) -> None:
                 taken, read = _time(check, query_heads, kv_heads, head_dim, rows, context, directed)
                 share = read / taken / copy
                 found.measured(
-                    f"{model} {rows} x {context}{', both directions' if directed else ''}", share, "of copy bandwidth",
+                    f"{model} {rows} x {context}{', both directions' if directed else ''}",
+                    share,
+                    "of copy bandwidth",
                     at_least=WANTED if check.real and context >= _LONG else None,
                     note=f"{taken * 1e6:.0f} us a layer, {read / taken / 1e12:.2f} TB/s",
-                )  # fmt: skip
+                )
 
 
 def _time(
@@ -45,15 +47,25 @@ def _time(
     workspace = None
     if device.type == "cuda":
         workspace = Workspace(
-            max_rows=rows, query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=device,
+            max_rows=rows,
+            query_heads=query_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            device=device,
             staging_tokens=1,
-        )  # fmt: skip
+        )
     meta = AttentionMeta(
         query_start=torch.arange(rows + 1, dtype=torch.int32, device=device),
-        context_lens=torch.full((rows,), context, dtype=torch.int32, device=device), block_tables=tables,
-        directions=directions if directed else None, block_size=_BLOCK_SIZE, max_query_len=1, num_prefill_rows=0,
-        max_context_len=context, workspace=workspace,
-    )  # fmt: skip
+        context_lens=torch.full((rows,), context, dtype=torch.int32, device=device),
+        block_tables=tables,
+        directions=directions if directed else None,
+        block_size=_BLOCK_SIZE,
+        max_query_len=1,
+        num_prefill_rows=0,
+        max_context_len=context,
+        workspace=workspace,
+    )
     query = torch.randn(rows, query_heads, head_dim, device=device).to(dtype)
     out = torch.empty_like(query)
 

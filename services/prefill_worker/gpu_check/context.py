@@ -36,9 +36,16 @@ class Check:
     def runner(self, name: str, config: Mapping[str, Any], **overrides: Any) -> ModelRunner:
         """A model of this shape with random weights, as a worker would load it; on the processor with a small cache."""
         options: dict[str, Any] = {
-            "dtype": "bfloat16" if self.real else "float32", "device": str(self.device), "threads": 0, "block_size": 16,
-            "num_blocks": 0 if self.real else 64, "host_blocks": 0, "max_rows": 256 if self.real else 8,
-            "max_step_tokens": 2048 if self.real else 128, "weights": "random", "device_steps": True,
+            "dtype": "bfloat16" if self.real else "float32",
+            "device": str(self.device),
+            "threads": 0,
+            "block_size": 16,
+            "num_blocks": 0 if self.real else 64,
+            "host_blocks": 0,
+            "max_rows": 256 if self.real else 8,
+            "max_step_tokens": 2048 if self.real else 128,
+            "weights": "random",
+            "device_steps": True,
             "share": DeviceShare(graphs=2 << 30),
-        }  # fmt: skip
+        }
         return ModelRunner(shape_folder(self.folder / name, config), **{**options, **overrides})

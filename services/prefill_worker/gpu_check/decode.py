@@ -26,8 +26,9 @@ def run(check: Check, model: str) -> None:
     runner.warm_up()
     steps = runner._device_steps
     assert steps is not None
-    check.found.measured("recording all classes", time.perf_counter() - started, "s",
-                         note=f"classes {list(steps.decode.classes)}")  # fmt: skip
+    check.found.measured(
+        "recording all classes", time.perf_counter() - started, "s", note=f"classes {list(steps.decode.classes)}"
+    )
     context = 1024 if check.real else 24
     for rows in (1, 16, 64, 256) if check.real else (1, 3):
         _measure(check, runner, model, rows, context)
@@ -53,11 +54,16 @@ def _measure(check: Check, runner: ModelRunner, model: str, rows: int, context: 
     with torch.inference_mode(), steps.stream.use():
         alone_s = rates.seconds(lambda: steps.decode.repeat(rows_class), check.device, repeats=_REPEATS)
     check.found.measured(
-        f"{model} batch {rows}, context {context}: recorded step", alone_s / least_s, "x the least",
-        at_most=WANTED if check.real else None, note=f"{alone_s * 1e3:.2f} ms; the bytes take {least_s * 1e3:.2f} ms",
-    )  # fmt: skip
+        f"{model} batch {rows}, context {context}: recorded step",
+        alone_s / least_s,
+        "x the least",
+        at_most=WANTED if check.real else None,
+        note=f"{alone_s * 1e3:.2f} ms; the bytes take {least_s * 1e3:.2f} ms",
+    )
     step_s = statistics.median(whole)
     check.found.measured(
-        f"{model} batch {rows}, context {context}: with inputs, sampling, wait", step_s * 1e3, "ms",
+        f"{model} batch {rows}, context {context}: with inputs, sampling, wait",
+        step_s * 1e3,
+        "ms",
         note=f"{rows / step_s:,.0f} tokens/s; {(step_s - alone_s) * 1e3:.2f} ms around the recorded step",
-    )  # fmt: skip
+    )

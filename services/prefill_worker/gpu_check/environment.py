@@ -14,9 +14,19 @@ from cohort.services.prefill_worker.gpu_check.context import Check
 from cohort.services.prefill_worker.gpu_check.report import Row
 
 _PACKAGES = (
-    "torch", "triton", "transformers", "flash-attn", "ucxx-cu13", "ucxx-cu12", "libucx-cu13", "libucx-cu12", "pyzmq",
-    "msgspec", "structlog", "numpy",
-)  # fmt: skip
+    "torch",
+    "triton",
+    "transformers",
+    "flash-attn",
+    "ucxx-cu13",
+    "ucxx-cu12",
+    "libucx-cu13",
+    "libucx-cu12",
+    "pyzmq",
+    "msgspec",
+    "structlog",
+    "numpy",
+)
 _BUILD_S = 90
 
 
@@ -33,24 +43,37 @@ def run(check: Check) -> None:
     if check.real:
         properties = torch.cuda.get_device_properties(device)
         free, total = torch.cuda.mem_get_info(device)
-        found.add(Row(
-            section=found.section, name="device",
-            note=f"{properties.name}, {properties.multi_processor_count} multiprocessors, capability "
-                 f"{properties.major}.{properties.minor}, {total >> 20} MiB, {free >> 20} free, "
-                 f"CUDA {torch.version.cuda}",
-        ))  # fmt: skip
+        found.add(
+            Row(
+                section=found.section,
+                name="device",
+                note=f"{properties.name}, {properties.multi_processor_count} multiprocessors, capability "
+                f"{properties.major}.{properties.minor}, {total >> 20} MiB, {free >> 20} free, "
+                f"CUDA {torch.version.cuda}",
+            )
+        )
     problem = _build_host_kernels()
-    found.add(Row(
-        section=found.section, name="C++ kernels (host side)", verdict="info" if problem else "pass",
-        note=f"not built, the reference serves: {problem}" if problem else "",
-    ))  # fmt: skip
+    found.add(
+        Row(
+            section=found.section,
+            name="C++ kernels (host side)",
+            verdict="info" if problem else "pass",
+            note=f"not built, the reference serves: {problem}" if problem else "",
+        )
+    )
     size = 4 << 30 if check.real else 1 << 20
     found.measured("device copy, read + written", rates.copy_bytes_per_s(device, size) / 1e12, "TB/s")
-    found.measured("device copy of 256 MB, payload",
-                   rates.copy_bytes_per_s(device, (256 << 20) if check.real else 1 << 16) / 2e12, "TB/s")  # fmt: skip
+    found.measured(
+        "device copy of 256 MB, payload",
+        rates.copy_bytes_per_s(device, (256 << 20) if check.real else 1 << 16) / 2e12,
+        "TB/s",
+    )
     side = 8192 if check.real else 128
-    found.measured(f"matrix product {side}³ {str(check.dtype).removeprefix('torch.')}",
-                   rates.matrix_operations_per_s(device, side, check.dtype) / 1e12, "TFLOP/s")  # fmt: skip
+    found.measured(
+        f"matrix product {side}³ {str(check.dtype).removeprefix('torch.')}",
+        rates.matrix_operations_per_s(device, side, check.dtype) / 1e12,
+        "TFLOP/s",
+    )
     host = torch.empty(size // 16, dtype=torch.uint8, pin_memory=check.real)
     there = rates.random_bytes(size // 16, device)
     for name, call in (
@@ -64,9 +87,12 @@ def _build_host_kernels() -> str:
     """Why they could not be built; "" if they were. Here only copies of single slots to and from the host use them."""
     try:
         built = subprocess.run(
-            [sys.executable, "-P", "-m", "cohort.kernels.build"], capture_output=True, text=True, check=False,
+            [sys.executable, "-P", "-m", "cohort.kernels.build"],
+            capture_output=True,
+            text=True,
+            check=False,
             timeout=_BUILD_S,
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         return f"not done after {_BUILD_S} s"
     last = (built.stderr or built.stdout).strip().splitlines() or ["no word from the compiler"]

@@ -39,23 +39,37 @@ def run(check: Check) -> None:
             break  # full, and going on: the rest would only repeat it
     seconds = time.perf_counter() - started
     found = check.found
-    found.checked("filled to the last block", least_free == 0,
-                  f"{len(runner.kv.blocks)} blocks, {runner.kv.block_bytes * len(runner.kv.blocks) >> 20} MiB; at the "
-                  f"fullest {least_free} free; {steps} steps in {seconds:.1f} s")  # fmt: skip
+    found.checked(
+        "filled to the last block",
+        least_free == 0,
+        f"{len(runner.kv.blocks)} blocks, {runner.kv.block_bytes * len(runner.kv.blocks) >> 20} MiB; at the "
+        f"fullest {least_free} free; {steps} steps in {seconds:.1f} s",
+    )
     found.checked("no step was refused memory", runner.memory_retries == 0, f"{runner.memory_retries} ran in halves")
     found.checked("answers came while full", bool(done), f"{len(done)} of {requests} requests ended")
     if check.real:
         free, total = torch.cuda.mem_get_info(check.device)
         held = torch.cuda.max_memory_reserved(check.device)
-        found.measured("device memory left at the end", free / 2**30, "GiB",
-                       note=f"of {total / 2**30:.1f}; torch held {held / 2**30:.1f} at most")  # fmt: skip
+        found.measured(
+            "device memory left at the end",
+            free / 2**30,
+            "GiB",
+            note=f"of {total / 2**30:.1f}; torch held {held / 2**30:.1f} at most",
+        )
 
 
 def _config(check: Check, folder: str) -> Config:
     real = check.real
-    return load_config(preset="unified", overrides={
-        "model": {"path": folder, "weights": "random", "dtype": "bfloat16" if real else "float32"},
-        "engine": {"device": str(check.device), "max_rows": 256 if real else 8, "prefill_chunk": 8192 if real else 64,
-                   "max_step_tokens": 8192 if real else 128},
-        "kv": {"memory_bytes": 0 if real else 96 * 4096, "host_memory_bytes": 0, "prefix_caching": False},
-    })  # fmt: skip
+    return load_config(
+        preset="unified",
+        overrides={
+            "model": {"path": folder, "weights": "random", "dtype": "bfloat16" if real else "float32"},
+            "engine": {
+                "device": str(check.device),
+                "max_rows": 256 if real else 8,
+                "prefill_chunk": 8192 if real else 64,
+                "max_step_tokens": 8192 if real else 128,
+            },
+            "kv": {"memory_bytes": 0 if real else 96 * 4096, "host_memory_bytes": 0, "prefix_caching": False},
+        },
+    )

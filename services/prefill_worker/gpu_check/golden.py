@@ -29,20 +29,24 @@ def run(check: Check) -> None:
     prompts = [[draw.randrange(3, _VOCABULARY) for _ in range(length)] for length in lengths]
     expected = _expected(folder, prompts, outputs, check.device)
     for preset in _PRESETS:
-        config = load_config(preset=preset, overrides={
-            "model": {"path": str(folder), "dtype": "float32"},
-            "engine": {"device": str(check.device), "max_rows": 16, "prefill_chunk": 48, "max_step_tokens": 160},
-            "kv": {"memory_bytes": 64 << 20, "cpu_memory_bytes": 64 << 20, "host_memory_bytes": 8 << 20},
-        })  # fmt: skip
+        config = load_config(
+            preset=preset,
+            overrides={
+                "model": {"path": str(folder), "dtype": "float32"},
+                "engine": {"device": str(check.device), "max_rows": 16, "prefill_chunk": 48, "max_step_tokens": 160},
+                "kv": {"memory_bytes": 64 << 20, "cpu_memory_bytes": 64 << 20, "host_memory_bytes": 8 << 20},
+            },
+        )
         runner = load_runner(config, 0)
         runner.warm_up()
         answers = _answers(InProcessEngine(config, runner), prompts, outputs)
         wrong, ties = _compare(answers, expected)
         recorded = 0 if runner._device_steps is None else len(runner._device_steps.decode.classes)
         check.found.checked(
-            f"{preset}: {len(prompts)} answers of {outputs} tokens", not wrong and ties <= 1,
+            f"{preset}: {len(prompts)} answers of {outputs} tokens",
+            not wrong and ties <= 1,
             f"{recorded} recorded classes, {ties} near ties" + (f"; wrong: {wrong[:2]}" if wrong else ""),
-        )  # fmt: skip
+        )
         _moved(check, preset, runner)
 
 
@@ -55,10 +59,19 @@ def _model(folder: Path, real: bool) -> Path:
     """A random Llama whose logits differ clearly, saved as a model folder."""
     import transformers
 
-    sizes = {
-        "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
-        "intermediate_size": 512, "max_position_embeddings": 1024,
-    } if real else {"max_position_embeddings": 256}  # fmt: skip
+    sizes = (
+        {
+            "hidden_size": 256,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "intermediate_size": 512,
+            "max_position_embeddings": 1024,
+        }
+        if real
+        else {"max_position_embeddings": 256}
+    )
     kept = {key: value for key, value in TINY.items() if key not in ("model_type", "architectures", "torch_dtype")}
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**{**kept, **sizes, "vocab_size": _VOCABULARY})
@@ -90,9 +103,14 @@ def _expected(folder: Path, prompts: list[list[int]], outputs: int, device: torc
     for prompt in prompts:
         ids = torch.tensor([prompt], device=device)
         answer = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=outputs, do_sample=False, pad_token_id=0,
-            return_dict_in_generate=True, output_logits=True,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=outputs,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
         best = [logits[0].topk(2).values.tolist() for logits in answer.logits]
         found.append((answer.sequences[0, len(prompt) :].tolist(), [first - second for first, second in best]))
     return found

@@ -43,9 +43,16 @@ async def _measure(check: Check, name: str, size: int, payload: float) -> None:
     make_current(check.device)
     link = _open(name)
     peer = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", "cohort.services.prefill_worker.gpu_check.handover", name, str(check.device),
-        str(size), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        sys.executable,
+        "-P",
+        "-m",
+        "cohort.services.prefill_worker.gpu_check.handover",
+        name,
+        str(check.device),
+        str(size),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     try:
         address = bytes.fromhex((await _ask(peer, None))["address"])
         buffers = [rates.random_bytes(size, check.device) for _ in range(_AT_ONCE)]
@@ -70,9 +77,12 @@ async def _measure(check: Check, name: str, size: int, payload: float) -> None:
         for label, times, count in (("one at a time", one[2:], 1), (f"{_AT_ONCE} under way", several[2:], _AT_ONCE)):
             rate = count * size / median(times)
             check.found.measured(
-                f"{name}: {size >> 20} MiB, {label}", rate / payload, "of device copy", at_least=wanted,
+                f"{name}: {size >> 20} MiB, {label}",
+                rate / payload,
+                "of device copy",
+                at_least=wanted,
                 note=f"{rate / 1e9:.1f} of {payload / 1e9:.1f} GB/s, {median(times) * 1e3:.2f} ms",
-            )  # fmt: skip
+            )
     finally:
         await link.close()
         if peer.returncode is None:

@@ -28,8 +28,10 @@ def run(check: Check) -> None:
         name = str(dtype).removeprefix("torch.")
         decode = (_contexts(rows, long), [1] * rows)
         for what, lengths, window in (
-            ("decode", decode, 0), ("decode, sliding window", decode, 37), ("prefill beside decode", mixed, 0),
-        ):  # fmt: skip
+            ("decode", decode, 0),
+            ("decode, sliding window", decode, 37),
+            ("prefill beside decode", mixed, 0),
+        ):
             errors = [_attention(check, each, dtype, *lengths, window=window) for each in heads]
             _judge(check, f"attention {name}, {what}", errors, dtype)
         _judge(check, f"write_kv, gather, scatter {name}", _memory(check, dtype), 0.0)
@@ -54,9 +56,13 @@ def _contexts(rows: int, longest: int) -> list[int]:
 
 
 def _attention(
-    check: Check, heads: tuple[int, int, int], dtype: torch.dtype, contexts: list[int], queries: list[int],
+    check: Check,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    contexts: list[int],
+    queries: list[int],
     window: int = 0,
-) -> float:  # fmt: skip
+) -> float:
     """Rows over shuffled blocks of random direction, against the reference in float32; the output is poisoned first."""
     query_heads, kv_heads, head_dim = heads
     device = check.device
@@ -71,15 +77,26 @@ def _attention(
     workspace = None
     if device.type == "cuda":
         workspace = Workspace(
-            max_rows=len(contexts), query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
-            device=device, staging_tokens=sum(contexts),
-        )  # fmt: skip
+            max_rows=len(contexts),
+            query_heads=query_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            device=device,
+            staging_tokens=sum(contexts),
+        )
     meta = AttentionMeta(
         query_start=torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(device),
-        context_lens=torch.tensor(contexts, dtype=torch.int32, device=device), block_tables=tables.to(device),
-        directions=directions.to(device), block_size=_BLOCK_SIZE, max_query_len=max(queries), num_prefill_rows=prefill,
-        max_context_len=max(contexts), prefill_context=sum(contexts[:prefill]), workspace=workspace,
-    )  # fmt: skip
+        context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
+        block_tables=tables.to(device),
+        directions=directions.to(device),
+        block_size=_BLOCK_SIZE,
+        max_query_len=max(queries),
+        num_prefill_rows=prefill,
+        max_context_len=max(contexts),
+        prefill_context=sum(contexts[:prefill]),
+        workspace=workspace,
+    )
     query = torch.randn(sum(queries), query_heads, head_dim, device=device).to(dtype)
     ours, truth = torch.full_like(query, float("nan")), torch.empty(query.shape, device=device)
     scale = head_dim**-0.5

@@ -35,17 +35,35 @@ def _measure(check: Check, preset: str, model: Path) -> None:
     found, real = check.found, check.real
     log = check.folder / f"{preset}.log"
     options = {
-        "model.weights": "random", "model.dtype": "bfloat16" if real else "float32", "engine.device": str(check.device),
-        "engine.max_rows": 128 if real else 8, "engine.max_step_tokens": 8192 if real else 128,
-        "engine.prefill_chunk": 2048 if real else 64, "kv.cpu_memory_bytes": 8 << 20, "kv.host_memory_bytes": 0,
-    }  # fmt: skip
+        "model.weights": "random",
+        "model.dtype": "bfloat16" if real else "float32",
+        "engine.device": str(check.device),
+        "engine.max_rows": 128 if real else 8,
+        "engine.max_step_tokens": 8192 if real else 128,
+        "engine.prefill_chunk": 2048 if real else 64,
+        "kv.cpu_memory_bytes": 8 << 20,
+        "kv.host_memory_bytes": 0,
+    }
     assignments = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
     with log.open("wb") as out:
         server = subprocess.Popen(
-            [sys.executable, "-P", "-m", "cohort.services.launcher", "--model", str(model), "--preset", preset,
-             "--port", str(port), *assignments],
-            stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "cohort.services.launcher",
+                "--model",
+                str(model),
+                "--preset",
+                preset,
+                "--port",
+                str(port),
+                *assignments,
+            ],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
     try:
         started = time.monotonic()
         _wait_ready(server, port, log, _READY_S if real else _DRY_RUN_S)
@@ -54,9 +72,10 @@ def _measure(check: Check, preset: str, model: Path) -> None:
         result = _bench(check, preset, port, *load)
         overall = result["runs"][0]["overall"]
         found.checked(
-            f"{preset}: every request completed", overall["completed"] == int(load[3]),
+            f"{preset}: every request completed",
+            overall["completed"] == int(load[3]),
             f"{overall['completed']} of {load[3]}, {load[2]} users, {load[0]} + {load[1]} tokens",
-        )  # fmt: skip
+        )
         found.measured(f"{preset}: output", overall["output_tokens_per_s"], "tokens/s")
         for name, label in (("ttft_ms", "time to first token"), ("tpot_ms", "time per later token")):
             note = f"p99 {overall[name]['p99']:.1f}"
@@ -108,11 +127,32 @@ def _wait_ready(server: subprocess.Popen[bytes], port: int, log: Path, seconds: 
 def _bench(check: Check, preset: str, port: int, prompt: str, output: str, users: str, requests: str) -> Any:
     report = check.folder / f"bench-{preset}.json"
     subprocess.run(
-        [sys.executable, "-P", "-m", "cohort.services.bench", "--url", f"http://127.0.0.1:{port}", "--concurrency",
-         users, "--num-requests", requests, "--input-len", prompt, "--output-len", output, "--warmup", users, "--quiet",
-         "--json", str(report)],
-        check=True, timeout=_BENCH_S if check.real else _DRY_RUN_S, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "cohort.services.bench",
+            "--url",
+            f"http://127.0.0.1:{port}",
+            "--concurrency",
+            users,
+            "--num-requests",
+            requests,
+            "--input-len",
+            prompt,
+            "--output-len",
+            output,
+            "--warmup",
+            users,
+            "--quiet",
+            "--json",
+            str(report),
+        ],
+        check=True,
+        timeout=_BENCH_S if check.real else _DRY_RUN_S,
+        stdout=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL,
+    )
     return json.loads(report.read_text(encoding="utf-8"))
 
 

@@ -25,9 +25,12 @@ def run(check: Check) -> None:
         taken = rates.seconds(lambda runner=runner, batch=batch: runner.execute(batch), check.device, repeats=5)  # type: ignore[misc]
         rate = prefill_operations(runner.geometry, tokens) / taken
         check.found.measured(
-            f"{model} {tokens} tokens", rate / matrix, "of matrix rate", at_least=WANTED if check.real else None,
+            f"{model} {tokens} tokens",
+            rate / matrix,
+            "of matrix rate",
+            at_least=WANTED if check.real else None,
             note=f"{taken * 1e3:.1f} ms, {rate / 1e12:.0f} of {matrix / 1e12:.0f} TFLOP/s",
-        )  # fmt: skip
+        )
         del runner, batch
         if check.real:
             torch.cuda.empty_cache()

@@ -29,18 +29,40 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measured(
-    section: str, name: str, figure: float, unit: str, *, at_least: float | None = None, at_most: float | None = None,
+    section: str,
+    name: str,
+    figure: float,
+    unit: str,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
     note: str = "",
-) -> Row:  # fmt: skip
+) -> Row:
     """A figure and what is wanted of it, if anything."""
     if at_least is not None:
         verdict: Verdict = "pass" if figure >= at_least else "miss"
-        return Row(section=section, name=name, figure=figure, unit=unit, target=at_least, bound="at least",
-                   verdict=verdict, note=note)  # fmt: skip
+        return Row(
+            section=section,
+            name=name,
+            figure=figure,
+            unit=unit,
+            target=at_least,
+            bound="at least",
+            verdict=verdict,
+            note=note,
+        )
     if at_most is not None:
         verdict = "pass" if figure <= at_most else "miss"
-        return Row(section=section, name=name, figure=figure, unit=unit, target=at_most, bound="at most",
-                   verdict=verdict, note=note)  # fmt: skip
+        return Row(
+            section=section,
+            name=name,
+            figure=figure,
+            unit=unit,
+            target=at_most,
+            bound="at most",
+            verdict=verdict,
+            note=note,
+        )
     return Row(section=section, name=name, figure=figure, unit=unit, note=note)
 
 
@@ -64,9 +86,15 @@ class Findings:
                 out.write(msgspec.json.encode(row) + b"\n")
 
     def measured(
-        self, name: str, figure: float, unit: str, *, at_least: float | None = None, at_most: float | None = None,
+        self,
+        name: str,
+        figure: float,
+        unit: str,
+        *,
+        at_least: float | None = None,
+        at_most: float | None = None,
         note: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.add(measured(self.section, name, figure, unit, at_least=at_least, at_most=at_most, note=note))
 
     def checked(self, name: str, holds: bool, note: str = "") -> None:

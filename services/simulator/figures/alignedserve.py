@@ -50,9 +50,7 @@ _OFFERED_PER_S = {
     "opt-6.7b": {"synthetic": 17.0, "longbench": 4.0, "sharegpt": 20.0, "azure": 16.0},
     "opt-13b": {"synthetic": 10.0, "longbench": 2.0, "sharegpt": 15.0, "azure": 9.0},
 }
-_NAMES = {
-    "synthetic": "synthetic, 95 % short", "longbench": "LongBench-like", "sharegpt": "ShareGPT", "azure": "Azure",
-}  # fmt: skip
+_NAMES = {"synthetic": "synthetic, 95 % short", "longbench": "LongBench-like", "sharegpt": "ShareGPT", "azure": "Azure"}
 _UNIFIED = {"baseline-vllm", "baseline-chunked-prefill"}
 _ONE_DECODES, _THREE_DECODE = 2, 4
 _NEVER_S = 1e6
@@ -84,12 +82,15 @@ class _Run:
             stack = replace(cluster.stack, step_s=_WAIT_S[self.preset], row_s=0.0)
             cluster = msgspec.structs.replace(cluster, stack=stack)
         kv_bytes = int(0.9 * cluster.device.memory_bytes) - model.weights_total_bytes - cluster.device_reserve_bytes
-        config = load_config(preset=self.preset, overrides={
-            "engine": {"max_rows": 256, "max_step_tokens": 8192, "prefill_chunk": 8192},
-            "kv": {"memory_bytes": kv_bytes, "prefix_caching": False},
-            "model": {"max_model_len": _CONTEXT},
-            "alignedserve": {"starvation_s": self.starvation_s, **dict.fromkeys(self.without, False)},
-        })  # fmt: skip
+        config = load_config(
+            preset=self.preset,
+            overrides={
+                "engine": {"max_rows": 256, "max_step_tokens": 8192, "prefill_chunk": 8192},
+                "kv": {"memory_bytes": kv_bytes, "prefix_caching": False},
+                "model": {"max_model_len": _CONTEXT},
+                "alignedserve": {"starvation_s": self.starvation_s, **dict.fromkeys(self.without, False)},
+            },
+        )
         roles = {Role.PREFILL: 1, Role.DECODE: self.devices - 1}
         if self.preset in _UNIFIED:
             roles = {Role.UNIFIED: self.devices}
@@ -146,10 +147,17 @@ def _gain(figure: str, other: str, paper: float, run: _Run, *, latency: bool = F
     marks = "".join(f"-{mark}" for mark, on in changed.items() if on)
     id_ = f"alignedserve-{figure}-{run.workload}-{other.removeprefix('baseline-')}-{'tpot' if latency else 'rate'}"
     return Figure(
-        f"{id_}-{kind}-{run.model}{marks}", "alignedserve", f"AlignedServe Fig. {figure}",
-        f"{_NAMES[run.workload]}, {run.model}", other, metric, "x", paper, measure,
+        f"{id_}-{kind}-{run.model}{marks}",
+        "alignedserve",
+        f"AlignedServe Fig. {figure}",
+        f"{_NAMES[run.workload]}, {run.model}",
+        other,
+        metric,
+        "x",
+        paper,
+        measure,
         "; ".join(part for part in (_said(run), note) if part),
-    )  # fmt: skip
+    )
 
 
 def _ablation(id_: str, without: str, before: _Run, after: _Run, paper: float) -> Figure:
@@ -159,9 +167,17 @@ def _ablation(id_: str, without: str, before: _Run, after: _Run, paper: float) -
         return 100.0 * (1.0 - _throughput(after.report(lab)) / _throughput(before.report(lab)))
 
     return Figure(
-        f"alignedserve-14-{id_}", "alignedserve", "AlignedServe Fig. 14", _NAMES[before.workload], f"without {without}",
-        "decode throughput lost", "%", paper, measure, _said(before),
-    )  # fmt: skip
+        f"alignedserve-14-{id_}",
+        "alignedserve",
+        "AlignedServe Fig. 14",
+        _NAMES[before.workload],
+        f"without {without}",
+        "decode throughput lost",
+        "%",
+        paper,
+        measure,
+        _said(before),
+    )
 
 
 def _forward(id_: str, run: _Run, paper: float, note: str) -> Figure:
@@ -172,9 +188,17 @@ def _forward(id_: str, run: _Run, paper: float, note: str) -> Figure:
         return found.p90 if found is not None else math.nan
 
     return Figure(
-        f"alignedserve-13-{id_}", "alignedserve", "AlignedServe Fig. 13", f"{_NAMES[run.workload]}, {run.model}",
-        "itself", "P90 time between tokens", "ms", paper, measure, note,
-    )  # fmt: skip
+        f"alignedserve-13-{id_}",
+        "alignedserve",
+        "AlignedServe Fig. 13",
+        f"{_NAMES[run.workload]}, {run.model}",
+        "itself",
+        "P90 time between tokens",
+        "ms",
+        paper,
+        measure,
+        note,
+    )
 
 
 def _mixed_figure(name: str, paper: float) -> Figure:
@@ -185,10 +209,17 @@ def _mixed_figure(name: str, paper: float) -> Figure:
         return 100.0 * sum(each.mixed_steps for each in reports) / sum(each.decode_steps for each in reports)
 
     return Figure(
-        f"alignedserve-mixed-{name}", "alignedserve", "AlignedServe §4.4", f"{_NAMES[name]}, opt-6.7b", "itself",
-        "iterations that hold more than one batch", "%", paper, measure,
+        f"alignedserve-mixed-{name}",
+        "alignedserve",
+        "AlignedServe §4.4",
+        f"{_NAMES[name]}, opt-6.7b",
+        "itself",
+        "iterations that hold more than one batch",
+        "%",
+        paper,
+        measure,
         "paper: at most; ours: answers end at different times, the last keep a batch alive",
-    )  # fmt: skip
+    )
 
 
 def _ttft_figure(name: str, paper: float) -> Figure:
@@ -197,9 +228,17 @@ def _ttft_figure(name: str, paper: float) -> Figure:
         return found.mean / 1000.0 if found is not None else math.nan
 
     return Figure(
-        f"alignedserve-15-{name}", "alignedserve", "AlignedServe Fig. 15", _NAMES[name], "itself", "mean TTFT", "s",
-        paper, measure, "ours: the first token leaves with the prefill, the second waits",
-    )  # fmt: skip
+        f"alignedserve-15-{name}",
+        "alignedserve",
+        "AlignedServe Fig. 15",
+        _NAMES[name],
+        "itself",
+        "mean TTFT",
+        "s",
+        paper,
+        measure,
+        "ours: the first token leaves with the prefill, the second waits",
+    )
 
 
 def _deciding() -> Figure:
@@ -207,10 +246,17 @@ def _deciding() -> Figure:
         return _Run("synthetic").report(lab).measured.manager_mean_us / 1000.0
 
     return Figure(
-        "alignedserve-11-deciding", "alignedserve", "AlignedServe Fig. 11", _NAMES["synthetic"], "itself",
-        "deciding about batches, an event at the manager", "ms", 5.0, measure,
+        "alignedserve-11-deciding",
+        "alignedserve",
+        "AlignedServe Fig. 11",
+        _NAMES["synthetic"],
+        "itself",
+        "deciding about batches, an event at the manager",
+        "ms",
+        5.0,
+        measure,
         "paper: 95 % of iterations are scheduled within it; ours: mean, measured here, and no iteration waits for it",
-    )  # fmt: skip
+    )
 
 
 _VLLM, _DISTSERVE, _FASTGEN = "baseline-vllm", "baseline-distserve", "baseline-chunked-prefill"
@@ -246,23 +292,29 @@ FIGURES: tuple[Figure, ...] = (
     _forward("fcfs", replace(_HELD, without=("aligned",)), 30.0, "FCFS, memory full; paper: under 10 % within 30 ms"),
     _ablation("prefetch", "prefetch", _AZURE, replace(_AZURE, without=("prefetch",)), 14.73),
     _ablation(
-        "alignment", "alignment, too", replace(_AZURE, without=("prefetch",)),
-        replace(_AZURE, without=("prefetch", "aligned")), 28.51,
+        "alignment",
+        "alignment, too",
+        replace(_AZURE, without=("prefetch",)),
+        replace(_AZURE, without=("prefetch", "aligned")),
+        28.51,
     ),
     _ablation(
-        "alignment-split", "alignment", replace(_AZURE, attention="split_kv"),
-        replace(_AZURE, attention="split_kv", without=("aligned",)), 28.51,
+        "alignment-split",
+        "alignment",
+        replace(_AZURE, attention="split_kv"),
+        replace(_AZURE, attention="split_kv", without=("aligned",)),
+        28.51,
     ),
     _mixed_figure("sharegpt", 8.61),
     _mixed_figure("longbench", 12.37),
     _ttft_figure("sharegpt", 1.49),
     _ttft_figure("longbench", 2.54),
-)  # fmt: skip
+)
 
 REMARKS: tuple[str, ...] = (
     "Alignment as such gains nothing here, with any of the three kernels. An iteration reads the KV of its rows: "
     "full batches of short rows and full batches of long ones, in the shares in which they come, take as long "
-    "together as mixed ones (the ceiling's \"served alike\", 0.99 to 1.01). With 70 to 250 rows of full memory a "
+    'together as mixed ones (the ceiling\'s "served alike", 0.99 to 1.01). With 70 to 250 rows of full memory a '
     "row of 8,000 tokens is not the longest thing in an iteration, so a kernel with split KV takes nothing away: "
     "1.10 to 1.12 with all three.",
     "What gains is whom the density first search leaves out. The fullest range of prefixes is a range of short "

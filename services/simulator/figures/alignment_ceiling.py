@@ -69,10 +69,17 @@ def _figure(model: str, attention: DecodeAttention, *, fair: bool) -> Figure:
     order = "served alike" if fair else "short ones first"
     kernels = attention.replace("_", " ").replace("kv", "KV")
     return Figure(
-        f"alignedserve-ceiling-{model}-{attention}-{'alike' if fair else 'short'}", "alignedserve",
-        "AlignedServe Fig. 7, ceiling by the cost model", f"synthetic, 95 % short, {model}", "mixed batches",
-        "decode throughput of full aligned batches", "x", 1.35, measure, f"{kernels}, {order}",
-    )  # fmt: skip
+        f"alignedserve-ceiling-{model}-{attention}-{'alike' if fair else 'short'}",
+        "alignedserve",
+        "AlignedServe Fig. 7, ceiling by the cost model",
+        f"synthetic, 95 % short, {model}",
+        "mixed batches",
+        "decode throughput of full aligned batches",
+        "x",
+        1.35,
+        measure,
+        f"{kernels}, {order}",
+    )
 
 
 CEILINGS: tuple[Figure, ...] = tuple(

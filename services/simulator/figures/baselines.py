@@ -49,10 +49,13 @@ def _simulate(shape: str, preset: str, rate: float) -> SimReport:
     cluster, model = load_cluster("a100-80:2"), load_model("qwen2.5-14b")
     # vLLM's rule: nine tenths of the device hold weights, workspace and KV.
     kv_bytes = int(0.9 * cluster.device.memory_bytes) - model.weights_total_bytes - cluster.device_reserve_bytes
-    config = load_config(preset=preset, overrides={
-        "engine": {"max_rows": 256, "max_step_tokens": 2048, "prefill_chunk": 2048, "preemption": "recompute"},
-        "kv": {"memory_bytes": kv_bytes},
-    })  # fmt: skip
+    config = load_config(
+        preset=preset,
+        overrides={
+            "engine": {"max_rows": 256, "max_step_tokens": 2048, "prefill_chunk": 2048, "preemption": "recompute"},
+            "kv": {"memory_bytes": kv_bytes},
+        },
+    )
     workload = paper_workload(shape, RandomArrivals(rate), duration_s=_END_S)
     return simulate(config, cluster, model, workload, SimOptions(horizon_s=_END_S, warmup_s=_WARMUP_S))
 
@@ -74,18 +77,33 @@ def _cell(shape: str, preset: str) -> list[Figure]:
     common = ("baselines", "DynaServe Table 1", _SHAPES[shape], name)
     return [
         Figure(
-            f"{where}-throughput", *common, "throughput", "requests/s", requests_per_s,
-            lambda lab: _saturated(lab, shape, preset), f"offered {_OVERLOAD} x the paper's throughput",
+            f"{where}-throughput",
+            *common,
+            "throughput",
+            "requests/s",
+            requests_per_s,
+            lambda lab: _saturated(lab, shape, preset),
+            f"offered {_OVERLOAD} x the paper's throughput",
         ),
         Figure(
-            f"{where}-p50-tbt", *common, "p50 TBT", "ms", p50_ms,
-            lambda lab: _between_tokens(lab, shape, preset, "p50"), "offered the paper's throughput",
+            f"{where}-p50-tbt",
+            *common,
+            "p50 TBT",
+            "ms",
+            p50_ms,
+            lambda lab: _between_tokens(lab, shape, preset, "p50"),
+            "offered the paper's throughput",
         ),
         Figure(
-            f"{where}-p99-tbt", *common, "p99 TBT", "ms", p99_ms,
-            lambda lab: _between_tokens(lab, shape, preset, "p99"), _P99_NOTES.get((shape, preset), ""),
+            f"{where}-p99-tbt",
+            *common,
+            "p99 TBT",
+            "ms",
+            p99_ms,
+            lambda lab: _between_tokens(lab, shape, preset, "p99"),
+            _P99_NOTES.get((shape, preset), ""),
         ),
-    ]  # fmt: skip
+    ]
 
 
 _P99_NOTES = {

@@ -58,14 +58,17 @@ def _run(lab: Lab, preset: str, shape: str, model: str, rate: float, *, shared: 
             "engine": {"max_rows": 256, "max_step_tokens": 2048, "prefill_chunk": 2048},
             "kv": {"prefix_caching": False, "host_memory_bytes": _HOST_BYTES},
             "policies": {},
-        }  # fmt: skip
+        }
         if not shared:
             overrides["policies"] = {"allocation": "paged"}
             overrides["engine"] |= {"preemption": "recompute"}
         return simulate(
-            load_config(preset=preset, overrides=overrides), load_cluster(cluster, {"tensor_parallel": devices}),
-            load_model(model), _workload(shape, rate), SimOptions(warmup_s=_WARMUP_S, horizon_s=_END_S),
-        )  # fmt: skip
+            load_config(preset=preset, overrides=overrides),
+            load_cluster(cluster, {"tensor_parallel": devices}),
+            load_model(model),
+            _workload(shape, rate),
+            SimOptions(warmup_s=_WARMUP_S, horizon_s=_END_S),
+        )
 
     return lab.run((preset, shape, model, rate, shared), simulation)
 
@@ -123,15 +126,41 @@ def _headlines(shape: str, other: str) -> list[Figure]:
     where, workload, baseline = f"{shape}-{other}", _WORKLOADS[shape], _OTHERS[other]
     ten, eleven = ("bros", "BROS Fig. 10", workload, baseline), ("bros", "BROS Fig. 11", workload, baseline)
     return [
-        Figure(f"bros-10-latency-{where}", *ten, "normalised latency, change", "%", latency,
-               lambda lab: _change(lab, _latency, shape, other, _CASES)),
-        Figure(f"bros-10-be-{where}", *ten, "best-effort requests/s, change", "%", best_effort,
-               lambda lab: _change(lab, _best_effort, shape, other, _CASES)),
-        Figure(f"bros-11-ttft-{where}", *eleven, "TTFT attainment", "x", ttft,
-               lambda lab: _times(lab, _ttft, shape, other), _TTFT_NOTE),
-        Figure(f"bros-11-tpot-{where}", *eleven, "TPOT attainment", "x", tpot,
-               lambda lab: _times(lab, _tpot, shape, other), _TPOT_NOTE),
-    ]  # fmt: skip
+        Figure(
+            f"bros-10-latency-{where}",
+            *ten,
+            "normalised latency, change",
+            "%",
+            latency,
+            lambda lab: _change(lab, _latency, shape, other, _CASES),
+        ),
+        Figure(
+            f"bros-10-be-{where}",
+            *ten,
+            "best-effort requests/s, change",
+            "%",
+            best_effort,
+            lambda lab: _change(lab, _best_effort, shape, other, _CASES),
+        ),
+        Figure(
+            f"bros-11-ttft-{where}",
+            *eleven,
+            "TTFT attainment",
+            "x",
+            ttft,
+            lambda lab: _times(lab, _ttft, shape, other),
+            _TTFT_NOTE,
+        ),
+        Figure(
+            f"bros-11-tpot-{where}",
+            *eleven,
+            "TPOT attainment",
+            "x",
+            tpot,
+            lambda lab: _times(lab, _tpot, shape, other),
+            _TPOT_NOTE,
+        ),
+    ]
 
 
 _TTFT_NOTE = "the less the other keeps, the larger; theirs kept 1.28 % (vLLM), 10.55 % (round robin)"
@@ -144,11 +173,25 @@ def _case(shape: str, other: str, model: str, rate: float) -> list[Figure]:
     where, workload = f"{shape}-{other}-{model}-{rate:g}", f"{_WORKLOADS[shape]}, {model}, {rate:g}/s"
     common = ("bros", "BROS Fig. 10, case by case", workload, _OTHERS[other])
     return [
-        Figure(f"bros-10-case-latency-{where}", *common, "normalised latency, change", "%", latency,
-               lambda lab: _change(lab, _latency, shape, other, [(model, rate)]), _CASE_NOTE),
-        Figure(f"bros-10-case-be-{where}", *common, "best-effort requests/s, change", "%", best_effort,
-               lambda lab: _change(lab, _best_effort, shape, other, [(model, rate)]), _CASE_NOTE),
-    ]  # fmt: skip
+        Figure(
+            f"bros-10-case-latency-{where}",
+            *common,
+            "normalised latency, change",
+            "%",
+            latency,
+            lambda lab: _change(lab, _latency, shape, other, [(model, rate)]),
+            _CASE_NOTE,
+        ),
+        Figure(
+            f"bros-10-case-be-{where}",
+            *common,
+            "best-effort requests/s, change",
+            "%",
+            best_effort,
+            lambda lab: _change(lab, _best_effort, shape, other, [(model, rate)]),
+            _CASE_NOTE,
+        ),
+    ]
 
 
 _CASE_NOTE = "paper: its mean of all cases"
@@ -178,13 +221,22 @@ FIGURES: tuple[Figure, ...] = (
     Figure("bros-13-ttft", *_ABLATION, "TTFT attainment", "x", 1.23, lambda lab: _ablation(lab, _ttft), _ABLATION_NOTE),
     Figure("bros-13-tpot", *_ABLATION, "TPOT attainment", "x", 1.63, lambda lab: _ablation(lab, _tpot), _ABLATION_NOTE),
     *(
-        Figure(f"bros-14-overhead-{model}", "bros", "BROS Fig. 14", f"ShareGPT + batches, {model}, 10/s", "itself",
-               "decision over iteration", "%", paper, lambda lab, model=model: _overhead(lab, model),  # type: ignore[misc]
-               "paper: upper end; ours: measured on the machine that simulated")
+        Figure(
+            f"bros-14-overhead-{model}",
+            "bros",
+            "BROS Fig. 14",
+            f"ShareGPT + batches, {model}, 10/s",
+            "itself",
+            "decision over iteration",
+            "%",
+            paper,
+            lambda lab, model=model: _overhead(lab, model),  # type: ignore[misc]
+            "paper: upper end; ours: measured on the machine that simulated",
+        )
         for model, paper in (("opt-13b", 9.52), ("opt-30b", 8.42))
     ),
     *(figure for shape, other in _HEADLINES for model, rate in _CASES for figure in _case(shape, other, model, rate)),
-)  # fmt: skip
+)
 
 REMARKS: tuple[str, ...] = (
     "Which load the paper's is: its vLLM keeps 1.28 % of the TTFT targets, on average over 15 cases. First come, "

@@ -91,11 +91,14 @@ def _simulate(name: str, workload: Workload, options: SimOptions) -> SimReport:
     system, model = _SYSTEMS[name], load_model("llama-2-13b")
     cluster = _pooled() if system.pooled else load_cluster("a100-40:4")
     kv_bytes = int(0.9 * cluster.device.memory_bytes) - model.weights_total_bytes - cluster.device_reserve_bytes
-    config = load_config(preset=system.preset, overrides={
-        "engine": {"max_rows": 256, "max_step_tokens": _CONTEXT, "prefill_chunk": _CONTEXT},
-        "kv": {"memory_bytes": kv_bytes, "prefix_caching": False},
-        **system.over,
-    })  # fmt: skip
+    config = load_config(
+        preset=system.preset,
+        overrides={
+            "engine": {"max_rows": 256, "max_step_tokens": _CONTEXT, "prefill_chunk": _CONTEXT},
+            "kv": {"memory_bytes": kv_bytes, "prefix_caching": False},
+            **system.over,
+        },
+    )
     return simulate(config, cluster, model, workload, options, system.roles)
 
 
@@ -120,21 +123,16 @@ def _throughput(lab: Lab, name: str) -> float:
 
 
 def _online(lab: Lab, system: str, name: str, rate: float) -> SimReport:
-    options = SimOptions(
-        predictor="noisy", predictor_sigma=0.3, warmup_s=_WARMUP_S, horizon_s=_ONLINE_S,
-    )  # fmt: skip
+    options = SimOptions(predictor="noisy", predictor_sigma=0.3, warmup_s=_WARMUP_S, horizon_s=_ONLINE_S)
     count = round(rate * _ONLINE_S * 1.2) + 20
     return lab.run(
-        ("online", system, name, rate),
-        lambda: _simulate(system, _workload(name, RandomArrivals(rate), count), options),
+        ("online", system, name, rate), lambda: _simulate(system, _workload(name, RandomArrivals(rate), count), options)
     )
 
 
 def _capacity(lab: Lab, system: str, name: str) -> float:
     """The highest rate at which 80 % keep their promise."""
-    found = find_capacity(
-        lambda rate: _online(lab, system, name, rate), _START_PER_S[name], 0.8, tolerance=0.06,
-    )  # fmt: skip
+    found = find_capacity(lambda rate: _online(lab, system, name, rate), _START_PER_S[name], 0.8, tolerance=0.06)
     return found.rate_per_s
 
 
@@ -162,9 +160,15 @@ def _utilisation(lab: Lab) -> float:
 
 
 def _ratio(
-    figure: str, name: str, workload: str, other: str, metric: str, paper: float, note: str = "",
+    figure: str,
+    name: str,
+    workload: str,
+    other: str,
+    metric: str,
+    paper: float,
+    note: str = "",
     ours: str = "bucketserve",
-) -> Figure:  # fmt: skip
+) -> Figure:
     def measure(lab: Lab) -> float:
         match metric:
             case "throughput":
@@ -199,8 +203,18 @@ FIGURES: tuple[Figure, ...] = (
     _ratio("5a", "mixed", _OFFLINE, "uellm", "throughput", 3.58, "two prefill, two decode", ours="bucketserve-2p2d"),
     _ratio("5a", "mixed", _OFFLINE, "first-come-padded", "throughput", 1.31, _BOTH_PADDED, ours="bucketserve-padded"),
     _ratio("5a", "mixed", _OFFLINE, "distserve", "throughput", 1.31, "memory by p90", ours="bucketserve-p90"),
-    Figure("bucketserve-5b-utilisation", "bucketserve", "BucketServe Fig. 5b", _OFFLINE, "itself",
-           "GPU utilisation", "%", 81.66, _utilisation, "ours: share of time in iterations, mean of all four"),
+    Figure(
+        "bucketserve-5b-utilisation",
+        "bucketserve",
+        "BucketServe Fig. 5b",
+        _OFFLINE,
+        "itself",
+        "GPU utilisation",
+        "%",
+        81.66,
+        _utilisation,
+        "ours: share of time in iterations, mean of all four",
+    ),
     _ratio("5c", "alpaca", "Alpaca", "distserve", _RATE, 1.37),
     _ratio("5c", "alpaca", "Alpaca", "first-come-padded", _RATE, 1.37, _BOTH_PADDED, ours="bucketserve-padded"),
     _ratio("5d", "mixed", _MIXED, "distserve", _RATE, 1.93),
@@ -213,12 +227,31 @@ FIGURES: tuple[Figure, ...] = (
     _ratio("5f", "mixed", _MIXED, "uellm", "server rate", 3.47),
     _ratio("5f", "mixed", _MIXED, "uellm-layers", "server rate", 3.47, _HELR),
     _ratio("5f", "mixed", _MIXED, "uellm-layers-rectangles", "server rate", 3.47, f"{_HELR}; {_UNPAGED}"),
-    Figure("bucketserve-5f-mixed-line", "bucketserve", "BucketServe Fig. 5f", _MIXED, "itself", "served over offered",
-           "x", 1.0, lambda lab: _line(lab, "mixed"), "on y = x where DistServe is full; ours: a window of 50 s"),
-    Figure("bucketserve-6a-overhead", "bucketserve", "BucketServe Fig. 6a", _OFFLINE, "itself",
-           "share of time spent deciding", "%", 1.0, lambda lab: 100.0 * _overhead(lab),
-           "paper: less than; ours: everything the manager does"),
-)  # fmt: skip
+    Figure(
+        "bucketserve-5f-mixed-line",
+        "bucketserve",
+        "BucketServe Fig. 5f",
+        _MIXED,
+        "itself",
+        "served over offered",
+        "x",
+        1.0,
+        lambda lab: _line(lab, "mixed"),
+        "on y = x where DistServe is full; ours: a window of 50 s",
+    ),
+    Figure(
+        "bucketserve-6a-overhead",
+        "bucketserve",
+        "BucketServe Fig. 6a",
+        _OFFLINE,
+        "itself",
+        "share of time spent deciding",
+        "%",
+        1.0,
+        lambda lab: 100.0 * _overhead(lab),
+        "paper: less than; ours: everything the manager does",
+    ),
+)
 
 REMARKS = (
     "Where memory goes (5a): a 13B model leaves 10.1 GB of KV on such a device, 12,364 tokens, three requests of "

@@ -47,14 +47,20 @@ from cohort.services.simulator.report import SimReport
 
 _PRESSURE = 1.2
 _NAMES: Mapping[str, str] = {
-    "azure-code": "Azure Code", "burstgpt": "BurstGPT", "arxiv": "arXiv summarisation", "reasoning": "Mini Reasoning",
+    "azure-code": "Azure Code",
+    "burstgpt": "BurstGPT",
+    "arxiv": "arXiv summarisation",
+    "reasoning": "Mini Reasoning",
     "hybrid": "BurstGPT + Azure Code",
-}  # fmt: skip
+}
 _DEFAULT = "colocated, chunks of 2,048"
 """vLLM's default, and what §2.4 measures; not tuned."""
 _SHORT: Mapping[str, str] = {
-    COLOCATED: "colocated", DISAGGREGATED: "disaggregated", _DEFAULT: "untuned", SPLIT: "dynaserve",
-}  # fmt: skip
+    COLOCATED: "colocated",
+    DISAGGREGATED: "disaggregated",
+    _DEFAULT: "untuned",
+    SPLIT: "dynaserve",
+}
 _LARGE: Mapping[str, Scale] = {"32B": Scale("qwen2.5-32b", 2), "72B": Scale("qwen2.5-72b", 4)}
 _HOST_BOUND = Scale("qwen2.5-14b", 1, "eager")
 _TRACE_CV = 3.92
@@ -76,10 +82,17 @@ def _goodput(lab: Lab, preset: str, name: str) -> float:
 
 def _capacity_ratio(name: str, other: str, paper: float, note: str) -> Figure:
     return Figure(
-        f"dynaserve-9-capacity-{name}-{_SHORT[other]}", "dynaserve", "DynaServe Fig. 9", _NAMES[name], other,
-        "serving capacity, DynaServe over it", "x", paper,
-        lambda lab: _capacity(lab, SPLIT, name) / max(_capacity(lab, other, name), 1e-9), note,
-    )  # fmt: skip
+        f"dynaserve-9-capacity-{name}-{_SHORT[other]}",
+        "dynaserve",
+        "DynaServe Fig. 9",
+        _NAMES[name],
+        other,
+        "serving capacity, DynaServe over it",
+        "x",
+        paper,
+        lambda lab: _capacity(lab, SPLIT, name) / max(_capacity(lab, other, name), 1e-9),
+        note,
+    )
 
 
 def _goodput_ratio(other: str, paper: float) -> Figure:
@@ -88,9 +101,17 @@ def _goodput_ratio(other: str, paper: float) -> Figure:
         return max(_goodput(lab, SPLIT, name) / max(_goodput(lab, other, name), 1e-9) for name in names)
 
     return Figure(
-        f"dynaserve-8-goodput-{_SHORT[other]}", "dynaserve", "DynaServe Fig. 8", "14B, best of four workloads", other,
-        "goodput, DynaServe over it", "x", paper, measure, f"at {_PRESSURE} x the best capacity",
-    )  # fmt: skip
+        f"dynaserve-8-goodput-{_SHORT[other]}",
+        "dynaserve",
+        "DynaServe Fig. 8",
+        "14B, best of four workloads",
+        other,
+        "goodput, DynaServe over it",
+        "x",
+        paper,
+        measure,
+        f"at {_PRESSURE} x the best capacity",
+    )
 
 
 def _large_ratio(size: str, name: str, other: str, paper: float) -> Figure:
@@ -101,10 +122,17 @@ def _large_ratio(size: str, name: str, other: str, paper: float) -> Figure:
         return goodput_at(lab, SPLIT, name, rate, scale) / max(goodput_at(lab, other, name, rate, scale), 1e-9)
 
     return Figure(
-        f"dynaserve-8-goodput-{size.lower()}-{name}-{_SHORT[other]}", "dynaserve", "DynaServe Fig. 8",
-        f"{size}, {_NAMES[name]}", other, "goodput, DynaServe over it", "x", paper, measure,
+        f"dynaserve-8-goodput-{size.lower()}-{name}-{_SHORT[other]}",
+        "dynaserve",
+        "DynaServe Fig. 8",
+        f"{size}, {_NAMES[name]}",
+        other,
+        "goodput, DynaServe over it",
+        "x",
+        paper,
+        measure,
         f"paper: up to; {scale.devices} devices an instance",
-    )  # fmt: skip
+    )
 
 
 def _replay(other: str) -> Figure:
@@ -116,9 +144,17 @@ def _replay(other: str) -> Figure:
         return mine / max(goodput_at(lab, other, "burstgpt", rate, cv=_TRACE_CV), 1e-9)
 
     return Figure(
-        f"dynaserve-10-replay-{_SHORT[other]}", "dynaserve", "DynaServe Fig. 10", "BurstGPT, bursts", other,
-        "goodput, DynaServe over it", "x", 1.0, measure, "paper: at least, no number; ours: gaps vary as the trace's",
-    )  # fmt: skip
+        f"dynaserve-10-replay-{_SHORT[other]}",
+        "dynaserve",
+        "DynaServe Fig. 10",
+        "BurstGPT, bursts",
+        other,
+        "goodput, DynaServe over it",
+        "x",
+        1.0,
+        measure,
+        "paper: at least, no number; ours: gaps vary as the trace's",
+    )
 
 
 # -- §6.6 ------------------------------------------------------------------------------------------------------------
@@ -139,9 +175,7 @@ def _varied(sigma: float) -> Workload:
     drawn = stream(0, Stream.OUTPUT_LENGTHS).normal(1467.0, max(sigma, 1e-9), count)
     outputs = np.clip(np.rint(drawn), 1, 4000).astype(int)
     base = paper_workload("dynaserve-reasoning", RandomArrivals(3.0), count=count)
-    items = tuple(
-        WorkItem(item.arrival_s, 219, int(output)) for item, output in zip(base.items, outputs, strict=True)
-    )
+    items = tuple(WorkItem(item.arrival_s, 219, int(output)) for item, output in zip(base.items, outputs, strict=True))
     return promise(Workload(f"sigma {sigma:g}", items, base.facts), slo_of)
 
 
@@ -182,10 +216,15 @@ def _against_oracle(lab: Lab) -> float:
 
     def goodput(share: float | None) -> float:
         placement = None if share is None else Alternating(share, 512)
-        report = lab.run(("oracle", share), lambda: simulated(
-            DYNASERVE, promise(paper_workload("dynaserve-balanced", RandomArrivals(rate), count=700), slo_of),
-            SimOptions(warmup_s=50.0, horizon_s=end_s), placement,
-        ))  # fmt: skip
+        report = lab.run(
+            ("oracle", share),
+            lambda: simulated(
+                DYNASERVE,
+                promise(paper_workload("dynaserve-balanced", RandomArrivals(rate), count=700), slo_of),
+                SimOptions(warmup_s=50.0, horizon_s=end_s),
+                placement,
+            ),
+        )
         return within_per_s(report)
 
     return 100.0 * goodput(None) / max(goodput(share) for share in (0.0, 0.6, 0.8, 0.9))
@@ -197,10 +236,16 @@ def _exposed_less(lab: Lab) -> float:
 
     def per_hand_over(chunked: bool) -> float:
         system = System(SPLIT, settings=(("transfer", "chunked", chunked),))
-        report = lab.run(("exposed", chunked), lambda: simulated(
-            system, promise(paper_workload("dynaserve-reasoning", RandomArrivals(1.5), count=150), slo_of),
-            SimOptions(horizon_s=120.0), Alternating(0.5, 1467), across=True,
-        ))  # fmt: skip
+        report = lab.run(
+            ("exposed", chunked),
+            lambda: simulated(
+                system,
+                promise(paper_workload("dynaserve-reasoning", RandomArrivals(1.5), count=150), slo_of),
+                SimOptions(horizon_s=120.0),
+                Alternating(0.5, 1467),
+                across=True,
+            ),
+        )
         handed = sum(instance.hand_overs for instance in report.instances)
         return sum(instance.exposed_transfer_s for instance in report.instances) / max(handed, 1)
 
@@ -217,14 +262,33 @@ def _decision_ms(lab: Lab) -> float:
 def _hybrid(preset: str, per_s: float, goodput: float) -> list[Figure]:
     common = ("dynaserve", "DynaServe Table 2", _NAMES["hybrid"], preset)
     return [
-        Figure(f"dynaserve-table2-capacity-{_SHORT[preset]}", *common, "serving capacity", "requests/s", per_s,
-               lambda lab: _capacity(lab, preset, "hybrid")),
-        Figure(f"dynaserve-table2-capacity-eager-{_SHORT[preset]}", *common, "serving capacity", "requests/s", per_s,
-               lambda lab: _capacity(lab, preset, "hybrid", _HOST_BOUND), "stack `eager`: the host's time a row 3.5 x"),
-        Figure(f"dynaserve-table2-goodput-{_SHORT[preset]}", *common, "goodput", "tokens/s", goodput,
-               lambda lab: _goodput(lab, preset, "hybrid"),
-               f"at {_PRESSURE} x the best capacity; the paper's answers are a third as long"),
-    ]  # fmt: skip
+        Figure(
+            f"dynaserve-table2-capacity-{_SHORT[preset]}",
+            *common,
+            "serving capacity",
+            "requests/s",
+            per_s,
+            lambda lab: _capacity(lab, preset, "hybrid"),
+        ),
+        Figure(
+            f"dynaserve-table2-capacity-eager-{_SHORT[preset]}",
+            *common,
+            "serving capacity",
+            "requests/s",
+            per_s,
+            lambda lab: _capacity(lab, preset, "hybrid", _HOST_BOUND),
+            "stack `eager`: the host's time a row 3.5 x",
+        ),
+        Figure(
+            f"dynaserve-table2-goodput-{_SHORT[preset]}",
+            *common,
+            "goodput",
+            "tokens/s",
+            goodput,
+            lambda lab: _goodput(lab, preset, "hybrid"),
+            f"at {_PRESSURE} x the best capacity; the paper's answers are a third as long",
+        ),
+    ]
 
 
 _TUNED = "their chunk is tuned; one of 512 keeps the bound in this cost model"
@@ -243,7 +307,8 @@ FIGURES: tuple[Figure, ...] = (
     _goodput_ratio(DISAGGREGATED, 1.61),
     *(
         _large_ratio(size, name, other, paper)
-        for size in _LARGE for name in ("azure-code", "burstgpt")
+        for size in _LARGE
+        for name in ("azure-code", "burstgpt")
         for other, paper in ((COLOCATED, 1.91), (DISAGGREGATED, 1.61))
     ),
     _replay(COLOCATED),
@@ -251,25 +316,82 @@ FIGURES: tuple[Figure, ...] = (
     *_hybrid(COLOCATED, 4.6, 316.32),
     *_hybrid(DISAGGREGATED, 5.9, 399.31),
     *_hybrid(SPLIT, 7.4, 473.84),
-    Figure("dynaserve-11-aware", "dynaserve", "DynaServe Fig. 11", _NAMES["hybrid"], "SLO-aware batches",
-           "tokens within 100 ms", "%", 99.0, lambda lab: _within(lab, True), "at the capacity of DynaServe"),
-    Figure("dynaserve-11-unaware", "dynaserve", "DynaServe Fig. 11", _NAMES["hybrid"], "chunks of 2,048",
-           "tokens within 100 ms", "%", 52.0, lambda lab: _within(lab, False), "the same rate and placement"),
+    Figure(
+        "dynaserve-11-aware",
+        "dynaserve",
+        "DynaServe Fig. 11",
+        _NAMES["hybrid"],
+        "SLO-aware batches",
+        "tokens within 100 ms",
+        "%",
+        99.0,
+        lambda lab: _within(lab, True),
+        "at the capacity of DynaServe",
+    ),
+    Figure(
+        "dynaserve-11-unaware",
+        "dynaserve",
+        "DynaServe Fig. 11",
+        _NAMES["hybrid"],
+        "chunks of 2,048",
+        "tokens within 100 ms",
+        "%",
+        52.0,
+        lambda lab: _within(lab, False),
+        "the same rate and placement",
+    ),
     *(
-        Figure(f"dynaserve-table4-sigma-{sigma}", "dynaserve", "DynaServe Table 4", f"219 + N(1467, {sigma})", "itself",
-               "goodput against sigma 0", "%", paper,
-               lambda lab, s=float(sigma): 100.0 * _varied_goodput(lab, s) / _varied_goodput(lab, 0.0),  # type: ignore[misc]
-               "prediction: always 1,467; ours leaves these requests whole, so little depends on it")
+        Figure(
+            f"dynaserve-table4-sigma-{sigma}",
+            "dynaserve",
+            "DynaServe Table 4",
+            f"219 + N(1467, {sigma})",
+            "itself",
+            "goodput against sigma 0",
+            "%",
+            paper,
+            lambda lab, s=float(sigma): 100.0 * _varied_goodput(lab, s) / _varied_goodput(lab, 0.0),  # type: ignore[misc]
+            "prediction: always 1,467; ours leaves these requests whole, so little depends on it",
+        )
         for sigma, paper in ((10, 99.56), (50, 98.83), (100, 97.09))
     ),
-    Figure("dynaserve-transfer", "dynaserve", "DynaServe §6.6", _NAMES["reasoning"], "without chunked transfer",
-           "exposed transfer time removed", "%", 94.0, _exposed_less,
-           "over RDMA, every request handed over; control messages not counted"),
-    Figure("dynaserve-oracle", "dynaserve", "DynaServe §4.1", "prompt 2048, output 512", "offline search of the split",
-           "goodput of its", "%", 99.0, _against_oracle, "paper: within 1 %; ours: the best of four fixed shares"),
-    Figure("dynaserve-table3-overhead", "dynaserve", "DynaServe Table 3", "BurstGPT at 10/s", "itself",
-           "scheduling of a request", "ms", 14.40, _decision_ms, "measured here: all of the manager's time"),
-)  # fmt: skip
+    Figure(
+        "dynaserve-transfer",
+        "dynaserve",
+        "DynaServe §6.6",
+        _NAMES["reasoning"],
+        "without chunked transfer",
+        "exposed transfer time removed",
+        "%",
+        94.0,
+        _exposed_less,
+        "over RDMA, every request handed over; control messages not counted",
+    ),
+    Figure(
+        "dynaserve-oracle",
+        "dynaserve",
+        "DynaServe §4.1",
+        "prompt 2048, output 512",
+        "offline search of the split",
+        "goodput of its",
+        "%",
+        99.0,
+        _against_oracle,
+        "paper: within 1 %; ours: the best of four fixed shares",
+    ),
+    Figure(
+        "dynaserve-table3-overhead",
+        "dynaserve",
+        "DynaServe Table 3",
+        "BurstGPT at 10/s",
+        "itself",
+        "scheduling of a request",
+        "ms",
+        14.40,
+        _decision_ms,
+        "measured here: all of the manager's time",
+    ),
+)
 
 REMARKS: tuple[str, ...] = (
     "Lengths: " + ("rows of the public traces." if traced() else "fitted to the public traces, which are not at hand."),

@@ -56,8 +56,10 @@ _FULL_CHUNK, _FULL_ROWS = 2048, 64
 
 _START: Mapping[str, float] = {"azure-code": 6.0, "burstgpt": 9.0, "arxiv": 3.5, "reasoning": 2.5, "hybrid": 7.0}
 _TRACES: Mapping[str, str] = {
-    "azure-code": "azure2023_code", "burstgpt": "burstgpt1_head", "arxiv": "arxiv_summarization_4k",
-}  # fmt: skip
+    "azure-code": "azure2023_code",
+    "burstgpt": "burstgpt1_head",
+    "arxiv": "arxiv_summarization_4k",
+}
 COLOCATED, DISAGGREGATED, SPLIT = "baseline-chunked-prefill", "baseline-distserve", "dynaserve"
 
 
@@ -82,10 +84,13 @@ class System:
     def overrides(self, kv_bytes: int) -> dict[str, Any]:
         found: dict[str, Any] = {
             "engine": {
-                "max_rows": 256, "max_step_tokens": self.chunk, "prefill_chunk": self.chunk, "preemption": "recompute",
+                "max_rows": 256,
+                "max_step_tokens": self.chunk,
+                "prefill_chunk": self.chunk,
+                "preemption": "recompute",
             },
             "kv": {"memory_bytes": kv_bytes, "prefix_caching": False},
-        }  # fmt: skip
+        }
         if self.preset == COLOCATED:
             found["policies"] = {"placement": "colocated_in_turn"}
         for section, option, value in self.settings:
@@ -161,18 +166,29 @@ def full_rate(name: str, scale: Scale = SMALL) -> float:
 
 def _full_batch(start: int, rows: int, context: int) -> StepWork:
     return StepWork(
-        _FULL_CHUNK + rows, 1 + rows, 1 + rows, prefill_pairs(start, _FULL_CHUNK), start + _FULL_CHUNK,
-        decode_rows=rows, decode_context=rows * context, longest_context=context,
-    )  # fmt: skip
+        _FULL_CHUNK + rows,
+        1 + rows,
+        1 + rows,
+        prefill_pairs(start, _FULL_CHUNK),
+        start + _FULL_CHUNK,
+        decode_rows=rows,
+        decode_context=rows * context,
+        longest_context=context,
+    )
 
 
 # -- simulations -----------------------------------------------------------------------------------------------------
 
 
 def simulated(
-    system: System, found: Workload, options: SimOptions, placement: Placement | None = None, *, across: bool = False,
+    system: System,
+    found: Workload,
+    options: SimOptions,
+    placement: Placement | None = None,
+    *,
+    across: bool = False,
     scale: Scale = SMALL,
-) -> SimReport:  # fmt: skip
+) -> SimReport:
     overrides: dict[str, Any] = {"tensor_parallel": scale.devices, "stack": scale.stack or None}
     cluster = load_cluster("a100-80:2", overrides | ({"per_host": 1} if across else {}))
     model = load_model(scale.model)

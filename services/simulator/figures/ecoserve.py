@@ -60,9 +60,13 @@ _NAMES = {"alpaca": "Alpaca", "sharegpt": "ShareGPT", "bookcorpus": "BookCorpus"
 _ECOSERVE, _FORECAST = "ecoserve", "ecoserve-forecast"
 _VLLM, _FASTGEN, _ORCA, _MULTIRES = "baseline-vllm", "baseline-chunked-prefill", "baseline-orca", "baseline-multires"
 _SHORT = {
-    _ECOSERVE: "ecoserve", _FORECAST: "forecast", _VLLM: "vllm", _FASTGEN: "fastgen", _ORCA: "orca",
+    _ECOSERVE: "ecoserve",
+    _FORECAST: "forecast",
+    _VLLM: "vllm",
+    _FASTGEN: "fastgen",
+    _ORCA: "orca",
     _MULTIRES: "multires",
-}  # fmt: skip
+}
 
 _PARTS: dict[str, dict[str, Any]] = {
     "D": {"synced": False, "ordered": False, "pipelined": False},
@@ -135,31 +139,47 @@ class _Case:
         model, data, end_s = self.model, self.data, _END_S[self.data] * self.model.windows
         tokens = _forward_tokens(model.name, model.devices)
         ecoserve = {
-            "target_forward_tokens": tokens, "padding": 0.0 if self.oracle else _PADDING[data],
-            "tune_padding": not self.oracle, "buffer": _BUFFER[data], "reserve": _RESERVE[data], **dict(self.eco),
-        }  # fmt: skip
-        config = load_config(preset=self.preset, overrides={
-            "model": {"max_model_len": 4096},
-            "engine": {
-                "max_rows": 256, "max_step_tokens": 2048, "prefill_chunk": 2048, "preemption": self.preemption,
+            "target_forward_tokens": tokens,
+            "padding": 0.0 if self.oracle else _PADDING[data],
+            "tune_padding": not self.oracle,
+            "buffer": _BUFFER[data],
+            "reserve": _RESERVE[data],
+            **dict(self.eco),
+        }
+        config = load_config(
+            preset=self.preset,
+            overrides={
+                "model": {"max_model_len": 4096},
+                "engine": {
+                    "max_rows": 256,
+                    "max_step_tokens": 2048,
+                    "prefill_chunk": 2048,
+                    "preemption": self.preemption,
+                },
+                "kv": {
+                    "memory_bytes": model.kv_bytes,
+                    "block_size": 32,
+                    "host_memory_bytes": _HOST_BYTES * model.devices,
+                    "prefix_caching": False,
+                },
+                "baselines": {
+                    "target_forward_tokens": tokens,
+                    "prediction_padding": _PADDING[data],
+                    "batch_size": model.orca_batch,
+                },
+                "gateway": {"max_waiting_requests": 10**6, "max_waiting_tokens": 10**9},
+                "ecoserve": ecoserve,
             },
-            "kv": {
-                "memory_bytes": model.kv_bytes, "block_size": 32, "host_memory_bytes": _HOST_BYTES * model.devices,
-                "prefix_caching": False,
-            },
-            "baselines": {
-                "target_forward_tokens": tokens, "prediction_padding": _PADDING[data], "batch_size": model.orca_batch,
-            },
-            "gateway": {"max_waiting_requests": 10**6, "max_waiting_tokens": 10**9},
-            "ecoserve": ecoserve,
-        })  # fmt: skip
+        )
         workload = paper_workload(f"ecoserve-{data}", RandomArrivals(rate), duration_s=end_s)
         if self.promises is not None:
             workload = promise(workload, ecoserve_slo(*self.promises))
         options = SimOptions(
-            predictor="oracle" if self.oracle else "lognormal", predictor_sigma=_SIGMA[data], horizon_s=end_s,
+            predictor="oracle" if self.oracle else "lognormal",
+            predictor_sigma=_SIGMA[data],
+            horizon_s=end_s,
             warmup_s=_WARMUP_S[data] * model.windows,
-        )  # fmt: skip
+        )
         return simulate(config, model.cluster(self.stack), load_model(model.name), workload, options)
 
 
@@ -212,26 +232,39 @@ def _rate_ratio(
     suffix = "".join(f"-{part}" for part in ("" if model is _OPT13 else model.name, also) if part)
     note = f"the paper's range over models: {wide}" + (f"; {also}" if also else "")
     return Figure(
-        f"ecoserve-10-rate-{data}-{_SHORT[baseline]}{suffix}{'-forecast' if ours == _FORECAST else ''}", "ecoserve",
-        "EcoServe Fig. 10", f"{_NAMES[data]}, {model.shown}", f"{ours} over {baseline}", "sustained rate", "x", paper,
-        lambda lab: _sustained(lab, _Case(ours, data, model, **other))
-        / _sustained(lab, _Case(baseline, data, model, **other)), note,
-    )  # fmt: skip
+        f"ecoserve-10-rate-{data}-{_SHORT[baseline]}{suffix}{'-forecast' if ours == _FORECAST else ''}",
+        "ecoserve",
+        "EcoServe Fig. 10",
+        f"{_NAMES[data]}, {model.shown}",
+        f"{ours} over {baseline}",
+        "sustained rate",
+        "x",
+        paper,
+        lambda lab: (
+            _sustained(lab, _Case(ours, data, model, **other)) / _sustained(lab, _Case(baseline, data, model, **other))
+        ),
+        note,
+    )
 
 
 _RANGES = {
-    ("sharegpt", _VLLM): (2.5, "2.5 to 4"), ("sharegpt", _FASTGEN): (1.25, "1.25 to 2.25"),
-    ("sharegpt", _ORCA): (22.0, "22 to 64"), ("bookcorpus", _VLLM): (2.5, "2.5 to 2.8"),
-    ("bookcorpus", _FASTGEN): (1.88, "1.88 to 2.33"), ("bookcorpus", _ORCA): (12.5, "12.5 to 13"),
-    ("alpaca", _VLLM): (1.13, "1.13 to 2.14"), ("alpaca", _FASTGEN): (1.2, "1.2 to 1.24"),
+    ("sharegpt", _VLLM): (2.5, "2.5 to 4"),
+    ("sharegpt", _FASTGEN): (1.25, "1.25 to 2.25"),
+    ("sharegpt", _ORCA): (22.0, "22 to 64"),
+    ("bookcorpus", _VLLM): (2.5, "2.5 to 2.8"),
+    ("bookcorpus", _FASTGEN): (1.88, "1.88 to 2.33"),
+    ("bookcorpus", _ORCA): (12.5, "12.5 to 13"),
+    ("alpaca", _VLLM): (1.13, "1.13 to 2.14"),
+    ("alpaca", _FASTGEN): (1.2, "1.2 to 1.24"),
     ("alpaca", _ORCA): (5.6, "5.6 to 9"),
-}  # fmt: skip
+}
 _RATES = tuple(
     _rate_ratio(ours, data, baseline, *_RANGES[data, baseline], model)
-    for model in (_OPT13, _LLAMA, _OPT175) for data, baseline in _RANGES for ours in (_ECOSERVE, _FORECAST)
-    if (ours == _ECOSERVE or baseline != _ORCA)
-    and (model is not _OPT175 or (data == "sharegpt" and baseline != _ORCA))
-)  # fmt: skip
+    for model in (_OPT13, _LLAMA, _OPT175)
+    for data, baseline in _RANGES
+    for ours in (_ECOSERVE, _FORECAST)
+    if (ours == _ECOSERVE or baseline != _ORCA) and (model is not _OPT175 or (data == "sharegpt" and baseline != _ORCA))
+)
 
 
 def _oracle(model: _Model, paper: float) -> Figure:
@@ -240,10 +273,17 @@ def _oracle(model: _Model, paper: float) -> Figure:
         return sum(_sustained(lab, replace(case, oracle=True)) / _sustained(lab, case) for case in cases) / len(cases)
 
     return Figure(
-        f"ecoserve-10-oracle{'' if model is _OPT13 else f'-{model.name}'}", "ecoserve", "EcoServe Fig. 10",
-        f"all three, mean, {model.shown}", "Oracle over ecoserve", "sustained rate", "x", paper, measure,
+        f"ecoserve-10-oracle{'' if model is _OPT13 else f'-{model.name}'}",
+        "ecoserve",
+        "EcoServe Fig. 10",
+        f"all three, mean, {model.shown}",
+        "Oracle over ecoserve",
+        "sustained rate",
+        "x",
+        paper,
+        measure,
         "true lengths, no padding",
-    )  # fmt: skip
+    )
 
 
 def _slo_ratio(ours: str, baseline: str, paper: float) -> Figure:
@@ -252,10 +292,17 @@ def _slo_ratio(ours: str, baseline: str, paper: float) -> Figure:
         return both[0] / both[1] if both[1] else math.nan
 
     return Figure(
-        f"ecoserve-10-slo-{_SHORT[baseline]}{'-forecast' if ours == _FORECAST else ''}", "ecoserve", "EcoServe Fig. 10",
-        "all three, mean, OPT-13B", f"{ours} over {baseline}", "SLO satisfaction", "x", paper, measure,
+        f"ecoserve-10-slo-{_SHORT[baseline]}{'-forecast' if ours == _FORECAST else ''}",
+        "ecoserve",
+        "EcoServe Fig. 10",
+        "all three, mean, OPT-13B",
+        f"{ours} over {baseline}",
+        "SLO satisfaction",
+        "x",
+        paper,
+        measure,
         f"means over the data sets, at {_CALM} of EcoServe's sustained rate",
-    )  # fmt: skip
+    )
 
 
 def _metric(report: SimReport, metric: str) -> float:
@@ -283,12 +330,21 @@ def _part(part: str, metric: str, paper: float, *, own_rates: bool = False) -> F
 
     name = {"full": "EcoServe", "forecast": "EcoServe by forecast"}.get(part, f"EcoServe-{part}")
     return Figure(
-        f"ecoserve-11-{metric.lower()}-{part.lower()}{'-table-2' if own_rates else ''}", "ecoserve", "EcoServe Fig. 11",
-        "all three, mean, OPT-13B", f"{name} against vLLM", metric, "x", paper, measure,
-        "; ".join(text for text, shown in (
-            ("at Table 2's rates", own_rates), ("paper: of EcoServe", part == "forecast")
-        ) if shown),
-    )  # fmt: skip
+        f"ecoserve-11-{metric.lower()}-{part.lower()}{'-table-2' if own_rates else ''}",
+        "ecoserve",
+        "EcoServe Fig. 11",
+        "all three, mean, OPT-13B",
+        f"{name} against vLLM",
+        metric,
+        "x",
+        paper,
+        measure,
+        "; ".join(
+            text
+            for text, shown in (("at Table 2's rates", own_rates), ("paper: of EcoServe", part == "forecast"))
+            if shown
+        ),
+    )
 
 
 def _failed(report: SimReport, preset: str) -> float:
@@ -308,10 +364,17 @@ def _spared(lab: Lab, preset: str, eco: dict[str, Any] | None = None, *, oracle:
 
 def _spared_figure(id_: str, who: str, preset: str, paper: float, eco: dict[str, Any], *, oracle: bool) -> Figure:
     return Figure(
-        f"ecoserve-1d-failures{id_}", "ecoserve", "EcoServe Fig. 1d", "all three, mean, OPT-13B", who,
-        "requests without allocation failure", "%", paper, lambda lab: _spared(lab, preset, eco, oracle=oracle),
+        f"ecoserve-1d-failures{id_}",
+        "ecoserve",
+        "EcoServe Fig. 1d",
+        "all three, mean, OPT-13B",
+        who,
+        "requests without allocation failure",
+        "%",
+        paper,
+        lambda lab: _spared(lab, preset, eco, oracle=oracle),
         "true lengths, as in the paper's §2" if oracle else "predicted lengths" if preset == _ECOSERVE else "",
-    )  # fmt: skip
+    )
 
 
 def _throughput_ratio(id_: str, over: tuple[str, str], under: tuple[str, str], paper: float, note: str = "") -> Figure:
@@ -319,10 +382,12 @@ def _throughput_ratio(id_: str, over: tuple[str, str], under: tuple[str, str], p
 
     def measure(lab: Lab) -> float:
         pairs = [
-            [_loaded(lab, preset, data, _PARTS[part], oracle=True).overall.requests_per_s
-             for preset, part in (over, under)]
+            [
+                _loaded(lab, preset, data, _PARTS[part], oracle=True).overall.requests_per_s
+                for preset, part in (over, under)
+            ]
             for data in _NAMES
-        ]  # fmt: skip
+        ]
         return sum(first / second for first, second in pairs) / len(pairs)
 
     def shown(system: tuple[str, str]) -> str:
@@ -331,9 +396,17 @@ def _throughput_ratio(id_: str, over: tuple[str, str], under: tuple[str, str], p
         return names[part] if preset == _ECOSERVE else preset
 
     return Figure(
-        f"ecoserve-1-{id_}", "ecoserve", "EcoServe Fig. 1", "all three, mean, OPT-13B",
-        f"{shown(over)} over {shown(under)}", "throughput", "x", paper, measure, note,
-    )  # fmt: skip
+        f"ecoserve-1-{id_}",
+        "ecoserve",
+        "EcoServe Fig. 1",
+        "all three, mean, OPT-13B",
+        f"{shown(over)} over {shown(under)}",
+        "throughput",
+        "x",
+        paper,
+        measure,
+        note,
+    )
 
 
 def _filled(lab: Lab, preset: str, eco: dict[str, Any]) -> float:
@@ -343,9 +416,17 @@ def _filled(lab: Lab, preset: str, eco: dict[str, Any]) -> float:
 
 def _filled_figure(id_: str, who: str, preset: str, part: str, paper: float, note: str) -> Figure:
     return Figure(
-        f"ecoserve-1-kv-{id_}", "ecoserve", "EcoServe Fig. 1", "all three, mean, OPT-13B", who, "KV slots filled", "%",
-        paper, lambda lab: _filled(lab, preset, _PARTS[part]), note,
-    )  # fmt: skip
+        f"ecoserve-1-kv-{id_}",
+        "ecoserve",
+        "EcoServe Fig. 1",
+        "all three, mean, OPT-13B",
+        who,
+        "KV slots filled",
+        "%",
+        paper,
+        lambda lab: _filled(lab, preset, _PARTS[part]),
+        note,
+    )
 
 
 def _deciding(lab: Lab, preset: str) -> float:
@@ -364,11 +445,17 @@ def _undecided(lab: Lab, data: str, name: str) -> float:
 
 def _quiet(data: str, name: str, metric: str) -> Figure:
     return Figure(
-        f"ecoserve-2-{'undecided' if name.startswith('iterations') else 'no-formation'}-{data}", "ecoserve",
-        "EcoServe §2.2", f"{_NAMES[data]}, OPT-13B", "itself", metric, "%", 97.86,
+        f"ecoserve-2-{'undecided' if name.startswith('iterations') else 'no-formation'}-{data}",
+        "ecoserve",
+        "EcoServe §2.2",
+        f"{_NAMES[data]}, OPT-13B",
+        "itself",
+        metric,
+        "%",
+        97.86,
         lambda lab: _undecided(lab, data, name),
         "paper: SyncCoupled's scheduling is 2.14 % of JCT; it prints no share of iterations",
-    )  # fmt: skip
+    )
 
 
 _SWEEPS: dict[str, tuple[float, ...]] = {
@@ -388,20 +475,33 @@ def _swept(lab: Lab, option: str, data: str) -> list[tuple[float, float]]:
 
 def _sweep(option: str, data: str, paper: float) -> Figure:
     return Figure(
-        f"ecoserve-12-{option}-{data}", "ecoserve", "EcoServe Fig. 12", f"{_NAMES[data]}, OPT-13B", "itself",
-        f"best {option}", "%", paper, lambda lab: 100.0 * min(_swept(lab, option, data))[1],
+        f"ecoserve-12-{option}-{data}",
+        "ecoserve",
+        "EcoServe Fig. 12",
+        f"{_NAMES[data]}, OPT-13B",
+        "itself",
+        f"best {option}",
+        "%",
+        paper,
+        lambda lab: 100.0 * min(_swept(lab, option, data))[1],
         f"of {', '.join(f'{100 * v:g}' for v in _SWEEPS[option])}, by mean JCT",
-    )  # fmt: skip
+    )
 
 
 def _spread(option: str, data: str) -> Figure:
     """How much the choice matters: the worst value's JCT over the best's."""
     return Figure(
-        f"ecoserve-12-{option}-{data}-spread", "ecoserve", "EcoServe Fig. 12", f"{_NAMES[data]}, OPT-13B", "itself",
-        f"JCT at the worst {option} over the best", "x", 1.0,
+        f"ecoserve-12-{option}-{data}-spread",
+        "ecoserve",
+        "EcoServe Fig. 12",
+        f"{_NAMES[data]}, OPT-13B",
+        "itself",
+        f"JCT at the worst {option} over the best",
+        "x",
+        1.0,
         lambda lab: max(_swept(lab, option, data))[0] / min(_swept(lab, option, data))[0],
         "the paper prints its sweeps as curves without numbers",
-    )  # fmt: skip
+    )
 
 
 FIGURES: tuple[Figure, ...] = (
@@ -411,13 +511,24 @@ FIGURES: tuple[Figure, ...] = (
     _rate_ratio(_FORECAST, "sharegpt", _VLLM, 2.5, "2.5 to 4", also="eager", stack="eager"),
     _oracle(_OPT13, 1.08),
     _oracle(_LLAMA, 1.05),
-    *(_slo_ratio(ours, baseline, paper) for baseline, paper in ((_FASTGEN, 1.42), (_VLLM, 1.83), (_ORCA, 1.93))
-      for ours in (_ECOSERVE, _FORECAST)),
-    *(_part(part, metric, paper) for metric, papers in (
-        ("throughput", (1.78, 2.04, 2.21, 2.83)), ("JCT", (0.72, 0.53, 0.46, 0.17)), ("TBT", (0.73, 0.56, 0.51, 0.30)),
-    ) for part, paper in zip(("D", "SD", "SDO", "full", "forecast"), (*papers, papers[-1]), strict=True)),
-    *(_part(part, "throughput", paper, own_rates=True) for part, paper in (
-        ("D", 1.78), ("SD", 2.04), ("SDO", 2.21), ("full", 2.83), ("forecast", 2.83))),
+    *(
+        _slo_ratio(ours, baseline, paper)
+        for baseline, paper in ((_FASTGEN, 1.42), (_VLLM, 1.83), (_ORCA, 1.93))
+        for ours in (_ECOSERVE, _FORECAST)
+    ),
+    *(
+        _part(part, metric, paper)
+        for metric, papers in (
+            ("throughput", (1.78, 2.04, 2.21, 2.83)),
+            ("JCT", (0.72, 0.53, 0.46, 0.17)),
+            ("TBT", (0.73, 0.56, 0.51, 0.30)),
+        )
+        for part, paper in zip(("D", "SD", "SDO", "full", "forecast"), (*papers, papers[-1]), strict=True)
+    ),
+    *(
+        _part(part, "throughput", paper, own_rates=True)
+        for part, paper in (("D", 1.78), ("SD", 2.04), ("SDO", 2.21), ("full", 2.83), ("forecast", 2.83))
+    ),
     _spared_figure("-vllm", _VLLM, _VLLM, 26.0, {}, oracle=False),
     _spared_figure("-fastgen", _FASTGEN, _FASTGEN, 33.0, {}, oracle=False),
     _spared_figure("-sd", "SyncDecoupled", _ECOSERVE, 100.0, _PARTS["SD"], oracle=True),
@@ -433,18 +544,31 @@ FIGURES: tuple[Figure, ...] = (
     _filled_figure("sdo", "EcoServe-SDO", _ECOSERVE, "SDO", 71.0, "paper: 63 to 79 of SD"),
     _filled_figure("full", "EcoServe", _ECOSERVE, "full", 79.0, "paper: above SyncDecoupled's best"),
     _filled_figure("forecast", "EcoServe by forecast", _ECOSERVE, "forecast", 79.0, "paper: of EcoServe"),
-    Figure("ecoserve-11-scheduling", "ecoserve", "EcoServe Fig. 11j", "ShareGPT, OPT-13B", _VLLM,
-           "deciding time per token", "x", 1.0293,
-           lambda lab: _deciding(lab, _ECOSERVE) / _deciding(lab, _VLLM),
-           "ours: wall-clock of the worker's decisions, jumps over certain iterations included"),
-    *(_quiet(data, name, metric) for data in _NAMES for name, metric in (
-        ("formations_total", "iterations without batch formation"),
-        ("iterations_undecided_total", "iterations without any decision"))),
+    Figure(
+        "ecoserve-11-scheduling",
+        "ecoserve",
+        "EcoServe Fig. 11j",
+        "ShareGPT, OPT-13B",
+        _VLLM,
+        "deciding time per token",
+        "x",
+        1.0293,
+        lambda lab: _deciding(lab, _ECOSERVE) / _deciding(lab, _VLLM),
+        "ours: wall-clock of the worker's decisions, jumps over certain iterations included",
+    ),
+    *(
+        _quiet(data, name, metric)
+        for data in _NAMES
+        for name, metric in (
+            ("formations_total", "iterations without batch formation"),
+            ("iterations_undecided_total", "iterations without any decision"),
+        )
+    ),
     *(_sweep("padding", data, 100.0 * _PADDING[data]) for data in _NAMES),
     *(_sweep("reserve", data, 100.0 * _RESERVE[data]) for data in _NAMES),
     *(_sweep("buffer", data, 100.0 * _BUFFER[data]) for data in _NAMES),
     *(_spread(option, "sharegpt") for option in _SWEEPS),
-)  # fmt: skip
+)
 
 REMARKS: tuple[str, ...] = (
     "What bounds the rate: an iteration reads the weights once (19 ms for OPT-13B) and the KV of its rows, so where "

@@ -15,14 +15,21 @@ from engine_driver import VOCAB, save_random_model
 from cohort.common.paths import default_model_dir
 
 _SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
     "max_position_embeddings": 256,
-}  # fmt: skip
+}
 _LLAMA: dict[str, Any] = {**_SMALL, "intermediate_size": 80, "num_key_value_heads": 2}
 _LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}  # fmt: skip
+}
 _YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 

@@ -42,9 +42,15 @@ def save_random_model(config: Any, folder: Path, *, seed: int = 0) -> Path:
 
 def make_runner(folder: Path, **overrides: Any) -> ModelRunner:
     options: dict[str, Any] = {
-        "dtype": "float32", "device": "cpu", "threads": 1, "block_size": BLOCK_SIZE, "num_blocks": 96, "host_blocks": 8,
-        "max_rows": 16, "max_step_tokens": 256,
-    }  # fmt: skip
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": 1,
+        "block_size": BLOCK_SIZE,
+        "num_blocks": 96,
+        "host_blocks": 8,
+        "max_rows": 16,
+        "max_step_tokens": 256,
+    }
     return ModelRunner(folder, **{**options, **overrides})
 
 
@@ -184,9 +190,14 @@ def reference_generate(folder: Path, prompts: Iterable[Sequence[int]], outputs: 
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
         answer = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=outputs, do_sample=False, pad_token_id=0,
-            return_dict_in_generate=True, output_logits=True,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=outputs,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
         best = [logits[0].topk(2).values for logits in answer.logits]
         expected.append(
             Expected(

@@ -9,9 +9,7 @@ from cohort.common.engine.decode_classes import CaptureBudget, batch_classes, ca
 
 
 def test_classes_of_the_default_number_of_rows() -> None:
-    assert batch_classes(256) == (
-        1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256,
-    )  # fmt: skip
+    assert batch_classes(256) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
     assert batch_classes(20) == (1, 2, 4, 8, 16, 20)
     assert batch_classes(1) == (1,)
     assert batch_classes(400)[-3:] == (320, 384, 400)

@@ -12,11 +12,24 @@ from cohort.common.engine.model_config import ModelGeometry, RopeConfig
 
 GIB = 1 << 30
 LLAMA_8B = ModelGeometry(
-    model_type="llama", family="llama", num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128,
-    intermediate_size=14336, vocab_size=128256, max_positions=8192, norm_eps=1e-5, tie_embeddings=False,
-    activation="silu", eos_token_ids=(), checkpoint_dtype="bfloat16", rope=RopeConfig(500000.0, "default", {}),
+    model_type="llama",
+    family="llama",
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=14336,
+    vocab_size=128256,
+    max_positions=8192,
+    norm_eps=1e-5,
+    tie_embeddings=False,
+    activation="silu",
+    eos_token_ids=(),
+    checkpoint_dtype="bfloat16",
+    rope=RopeConfig(500000.0, "default", {}),
     sliding_windows=(0,) * 32,
-)  # fmt: skip
+)
 
 
 def test_workers_go_round_the_gpus() -> None:
@@ -50,9 +63,13 @@ def test_a_full_device_leaves_nothing() -> None:
 
 @settings(max_examples=100)
 @given(
-    sharers=st.integers(1, 4), fraction=st.floats(0.1, 1.0), weights=st.integers(0, 30), reserved=st.integers(0, 4),
-    total=st.integers(16, 200), order=st.permutations(range(4)),
-)  # fmt: skip
+    sharers=st.integers(1, 4),
+    fraction=st.floats(0.1, 1.0),
+    weights=st.integers(0, 30),
+    reserved=st.integers(0, 4),
+    total=st.integers(16, 200),
+    order=st.permutations(range(4)),
+)
 def test_together_the_sharers_never_take_more_than_the_device_has(
     sharers: int, fraction: float, weights: int, reserved: int, total: int, order: list[int]
 ) -> None:
@@ -66,9 +83,13 @@ def test_together_the_sharers_never_take_more_than_the_device_has(
         if not loaded[worker]:
             continue
         kv = kv_bytes(
-            total=total * GIB, free=total * GIB - used, own=weights * GIB, sharers=sharers, fraction=fraction,
+            total=total * GIB,
+            free=total * GIB - used,
+            own=weights * GIB,
+            sharers=sharers,
+            fraction=fraction,
             reserved=reserved * GIB,
-        )  # fmt: skip
+        )
         assert kv >= 0
         assert kv == 0 or kv + reserved * GIB + weights * GIB <= fraction * total * GIB / sharers + 1
         used += kv + (reserved * GIB if kv else 0)

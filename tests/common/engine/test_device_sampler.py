@@ -37,14 +37,16 @@ ROWS = st.builds(
     repetition_penalty=st.sampled_from([1.0, 1.3]),
     presence_penalty=st.sampled_from([0.0, 0.7]),
     frequency_penalty=st.sampled_from([0.0, -0.4]),
-    penalty_context=st.none() | st.builds(
-        PenaltyContext, st.lists(st.integers(0, VOCABULARY - 1), max_size=12),
+    penalty_context=st.none()
+    | st.builds(
+        PenaltyContext,
+        st.lists(st.integers(0, VOCABULARY - 1), max_size=12),
         st.lists(st.integers(0, VOCABULARY - 1), max_size=12),
     ),
     logit_bias=st.none() | st.dictionaries(st.integers(-2, VOCABULARY + 2), st.floats(-5, 5), max_size=4),
     banned=st.lists(st.integers(-1, VOCABULARY), max_size=3).map(tuple),
     logprobs=st.sampled_from([-1, 0, 3]),
-)  # fmt: skip
+)
 
 
 @settings(max_examples=100, deadline=None)

@@ -45,8 +45,10 @@ def test_answers_are_transformers_own(name: str, model_folder: Callable[[str], P
     assert runner._device_steps is not None
     assert runner._device_steps.decode.classes == (1, 2, 4, 8, 16)
     for schedule, options in (
-        (run_together, {}), (run_chunked(7), {"shuffle": 4, "reverse": True}), (run_chunked(1), {"shuffle": 2}),
-    ):  # fmt: skip
+        (run_together, {}),
+        (run_chunked(7), {"shuffle": 4, "reverse": True}),
+        (run_chunked(1), {"shuffle": 2}),
+    ):
         runner.kv.with_spare.copy_(torch.randn_like(runner.kv.with_spare))  # whatever was there before
         assert check_schedule(runner, expected, schedule, **options) <= 1
 

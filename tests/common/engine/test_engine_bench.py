@@ -136,13 +136,10 @@ def test_clocks_leave_no_trace_even_after_an_error() -> None:
     before = [getattr(target.owner, target.name) for target in targets]
     with pytest.raises(RuntimeError), clocked(StepClock(), targets):
         assert all(
-            getattr(target.owner, target.name) is not function
-            for target, function in zip(targets, before, strict=True)
+            getattr(target.owner, target.name) is not function for target, function in zip(targets, before, strict=True)
         )
         raise RuntimeError
-    assert all(
-        getattr(target.owner, target.name) is function for target, function in zip(targets, before, strict=True)
-    )
+    assert all(getattr(target.owner, target.name) is function for target, function in zip(targets, before, strict=True))
 
 
 @needs_kernels
@@ -166,9 +163,15 @@ def test_allocations_belong_to_the_innermost_operator() -> None:
         return {"ph": "i", "name": "[memory]", "ts": at, "tid": thread, "args": {"Bytes": size}}
 
     events = [
-        operator("outer", 0, 10), operator("inner", 2, 4), operator("elsewhere", 0, 10, thread=2),
-        memory(3, 64), memory(4, -64), memory(8, 16), memory(9, 16), memory(20, 8),
-    ]  # fmt: skip
+        operator("outer", 0, 10),
+        operator("inner", 2, 4),
+        operator("elsewhere", 0, 10, thread=2),
+        memory(3, 64),
+        memory(4, -64),
+        memory(8, 16),
+        memory(9, 16),
+        memory(20, 8),
+    ]
     count, sizes = allocations_in(events)
     assert count == {"inner": 1, "outer": 2, "outside operators": 1}
     assert sizes == {"inner": 64, "outer": 32, "outside operators": 8}

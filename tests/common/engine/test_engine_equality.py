@@ -23,9 +23,18 @@ from cohort.common.engine.model_runner import ModelRunner
 from cohort.kernels import native
 
 LEAN = [
-    "llama", "llama-bias-llama3", "llama-yarn", "llama-linear", "mistral-window", "qwen2", "qwen2-window", "qwen3",
-    "opt", "opt-350m-like", "opt-plain",
-]  # fmt: skip
+    "llama",
+    "llama-bias-llama3",
+    "llama-yarn",
+    "llama-linear",
+    "mistral-window",
+    "qwen2",
+    "qwen2-window",
+    "qwen3",
+    "opt",
+    "opt-350m-like",
+    "opt-plain",
+]
 GENERIC = ["gpt-neox", "stablelm", "gemma", "gemma3", "phi", "gpt2"]
 SCHEDULES: dict[str, tuple[Schedule, dict[str, object]]] = {
     "one by one": (run_one_by_one, {}),

@@ -22,15 +22,34 @@ MAMBA = transformers.MambaConfig(
 BLOOM = transformers.BloomConfig(vocab_size=99, hidden_size=32, n_layer=2, n_head=4, max_position_embeddings=64)
 GEMMA2 = transformers.Gemma2Config(**SMALL, intermediate_size=48, num_key_value_heads=2, head_dim=8)
 NARROW_VALUES = transformers.DeepseekV3Config(
-    **SMALL, intermediate_size=48, moe_intermediate_size=16, num_key_value_heads=4, kv_lora_rank=8, q_lora_rank=8,
-    qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12, n_routed_experts=4, n_group=1, topk_group=1,
-    num_experts_per_tok=2, first_k_dense_replace=2, max_position_embeddings=64,
-)  # fmt: skip
+    **SMALL,
+    intermediate_size=48,
+    moe_intermediate_size=16,
+    num_key_value_heads=4,
+    kv_lora_rank=8,
+    q_lora_rank=8,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=12,
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+    num_experts_per_tok=2,
+    first_k_dense_replace=2,
+    max_position_embeddings=64,
+)
 
 CHUNKED = transformers.Llama4TextConfig(
-    **SMALL, intermediate_size=48, intermediate_size_mlp=48, num_key_value_heads=2, head_dim=8, num_local_experts=2,
-    attention_chunk_size=8, pad_token_id=0, max_position_embeddings=64,
-)  # fmt: skip
+    **SMALL,
+    intermediate_size=48,
+    intermediate_size_mlp=48,
+    num_key_value_heads=2,
+    head_dim=8,
+    num_local_experts=2,
+    attention_chunk_size=8,
+    pad_token_id=0,
+    max_position_embeddings=64,
+)
 OLD_ATTENTION = transformers.GPTJConfig(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4)
 
 

@@ -24,9 +24,15 @@ def write(folder: Path, config: dict[str, Any], generation: dict[str, Any] | Non
 
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96,
-    "vocab_size": 100, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "opt"])
@@ -96,9 +102,11 @@ def test_end_tokens(tmp_path: Path) -> None:
 
 def test_longrope_is_served_in_its_first_range(tmp_path: Path) -> None:
     config = LLAMA | {
-        "model_type": "phi3", "max_position_embeddings": 131072, "original_max_position_embeddings": 4096,
+        "model_type": "phi3",
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
         "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
-    }  # fmt: skip
+    }
     assert read_geometry(write(tmp_path, config)).max_positions == 4096
 
 

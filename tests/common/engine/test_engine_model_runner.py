@@ -137,9 +137,7 @@ def test_default_shapes_stay_within_the_engine() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_layers_in_one_call_compute_the_same_bits(
-    model_folder: Callable[[str], Path], family: str, dtype: str
-) -> None:
+def test_layers_in_one_call_compute_the_same_bits(model_folder: Callable[[str], Path], family: str, dtype: str) -> None:
     """As one by one: cache and logits, with prefill and decode rows together."""
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     for together in (True, False):

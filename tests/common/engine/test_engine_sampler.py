@@ -139,9 +139,15 @@ def test_extreme_temperatures_stay_finite() -> None:
 def test_logits_are_left_alone() -> None:
     logits = LOGITS[None].clone()
     row = SamplingRow(
-        seed=1, position=1, top_p=0.5, banned=(0,), logit_bias={1: 3.0}, repetition_penalty=1.5,
-        penalty_context=PenaltyContext([1], [2]), logprobs=1,
-    )  # fmt: skip
+        seed=1,
+        position=1,
+        top_p=0.5,
+        banned=(0,),
+        logit_bias={1: 3.0},
+        repetition_penalty=1.5,
+        penalty_context=PenaltyContext([1], [2]),
+        logprobs=1,
+    )
     sample(logits, [row])
     assert torch.equal(logits, LOGITS[None])
 

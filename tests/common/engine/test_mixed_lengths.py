@@ -31,8 +31,10 @@ def test_the_papers_two_comparisons() -> None:
     assert few_long_among_short(16, 32, 4096)[1] == ("15 short, 1 long", [32] * 15 + [4096])
     assert [name for name, _ in few_long_among_short(2, 32, 64)] == ["2 short, 0 long", "1 short, 1 long"]
     assert aligned_and_mixed([10, 70]) == [
-        ("aligned at 10", [10, 10]), ("aligned at 70", [70, 70]), ("mixed", [10, 70]),
-    ]  # fmt: skip
+        ("aligned at 10", [10, 10]),
+        ("aligned at 70", [70, 70]),
+        ("mixed", [10, 70]),
+    ]
 
 
 def test_mixed_over_aligned_compares_equal_work() -> None:

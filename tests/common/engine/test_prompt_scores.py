@@ -26,9 +26,16 @@ SIZE = 16
 
 def runner_of(folder: Path) -> ModelRunner:
     return ModelRunner(
-        folder, dtype="float32", device="cpu", threads=1, block_size=SIZE, num_blocks=32, host_blocks=0,
-        max_rows=MAX_ROWS, max_step_tokens=64,
-    )  # fmt: skip
+        folder,
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        block_size=SIZE,
+        num_blocks=32,
+        host_blocks=0,
+        max_rows=MAX_ROWS,
+        max_step_tokens=64,
+    )
 
 
 def sequence_of(name: str, length: int, *, prompt_logprobs: int) -> Sequence:
@@ -95,8 +102,9 @@ def test_a_batch_in_halves_gives_the_same(model_folder: Callable[[str], Path]) -
     whole = runner.execute(batch)
     halves = [runner.execute(half) for half in batch.split()]
     assert [row for half in batch.split() for row in half.scoring] == [
-        ScoringRow(0, 0, tuple(sequences[1].tokens[1:]), 2), ScoringRow(1, 9, tuple(sequences[2].tokens[1:]), 1)
-    ]  # fmt: skip
+        ScoringRow(0, 0, tuple(sequences[1].tokens[1:]), 2),
+        ScoringRow(1, 9, tuple(sequences[2].tokens[1:]), 1),
+    ]
     parts = halves[0].scores + halves[1].scores
     for ours, theirs in zip(whole.scores, parts, strict=True):
         assert [item.logprob for item in ours] == pytest.approx([item.logprob for item in theirs], abs=1e-5)

@@ -64,17 +64,27 @@ def test_the_device_keeps_the_order_and_the_host_waits_once() -> None:
     with copier.around([KvCopy("in", "block", (3,), (1,)), KvCopy("in", "slot", (9,), (3,)), beside]):
         log.append("rows run")
     assert log == [
-        "copies after rows", "launch on copies", "launch on copies", "rows after copies", "launch on copies",
-        "rows run", "host waits for copies",
-    ]  # fmt: skip
+        "copies after rows",
+        "launch on copies",
+        "launch on copies",
+        "rows after copies",
+        "launch on copies",
+        "rows run",
+        "host waits for copies",
+    ]
     log.clear()
     with copier.around([first, beside]):
         log.append("rows run")
     # What comes in might be what has just gone out: its host memory is settled first.
     assert log == [
-        "copies after rows", "launch on copies", "rows after copies", "host waits for copies", "launch on copies",
-        "rows run", "host waits for copies",
-    ]  # fmt: skip
+        "copies after rows",
+        "launch on copies",
+        "rows after copies",
+        "host waits for copies",
+        "launch on copies",
+        "rows run",
+        "host waits for copies",
+    ]
     log.clear()
     with copier.around([]):
         pass
@@ -89,7 +99,8 @@ COPIES = st.lists(
             ),
             st.sampled_from(["out", "in"]),
             st.lists(
-                st.tuples(st.integers(0, BLOCKS - 1), st.integers(0, HOST_BLOCKS - 1)), max_size=3,
+                st.tuples(st.integers(0, BLOCKS - 1), st.integers(0, HOST_BLOCKS - 1)),
+                max_size=3,
                 unique_by=(lambda pair: pair[0], lambda pair: pair[1]),
             ),
             st.just(False),
@@ -100,14 +111,15 @@ COPIES = st.lists(
             ),
             st.sampled_from(["out", "in"]),
             st.lists(
-                st.tuples(st.integers(0, BLOCKS * 8 - 1), st.integers(0, HOST_BLOCKS * 8 - 1)), max_size=5,
+                st.tuples(st.integers(0, BLOCKS * 8 - 1), st.integers(0, HOST_BLOCKS * 8 - 1)),
+                max_size=5,
                 unique_by=(lambda pair: pair[0], lambda pair: pair[1]),
             ),
             st.just(False),
         ),
     ),
     max_size=6,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=60, deadline=None)

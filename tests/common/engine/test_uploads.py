@@ -12,9 +12,13 @@ CPU = torch.device("cpu")
 
 def test_contents_and_types_survive() -> None:
     arrays = [
-        np.arange(6, dtype=np.int64).reshape(2, 3), np.array([1.5], dtype=np.float32), np.array([True, False]),
-        np.zeros((0, 4), dtype=np.int32), np.array([[7]], dtype=np.uint8), np.array([2.5, -1.0]),
-    ]  # fmt: skip
+        np.arange(6, dtype=np.int64).reshape(2, 3),
+        np.array([1.5], dtype=np.float32),
+        np.array([True, False]),
+        np.zeros((0, 4), dtype=np.int32),
+        np.array([[7]], dtype=np.uint8),
+        np.array([2.5, -1.0]),
+    ]
     tensors = Uploads(CPU).put(arrays)
     for array, tensor in zip(arrays, tensors, strict=True):
         assert torch.equal(tensor, torch.from_numpy(array))

@@ -32,8 +32,7 @@ def test_a_lease_is_granted_once() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["grant", "renew", "end", "expire"]), st.integers(0, 5), st.floats(0, 3)),
-        max_size=60,
+        st.tuples(st.sampled_from(["grant", "renew", "end", "expire"]), st.integers(0, 5), st.floats(0, 3)), max_size=60
     )
 )
 def test_against_a_dictionary_of_deadlines(history: list[tuple[str, int, float]]) -> None:

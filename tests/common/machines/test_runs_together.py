@@ -9,16 +9,7 @@ import pytest
 
 from cohort.common.machines.effects import ReceiveRuns, Send, SendRuns
 from cohort.common.machines.worker import Sampled, WorkerMachine, WorkerSettings
-from cohort.common.messages import (
-    KvAccepted,
-    KvChunk,
-    KvGrant,
-    KvHandOver,
-    KvOffer,
-    KvRenew,
-    KvRun,
-    StartSegment,
-)
+from cohort.common.messages import KvAccepted, KvChunk, KvGrant, KvHandOver, KvOffer, KvRenew, KvRun, StartSegment
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.types import KvGeometry, Request, Role, SamplingParams, Segment, WorkerCapacity
@@ -35,9 +26,15 @@ def machine(role: Role) -> WorkerMachine:
     )
     scheduler = ContinuousBatching(max_rows=16, max_step_tokens=64, prefill_chunk=64, preemption="recompute")
     return WorkerMachine(
-        role.value, "manager", capacity, settings, scheduler,
-        PagedAllocator(geometry, BLOCKS, 0, prefix_caching=False), Random(0), lambda: {"link": b""},
-    )  # fmt: skip
+        role.value,
+        "manager",
+        capacity,
+        settings,
+        scheduler,
+        PagedAllocator(geometry, BLOCKS, 0, prefix_caching=False),
+        Random(0),
+        lambda: {"link": b""},
+    )
 
 
 def segment(index: int, request_id: str = "r") -> StartSegment:

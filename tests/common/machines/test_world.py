@@ -17,9 +17,7 @@ from tests.common.machines.faults import any_faults
 from tests.common.machines.world import VOCABULARY, SplitAnywhere, World
 
 PD = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
-PD_TWICE = {
-    "prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE,
-}  # fmt: skip
+PD_TWICE = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
 UNIFIED = {"unified-0": Role.UNIFIED}
 
 
@@ -32,9 +30,7 @@ def offer(world: World, count: int, *, over_s: float = 3.0, shared: int = 0) -> 
             random.randrange(VOCABULARY) for _ in range(random.randint(1, 40))
         ]
         max_tokens = random.randint(1, 30)
-        world.at(
-            random.random() * over_s, lambda i=index, p=prompt, m=max_tokens: world.submit(f"r{i}", p, m)
-        )
+        world.at(random.random() * over_s, lambda i=index, p=prompt, m=max_tokens: world.submit(f"r{i}", p, m))
 
 
 @pytest.mark.parametrize(
@@ -157,8 +153,11 @@ def test_cancelled_requests_leave_nothing() -> None:
 
 
 @settings(
-    max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
-    suppress_health_check=[HealthCheck.too_slow])
+    max_examples=40,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(
     seed=st.integers(0, 2**32),
     placement=st.sampled_from([Colocated, Disaggregated, SplitAnywhere]),
@@ -171,13 +170,27 @@ def test_cancelled_requests_leave_nothing() -> None:
     faults=any_faults(latest_s=5.0, longest_s=6.0, most=6),
 )
 def test_anything_may_break_at_any_time(
-    seed: int, placement: Callable[[], Placement], preemption: str, blocks: int, chunk: int, caching: bool,
-    failures: float, delay: float, faults: list[tuple[str, float, float]],
-) -> None:  # fmt: skip
+    seed: int,
+    placement: Callable[[], Placement],
+    preemption: str,
+    blocks: int,
+    chunk: int,
+    caching: bool,
+    failures: float,
+    delay: float,
+    faults: list[tuple[str, float, float]],
+) -> None:
     world = World(
-        seed, PD_TWICE, placement, blocks=blocks, preemption=preemption, chunk=chunk,
-        caching=caching, run_failure_rate=failures, message_delay_s=delay,
-    )  # fmt: skip
+        seed,
+        PD_TWICE,
+        placement,
+        blocks=blocks,
+        preemption=preemption,
+        chunk=chunk,
+        caching=caching,
+        run_failure_rate=failures,
+        message_delay_s=delay,
+    )
     offer(world, 30, shared=9)
     for kind, at_s, back_s in faults:
         world.at(at_s, partial(world.inflict, kind, back_s))
@@ -191,9 +204,7 @@ def test_anything_may_break_at_any_time(
 def test_tight_caches_that_hand_over_both_ways(seed: int, preemption: str) -> None:
     """Grants that arrive while KV is still on its way back from the host, and caches full of KV that waits for the
     other worker's cache, which is full of KV that waits for this one."""
-    world = World(
-        seed, PD_TWICE, lambda: SplitAnywhere(seed), blocks=20, preemption=preemption, message_delay_s=0.002
-    )
+    world = World(seed, PD_TWICE, lambda: SplitAnywhere(seed), blocks=20, preemption=preemption, message_delay_s=0.002)
     offer(world, 30, shared=9)
     world.run(4.0)
     world.run_until_quiet()
@@ -210,9 +221,16 @@ def test_a_ring_of_waiting_caches_gives_one_hand_over_back() -> None:
 
 def test_a_worker_killed_twice_at_one_instant_amid_tight_caches() -> None:
     world = World(
-        240580, PD_TWICE, SplitAnywhere, blocks=20, preemption="swap", chunk=8, caching=True, run_failure_rate=0.1,
+        240580,
+        PD_TWICE,
+        SplitAnywhere,
+        blocks=20,
+        preemption="swap",
+        chunk=8,
+        caching=True,
+        run_failure_rate=0.1,
         message_delay_s=0.002,
-    )  # fmt: skip
+    )
     offer(world, 30, shared=9)
     for _ in range(2):
         world.at(3.18, lambda: world.kill_worker("decode-1", 5.45))

@@ -280,9 +280,14 @@ class World:
         incarnation = self._incarnation()
         self.manager_incarnation = incarnation
         self.manager = ManagerMachine(
-            "manager", incarnation, ManagerSettings(3.0, 1.5, 0.5, 10_000),
-            self._order(), self._placement(), self._late_binding(), self.now_s,
-        )  # fmt: skip
+            "manager",
+            incarnation,
+            ManagerSettings(3.0, 1.5, 0.5, 10_000),
+            self._order(),
+            self._placement(),
+            self._late_binding(),
+            self.now_s,
+        )
         self.manager_alive = True
 
         def tick() -> None:
@@ -304,14 +309,22 @@ class World:
         geometry = KvGeometry(1, 1, 1, 1, BLOCK)
         capacity = WorkerCapacity(self.roles[name], "m", 10_000, 1, 1, 1, 1, BLOCK, blocks, host_blocks, 8, 32)
         machine = WorkerMachine(
-            name, "manager", capacity, WorkerSettings(("ucx", "zmq"), 5.0, 5.0, 2.0, 8.0, 2.0),
-            self._scheduler(), self._allocator(geometry, blocks, host_blocks),
-            Random(self.random.getrandbits(32)), lambda: {"ucx": name.encode(), "zmq": name.encode()},
-        )  # fmt: skip
+            name,
+            "manager",
+            capacity,
+            WorkerSettings(("ucx", "zmq"), 5.0, 5.0, 2.0, 8.0, 2.0),
+            self._scheduler(),
+            self._allocator(geometry, blocks, host_blocks),
+            Random(self.random.getrandbits(32)),
+            lambda: {"ucx": name.encode(), "zmq": name.encode()},
+        )
         node = WorkerNode(
-            name, machine, self._incarnation(), [self.random.getrandbits(40) for _ in range(blocks * BLOCK)],
+            name,
+            machine,
+            self._incarnation(),
+            [self.random.getrandbits(40) for _ in range(blocks * BLOCK)],
             [0] * (host_blocks * BLOCK),
-        )  # fmt: skip
+        )
         self.workers[name] = node
 
         def tick() -> None:
@@ -324,17 +337,17 @@ class World:
             if node.alive:
                 if not node.registered:
                     self.post(
-                        name, "manager",
+                        name,
+                        "manager",
                         RegisterWorker(name, node.incarnation, name, capacity, machine.held, machine.awaiting),
-                    )  # fmt: skip
+                    )
                 else:
                     node.sequence += 1
                     figures = machine.figures(0)
                     self.post(
-                        name, "manager",
-                        WorkerReport(
-                            name, node.incarnation, node.sequence, figures, machine.held, machine.awaiting
-                        ),
+                        name,
+                        "manager",
+                        WorkerReport(name, node.incarnation, node.sequence, figures, machine.held, machine.awaiting),
                     )
                 self.at(0.2, report)
 
@@ -439,9 +452,10 @@ class World:
             self._started(transfer)
         runs = [KvRun(run.tag, run.target, run.num_blocks, 0) for run in effect.runs]
         self.post(
-            node.name, effect.peer,
+            node.name,
+            effect.peer,
             KvChunk(effect.request_id, effect.attempt, effect.lease_id, effect.round, effect.link, runs),
-        )  # fmt: skip
+        )
 
     def _receive_runs(self, node: WorkerNode, effect: ReceiveRuns) -> None:
         for run in effect.runs:
@@ -563,9 +577,7 @@ class World:
     def submit(
         self, name: str, prompt: list[int], max_tokens: int, traffic_class: TrafficClass = "rt", predicted: float = 0.0
     ) -> None:
-        self.owned[name] = Owned(
-            prompt, max_tokens, list(prompt), traffic_class=traffic_class, predicted=predicted
-        )
+        self.owned[name] = Owned(prompt, max_tokens, list(prompt), traffic_class=traffic_class, predicted=predicted)
         self._submit(name)
 
     def cancel(self, name: str) -> None:
@@ -577,11 +589,16 @@ class World:
     def _submit(self, name: str) -> None:
         owned = self.owned[name]
         request = Request(
-            name, owned.attempt, "gateway", owned.tokens, len(owned.prompt),
-            SamplingParams(max_tokens=owned.max_tokens, stop_token_ids=(STOP_TOKEN,)), self.now_s,
+            name,
+            owned.attempt,
+            "gateway",
+            owned.tokens,
+            len(owned.prompt),
+            SamplingParams(max_tokens=owned.max_tokens, stop_token_ids=(STOP_TOKEN,)),
+            self.now_s,
             traffic_class=owned.traffic_class,
             prediction=Prediction(*(owned.predicted,) * 4) if owned.predicted else None,
-        )  # fmt: skip
+        )
         self.post("gateway", "manager", Submit(request))
 
     def _live(self) -> list[Held]:

@@ -15,9 +15,7 @@ GEOMETRY = KvGeometry(1, 1, 1, 1, 4)
 
 def sequence(name: str, prompt: int, *, arrived_s: float = 0.0, priority: int = 0, max_tokens: int = 8) -> Sequence:
     tokens = list(range(prompt))
-    request = Request(
-        name, 1, "gateway", tokens, prompt, SamplingParams(max_tokens=max_tokens), 0.0, priority=priority
-    )
+    request = Request(name, 1, "gateway", tokens, prompt, SamplingParams(max_tokens=max_tokens), 0.0, priority=priority)
     return Sequence(request, list(tokens), None, 0, arrived_s)
 
 
@@ -106,9 +104,7 @@ def test_swapped_sequences_come_back_before_anybody_new_is_let_in() -> None:
 
 
 @given(
-    loads=st.lists(
-        st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 2)), min_size=1, max_size=25
-    ),
+    loads=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 2)), min_size=1, max_size=25),
     blocks=st.integers(11, 40),
     host=st.integers(0, 20),
     max_rows=st.integers(1, 6),
@@ -118,9 +114,15 @@ def test_swapped_sequences_come_back_before_anybody_new_is_let_in() -> None:
     caching=st.booleans(),
 )
 def test_everything_ends_within_bounds(
-    loads: list[tuple[int, int, int]], blocks: int, host: int, max_rows: int, budget: int, chunk: int, swap: bool,
+    loads: list[tuple[int, int, int]],
+    blocks: int,
+    host: int,
+    max_rows: int,
+    budget: int,
+    chunk: int,
+    swap: bool,
     caching: bool,
-) -> None:  # fmt: skip
+) -> None:
     policy = scheduler(
         max_rows=max_rows, max_step_tokens=budget, prefill_chunk=chunk, preemption="swap" if swap else "recompute"
     )

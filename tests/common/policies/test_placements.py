@@ -19,13 +19,25 @@ def cluster(*views: InstanceView) -> ClusterView:
 
 
 def waiting(
-    name: str = "r", prompt: int = 50, max_tokens: int = 10, *, priority: int = 0, online: bool = True,
+    name: str = "r",
+    prompt: int = 50,
+    max_tokens: int = 10,
+    *,
+    priority: int = 0,
+    online: bool = True,
     arrival_s: float = 0.0,
-) -> WaitingRequest:  # fmt: skip
+) -> WaitingRequest:
     request = Request(
-        name, 1, "g", [0] * prompt, prompt, SamplingParams(max_tokens=max_tokens), arrival_s, priority=priority,
+        name,
+        1,
+        "g",
+        [0] * prompt,
+        prompt,
+        SamplingParams(max_tokens=max_tokens),
+        arrival_s,
+        priority=priority,
         online=online,
-    )  # fmt: skip
+    )
     return WaitingRequest(request, 0.0, None)
 
 
@@ -36,12 +48,15 @@ def segments(decision: Placed | Wait | Impossible) -> tuple[Segment, ...]:
 
 def test_the_prompt_goes_to_the_shortest_queue_and_the_output_where_most_room_is() -> None:
     instances = cluster(
-        view("p0", Role.PREFILL, queued=300), view("p1", Role.PREFILL, queued=10),
-        view("d0", Role.DECODE, free=20), view("d1", Role.DECODE, free=60),
-    )  # fmt: skip
+        view("p0", Role.PREFILL, queued=300),
+        view("p1", Role.PREFILL, queued=10),
+        view("d0", Role.DECODE, free=20),
+        view("d1", Role.DECODE, free=60),
+    )
     assert segments(Disaggregated().place(0.0, waiting(), instances, None)) == (
-        Segment(0, 50, "p1"), Segment(50, None, "d1"),
-    )  # fmt: skip
+        Segment(0, 50, "p1"),
+        Segment(50, None, "d1"),
+    )
 
 
 def test_a_one_token_answer_needs_no_decode_worker() -> None:
@@ -92,8 +107,11 @@ def test_nobody_there_means_wait_and_too_long_means_impossible() -> None:
 def test_first_come_first_served_by_priority_then_online_then_arrival() -> None:
     order = FirstCome(dispatch_ahead_tokens=10_000)
     for name, options in {
-        "c": {"arrival_s": 3.0}, "batch": {"online": False}, "b": {"arrival_s": 2.0}, "urgent": {"priority": -5},
-    }.items():  # fmt: skip
+        "c": {"arrival_s": 3.0},
+        "batch": {"online": False},
+        "b": {"arrival_s": 2.0},
+        "urgent": {"priority": -5},
+    }.items():
         order.add(0.0, waiting(name, **options))  # type: ignore[arg-type]
     dispatched = order.decide(0.0, cluster(view("p0", Role.PREFILL)))
     assert [d.request_ids for d in dispatched] == [("urgent",), ("b",), ("c",), ("batch",)]

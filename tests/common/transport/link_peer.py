@@ -64,8 +64,11 @@ class Peer:
                     await asyncio.wait_for(asyncio.shield(self.stranded), timeout_s)
                 return {}
             case "figures":
-                return {"rebuilt": getattr(self.link, "rebuilt", 0), "stranded": getattr(self.link, "stranded", 0),
-                        "receiving": getattr(self.link, "receiving", 0)}
+                return {
+                    "rebuilt": getattr(self.link, "rebuilt", 0),
+                    "stranded": getattr(self.link, "stranded", 0),
+                    "receiving": getattr(self.link, "receiving", 0),
+                }
             case "cpu":
                 start_s = time.process_time()
                 await asyncio.sleep(command["for_s"])

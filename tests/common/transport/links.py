@@ -33,10 +33,16 @@ class LinkProcess:
     @staticmethod
     async def start(kind: str, *, loop: str = "asyncio", **environment: str) -> LinkProcess:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", f"{__package__}.link_peer", kind, loop,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=ROOT,
+            sys.executable,
+            "-m",
+            f"{__package__}.link_peer",
+            kind,
+            loop,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        )  # fmt: skip
+        )
         self = LinkProcess(process)
         ready = self._answers[0] = asyncio.get_running_loop().create_future()
         self._reader = asyncio.create_task(self._read())

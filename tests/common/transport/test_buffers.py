@@ -12,10 +12,14 @@ from cohort.common.transport.buffers import HostStaging, region_of
 
 @pytest.mark.parametrize(
     "buffer",
-    [bytearray(b"abcd"), memoryview(bytearray(b"abcd")), np.frombuffer(bytearray(b"abcd"), np.uint8).reshape(2, 2),
-     array.array("I", [0x64636261])],
+    [
+        bytearray(b"abcd"),
+        memoryview(bytearray(b"abcd")),
+        np.frombuffer(bytearray(b"abcd"), np.uint8).reshape(2, 2),
+        array.array("I", [0x64636261]),
+    ],
     ids=["bytearray", "memoryview", "numpy", "array"],
-)  # fmt: skip
+)
 def test_region_is_the_memory_itself(buffer: Any) -> None:
     region = region_of(buffer, writable=True)
     assert (region.nbytes, region.on_device) == (4, False)
@@ -57,8 +61,12 @@ def test_torch_tensors_of_every_type() -> None:
 class _DeviceArray:
     def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...] | None) -> None:
         self.__cuda_array_interface__ = {
-            "shape": shape, "typestr": "<f4", "data": (4096, False), "strides": strides, "version": 3,
-        }  # fmt: skip
+            "shape": shape,
+            "typestr": "<f4",
+            "data": (4096, False),
+            "strides": strides,
+            "version": 3,
+        }
 
 
 def test_device_arrays_are_described_not_touched() -> None:

@@ -86,8 +86,16 @@ async def test_malformed_messages_are_counted_and_skipped(tmp_path: Path) -> Non
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.IDENTITY, b"stranger")
     dealer.connect(bus.endpoint)
-    garbage = [[b""], [b"\xc1"], [b"{}"], [b"\x80"], [b"\x81\xa4type\xa3Foo"], [b"\x91" * 100_000], [b"a", b"b"],
-               [b"\x82\xa4type\xaaRegistered\xabincarnation\xa1x"]]
+    garbage = [
+        [b""],
+        [b"\xc1"],
+        [b"{}"],
+        [b"\x80"],
+        [b"\x81\xa4type\xa3Foo"],
+        [b"\x91" * 100_000],
+        [b"a", b"b"],
+        [b"\x82\xa4type\xaaRegistered\xabincarnation\xa1x"],
+    ]
     for frames in garbage:
         dealer.send_multipart(frames)
     anonymous = context.socket(zmq.DEALER)  # libzmq gives it a binary name

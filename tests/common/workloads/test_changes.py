@@ -26,9 +26,11 @@ from cohort.common.workloads.changes import (
 from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload, WorkloadFacts
 
 A = Workload(
-    "a", (WorkItem(0.0, 100, 10, hash_ids=(1, 2), hash_block=64), WorkItem(2.0, 50, 400, session="s")),
-    WorkloadFacts("A", "times"), (ClosedLoopPart(2, (WorkItem(0.0, 900, 30),)),),
-)  # fmt: skip
+    "a",
+    (WorkItem(0.0, 100, 10, hash_ids=(1, 2), hash_block=64), WorkItem(2.0, 50, 400, session="s")),
+    WorkloadFacts("A", "times"),
+    (ClosedLoopPart(2, (WorkItem(0.0, 900, 30),)),),
+)
 B = Workload("b", (WorkItem(1.0, 7, 3, hash_ids=(1,), hash_block=4),), WorkloadFacts("B", "times", skipped_rows=4))
 
 

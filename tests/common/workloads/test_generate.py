@@ -19,7 +19,9 @@ DRAWN = Drawn(Uniform(1, 1000), Uniform(1, 99))
 def test_a_trace_keeps_its_times_lengths_and_prefixes() -> None:
     workload = generate("t", FromTrace(TRACE, "file"), TraceTimes(2.0))
     assert [(i.arrival_s, i.prompt_tokens, i.output_tokens, i.hash_ids, i.session) for i in workload.items] == [
-        (0.0, 512, 5, (1,), ""), (2.0, 1024, 6, (1, 2), ""), (8.0, 1536, 7, (3, 4, 5), "s"),
+        (0.0, 512, 5, (1,), ""),
+        (2.0, 1024, 6, (1, 2), ""),
+        (8.0, 1536, 7, (3, 4, 5), "s"),
     ]
     assert {i.hash_block for i in workload.items} == {512}
     assert (workload.facts.skipped_rows, workload.facts.arrivals) == (2, "the trace's times x 2")

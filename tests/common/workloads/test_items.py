@@ -22,13 +22,16 @@ def test_rate_is_counted_by_gaps() -> None:
     assert Workload("w", ()).rate_per_s is None
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"prompt_tokens": 0}, "w: item 1: prompt_tokens is 0"),
-    ({"output_tokens": -3}, "w: item 1: output_tokens is -3"),
-    ({"arrival_s": 0.5}, "w: item 1: arrival_s 0.5 is before 1.0"),
-    ({"arrival_s": float("nan")}, "w: item 1: arrival_s is nan"),
-    ({"hash_ids": (1,)}, "w: item 1: hash_ids without hash_block"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_tokens": 0}, "w: item 1: prompt_tokens is 0"),
+        ({"output_tokens": -3}, "w: item 1: output_tokens is -3"),
+        ({"arrival_s": 0.5}, "w: item 1: arrival_s 0.5 is before 1.0"),
+        ({"arrival_s": float("nan")}, "w: item 1: arrival_s is nan"),
+        ({"hash_ids": (1,)}, "w: item 1: hash_ids without hash_block"),
+    ],
+)
 def test_wrong_items_are_named(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Workload("w", (ITEM, replace(ITEM, **changes))).check()  # type: ignore[arg-type]
@@ -83,9 +86,7 @@ def test_never_more_open_than_users_and_every_question_once(
     concurrency: int, count: int, batches: bool, until: float
 ) -> None:
     cycling = until < 100
-    users = ClosedLoopUsers(
-        part(concurrency, count, in_batches=batches, until_s=until if cycling else float("inf"))
-    )
+    users = ClosedLoopUsers(part(concurrency, count, in_batches=batches, until_s=until if cycling else float("inf")))
     asked = prompts(users.start(0.0))
     now = 0.0
     while users.open_requests:

@@ -38,10 +38,24 @@ def test_mean_and_std_become_mu_and_sigma() -> None:
     assert found.mu == pytest.approx(math.log(100) - math.log(2) / 2)
 
 
-@pytest.mark.parametrize("text", [
-    "0", "", "abc", "-5", "uniform:5", "uniform:9-3", "uniform:0-3", "lognormal:mean=3", "lognormal:mu=x,sigma=1",
-    "lognormal:mu=1,sigma=-1", "lognormal:mean=0,std=1", "lognormal:mu=1,sigma=1,min=9,max=3", "lognormal:a=1,b=2",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0",
+        "",
+        "abc",
+        "-5",
+        "uniform:5",
+        "uniform:9-3",
+        "uniform:0-3",
+        "lognormal:mean=3",
+        "lognormal:mu=x,sigma=1",
+        "lognormal:mu=1,sigma=-1",
+        "lognormal:mean=0,std=1",
+        "lognormal:mu=1,sigma=1,min=9,max=3",
+        "lognormal:a=1,b=2",
+    ],
+)
 def test_wrong_lengths_name_the_option(text: str) -> None:
     with pytest.raises(ConfigError, match="--output-len"):
         parse_distribution(text, "--output-len")

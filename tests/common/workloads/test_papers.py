@@ -11,12 +11,21 @@ from cohort.common.workloads.lengths import draw, fitted_lognormal
 from cohort.common.workloads.papers import SHAPES, paper_workload
 
 
-@pytest.mark.parametrize(("name", "prompt_mean", "output_mean"), [
-    ("bros-sharegpt", 222.76, 234.51), ("bros-lmsys", 90.50, 237.04), ("bros-best-effort", 768, 80),
-    ("ecoserve-alpaca", 19.31, 58.41), ("ecoserve-sharegpt", 161.31, 337.99), ("ecoserve-bookcorpus", 1952.11, 681.2),
-    ("bucketserve-alpaca", 83, 58.41), ("dynaserve-code", 8192, 32), ("dynaserve-balanced", 2048, 512),
-    ("dynaserve-reasoning", 219, 1467),
-])
+@pytest.mark.parametrize(
+    ("name", "prompt_mean", "output_mean"),
+    [
+        ("bros-sharegpt", 222.76, 234.51),
+        ("bros-lmsys", 90.50, 237.04),
+        ("bros-best-effort", 768, 80),
+        ("ecoserve-alpaca", 19.31, 58.41),
+        ("ecoserve-sharegpt", 161.31, 337.99),
+        ("ecoserve-bookcorpus", 1952.11, 681.2),
+        ("bucketserve-alpaca", 83, 58.41),
+        ("dynaserve-code", 8192, 32),
+        ("dynaserve-balanced", 2048, 512),
+        ("dynaserve-reasoning", 219, 1467),
+    ],
+)
 def test_means_are_the_papers(name: str, prompt_mean: float, output_mean: float) -> None:
     lengths = SHAPES[name].lengths
     assert draw(lengths.prompt, np.random.default_rng(0), 60_000).mean() == pytest.approx(prompt_mean, rel=0.015)

@@ -12,11 +12,15 @@ from cohort.common.errors import ConfigError
 from cohort.common.workloads.lengths import Quantiles, draw
 from cohort.common.workloads.tables import read_length_quantiles, read_rate_profile, read_rate_windows
 
-QUANTILES = "model,field,q,value\n" + "".join(
-    f"m,{field},{q},{value}\n"
-    for field, values in (("prompt_tokens", (10, 20, 100)), ("output_tokens", (1, 1, 5)))
-    for q, value in zip((0.0, 0.5, 1.0), values, strict=True)
-) + "m,reason_ratio,0.0,0.5\nother,prompt_tokens,0.0,3\n"
+QUANTILES = (
+    "model,field,q,value\n"
+    + "".join(
+        f"m,{field},{q},{value}\n"
+        for field, values in (("prompt_tokens", (10, 20, 100)), ("output_tokens", (1, 1, 5)))
+        for q, value in zip((0.0, 0.5, 1.0), values, strict=True)
+    )
+    + "m,reason_ratio,0.0,0.5\nother,prompt_tokens,0.0,3\n"
+)
 WINDOWS = "model,window_start_s,rate_rps,client_cv_p50\nm,0,2.5,1.2\nm,600,0,\nm,1200,5,1.4\nn,0,9,1\n"
 PROFILE = "kind,index,requests,tokens\nday,0,86400,5\nday,1,172800,5\nhour_of_day_mean,0,3600,\n"
 
@@ -37,16 +41,19 @@ def test_quantiles_become_lengths(tmp_path: Path) -> None:
     assert isinstance(lengths.prompt, Quantiles) and lengths.prompt.mean == pytest.approx(37.5)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    (QUANTILES.replace("0.5,20", "0.5,5"), r"table\.csv:3: column 'value': 5 is below"),
-    (QUANTILES.replace("0.5,20", "0.0,20"), r"table\.csv:3: column 'q'"),
-    (QUANTILES.replace("0.0,10", "0.1,10"), r"table\.csv:2: column 'q': the first quantile"),
-    (QUANTILES.replace("0.5,20", "half,20"), r"table\.csv:3: column 'q': 'half' is not a number"),
-    (QUANTILES.replace("0.5,20", "0.5,inf"), r"table\.csv:3: column 'value': 'inf' is not a finite"),
-    (QUANTILES.replace("m,prompt_tokens,1.0,100\n", ""), "must run evenly from 0 to 1"),
-    (QUANTILES.replace("q,value", "q"), r"table\.csv:1: missing column 'value'"),
-    (QUANTILES + "m,prompt_tokens\n", r"table\.csv:10: 2 of 4 columns; column 'q' is missing"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (QUANTILES.replace("0.5,20", "0.5,5"), r"table\.csv:3: column 'value': 5 is below"),
+        (QUANTILES.replace("0.5,20", "0.0,20"), r"table\.csv:3: column 'q'"),
+        (QUANTILES.replace("0.0,10", "0.1,10"), r"table\.csv:2: column 'q': the first quantile"),
+        (QUANTILES.replace("0.5,20", "half,20"), r"table\.csv:3: column 'q': 'half' is not a number"),
+        (QUANTILES.replace("0.5,20", "0.5,inf"), r"table\.csv:3: column 'value': 'inf' is not a finite"),
+        (QUANTILES.replace("m,prompt_tokens,1.0,100\n", ""), "must run evenly from 0 to 1"),
+        (QUANTILES.replace("q,value", "q"), r"table\.csv:1: missing column 'value'"),
+        (QUANTILES + "m,prompt_tokens\n", r"table\.csv:10: 2 of 4 columns; column 'q' is missing"),
+    ],
+)
 def test_wrong_quantiles_are_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_length_quantiles(write(tmp_path, text), "m")

@@ -44,7 +44,8 @@ def test_mooncake(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path, MOONCAKE))
     assert trace.format == "mooncake"
     assert [replace(row, arrival_s=None) for row in trace.rows] == [
-        TraceRow(None, 6955, 52, (46, 47, 48)), TraceRow(None, 6472, 26, (46, 47, 2353)),
+        TraceRow(None, 6955, 52, (46, 47, 48)),
+        TraceRow(None, 6472, 26, (46, 47, 2353)),
     ]
     assert trace.arrival_s == pytest.approx([0.0, 3.053])
 
@@ -111,25 +112,28 @@ def test_limit_counts_usable_rows(tmp_path: Path) -> None:
     assert len(read_trace(write(tmp_path, MOONCAKE), limit=1).rows) == 1
 
 
-@pytest.mark.parametrize(("text", "line", "reason"), [
-    (MOONCAKE + '{"timestamp": 1}\n', 3, "input_length"),
-    (MOONCAKE + "oops\n", 3, "Mooncake"),
-    (AZURE + "not a time,1,2\n", 4, "not a time"),
-    (AZURE + "2023-11-16 18:17:05,x,2\n", 4, "ContextTokens"),
-    (AZURE + "2023-11-16 18:17:05,1\n", 4, "2 of 3 columns"),
-    (BURSTGPT + "200,,1,GPT-4,1.5,2,3,API log\n", 5, "whole number"),
-    (COHORT + "2,-4,2,,\n", 4, "negative"),
-    (COHORT + "2,4,2,0 x,\n", 4, "'x'"),
-    (COHORT + "2,4,-2,,\n", 4, "output_tokens"),
-    (COHORT + "nan,4,2,,\n", 4, "nan"),
-    (COHORT + "x,4,2,,\n", 4, "'arrival_s': 'x' is not a number"),
-    (COHORT + "2,4\n", 4, "'output_tokens' is missing"),
-    (MOONCAKE + '{"timestamp": 1, "input_length": -1, "output_length": 2}\n', 3, "input_length: -1"),
-    ("arrival_s,prompt_tokens\n1,2\n", 1, "missing here: output_tokens"),
-    (COHORT + ",4,2,,\n", 4, "arrival"),
-    ("a,b\n1,2\n", 1, "not a known trace"),
-    ("\n", 1, "empty"),
-])
+@pytest.mark.parametrize(
+    ("text", "line", "reason"),
+    [
+        (MOONCAKE + '{"timestamp": 1}\n', 3, "input_length"),
+        (MOONCAKE + "oops\n", 3, "Mooncake"),
+        (AZURE + "not a time,1,2\n", 4, "not a time"),
+        (AZURE + "2023-11-16 18:17:05,x,2\n", 4, "ContextTokens"),
+        (AZURE + "2023-11-16 18:17:05,1\n", 4, "2 of 3 columns"),
+        (BURSTGPT + "200,,1,GPT-4,1.5,2,3,API log\n", 5, "whole number"),
+        (COHORT + "2,-4,2,,\n", 4, "negative"),
+        (COHORT + "2,4,2,0 x,\n", 4, "'x'"),
+        (COHORT + "2,4,-2,,\n", 4, "output_tokens"),
+        (COHORT + "nan,4,2,,\n", 4, "nan"),
+        (COHORT + "x,4,2,,\n", 4, "'arrival_s': 'x' is not a number"),
+        (COHORT + "2,4\n", 4, "'output_tokens' is missing"),
+        (MOONCAKE + '{"timestamp": 1, "input_length": -1, "output_length": 2}\n', 3, "input_length: -1"),
+        ("arrival_s,prompt_tokens\n1,2\n", 1, "missing here: output_tokens"),
+        (COHORT + ",4,2,,\n", 4, "arrival"),
+        ("a,b\n1,2\n", 1, "not a known trace"),
+        ("\n", 1, "empty"),
+    ],
+)
 def test_wrong_rows_are_named(tmp_path: Path, text: str, line: int, reason: str) -> None:
     path = write(tmp_path, text, "bad.csv")
     with pytest.raises(ConfigError) as caught:
@@ -143,10 +147,15 @@ def test_a_named_format_must_fit(tmp_path: Path) -> None:
         read_trace(write(tmp_path, COHORT), "azure")
 
 
-@pytest.mark.parametrize("content", [
-    gzip.compress(COHORT.encode(), mtime=0)[:-9], b"\x1f\x8b garbage", b"\xff\xfe\x00binary",
-    b"arrival_s,prompt_tokens,output_tokens\n",
-])
+@pytest.mark.parametrize(
+    "content",
+    [
+        gzip.compress(COHORT.encode(), mtime=0)[:-9],
+        b"\x1f\x8b garbage",
+        b"\xff\xfe\x00binary",
+        b"arrival_s,prompt_tokens,output_tokens\n",
+    ],
+)
 def test_unreadable_files_are_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.csv"
     path.write_bytes(content)
@@ -174,11 +183,14 @@ def test_prompt_sets_give_lengths_of_the_first_turn(tmp_path: Path) -> None:
         read_trace(write(tmp_path, PROMPTS + '{"turns": []}\n'))
 
 
-@pytest.mark.parametrize(("lengths", "block"), [
-    ([(1024, 2), (1025, 3), (100, 1)], 512),  # begun blocks count: Mooncake's rule
-    ([(40, 2), (63, 3), (160, 10)], 16),  # full blocks only
-    ([(7, 0)], 0),
-])
+@pytest.mark.parametrize(
+    ("lengths", "block"),
+    [
+        ([(1024, 2), (1025, 3), (100, 1)], 512),  # begun blocks count: Mooncake's rule
+        ([(40, 2), (63, 3), (160, 10)], 16),  # full blocks only
+        ([(7, 0)], 0),
+    ],
+)
 def test_tokens_per_hash_id_follow_from_the_rows(lengths: list[tuple[int, int]], block: int) -> None:
     rows = tuple(TraceRow(None, prompt, 1, tuple(range(ids))) for prompt, ids in lengths)
     assert Trace("cohort", rows, 0).hash_block() == block
@@ -194,11 +206,18 @@ TRACES = os.environ.get("COHORT_TRACES", "")
 
 
 @pytest.mark.skipif(not TRACES, reason="COHORT_TRACES names no folder of trace files")
-@pytest.mark.parametrize(("name", "rows", "block"), [
-    ("azure2023_code.csv.gz", 8819, 0), ("mooncake_conversation.csv.gz", 12031, 512),
-    ("sharegpt_gpt4_blocks16.csv.gz", 300, 16), ("burstgpt3_sessions_head.csv.gz", 279, 0),
-    ("wildchat_250.csv.gz", 250, 0), ("alpaca_prompts.jsonl.gz", 9225, 0), ("mt_bench_prompts.jsonl.gz", 30, 0),
-])
+@pytest.mark.parametrize(
+    ("name", "rows", "block"),
+    [
+        ("azure2023_code.csv.gz", 8819, 0),
+        ("mooncake_conversation.csv.gz", 12031, 512),
+        ("sharegpt_gpt4_blocks16.csv.gz", 300, 16),
+        ("burstgpt3_sessions_head.csv.gz", 279, 0),
+        ("wildchat_250.csv.gz", 250, 0),
+        ("alpaca_prompts.jsonl.gz", 9225, 0),
+        ("mt_bench_prompts.jsonl.gz", 30, 0),
+    ],
+)
 def test_real_traces(name: str, rows: int, block: int) -> None:
     trace = read_trace(Path(TRACES) / name)
     assert (len(trace.rows), trace.hash_block()) == (rows, block)

@@ -40,18 +40,25 @@ def decode(step, plan: DecodePlan, *, sliding_window: int = 0) -> Tensor:
 def workspace_for(step, **options) -> Workspace:
     chosen = {"staging_tokens": 256, "max_rows": 8, **options}
     return Workspace(
-        query_heads=step.query.shape[1], kv_heads=step.kv.shape[3], head_dim=step.query.shape[2],
-        dtype=step.kv.dtype, device=step.kv.device, **chosen,
-    )  # fmt: skip
+        query_heads=step.query.shape[1],
+        kv_heads=step.kv.shape[3],
+        head_dim=step.query.shape[2],
+        dtype=step.kv.dtype,
+        device=step.kv.device,
+        **chosen,
+    )
 
 
 @pytest.mark.parametrize(
     ("dtype", "directions"),
     [
-        (torch.float32, "forward"), (torch.float32, "reversed"), (torch.float32, "mixed"), (torch.bfloat16, "mixed"),
+        (torch.float32, "forward"),
+        (torch.float32, "reversed"),
+        (torch.float32, "mixed"),
+        (torch.bfloat16, "mixed"),
         (torch.float16, "mixed"),
     ],
-)  # fmt: skip
+)
 def test_decode_rows_of_any_length(make_gpu_step, assert_close, dtype, directions):
     step = make_gpu_step(RAGGED, dtype=dtype, directions=directions)
     assert_close(attend(step), step.expected())
@@ -157,9 +164,10 @@ def test_any_shape(make_gpu_step, assert_close, data):
     rows = data.draw(
         st.lists(
             st.integers(1, 60).flatmap(lambda context: st.tuples(st.just(context), st.integers(1, context))),
-            min_size=1, max_size=3,
+            min_size=1,
+            max_size=3,
         )
-    )  # fmt: skip
+    )
     step = make_gpu_step(
         sorted([*rows, (data.draw(st.integers(0, 90)), 1)], key=lambda row: row[1] == 1),  # prefill rows come first
         kv_heads=data.draw(st.integers(1, 2)),
@@ -195,9 +203,10 @@ class TestWorkspace:
 
     @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
-        lengths=st.lists(st.integers(0, 200), min_size=1, max_size=6), items=st.integers(1, 30),
+        lengths=st.lists(st.integers(0, 200), min_size=1, max_size=6),
+        items=st.integers(1, 30),
         window=st.sampled_from([0, 50]),
-    )  # fmt: skip
+    )
     def test_parts_stay_in_the_room_planned_for_them(self, make_gpu_step, assert_close, lengths, items, window):
         step = make_gpu_step([(length, 1) for length in lengths], kv_heads=2, group=1, head_dim=16)
         plan = plan_of(items)
@@ -263,9 +272,16 @@ class TestFlashPrefill:
 
 
 def dense_flash(
-    query: Tensor, keys: Tensor, values: Tensor, query_starts: Tensor, key_starts: Tensor, max_queries: int,
-    max_keys: int, scale: float, window: int,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    max_queries: int,
+    max_keys: int,
+    scale: float,
+    window: int,
+) -> Tensor:
     """What variable-length flash attention promises: a row's last query sees its last key."""
     out = torch.full_like(query, float("nan"))
     group = query.shape[1] // keys.shape[1]

@@ -15,8 +15,15 @@ def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path):
     lines = [line.split() for line in done.stdout.splitlines()]
     names = {line[1] for line in lines}
     assert names == {
-        "decode_rows", "merge_parts", "prefill_rows", "stage_rows", "_copy_tokens", "_store_kv", "_rope", "_rms_norm",
+        "decode_rows",
+        "merge_parts",
+        "prefill_rows",
+        "stage_rows",
+        "_copy_tokens",
+        "_store_kv",
+        "_rope",
+        "_rms_norm",
         "_silu_mul",
-    }  # fmt: skip
+    }
     # without 16-byte loads of keys and values decode is far from what the memory gives
     assert all(int(line[-1]) >= 16 for line in lines if line[1] in ("decode_rows", "prefill_rows"))

@@ -55,7 +55,8 @@ class FakeServer:
     def measured(self) -> list[dict[str, Any]]:
         """Bodies without the negotiation's and the warm-up's."""
         return [
-            body for body, headers in zip(self.bodies, self.headers, strict=True)
+            body
+            for body, headers in zip(self.bodies, self.headers, strict=True)
             if not headers["x-request-id"].startswith(("bench-probe", "bench-warm-up"))
         ]
 
@@ -70,10 +71,15 @@ class FakeServer:
         asked = self.behaviour
         if not asked.lists_models:
             return web.Response(status=500, text="Internal Server Error")
-        return web.json_response({"object": "list", "data": [
-            {"id": name, "object": "model", "root": asked.root, "max_model_len": asked.max_model_len}
-            for name in asked.models
-        ]})
+        return web.json_response(
+            {
+                "object": "list",
+                "data": [
+                    {"id": name, "object": "model", "root": asked.root, "max_model_len": asked.max_model_len}
+                    for name in asked.models
+                ],
+            }
+        )
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -89,7 +95,8 @@ class FakeServer:
     async def _generate(self, request: web.Request, body: dict[str, Any], chat: bool) -> web.StreamResponse:
         asked = self.behaviour
         if (body.get("ignore_eos") and not asked.takes_ignore_eos) or (
-                body.get("stream_options") and not asked.takes_usage):
+            body.get("stream_options") and not asked.takes_usage
+        ):
             return web.json_response({"error": {"message": "unknown field"}}, status=422)
         index = len(self.bodies)
         self.bodies.append(body)
@@ -111,7 +118,7 @@ class FakeServer:
         return response
 
     async def _events(
-        self, response: web.StreamResponse, request: web.Request, body: dict[str, Any], chat: bool, fault: str | None,
+        self, response: web.StreamResponse, request: web.Request, body: dict[str, Any], chat: bool, fault: str | None
     ) -> None:
         asked = self.behaviour
 
@@ -144,10 +151,16 @@ class FakeServer:
         if body.get("stream_options", {}).get("include_usage"):
             prompt = body.get("prompt", "")
             tokens = len(prompt) if isinstance(prompt, list) else len(str(prompt).split())
-            await send({"choices": [], "usage": {
-                "prompt_tokens": tokens + asked.extra_prompt_tokens, "completion_tokens": count,
-                "prompt_tokens_details": {"cached_tokens": asked.cached_tokens},
-            }})
+            await send(
+                {
+                    "choices": [],
+                    "usage": {
+                        "prompt_tokens": tokens + asked.extra_prompt_tokens,
+                        "completion_tokens": count,
+                        "prompt_tokens_details": {"cached_tokens": asked.cached_tokens},
+                    },
+                }
+            )
         if fault != "truncate":
             await response.write(b"data: [DONE]\n\n")
 

@@ -35,15 +35,31 @@ def result(server: FakeServer, tmp_path: Path, *args: str, expect: int = 0) -> d
     return found
 
 
-def test_single_run_with_every_output(
-    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_single_run_with_every_output(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     server.behaviour.first_token_s, server.behaviour.token_s = 0.02, 0.002
     files = [tmp_path / name for name in ("out.json", "out.csv", "out.png")]
-    bench(server, "--rate", "100", "--num-requests", "30", "--mix", "0.5:16x4,0.5:64x8", "--class-mix", "rt=0.5,be=0.5",
-          "--slo-ttft-ms", "rt=20000,be=0.001", "--seed", "3",
-          "--json", str(files[0]), "--csv", str(files[1]), "--plot", str(files[2]))
+    bench(
+        server,
+        "--rate",
+        "100",
+        "--num-requests",
+        "30",
+        "--mix",
+        "0.5:16x4,0.5:64x8",
+        "--class-mix",
+        "rt=0.5,be=0.5",
+        "--slo-ttft-ms",
+        "rt=20000,be=0.001",
+        "--seed",
+        "3",
+        "--json",
+        str(files[0]),
+        "--csv",
+        str(files[1]),
+        "--plot",
+        str(files[2]),
+    )
     printed = capsys.readouterr().out
     for part in ("tiny", "30 / 0 / 0", "TTFT", "TPOT", "client queue", "SLO", "64x8", "be", "client loop lag"):
         assert part in printed
@@ -54,7 +70,10 @@ def test_single_run_with_every_output(
     assert "api_key" not in document["settings"]
     assert run["overall"]["completed"] == 30
     assert run["dialect"] == {
-        "endpoint": "completions", "prompt_format": "ids", "ignore_eos": True, "stream_usage": True,
+        "endpoint": "completions",
+        "prompt_format": "ids",
+        "ignore_eos": True,
+        "stream_usage": True,
     }
     assert run["lengths"]["prompt_exact"] == run["lengths"]["output_exact"] == 30
     assert set(run["by_class"]) == {"rt", "be"} and set(run["by_kind"]) == {"16x4", "64x8"}
@@ -88,12 +107,15 @@ def test_runs_differ_in_words_unless_salted(server: FakeServer, tmp_path: Path) 
 
 def test_trace_prefixes_reach_the_server(server: FakeServer, tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
-    trace.write_text("".join(
-        json.dumps({"timestamp": 100 * i, "input_length": 12, "output_length": 900, "hash_ids": [7, i]}) + "\n"
-        for i in range(3)
-    ))
-    found = result(server, tmp_path, "--trace", str(trace), "--hash-block", "8", "--time-scale", "0.5",
-                   "--max-output", "2")
+    trace.write_text(
+        "".join(
+            json.dumps({"timestamp": 100 * i, "input_length": 12, "output_length": 900, "hash_ids": [7, i]}) + "\n"
+            for i in range(3)
+        )
+    )
+    found = result(
+        server, tmp_path, "--trace", str(trace), "--hash-block", "8", "--time-scale", "0.5", "--max-output", "2"
+    )
     facts = found["runs"][0]["workload"]
     assert (facts["clipped_outputs"], facts["clipped_prompts"], facts["shares_prefixes"]) == (3, 0, True)
     assert "trace's times x 0.5" in facts["arrivals"]
@@ -107,8 +129,9 @@ def test_dataset_is_chat(server: FakeServer, tmp_path: Path) -> None:
     data = tmp_path / "prompts.jsonl"
     data.write_text('{"prompt": "hello", "output_tokens": 5}\n{"turns": ["what?", "more"]}\n')
     server.behaviour.stops_after = 2
-    found = result(server, tmp_path, "--dataset", str(data), "--num-requests", "4", "--output-len", "9",
-                   "--warmup", "0")
+    found = result(
+        server, tmp_path, "--dataset", str(data), "--num-requests", "4", "--output-len", "9", "--warmup", "0"
+    )
     run = found["runs"][0]
     assert run["dialect"]["endpoint"] == "chat"
     assert run["overall"]["output_tokens"] == 8
@@ -120,12 +143,23 @@ def test_dataset_is_chat(server: FakeServer, tmp_path: Path) -> None:
 
 
 def test_failures_are_reported_not_hidden(
-    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.behaviour.fault = lambda index: {4: "http_500", 5: "mid_stream_error", 6: "cut", 7: "hang"}.get(index)
     path = tmp_path / "out.json"
-    bench(server, "--num-requests", "10", "--json", str(path), "--request-timeout-s", "0.5", "--warmup", "0",
-          "--slo-e2e-ms", "5000")
+    bench(
+        server,
+        "--num-requests",
+        "10",
+        "--json",
+        str(path),
+        "--request-timeout-s",
+        "0.5",
+        "--warmup",
+        "0",
+        "--slo-e2e-ms",
+        "5000",
+    )
     run = json.loads(path.read_text())["runs"][0]
     assert run["overall"]["completed"] == 6 and run["overall"]["failed"] == 4
     assert run["errors"] == {"http_500": 1, "stream_error": 1, "disconnected": 1, "timeout": 1}
@@ -157,14 +191,32 @@ def test_length_deviation_is_reported(server: FakeServer, tmp_path: Path) -> Non
 
 
 def test_compare_interleaves_the_same_requests(
-    serve: Callable[[], FakeServer], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    serve: Callable[[], FakeServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fast, slow = serve(), serve()
     slow.behaviour.first_token_s = 0.3
     path, plot = tmp_path / "out.json", tmp_path / "out.png"
     pytest.importorskip("matplotlib")
-    assert main(["--compare", f"fast={fast.url}", f"slow={slow.url}", "--rounds", "2", "--num-requests", "4",
-                 "--concurrency", "2", "--json", str(path), "--plot", str(plot)]) == 0
+    assert (
+        main(
+            [
+                "--compare",
+                f"fast={fast.url}",
+                f"slow={slow.url}",
+                "--rounds",
+                "2",
+                "--num-requests",
+                "4",
+                "--concurrency",
+                "2",
+                "--json",
+                str(path),
+                "--plot",
+                str(plot),
+            ]
+        )
+        == 0
+    )
     document = json.loads(path.read_text())
     assert [run["name"] for run in document["runs"]] == ["fast", "slow", "fast", "slow"]
     ttft = next(figure for figure in document["comparison"] if figure["key"] == "ttft_p50_ms")
@@ -178,7 +230,7 @@ def test_compare_interleaves_the_same_requests(
 
 
 def test_compare_uses_one_prompt_form_for_all(
-    serve: Callable[[], FakeServer], capsys: pytest.CaptureFixture[str],
+    serve: Callable[[], FakeServer], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One of them refuses ids and no tokenizer is at hand: comparing ids with text is refused, not done silently."""
     takes, refuses = serve(), serve()
@@ -197,13 +249,31 @@ def test_sweep(server: FakeServer, tmp_path: Path) -> None:
 
 
 def test_capacity_finds_where_the_queue_grows(
-    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A server that takes 40 requests/s: at 30/s nobody waits, at 60/s four of ten wait longer than 300 ms."""
     server.behaviour.capacity_per_s = 40.0
     path = tmp_path / "out.json"
-    bench(server, "--capacity", "--rate", "30", "--cv", "0", "--duration-s", "1", "--input-len", "8",
-          "--output-len", "1", "--slo-ttft-ms", "300", "--tolerance", "0.5", "--json", str(path))
+    bench(
+        server,
+        "--capacity",
+        "--rate",
+        "30",
+        "--cv",
+        "0",
+        "--duration-s",
+        "1",
+        "--input-len",
+        "8",
+        "--output-len",
+        "1",
+        "--slo-ttft-ms",
+        "300",
+        "--tolerance",
+        "0.5",
+        "--json",
+        str(path),
+    )
     capacity = json.loads(path.read_text())["capacity"]
     assert 30 <= capacity["requests_per_s"] < 60
     assert capacity["complete"] and not capacity["at_least"]
@@ -216,9 +286,25 @@ def test_ctrl_c_gives_the_partial_report(server: FakeServer, tmp_path: Path) -> 
     server.behaviour.fault = lambda index: "hang" if index >= 4 else None
     path = tmp_path / "out.json"
     process = subprocess.Popen(
-        [sys.executable, "-m", "cohort.services.bench", "--url", server.url, "--concurrency", "2",
-         "--num-requests", "50", "--warmup", "0", "--json", str(path)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [
+            sys.executable,
+            "-m",
+            "cohort.services.bench",
+            "--url",
+            server.url,
+            "--concurrency",
+            "2",
+            "--num-requests",
+            "50",
+            "--warmup",
+            "0",
+            "--json",
+            str(path),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:
         deadline = 20.0
@@ -261,35 +347,38 @@ def parse(*args: str) -> options.BenchOptions:
     return options.from_args(parser.parse_args(args))
 
 
-@pytest.mark.parametrize(("args", "named"), [
-    (("--rate", "0"), "--rate"),
-    (("--num-requests", "-1"), "--num-requests"),
-    (("--cv", "-1"), "--cv"),
-    (("--concurrency", "4", "--max-concurrency", "2"), "--max-concurrency"),
-    (("--time-scale", "2"), "--trace"),
-    (("--capacity",), "--slo-ttft-ms"),
-    (("--capacity", "--slo-ttft-ms", "1", "--attainment", "101"), "--attainment"),
-    (("--slo-ttft-ms", "fast"), "--slo-ttft-ms"),
-    (("--slo-ttft-ms", "rt=5"), "--class-mix"),
-    (("--class-mix", "rt"), "--class-mix"),
-    (("--sweep", "speed=1"), "--sweep"),
-    (("--sweep", "concurrency=1.5"), "--sweep"),
-    (("--sweep", "rate=0,1"), "--sweep"),
-    (("--sweep", "rate=1,2", "--concurrency", "4"), "leave out --concurrency"),
-    (("--capacity", "--slo-ttft-ms", "1", "--all-at-once"), "leave out --all-at-once"),
-    (("--compare", "a=x"), "two"),
-    (("--compare", "a=x", "a=y"), "different names"),
-    (("--compare", "http://x", "b=y"), "NAME=URL"),
-    (("--mix", "1:2x3", "--input-len", "5"), "--input-len and --mix"),
-    (("--mix", "1:2x3", "--trace", "t"), "--mix and --trace"),
-    (("--endpoint", "chat", "--prompt-format", "ids"), "--prompt-format"),
-    (("--extra-body", "[]"), "--extra-body"),
-    (("--extra-body", "{"), "--extra-body"),
-    (("--token-range", "9:3"), "--token-range"),
-    (("--trace", "absent.csv"), "absent.csv"),
-    (("--plot", "no/such/folder/x.png"), "--plot"),
-    (("--json", "no/such/folder/x.json"), "--json"),
-])
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("--rate", "0"), "--rate"),
+        (("--num-requests", "-1"), "--num-requests"),
+        (("--cv", "-1"), "--cv"),
+        (("--concurrency", "4", "--max-concurrency", "2"), "--max-concurrency"),
+        (("--time-scale", "2"), "--trace"),
+        (("--capacity",), "--slo-ttft-ms"),
+        (("--capacity", "--slo-ttft-ms", "1", "--attainment", "101"), "--attainment"),
+        (("--slo-ttft-ms", "fast"), "--slo-ttft-ms"),
+        (("--slo-ttft-ms", "rt=5"), "--class-mix"),
+        (("--class-mix", "rt"), "--class-mix"),
+        (("--sweep", "speed=1"), "--sweep"),
+        (("--sweep", "concurrency=1.5"), "--sweep"),
+        (("--sweep", "rate=0,1"), "--sweep"),
+        (("--sweep", "rate=1,2", "--concurrency", "4"), "leave out --concurrency"),
+        (("--capacity", "--slo-ttft-ms", "1", "--all-at-once"), "leave out --all-at-once"),
+        (("--compare", "a=x"), "two"),
+        (("--compare", "a=x", "a=y"), "different names"),
+        (("--compare", "http://x", "b=y"), "NAME=URL"),
+        (("--mix", "1:2x3", "--input-len", "5"), "--input-len and --mix"),
+        (("--mix", "1:2x3", "--trace", "t"), "--mix and --trace"),
+        (("--endpoint", "chat", "--prompt-format", "ids"), "--prompt-format"),
+        (("--extra-body", "[]"), "--extra-body"),
+        (("--extra-body", "{"), "--extra-body"),
+        (("--token-range", "9:3"), "--token-range"),
+        (("--trace", "absent.csv"), "absent.csv"),
+        (("--plot", "no/such/folder/x.png"), "--plot"),
+        (("--json", "no/such/folder/x.json"), "--json"),
+    ],
+)
 def test_wrong_options_are_named(args: tuple[str, ...], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(*args)
@@ -320,7 +409,9 @@ def test_cohort_bench_is_the_same_command(server: FakeServer, tmp_path: Path) ->
 
 
 def test_adding_the_options_imports_nothing_heavy() -> None:
-    code = ("import sys; from cohort.services.cli import bench; "
-            "print([m for m in ('numpy', 'aiohttp', 'rich', 'matplotlib', 'torch', 'tokenizers') if m in sys.modules])")
+    code = (
+        "import sys; from cohort.services.cli import bench; "
+        "print([m for m in ('numpy', 'aiohttp', 'rich', 'matplotlib', 'torch', 'tokenizers') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
     assert done.stdout.strip() == "[]"

@@ -52,7 +52,11 @@ def prepare(server: FakeServer, plan: RequestPlan, dialect: Dialect = IDS) -> Pr
 
 
 async def send(
-    session: aiohttp.ClientSession, server: FakeServer, *, output_tokens: int = 6, timeout_s: float = 5.0,
+    session: aiohttp.ClientSession,
+    server: FakeServer,
+    *,
+    output_tokens: int = 6,
+    timeout_s: float = 5.0,
     dialect: Dialect = IDS,
 ) -> RequestRecord:
     plan = RequestPlan(0, None, 12, output_tokens)
@@ -88,18 +92,21 @@ async def test_empty_chunks_are_no_tokens(session: aiohttp.ClientSession, server
     assert record.end_s >= record.token_s[-1]
 
 
-@pytest.mark.parametrize(("fault", "kind", "detail"), [
-    ("http_500", "http_500", "made to fail"),
-    ("http_429", "http_429", "made to fail"),
-    ("mid_stream_error", "stream_error", "lost a worker"),
-    ("truncate", "truncated", "without [DONE]"),
-    ("cut", "disconnected", ""),
-    ("garbage", "bad_event", "not json"),
-    ("json", "not_a_stream", "application/json"),
-    ("hang", "timeout", "0.3 s"),
-])
+@pytest.mark.parametrize(
+    ("fault", "kind", "detail"),
+    [
+        ("http_500", "http_500", "made to fail"),
+        ("http_429", "http_429", "made to fail"),
+        ("mid_stream_error", "stream_error", "lost a worker"),
+        ("truncate", "truncated", "without [DONE]"),
+        ("cut", "disconnected", ""),
+        ("garbage", "bad_event", "not json"),
+        ("json", "not_a_stream", "application/json"),
+        ("hang", "timeout", "0.3 s"),
+    ],
+)
 async def test_failures_are_named(
-    session: aiohttp.ClientSession, server: FakeServer, fault: str, kind: str, detail: str,
+    session: aiohttp.ClientSession, server: FakeServer, fault: str, kind: str, detail: str
 ) -> None:
     server.behaviour.fault = lambda index: fault
     record = await send(session, server, timeout_s=0.3 if fault == "hang" else 5.0)
@@ -114,15 +121,21 @@ async def test_nobody_listens(session: aiohttp.ClientSession) -> None:
 
 
 async def run(
-    session: aiohttp.ClientSession, server: FakeServer, arrivals: Arrivals, count: int, *,
-    stop: asyncio.Event | None = None, max_concurrency: int | None = None, duration_s: float | None = None,
+    session: aiohttp.ClientSession,
+    server: FakeServer,
+    arrivals: Arrivals,
+    count: int,
+    *,
+    stop: asyncio.Event | None = None,
+    max_concurrency: int | None = None,
+    duration_s: float | None = None,
 ) -> RunLog:
     workload = build(WorkloadSpec(Drawn(Fixed(8), Fixed(4)), arrivals, count))
     requests = [prepare(server, plan) for plan in workload.plans]
     client = HttpStreamClient(session, server.url + IDS.path, 5.0)
     async with asyncio.timeout(20):
         return await Driver(
-            client, requests, arrivals, stop=stop, max_concurrency=max_concurrency, duration_s=duration_s,
+            client, requests, arrivals, stop=stop, max_concurrency=max_concurrency, duration_s=duration_s
         ).run()
 
 

@@ -17,12 +17,18 @@ def write(folder: Path, text: str, name: str = "prompts") -> Path:
 
 
 def test_dataset_fields(tmp_path: Path) -> None:
-    path = write(tmp_path, "\n".join((
-        '{"prompt": "a"}',
-        '{"instruction": "b", "input": "c", "ref_output_tokens_approx": 9}',
-        '{"turns": ["d", "later"], "category": "writing", "ref_output_tokens_approx": [4, 8]}',
-        '{"messages": [{"role": "system", "content": "e"}, {"role": "user", "content": "f"}], "output_tokens": 3}',
-    )))
+    path = write(
+        tmp_path,
+        "\n".join(
+            (
+                '{"prompt": "a"}',
+                '{"instruction": "b", "input": "c", "ref_output_tokens_approx": 9}',
+                '{"turns": ["d", "later"], "category": "writing", "ref_output_tokens_approx": [4, 8]}',
+                '{"messages": [{"role": "system", "content": "e"}, {"role": "user", "content": "f"}], '
+                '"output_tokens": 3}',
+            )
+        ),
+    )
     assert read_dataset(path) == (
         DatasetRow((("user", "a"),)),
         DatasetRow((("user", "b\n\nc"),), 9),

@@ -79,12 +79,20 @@ def test_started_loaded_examined_and_stopped(calls: list[tuple[str, ...]]) -> No
         assert served.metrics() == "asked for /metrics\n"
     assert calls == [
         (
-            "serve", "--detach", "--preset", "bros", "--config", "{'kv': {'block_size': 8}}", "--port", "8399",
-            "--set", "kv.prefix_caching=false",
+            "serve",
+            "--detach",
+            "--preset",
+            "bros",
+            "--config",
+            "{'kv': {'block_size': 8}}",
+            "--port",
+            "8399",
+            "--set",
+            "kv.prefix_caching=false",
         ),
         ("bench", "--url", "http://127.0.0.1:8399", "--rate", "2", "--quiet", "--json"),
         ("serve", "--stop", "--port", "8399"),
-    ]  # fmt: skip
+    ]
 
 
 def test_it_is_stopped_when_the_comparison_fails(calls: list[tuple[str, ...]]) -> None:

@@ -37,9 +37,16 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("tiny-llama")
     config = transformers.LlamaConfig(
-        vocab_size=199, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=199,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -56,8 +63,17 @@ def test_the_engine_is_measured_end_to_end(
     arguments = ["--engine", "--quick", "--model", str(tiny_llama), "--dtype", "float32", "--threads", "1"]
     assert main([*arguments, "--json", str(report), "--plot", str(picture)]) == 0
     shown = capsys.readouterr()
-    for part in ("decode: products alone", "decode step", "prefill step", "where a decode step goes", "growth",
-                 "decode attention", "allocations in a decode step", "memory: weights", "--quick"):  # fmt: skip
+    for part in (
+        "decode: products alone",
+        "decode step",
+        "prefill step",
+        "where a decode step goes",
+        "growth",
+        "decode attention",
+        "allocations in a decode step",
+        "memory: weights",
+        "--quick",
+    ):
         assert part in shown.out
     assert "1/7 decode, 1 rows" in shown.err
 
@@ -114,29 +130,55 @@ def test_a_measuring_process_that_fails_says_why() -> None:
 def _report(**changes: Any) -> EngineReport:
     fields: dict[str, Any] = {
         "machine": Machine(
-            processor="p", features=[], cores=2, threads=2, dtype="bfloat16", kernels="native", cohort="0", torch="2",
-            python="3", omp_wait_policy="", load_1m=[0.0, 0.0],
+            processor="p",
+            features=[],
+            cores=2,
+            threads=2,
+            dtype="bfloat16",
+            kernels="native",
+            cohort="0",
+            torch="2",
+            python="3",
+            omp_wait_policy="",
+            load_1m=[0.0, 0.0],
         ),
         "model": ModelFacts(
-            name="m", family="llama", layers=2, hidden=8, query_size=10, vocabulary=9, layer_parameters=1000,
-            product_bytes=1, block_size=16, kv_blocks=4, kv_token_bytes=1,
+            name="m",
+            family="llama",
+            layers=2,
+            hidden=8,
+            query_size=10,
+            vocabulary=9,
+            layer_parameters=1000,
+            product_bytes=1,
+            block_size=16,
+            kv_blocks=4,
+            kv_token_bytes=1,
         ),
-        "contests": [], "shares": [], "attention": [], "allocations": [],
+        "contests": [],
+        "shares": [],
+        "attention": [],
+        "allocations": [],
         "memory": MemoryUse(
             rss_before=0, rss_loaded=0, rss_stepped=0, weights=0, buffers=0, kv_reserved=0, host_reserved=0
         ),
         "notes": [],
-    }  # fmt: skip
+    }
     return EngineReport(**{**fields, **changes})
 
 
 def _contest(kind: Any, tokens: int, steps: list[tuple[int, int, float, float]]) -> Contest:
     """steps: rows, context, seconds, ratio to the prepacked products."""
     points = [
-        StepPoint(rows=rows, tokens_per_row=tokens // rows, context=context, step=Timing(seconds, seconds, seconds),
-                  ratios={"prepacked": ratio})
+        StepPoint(
+            rows=rows,
+            tokens_per_row=tokens // rows,
+            context=context,
+            step=Timing(seconds, seconds, seconds),
+            ratios={"prepacked": ratio},
+        )
         for rows, context, seconds, ratio in steps
-    ]  # fmt: skip
+    ]
     return Contest(
         kind=kind, tokens=tokens, sampled=1, rounds=1, floor_layers=2, bandwidth=1.0, floors={}, steps=points
     )
@@ -150,24 +192,43 @@ def test_targets_are_judged_where_they_were_measured() -> None:
             _contest("prefill", 512, [(1, 512, 1.0, 1.2)]),
         ],
         shares=[
-            StepShares(rows=rows, context=128, steps=1, step_s=1.0, clocked_s=1.0, parts_s={}, outside_kernels=0.2,
-                       outside_execute=0.1)
+            StepShares(
+                rows=rows,
+                context=128,
+                steps=1,
+                step_s=1.0,
+                clocked_s=1.0,
+                parts_s={},
+                outside_kernels=0.2,
+                outside_execute=0.1,
+            )
             for rows in (1, 16)
         ],
         attention=[
-            AttentionPoint(rows=16, context=512, layers=1, read_bytes=1, paged=Timing(1.0, 1.0, 1.0), rate=1.0,
-                           bandwidth=1.0, share=0.61, gathered_ratio=2.0)
+            AttentionPoint(
+                rows=16,
+                context=512,
+                layers=1,
+                read_bytes=1,
+                paged=Timing(1.0, 1.0, 1.0),
+                rate=1.0,
+                bandwidth=1.0,
+                share=0.61,
+                gathered_ratio=2.0,
+            )
         ],
         allocations=[Allocations(rows=16, context=128, count=0, total_bytes=0, by_operator=[])],
-    )  # fmt: skip
+    )
     targets = list(engine_targets(report))
     assert [(target.wanted, target.found, target.met) for target in targets] == [
-        (1.5, 1.5, True), (1.4, 1.41, False), (1.25, 1.2, True), (0.15, 0.2, False), (0.6, 0.61, True),
+        (1.5, 1.5, True),
+        (1.4, 1.41, False),
+        (1.25, 1.2, True),
+        (0.15, 0.2, False),
+        (0.6, 0.61, True),
         (0.0, 0.0, True),
-    ]  # fmt: skip
-    document = json.loads(
-        encode(EngineBench(quick=False, engine=report, growth=[], targets=targets, findings=[]))
-    )
+    ]
+    document = json.loads(encode(EngineBench(quick=False, engine=report, growth=[], targets=targets, findings=[])))
     assert [target["met"] for target in document["targets"]] == [True, False, True, False, True, True]
 
 
@@ -213,7 +274,7 @@ def test_the_links_are_measured_end_to_end(tmp_path: Path, capsys: pytest.Captur
     assert measured["zmq"]["size_mb"] == 1 and measured["zmq"]["median"] > 0
     assert "ZeroMQ link" in out and picture.read_bytes().startswith(b"\x89PNG")
     for name in found["missing"]:
-        assert f"{ {'ucx': 'UCX link'}.get(name, name)} was not measured" in " ".join(out.split())
+        assert f"{ {'ucx': 'UCX link'}.get(name, name) } was not measured" in " ".join(out.split())
 
 
 async def test_a_missing_tool_is_said_and_the_rest_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,9 +301,13 @@ def test_ratios_are_taken_within_rounds() -> None:
         return LinkRates(name=name, size_mb=4, rates=list(values))
 
     report = LinkReport(
-        rounds=3, total_mb=8, cores=2, load_1m=[0.0, 0.0], missing={},
+        rounds=3,
+        total_mb=8,
+        cores=2,
+        load_1m=[0.0, 0.0],
+        missing={},
         rates=[rates("ucx", 6.0, 2.0, 9.0), rates(PERFTEST, 8.0, 4.0, 10.0)],
-    )  # fmt: skip
+    )
     assert report.ratio("ucx", PERFTEST, 4) == 0.75
     (target,) = link_targets(report)
     assert (target.found, target.met) == (0.75, True)

@@ -13,8 +13,11 @@ def test_every_cluster_and_queue_is_measured(capsys: pytest.CaptureFixture[str])
     assert placement.main(["--instances", "2", "4", "--queued", "40", "--rounds", "40", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["balance"], row["instances"], row["queued"]) for row in rows] == [
-        ("work", 2, 40), ("work", 4, 40), ("end", 2, 40), ("end", 4, 40),
-    ]  # fmt: skip
+        ("work", 2, 40),
+        ("work", 4, 40),
+        ("end", 2, 40),
+        ("end", 4, 40),
+    ]
     assert all(0.0 < row["median_us"] <= row["p99_us"] <= row["worst_us"] for row in rows)
     assert any(row["splits"] for row in rows)
 

@@ -36,23 +36,45 @@ DIALECT = Dialect("completions", "ids", True, True)
 
 
 def record(
-    sent_s: float, tokens_s: Sequence[float], *, due_s: float | None = None, status: Status = "completed",
-    usage: tuple[int, int] | None = None, traffic_class: str = "", planned: tuple[int, int] = (10, 4), kind: str = "",
+    sent_s: float,
+    tokens_s: Sequence[float],
+    *,
+    due_s: float | None = None,
+    status: Status = "completed",
+    usage: tuple[int, int] | None = None,
+    traffic_class: str = "",
+    planned: tuple[int, int] = (10, 4),
+    kind: str = "",
 ) -> RequestRecord:
     plan = RequestPlan(0, None, *planned, traffic_class=traffic_class)
     return RequestRecord(
-        plan, due_s=sent_s if due_s is None else due_s, sent_s=sent_s, end_s=tokens_s[-1] if tokens_s else sent_s + 1,
-        token_s=array("d", tokens_s), status=status, error_kind=kind,
-        reported_prompt_tokens=usage[0] if usage else None, reported_output_tokens=usage[1] if usage else None,
+        plan,
+        due_s=sent_s if due_s is None else due_s,
+        sent_s=sent_s,
+        end_s=tokens_s[-1] if tokens_s else sent_s + 1,
+        token_s=array("d", tokens_s),
+        status=status,
+        error_kind=kind,
+        reported_prompt_tokens=usage[0] if usage else None,
+        reported_output_tokens=usage[1] if usage else None,
     )
 
 
 def summary(
-    records: Sequence[RequestRecord], limits: SloLimits | None = None, lag_s: Sequence[float] = (),
+    records: Sequence[RequestRecord], limits: SloLimits | None = None, lag_s: Sequence[float] = ()
 ) -> RunReport:
     return summarise(
-        RunLog(tuple(records), tuple(lag_s), False), FACTS, DIALECT, limits or SloLimits(), name="n", model="m",
-        url="u", prompt_salt=1, started_at="t", ignore_eos_wanted=True, bounded_concurrency=False,
+        RunLog(tuple(records), tuple(lag_s), False),
+        FACTS,
+        DIALECT,
+        limits or SloLimits(),
+        name="n",
+        model="m",
+        url="u",
+        prompt_salt=1,
+        started_at="t",
+        ignore_eos_wanted=True,
+        bounded_concurrency=False,
     )
 
 
@@ -93,8 +115,10 @@ def test_distribution_by_hand() -> None:
 def test_throughput_by_hand() -> None:
     """Two done in 4 s with 10 prompt tokens each and 4 + 2 output tokens; what failed adds nothing but time."""
     records = [
-        record(1.0, [1.5, 2.0, 2.5, 3.0]), record(2.0, [4.0, 5.0]),
-        record(1.0, [2.0], status="failed", kind="timeout"), record(1.0, [2.0], status="cancelled"),
+        record(1.0, [1.5, 2.0, 2.5, 3.0]),
+        record(2.0, [4.0, 5.0]),
+        record(1.0, [2.0], status="failed", kind="timeout"),
+        record(1.0, [2.0], status="cancelled"),
     ]
     assert run_duration_s(records) == 4.0
     found = slice_figures(records, 4.0, SloLimits())
@@ -117,7 +141,9 @@ def test_slo_attainment_and_goodput_by_hand() -> None:
         record(0.0, [0.1], status="cancelled"),
     ]
     assert [slo_verdict(r, limits) for r in records[:4]] == [
-        {"ttft": True, "tpot": True}, {"ttft": False, "tpot": True}, {"ttft": True, "tpot": False},
+        {"ttft": True, "tpot": True},
+        {"ttft": False, "tpot": True},
+        {"ttft": True, "tpot": False},
         {"ttft": False, "tpot": False},
     ]
     slo = slice_figures(records, 2.0, limits).slo
@@ -144,9 +170,10 @@ def test_itl_slo_uses_the_requests_own_99th_percentile() -> None:
 def test_the_share_of_gaps_within_their_limit() -> None:
     """Of completed requests alone, each by its class's limit: 8 of 9 gaps and 1 of 2."""
     records = [
-        record(0.0, [0.1 * i for i in range(9)] + [1.9]), record(0.0, [0.1, 0.5, 2.0], traffic_class="be"),
+        record(0.0, [0.1 * i for i in range(9)] + [1.9]),
+        record(0.0, [0.1, 0.5, 2.0], traffic_class="be"),
         record(0.0, [0.1, 9.0], status="failed"),
-    ]  # fmt: skip
+    ]
     shares = [
         found.itl_share if (found := slice_figures(records, 10.0, limits).slo) else -1.0
         for limits in (SloLimits(itl_ms={"": 500.0}), SloLimits(itl_ms={"be": 500.0}), SloLimits(e2e_ms={"": 500.0}))
@@ -204,7 +231,8 @@ def test_comparison_takes_medians_and_paired_ratios() -> None:
     found = {figure.key: figure for figure in compare(rounds)}
     ttft = found["ttft_p50_ms"]
     assert [fields(ttft.by_name[name]) for name in "ab"] == [
-        pytest.approx([2000, 1000, 3000]), pytest.approx([3000, 2000, 4000]),
+        pytest.approx([2000, 1000, 3000]),
+        pytest.approx([3000, 2000, 4000]),
     ]
     assert ttft.by_name["b"].values == pytest.approx([2000, 4000, 3000])
     assert fields(ttft.ratio_to_first["b"]) == pytest.approx([2, 1, 2])

@@ -16,8 +16,10 @@ def test_every_queue_length_and_bucket_bound_is_measured(capsys: pytest.CaptureF
     assert scheduling.main(["--waiting", "10", "300", "--buckets", "4", "--rounds", "20", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["order"], row["waiting"]) for row in rows] == [
-        ("bucketserve", 10), ("bucketserve", 300), ("buckets, at most 4", 10_000),
-    ]  # fmt: skip
+        ("bucketserve", 10),
+        ("bucketserve", 300),
+        ("buckets, at most 4", 10_000),
+    ]
     assert all(0.0 < row["add_us"] < row["median_us"] <= row["p99_us"] for row in rows)
     assert rows[2]["buckets"] <= 4
 

@@ -17,13 +17,7 @@ from cohort.common.workloads.lengths import Fixed, LogNormal, Shape, Uniform
 from cohort.common.workloads.traces import Trace, TraceRow
 from cohort.services.bench.datasets import DatasetRow
 from cohort.services.bench.prompts import PromptFactory, from_range
-from cohort.services.bench.workload import (
-    FromDataset,
-    RequestPlan,
-    WorkloadSpec,
-    at_rate,
-    build,
-)
+from cohort.services.bench.workload import FromDataset, RequestPlan, WorkloadSpec, at_rate, build
 
 SPEC = WorkloadSpec(Drawn(LogNormal(4, 1), Uniform(1, 99)), RandomArrivals(10.0), num_requests=200)
 TRACE = Trace("cohort", (TraceRow(0.0, 10, 5), TraceRow(1.0, 20, 6), TraceRow(4.0, 3000, 700)), skipped_rows=2)
@@ -179,7 +173,9 @@ def test_vocabulary_and_text_of_a_tokenizer(tmp_path: Path) -> None:
     tokenizer.train_from_iterator(
         [" ".join(words + words)] * 50 + words * 50,
         tokenizers.trainers.BpeTrainer(
-            vocab_size=600, special_tokens=["<s>", "</s>"], show_progress=False,
+            vocab_size=600,
+            special_tokens=["<s>", "</s>"],
+            show_progress=False,
             initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         ),
     )

@@ -15,15 +15,41 @@ import pytest
 from cohort.services.cli import __main__ as cli
 
 STATE = {
-    "name": "unified", "model": "tiny-model", "uptime_s": 5.0, "events": [],
-    "arrival_rate": 1.5, "arrival_rate_forecast": 2.5, "mean_prompt_tokens": 0.0, "mean_output_tokens": 0.0,
-    "sample_ages_s": [1.0], "samples": {"output_tokens_per_s": [42.0]},
+    "name": "unified",
+    "model": "tiny-model",
+    "uptime_s": 5.0,
+    "events": [],
+    "arrival_rate": 1.5,
+    "arrival_rate_forecast": 2.5,
+    "mean_prompt_tokens": 0.0,
+    "mean_output_tokens": 0.0,
+    "sample_ages_s": [1.0],
+    "samples": {"output_tokens_per_s": [42.0]},
     "processes": [
-        {"instance": "gateway", "role": "gateway", "status": "up", "ready": True, "pid": 1, "age_s": 0.1,
-         "since_s": 300.0, "restarts": 0, "metrics_url": "", "figures": {"requests_running": 7, "requests_waiting": 2}},
-        {"instance": "unified-0", "role": "prefill_worker", "status": "up", "ready": False, "pid": 2, "age_s": 0.1,
-         "since_s": 5.0, "restarts": 3, "metrics_url": "",
-         "figures": {"kv_total_blocks": 100, "kv_free_blocks": 60, "step_ms": 12.34, "running": 5, "waiting": 0}},
+        {
+            "instance": "gateway",
+            "role": "gateway",
+            "status": "up",
+            "ready": True,
+            "pid": 1,
+            "age_s": 0.1,
+            "since_s": 300.0,
+            "restarts": 0,
+            "metrics_url": "",
+            "figures": {"requests_running": 7, "requests_waiting": 2},
+        },
+        {
+            "instance": "unified-0",
+            "role": "prefill_worker",
+            "status": "up",
+            "ready": False,
+            "pid": 2,
+            "age_s": 0.1,
+            "since_s": 5.0,
+            "restarts": 3,
+            "metrics_url": "",
+            "figures": {"kv_total_blocks": 100, "kv_free_blocks": 60, "step_ms": 12.34, "running": 5, "waiting": 0},
+        },
     ],
 }
 
@@ -64,17 +90,24 @@ def test_help_names_every_command_and_is_fast() -> None:
     times_s = []
     for _ in range(3):
         started_s = time.perf_counter()
-        done = subprocess.run([sys.executable, "-m", "cohort.services.cli", "--help"], capture_output=True, text=True,
-                              timeout=20, check=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "cohort.services.cli", "--help"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
         times_s.append(time.perf_counter() - started_s)
     assert all(name in done.stdout for name in (*cli.COMMANDS, "curl", "first steps"))
     assert min(times_s) < 0.3
 
 
 def test_nothing_heavy_is_imported_for_help() -> None:
-    code = ("import sys, cohort.services.cli.__main__ as c\n"
-            "try: c.main(['--help'])\nexcept SystemExit: pass\n"
-            "print([m for m in ('torch', 'rich', 'aiohttp', 'numpy', 'zmq', 'transformers') if m in sys.modules])")
+    code = (
+        "import sys, cohort.services.cli.__main__ as c\n"
+        "try: c.main(['--help'])\nexcept SystemExit: pass\n"
+        "print([m for m in ('torch', 'rich', 'aiohttp', 'numpy', 'zmq', 'transformers') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True)
     assert done.stdout.strip().endswith("[]")
 
@@ -98,9 +131,7 @@ def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None
     assert "srve" in capsys.readouterr().err
 
 
-def test_a_missing_part_breaks_only_itself(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_part_breaks_only_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(cli.COMMANDS, "paint", "a command whose module is missing")
     assert cli.main(["paint"]) == 2
     assert "`cohort paint` is not usable in this installation" in capsys.readouterr().err

@@ -37,8 +37,15 @@ from cohort.common.types import FinishReason, Prediction, Request
 
 Script = Callable[[Request], list[int]]
 LOAD = ClusterLoad(
-    ready=True, instances=["worker-0"], waiting=0, waiting_tokens=0, running=0, free_tokens=10_000,
-    total_tokens=10_000, max_model_len=0, drain_rate=2.0,
+    ready=True,
+    instances=["worker-0"],
+    waiting=0,
+    waiting_tokens=0,
+    running=0,
+    free_tokens=10_000,
+    total_tokens=10_000,
+    max_model_len=0,
+    drain_rate=2.0,
 )
 
 
@@ -156,12 +163,21 @@ class Worker:
                 finish = FinishReason.STOP
             elif done == request.sampling.max_tokens:
                 finish = FinishReason.LENGTH
-            self.send([TokenUpdate(
-                request_id=request.request_id, attempt=request.attempt, position=request.prompt_tokens + done - 1,
-                tokens=[token], logprobs=scores(request, token), finish=finish, cached_tokens=1 if first else 0,
-                times=StageTimes(self.name, queue_s=0.001, prefill_s=0.002) if first else None,
-                prompt_logprobs=prompt_scores(request) if first else [],
-            )])
+            self.send(
+                [
+                    TokenUpdate(
+                        request_id=request.request_id,
+                        attempt=request.attempt,
+                        position=request.prompt_tokens + done - 1,
+                        tokens=[token],
+                        logprobs=scores(request, token),
+                        finish=finish,
+                        cached_tokens=1 if first else 0,
+                        times=StageTimes(self.name, queue_s=0.001, prefill_s=0.002) if first else None,
+                        prompt_logprobs=prompt_scores(request) if first else [],
+                    )
+                ]
+            )
             first = False
             if finish is not None:
                 return

@@ -17,14 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from cohort.common import paths
 from cohort.common.clock import SystemClock
-from cohort.common.config import (
-    BatchConfig,
-    Config,
-    EndpointsConfig,
-    GatewayConfig,
-    LoggingConfig,
-    ModelConfig,
-)
+from cohort.common.config import BatchConfig, Config, EndpointsConfig, GatewayConfig, LoggingConfig, ModelConfig
 from cohort.common.logs import configure_logging
 from cohort.common.service import ServiceContext
 from cohort.common.transport.memory_bus import MemoryNetwork
@@ -116,14 +109,21 @@ OpenSite = Callable[..., Any]
 def open_site(model_dir: Path, tmp_path: Path) -> OpenSite:
     @asynccontextmanager
     async def opened(
-        script: Script | str = ANSWER, *, wait_ready: bool = True, with_manager: bool = True,
-        with_predictor: bool = True, predictor_delay_s: float = 0.0, step_s: float = 0.0, model: Path = model_dir,
+        script: Script | str = ANSWER,
+        *,
+        wait_ready: bool = True,
+        with_manager: bool = True,
+        with_predictor: bool = True,
+        predictor_delay_s: float = 0.0,
+        step_s: float = 0.0,
+        model: Path = model_dir,
         batch: dict[str, Any] | None = None,
         **gateway_options: Any,
     ) -> AsyncIterator[Site]:
         options: dict[str, Any] = {"port": 0, "predictor_wait_s": 0.2, "drain_s": 1.0, **gateway_options}
         config = Config(
-            model=ModelConfig(path=str(model)), gateway=GatewayConfig(**options),
+            model=ModelConfig(path=str(model)),
+            gateway=GatewayConfig(**options),
             batch=BatchConfig(**{"folder": str(tmp_path / "batches"), **(batch or {})}),
             endpoints=EndpointsConfig(manager="memory://manager", predictor="memory://predictor"),
             logging=LoggingConfig(level="error"),
@@ -138,9 +138,16 @@ def open_site(model_dir: Path, tmp_path: Path) -> OpenSite:
         manager = Manager(network, scripted, step_s=step_s)
         predictor = Predictor(network, delay_s=predictor_delay_s)
         context = ServiceContext(
-            config=config, instance="gateway", role="gateway", incarnation=1, bus=network.bus("gateway"),
-            log=configure_logging(config.logging, service="gateway", instance="gateway"), clock=SystemClock(),
-            registry=CollectorRegistry(), run_dir=tmp_path, drain_s=1.0,
+            config=config,
+            instance="gateway",
+            role="gateway",
+            incarnation=1,
+            bus=network.bus("gateway"),
+            log=configure_logging(config.logging, service="gateway", instance="gateway"),
+            clock=SystemClock(),
+            registry=CollectorRegistry(),
+            run_dir=tmp_path,
+            drain_s=1.0,
         )
         async with AsyncExitStack() as stack:
             tasks = []
@@ -155,7 +162,14 @@ def open_site(model_dir: Path, tmp_path: Path) -> OpenSite:
                 serving.result()
             session = await stack.enter_async_context(aiohttp.ClientSession())
             site = Site(
-                f"http://127.0.0.1:{gateway.port}", session, gateway, manager, predictor, network, context, tokenizer,
+                f"http://127.0.0.1:{gateway.port}",
+                session,
+                gateway,
+                manager,
+                predictor,
+                network,
+                context,
+                tokenizer,
                 serving,
             )
             try:

@@ -35,9 +35,9 @@ def read(
 def written(folder: Path, *lines: Any, end: str = "\n") -> Path:
     """Texts and bytes as they are, everything else as JSON."""
     path = folder / "input"
-    path.write_bytes(b"".join(
-        (item if isinstance(item, bytes) else json.dumps(item).encode()) + end.encode() for item in lines
-    ))
+    path.write_bytes(
+        b"".join((item if isinstance(item, bytes) else json.dumps(item).encode()) + end.encode() for item in lines)
+    )
     return path
 
 
@@ -61,22 +61,25 @@ def test_the_last_line_needs_no_line_break(tmp_path: Path) -> None:
     assert (len(found), errors) == (1, [])
 
 
-@pytest.mark.parametrize(("bad", "code", "param"), [
-    (b"{no json", "invalid_json_line", None),
-    (b"\xff\xfe", "invalid_json_line", None),
-    (b'{"custom_id": "x", "body": {"a": ' + b"[" * 5000, "invalid_json_line", None),
-    (b"[1]", "invalid_request", None),
-    (line(5), "invalid_request", "custom_id"),
-    (line(""), "invalid_request", "custom_id"),
-    (b'{"custom_id": "\\udc80", "method": "POST", "url": "/v1/completions", "body": {}}', None, None),
-    (line("\n"), "invalid_request", "custom_id"),
-    (line("first"), "duplicate_custom_id", "custom_id"),
-    (line(method="GET"), "invalid_method", "method"),
-    (line(url="/v1/chat/completions"), "url_mismatch", "url"),
-    (line(body=[1]), "invalid_request", "body"),
-    (line(body=None), "invalid_request", "body"),
-    ({"custom_id": "x", "method": "POST", "url": ENDPOINT}, "invalid_request", None),
-])
+@pytest.mark.parametrize(
+    ("bad", "code", "param"),
+    [
+        (b"{no json", "invalid_json_line", None),
+        (b"\xff\xfe", "invalid_json_line", None),
+        (b'{"custom_id": "x", "body": {"a": ' + b"[" * 5000, "invalid_json_line", None),
+        (b"[1]", "invalid_request", None),
+        (line(5), "invalid_request", "custom_id"),
+        (line(""), "invalid_request", "custom_id"),
+        (b'{"custom_id": "\\udc80", "method": "POST", "url": "/v1/completions", "body": {}}', None, None),
+        (line("\n"), "invalid_request", "custom_id"),
+        (line("first"), "duplicate_custom_id", "custom_id"),
+        (line(method="GET"), "invalid_method", "method"),
+        (line(url="/v1/chat/completions"), "url_mismatch", "url"),
+        (line(body=[1]), "invalid_request", "body"),
+        (line(body=None), "invalid_request", "body"),
+        ({"custom_id": "x", "method": "POST", "url": ENDPOINT}, "invalid_request", None),
+    ],
+)
 def test_bad_lines_are_named(tmp_path: Path, bad: Any, code: str | None, param: str | None) -> None:
     found, errors = read(written(tmp_path, line("first"), bad, line("last")))
     assert [item.custom_id for item in found] == ["first", "last"]
@@ -121,10 +124,15 @@ def test_the_first_line_names_the_model(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    lines=st.lists(st.one_of(
-        st.builds(lambda text: line("id", body={"prompt": text}), st.text(max_size=30)), st.just(b""), st.just(b"?"),
-        st.binary(max_size=40).filter(lambda data: b"\n" not in data),
-    ), max_size=12),
+    lines=st.lists(
+        st.one_of(
+            st.builds(lambda text: line("id", body={"prompt": text}), st.text(max_size=30)),
+            st.just(b""),
+            st.just(b"?"),
+            st.binary(max_size=40).filter(lambda data: b"\n" not in data),
+        ),
+        max_size=12,
+    ),
     limit=st.integers(20, 200),
     at_once=st.integers(1, 4),
 )
@@ -141,16 +149,16 @@ def test_positions_are_right_whatever_stands_between(
     for item in found:
         part = parts[item.number - 1].rstrip(b"\r")
         assert path.read_bytes()[item.start : item.start + item.length] == part and len(part) <= limit
-    good = [
-        str(index) for index, item in enumerate(lines) if isinstance(item, dict) and len(json.dumps(item)) <= limit
-    ]
+    good = [str(index) for index, item in enumerate(lines) if isinstance(item, dict) and len(json.dumps(item)) <= limit]
     assert [item.custom_id for item in found] == good
 
 
 def test_output_lines() -> None:
     item = PendingLine(7, 0, 1, "mine")
     assert json.loads(answered("batch_x", item, "r-1", b'{"choices":[]}')) == {
-        "id": "batch_req_x_7", "custom_id": "mine", "error": None,
+        "id": "batch_req_x_7",
+        "custom_id": "mine",
+        "error": None,
         "response": {"status_code": 200, "request_id": "r-1", "body": {"choices": []}},
     }
     told = json.loads(refused("batch_x", item, RequestError("no", status=404, param="model")))

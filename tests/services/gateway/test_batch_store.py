@@ -33,9 +33,18 @@ def file(file_id: str = "file-a", owner: str = "me", **more: object) -> StoredFi
 
 def batch(batch_id: str = "batch_a", owner: str = "me") -> StoredBatch:
     return StoredBatch(
-        seq=0, id=batch_id, owner=owner, status="validating", endpoint="/v1/completions", input_file_id="file-a",
-        completion_window="24h", created_at=1000, expires_at=2000, output_retention_s=100, metadata={"k": "v"},
-    )  # fmt: skip
+        seq=0,
+        id=batch_id,
+        owner=owner,
+        status="validating",
+        endpoint="/v1/completions",
+        input_file_id="file-a",
+        completion_window="24h",
+        created_at=1000,
+        expires_at=2000,
+        output_retention_s=100,
+        metadata={"k": "v"},
+    )
 
 
 def done(number: int, *, succeeded: bool = True, result: bytes = b"r") -> FinishedLine:

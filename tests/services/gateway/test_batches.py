@@ -49,7 +49,10 @@ async def client(site: Site) -> AsyncIterator[openai.AsyncOpenAI]:
 async def begin(client: openai.AsyncOpenAI, data: bytes, kind: str = "text", window: Any = "24h", **more: Any) -> Batch:
     file = await client.files.create(file=("job.jsonl", data), purpose="batch")
     return await client.batches.create(
-        input_file_id=file.id, endpoint=PATHS[kind], completion_window=window, **more  # type: ignore[arg-type]
+        input_file_id=file.id,
+        endpoint=PATHS[kind],
+        completion_window=window,
+        **more,  # type: ignore[arg-type]
     )
 
 
@@ -284,16 +287,25 @@ async def test_the_folder_has_a_limit(open_site: OpenSite) -> None:
         await client.files.create(file=b"x" * 200, purpose="batch")
 
 
-@pytest.mark.parametrize(("fields", "param"), [
-    ({"file": b"x"}, "purpose"), ({"purpose": "batch"}, "file"), ({"purpose": "fine-tune", "file": b"x"}, "purpose"),
-    ({"purpose": "batch", "file": b"x", "more": "1"}, "more"),
-    ({"purpose": "batch", "file": b"x", "expires_after[seconds]": "5000"}, "expires_after"),
-    ({"purpose": "batch", "file": b"x", "expires_after[anchor]": "created_at", "expires_after[seconds]": "5"},
-     "expires_after"),
-    ({"purpose": "batch", "file": b"x", "expires_after[anchor]": "created_at", "expires_after[seconds]": "many"},
-     "expires_after"),
-    ({"purpose": "x" * 2000, "file": b"x"}, "purpose"),
-])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"file": b"x"}, "purpose"),
+        ({"purpose": "batch"}, "file"),
+        ({"purpose": "fine-tune", "file": b"x"}, "purpose"),
+        ({"purpose": "batch", "file": b"x", "more": "1"}, "more"),
+        ({"purpose": "batch", "file": b"x", "expires_after[seconds]": "5000"}, "expires_after"),
+        (
+            {"purpose": "batch", "file": b"x", "expires_after[anchor]": "created_at", "expires_after[seconds]": "5"},
+            "expires_after",
+        ),
+        (
+            {"purpose": "batch", "file": b"x", "expires_after[anchor]": "created_at", "expires_after[seconds]": "many"},
+            "expires_after",
+        ),
+        ({"purpose": "x" * 2000, "file": b"x"}, "purpose"),
+    ],
+)
 async def test_bad_uploads_are_400(site: Site, fields: dict[str, Any], param: str) -> None:
     form = aiohttp.FormData(default_to_multipart=True)
     for name, value in fields.items():
@@ -303,26 +315,37 @@ async def test_bad_uploads_are_400(site: Site, fields: dict[str, Any], param: st
     assert contents(site) == []
 
 
-@pytest.mark.parametrize(("content_type", "body"), [
-    ("application/json", b"{}"), ("multipart/form-data", b"x"), ("multipart/form-data; boundary=b", b"no form"),
-    ("multipart/form-data; boundary=b", b"--b\r\nContent-Disposition: form-data; name=\"file\"\r\n\r\nhalf"),
-    ("multipart/form-data; boundary=b", b"--b\r\n\r\nx\r\n--b--\r\n"),
-])
+@pytest.mark.parametrize(
+    ("content_type", "body"),
+    [
+        ("application/json", b"{}"),
+        ("multipart/form-data", b"x"),
+        ("multipart/form-data; boundary=b", b"no form"),
+        ("multipart/form-data; boundary=b", b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nhalf'),
+        ("multipart/form-data; boundary=b", b"--b\r\n\r\nx\r\n--b--\r\n"),
+    ],
+)
 async def test_bodies_that_are_no_form_are_400(site: Site, content_type: str, body: bytes) -> None:
-    async with site.session.post(
-        site.url + "/v1/files", data=body, headers={"Content-Type": content_type}
-    ) as response:
+    async with site.session.post(site.url + "/v1/files", data=body, headers={"Content-Type": content_type}) as response:
         assert response.status == 400, await response.text()
 
 
-@pytest.mark.parametrize(("change", "param"), [
-    ({"endpoint": "/v1/embeddings"}, "endpoint"), ({"completion_window": "soon"}, "completion_window"),
-    ({"completion_window": "99d"}, "completion_window"), ({"input_file_id": "file-nobody"}, "input_file_id"),
-    ({"metadata": {"k": "v" * 513}}, "metadata[...]"), ({"metadata": {"k" * 65: "v"}}, "metadata"),
-    ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
-    ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after.seconds"),
-    ({"nonsense": 1}, None), ({"input_file_id": None}, "input_file_id"), ({"input_file_id": "\udc80"}, None),
-])
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"completion_window": "soon"}, "completion_window"),
+        ({"completion_window": "99d"}, "completion_window"),
+        ({"input_file_id": "file-nobody"}, "input_file_id"),
+        ({"metadata": {"k": "v" * 513}}, "metadata[...]"),
+        ({"metadata": {"k" * 65: "v"}}, "metadata"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after.seconds"),
+        ({"nonsense": 1}, None),
+        ({"input_file_id": None}, "input_file_id"),
+        ({"input_file_id": "\udc80"}, None),
+    ],
+)
 async def test_bad_batches_are_400(client: openai.AsyncOpenAI, site: Site, change: dict[str, Any], param: Any) -> None:
     file = await client.files.create(file=job(ask()), purpose="batch")
     body = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h", **change}
@@ -353,7 +376,9 @@ async def test_batches_are_listed_newest_first(client: openai.AsyncOpenAI) -> No
 
 async def test_everybody_has_their_own(open_site: OpenSite) -> None:
     async with (
-        open_site(api_keys=("mine", "yours")) as site, client_of(site, "mine") as me, client_of(site, "yours") as you,
+        open_site(api_keys=("mine", "yours")) as site,
+        client_of(site, "mine") as me,
+        client_of(site, "yours") as you,
     ):
         batch = await ended(me, await begin(me, job(ask())))
         assert batch.status == "completed"
@@ -428,10 +453,12 @@ async def test_metrics(client: openai.AsyncOpenAI, site: Site) -> None:
         text = await response.text()
     common = 'instance="gateway",model_name="tiny"'
     for expected in (
-        f'cohort_batches{{{common},status="completed"}} 1.0', f'cohort_batches{{{common},status="failed"}} 1.0',
+        f'cohort_batches{{{common},status="completed"}} 1.0',
+        f'cohort_batches{{{common},status="failed"}} 1.0',
         f'cohort_batches{{{common},status="in_progress"}} 0.0',
         f'cohort_batch_lines_total{{{common},outcome="completed"}} 1.0',
-        f'cohort_batch_lines_total{{{common},outcome="failed"}} 1.0', f"cohort_batch_lines_in_work{{{common}}} 0.0",
+        f'cohort_batch_lines_total{{{common},outcome="failed"}} 1.0',
+        f"cohort_batch_lines_in_work{{{common}}} 0.0",
     ):
         assert expected in text
 

@@ -75,12 +75,15 @@ def test_any_split_gives_the_same_text_scores_and_count(data: st.DataObject, tok
     while True:
         size = data.draw(st.integers(1, 5))
         last = at + size >= len(tokens)
-        piece = split.feed(tokens[at:at + size], scores[at:at + size], FinishReason.LENGTH if last else None)
+        piece = split.feed(tokens[at : at + size], scores[at : at + size], FinishReason.LENGTH if last else None)
         text += piece.text
         found += piece.scores
         at += size
         if piece.stopped or last:
             break
     assert (text, found, split.tokens, split.stop_string) == (
-        expected.text, list(expected.scores), whole.tokens, whole.stop_string
+        expected.text,
+        list(expected.scores),
+        whole.tokens,
+        whole.stop_string,
     )

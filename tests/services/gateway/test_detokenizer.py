@@ -15,17 +15,23 @@ from tests.services.gateway import tiny_model
 
 @pytest.fixture(scope="module")
 def fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(tiny_model.write_model(
-        tmp_path_factory.mktemp("m") / "fallback", tiny_model.byte_fallback(), template=None,
-        tokenizer_config={"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
-    ))
+    return Tokenizer(
+        tiny_model.write_model(
+            tmp_path_factory.mktemp("m") / "fallback",
+            tiny_model.byte_fallback(),
+            template=None,
+            tokenizer_config={"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+        )
+    )
 
 
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(tiny_model.write_model(
-        tmp_path_factory.mktemp("m") / "pieces", tiny_model.word_piece(), template=None, tokenizer_config={}
-    ))
+    return Tokenizer(
+        tiny_model.write_model(
+            tmp_path_factory.mktemp("m") / "pieces", tiny_model.word_piece(), template=None, tokenizer_config={}
+        )
+    )
 
 
 def streamed(tokenizer: Tokenizer, ids: Sequence[int], *, context: Sequence[int] = ()) -> list[str]:

@@ -82,7 +82,7 @@ async def test_repeated_tokens_show_once(site: Site) -> None:
     worker, at = site.manager.workers[0], request.prompt_tokens
 
     def send(offset: int, *, finish: FinishReason | None = None) -> None:
-        worker.send([TokenUpdate(request.request_id, 0, at + offset, tokens[offset:offset + 1], finish=finish)])
+        worker.send([TokenUpdate(request.request_id, 0, at + offset, tokens[offset : offset + 1], finish=finish)])
 
     for offset in (0, 0, 1, 0, 1):
         send(offset)
@@ -133,9 +133,9 @@ async def test_an_error_in_mid_stream_is_an_event_and_a_proper_end(open_site: Op
         asking = asyncio.create_task(site.stream("/v1/completions", {**LONG, "n": 2}))
         await eventually(lambda: any(entry.output for entry in site.gateway.streams.ledger.entries()))
         entry = next(iter(site.gateway.streams.ledger.entries()))
-        site.manager.workers[0].send([TokenUpdate(
-            entry.request_id, 0, entry.known, finish=FinishReason.FAILED, error="device lost"
-        )])
+        site.manager.workers[0].send(
+            [TokenUpdate(entry.request_id, 0, entry.known, finish=FinishReason.FAILED, error="device lost")]
+        )
         *_, error, done = await asking
         assert done == "[DONE]"
         assert (error["error"]["code"], "device lost" in error["error"]["message"]) == (500, True)

@@ -65,10 +65,18 @@ async def test_metrics_are_prometheus_text(site: Site) -> None:
     assert (figures["finished_total"], figures["generation_tokens_total"], figures["open_streams"]) == (1, 4, 0)
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [
-    ("GET", "/nothing", 404), ("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("POST", "/health", 405),
-    ("DELETE", "/v1/chat/completions", 405), ("POST", "/v1/embeddings", 404), ("GET", "/%ff", 404),
-])
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/health", 405),
+        ("DELETE", "/v1/chat/completions", 405),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/%ff", 404),
+    ],
+)
 async def test_wrong_addresses_are_json_errors(site: Site, method: str, path: str, status: int) -> None:
     async with site.session.request(method, site.url + path) as response:
         assert (response.status, response.content_type) == (status, "application/json")
@@ -157,12 +165,37 @@ async def test_nodelay_is_set(site: Site) -> None:
     assert seen[0] != 0
 
 
-PIECES = st.sampled_from([
-    b'{"prompt":', b'"x"', b"[1,2]", b"[[1],[2]]", b',"max_tokens":', b"3", b"-1", b"1e400", b',"stream":', b"true",
-    b"null", b',"messages":', b'[{"role":"user","content":"x"}]', b"}", b"{", b',"stop":', b'""', b',"n":', b"2",
-    b',"logit_bias":', b'{"1":2}', b',"cohort":', b'"\\udc80"', b"\xff", b',"temperature":', b',"logprobs":',
-    b',"seed":',
-])
+PIECES = st.sampled_from(
+    [
+        b'{"prompt":',
+        b'"x"',
+        b"[1,2]",
+        b"[[1],[2]]",
+        b',"max_tokens":',
+        b"3",
+        b"-1",
+        b"1e400",
+        b',"stream":',
+        b"true",
+        b"null",
+        b',"messages":',
+        b'[{"role":"user","content":"x"}]',
+        b"}",
+        b"{",
+        b',"stop":',
+        b'""',
+        b',"n":',
+        b"2",
+        b',"logit_bias":',
+        b'{"1":2}',
+        b',"cohort":',
+        b'"\\udc80"',
+        b"\xff",
+        b',"temperature":',
+        b',"logprobs":',
+        b',"seed":',
+    ]
+)
 
 
 async def test_no_bytes_make_a_500(site: Site) -> None:
@@ -180,7 +213,8 @@ async def test_no_bytes_make_a_500(site: Site) -> None:
         data=st.lists(PIECES, max_size=12).map(b"".join) | st.binary(max_size=60),
         headers=st.dictionaries(
             st.sampled_from(["x-cohort-class", "x-request-id", "Authorization", "x-cohort-tpot-slo-ms"]),
-            st.text(st.characters(codec="latin-1", exclude_categories=["Cc"]), max_size=10), max_size=2,
+            st.text(st.characters(codec="latin-1", exclude_categories=["Cc"]), max_size=10),
+            max_size=2,
         ),
     )
     def fuzz(path: str, data: bytes, headers: dict[str, str]) -> None:

@@ -71,7 +71,8 @@ def test_a_displaced_request_is_resubmitted_with_its_tokens() -> None:
     book.predicted("r", Prediction(4, 4, 4, 4))
     book.tokens(1.0, "w", update(3, [10, 11]))
     assert book.displaced(2.0, [Held("r", 0)], "worker dead") == [
-        CancelAttempt(Held("r", 0), ("w",), "worker dead"), Submit(entry)
+        CancelAttempt(Held("r", 0), ("w",), "worker dead"),
+        Submit(entry),
     ]
     now = entry.current()
     assert (now.attempt, now.tokens, now.prompt_tokens, now.output_known) == (1, [*PROMPT, 10, 11], 3, 2)
@@ -232,8 +233,9 @@ def test_ending_the_gateway_fails_all() -> None:
     book = ledger()
     opened(book)
     book.open(0.0, request("b"))
-    errors = [action.entry.request_id for action in book.fail_all(RequestError("bye", status=503))
-              if isinstance(action, Fail)]
+    errors = [
+        action.entry.request_id for action in book.fail_all(RequestError("bye", status=503)) if isinstance(action, Fail)
+    ]
     assert (sorted(errors), len(book)) == (["b", "r"], 0)
 
 
@@ -271,18 +273,33 @@ class ExactlyOnce(RuleBasedStateMachine):
                 case CancelAttempt(held, _, _):
                     assert held.request_id == "r"
 
-    @rule(attempt=st.integers(-3, 0), start=st.integers(0, 10), count=st.integers(0, 4), worker=st.sampled_from("wvx"),
-          announce=st.booleans())
+    @rule(
+        attempt=st.integers(-3, 0),
+        start=st.integers(0, 10),
+        count=st.integers(0, 4),
+        worker=st.sampled_from("wvx"),
+        announce=st.booleans(),
+    )
     def tokens_arrive(self, attempt: int, start: int, count: int, worker: str, announce: bool) -> None:
         start = min(start, len(self.truth))
-        tokens = self.truth[start:start + count]
+        tokens = self.truth[start : start + count]
         ends = start + len(tokens) == len(self.truth) and announce
         reason = FinishReason.STOP if self.truth[-1] == END else FinishReason.LENGTH
         self.now_s += 1
-        self.perform(self.book.tokens(self.now_s, worker, TokenUpdate(
-            "r", max(0, self.entry.attempt + attempt), len(PROMPT) + start, tokens,
-            logprobs=[TokenLogprob(-token / 10) for token in tokens], finish=reason if ends else None,
-        )))
+        self.perform(
+            self.book.tokens(
+                self.now_s,
+                worker,
+                TokenUpdate(
+                    "r",
+                    max(0, self.entry.attempt + attempt),
+                    len(PROMPT) + start,
+                    tokens,
+                    logprobs=[TokenLogprob(-token / 10) for token in tokens],
+                    finish=reason if ends else None,
+                ),
+            )
+        )
 
     @rule(attempt=st.integers(-1, 0))
     def displaced(self, attempt: int) -> None:

@@ -43,10 +43,15 @@ def test_the_text_part_of_a_multimodal_config_counts(tmp_path: Path) -> None:
     assert card(folder(tmp_path / "m", {"text_config": BASE, "max_position_embeddings": 9})).max_model_len == 64
 
 
-@pytest.mark.parametrize(("config", "options", "message"), [
-    (None, {}, "no config.json"), ({"vocab_size": 3}, {}, "model.max_model_len"),
-    ({"max_position_embeddings": 3}, {}, "vocab_size"), (BASE, {"max_model_len": 65}, "allows 64"),
-])
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (None, {}, "no config.json"),
+        ({"vocab_size": 3}, {}, "model.max_model_len"),
+        ({"max_position_embeddings": 3}, {}, "vocab_size"),
+        (BASE, {"max_model_len": 65}, "allows 64"),
+    ],
+)
 def test_what_is_missing_is_named(
     tmp_path: Path, config: dict[str, Any] | None, options: dict[str, Any], message: str
 ) -> None:

@@ -17,7 +17,9 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 def texts(events: list[Any], index: int = 0) -> str:
     return "".join(
         choice.get("text") or choice.get("delta", {}).get("content") or ""
-        for event in events[:-1] for choice in event["choices"] if choice["index"] == index
+        for event in events[:-1]
+        for choice in event["choices"]
+        if choice["index"] == index
     )
 
 
@@ -31,34 +33,49 @@ async def test_a_completion_has_openais_shape_and_our_extras_under_one_key(site:
     assert (body["object"], body["model"]) == ("text_completion", "tiny")
     assert body["choices"] == [{"index": 0, "text": ANSWER, "logprobs": None, "finish_reason": "stop"}]
     assert body["usage"] == {
-        "prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": 1},
     }
     [extras] = body["cohort"]["requests"]
     assert (extras["class"], extras["attempts"], extras["instances"]) == ("rt", 1, ["worker-0"])
     assert extras["prediction"] == {"mean": 7.0, "p50": 6.0, "p90": 12.0, "p99": 20.0}
     assert set(extras["stages_s"]) == {
-        "tokenize", "predict", "bucket", "prefill_queue", "prefill", "transfer", "first_decode"
+        "tokenize",
+        "predict",
+        "bucket",
+        "prefill_queue",
+        "prefill",
+        "transfer",
+        "first_decode",
     }
 
 
 async def test_a_chat_completion(site: Site) -> None:
     status, body = await site.post("/v1/chat/completions", CHAT)
     assert (status, body["object"]) == (200, "chat.completion")
-    assert body["choices"] == [{
-        "index": 0, "message": {"role": "assistant", "content": ANSWER, "refusal": None}, "logprobs": None,
-        "finish_reason": "stop",
-    }]
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": ANSWER, "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
     [submitted] = site.manager.submitted
     text = "<|start|>user\nHi<|end|>\n<|start|>assistant\n"
     assert submitted.tokens == site.tokenizer.encode(text, special_tokens=False)
     assert submitted.sampling.max_tokens == 512 - len(submitted.tokens)
 
 
-@pytest.mark.parametrize(("path", "body", "kind"), [
-    ("/v1/completions", {"prompt": "x", "max_tokens": 100}, "text_completion"),
-    ("/v1/chat/completions", CHAT, "chat.completion.chunk"),
-])
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        ("/v1/completions", {"prompt": "x", "max_tokens": 100}, "text_completion"),
+        ("/v1/chat/completions", CHAT, "chat.completion.chunk"),
+    ],
+)
 async def test_a_stream(site: Site, path: str, body: dict[str, Any], kind: str) -> None:
     events = await site.stream(path, body)
     *chunks, done = events
@@ -286,7 +303,9 @@ async def test_chat_logprobs_stream_and_not_are_the_same(site: Site) -> None:
     assert [top["logprob"] for top in content[0]["top_logprobs"]] == expected.top_logprobs
     events = await site.stream("/v1/chat/completions", asked)
     streamed = [
-        item for event in events[:-1] if event["choices"][0]["logprobs"]
+        item
+        for event in events[:-1]
+        if event["choices"][0]["logprobs"]
         for item in event["choices"][0]["logprobs"]["content"]
     ]
     assert streamed == content
@@ -331,7 +350,9 @@ async def test_a_prediction_rides_with_the_request_and_the_end_is_learned(site: 
     await eventually(lambda: bool(site.predictor.observed))
     [observed] = site.predictor.observed
     assert (observed.output_tokens, observed.truncated, observed.facts.stop_strings) == (
-        len(site.tokenizer.encode(ANSWER, special_tokens=False)) + 1, False, 1
+        len(site.tokenizer.encode(ANSWER, special_tokens=False)) + 1,
+        False,
+        1,
     )
 
 
@@ -348,9 +369,9 @@ async def test_many_streams_at_once(open_site: OpenSite) -> None:
     async with open_site(step_s=0.001) as site:
         for number in range(3):
             site.manager.add_worker(f"extra-{number}")
-        results = await asyncio.gather(*(
-            site.stream("/v1/completions", {"prompt": f"{number}", "max_tokens": 100}) for number in range(60)
-        ))
+        results = await asyncio.gather(
+            *(site.stream("/v1/completions", {"prompt": f"{number}", "max_tokens": 100}) for number in range(60))
+        )
         assert [texts(events) for events in results] == [ANSWER] * 60
         await eventually(site.nothing_left)
 

@@ -36,7 +36,9 @@ async def test_chat(client: openai.AsyncOpenAI) -> None:
 
 async def test_chat_stream(client: openai.AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], stream=True,
+        model="tiny",
+        messages=[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+        stream=True,
         stream_options={"include_usage": True},
     )
     chunks = [chunk async for chunk in stream]

@@ -37,15 +37,18 @@ def refusal(parse: Any, **body: Any) -> tuple[int, str | None]:
     return caught.value.status, caught.value.param
 
 
-@pytest.mark.parametrize(("prompt", "expected"), [
-    ("a", ("a",)), (["a", "b"], ("a", "b")), ([1, 2], ([1, 2],)), ([[1], [2, 3]], ([1], [2, 3])), ("", ("",)),
-])
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a", ("a",)), (["a", "b"], ("a", "b")), ([1, 2], ([1, 2],)), ([[1], [2, 3]], ([1], [2, 3])), ("", ("",))],
+)
 def test_the_four_shapes_of_a_prompt(prompt: Any, expected: Any) -> None:
     assert completion(prompt=prompt).prompts == expected
 
 
-@pytest.mark.parametrize("prompt", [[], [[]], ["a", 1], [1, [2]], [50], [-1], [[1], [50]], [True], 5, None, {},
-                                    [10**30], [1.5], [["a"]], ["x"] * 9])
+@pytest.mark.parametrize(
+    "prompt",
+    [[], [[]], ["a", 1], [1, [2]], [50], [-1], [[1], [50]], [True], 5, None, {}, [10**30], [1.5], [["a"]], ["x"] * 9],
+)
 def test_other_prompts_are_refused_by_name(prompt: Any) -> None:
     status, param = refusal(completion, prompt=prompt)
     assert status == 400 and (param or "").startswith("prompt")
@@ -60,10 +63,28 @@ def test_defaults_are_openais() -> None:
 
 def test_every_sampling_field_arrives() -> None:
     call = completion(
-        max_tokens=9, min_tokens=3, temperature=0.5, top_p=0.9, top_k=40, min_p=0.05, seed=-7, repetition_penalty=1.1,
-        presence_penalty=0.2, frequency_penalty=-0.3, logit_bias={"3": -100, "4": 5.5}, stop=["x", "yy", "x"],
-        stop_token_ids=[7], ignore_eos=True, n=2, logprobs=5, priority=-3, skip_special_tokens=False, echo=False,
-        add_special_tokens=False, user="me", best_of=2,
+        max_tokens=9,
+        min_tokens=3,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.05,
+        seed=-7,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=-0.3,
+        logit_bias={"3": -100, "4": 5.5},
+        stop=["x", "yy", "x"],
+        stop_token_ids=[7],
+        ignore_eos=True,
+        n=2,
+        logprobs=5,
+        priority=-3,
+        skip_special_tokens=False,
+        echo=False,
+        add_special_tokens=False,
+        user="me",
+        best_of=2,
     )
     sampling = call.sampling
     assert (call.max_tokens, sampling.min_tokens, sampling.temperature, sampling.top_p) == (9, 3, 0.5, 0.9)
@@ -74,77 +95,161 @@ def test_every_sampling_field_arrives() -> None:
     assert (call.skip_special_tokens, call.add_special_tokens) == (False, False)
 
 
-@pytest.mark.parametrize(("asked", "logprobs"), [
-    ({}, -1), ({"logprobs": None, "top_logprobs": None}, -1), ({"logprobs": False}, -1), ({"logprobs": True}, 0),
-    ({"logprobs": True, "top_logprobs": 20}, 20),
-])
+@pytest.mark.parametrize(
+    ("asked", "logprobs"),
+    [
+        ({}, -1),
+        ({"logprobs": None, "top_logprobs": None}, -1),
+        ({"logprobs": False}, -1),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 20}, 20),
+    ],
+)
 def test_chat_logprobs(asked: dict[str, Any], logprobs: int) -> None:
     assert chat(**asked).sampling.logprobs == logprobs
 
 
 @pytest.mark.parametrize("parse", [completion, chat])
-@pytest.mark.parametrize("body", [
-    {"temperature": None, "top_p": None, "n": None, "stop": None, "seed": None, "logit_bias": None, "user": None,
-     "stream": None, "stream_options": None, "max_tokens": None, "logprobs": None, "presence_penalty": None},
-    {"max_tokens": 5, "max_completion_tokens": 5},
-    {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
-    {"metadata": {"a": 1}, "store": False, "service_tier": "auto", "prompt_cache_key": "k", "safety_identifier": "s"},
-    {"top_k": -1}, {"stop": []}, {"use_beam_search": False}, {"model": "tiny"}, {"model": "/models/tiny"},
-])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {
+            "temperature": None,
+            "top_p": None,
+            "n": None,
+            "stop": None,
+            "seed": None,
+            "logit_bias": None,
+            "user": None,
+            "stream": None,
+            "stream_options": None,
+            "max_tokens": None,
+            "logprobs": None,
+            "presence_penalty": None,
+        },
+        {"max_tokens": 5, "max_completion_tokens": 5},
+        {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {
+            "metadata": {"a": 1},
+            "store": False,
+            "service_tier": "auto",
+            "prompt_cache_key": "k",
+            "safety_identifier": "s",
+        },
+        {"top_k": -1},
+        {"stop": []},
+        {"use_beam_search": False},
+        {"model": "tiny"},
+        {"model": "/models/tiny"},
+    ],
+)
 def test_what_clients_send_is_accepted(parse: Any, body: dict[str, Any]) -> None:
     parse(**body)
 
 
 def test_what_asks_for_nothing_is_accepted() -> None:
-    chat(tools=[], tool_choice="none", response_format={"type": "text"}, parallel_tool_calls=True, functions=None,
-         modalities=["text"], audio=None)
+    chat(
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+        parallel_tool_calls=True,
+        functions=None,
+        modalities=["text"],
+        audio=None,
+    )
     completion(suffix="", best_of=1)
 
 
-@pytest.mark.parametrize(("body", "param"), [
-    ({"temperature": 2.1}, "temperature"), ({"temperature": "hot"}, "temperature"), ({"top_p": 0}, "top_p"),
-    ({"top_p": 1.01}, "top_p"), ({"top_k": -2}, "top_k"), ({"min_p": -0.1}, "min_p"), ({"n": 0}, "n"), ({"n": 5}, "n"),
-    ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": 1.5}, "max_tokens"), ({"max_tokens": 10**40}, "max_tokens"),
-    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
-    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"), ({"seed": 2**70}, "seed"), ({"seed": 1.5}, "seed"),
-    ({"repetition_penalty": 0}, "repetition_penalty"), ({"presence_penalty": 3}, "presence_penalty"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"50": 1}}, "logit_bias"),
-    ({"logit_bias": {"": 1}}, "logit_bias"), ({"logit_bias": {"1" * 500: 1}}, "logit_bias"),
-    ({"logit_bias": {"1": 101}}, "logit_bias[...]"), ({"stop": ""}, "stop"), ({"stop": [""]}, "stop[0]"),
-    ({"stop": ["x"] * 17}, "stop"), ({"stop_token_ids": [50]}, "stop_token_ids"), ({"best_of": 2}, "best_of"),
-    ({"use_beam_search": True}, "use_beam_search"), ({"stream_options": {}}, "stream_options"),
-    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"), ({"surprise": 1}, "surprise"),
-    ({"cohort": {"class": "urgent"}}, "cohort.class"), ({"cohort": {"speed": 1}}, "cohort.speed"),
-    ({"cohort": {"ttft_slo_ms": -5}}, "cohort.ttft_slo_ms"), ({"priority": 2**40}, "priority"),
-])
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.01}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"n": 0}, "n"),
+        ({"n": 5}, "n"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 10**40}, "max_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"seed": 2**70}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"50": 1}}, "logit_bias"),
+        ({"logit_bias": {"": 1}}, "logit_bias"),
+        ({"logit_bias": {"1" * 500: 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias[...]"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop_token_ids": [50]}, "stop_token_ids"),
+        ({"best_of": 2}, "best_of"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"surprise": 1}, "surprise"),
+        ({"cohort": {"class": "urgent"}}, "cohort.class"),
+        ({"cohort": {"speed": 1}}, "cohort.speed"),
+        ({"cohort": {"ttft_slo_ms": -5}}, "cohort.ttft_slo_ms"),
+        ({"priority": 2**40}, "priority"),
+    ],
+)
 @pytest.mark.parametrize("parse", [completion, chat])
 def test_what_cannot_be_honoured_is_refused_by_name(parse: Any, body: dict[str, Any], param: str) -> None:
     assert refusal(parse, **body) == (400, param)
 
 
-@pytest.mark.parametrize(("body", "param"), [
-    ({"suffix": "end"}, "suffix"), ({"logprobs": 21}, "logprobs"),
-    ({"logprobs": True}, "logprobs"), ({"messages": HI}, "messages"), ({"tools": []}, "tools"),
-])
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"suffix": "end"}, "suffix"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"messages": HI}, "messages"),
+        ({"tools": []}, "tools"),
+    ],
+)
 def test_completions_refuse(body: dict[str, Any], param: str) -> None:
     assert refusal(completion, **body) == (400, param)
 
 
-@pytest.mark.parametrize(("body", "param"), [
-    ({"tools": [{"type": "function"}]}, "tools"), ({"tool_choice": "required"}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"), ({"response_format": {}}, "response_format"),
-    ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"logprobs": 3}, "logprobs"), ({"max_tokens": 0}, "max_tokens"), ({"messages": []}, "messages"),
-    ({"messages": "Hi"}, "messages"), ({"messages": [3]}, "messages[...]"), ({"prompt": "x"}, "prompt"),
-    ({"messages": [{"content": "x"}]}, "messages[0].role"), ({"messages": [{"role": "user"}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": "x", "name": 3}]}, "messages[0].name"),
-    ({"messages": [{"role": "assistant", "content": None, "tool_calls": [1]}]}, "messages[0].tool_calls"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0]"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-    ({"modalities": ["audio"]}, "modalities"), ({"reasoning_effort": "high"}, "reasoning_effort"),
-    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"), ({"echo": True}, "echo"),
-])
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {}}, "response_format"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": "Hi"}, "messages"),
+        ({"messages": [3]}, "messages[...]"),
+        ({"prompt": "x"}, "prompt"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "name": 3}]}, "messages[0].name"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [1]}]}, "messages[0].tool_calls"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"echo": True}, "echo"),
+    ],
+)
 def test_chat_refuses(body: dict[str, Any], param: str) -> None:
     status, named = refusal(chat, **body)
     # Which element of a list is wrong, the decoder does not always say.
@@ -156,10 +261,12 @@ def test_an_unknown_model_is_404() -> None:
 
 
 def test_content_parts_are_joined_and_history_comes_back() -> None:
-    call = chat(messages=[
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ada"},
-        {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "audio": None},
-    ])
+    call = chat(
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ada"},
+            {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "audio": None},
+        ]
+    )
     assert [message["content"] for message in call.messages] == ["a\nb", ""]
     assert call.messages[0]["name"] == "Ada"
 
@@ -173,10 +280,16 @@ def test_class_and_promises_by_body_by_header_and_by_default() -> None:
     assert (urgent.traffic_class, urgent.slo) == ("rt", Slo(0.25, 0.0405))
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("x-cohort-class", "vip"), ("x-cohort-ttft-slo-ms", "soon"), ("x-cohort-ttft-slo-ms", "nan"),
-    ("x-cohort-tpot-slo-ms", "-1"), ("x-cohort-tpot-slo-ms", "inf"),
-])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("x-cohort-class", "vip"),
+        ("x-cohort-ttft-slo-ms", "soon"),
+        ("x-cohort-ttft-slo-ms", "nan"),
+        ("x-cohort-tpot-slo-ms", "-1"),
+        ("x-cohort-tpot-slo-ms", "inf"),
+    ],
+)
 def test_bad_headers_are_named(name: str, value: str) -> None:
     assert refusal(completion, headers={name: value}) == (400, name)
 
@@ -185,13 +298,28 @@ def test_a_tiny_temperature_is_greedy() -> None:
     assert completion(temperature=1e-9).sampling.temperature == 0.0
 
 
-@pytest.mark.parametrize("data", [
-    b"", b"{", b"[]", b"null", b"3", b'"x"', b"\xff\xfe", b'{"prompt":"\xed\xa0\x80"}',
-    b'{"prompt":"x","temperature":NaN}',
-    b'{"prompt":"x","temperature":1e999}', b'{"prompt":"x","max_tokens":' + b"9" * 5000 + b"}",
-    b'{"prompt":"x"}{"prompt":"y"}', b'{"prompt":"\\ud800"}', b'{"metadata":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    b'{"metadata":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001, b'{"prompt":"x","temperature":Infinity}', b"\x00",
-])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"3",
+        b'"x"',
+        b"\xff\xfe",
+        b'{"prompt":"\xed\xa0\x80"}',
+        b'{"prompt":"x","temperature":NaN}',
+        b'{"prompt":"x","temperature":1e999}',
+        b'{"prompt":"x","max_tokens":' + b"9" * 5000 + b"}",
+        b'{"prompt":"x"}{"prompt":"y"}',
+        b'{"prompt":"\\ud800"}',
+        b'{"metadata":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"metadata":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001,
+        b'{"prompt":"x","temperature":Infinity}',
+        b"\x00",
+    ],
+)
 @pytest.mark.parametrize("parse", [parse_completion, parse_chat])
 def test_malformed_bytes_are_the_clients_error(parse: Any, data: bytes) -> None:
     with pytest.raises(RequestError) as caught:
@@ -202,14 +330,21 @@ def test_malformed_bytes_are_the_clients_error(parse: Any, data: bytes) -> None:
 
 FIELDS = sorted({*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__})
 SCALARS = (
-    st.none() | st.booleans() | st.integers(-3, 70) | st.integers() | st.floats() | st.text(max_size=8)
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 70)
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
     | st.sampled_from(["rt", "be", "text", "user", "tiny", "auto", "\udc80"])
 )
 JSON = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(
-        st.sampled_from(["role", "content", "type", "text", "class", "5", ""]) | st.text(max_size=4), inner
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "class", "5", ""]) | st.text(max_size=4), inner
+        )
     ),
     max_leaves=12,
 )
@@ -217,7 +352,9 @@ JSON = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(
-    body=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=5), valid=st.booleans(), is_chat=st.booleans(),
+    body=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=5),
+    valid=st.booleans(),
+    is_chat=st.booleans(),
     headers=st.dictionaries(st.sampled_from(["x-cohort-class", "x-cohort-ttft-slo-ms"]), st.text(max_size=8)),
 )
 @example(body={"model": "\udc80"}, valid=True, is_chat=False, headers={})

@@ -15,9 +15,21 @@ from cohort.services.gateway.preparation import SEED_MASK, derived_seed, prepare
 
 CARD = ModelCard("tiny", Path("/m"), 100, 50, (2, 4))
 CALL = Call(
-    chat=False, prompts=("x",), messages=[], sampling=SamplingParams(max_tokens=0, top_k=3), max_tokens=10,
-    min_tokens=0, n=1, seed=None, stop_strings=(), stop_token_ids=(9,), ignore_eos=False, traffic_class="be",
-    slo=Slo(1.0), priority=2, online=False,
+    chat=False,
+    prompts=("x",),
+    messages=[],
+    sampling=SamplingParams(max_tokens=0, top_k=3),
+    max_tokens=10,
+    min_tokens=0,
+    n=1,
+    seed=None,
+    stop_strings=(),
+    stop_token_ids=(9,),
+    ignore_eos=False,
+    traffic_class="be",
+    slo=Slo(1.0),
+    priority=2,
+    online=False,
 )
 
 
@@ -25,16 +37,34 @@ def prepared(
     prompts: list[list[int]], *, context: int = 100, config: GatewayConfig | None = None, **changes: Any
 ) -> list[Request]:
     return prepare(
-        replace(CALL, **changes), prompts, base_id="id", gateway="gw", seed=77, arrival_s=5.0,
-        config=config or GatewayConfig(), card=CARD, max_model_len=context,
+        replace(CALL, **changes),
+        prompts,
+        base_id="id",
+        gateway="gw",
+        seed=77,
+        arrival_s=5.0,
+        config=config or GatewayConfig(),
+        card=CARD,
+        max_model_len=context,
     )
 
 
 def test_one_request_is_complete() -> None:
-    assert prepared([[1, 2]]) == [Request(
-        "id", 0, "gw", [1, 2], 2, SamplingParams(max_tokens=10, top_k=3, seed=77, stop_token_ids=(2, 4, 9)), 5.0,
-        "be", False, 2, Slo(1.0),
-    )]
+    assert prepared([[1, 2]]) == [
+        Request(
+            "id",
+            0,
+            "gw",
+            [1, 2],
+            2,
+            SamplingParams(max_tokens=10, top_k=3, seed=77, stop_token_ids=(2, 4, 9)),
+            5.0,
+            "be",
+            False,
+            2,
+            Slo(1.0),
+        )
+    ]
 
 
 def test_choices_are_requests_of_their_own() -> None:
@@ -54,9 +84,10 @@ def test_seeds_depend_on_seed_and_index_only() -> None:
     assert 0 <= derived_seed(-1, 0) <= SEED_MASK
 
 
-@pytest.mark.parametrize(("tokens", "max_tokens", "named"), [
-    (100, 10, ["100 tokens"]), (120, None, ["100 tokens", "120 tokens"]), (95, 6, ["100 tokens", "101", "95", "6"]),
-])
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens", "named"),
+    [(100, 10, ["100 tokens"]), (120, None, ["100 tokens", "120 tokens"]), (95, 6, ["100 tokens", "101", "95", "6"])],
+)
 def test_what_exceeds_the_context_names_both_numbers(tokens: int, max_tokens: int | None, named: list[str]) -> None:
     with pytest.raises(RequestError) as caught:
         prepared([[1] * tokens], max_tokens=max_tokens)

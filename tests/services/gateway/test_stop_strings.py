@@ -49,7 +49,7 @@ def test_equals_a_search_over_the_whole_text(stops: list[str], chunks: list[str]
         assert ("".join(out), matched) == (text, None)
         return
     end, negative = min(ends)
-    assert ("".join(out), matched) == (text[: end + negative], text[end + negative:end])
+    assert ("".join(out), matched) == (text[: end + negative], text[end + negative : end])
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4), st.text("abc", max_size=12))
@@ -61,9 +61,7 @@ def test_holds_back_exactly_what_may_become_a_stop_string(stops: list[str], text
         if watcher.matched is not None:
             return
         seen = text[: index + 1]
-        longest = max(
-            (size for stop in stops for size in range(len(stop)) if seen.endswith(stop[:size])), default=0
-        )
+        longest = max((size for stop in stops for size in range(len(stop)) if seen.endswith(stop[:size])), default=0)
         assert sent == seen[: len(seen) - longest]
 
 

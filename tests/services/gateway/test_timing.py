@@ -18,10 +18,17 @@ def entry(**fields: object) -> Entry:
 def test_the_stages_add_up_to_the_time_to_first_token() -> None:
     one = entry(first_token_s=2.0, bucket_s=0.1, first_times=StageTimes(queue_s=0.2, prefill_s=0.3, transfer_s=0.05))
     stages = ttft_stages(GatewayTimes(arrived_s=1.0, tokenize_s=0.01, predict_s=0.02), one)
-    assert stages == pytest.approx({
-        "tokenize": 0.01, "predict": 0.02, "bucket": 0.1, "prefill_queue": 0.2, "prefill": 0.3, "transfer": 0.05,
-        "first_decode": 0.32,
-    })
+    assert stages == pytest.approx(
+        {
+            "tokenize": 0.01,
+            "predict": 0.02,
+            "bucket": 0.1,
+            "prefill_queue": 0.2,
+            "prefill": 0.3,
+            "transfer": 0.05,
+            "first_decode": 0.32,
+        }
+    )
     assert sum(stages.values()) == pytest.approx(1.0)
 
 
@@ -38,7 +45,9 @@ def test_promises_kept_and_broken() -> None:
     slo = Slo(1.0, 0.1, 5.0)
     assert slo_outcomes(slo, ttft_s=1.0, per_token_s=0.2, e2e_s=4.0) == {"ttft": True, "tpot": False, "deadline": True}
     assert slo_outcomes(slo, ttft_s=None, per_token_s=None, e2e_s=None) == {
-        "ttft": False, "tpot": False, "deadline": False
+        "ttft": False,
+        "tpot": False,
+        "deadline": False,
     }
     assert slo_outcomes(slo, ttft_s=0.5, per_token_s=None, e2e_s=0.5) == {"ttft": True, "deadline": True}
     assert slo_outcomes(Slo(), ttft_s=9.0, per_token_s=9.0, e2e_s=9.0) == {}

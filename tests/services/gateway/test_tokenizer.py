@@ -18,8 +18,11 @@ from tests.services.gateway import tiny_model
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Hi"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "  two\nlines  "}],
-    [{"role": "user", "content": "a<|end|>b"}, {"role": "assistant", "content": ""},
-     {"role": "user", "content": "é🦊"}],
+    [
+        {"role": "user", "content": "a<|end|>b"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "é🦊"},
+    ],
     [{"role": "user", "content": "named", "name": "Ada"}],
 ]
 
@@ -73,9 +76,7 @@ TEMPLATES = [
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("chat", CHATS)
-def test_other_templates_render_like_transformers(
-    tmp_path: Path, template: str, chat: list[dict[str, Any]]
-) -> None:
+def test_other_templates_render_like_transformers(tmp_path: Path, template: str, chat: list[dict[str, Any]]) -> None:
     folder = tiny_model.write_model(tmp_path / "m", template=template)
     expected = reference(folder).apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     assert Tokenizer(folder).render_chat(chat, add_generation_prompt=True, variables={}) == expected
@@ -109,25 +110,39 @@ def test_no_template_is_a_clear_error(tmp_path: Path) -> None:
 
 
 def test_the_default_of_several_templates_is_taken(tmp_path: Path) -> None:
-    folder = tiny_model.write_model(tmp_path / "m", template=None, tokenizer_config={
-        "chat_template": [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
-    })
+    folder = tiny_model.write_model(
+        tmp_path / "m",
+        template=None,
+        tokenizer_config={"chat_template": [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]},
+    )
     assert Tokenizer(folder).render_chat([], add_generation_prompt=True, variables={}) == "D"
 
 
-@pytest.mark.parametrize("config", [
-    {"bos_token": tiny_model.BOS, "eos_token": tiny_model.EOS, "add_bos_token": True},
-    {"bos_token": tiny_model.BOS, "eos_token": tiny_model.EOS, "add_bos_token": True, "add_eos_token": True},
-    {"bos_token": tiny_model.BOS, "eos_token": tiny_model.EOS, "add_bos_token": False},
-    {"bos_token": tiny_model.BOS, "eos_token": {"content": tiny_model.EOS, "lstrip": False, "rstrip": False,
-                                                "normalized": False, "single_word": False, "__type": "AddedToken"}},
-    {"bos_token": "<new>", "eos_token": tiny_model.EOS},
-])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"bos_token": tiny_model.BOS, "eos_token": tiny_model.EOS, "add_bos_token": True},
+        {"bos_token": tiny_model.BOS, "eos_token": tiny_model.EOS, "add_bos_token": True, "add_eos_token": True},
+        {"bos_token": tiny_model.BOS, "eos_token": tiny_model.EOS, "add_bos_token": False},
+        {
+            "bos_token": tiny_model.BOS,
+            "eos_token": {
+                "content": tiny_model.EOS,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "single_word": False,
+                "__type": "AddedToken",
+            },
+        },
+        {"bos_token": "<new>", "eos_token": tiny_model.EOS},
+    ],
+)
 def test_special_tokens_around_a_text_are_those_of_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
     backend = tiny_model.byte_level()
-    backend.post_processor = processors.TemplateProcessing(single=f"{tiny_model.BOS} $A", special_tokens=[
-        (tiny_model.BOS, backend.token_to_id(tiny_model.BOS))
-    ])
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{tiny_model.BOS} $A", special_tokens=[(tiny_model.BOS, backend.token_to_id(tiny_model.BOS))]
+    )
     folder = tiny_model.write_model(tmp_path / "m", backend, tokenizer_config=config)
     ours, theirs = Tokenizer(folder), reference(folder)
     for text in ("hello fox", "a<new>b", ""):

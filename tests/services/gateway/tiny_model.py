@@ -30,7 +30,9 @@ def byte_level(vocab_size: int = 400) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<|unk|>", BOS, EOS], show_progress=False,
+        vocab_size=vocab_size,
+        special_tokens=["<|unk|>", BOS, EOS],
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(TEXTS * 4, trainer)
@@ -41,16 +43,49 @@ def byte_fallback() -> Tokenizer:
     """As SentencePiece-based models have it: ▁ for spaces, bytes as <0xNN>, the first space stripped on decoding."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocab.update({f"<0x{byte:02X}>": 3 + byte for byte in range(256)})
-    for piece in ["▁", "a", "b", "c", "o", "r", "d", "h", "e", "l", "w", "he", "ll", "hell", "hello", "▁hello", "wo",
-                  "wor", "worl", "world", "▁world", "é", ","]:
+    for piece in [
+        "▁",
+        "a",
+        "b",
+        "c",
+        "o",
+        "r",
+        "d",
+        "h",
+        "e",
+        "l",
+        "w",
+        "he",
+        "ll",
+        "hell",
+        "hello",
+        "▁hello",
+        "wo",
+        "wor",
+        "worl",
+        "world",
+        "▁world",
+        "é",
+        ",",
+    ]:
         vocab.setdefault(piece, len(vocab))
-    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("▁", "hello"), ("w", "o"), ("wo", "r"),
-              ("wor", "l"), ("worl", "d"), ("▁", "world")]
+    merges = [
+        ("h", "e"),
+        ("l", "l"),
+        ("he", "ll"),
+        ("hell", "o"),
+        ("▁", "hello"),
+        ("w", "o"),
+        ("wo", "r"),
+        ("wor", "l"),
+        ("worl", "d"),
+        ("▁", "world"),
+    ]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([
-        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0),
-    ])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return tokenizer
@@ -66,8 +101,12 @@ def word_piece() -> Tokenizer:
 
 
 def write_model(
-    folder: Path, tokenizer: Tokenizer | None = None, *, template: str | None = TEMPLATE,
-    tokenizer_config: dict[str, Any] | None = None, context: int = CONTEXT,
+    folder: Path,
+    tokenizer: Tokenizer | None = None,
+    *,
+    template: str | None = TEMPLATE,
+    tokenizer_config: dict[str, Any] | None = None,
+    context: int = CONTEXT,
 ) -> Path:
     tokenizer = tokenizer or byte_level()
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,10 +114,16 @@ def write_model(
     names = {"bos_token": BOS, "eos_token": EOS, "unk_token": "<|unk|>"} if tokenizer_config is None else {}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **names, **(tokenizer_config or {})}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "config.json").write_text(json.dumps({
-        "model_type": "llama", "max_position_embeddings": context, "vocab_size": tokenizer.get_vocab_size(),
-        "eos_token_id": tokenizer.token_to_id(EOS),
-    }))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "max_position_embeddings": context,
+                "vocab_size": tokenizer.get_vocab_size(),
+                "eos_token_id": tokenizer.token_to_id(EOS),
+            }
+        )
+    )
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     return folder

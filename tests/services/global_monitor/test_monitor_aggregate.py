@@ -114,10 +114,17 @@ def test_samples_are_bounded_by_the_history() -> None:
     assert len(watched.samples) == 10
 
 
-@given(st.lists(st.tuples(
-    st.sampled_from(["beat", "farewell", "tick"]), st.sampled_from(["a", "b"]), st.integers(1, 4),
-    st.floats(0.0, 5.0),
-), max_size=60))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["beat", "farewell", "tick"]),
+            st.sampled_from(["a", "b"]),
+            st.integers(1, 4),
+            st.floats(0.0, 5.0),
+        ),
+        max_size=60,
+    )
+)
 def test_any_history_leaves_a_consistent_state(history: list[tuple[str, str, int, float]]) -> None:
     watched, now_s = cluster(), 0.0
     newest: dict[str, int] = {}

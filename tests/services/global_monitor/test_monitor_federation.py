@@ -44,7 +44,8 @@ def test_two_sources_become_one_family_each() -> None:
     assert merged.skipped == {}
     series = parsed(merged.text)
     assert series["jobs_total"] == {
-        (("instance", "one"), ("kind", "a")): 1.5, (("instance", "two"), ("kind", "a")): 3.5,
+        (("instance", "one"), ("kind", "a")): 1.5,
+        (("instance", "two"), ("kind", "a")): 3.5,
     }
     assert series["depth"] == {(("instance", "one"),): 1.5, (("instance", "two"),): 3.5}
     assert series["took_seconds_bucket"][(("instance", "one"), ("le", "2.0"))] == 1
@@ -55,15 +56,13 @@ def test_two_sources_become_one_family_each() -> None:
 
 def test_an_own_instance_label_stays() -> None:
     merged = merge([("source", 'x{instance="mine"} 1\nx{a="b"} 2\n')])
-    assert parsed(merged.text) == {
-        "x": {(("instance", "mine"),): 1, (("a", "b"), ("instance", "source")): 2},
-    }
+    assert parsed(merged.text) == {"x": {(("instance", "mine"),): 1, (("a", "b"), ("instance", "source")): 2}}
 
 
 def test_difficult_label_values_survive() -> None:
     merged = merge([("s", 'x{a="br{ace}, \\"quote\\" \\\\ and instance=\\"no\\"",b="",} 1 1700000000000\n')])
     assert parsed(merged.text) == {
-        "x": {(("a", 'br{ace}, "quote" \\ and instance="no"'), ("b", ""), ("instance", "s")): 1},
+        "x": {(("a", 'br{ace}, "quote" \\ and instance="no"'), ("b", ""), ("instance", "s")): 1}
     }
 
 

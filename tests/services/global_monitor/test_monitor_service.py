@@ -31,8 +31,14 @@ class Rig:
         self.network = MemoryNetwork()
         self.clock = VirtualClock()
         self.monitor = GlobalMonitor(
-            Config(), self.network.bus("monitor"), self.clock, structlog.get_logger(),
-            manager_endpoint="memory://manager", model="tiny", instance="monitor", incarnation=1,
+            Config(),
+            self.network.bus("monitor"),
+            self.clock,
+            structlog.get_logger(),
+            manager_endpoint="memory://manager",
+            model="tiny",
+            instance="monitor",
+            incarnation=1,
         )
 
     def peer(self, name: str) -> MemoryBus:
@@ -116,8 +122,8 @@ async def test_page_state_and_health(rig: Rig) -> None:
         text = await page.text()
         assert page.status == 200 and page.content_type == "text/html"
         assert "/api/state" in text
-        for outside in ("http:" "//", "https:" "//", "src=", "@import", "url("):
-            assert outside not in text.replace("http:" "//www.w3.org/2000/svg", ""), outside
+        for outside in ("http://", "https://", "src=", "@import", "url("):
+            assert outside not in text.replace("http://www.w3.org/2000/svg", ""), outside
         state = await (await client.get("/api/state")).json()
         assert [process["instance"] for process in state["processes"]] == ["gateway", "monitor"]
         assert state["processes"][0]["figures"] == {"requests_running": 2, "new_figure": 7}
@@ -169,7 +175,8 @@ async def test_metrics_of_all_processes_join_and_the_unreachable_do_not_hurt(rig
         text = await answers[0].text()
     series = {
         (sample.name, sample.labels.get("instance")): sample.value
-        for family in text_string_to_metric_families(text) for sample in family.samples
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
     }
     assert series[("work", "a")] == series[("work", "b")] == 5
     assert series[("cohort_up", "d")] == 1

@@ -66,7 +66,12 @@ def toys() -> Callable[..., list[ProcessPlan]]:
         block = free_port()
         return [
             ToyPlan(
-                name, name, stages.get(name, StopStage.OTHERS), "127.0.0.1", block + index, drain_s=-6.0,
+                name,
+                name,
+                stages.get(name, StopStage.OTHERS),
+                "127.0.0.1",
+                block + index,
+                drain_s=-6.0,
                 behaviour=behaviour,
             )
             for index, (name, behaviour) in enumerate(behaviours.items())

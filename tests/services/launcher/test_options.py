@@ -22,22 +22,37 @@ def test_nothing_given_overrides_nothing():
 
 def test_the_port_takes_monitor_and_metrics_along():
     assert overrides_of(parse("--port", "9000"), set()) == {
-        "gateway": {"port": 9000}, "monitor": {"port": 9001}, "metrics": {"base_port": 9010},
-    }  # fmt: skip
+        "gateway": {"port": 9000},
+        "monitor": {"port": 9001},
+        "metrics": {"base_port": 9010},
+    }
     assert overrides_of(parse("--port", "0"), set()) == {
-        "gateway": {"port": 0}, "monitor": {"port": 0}, "metrics": {"base_port": 0},
-    }  # fmt: skip
+        "gateway": {"port": 0},
+        "monitor": {"port": 0},
+        "metrics": {"base_port": 0},
+    }
 
 
 def test_ports_that_somebody_set_stay():
     assert overrides_of(parse("--port", "9000", "--set", "metrics.base_port=7000"), {"monitor.port"}) == {
-        "gateway": {"port": 9000}, "metrics": {"base_port": 7000},
-    }  # fmt: skip
+        "gateway": {"port": 9000},
+        "metrics": {"base_port": 7000},
+    }
 
 
 def test_options_reach_the_configuration():
-    options = parse("--model", "/m", "--served-name", "x", "--host", "0.0.0.0", "--set", "kv.block_size=32",
-                    "--set", "gateway.api_keys=[a, b]")  # fmt: skip
+    options = parse(
+        "--model",
+        "/m",
+        "--served-name",
+        "x",
+        "--host",
+        "0.0.0.0",
+        "--set",
+        "kv.block_size=32",
+        "--set",
+        "gateway.api_keys=[a, b]",
+    )
     config = load_config(overrides=overrides_of(options, set()))
     assert (config.model.path, config.model.served_name, config.gateway.host) == ("/m", "x", "0.0.0.0")
     assert config.kv.block_size == 32

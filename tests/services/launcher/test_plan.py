@@ -43,9 +43,19 @@ def test_a_unified_worker_runs_the_prefill_program():
 def test_the_command_is_what_a_person_would_type():
     predictor = plan(Config())[1]
     assert predictor.command("python", Path("/r/resolved.yaml"), Path("/r")) == [
-        "python", "-P", "-m", "cohort.services.length_predictor", "--config", "/r/resolved.yaml",
-        "--instance", "predictor", "--run-dir", "/r", "--metrics-port", "8010",
-    ]  # fmt: skip
+        "python",
+        "-P",
+        "-m",
+        "cohort.services.length_predictor",
+        "--config",
+        "/r/resolved.yaml",
+        "--instance",
+        "predictor",
+        "--run-dir",
+        "/r",
+        "--metrics-port",
+        "8010",
+    ]
 
 
 @pytest.mark.parametrize(

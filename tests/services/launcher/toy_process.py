@@ -1,11 +1,11 @@
 """A process for the supervisor's tests: answers /ready, and misbehaves as its first argument says.
 
-    ready         serves until SIGTERM, then exits 0
-    stubborn      serves and ignores SIGTERM
-    config_error  says so and exits 2
-    crash         exits 1 at once
-    helper        as ready, with a child of its own (its pid goes to the log)
-    crash_once    exits 1 if the file named by the second-to-last argument does not exist yet (and makes it), else ready
+ready         serves until SIGTERM, then exits 0
+stubborn      serves and ignores SIGTERM
+config_error  says so and exits 2
+crash         exits 1 at once
+helper        as ready, with a child of its own (its pid goes to the log)
+crash_once    exits 1 if the file named by the second-to-last argument does not exist yet (and makes it), else ready
 """
 
 from __future__ import annotations

@@ -28,8 +28,9 @@ class World:
         filler = self.random.integers(1000, 30_000, size=int(self.random.integers(5, 60))).tolist()
         filler.insert(int(self.random.integers(0, len(filler))), task)
         length = round(TYPICAL_TOKENS[task] * float(np.exp(self.random.normal(0.0, NOISE))))
-        facts = Facts(filler, chat=True, max_tokens=max_tokens, temperature=1.0, stop_strings=0,
-                      text_bytes=4 * len(filler))
+        facts = Facts(
+            filler, chat=True, max_tokens=max_tokens, temperature=1.0, stop_strings=0, text_bytes=4 * len(filler)
+        )
         return facts, max(1, length)
 
     def observation(self, max_tokens: int = 4096) -> Observation:

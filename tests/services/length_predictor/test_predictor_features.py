@@ -21,8 +21,13 @@ from cohort.services.length_predictor.features import (
 
 
 def facts(tokens: list[int], **changes: object) -> Facts:
-    values: dict[str, object] = {"chat": False, "max_tokens": 64, "temperature": 1.0, "stop_strings": 0,
-                                 "text_bytes": 4 * len(tokens)}
+    values: dict[str, object] = {
+        "chat": False,
+        "max_tokens": 64,
+        "temperature": 1.0,
+        "stop_strings": 0,
+        "text_bytes": 4 * len(tokens),
+    }
     return Facts(tokens=tokens, **{**values, **changes})  # type: ignore[arg-type]
 
 
@@ -64,8 +69,9 @@ def test_compact_features_are_named_facts() -> None:
 
 def test_order_and_place_of_tokens_matter() -> None:
     forwards, backwards = extract(facts(list(range(200)))), extract(facts(list(range(199, -1, -1))))
-    assert forwards.buckets.tolist() != backwards.buckets.tolist() \
-        or forwards.counts.tolist() != backwards.counts.tolist()
+    assert (
+        forwards.buckets.tolist() != backwards.buckets.tolist() or forwards.counts.tolist() != backwards.counts.tolist()
+    )
 
 
 def test_hashes_spread_over_the_table() -> None:

@@ -31,8 +31,9 @@ DEADLINE_S = 120.0
 
 
 def _wire(facts: Facts) -> LengthFacts:
-    return LengthFacts(list(facts.tokens), facts.chat, facts.max_tokens, facts.temperature, facts.stop_strings,
-                       facts.text_bytes)
+    return LengthFacts(
+        list(facts.tokens), facts.chat, facts.max_tokens, facts.temperature, facts.stop_strings, facts.text_bytes
+    )
 
 
 class Rig:
@@ -51,8 +52,10 @@ class Rig:
         return message.prediction
 
     def tell(self, facts: Facts, output_tokens: int) -> None:
-        self.gateway.send("predictor", ObserveLength(
-            "r", _wire(facts), min(output_tokens, facts.max_tokens), output_tokens > facts.max_tokens))
+        self.gateway.send(
+            "predictor",
+            ObserveLength("r", _wire(facts), min(output_tokens, facts.max_tokens), output_tokens > facts.max_tokens),
+        )
 
     async def settled(self, observations: int) -> None:
         """Until the service has taken so many observations in."""

@@ -58,10 +58,14 @@ def test_damaged_file_is_set_aside(world: World, tmp_path: Path, damage: str) ->
     path = tmp_path / "state.npz"
     state.save(path, state.State(world.dataset(40), None))
     whole = path.read_bytes()
-    path.write_bytes({
-        "truncated": whole[: len(whole) // 2], "garbage": b"not an archive" * 50, "empty": b"",
-        "flipped": whole[:300] + bytes(b ^ 0xFF for b in whole[300:340]) + whole[340:],
-    }[damage])
+    path.write_bytes(
+        {
+            "truncated": whole[: len(whole) // 2],
+            "garbage": b"not an archive" * 50,
+            "empty": b"",
+            "flipped": whole[:300] + bytes(b ^ 0xFF for b in whole[300:340]) + whole[340:],
+        }[damage]
+    )
     with pytest.raises(state.StateUnreadable, match=r"state\.npz"):
         state.load(path)
     assert not path.exists()
@@ -69,9 +73,7 @@ def test_damaged_file_is_set_aside(world: World, tmp_path: Path, damage: str) ->
     assert state.load(path) is None
 
 
-def test_state_of_other_features_is_not_read(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_of_other_features_is_not_read(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "state.npz"
     state.save(path, state.State(world.dataset(5), None))
     monkeypatch.setattr(state, "layout", lambda: features.layout() + ";one more")

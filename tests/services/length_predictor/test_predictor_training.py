@@ -56,8 +56,18 @@ def test_truncated_answers_count_as_longer_than_they_came(world: World) -> None:
     data = world.dataset(500, max_tokens=500)
     assert 0.1 < data.truncated.mean() < 0.4
     model = train(data, version=1)
-    naive = train(Dataset(data.compact, data.buckets, data.counts, data.offsets, data.output_tokens, data.max_tokens,
-                          np.zeros(len(data), np.bool_)), version=1)
+    naive = train(
+        Dataset(
+            data.compact,
+            data.buckets,
+            data.counts,
+            data.offsets,
+            data.output_tokens,
+            data.max_tokens,
+            np.zeros(len(data), np.bool_),
+        ),
+        version=1,
+    )
     long_answers = [row for row in held_out(world) if row.output_tokens > 400]
     aware = np.mean([to_prediction(model.predict_log(row.vector), 4096).mean for row in long_answers])
     fooled = np.mean([to_prediction(naive.predict_log(row.vector), 4096).mean for row in long_answers])
@@ -106,8 +116,10 @@ def test_a_prediction_takes_microseconds(model: LengthModel, world: World) -> No
 @pytest.mark.parametrize("max_tokens", [-5, 0, 1, 2, 100, 10**9])
 def test_predictions_stay_within_one_and_max_tokens(model: LengthModel, world: World, max_tokens: int) -> None:
     for row in held_out(world, 20):
-        for prediction in (to_prediction(model.predict_log(row.vector), max_tokens),
-                           default_prediction(256.0, max_tokens)):
+        for prediction in (
+            to_prediction(model.predict_log(row.vector), max_tokens),
+            default_prediction(256.0, max_tokens),
+        ):
             limit = max(1, max_tokens)
             assert 1 <= prediction.mean <= limit
             assert 1 <= prediction.p50 <= prediction.p90 <= prediction.p99 <= limit

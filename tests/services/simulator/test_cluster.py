@@ -145,11 +145,16 @@ lengths = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(
-    lengths=lengths, preset=st.sampled_from(["unified", "disaggregated"]), blocks=st.sampled_from([45, 80, 1000]),
-    preemption=st.sampled_from(["swap", "recompute"]), rows=st.sampled_from([3, 256]), shared=st.booleans(),
-    attention=st.sampled_from(["split_kv", "unit_per_row"]), chunk=st.sampled_from([32, 512]),
+    lengths=lengths,
+    preset=st.sampled_from(["unified", "disaggregated"]),
+    blocks=st.sampled_from([45, 80, 1000]),
+    preemption=st.sampled_from(["swap", "recompute"]),
+    rows=st.sampled_from([3, 256]),
+    shared=st.booleans(),
+    attention=st.sampled_from(["split_kv", "unit_per_row"]),
+    chunk=st.sampled_from([32, 512]),
     horizon_s=st.sampled_from([0.3, float("inf")]),
-)  # fmt: skip
+)
 def test_jumping_over_repeated_iterations_changes_nothing(
     lengths, preset, blocks, preemption, rows, shared, attention, chunk, horizon_s
 ):
@@ -233,8 +238,7 @@ def test_a_model_that_does_not_fit_is_said_with_the_field():
 
 
 @pytest.mark.parametrize(
-    ("item", "field"),
-    [((0.0, -1, 5), "prompt_tokens"), ((0.0, 1, 0), "output_tokens"), ((-1.0, 1, 1), "arrival_s")],
+    ("item", "field"), [((0.0, -1, 5), "prompt_tokens"), ((0.0, 1, 0), "output_tokens"), ((-1.0, 1, 1), "arrival_s")]
 )
 def test_bad_items_are_named(item, field):
     with pytest.raises(ConfigError, match=rf"item 0: {field}"):

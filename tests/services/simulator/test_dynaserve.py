@@ -18,16 +18,22 @@ from tests.services.simulator.test_cluster import lengths, outcome
 
 
 @settings(max_examples=20, deadline=None)
-@given(lengths=lengths, blocks=st.sampled_from([45, 1000]), preemption=st.sampled_from(["swap", "recompute"]),
-       slo_ms=st.sampled_from([2.5, 100.0]))  # fmt: skip
+@given(
+    lengths=lengths,
+    blocks=st.sampled_from([45, 1000]),
+    preemption=st.sampled_from(["swap", "recompute"]),
+    slo_ms=st.sampled_from([2.5, 100.0]),
+)
 def test_jumping_over_repeated_iterations_changes_nothing(
     lengths: list[tuple[float, int, int]], blocks: int, preemption: str, slo_ms: float
 ) -> None:
     load = Workload("random", tuple(WorkItem(*each) for each in sorted(lengths)))
     chosen = config(
-        "dynaserve", kv=cache_of(blocks), engine={"preemption": preemption},
+        "dynaserve",
+        kv=cache_of(blocks),
+        engine={"preemption": preemption},
         dynaserve={"tbt_slo_s": slo_ms / 1e3, "hand_over_s": 0.0, "await_arrivals": False},
-    )  # fmt: skip
+    )
     one_by_one, jumping = run(chosen, cluster(2), load, jump=False), run(chosen, cluster(2), load)
     assert outcome(jumping) == outcome(one_by_one)
     assert [w.machine.kv.owners() for w in jumping.workers] == [{}, {}]
@@ -76,9 +82,13 @@ class InTheMiddle:
 
 def exposed_s(chunked: bool) -> float:
     sim = SimCluster(
-        config("dynaserve", transfer={"chunked": chunked}), cluster(2, per_host=1, across="tcp"), MODEL,
-        workload(*((0.05 * index, 600, 600) for index in range(8))), SimOptions(), placement=InTheMiddle(),
-    )  # fmt: skip
+        config("dynaserve", transfer={"chunked": chunked}),
+        cluster(2, per_host=1, across="tcp"),
+        MODEL,
+        workload(*((0.05 * index, 600, 600) for index in range(8))),
+        SimOptions(),
+        placement=InTheMiddle(),
+    )
     sim.run()
     counters = sim.workers[1].machine.counters
     assert counters.transfers_in == 8

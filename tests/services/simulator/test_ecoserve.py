@@ -17,13 +17,19 @@ from tests.services.simulator.test_cluster import lengths, outcome
 
 @settings(max_examples=20, deadline=None)
 @given(
-    lengths=lengths, variant=st.sampled_from(sorted(VARIANTS)), blocks=st.sampled_from([45, 80, 400]),
-    predictor=st.sampled_from(["oracle", "lognormal", "none"]), rows=st.sampled_from([3, 256]),
+    lengths=lengths,
+    variant=st.sampled_from(sorted(VARIANTS)),
+    blocks=st.sampled_from([45, 80, 400]),
+    predictor=st.sampled_from(["oracle", "lognormal", "none"]),
+    rows=st.sampled_from([3, 256]),
 )
 @example(  # a forecast that no longer holds after the iteration in flight
-    lengths=[(0.0, 1, 1), (0.0, 1, 3), (0.0, 1, 3), (0.0, 1, 3)], variant="forecast", blocks=45, predictor="oracle",
+    lengths=[(0.0, 1, 1), (0.0, 1, 3), (0.0, 1, 3), (0.0, 1, 3)],
+    variant="forecast",
+    blocks=45,
+    predictor="oracle",
     rows=3,
-)  # fmt: skip
+)
 def test_jumping_changes_nothing(
     lengths: list[tuple[float, int, int]], variant: str, blocks: int, predictor: str, rows: int
 ) -> None:

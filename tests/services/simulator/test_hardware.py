@@ -15,11 +15,26 @@ from cohort.services.simulator.hardware import Cluster, load_cluster, load_devic
 from cohort.services.simulator.network import Ports
 
 MODELS = {
-    "opt-2.7b": 2.65, "opt-6.7b": 6.66, "opt-13b": 12.85, "opt-30b": 29.97, "opt-66b": 65.7, "opt-175b": 174.6,
-    "llama-7b": 6.74, "llama-13b": 13.0, "llama-33b": 32.5, "llama-2-7b": 6.74, "llama-2-13b": 13.0,
-    "llama-2-70b": 69.0, "llama-3-8b": 8.03, "llama-3-70b": 70.6, "qwen2.5-14b": 14.77, "qwen2.5-32b": 32.76,
-    "qwen2.5-72b": 72.7, "bloom-176b": 176.2, "smollm2-135m": 0.1345,
-}  # fmt: skip
+    "opt-2.7b": 2.65,
+    "opt-6.7b": 6.66,
+    "opt-13b": 12.85,
+    "opt-30b": 29.97,
+    "opt-66b": 65.7,
+    "opt-175b": 174.6,
+    "llama-7b": 6.74,
+    "llama-13b": 13.0,
+    "llama-33b": 32.5,
+    "llama-2-7b": 6.74,
+    "llama-2-13b": 13.0,
+    "llama-2-70b": 69.0,
+    "llama-3-8b": 8.03,
+    "llama-3-70b": 70.6,
+    "qwen2.5-14b": 14.77,
+    "qwen2.5-32b": 32.76,
+    "qwen2.5-72b": 72.7,
+    "bloom-176b": 176.2,
+    "smollm2-135m": 0.1345,
+}
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS_DIR.glob("models/*.yaml")), ids=lambda path: path.stem)

@@ -13,8 +13,9 @@ def result(system: str, figure: str, ours: float) -> Reproduced:
 
 
 def test_one_system_anew_leaves_the_others() -> None:
-    first = markdown([result("baselines", "Table 1", 2.0), result("ecoserve", "Fig. 1", 1.0),
-                      result("ecoserve", "Fig. 2", 1.0)])  # fmt: skip
+    first = markdown(
+        [result("baselines", "Table 1", 2.0), result("ecoserve", "Fig. 1", 1.0), result("ecoserve", "Fig. 2", 1.0)]
+    )
     second = markdown([result("ecoserve", "Fig. 1", 3.0)], first)
     assert second == markdown([result("baselines", "Table 1", 2.0), result("ecoserve", "Fig. 1", 3.0)])
     assert markdown([result("bucketserve", "Fig. 5", 1.0)], second) == markdown(

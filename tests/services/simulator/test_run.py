@@ -92,8 +92,14 @@ def test_no_recording_is_said(tmp_path: Path):
 
 def traffic(text: str, **options: Any) -> Traffic:
     given: dict[str, Any] = {
-        "count": None, "duration_s": None, "time_scale": 1.0, "cv": 1.0, "seed": 0, "slo": Slo(), "best_effort": 0.0,
-    }  # fmt: skip
+        "count": None,
+        "duration_s": None,
+        "time_scale": 1.0,
+        "cv": 1.0,
+        "seed": 0,
+        "slo": Slo(),
+        "best_effort": 0.0,
+    }
     return Traffic(text, **(given | options))
 
 
@@ -147,8 +153,22 @@ def test_wrong_promises_are_said(text: str):
 
 def test_simulate_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "out.json"
-    command = ["simulate", "--trace", "64x8", "--rate", "20", "--count", "40", *CLUSTER, "--preset", "disaggregated",
-               "--slo", "ttft=1,tpot=0.1", "--json", str(out)]  # fmt: skip
+    command = [
+        "simulate",
+        "--trace",
+        "64x8",
+        "--rate",
+        "20",
+        "--count",
+        "40",
+        *CLUSTER,
+        "--preset",
+        "disaggregated",
+        "--slo",
+        "ttft=1,tpot=0.1",
+        "--json",
+        str(out),
+    ]
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert "TTFT" in printed and "promises kept" in printed and "decode-0" in printed
@@ -163,16 +183,38 @@ def test_a_sweep_is_a_line_per_value_and_a_picture(tmp_path: Path, capsys: pytes
     command = ["simulate", "--trace", "64x8", "--count", "30", *CLUSTER, "--sweep", "rate=5,50", "--plot", str(plot)]
     assert main(command) == 0
     assert plot.stat().st_size > 1000
-    command = ["simulate", "--trace", "64x8", "--count", "30", *CLUSTER, "--sweep", "preset=unified,disaggregated",
-               "--json", "-"]  # fmt: skip
+    command = [
+        "simulate",
+        "--trace",
+        "64x8",
+        "--count",
+        "30",
+        *CLUSTER,
+        "--sweep",
+        "preset=unified,disaggregated",
+        "--json",
+        "-",
+    ]
     capsys.readouterr()
     assert main(command) == 0
     assert [r["preset"] for r in json.loads(capsys.readouterr().out)] == ["unified", "disaggregated"]
 
 
 def test_the_capacity_command(capsys: pytest.CaptureFixture[str]):
-    command = ["simulate", "--trace", "512x16", "--count", "60", *CLUSTER, "--preset", "unified", "--slo", "ttft=0.2",
-               "--capacity", "0.9"]  # fmt: skip
+    command = [
+        "simulate",
+        "--trace",
+        "512x16",
+        "--count",
+        "60",
+        *CLUSTER,
+        "--preset",
+        "unified",
+        "--slo",
+        "ttft=0.2",
+        "--capacity",
+        "0.9",
+    ]
     assert main(command) == 0
     assert "capacity at 90%" in capsys.readouterr().out
 
@@ -197,8 +239,22 @@ def test_wrong_options_are_one_line(arguments: list[str], message: str, capsys: 
 
 def test_advise_recommends_with_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "advice.json"
-    command = ["advise", "--trace", "256x16", "--rate", "10", "--requests", "40", *CLUSTER, "--slo", "ttft=1,tpot=0.2",
-               "--preset", "unified,disaggregated", "--json", str(out)]  # fmt: skip
+    command = [
+        "advise",
+        "--trace",
+        "256x16",
+        "--rate",
+        "10",
+        "--requests",
+        "40",
+        *CLUSTER,
+        "--slo",
+        "ttft=1,tpot=0.2",
+        "--preset",
+        "unified,disaggregated",
+        "--json",
+        str(out),
+    ]
     assert main(command) == 0
     assert "Recommended: " in capsys.readouterr().out
     advice = json.loads(out.read_text())

@@ -15,24 +15,31 @@ from cohort.common.types import Request, Role, SamplingParams, Slo, WorkerCapaci
 from tests.common.machines.world import VOCABULARY, World
 
 PD = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
-PD_TWICE = {
-    "prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE,
-}  # fmt: skip
+PD_TWICE = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
 THRESHOLDS = Thresholds(batch_share=0.4, least_requests=2)
 
 
 def world(
-    seed: int, roles: dict[str, Role] = PD_TWICE, *, preemption: str = "recompute", starvation_s: float = 2.0,
-    prefetch: bool = True, aligned: bool = True, **options: Any,
-) -> World:  # fmt: skip
+    seed: int,
+    roles: dict[str, Role] = PD_TWICE,
+    *,
+    preemption: str = "recompute",
+    starvation_s: float = 2.0,
+    prefetch: bool = True,
+    aligned: bool = True,
+    **options: Any,
+) -> World:
     settings = BindingSettings(
         THRESHOLDS, longest_prefix=64, leaf_tokens=4, starvation_s=starvation_s, prefetch=prefetch, aligned=aligned
     )
     return World(
-        seed, roles, lambda: LateBound(THRESHOLDS), late_binding=lambda: AlignedBinding(settings),
+        seed,
+        roles,
+        lambda: LateBound(THRESHOLDS),
+        late_binding=lambda: AlignedBinding(settings),
         scheduler=lambda: AlignedBatching(max_rows=8, max_step_tokens=32, prefill_chunk=8, preemption=preemption),  # type: ignore[arg-type]
         **options,
-    )  # fmt: skip
+    )
 
 
 def offer(world: World, count: int, over_s: float = 2.0) -> None:

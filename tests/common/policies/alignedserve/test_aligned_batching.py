@@ -9,9 +9,7 @@ from tests.common.policies.baselines.drive import cache, leave, rows, sequence, 
 
 
 def scheduler(*, sets_aside: bool = True) -> AlignedBatching:
-    return AlignedBatching(
-        max_rows=16, max_step_tokens=256, prefill_chunk=64, preemption="swap", sets_aside=sets_aside
-    )  # fmt: skip
+    return AlignedBatching(max_rows=16, max_step_tokens=256, prefill_chunk=64, preemption="swap", sets_aside=sets_aside)
 
 
 def decoding(policy: AlignedBatching, kv: KvAllocator, name: str, context: int, batch: int) -> Sequence:

@@ -20,9 +20,7 @@ def binding(**options: Any) -> AlignedBinding:
 def busy(running: int, blocks: int, *queue: tuple[str, int], waiting: int = 0) -> ClusterView:
     """One decode worker with so many rows in so many blocks; progress of some by name."""
     work = [QueuedWork(name, 0, context, 9) for name, context in queue]
-    decode = view(
-        "decode-0", Role.DECODE, running=running, free_blocks=100 - blocks, queue=work, waiting=waiting
-    )  # fmt: skip
+    decode = view("decode-0", Role.DECODE, running=running, free_blocks=100 - blocks, queue=work, waiting=waiting)
     return cluster(view("prefill-0", Role.PREFILL), decode)
 
 

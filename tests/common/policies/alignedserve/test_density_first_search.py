@@ -100,7 +100,9 @@ Requests = list[tuple[int, int, float]]
 @settings(max_examples=100, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(1, 1200), st.integers(1, 40), st.floats(0, 100)), min_size=1, max_size=50),
-    max_blocks=st.integers(1, 300), min_requests=st.integers(1, 20), now_s=st.floats(0, 120),
+    max_blocks=st.integers(1, 300),
+    min_requests=st.integers(1, 20),
+    now_s=st.floats(0, 120),
     more_rows=st.integers(0, 40),
 )
 def test_any_pool(requests: Requests, max_blocks: int, min_requests: int, now_s: float, more_rows: int) -> None:
@@ -109,9 +111,7 @@ def test_any_pool(requests: Requests, max_blocks: int, min_requests: int, now_s:
     for index, (positions, blocks, due_s) in enumerate(requests):
         tree.insert(PooledRequest(f"r{index}", positions, blocks, float(index), due_s))
     earliest = min(due_s for _, _, due_s in requests)
-    starved = starved_batch(
-        tree, now_s, max_blocks=max_blocks, min_requests=min_requests, max_requests=max_requests
-    )  # fmt: skip
+    starved = starved_batch(tree, now_s, max_blocks=max_blocks, min_requests=min_requests, max_requests=max_requests)
     assert bool(starved) == (earliest <= now_s)
     if starved:
         assert any(item.due_s == earliest for item in starved), "the request that is due first is in its batch"

@@ -113,10 +113,16 @@ def test_anything_breaks_in_tiny_caches(seed: int, host_blocks: int) -> None:
     """Seeds that once left KV parked where somebody else waited for its blocks."""
     random = Random(seed)
     found = world(
-        seed, blocks=random.choice([20, 30]), host_blocks=host_blocks, preemption=random.choice(["swap", "recompute"]),
-        run_failure_rate=random.choice([0.0, 0.1]), message_delay_s=random.choice([0.002, 0.05]),
-        prefetch=random.random() < 0.7, aligned=random.random() < 0.8, starvation_s=random.choice([0.2, 5.0]),
-    )  # fmt: skip
+        seed,
+        blocks=random.choice([20, 30]),
+        host_blocks=host_blocks,
+        preemption=random.choice(["swap", "recompute"]),
+        run_failure_rate=random.choice([0.0, 0.1]),
+        message_delay_s=random.choice([0.002, 0.05]),
+        prefetch=random.random() < 0.7,
+        aligned=random.random() < 0.8,
+        starvation_s=random.choice([0.2, 5.0]),
+    )
     offer(found, 30)
     for _ in range(3):
         name, at_s, back_s = random.choice([*PD_TWICE, "manager"]), random.uniform(1.6, 5.0), random.uniform(0.1, 6.0)

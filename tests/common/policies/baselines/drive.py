@@ -12,14 +12,28 @@ GEOMETRY = KvGeometry(1, 1, 1, 1, BLOCK)
 
 
 def sequence(
-    name: str, prompt: int, *, arrived_s: float = 0.0, max_tokens: int = 8, predicted: float = 8.0, priority: int = 0,
-    traffic_class: TrafficClass = "rt", end: int | None = None,
-) -> Sequence:  # fmt: skip
+    name: str,
+    prompt: int,
+    *,
+    arrived_s: float = 0.0,
+    max_tokens: int = 8,
+    predicted: float = 8.0,
+    priority: int = 0,
+    traffic_class: TrafficClass = "rt",
+    end: int | None = None,
+) -> Sequence:
     tokens = [hash(name) % 1000 + position for position in range(prompt)]
     request = Request(
-        name, 1, "gateway", tokens, prompt, SamplingParams(max_tokens=max_tokens), 0.0, priority=priority,
+        name,
+        1,
+        "gateway",
+        tokens,
+        prompt,
+        SamplingParams(max_tokens=max_tokens),
+        0.0,
+        priority=priority,
         traffic_class=traffic_class,
-    )  # fmt: skip
+    )
     return Sequence(request, list(tokens), end, 0, arrived_s, predicted=predicted)
 
 

@@ -16,7 +16,11 @@ def test_iterations_serve_the_classes_in_turn() -> None:
     robin.add(0.0, sequence("rt", 4))
     robin.add(0.0, sequence("be", 12, traffic_class="be"))
     assert [rows(step(robin, kv)) for _ in range(5)] == [
-        [("rt", 0, 4)], [("be", 0, 8)], [("rt", 4, 1)], [("be", 8, 4)], [("rt", 5, 1)],
+        [("rt", 0, 4)],
+        [("be", 0, 8)],
+        [("rt", 4, 1)],
+        [("be", 8, 4)],
+        [("rt", 5, 1)],
     ]
     assert robin.figures()["rt_iterations_total"] == 3.0
 

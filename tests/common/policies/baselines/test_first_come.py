@@ -30,9 +30,11 @@ def dispatched(order: FirstCome, requests: int) -> list[str]:
 def test_priority_before_online_before_arrival() -> None:
     order = FirstCome(dispatch_ahead_tokens=1000)
     for each in (
-        waiting("late", 2.0), waiting("batch", 0.0, online=False), waiting("first", 1.0),
+        waiting("late", 2.0),
+        waiting("batch", 0.0, online=False),
+        waiting("first", 1.0),
         waiting("urgent", 9.0, priority=-1),
-    ):  # fmt: skip
+    ):
         order.add(0.0, each)
     assert order.waiting_tokens == 40
     assert dispatched(order, 3) == ["urgent", "first", "late"]

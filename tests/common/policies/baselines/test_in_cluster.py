@@ -23,27 +23,42 @@ from tests.common.machines.world import VOCABULARY, SplitAnywhere, World
 
 UNIFIED = {"unified-0": Role.UNIFIED}
 UNIFIED_TWICE = {"unified-0": Role.UNIFIED, "unified-1": Role.UNIFIED}
-PD_TWICE = {
-    "prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE,
-}  # fmt: skip
+PD_TWICE = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
 BASELINES = {
-    "orca": "max", "srtf": "max", "mlfq": "max", "vllm": "paged", "chunked_prefill": "paged", "round_robin": "paged",
-    "multires": "predicted", "predicted_batches": "predicted",
-}  # fmt: skip
+    "orca": "max",
+    "srtf": "max",
+    "mlfq": "max",
+    "vllm": "paged",
+    "chunked_prefill": "paged",
+    "round_robin": "paged",
+    "multires": "predicted",
+    "predicted_batches": "predicted",
+}
 LARGEST = 70  # positions of the largest request offered: 18 blocks
 
 
 def world(
-    seed: int, roles: dict[str, Role], placement: Callable[[], Placement], name: str, *, allocation: str = "",
-    blocks: int = 64, host_blocks: int = 30, preemption: str = "recompute", caching: bool = False, padded: bool = False,
+    seed: int,
+    roles: dict[str, Role],
+    placement: Callable[[], Placement],
+    name: str,
+    *,
+    allocation: str = "",
+    blocks: int = 64,
+    host_blocks: int = 30,
+    preemption: str = "recompute",
+    caching: bool = False,
+    padded: bool = False,
     run_failure_rate: float = 0.0,
-) -> World:  # fmt: skip
-    config = load_config(overrides={
-        "policies": {"iteration": name, "allocation": allocation or BASELINES[name]},
-        "engine": {"max_rows": 8, "max_step_tokens": 32, "prefill_chunk": 8, "preemption": preemption},
-        "baselines": {"batch_size": 4, "queue_starvation_s": 2.0, "padded": padded},
-        "kv": {"prefix_caching": caching},
-    })
+) -> World:
+    config = load_config(
+        overrides={
+            "policies": {"iteration": name, "allocation": allocation or BASELINES[name]},
+            "engine": {"max_rows": 8, "max_step_tokens": 32, "prefill_chunk": 8, "preemption": preemption},
+            "baselines": {"batch_size": 4, "queue_starvation_s": 2.0, "padded": padded},
+            "kv": {"prefix_caching": caching},
+        }
+    )
 
     def scheduler() -> IterationScheduler:
         return compose.iteration(config)
@@ -52,7 +67,13 @@ def world(
         return compose.allocation(config, geometry, device, host)
 
     return World(
-        seed, roles, placement, blocks=blocks, host_blocks=host_blocks, scheduler=scheduler, allocator=allocator,
+        seed,
+        roles,
+        placement,
+        blocks=blocks,
+        host_blocks=host_blocks,
+        scheduler=scheduler,
+        allocator=allocator,
         run_failure_rate=run_failure_rate,
     )
 
@@ -68,9 +89,7 @@ def offer(world: World, count: int, over_s: float = 2.0) -> None:
         tokens = random.randint(1, LARGEST - len(prompt)) if random.random() < 0.3 else random.randint(1, 12)
         predicted = max(1.0, tokens * random.choice([0.3, 1.0, 2.0]))
         traffic_class: TrafficClass = "be" if index % 3 else "rt"
-        world.at(
-            random.random() * over_s, partial(world.submit, f"r{index}", prompt, tokens, traffic_class, predicted)
-        )
+        world.at(random.random() * over_s, partial(world.submit, f"r{index}", prompt, tokens, traffic_class, predicted))
 
 
 def finish(world: World) -> None:
@@ -129,8 +148,11 @@ def test_requests_go_to_instances_in_turn() -> None:
 
 
 @settings(
-    max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
-    suppress_health_check=[HealthCheck.too_slow])
+    max_examples=40,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(
     seed=st.integers(0, 2**32),
     name=st.sampled_from(sorted(BASELINES)),
@@ -145,13 +167,30 @@ def test_requests_go_to_instances_in_turn() -> None:
     faults=any_faults(),
 )
 def test_anything_may_break_at_any_time(
-    seed: int, name: str, allocation: str, placement: Callable[[], Placement], preemption: str, blocks: int, host: int,
-    caching: bool, padded: bool, failures: float, faults: list[tuple[str, float, float]],
-) -> None:  # fmt: skip
+    seed: int,
+    name: str,
+    allocation: str,
+    placement: Callable[[], Placement],
+    preemption: str,
+    blocks: int,
+    host: int,
+    caching: bool,
+    padded: bool,
+    failures: float,
+    faults: list[tuple[str, float, float]],
+) -> None:
     cluster = world(
-        seed, PD_TWICE, placement, name, allocation=allocation, host_blocks=host, preemption=preemption,
+        seed,
+        PD_TWICE,
+        placement,
+        name,
+        allocation=allocation,
+        host_blocks=host,
+        preemption=preemption,
         blocks=max(64, blocks) if placement is SplitAnywhere else blocks,  # see test_segments_may_meet_anywhere
-        caching=caching, padded=padded, run_failure_rate=failures,
+        caching=caching,
+        padded=padded,
+        run_failure_rate=failures,
     )
     offer(cluster, 25)
     for kind, at_s, back_s in faults:

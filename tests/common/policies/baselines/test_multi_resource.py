@@ -50,7 +50,10 @@ def test_running_answers_come_before_prompts() -> None:
     multi.add(0.0, sequence("later", 9, arrived_s=3.0))
     plan = step(multi, kv)
     assert {row.sequence.request_id: row.count for row in plan.rows} == {
-        "prompt": 1, "answer": 1, "more": 1, "later": 1,
+        "prompt": 1,
+        "answer": 1,
+        "more": 1,
+        "later": 1,
     }
 
 
@@ -67,9 +70,7 @@ def test_the_first_choice_is_the_nearest_of_all_that_fit(demands: list[tuple[int
     for one in offered:
         multi.add(0.0, one)
     distance = {
-        one.request_id: math.hypot(
-            1 - min(1.0, one.uncomputed / 20), 1 - GEOMETRY.blocks_for(RULE(one)) / blocks
-        )
+        one.request_id: math.hypot(1 - min(1.0, one.uncomputed / 20), 1 - GEOMETRY.blocks_for(RULE(one)) / blocks)
         for one in offered
         if GEOMETRY.blocks_for(RULE(one)) <= blocks
     }

@@ -11,9 +11,7 @@ RULE = predicted_positions(0.0)
 
 
 def policy(rows: int = 4, tokens: int = 32, *, padded: bool = False) -> PredictedBatches:
-    return PredictedBatches(
-        IterationLimits(rows, tokens, tokens, "recompute", padded), reservation=RULE, spread=1.5
-    )
+    return PredictedBatches(IterationLimits(rows, tokens, tokens, "recompute", padded), reservation=RULE, spread=1.5)
 
 
 def test_the_oldest_chooses_its_company_by_prediction_and_nobody_joins_later() -> None:

@@ -30,7 +30,11 @@ def test_prompts_are_not_cut_unless_no_iteration_could_hold_them() -> None:
     for at, (name, prompt) in enumerate((("a", 10), ("b", 10), ("c", 40))):
         policy.add(0.0, sequence(name, prompt, arrived_s=at))
     assert [rows(step(policy, kv)) for _ in range(5)] == [
-        [("a", 0, 10)], [("b", 0, 10)], [("c", 0, 16)], [("c", 16, 16)], [("c", 32, 8)],
+        [("a", 0, 10)],
+        [("b", 0, 10)],
+        [("c", 0, 16)],
+        [("c", 16, 16)],
+        [("c", 32, 8)],
     ]
     assert names(step(policy, kv)) == ["a", "b", "c"]
 

@@ -22,7 +22,8 @@ LOADS = st.lists(
     st.tuples(
         st.integers(1, 30), st.integers(1, 12), st.sampled_from([0.3, 1.0, 3.0]), st.integers(0, 1), st.integers(0, 20)
     ),
-    min_size=1, max_size=16,
+    min_size=1,
+    max_size=16,
 )
 """(prompt, output, how wrong the prediction is, class, iteration in which it comes)"""
 
@@ -30,24 +31,37 @@ LOADS = st.lists(
 def configured(
     name: str, allocation: str, *, max_rows: int, budget: int, swap: bool, caching: bool, padded: bool
 ) -> Config:
-    return load_config(overrides={
-        "policies": {"iteration": name, "allocation": allocation},
-        "engine": {
-            "max_rows": max_rows, "max_step_tokens": budget, "prefill_chunk": max(1, budget // 2),
-            "preemption": "swap" if swap else "recompute",
-        },
-        "baselines": {"batch_size": 3, "queue_starvation_s": 5.0, "padded": padded},
-        "kv": {"prefix_caching": caching},
-    })
+    return load_config(
+        overrides={
+            "policies": {"iteration": name, "allocation": allocation},
+            "engine": {
+                "max_rows": max_rows,
+                "max_step_tokens": budget,
+                "prefill_chunk": max(1, budget // 2),
+                "preemption": "swap" if swap else "recompute",
+            },
+            "baselines": {"batch_size": 3, "queue_starvation_s": 5.0, "padded": padded},
+            "kv": {"prefix_caching": caching},
+        }
+    )
 
 
 def arrivals(loads: list[Load]) -> list[tuple[int, Sequence]]:
     classes: tuple[TrafficClass, TrafficClass] = ("rt", "be")
     return [
-        (at, sequence(f"s{i}", prompt, arrived_s=at, max_tokens=output, predicted=max(1.0, output * wrong),
-                      traffic_class=classes[kind]))
+        (
+            at,
+            sequence(
+                f"s{i}",
+                prompt,
+                arrived_s=at,
+                max_tokens=output,
+                predicted=max(1.0, output * wrong),
+                traffic_class=classes[kind],
+            ),
+        )
         for i, (prompt, output, wrong, kind, at) in enumerate(loads)
-    ]  # fmt: skip
+    ]
 
 
 def ended(alive: list[Sequence]) -> list[Sequence]:
@@ -57,17 +71,29 @@ def ended(alive: list[Sequence]) -> list[Sequence]:
 @pytest.mark.parametrize("name", SCHEDULERS)
 @settings(max_examples=50, deadline=None)
 @given(
-    loads=LOADS, allocation=st.sampled_from(["paged", "max", "predicted"]), blocks=st.integers(11, 40),
-    host=st.sampled_from([0, 5, 40]), max_rows=st.integers(1, 6), budget=st.integers(1, 40), swap=st.booleans(),
-    caching=st.booleans(), padded=st.booleans(),
+    loads=LOADS,
+    allocation=st.sampled_from(["paged", "max", "predicted"]),
+    blocks=st.integers(11, 40),
+    host=st.sampled_from([0, 5, 40]),
+    max_rows=st.integers(1, 6),
+    budget=st.integers(1, 40),
+    swap=st.booleans(),
+    caching=st.booleans(),
+    padded=st.booleans(),
 )
 def test_everything_ends_within_bounds(
-    name: str, loads: list[Load], allocation: str, blocks: int, host: int, max_rows: int, budget: int, swap: bool,
-    caching: bool, padded: bool,
-) -> None:  # fmt: skip
-    config = configured(
-        name, allocation, max_rows=max_rows, budget=budget, swap=swap, caching=caching, padded=padded
-    )
+    name: str,
+    loads: list[Load],
+    allocation: str,
+    blocks: int,
+    host: int,
+    max_rows: int,
+    budget: int,
+    swap: bool,
+    caching: bool,
+    padded: bool,
+) -> None:
+    config = configured(name, allocation, max_rows=max_rows, budget=budget, swap=swap, caching=caching, padded=padded)
     policy = compose.iteration(config)
     kv = compose.allocation(config, GEOMETRY, blocks, host)
     coming, alive = arrivals(loads), []
@@ -106,15 +132,17 @@ def test_everything_ends_within_bounds(
 @pytest.mark.parametrize("name", ["orca", "vllm", "chunked_prefill"])
 @settings(max_examples=50, deadline=None)
 @given(
-    loads=LOADS, allocation=st.sampled_from(["paged", "max", "predicted"]), blocks=st.integers(11, 40),
-    max_rows=st.integers(1, 6), budget=st.integers(1, 40), caching=st.booleans(),
+    loads=LOADS,
+    allocation=st.sampled_from(["paged", "max", "predicted"]),
+    blocks=st.integers(11, 40),
+    max_rows=st.integers(1, 6),
+    budget=st.integers(1, 40),
+    caching=st.booleans(),
 )
 def test_what_is_foreseen_is_decided(
     name: str, loads: list[Load], allocation: str, blocks: int, max_rows: int, budget: int, caching: bool
 ) -> None:
-    config = configured(
-        name, allocation, max_rows=max_rows, budget=budget, swap=True, caching=caching, padded=False
-    )
+    config = configured(name, allocation, max_rows=max_rows, budget=budget, swap=True, caching=caching, padded=False)
     policy = compose.iteration(config)
     kv = compose.allocation(config, GEOMETRY, blocks, 20)
     assert isinstance(policy, ForeseesDecisions)
@@ -148,7 +176,6 @@ def _repeats(policy: IterationScheduler, plan: object, kv: KvAllocator) -> bool:
 def _grows_without_preemption(alive: list[Sequence], kv: KvAllocator) -> bool:
     """The condition under which a prediction counts: every running sequence finds a block if it needs one."""
     wanted = sum(
-        max(0, GEOMETRY.blocks_for(s.computed + 1) - len(kv.blocks(s.key)))
-        for s in alive if s.phase is Phase.RUNNING
+        max(0, GEOMETRY.blocks_for(s.computed + 1) - len(kv.blocks(s.key))) for s in alive if s.phase is Phase.RUNNING
     )
     return wanted <= kv.free_blocks + kv.cached_blocks

@@ -16,13 +16,16 @@ from cohort.common.policies.interface import Phase, Sequence
 from tests.common.policies.baselines.drive import BLOCK, cache, sequence
 
 
-@pytest.mark.parametrize(("rule", "positions"), [
-    (known_positions, 10),
-    (all_positions, 10 + 30 - 1),  # the last output token is never processed
-    (predicted_positions(0.0), 10 + 8 - 1),
-    (predicted_positions(0.15), 10 + 10 - 1),  # 8 · 1.15 = 9.2, so 10
-    (predicted_positions(9.0), 10 + 30 - 1),  # never more than it may produce
-])
+@pytest.mark.parametrize(
+    ("rule", "positions"),
+    [
+        (known_positions, 10),
+        (all_positions, 10 + 30 - 1),  # the last output token is never processed
+        (predicted_positions(0.0), 10 + 8 - 1),
+        (predicted_positions(0.15), 10 + 10 - 1),  # 8 · 1.15 = 9.2, so 10
+        (predicted_positions(9.0), 10 + 30 - 1),  # never more than it may produce
+    ],
+)
 def test_positions_by_hand(rule: Reservation, positions: int) -> None:
     one = sequence("a", 10, max_tokens=30, predicted=8.0)
     assert rule(one) == positions
@@ -77,7 +80,10 @@ def test_beyond_the_prediction_blocks_come_on_demand() -> None:
 
 @given(
     requests=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20), st.floats(0.5, 40)), min_size=1, max_size=12),
-    blocks=st.integers(1, 40), caching=st.booleans(), padding=st.floats(0, 1), everything=st.booleans(),
+    blocks=st.integers(1, 40),
+    caching=st.booleans(),
+    padding=st.floats(0, 1),
+    everything=st.booleans(),
 )
 def test_who_was_admitted_under_its_reservation_never_waits_for_a_block(
     requests: list[tuple[int, int, float]], blocks: int, caching: bool, padding: float, everything: bool

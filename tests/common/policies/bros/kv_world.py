@@ -16,8 +16,11 @@ def request(
     tokens = [1] * prompt
     return Sequence(
         Request(name, 1, "gateway", tokens, prompt, SamplingParams(max_tokens=64), 0.0, traffic_class=traffic_class),
-        list(tokens), end, 0, arrived_s,
-    )  # fmt: skip
+        list(tokens),
+        end,
+        0,
+        arrived_s,
+    )
 
 
 class Memory:

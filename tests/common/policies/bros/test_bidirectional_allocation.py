@@ -177,9 +177,11 @@ def test_no_slot_is_lost_stale_or_owned_twice(seed: int, blocks: int, host: int)
         rows: list[tuple[Sequence, int]] = []
         for _ in range(random.randint(0, 2)):
             fresh = request(
-                f"r{serial}", random.randint(1, 9), random.choice(["rt", "be", "be"]),
+                f"r{serial}",
+                random.randint(1, 9),
+                random.choice(["rt", "be", "be"]),
                 end=random.choice([None, None, None, 6]),
-            )  # fmt: skip
+            )
             if not any(s.request_id == fresh.request_id for s in alive) and memory.start(fresh):
                 alive.append(fresh)
                 rows.append((fresh, random.randint(1, fresh.target)))

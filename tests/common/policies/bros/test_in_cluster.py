@@ -22,23 +22,37 @@ from tests.common.machines.faults import any_faults
 from tests.common.machines.world import VOCABULARY, SplitAnywhere, World
 
 UNIFIED = {"unified-0": Role.UNIFIED}
-PD_TWICE = {
-    "prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE,
-}  # fmt: skip
+PD_TWICE = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
 
 
 def bros_world(
-    seed: int, roles: dict[str, Role], placement: Callable[[], Placement], *, iteration: str = "slack_packing",
-    allocation: str = "bidirectional", blocks: int = 24, host_blocks: int = 60, preemption: str = "swap",
-    run_failure_rate: float = 0.0, options: dict[str, float] | None = None,
-) -> World:  # fmt: skip
-    config = load_config(overrides={
-        "policies": {"iteration": iteration, "allocation": allocation},
-        "engine": {"max_rows": 12, "max_step_tokens": 48, "prefill_chunk": 48, "preemption": preemption},
-        "gateway": {"rt_ttft_slo_s": 0.3, "rt_tpot_slo_s": 0.08},
-        "bros": {"first_batch": 4, "batch_step": 2, "rt_starvation_s": 1.0, "be_starvation_s": 2.0, **(options or {})},
-        "kv": {"prefix_caching": False},
-    })
+    seed: int,
+    roles: dict[str, Role],
+    placement: Callable[[], Placement],
+    *,
+    iteration: str = "slack_packing",
+    allocation: str = "bidirectional",
+    blocks: int = 24,
+    host_blocks: int = 60,
+    preemption: str = "swap",
+    run_failure_rate: float = 0.0,
+    options: dict[str, float] | None = None,
+) -> World:
+    config = load_config(
+        overrides={
+            "policies": {"iteration": iteration, "allocation": allocation},
+            "engine": {"max_rows": 12, "max_step_tokens": 48, "prefill_chunk": 48, "preemption": preemption},
+            "gateway": {"rt_ttft_slo_s": 0.3, "rt_tpot_slo_s": 0.08},
+            "bros": {
+                "first_batch": 4,
+                "batch_step": 2,
+                "rt_starvation_s": 1.0,
+                "be_starvation_s": 2.0,
+                **(options or {}),
+            },
+            "kv": {"prefix_caching": False},
+        }
+    )
     compose.check_names(config)
 
     def scheduler() -> IterationScheduler:
@@ -48,9 +62,15 @@ def bros_world(
         return compose.allocation(config, geometry, device, host)
 
     return World(
-        seed, roles, placement, blocks=blocks, host_blocks=host_blocks, scheduler=scheduler, allocator=allocator,
+        seed,
+        roles,
+        placement,
+        blocks=blocks,
+        host_blocks=host_blocks,
+        scheduler=scheduler,
+        allocator=allocator,
         run_failure_rate=run_failure_rate,
-    )  # fmt: skip
+    )
 
 
 def offer(world: World, count: int, over_s: float = 2.0) -> None:
@@ -59,9 +79,8 @@ def offer(world: World, count: int, over_s: float = 2.0) -> None:
         prompt = [random.randrange(VOCABULARY) for _ in range(random.randint(1, 40))]
         tokens = random.randint(1, 30)
         world.at(
-            random.random() * over_s,
-            partial(world.submit, f"r{index}", prompt, tokens, "rt" if index % 2 else "be"),
-        )  # fmt: skip
+            random.random() * over_s, partial(world.submit, f"r{index}", prompt, tokens, "rt" if index % 2 else "be")
+        )
 
 
 def finish(world: World) -> dict[str, float]:
@@ -118,8 +137,11 @@ def test_hand_overs_at_any_position_are_of_exclusive_blocks() -> None:
 
 
 @settings(
-    max_examples=30, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
-    suppress_health_check=[HealthCheck.too_slow])
+    max_examples=30,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(
     seed=st.integers(0, 2**32),
     iteration=st.sampled_from(["slack_packing", "slack_packing", "continuous_batching", "round_robin"]),
@@ -131,13 +153,25 @@ def test_hand_overs_at_any_position_are_of_exclusive_blocks() -> None:
     faults=any_faults(),
 )
 def test_anything_may_break_at_any_time(
-    seed: int, iteration: str, placement: Callable[[], Placement], preemption: str, blocks: int, host: int,
-    failures: float, faults: list[tuple[str, float, float]],
-) -> None:  # fmt: skip
+    seed: int,
+    iteration: str,
+    placement: Callable[[], Placement],
+    preemption: str,
+    blocks: int,
+    host: int,
+    failures: float,
+    faults: list[tuple[str, float, float]],
+) -> None:
     world = bros_world(
-        seed, PD_TWICE, placement, iteration=iteration, blocks=blocks, host_blocks=host, preemption=preemption,
+        seed,
+        PD_TWICE,
+        placement,
+        iteration=iteration,
+        blocks=blocks,
+        host_blocks=host,
+        preemption=preemption,
         run_failure_rate=failures,
-    )  # fmt: skip
+    )
     offer(world, 30)
     for kind, at_s, back_s in faults:
         world.at(at_s, partial(world.inflict, kind, back_s, cancelled=8))

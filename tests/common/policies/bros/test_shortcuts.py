@@ -33,9 +33,11 @@ class LongWay(BidirectionalAllocator):
     @property
     def preemptable_blocks(self) -> int:
         return sum(
-            1 for tenant in self._reversed.values() for block in tenant.blocks
+            1
+            for tenant in self._reversed.values()
+            for block in tenant.blocks
             if self._table.left(block) is None and tenant not in self._spared
-        )  # fmt: skip
+        )
 
     def held(self, key: str) -> int:
         return self.owners().get(key, 0)

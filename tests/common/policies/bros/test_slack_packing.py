@@ -20,8 +20,14 @@ from tests.common.policies.bros.kv_world import GEOMETRY, request
 
 
 def packing(
-    *, first: int = 8, cut: bool = False, preemption: str = "recompute", chunk: int = 512, starve_s: float = 100.0,
-    every: int = 1, share: float = 0.0,
+    *,
+    first: int = 8,
+    cut: bool = False,
+    preemption: str = "recompute",
+    chunk: int = 512,
+    starve_s: float = 100.0,
+    every: int = 1,
+    share: float = 0.0,
 ) -> SlackPacking:
     """10 ms an iteration, 1 ms a prompt token, 1 ms a row; TTFT 0.4 s, TPOT 0.2 s."""
     settings = PackingSettings(16, 512, chunk, preemption, cut, starve_s, starve_s, every, share)  # type: ignore[arg-type]
@@ -31,8 +37,9 @@ def packing(
         {"shape": {"rows": 1, "tokens_per_row": n, "context": n}, "median_s": 0.01 + 0.001 * n} for n in (10, 100, 900)
     ] + [
         {"shape": {"rows": n, "tokens_per_row": 1, "context": c}, "median_s": 0.01 + 0.001 * n}
-        for n in (1, 10, 100) for c in (10, 100)
-    ]  # fmt: skip
+        for n in (1, 10, 100)
+        for c in (10, 100)
+    ]
     cost.import_state(json.dumps({"points": points}).encode())
     return SlackPacking(settings, AdaptiveBatchSize(first=first, step=2, most=16), groups, cost)
 
@@ -234,9 +241,7 @@ def test_the_preset_fills_the_seats() -> None:
     assert isinstance(compose.allocation(config, GEOMETRY, 4, 4), BidirectionalAllocator)
 
 
-@pytest.mark.parametrize(
-    "overrides", [{"kv": {"prefix_caching": True}}, {"baselines": {"padded": True}}]
-)
+@pytest.mark.parametrize("overrides", [{"kv": {"prefix_caching": True}}, {"baselines": {"padded": True}}])
 def test_what_would_write_into_shared_blocks_is_refused(overrides: dict[str, dict[str, bool]]) -> None:
     with pytest.raises(ConfigError, match="bidirectional"):
         compose.check_names(load_config(preset="bros", overrides=overrides))

@@ -14,14 +14,28 @@ BLOCK = 4
 
 
 def view(
-    name: str, role: Role, *, blocks: int = 100, free: int | None = None, queued: int = 0, running: int = 0,
-    queue: list[QueuedWork] | None = None, step: int = 512, limit: int = 1024, memory: int = 0, age_s: float = 0.0,
-) -> InstanceView:  # fmt: skip
+    name: str,
+    role: Role,
+    *,
+    blocks: int = 100,
+    free: int | None = None,
+    queued: int = 0,
+    running: int = 0,
+    queue: list[QueuedWork] | None = None,
+    step: int = 512,
+    limit: int = 1024,
+    memory: int = 0,
+    age_s: float = 0.0,
+) -> InstanceView:
     capacity = WorkerCapacity(role, "m", limit, 2, 1, 8, 2, BLOCK, blocks, 0, 64, step)
     figures = WorkerFigures(
-        total_blocks=blocks, free_blocks=blocks if free is None else free, queued_prefill_tokens=queued,
-        running=running or len(queue or []), queue=queue or [], memory_free_bytes=memory,
-    )  # fmt: skip
+        total_blocks=blocks,
+        free_blocks=blocks if free is None else free,
+        queued_prefill_tokens=queued,
+        running=running or len(queue or []),
+        queue=queue or [],
+        memory_free_bytes=memory,
+    )
     return InstanceView(name, capacity, figures, report_age_s=age_s)
 
 
@@ -35,14 +49,28 @@ def pair(**decode: Any) -> ClusterView:
 
 
 def waiting(
-    name: str, prompt: int = 16, output: int = 4, *, max_tokens: int = 100, arrival_s: float = 0.0, online: bool = True,
+    name: str,
+    prompt: int = 16,
+    output: int = 4,
+    *,
+    max_tokens: int = 100,
+    arrival_s: float = 0.0,
+    online: bool = True,
     priority: int = 0,
-) -> WaitingRequest:  # fmt: skip
+) -> WaitingRequest:
     prediction = Prediction(output, output, output, output)
     request = Request(
-        name, 1, "g", [0] * prompt, prompt, SamplingParams(max_tokens=max_tokens), arrival_s, online=online,
-        priority=priority, prediction=prediction,
-    )  # fmt: skip
+        name,
+        1,
+        "g",
+        [0] * prompt,
+        prompt,
+        SamplingParams(max_tokens=max_tokens),
+        arrival_s,
+        online=online,
+        priority=priority,
+        prediction=prediction,
+    )
     return WaitingRequest(request, arrival_s, prediction)
 
 
@@ -51,14 +79,25 @@ def demand_rule(**options: float) -> DemandRule:
 
 
 def controller(
-    *, reserve: float = 0.1, max_batch: int = 64, ahead: int = 512, activation_bytes: int = 0, padded: bool = False,
-    demand: DemandRule | None = None, staging: float = 0.0,
-) -> BatchController:  # fmt: skip
+    *,
+    reserve: float = 0.1,
+    max_batch: int = 64,
+    ahead: int = 512,
+    activation_bytes: int = 0,
+    padded: bool = False,
+    demand: DemandRule | None = None,
+    staging: float = 0.0,
+) -> BatchController:
     return BatchController(
-        reserve=reserve, max_batch=max_batch, dispatch_ahead_tokens=ahead, activation_bytes=activation_bytes,
-        figures_max_age_s=1.0, demand=demand or demand_rule(blind_share=0.0), padded=padded,
+        reserve=reserve,
+        max_batch=max_batch,
+        dispatch_ahead_tokens=ahead,
+        activation_bytes=activation_bytes,
+        figures_max_age_s=1.0,
+        demand=demand or demand_rule(blind_share=0.0),
+        padded=padded,
         staging=staging,
-    )  # fmt: skip
+    )
 
 
 def order(settings: BucketSettings | None = None, **options: object) -> BucketedPrefill:

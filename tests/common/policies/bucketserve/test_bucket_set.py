@@ -16,9 +16,10 @@ class Lengths:
     def __init__(self, max_tokens: int, **options: int) -> None:
         self.cells: list[int] = []
         self.buckets = BucketSet(
-            max_tokens, count_between=lambda low, high: bisect_left(self.cells, high) - bisect_left(self.cells, low),
+            max_tokens,
+            count_between=lambda low, high: bisect_left(self.cells, high) - bisect_left(self.cells, low),
             **options,  # type: ignore[arg-type]
-        )  # fmt: skip
+        )
 
     def add(self, *tokens: int) -> None:
         for length in tokens:

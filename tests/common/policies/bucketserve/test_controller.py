@@ -82,7 +82,7 @@ def test_on_a_padded_path_a_worker_gets_one_whole_batch_when_half_a_forward_is_l
 def test_device_memory_beside_the_cache_bounds_the_forward() -> None:
     tight = cluster(
         view("p0", Role.PREFILL, blocks=1000, memory=100_000), view("d0", Role.DECODE, blocks=1000)
-    )  # 0.9 · 100,000 / 1,000 = 90 tokens  # fmt: skip
+    )  # 0.9 · 100,000 / 1,000 = 90 tokens
     room = controller(activation_bytes=1000).open(0.0, tight)
     room.next_batch()
     assert [room.take(f"r{i}", 40, 44, online=True) for i in range(3)] == [True, True, False]
@@ -98,7 +98,7 @@ def test_the_prefill_workers_own_cache_counts_too() -> None:
 def test_prompts_may_wait_computed_in_a_share_of_the_prefill_workers_cache() -> None:
     full = cluster(
         view("p0", Role.PREFILL, blocks=100), view("d0", Role.DECODE, free=0, queue=[QueuedWork("x", 0, 400, 0)])
-    )  # fmt: skip
+    )
     for staging, expected in ((0.0, 0), (0.5, 5), (1.0, 9)):
         control = controller(staging=staging)
         room = control.open(0.0, full)
@@ -113,9 +113,10 @@ def test_prompts_may_wait_computed_in_a_share_of_the_prefill_workers_cache() -> 
 
 def test_batches_go_to_the_prefill_worker_with_least_to_do() -> None:
     two = cluster(
-        view("p0", Role.PREFILL, blocks=1000, queued=100), view("p1", Role.PREFILL, blocks=1000, queued=300),
+        view("p0", Role.PREFILL, blocks=1000, queued=100),
+        view("p1", Role.PREFILL, blocks=1000, queued=300),
         view("d0", Role.DECODE, blocks=1000),
-    )  # fmt: skip
+    )
     room = controller(ahead=400).open(0.0, two)
     chosen = []
     while (name := room.next_batch()) is not None:
@@ -127,9 +128,10 @@ def test_batches_go_to_the_prefill_worker_with_least_to_do() -> None:
 
 def test_a_worker_set_aside_leaves_the_others() -> None:
     two = cluster(
-        view("p0", Role.PREFILL, blocks=10, free=1, running=1), view("p1", Role.PREFILL, blocks=1000, queued=10),
+        view("p0", Role.PREFILL, blocks=10, free=1, running=1),
+        view("p1", Role.PREFILL, blocks=1000, queued=10),
         view("d0", Role.DECODE, blocks=1000),
-    )  # fmt: skip
+    )
     room = controller().open(0.0, two)
     assert room.next_batch() == "p0"
     assert not room.take("r", 32, 36, online=True)
@@ -180,12 +182,13 @@ def test_n_max_is_equation_6_at_the_mean_and_never_past_the_bound() -> None:
 @settings(max_examples=80, deadline=None)
 @given(
     workers=st.lists(
-        st.tuples(st.sampled_from(list(Role)), st.integers(1, 60), st.integers(0, 60), st.integers(0, 3)), min_size=1,
+        st.tuples(st.sampled_from(list(Role)), st.integers(1, 60), st.integers(0, 60), st.integers(0, 3)),
+        min_size=1,
         max_size=4,
     ),
     spans=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 120)), min_size=1, max_size=25),
     padded=st.booleans(),
-)  # fmt: skip
+)
 def test_no_round_promises_more_than_is_safe(
     workers: list[tuple[Role, int, int, int]], spans: list[tuple[int, int]], padded: bool
 ) -> None:

@@ -12,9 +12,13 @@ WORKERS = (view("p0", Role.PREFILL), view("d0", Role.DECODE, blocks=250))  # 1,0
 
 def test_expected_online_work_is_kept_free() -> None:
     seen = cluster(
-        *WORKERS, arrival_rate=1.0, arrival_rate_forecast=2.0, mean_prompt_tokens=60.0, mean_output_tokens=40.0,
+        *WORKERS,
+        arrival_rate=1.0,
+        arrival_rate_forecast=2.0,
+        mean_prompt_tokens=60.0,
+        mean_output_tokens=40.0,
         forecast_age_s=0.5,
-    )  # fmt: skip
+    )
     # Two requests a second for a second, 100 tokens each, of 1,000 tokens
     assert demand_rule().kept_free(seen) == pytest.approx(0.2)
     assert demand_rule(horizon_s=60.0).kept_free(seen) == 0.5  # never more than half

@@ -19,9 +19,7 @@ from cohort.common.types import Role
 from tests.common.machines.world import VOCABULARY, World
 from tests.common.policies.bucketserve.cluster import controller, demand_rule
 
-PD_TWICE = {
-    "prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE,
-}  # fmt: skip
+PD_TWICE = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
 UNIFIED_TWICE = {"unified-0": Role.UNIFIED, "unified-1": Role.UNIFIED}
 
 

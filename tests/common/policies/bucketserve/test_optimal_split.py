@@ -52,9 +52,7 @@ def test_no_choice_of_bounds_wastes_less(histogram: dict[int, int], candidates: 
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    sample=st.lists(st.integers(0, 255), min_size=2, max_size=40), minimum=st.integers(1, 10)
-)  # fmt: skip
+@given(sample=st.lists(st.integers(0, 255), min_size=2, max_size=40), minimum=st.integers(1, 10))
 def test_with_as_many_buckets_it_is_never_worse_than_bisection(sample: list[int], minimum: int) -> None:
     lengths, weights = np.array(sample, float), np.ones(len(sample))
     bisected = bisection_bounds(256, lengths, weights, minimum)

@@ -43,8 +43,11 @@ def test_light_load_is_one_bucket_and_one_batch_in_order_of_arrival() -> None:
 def crowd(*, online: bool = True) -> list[WaitingRequest]:
     """Six short requests and two long ones; a long one is the oldest."""
     short = [waiting(f"s{i}", prompt=8 + i, arrival_s=1.0 + i, online=online) for i in range(6)]
-    return [waiting("long0", prompt=700, arrival_s=0.0, online=online), *short,
-            waiting("long1", prompt=600, arrival_s=9.0, online=online)]  # fmt: skip
+    return [
+        waiting("long0", prompt=700, arrival_s=0.0, online=online),
+        *short,
+        waiting("long1", prompt=600, arrival_s=9.0, online=online),
+    ]
 
 
 def test_under_load_a_batch_comes_from_one_bucket_and_the_oldest_one_leads() -> None:
@@ -57,8 +60,7 @@ def test_under_load_a_batch_comes_from_one_bucket_and_the_oldest_one_leads() -> 
 
 
 @pytest.mark.parametrize(
-    ("fill", "expected"),
-    [("sjf", ("m", "a", "b")), ("ljf", ("m", "z", "y")), ("oldest", ("m", "y", "a"))],
+    ("fill", "expected"), [("sjf", ("m", "a", "b")), ("ljf", ("m", "z", "y")), ("oldest", ("m", "y", "a"))]
 )
 def test_offline_batches_are_filled_as_configured_after_the_oldest(fill: str, expected: tuple[str, ...]) -> None:
     queue = order(BucketSettings(fill=fill), max_batch=3, ahead=10_000)  # type: ignore[arg-type]
@@ -72,26 +74,32 @@ def test_offline_batches_are_filled_as_configured_after_the_oldest(fill: str, ex
 
 def test_online_work_goes_before_offline_work_and_keeps_it_out_of_its_batches() -> None:
     queue = filled(
-        order(max_batch=2), waiting("off", arrival_s=0.0, online=False), waiting("on0", arrival_s=1.0),
-        waiting("on1", arrival_s=2.0), waiting("on2", arrival_s=3.0),
-    )  # fmt: skip
+        order(max_batch=2),
+        waiting("off", arrival_s=0.0, online=False),
+        waiting("on0", arrival_s=1.0),
+        waiting("on1", arrival_s=2.0),
+        waiting("on2", arrival_s=3.0),
+    )
     assert names(queue.decide(4.0, pair())) == [("on0", "on1"), ("on2", "off")]
 
 
 def test_an_infinite_delay_lets_every_online_request_pass() -> None:
     queue = filled(
         order(BucketSettings(offline_delay_s=float("inf")), max_batch=1),
-        waiting("off0", arrival_s=0.0, online=False), waiting("off1", arrival_s=1.0, online=False),
+        waiting("off0", arrival_s=0.0, online=False),
+        waiting("off1", arrival_s=1.0, online=False),
         waiting("on", arrival_s=1e6),
-    )  # fmt: skip
+    )
     assert names(queue.decide(1e6, pair())) == [("on",), ("off0",), ("off1",)]
 
 
 def test_better_priority_leads_and_age_overtakes_it() -> None:
     queue = filled(
-        order(max_batch=1), waiting("later", arrival_s=0.0, priority=1), waiting("first", arrival_s=5.0),
+        order(max_batch=1),
+        waiting("later", arrival_s=0.0, priority=1),
+        waiting("first", arrival_s=5.0),
         waiting("last", arrival_s=11.0),
-    )  # fmt: skip
+    )
     assert names(queue.decide(12.0, pair())) == [("first",), ("later",), ("last",)]
 
 
@@ -125,9 +133,12 @@ def test_without_a_prediction_the_monitors_mean_counts_while_it_is_fresh() -> No
     queue = filled(order(demand=demand_rule(blind_share=0.0)), unknown)
     assert queue._items["r"].span_tokens == 16
     fresh = cluster(
-        view("p0", Role.PREFILL, queued=10_000), view("p1", Role.PREFILL), view("d0", Role.DECODE),
-        mean_output_tokens=30.0, forecast_age_s=0.1,
-    )  # fmt: skip
+        view("p0", Role.PREFILL, queued=10_000),
+        view("p1", Role.PREFILL),
+        view("d0", Role.DECODE),
+        mean_output_tokens=30.0,
+        forecast_age_s=0.1,
+    )
     queue.decide(0.0, fresh)
     again = waiting("r2", prompt=8)
     again.prediction = None
@@ -138,8 +149,9 @@ def test_without_a_prediction_the_monitors_mean_counts_while_it_is_fresh() -> No
 def test_what_no_worker_could_ever_hold_is_passed_on_to_be_refused() -> None:
     queue = filled(order(), waiting("huge", prompt=900, max_tokens=500), waiting("small", arrival_s=1.0))
     assert queue.decide(2.0, pair()) == [
-        Dispatch(("huge",), 1, None, "fits no worker"), Dispatch(("small",), 2, "p0", "bucket [0, 1024)"),
-    ]  # fmt: skip
+        Dispatch(("huge",), 1, None, "fits no worker"),
+        Dispatch(("small",), 2, "p0", "bucket [0, 1024)"),
+    ]
 
 
 def test_what_could_not_be_placed_comes_back_without_its_promise() -> None:
@@ -195,21 +207,31 @@ def test_figures_name_waste_and_buckets() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    seed=st.integers(0, 2**32), fill=st.sampled_from(["oldest", "sjf", "ljf"]),
+    seed=st.integers(0, 2**32),
+    fill=st.sampled_from(["oldest", "sjf", "ljf"]),
     splitter=st.sampled_from(["bisection", "optimal"]),
-)  # fmt: skip
+)
 def test_nothing_starves_under_any_arrivals(seed: int, fill: str, splitter: str) -> None:
     """More newcomers than are served, many of which every order prefers (shorter, longer, online, better priority).
     Whoever is due first leads each batch, so a request waits for at most as many batches as requests are due before
     it, and those are finitely many."""
     random = Random(seed)
-    queue = order(BucketSettings(fill=fill, splitter=splitter, priority_step_s=5.0, offline_delay_s=20.0),  # type: ignore[arg-type]
-                  max_batch=4, ahead=60)  # fmt: skip
+    queue = order(
+        BucketSettings(fill=fill, splitter=splitter, priority_step_s=5.0, offline_delay_s=20.0),  # type: ignore[arg-type]
+        max_batch=4,
+        ahead=60,
+    )
     due: dict[str, float] = {}
 
     def offer(name: str, longest: int, priority: int) -> None:
-        request = waiting(name, random.randint(1, longest), max_tokens=40, arrival_s=now_s,
-                          online=random.random() < 0.5, priority=priority)  # fmt: skip
+        request = waiting(
+            name,
+            random.randint(1, longest),
+            max_tokens=40,
+            arrival_s=now_s,
+            online=random.random() < 0.5,
+            priority=priority,
+        )
         filled(queue, request)
         due[name] = now_s + 5.0 * priority + (0.0 if request.request.online else 20.0)
 

@@ -50,14 +50,14 @@ def test_the_expected_batch_is_equation_6_at_the_mean() -> None:
 
 @settings(max_examples=100)
 @given(
-    spans=st.lists(st.integers(1, 500), max_size=12), blocks=st.integers(0, 100),
-    block_size=st.sampled_from([1, 8, 16]),
-)  # fmt: skip
+    spans=st.lists(st.integers(1, 500), max_size=12), blocks=st.integers(0, 100), block_size=st.sampled_from([1, 8, 16])
+)
 def test_the_largest_prefix_that_fits(spans: list[int], blocks: int, block_size: int) -> None:
     geometry = KvGeometry(2, 1, 8, 2, block_size)
     memory = blocks * geometry.block_bytes
     fitting = [
-        n for n in range(len(spans) + 1)
+        n
+        for n in range(len(spans) + 1)
         if sum(geometry.blocks_for(span) for span in spans[:n]) * geometry.block_bytes <= memory
-    ]  # fmt: skip
+    ]
     assert max_safe_batch(spans, memory, geometry) == max(fitting)

@@ -14,15 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from cohort.common.config import load_config
-from cohort.common.messages import (
-    KvAccepted,
-    KvChunk,
-    KvGrant,
-    KvHandOver,
-    KvOffer,
-    Message,
-    SegmentEnded,
-)
+from cohort.common.messages import KvAccepted, KvChunk, KvGrant, KvHandOver, KvOffer, Message, SegmentEnded
 from cohort.common.policies import compose
 from cohort.common.policies.interface import (
     ClusterView,
@@ -71,14 +63,22 @@ class Seats:
     caching: bool = True
 
     def __post_init__(self) -> None:
-        self.config = load_config(preset="dynaserve", overrides={
-            "engine": {"max_rows": 8, "max_step_tokens": 32, "prefill_chunk": 8, "preemption": self.preemption},
-            "kv": {"prefix_caching": self.caching}, "manager": {"dispatch_ahead_tokens": 64},
-            # The world's iterations take 10 ms each, whatever is in them: only a tight bound ever binds.
-            "dynaserve": {
-                "tbt_slo_s": 0.012, "least_segment": 3, "margin_tokens": 2, "hand_over_s": 0.0, "await_arrivals": False,
+        self.config = load_config(
+            preset="dynaserve",
+            overrides={
+                "engine": {"max_rows": 8, "max_step_tokens": 32, "prefill_chunk": 8, "preemption": self.preemption},
+                "kv": {"prefix_caching": self.caching},
+                "manager": {"dispatch_ahead_tokens": 64},
+                # The world's iterations take 10 ms each, whatever is in them: only a tight bound ever binds.
+                "dynaserve": {
+                    "tbt_slo_s": 0.012,
+                    "least_segment": 3,
+                    "margin_tokens": 2,
+                    "hand_over_s": 0.0,
+                    "await_arrivals": False,
+                },
             },
-        })  # fmt: skip
+        )
 
     def order(self) -> PrefillOrder:
         return compose.prefill_order(self.config)
@@ -94,14 +94,28 @@ class Seats:
 
 
 def world_of(
-    seed: int, seats: Seats, roles: dict[str, Role], placement: Callable[[], Placement] | None = None,
-    blocks: int = 64, failures: float = 0.0, delay_s: float = 0.01,
-) -> World:  # fmt: skip
+    seed: int,
+    seats: Seats,
+    roles: dict[str, Role],
+    placement: Callable[[], Placement] | None = None,
+    blocks: int = 64,
+    failures: float = 0.0,
+    delay_s: float = 0.01,
+) -> World:
     return World(
-        seed, roles, placement or seats.placement, blocks=blocks, host_blocks=40, preemption=seats.preemption,
-        caching=seats.caching, order=seats.order, scheduler=seats.scheduler, allocator=seats.allocator,
-        run_failure_rate=failures, message_delay_s=delay_s,
-    )  # fmt: skip
+        seed,
+        roles,
+        placement or seats.placement,
+        blocks=blocks,
+        host_blocks=40,
+        preemption=seats.preemption,
+        caching=seats.caching,
+        order=seats.order,
+        scheduler=seats.scheduler,
+        allocator=seats.allocator,
+        run_failure_rate=failures,
+        message_delay_s=delay_s,
+    )
 
 
 def offer(world: World, count: int, over_s: float = 2.5) -> None:
@@ -110,9 +124,7 @@ def offer(world: World, count: int, over_s: float = 2.5) -> None:
         prompt = [random.randrange(VOCABULARY) for _ in range(random.randint(1, 40))]
         most = random.randint(1, 30)
         predicted = float(random.randint(1, 30))
-        world.at(
-            random.random() * over_s, partial(world.submit, f"r{index}", prompt, most, predicted=predicted)
-        )
+        world.at(random.random() * over_s, partial(world.submit, f"r{index}", prompt, most, predicted=predicted))
 
 
 def finish(world: World, until_s: float = 4.0) -> None:
@@ -135,8 +147,11 @@ def test_random_load_with_wrong_predictions(blocks: int, preemption: Literal["sw
 
 
 @settings(
-    max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
-    suppress_health_check=[HealthCheck.too_slow])
+    max_examples=25,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(
     seed=st.integers(0, 2**32),
     preemption=st.sampled_from(["swap", "recompute"]),
@@ -147,9 +162,14 @@ def test_random_load_with_wrong_predictions(blocks: int, preemption: Literal["sw
     faults=any_faults(["unified-0", "unified-1", "unified-2"], longest_s=6.0),
 )
 def test_anything_may_break_at_any_time(
-    seed: int, preemption: Literal["swap", "recompute"], blocks: int, caching: bool, failures: float, delay_s: float,
+    seed: int,
+    preemption: Literal["swap", "recompute"],
+    blocks: int,
+    caching: bool,
+    failures: float,
+    delay_s: float,
     faults: list[tuple[str, float, float]],
-) -> None:  # fmt: skip
+) -> None:
     world = world_of(seed, Seats(preemption, caching), THREE, blocks=blocks, failures=failures, delay_s=delay_s)
     offer(world, 25)
     for kind, at_s, back_s in faults:
@@ -219,9 +239,14 @@ def test_an_answer_longer_than_predicted_goes_on() -> None:
 # -- hand-overs broken in every phase -------------------------------------------------------------------------------
 
 PHASES: dict[str, tuple[type[Message], int]] = {
-    "offered": (KvOffer, 1), "granted": (KvGrant, 1), "first chunk": (KvChunk, 1), "all chunks": (KvChunk, 99),
-    "handed over": (KvHandOver, 1), "accepted": (KvAccepted, 1), "ended": (SegmentEnded, 1),
-}  # fmt: skip
+    "offered": (KvOffer, 1),
+    "granted": (KvGrant, 1),
+    "first chunk": (KvChunk, 1),
+    "all chunks": (KvChunk, 99),
+    "handed over": (KvHandOver, 1),
+    "accepted": (KvAccepted, 1),
+    "ended": (SegmentEnded, 1),
+}
 
 
 class Breaking(World):

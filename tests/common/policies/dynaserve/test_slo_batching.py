@@ -21,9 +21,8 @@ TIMES = StepTimes(0.001, 0.0002, 0.0001, 0.001, 0.0, 1e-6)
 
 def scheduler(slo_s: float = 0.02, *, learned: bool = True, least: int = 2, rows_: int = 8) -> SloBatching:
     policy = SloBatching(
-        IterationLimits(rows_, 400, 400, "recompute"), tbt_slo_s=slo_s, headroom=0.0, least_prefill=least,
-        cold_chunk=24,
-    )  # fmt: skip
+        IterationLimits(rows_, 400, 400, "recompute"), tbt_slo_s=slo_s, headroom=0.0, least_prefill=least, cold_chunk=24
+    )
     if learned:
         random = Random(5)
         for _ in range(400):
@@ -206,8 +205,10 @@ def test_everybody_ends_and_no_iteration_exceeds_bound_rows_or_tokens(seed: int,
     policy = scheduler(slo_s=random.choice([0.004, 0.02]))
     policy._limits = IterationLimits(8, 400, 400, preemption)  # type: ignore[arg-type]
     kv = cache(40, 40)
-    waiting = [sequence(f"r{i}", random.randint(1, 90), arrived_s=float(i), max_tokens=random.randint(1, 12))
-               for i in range(20)]  # fmt: skip
+    waiting = [
+        sequence(f"r{i}", random.randint(1, 90), arrived_s=float(i), max_tokens=random.randint(1, 12))
+        for i in range(20)
+    ]
     live: list[Sequence] = []
     for turn in range(3000):
         if waiting and random.random() < 0.3:

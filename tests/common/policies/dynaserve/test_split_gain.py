@@ -36,9 +36,14 @@ def test_against_drawing_when_the_next_request_comes() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    later=st.floats(0.01, 5), gain=st.floats(0, 5), before=st.floats(0, 5), given_s=st.floats(0, 5),
-    rate=st.floats(0, 100), more=st.floats(0, 100), busier=st.floats(0, 5),
-)  # fmt: skip
+    later=st.floats(0.01, 5),
+    gain=st.floats(0, 5),
+    before=st.floats(0, 5),
+    given_s=st.floats(0, 5),
+    rate=st.floats(0, 100),
+    more=st.floats(0, 100),
+    busier=st.floats(0, 5),
+)
 def test_more_requests_and_more_work_leave_less_to_gain(
     later: float, gain: float, before: float, given_s: float, rate: float, more: float, busier: float
 ) -> None:

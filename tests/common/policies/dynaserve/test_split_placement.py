@@ -27,10 +27,21 @@ GPU = StepTimes(1.3e-3, 1.06e-4, 1.3e-4, 0.022, 6e-9, 1.5e-7)
 
 
 def placement(balance: Balance = "work", tolerance: float = 0.05, *, await_arrivals: bool = True) -> SplitPlacement:
-    return SplitPlacement(SplitSettings(
-        probes=6, tolerance=tolerance, margin_tokens=20, hand_over_s=0.005, await_arrivals=await_arrivals,
-        least_segment=32, balance=balance, tbt_slo_s=0.1, headroom=0.1, least_prefill=16, default_output=256.0,
-    ))  # fmt: skip
+    return SplitPlacement(
+        SplitSettings(
+            probes=6,
+            tolerance=tolerance,
+            margin_tokens=20,
+            hand_over_s=0.005,
+            await_arrivals=await_arrivals,
+            least_segment=32,
+            balance=balance,
+            tbt_slo_s=0.1,
+            headroom=0.1,
+            least_prefill=16,
+            default_output=256.0,
+        )
+    )
 
 
 def instance(
@@ -38,10 +49,14 @@ def instance(
 ) -> InstanceView:
     capacity = WorkerCapacity(role, "m", 32_768, 48, 8, 128, 2, 16, blocks, 0, 256, 2048)
     figures = WorkerFigures(
-        total_blocks=blocks, free_blocks=blocks, running=len(queue), queue=list(queue), step_times=times,
+        total_blocks=blocks,
+        free_blocks=blocks,
+        running=len(queue),
+        queue=list(queue),
+        step_times=times,
         queued_prefill_tokens=sum(work.prefill_left for work in queue),
         running_context_tokens=sum(work.context for work in queue),
-    )  # fmt: skip
+    )
     return InstanceView(name, capacity, figures)
 
 
@@ -61,8 +76,9 @@ def request(name: str, prompt: int, predicted: float, most: int = 4096) -> Waiti
     prediction = Prediction(predicted, predicted, predicted, predicted)
     return WaitingRequest(
         Request(name, 1, "g", [0] * prompt, prompt, SamplingParams(max_tokens=most), 0.0, prediction=prediction),
-        0.0, prediction,
-    )  # fmt: skip
+        0.0,
+        prediction,
+    )
 
 
 def place(policy: SplitPlacement, waiting: WaitingRequest, *views: InstanceView) -> Placed:
@@ -221,11 +237,16 @@ def test_how_well_ends_were_foreseen_is_a_figure() -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(
-    loads=st.lists(st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 400)), max_size=12),
-                   min_size=2, max_size=4),
-    prompt=st.integers(1, 6000), predicted=st.floats(1, 2000), most=st.integers(1, 2000),
+    loads=st.lists(
+        st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 400)), max_size=12),
+        min_size=2,
+        max_size=4,
+    ),
+    prompt=st.integers(1, 6000),
+    predicted=st.floats(1, 2000),
+    most=st.integers(1, 2000),
     balance=st.sampled_from(["work", "end"]),
-)  # fmt: skip
+)
 def test_segments_always_meet_and_a_split_is_better_than_none(
     loads: list[list[tuple[int, int, int]]], prompt: int, predicted: float, most: int, balance: Balance
 ) -> None:

@@ -47,14 +47,25 @@ def test_no_probe_is_no_search() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    prompt=st.integers(1, 4000), output=st.integers(1, 2000), first_load=st.floats(0, 50), second_load=st.floats(0, 50),
-    token_s=st.floats(1e-4, 1e-2), decode_s=st.floats(1e-3, 0.1), probes=st.integers(1, 12),
+    prompt=st.integers(1, 4000),
+    output=st.integers(1, 2000),
+    first_load=st.floats(0, 50),
+    second_load=st.floats(0, 50),
+    token_s=st.floats(1e-4, 1e-2),
+    decode_s=st.floats(1e-3, 0.1),
+    probes=st.integers(1, 12),
     tolerance=st.floats(0.0, 0.2),
-)  # fmt: skip
+)
 def test_against_trying_every_token(
-    prompt: int, output: int, first_load: float, second_load: float, token_s: float, decode_s: float, probes: int,
+    prompt: int,
+    output: int,
+    first_load: float,
+    second_load: float,
+    token_s: float,
+    decode_s: float,
+    probes: int,
     tolerance: float,
-) -> None:  # fmt: skip
+) -> None:
     total = prompt + output
     asked: list[int] = []
 

@@ -122,9 +122,12 @@ def test_single_outliers_hardly_move_a_settled_cell_a_lasting_change_does() -> N
 
 @settings(max_examples=60, deadline=None)
 @given(
-    decodes=st.integers(0, 150), context=st.integers(1, 3000), start=st.integers(0, 4000),
-    most=st.integers(1, 2048), within_s=st.floats(0.01, 0.3),
-)  # fmt: skip
+    decodes=st.integers(0, 150),
+    context=st.integers(1, 3000),
+    start=st.integers(0, 4000),
+    most=st.integers(1, 2048),
+    within_s=st.floats(0.01, 0.3),
+)
 def test_the_budget_is_within_the_bound_and_nothing_smaller_was_left_out(
     decodes: int, context: int, start: int, most: int, within_s: float
 ) -> None:
@@ -154,14 +157,24 @@ def test_an_exported_table_goes_on_where_it_was() -> None:
 def test_it_starts_from_the_file_of_the_profile_command() -> None:
     points = []
     for rows, tokens, context in [
-        (1, 64, 64), (1, 256, 256), (1, 1024, 1024), (1, 256, 2048), (1, 1, 128), (8, 1, 512), (64, 1, 512),
+        (1, 64, 64),
+        (1, 256, 256),
+        (1, 1024, 1024),
+        (1, 256, 2048),
+        (1, 1, 128),
+        (8, 1, 512),
+        (64, 1, 512),
         (128, 1, 2048),
-    ]:  # fmt: skip
+    ]:
         shape = batch(rows, context) if tokens == 1 else batch(prefill=tokens, start=context - tokens)
-        points.append({
-            "shape": {"rows": rows, "tokens_per_row": tokens, "context": context},
-            "median_s": step_seconds(GPU, shape), "fastest_s": 0.0, "repeats": 5,
-        })  # fmt: skip
+        points.append(
+            {
+                "shape": {"rows": rows, "tokens_per_row": tokens, "context": context},
+                "median_s": step_seconds(GPU, shape),
+                "fastest_s": 0.0,
+                "repeats": 5,
+            }
+        )
     table = ProfileTable()
     table.load(json.dumps({"model": "m", "points": points}).encode())
     assert len(table) == len(points)
@@ -176,5 +189,14 @@ def test_anything_else_is_refused(data: bytes) -> None:
 
 def test_neighbours_share_a_cell_and_others_do_not() -> None:
     assert cell_key(batch(30, 700, 280)) == cell_key(batch(31, 710, 285))
-    assert len({cell_key(batch(30, 700, 300)), cell_key(batch(60, 700, 300)), cell_key(batch(30, 1400, 300)),
-                cell_key(batch(30, 700, 600))}) == 4  # fmt: skip
+    assert (
+        len(
+            {
+                cell_key(batch(30, 700, 300)),
+                cell_key(batch(60, 700, 300)),
+                cell_key(batch(30, 1400, 300)),
+                cell_key(batch(30, 700, 600)),
+            }
+        )
+        == 4
+    )

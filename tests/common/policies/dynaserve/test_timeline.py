@@ -81,8 +81,9 @@ pieces = st.lists(
         st.builds(Piece, st.just(0), st.integers(50, 4000), st.integers(1, 300)),
         st.builds(Piece, st.integers(50, 4000), st.just(0), st.integers(0, 300)),
     ),
-    min_size=1, max_size=25,
-)  # fmt: skip
+    min_size=1,
+    max_size=25,
+)
 
 
 @settings(max_examples=40, deadline=None)

@@ -41,7 +41,8 @@ def test_asking_changes_nothing() -> None:
 @settings(max_examples=100, deadline=None)
 @given(
     members=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=8),
-    size=st.sampled_from([1, 4, 16]), blocks=st.integers(1, 60),
+    size=st.sampled_from([1, 4, 16]),
+    blocks=st.integers(1, 60),
 )
 def test_against_every_iteration(members: list[tuple[int, int]], size: int, blocks: int) -> None:
     forecast = Forecast(blocks, size)

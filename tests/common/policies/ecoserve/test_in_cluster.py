@@ -26,26 +26,46 @@ from tests.common.policies.baselines.test_in_cluster import PD_TWICE, UNIFIED, f
 
 WRONG = ("one", "max", "random", "right")
 VARIANTS: dict[str, dict[str, Any]] = {
-    "full": {}, "D": {"synced": False, "ordered": False, "pipelined": False},
-    "SD": {"ordered": False, "pipelined": False}, "SDO": {"pipelined": False},
-    "coupled": {"decoupled": False, "ordered": False, "pipelined": False}, "unsynced, pipelined": {"synced": False},
-    "forecast": {"lending": "forecast"}, "unsynced, forecast": {"lending": "forecast", "synced": False},
-}  # fmt: skip
+    "full": {},
+    "D": {"synced": False, "ordered": False, "pipelined": False},
+    "SD": {"ordered": False, "pipelined": False},
+    "SDO": {"pipelined": False},
+    "coupled": {"decoupled": False, "ordered": False, "pipelined": False},
+    "unsynced, pipelined": {"synced": False},
+    "forecast": {"lending": "forecast"},
+    "unsynced, forecast": {"lending": "forecast", "synced": False},
+}
 
 
 def world(
-    seed: int, *, roles: dict[str, Role] = UNIFIED, placement: Callable[[], Placement] = Colocated, blocks: int = 40,
-    host_blocks: int = 30, preemption: str = "swap", caching: bool = True, allocation: str = "nested",
-    failures: float = 0.0, **options: Any,
-) -> World:  # fmt: skip
-    config = load_config(preset="ecoserve", overrides={
-        "policies": {"allocation": allocation},
-        "engine": {"max_rows": 8, "max_step_tokens": 32, "preemption": preemption},
-        "ecoserve": {"group_tokens": 4, "waiting_share": 0.3, "patience_s": 2.0, **options},
-        "kv": {"prefix_caching": caching},
-    })  # fmt: skip
+    seed: int,
+    *,
+    roles: dict[str, Role] = UNIFIED,
+    placement: Callable[[], Placement] = Colocated,
+    blocks: int = 40,
+    host_blocks: int = 30,
+    preemption: str = "swap",
+    caching: bool = True,
+    allocation: str = "nested",
+    failures: float = 0.0,
+    **options: Any,
+) -> World:
+    config = load_config(
+        preset="ecoserve",
+        overrides={
+            "policies": {"allocation": allocation},
+            "engine": {"max_rows": 8, "max_step_tokens": 32, "preemption": preemption},
+            "ecoserve": {"group_tokens": 4, "waiting_share": 0.3, "patience_s": 2.0, **options},
+            "kv": {"prefix_caching": caching},
+        },
+    )
     return World(
-        seed, roles, placement, blocks=blocks, host_blocks=host_blocks, run_failure_rate=failures,
+        seed,
+        roles,
+        placement,
+        blocks=blocks,
+        host_blocks=host_blocks,
+        run_failure_rate=failures,
         scheduler=lambda: compose.iteration(config),
         allocator=lambda geometry, device, host: compose.allocation(config, geometry, device, host),
     )
@@ -57,7 +77,9 @@ def offer(world: World, count: int, kind: str) -> None:
         prompt = [random.randrange(VOCABULARY) for _ in range(random.randint(1, 30))]
         tokens = random.randint(1, 40)
         predicted = {
-            "one": 1.0, "max": 40.0, "random": float(random.randint(1, 60)),
+            "one": 1.0,
+            "max": 40.0,
+            "random": float(random.randint(1, 60)),
             "right": float(len(expected_output(prompt, tokens))),
         }[kind]
         world.at(random.random() * 2.0, partial(world.submit, f"r{index}", prompt, tokens, "rt", predicted))
@@ -130,8 +152,11 @@ def test_prefill_and_decode_apart() -> None:
 
 
 @settings(
-    max_examples=20, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
-    suppress_health_check=[HealthCheck.too_slow])
+    max_examples=20,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(
     seed=st.integers(0, 2**32),
     kind=st.sampled_from(WRONG),
@@ -146,12 +171,28 @@ def test_prefill_and_decode_apart() -> None:
     faults=any_faults(),
 )
 def test_anything_may_break_at_any_time(
-    seed: int, kind: str, variant: str, placement: Callable[[], Placement], allocation: str, preemption: str,
-    blocks: int, host: int, caching: bool, failures: float, faults: list[tuple[str, float, float]],
-) -> None:  # fmt: skip
+    seed: int,
+    kind: str,
+    variant: str,
+    placement: Callable[[], Placement],
+    allocation: str,
+    preemption: str,
+    blocks: int,
+    host: int,
+    caching: bool,
+    failures: float,
+    faults: list[tuple[str, float, float]],
+) -> None:
     cluster = world(
-        seed, roles=PD_TWICE, placement=placement, allocation=allocation, preemption=preemption, host_blocks=host,
-        blocks=max(64, blocks) if placement is SplitAnywhere else blocks, caching=caching, failures=failures,
+        seed,
+        roles=PD_TWICE,
+        placement=placement,
+        allocation=allocation,
+        preemption=preemption,
+        host_blocks=host,
+        blocks=max(64, blocks) if placement is SplitAnywhere else blocks,
+        caching=caching,
+        failures=failures,
         **VARIANTS[variant],
     )
     offer(cluster, 25, kind)

@@ -51,7 +51,10 @@ def test_blocks_must_suffice_and_be_needed() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    computed=st.integers(0, 60), length=st.integers(1, 80), size=st.sampled_from([1, 4, 16]), buffer=st.floats(0, 0.5),
+    computed=st.integers(0, 60),
+    length=st.integers(1, 80),
+    size=st.sampled_from([1, 4, 16]),
+    buffer=st.floats(0, 0.5),
     waiting=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers(0, 6)), max_size=12),
 )
 def test_against_brute_force(

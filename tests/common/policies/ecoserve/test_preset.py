@@ -27,13 +27,24 @@ def test_options_arrive() -> None:
         overrides={
             "engine": {"max_rows": 5, "max_step_tokens": 512, "preemption": "recompute"},
             "ecoserve": {
-                "target_forward_tokens": 4096, "reserve": 0.5, "waiting_share": 0.4, "padding": 0.3, "buffer": 0.2,
-                "group_tokens": 3, "slo_scale": 7.0, "deadline_ranges_s": [1.0], "overdue_range_s": 9.0,
-                "occupied_range_tokens": 4, "patience_s": 6.0, "decoupled": False, "synced": False, "ordered": False,
+                "target_forward_tokens": 4096,
+                "reserve": 0.5,
+                "waiting_share": 0.4,
+                "padding": 0.3,
+                "buffer": 0.2,
+                "group_tokens": 3,
+                "slo_scale": 7.0,
+                "deadline_ranges_s": [1.0],
+                "overdue_range_s": 9.0,
+                "occupied_range_tokens": 4,
+                "patience_s": 6.0,
+                "decoupled": False,
+                "synced": False,
+                "ordered": False,
                 "pipelined": False,
             },
         },
-    )  # fmt: skip
+    )
     policy = compose.iteration(config)
     assert isinstance(policy, TimeSynced)
     settings = policy.settings

@@ -20,14 +20,22 @@ def task(name: str, prompt: int = 4, computed: int = 0, priority: int = 0, arriv
 
 def test_deadline_range_then_occupied_kv_then_length() -> None:
     tasks = [
-        (task("soon", computed=10), 0.4, 50), (task("later, much KV", computed=300), 1.0, 10),
-        (task("later, longer", computed=20), 1.9, 300), (task("later, shorter", computed=100), 0.6, 200),
-        (task("far", computed=900), 9.0, 900), (task("urgent by its client", priority=-1), 99.0, 1),
-    ]  # fmt: skip
+        (task("soon", computed=10), 0.4, 50),
+        (task("later, much KV", computed=300), 1.0, 10),
+        (task("later, longer", computed=20), 1.9, 300),
+        (task("later, shorter", computed=100), 0.6, 200),
+        (task("far", computed=900), 9.0, 900),
+        (task("urgent by its client", priority=-1), 99.0, 1),
+    ]
     ordered = sorted(tasks, key=lambda item: rank(RANGES, 0.0, item[1], item[0], item[2]))
     assert [item[0].request_id for item in ordered] == [
-        "urgent by its client", "soon", "later, much KV", "later, longer", "later, shorter", "far",
-    ]  # fmt: skip
+        "urgent by its client",
+        "soon",
+        "later, much KV",
+        "later, longer",
+        "later, shorter",
+        "far",
+    ]
 
 
 def test_the_longest_overdue_come_first() -> None:
@@ -77,11 +85,11 @@ def test_first_come_first_served_searches_nothing() -> None:
 @settings(max_examples=100, deadline=None)
 @given(
     tasks=st.lists(st.tuples(st.integers(1, 60), st.floats(0, 8), st.integers(0, 1)), min_size=1, max_size=25),
-    now_s=st.floats(0, 10), tokens=st.integers(0, 70), gone=st.sets(st.integers(0, 24)),
+    now_s=st.floats(0, 10),
+    tokens=st.integers(0, 70),
+    gone=st.sets(st.integers(0, 24)),
 )
-def test_against_sorting(
-    tasks: list[tuple[int, float, int]], now_s: float, tokens: int, gone: set[int]
-) -> None:
+def test_against_sorting(tasks: list[tuple[int, float, int]], now_s: float, tokens: int, gone: set[int]) -> None:
     queue = PromptQueue(RANGES, ordered=True)
     made = [(task(f"t{i}", p, priority=pr, arrived_s=float(i)), d) for i, (p, d, pr) in enumerate(tasks)]
     for each, deadline_s in made:

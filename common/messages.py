@@ -4,8 +4,7 @@ Frozen, tagged msgspec structs; plain msgpack on the wire. KV bytes never ride i
 lease ids, tags and checksums. Each group names its sender and the socket it travels on. All sockets are a ROUTER
 inbox at the receiver and a DEALER at the sender; answers go back over the same pair.
 
-Identity of work: `(request_id, attempt)`. The gateway owns a request and counts attempts; whoever holds an older
-attempt holds nothing. Positions count from the first prompt token.
+Identity of work: `Attempt`. Positions count from the first prompt token.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from cohort.common.types import (
+    Attempt,
     FinishReason,
     InstanceId,
     Prediction,
@@ -26,13 +26,6 @@ from cohort.common.types import (
 
 class _Base(msgspec.Struct, frozen=True, tag_field="type", tag=True, omit_defaults=True):
     """Every message: a map with its type's name under "type"."""
-
-
-class Held(msgspec.Struct, frozen=True, array_like=True):
-    """One attempt of one request, as its holder names it."""
-
-    request_id: RequestId
-    attempt: int
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -71,8 +64,7 @@ class TokenUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     `prompt_logprobs` come with the first output token, where asked for: of the prompt's tokens from the second on.
     """
 
-    request_id: RequestId
-    attempt: int
+    attempt: Attempt
     position: int
     tokens: list[int] = []
     logprobs: list[TokenLogprob] = []
@@ -103,8 +95,7 @@ class ManagerHello(_Base, frozen=True):
 class Placed(_Base, frozen=True):
     """Where an attempt runs and why; for the gateway's TTFT decomposition, logs and direct cancels."""
 
-    request_id: RequestId
-    attempt: int
+    attempt: Attempt
     instances: list[InstanceId]
     queued_s: float
     reason: str
@@ -113,15 +104,14 @@ class Placed(_Base, frozen=True):
 class Displaced(_Base, frozen=True):
     """These attempts are lost (worker dead, transfer failed, unknown): resubmit with the tokens known so far."""
 
-    attempts: list[Held]
+    attempts: list[Attempt]
     reason: str
 
 
 class Refused(_Base, frozen=True):
     """An attempt can never be served as it is (no worker could hold it, say): fail it with this status."""
 
-    request_id: RequestId
-    attempt: int
+    attempt: Attempt
     status: int
     reason: str
 
@@ -174,7 +164,7 @@ class Submit(_Base, frozen=True):
 class Cancel(_Base, frozen=True):
     """Forget these attempts and free what they hold, wherever they are. Also understood by workers."""
 
-    attempts: list[Held]
+    attempts: list[Attempt]
     reason: str = "cancelled"
 
 
@@ -188,7 +178,7 @@ class RevisePrediction(_Base, frozen=True):
 class Outstanding(_Base, frozen=True):
     """What a gateway believes is being served, once a second; the manager answers `Displaced` for the unknown."""
 
-    attempts: list[Held]
+    attempts: list[Attempt]
 
 
 # To the bucketing manager, from workers.
@@ -202,8 +192,8 @@ class RegisterWorker(_Base, frozen=True):
     incarnation: int
     endpoint: str
     capacity: WorkerCapacity
-    held: list[Held]
-    awaiting: list[Held] = []
+    held: list[Attempt]
+    awaiting: list[Attempt] = []
 
 
 class WorkerReport(_Base, frozen=True):
@@ -213,8 +203,8 @@ class WorkerReport(_Base, frozen=True):
     incarnation: int
     sequence: int
     figures: WorkerFigures
-    held: list[Held]
-    awaiting: list[Held] = []
+    held: list[Attempt]
+    awaiting: list[Attempt] = []
     draining: bool = False
 
 
@@ -226,8 +216,7 @@ class SegmentEnded(_Base, frozen=True):
     """
 
     instance: InstanceId
-    request_id: RequestId
-    attempt: int
+    attempt: Attempt
     outcome: str
     positions: int
     reason: str = ""
@@ -293,8 +282,7 @@ class StartSegment(_Base, frozen=True):
 class BindSegment(_Base, frozen=True):
     """A late-bound segment now has a worker: hand the parked KV over to it, or go on with it here (A6, A9)."""
 
-    request_id: RequestId
-    attempt: int
+    attempt: Attempt
     segment: Segment
     next_endpoint: str
     batch_id: int = 0
@@ -304,7 +292,7 @@ class PrefetchKv(_Base, frozen=True):
     """Bring this parked KV from host memory to the device, in this order, as far as there is room: it will be handed
     over soon (A5, A9)."""
 
-    attempts: list[Held]
+    attempts: list[Attempt]
 
 
 class Drain(_Base, frozen=True):
@@ -336,8 +324,7 @@ class KvOffer(_Base, frozen=True):
     """`positions` [0, positions) of the request will be handed over under this transfer id."""
 
     instance: InstanceId
-    request_id: RequestId
-    attempt: int
+    attempt: Attempt
     transfer_id: int
     positions: int
     parked: bool = False
@@ -347,8 +334,7 @@ class KvGrant(_Base, frozen=True):
     """Blocks granted, by position: block i takes positions [i·block_size, …). The first `cached_tokens` positions are
     there already (prefix cache) and must not be sent. `links`: addresses by transport name, best first."""
 
-    request_id: RequestId
-    attempt: int
+    attempt: Attempt
     transfer_id: int
     lease_id: int
     lease_s: float
@@ -370,8 +356,7 @@ class KvChunk(_Base, frozen=True):
     """These runs are on their way over the named link. `round` counts whole retries of a transfer: runs of an older
     round are void."""
 
-    request_id: RequestId
-    attempt: int
+    attempt: Attempt
     lease_id: int
     round: int
     link: str
@@ -384,8 +369,7 @@ class KvHandOver(_Base, frozen=True):
     `total_runs` have been announced over all chunks of this round; the receiver starts when it has that many.
     """
 
-    request_id: RequestId
-    attempt: int
+    attempt: Attempt
     lease_id: int
     round: int
     tokens: list[int]
@@ -403,8 +387,7 @@ class KvHandOver(_Base, frozen=True):
 class KvAccepted(_Base, frozen=True):
     """The receiver runs the request; the sender may free."""
 
-    request_id: RequestId
-    attempt: int
+    attempt: Attempt
     lease_id: int
 
 
@@ -412,8 +395,7 @@ class KvAbort(_Base, frozen=True):
     """The transfer is off; or, with `retry_link`, its bytes did not arrive: the receiver keeps its blocks and asks for
     all of them again as `round` over that link."""
 
-    request_id: RequestId
-    attempt: int
+    attempt: Attempt
     transfer_id: int
     reason: str
     retry_link: str = ""
@@ -469,8 +451,7 @@ class PromptState(_Base, frozen=True):
     """The model's final hidden state at the end of a prompt: float16, little-endian. Answered, where it improves the
     prediction, with `RevisePrediction` to the manager."""
 
-    request_id: RequestId
-    attempt: int
+    attempt: Attempt
     hidden: bytes
 
 

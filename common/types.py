@@ -18,6 +18,24 @@ TrafficClass = Literal["rt", "be"]
 """Real-time (a person waits) or best-effort (a batch job)."""
 
 
+class Attempt(msgspec.Struct, frozen=True, array_like=True, order=True, cache_hash=True):
+    """One attempt at serving a request: the identity of work on every machine and in every message.
+
+    The gateway owns a request and counts its attempts. Whoever holds an older attempt holds nothing: its tokens, blocks
+    and transfers are void.
+    """
+
+    request_id: RequestId
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.request_id}#{self.number}"
+
+    def next(self) -> Attempt:
+        """The attempt that takes over when this one is lost."""
+        return Attempt(self.request_id, self.number + 1)
+
+
 class Role(enum.StrEnum):
     """What an instance is willing to compute."""
 
@@ -111,14 +129,13 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """One generation as the control plane and the workers see it.
 
     `tokens` are the prompt and, after a recovery, the output known so far: `prompt_tokens` says where the client's
-    prompt ends. `attempt` grows with every resubmission; tokens of older attempts are void. `gateway` owns the
+    prompt ends. `gateway` owns the
     request and is where tokens go. `arrival_s` is wall-clock seconds at the gateway (hosts keep synchronised clocks
     to within what a latency figure needs; no decision about correctness depends on it). Lower `priority` is served
     first. `online` False marks batch work (B10).
     """
 
-    request_id: RequestId
-    attempt: int
+    attempt: Attempt
     gateway: InstanceId
     tokens: list[int]
     prompt_tokens: int
@@ -129,6 +146,10 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     priority: int = 0
     slo: Slo = Slo()
     prediction: Prediction | None = None
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.attempt.request_id
 
     @property
     def output_known(self) -> int:

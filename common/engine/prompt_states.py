@@ -21,7 +21,4 @@ def prompt_states(runner: ModelRunner, drawing: Seq[Sequence]) -> list[PromptSta
     states = runner.sampled_states(len(drawing)) if first else None
     if states is None:
         return []
-    return [
-        PromptState(drawing[index].request_id, drawing[index].request.attempt, states[index].tobytes())
-        for index in first
-    ]
+    return [PromptState(drawing[index].key, states[index].tobytes()) for index in first]

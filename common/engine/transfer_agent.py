@@ -71,7 +71,7 @@ class TransferAgent:
         if known is not None and known != effect.address:
             self._links[effect.link].forget(known)  # the peer is another process now, or moved
         self._peer_addresses[effect.peer, effect.link] = effect.address
-        self._spawn(effect.lease_id, self._send(effect), f"send {effect.request_id}")
+        self._spawn(effect.lease_id, self._send(effect), f"send {effect.attempt}")
 
     def receive(self, effect: ReceiveRuns) -> None:
         for run in effect.runs:
@@ -118,7 +118,6 @@ class TransferAgent:
             self._announce(
                 effect.peer,
                 KvChunk(
-                    effect.request_id,
                     effect.attempt,
                     effect.lease_id,
                     effect.round,

@@ -233,8 +233,8 @@ class WorkerLoop:
                     if isinstance(message, SegmentEnded):
                         self._log.info(
                             "segment ended",
-                            request_id=message.request_id,
-                            attempt=message.attempt,
+                            request_id=message.attempt.request_id,
+                            attempt=message.attempt.number,
                             outcome=message.outcome,
                             positions=message.positions,
                             reason=message.reason,

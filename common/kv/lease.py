@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cohort.common.errors import InvariantViolated, LeaseExpired
+from cohort.common.types import Attempt
 
 
 def tag_of(lease_id: int, sequence: int) -> int:
@@ -21,8 +22,8 @@ def tag_of(lease_id: int, sequence: int) -> int:
 @dataclass(slots=True)
 class Lease:
     lease_id: int
-    holder: str
-    """Whose blocks these are: a sequence key."""
+    holder: Attempt
+    """Whose blocks these are."""
     sender: str
     deadline_s: float
 
@@ -37,7 +38,7 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, now_s: float, lease_id: int, holder: str, sender: str) -> Lease:
+    def grant(self, now_s: float, lease_id: int, holder: Attempt, sender: str) -> Lease:
         if lease_id in self._leases:
             raise InvariantViolated(f"lease {lease_id} granted twice")
         lease = Lease(lease_id, holder, sender, now_s + self.duration_s)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from cohort.common.errors import InvariantViolated
+from cohort.common.types import Attempt
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +29,7 @@ class Tenant:
     host block, exactly where offsets [resident, used) are in host memory and nowhere else.
     """
 
-    name: str
+    name: Attempt
     reversed: bool
     exclusive: bool
     blocks: list[int] = field(default_factory=list)
@@ -44,11 +45,11 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class PreemptedBlock:
-    """R10 · A row of the preemption table. `left` "" = whoever took the slots is gone, and they are free again."""
+    """R10 · A row of the preemption table. `left` None = whoever took the slots is gone, and they are free again."""
 
     block: int
-    left: str
-    right: str
+    left: Attempt | None
+    right: Attempt
     slots: int
 
 
@@ -204,7 +205,7 @@ class SharedBlocks:
         if sorted(self._free) != free:
             raise InvariantViolated("free blocks are not exactly those without tenants")
         shared = 0
-        shares: Counter[str] = Counter()
+        shares: Counter[Attempt] = Counter()
         for block in range(self.num_blocks):
             one, other = left[block], right[block]
             if one is None or other is None:

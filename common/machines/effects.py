@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from cohort.common.messages import Message
-from cohort.common.types import InstanceId
+from cohort.common.types import Attempt, InstanceId
 
 
 class Dial(msgspec.Struct, frozen=True):
@@ -40,8 +40,7 @@ class SendRuns(msgspec.Struct, frozen=True):
     """
 
     peer: InstanceId
-    request_id: str
-    attempt: int
+    attempt: Attempt
     lease_id: int
     round: int
     link: str

@@ -16,7 +16,7 @@ from cohort.common.kv.lease import tag_of
 from cohort.common.machines.effects import Run
 from cohort.common.messages import KvHandOver
 from cohort.common.policies.interface import Sequence
-from cohort.common.types import InstanceId
+from cohort.common.types import Attempt, InstanceId
 
 
 @dataclass(slots=True, eq=False)
@@ -136,8 +136,7 @@ class QueuedOffer:
     """An offer that waits for free blocks, or for the `StartSegment` it belongs to."""
 
     sender: InstanceId
-    request_id: str
-    attempt: int
+    attempt: Attempt
     transfer_id: int
     positions: int
     since_s: float

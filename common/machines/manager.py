@@ -27,7 +27,6 @@ from cohort.common.messages import (
     ClusterLoad,
     Displaced,
     GatewayHello,
-    Held,
     Leaving,
     ManagerHello,
     Message,
@@ -44,8 +43,8 @@ from cohort.common.messages import (
     WorkerReport,
 )
 from cohort.common.policies import interface as seats
-from cohort.common.policies.interface import ClusterView, InstanceView, SequenceKey, WaitingRequest, sequence_key
-from cohort.common.types import InstanceId, Request, RequestId, Segment
+from cohort.common.policies.interface import ClusterView, InstanceView, WaitingRequest
+from cohort.common.types import Attempt, InstanceId, Request, RequestId, Segment
 
 _HOLD_GRACE_S = 2.0
 """A worker's report may miss what was sent to it so recently."""
@@ -74,9 +73,9 @@ class _Worker:
     endpoint: str
     view: InstanceView
     last_report_s: float
-    held: set[SequenceKey] = field(default_factory=set)
+    held: set[Attempt] = field(default_factory=set)
     """Everything it named."""
-    awaiting: set[SequenceKey] = field(default_factory=set)
+    awaiting: set[Attempt] = field(default_factory=set)
     """Of these, the ones whose KV it merely waits for."""
     live: dict[RequestId, _Managed] = field(default_factory=dict)
     """Mirror of `_Managed.live`."""
@@ -94,8 +93,7 @@ class _Worker:
 class _Managed:
     """One live attempt. `live`: instances whose segment has not ended, and since when they are expected to hold it."""
 
-    request_id: RequestId
-    attempt: int
+    attempt: Attempt
     gateway: InstanceId
     since_s: float
     request: Request | None = None
@@ -106,10 +104,10 @@ class _Managed:
     parked_at: InstanceId = ""
     """Who said that it waits there for late binding, with `parked_positions` computed."""
     parked_positions: int = 0
-    key: SequenceKey = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.key = sequence_key(self.request_id, self.attempt)
+    @property
+    def request_id(self) -> RequestId:
+        return self.attempt.request_id
 
 
 @dataclass(slots=True)
@@ -146,12 +144,12 @@ class ManagerMachine:
         self._workers: dict[InstanceId, _Worker] = {}
         self._views: dict[InstanceId, InstanceView] | None = None
         self._requests: dict[RequestId, _Managed] = {}
-        self._claimed: set[SequenceKey] = set()
+        self._claimed: set[Attempt] = set()
         """Keys of `_requests`."""
-        self._unclaimed: dict[SequenceKey, float] = {}
+        self._unclaimed: dict[Attempt, float] = {}
         """Held by a worker, claimed by no gateway, since when."""
-        self._finished: deque[tuple[float, SequenceKey]] = deque()
-        self._finished_keys: set[SequenceKey] = set()
+        self._finished: deque[tuple[float, Attempt]] = deque()
+        self._finished_keys: set[Attempt] = set()
         self._figures: ClusterFigures | None = None
         self._figures_at_s = 0.0
         self._next_load_s = 0.0
@@ -186,9 +184,9 @@ class ManagerMachine:
             case Submit(request=request):
                 self._submit(now_s, sender, request)
             case Cancel(attempts=attempts, reason=reason):
-                for held in attempts:
-                    managed = self._requests.get(held.request_id)
-                    if managed is not None and managed.attempt == held.attempt:
+                for attempt in attempts:
+                    managed = self._requests.get(attempt.request_id)
+                    if managed is not None and managed.attempt == attempt:
                         self._forget(now_s, managed, reason)
             case RevisePrediction():
                 self._revise(now_s, message)
@@ -264,9 +262,9 @@ class ManagerMachine:
         if len(self._order) >= self._settings.max_waiting_requests:
             self._refuse(request, sender, 429, "the manager's queue is full")
             return
-        managed = _Managed(request.request_id, request.attempt, sender, now_s, request, waiting=True)
+        managed = _Managed(request.attempt, sender, now_s, request, waiting=True)
         self._requests[request.request_id] = managed
-        self._claimed.add(managed.key)
+        self._claimed.add(managed.attempt)
         self._order.add(now_s, WaitingRequest(request, now_s, request.prediction))
         self.schedule(now_s)
 
@@ -281,32 +279,31 @@ class ManagerMachine:
         for instance in managed.live:
             self._effects.append(Send(instance, message))
 
-    def _outstanding(self, now_s: float, sender: InstanceId, attempts: Iterable[Held]) -> None:
+    def _outstanding(self, now_s: float, sender: InstanceId, attempts: Iterable[Attempt]) -> None:
         gateway = self._gateways.get(sender)
         if gateway is None:
             return
         gateway.last_seen_s = now_s
-        lost: list[Held] = []
-        for held in attempts:
-            managed = self._requests.get(held.request_id)
-            if managed is not None and managed.attempt >= held.attempt:
+        lost: list[Attempt] = []
+        for attempt in attempts:
+            managed = self._requests.get(attempt.request_id)
+            if managed is not None and managed.attempt >= attempt:
                 continue
-            key = sequence_key(held.request_id, held.attempt)
-            if key in self._finished_keys:
+            if attempt in self._finished_keys:
                 continue  # its gateway will hear; a report older than the end must not bring it back
-            holders = [name for name, worker in self._workers.items() if key in worker.held]
+            holders = [name for name, worker in self._workers.items() if attempt in worker.held]
             # Somebody must have its state; a worker that only waits for it may wait for nobody.
-            if any(key not in self._workers[name].awaiting for name in holders):  # of a former manager
-                adopted = _Managed(held.request_id, held.attempt, sender, now_s)
-                self._requests[held.request_id] = adopted
+            if any(attempt not in self._workers[name].awaiting for name in holders):  # of a former manager
+                adopted = _Managed(attempt, sender, now_s)
+                self._requests[attempt.request_id] = adopted
                 if managed is not None:
-                    self._claimed.discard(managed.key)
-                self._claimed.add(key)
+                    self._claimed.discard(managed.attempt)
+                self._claimed.add(attempt)
                 for name in holders:
                     self._engage(now_s, adopted, name)
-                self._unclaimed.pop(key, None)
+                self._unclaimed.pop(attempt, None)
             elif now_s >= self._settled_at_s:
-                lost.append(held)
+                lost.append(attempt)
         if lost:
             self.counters.displaced += len(lost)
             self._effects.append(Send(sender, Displaced(lost, "unknown to the manager and to all workers")))
@@ -344,7 +341,7 @@ class ManagerMachine:
             view.draining = report.draining
             self._views = None
         for managed in list(worker.live.values()):
-            if managed.key in worker.held:
+            if managed.attempt in worker.held:
                 worker.fresh.pop(managed.request_id, None)
             elif now_s - managed.live[report.instance] > _HOLD_GRACE_S:
                 self._displace(now_s, managed, f"{report.instance} does not hold it any more")
@@ -352,7 +349,7 @@ class ManagerMachine:
         self._note_unclaimed(now_s, worker.held)
         self.schedule(now_s)
 
-    def _note_unclaimed(self, now_s: float, held: set[SequenceKey]) -> None:
+    def _note_unclaimed(self, now_s: float, held: set[Attempt]) -> None:
         claimed = self._claimed
         for key in held:
             if key not in claimed:
@@ -369,9 +366,8 @@ class ManagerMachine:
                 del self._unclaimed[key]
             elif now_s - since_s > patience_s:
                 del self._unclaimed[key]
-                request_id, _, attempt = key.rpartition("#")
                 for name in holders:
-                    self._effects.append(Send(name, Cancel([Held(request_id, int(attempt))], "no gateway owns it")))
+                    self._effects.append(Send(name, Cancel([key], "no gateway owns it")))
 
     def _worker_lost(self, now_s: float, instance: InstanceId, reason: str) -> None:
         worker = self._workers.pop(instance)
@@ -428,7 +424,7 @@ class ManagerMachine:
                 self._order.add(now_s, waiting)
             case seats.Impossible(reason=reason):
                 del self._requests[request.request_id]
-                self._claimed.discard(managed.key)
+                self._claimed.discard(managed.attempt)
                 self._refuse(request, managed.gateway, 400, reason)
             case seats.Placed(segments=segments, reason=reason):
                 managed.waiting = False
@@ -441,7 +437,6 @@ class ManagerMachine:
                     Send(
                         managed.gateway,
                         Placed(
-                            request.request_id,
                             request.attempt,
                             [segment.instance for segment in segments if segment.instance is not None],
                             now_s - managed.since_s,
@@ -486,17 +481,15 @@ class ManagerMachine:
         managed.segments = (*done, following, Segment(at, None, None)) if action.parks else (*done, following)
         if holder != action.instance:
             self._start(now_s, managed, managed.request, len(done), action.batch_id)
-        self._effects.append(
-            Send(holder, BindSegment(managed.request_id, managed.attempt, following, worker.endpoint, action.batch_id))
-        )
+        self._effects.append(Send(holder, BindSegment(managed.attempt, following, worker.endpoint, action.batch_id)))
 
     def _prefetch(self, action: seats.Prefetch) -> None:
         """To each holder its own, in the order wished for."""
-        attempts: dict[InstanceId, list[Held]] = {}
+        attempts: dict[InstanceId, list[Attempt]] = {}
         for request_id in action.request_ids:
             managed = self._requests.get(request_id)
             if managed is not None and managed.parked_at:
-                attempts.setdefault(managed.parked_at, []).append(Held(request_id, managed.attempt))
+                attempts.setdefault(managed.parked_at, []).append(managed.attempt)
         for holder, wanted in attempts.items():
             self._effects.append(Send(holder, PrefetchKv(wanted)))
 
@@ -512,15 +505,15 @@ class ManagerMachine:
         )
 
     def _segment_ended(self, now_s: float, message: SegmentEnded) -> None:
-        managed = self._requests.get(message.request_id)
+        managed = self._requests.get(message.attempt.request_id)
         if managed is None or managed.attempt != message.attempt:
             return
         match message.outcome:
             case "finished":
                 self.counters.finished += 1
                 self._disengage(managed, message.instance)
-                self._finished.append((now_s, managed.key))
-                self._finished_keys.add(managed.key)
+                self._finished.append((now_s, managed.attempt))
+                self._finished_keys.add(managed.attempt)
                 if self._self_judging is not None:
                     self._self_judging.completed(now_s, managed.request_id)
                 self._forget(now_s, managed, "finished")
@@ -544,11 +537,11 @@ class ManagerMachine:
         self.counters.displaced += 1
         self._forget(now_s, managed, "displaced")
         if managed.gateway in self._gateways:
-            self._effects.append(Send(managed.gateway, Displaced([Held(managed.request_id, managed.attempt)], reason)))
+            self._effects.append(Send(managed.gateway, Displaced([managed.attempt], reason)))
 
     def _forget(self, now_s: float, managed: _Managed, reason: str) -> None:
         self._requests.pop(managed.request_id, None)
-        self._claimed.discard(managed.key)
+        self._claimed.discard(managed.attempt)
         if managed.waiting:
             self._order.remove(now_s, managed.request_id)
         self._placement.finished(now_s, managed.request_id)
@@ -557,11 +550,11 @@ class ManagerMachine:
         for instance in list(managed.live):
             self._disengage(managed, instance)
             if instance in self._workers:
-                self._effects.append(Send(instance, Cancel([Held(managed.request_id, managed.attempt)], reason)))
+                self._effects.append(Send(instance, Cancel([managed.attempt], reason)))
 
     def _refuse(self, request: Request, gateway: InstanceId, status: int, reason: str) -> None:
         self.counters.refused += 1
-        self._effects.append(Send(gateway, Refused(request.request_id, request.attempt, status, reason)))
+        self._effects.append(Send(gateway, Refused(request.attempt, status, reason)))
 
     # -- what policies and gateways are told -------------------------------------------------------------------
 
@@ -620,5 +613,5 @@ class ManagerMachine:
         }
 
 
-def _keys(attempts: Iterable[Held]) -> set[SequenceKey]:
-    return {sequence_key(held.request_id, held.attempt) for held in attempts}
+def _keys(attempts: Iterable[Attempt]) -> set[Attempt]:
+    return set(attempts)

@@ -29,7 +29,6 @@ from cohort.common.machines.handover import Incoming, Outgoing, QueuedOffer
 from cohort.common.messages import (
     BindSegment,
     Cancel,
-    Held,
     KvAbort,
     KvAccepted,
     KvChunk,
@@ -63,9 +62,8 @@ from cohort.common.policies.interface import (
     Sequence,
     SequenceKey,
     TakesRevisions,
-    sequence_key,
 )
-from cohort.common.types import FinishReason, InstanceId, QueuedWork, WorkerCapacity, WorkerFigures
+from cohort.common.types import Attempt, FinishReason, InstanceId, QueuedWork, WorkerCapacity, WorkerFigures
 
 _PARKED_GRACE_S = 0.25
 """Parked KV stays on the device so long, unless space is short: where load is low it is handed over sooner."""
@@ -143,10 +141,6 @@ class WorkerCounters:
 def _brings_back(plan: IterationPlan) -> bool:
     """Whether the plan fills device blocks from host memory."""
     return any(copy.direction == "in" for copy in plan.copies)
-
-
-def _held(sequence: Sequence) -> Held:
-    return Held(sequence.request.request_id, sequence.request.attempt)
 
 
 class WorkerMachine:
@@ -235,17 +229,17 @@ class WorkerMachine:
         return self._sequences.values()
 
     @property
-    def held(self) -> list[Held]:
+    def held(self) -> list[Attempt]:
         """Attempts that are computed here, or on their way from here."""
         waiting = (Phase.AWAITING_KV, Phase.PARKED)
-        return [_held(s) for s in self._sequences.values() if s.phase not in waiting]
+        return [s.key for s in self._sequences.values() if s.phase not in waiting]
 
     @property
-    def awaiting(self) -> list[Held]:
+    def awaiting(self) -> list[Attempt]:
         """Attempts that wait for somebody: for the worker who should hand their state over, or, parked, for a manager
         who binds them. A manager that does not know of it never will, and has them placed anew."""
         waiting = (Phase.AWAITING_KV, Phase.PARKED)
-        return [_held(s) for s in self._sequences.values() if s.phase in waiting]
+        return [s.key for s in self._sequences.values() if s.phase in waiting]
 
     def on_message(self, now_s: float, sender: InstanceId, message: Message) -> bool:
         """False for a message that is not a worker's business."""
@@ -253,13 +247,12 @@ class WorkerMachine:
             case StartSegment():
                 self._start_segment(now_s, message)
             case Cancel(attempts=attempts, reason=reason):
-                for held in attempts:
-                    self._cancel(now_s, sequence_key(held.request_id, held.attempt), reason)
+                for attempt in attempts:
+                    self._cancel(now_s, attempt, reason)
             case BindSegment():
                 self._bind(now_s, message)
             case PrefetchKv(attempts=attempts):
-                keys = [sequence_key(held.request_id, held.attempt) for held in attempts]
-                self._prefetches.extend(key for key in keys if key in self._pooled)
+                self._prefetches.extend(attempt for attempt in attempts if attempt in self._pooled)
             case RevisePrediction(request_id=request_id, prediction=prediction):
                 for sequence in self._sequences.values():
                     if sequence.request_id == request_id:
@@ -267,11 +260,7 @@ class WorkerMachine:
                         if isinstance(self.scheduler, TakesRevisions):
                             self.scheduler.revised(now_s, sequence)
             case KvOffer():
-                self._offers.append(
-                    QueuedOffer(
-                        sender, message.request_id, message.attempt, message.transfer_id, message.positions, now_s
-                    )
-                )
+                self._offers.append(QueuedOffer(sender, message.attempt, message.transfer_id, message.positions, now_s))
                 self._grant_offers(now_s)
             case KvGrant():
                 self._granted(now_s, message)
@@ -324,7 +313,7 @@ class WorkerMachine:
 
     def _start_segment(self, now_s: float, message: StartSegment) -> None:
         request = message.request
-        key = sequence_key(request.request_id, request.attempt)
+        key = request.attempt
         if key in self._sequences:
             return  # said twice
         segment = message.segments[message.index]
@@ -354,7 +343,7 @@ class WorkerMachine:
             self.scheduler.add(now_s, sequence)
 
     def _bind(self, now_s: float, message: BindSegment) -> None:
-        sequence = self._sequences.get(sequence_key(message.request_id, message.attempt))
+        sequence = self._sequences.get(message.attempt)
         if sequence is None or sequence.phase is not Phase.PARKED or message.segment.instance is None:
             return
         self._on_device.pop(sequence.key, None)
@@ -672,7 +661,6 @@ class WorkerMachine:
         sequence.delivered += 1
         self._updates.setdefault(request.gateway, []).append(
             TokenUpdate(
-                request.request_id,
                 request.attempt,
                 start,
                 tokens[start:],
@@ -720,7 +708,7 @@ class WorkerMachine:
     # -- endings -----------------------------------------------------------------------------------------------
 
     def _cancel(self, now_s: float, key: SequenceKey, reason: str) -> None:
-        self._offers = deque(o for o in self._offers if sequence_key(o.request_id, o.attempt) != key)
+        self._offers = deque(o for o in self._offers if o.attempt != key)
         sequence = self._sequences.get(key)
         if sequence is None or key in self._doomed:
             return
@@ -762,22 +750,12 @@ class WorkerMachine:
         incoming = self._incoming.pop(key, None)
         held_back = False
         if outgoing is not None:
-            self._effects.append(
-                Send(
-                    outgoing.peer,
-                    KvAbort(sequence.request_id, sequence.request.attempt, outgoing.transfer_id, tell_peer),
-                )
-            )
+            self._effects.append(Send(outgoing.peer, KvAbort(sequence.key, outgoing.transfer_id, tell_peer)))
             held_back = self._settle(outgoing, outgoing.lease_id)
         if incoming is not None:
             self._incoming_by_lease.pop(incoming.lease_id, None)
             self.leases.end(incoming.lease_id)
-            self._effects.append(
-                Send(
-                    incoming.sender,
-                    KvAbort(sequence.request_id, sequence.request.attempt, incoming.transfer_id, tell_peer),
-                )
-            )
+            self._effects.append(Send(incoming.sender, KvAbort(sequence.key, incoming.transfer_id, tell_peer)))
             held_back = self._settle(incoming, incoming.lease_id) or held_back
         if not held_back:
             self.kv.release(key)
@@ -807,12 +785,7 @@ class WorkerMachine:
         reason: str = "",
     ) -> None:
         self._effects.append(
-            Send(
-                self.manager,
-                SegmentEnded(
-                    self.instance, sequence.request_id, sequence.request.attempt, outcome, sequence.computed, reason
-                ),
-            )
+            Send(self.manager, SegmentEnded(self.instance, sequence.key, outcome, sequence.computed, reason))
         )
 
     # -- hand-over, sending end --------------------------------------------------------------------------------
@@ -822,15 +795,10 @@ class WorkerMachine:
             sequence, peer, self._random.getrandbits(53), positions, now_s + self._settings.offer_timeout_s
         )
         self._outgoing[sequence.key] = outgoing
-        self._effects.append(
-            Send(
-                peer,
-                KvOffer(self.instance, sequence.request_id, sequence.request.attempt, outgoing.transfer_id, positions),
-            )
-        )
+        self._effects.append(Send(peer, KvOffer(self.instance, sequence.key, outgoing.transfer_id, positions)))
 
     def _granted(self, now_s: float, grant: KvGrant) -> None:
-        key = sequence_key(grant.request_id, grant.attempt)
+        key = grant.attempt
         outgoing = self._outgoing.get(key)
         if outgoing is None or outgoing.transfer_id != grant.transfer_id or outgoing.granted:
             return  # we gave up meanwhile; the abort that said so is on its way
@@ -872,8 +840,7 @@ class WorkerMachine:
             self._effects.append(
                 SendRuns(
                     outgoing.peer,
-                    sequence.request_id,
-                    sequence.request.attempt,
+                    sequence.key,
                     outgoing.lease_id,
                     outgoing.round,
                     outgoing.link,
@@ -890,8 +857,7 @@ class WorkerMachine:
                 Send(
                     outgoing.peer,
                     KvHandOver(
-                        sequence.request_id,
-                        sequence.request.attempt,
+                        sequence.key,
                         outgoing.lease_id,
                         outgoing.round,
                         sequence.tokens,
@@ -949,7 +915,7 @@ class WorkerMachine:
         postponed: deque[QueuedOffer] = deque()
         while self._offers:
             offer = self._offers.popleft()
-            key = sequence_key(offer.request_id, offer.attempt)
+            key = offer.attempt
             sequence = self._sequences.get(key)
             if sequence is None:
                 # Its StartSegment comes over another connection and may be later than the offer.
@@ -990,7 +956,6 @@ class WorkerMachine:
             Send(
                 offer.sender,
                 KvGrant(
-                    offer.request_id,
                     offer.attempt,
                     offer.transfer_id,
                     lease_id,
@@ -1006,7 +971,7 @@ class WorkerMachine:
         incoming = self._incoming_by_lease.get(chunk.lease_id)
         if incoming is None or chunk.round != incoming.round or incoming.retry_link:
             return  # of a round or a lease that is over
-        if sequence_key(chunk.request_id, chunk.attempt) != incoming.sequence.key:
+        if chunk.attempt != incoming.sequence.key:
             self._fail(now_s, incoming.sequence, f"{incoming.sender} sent KV of another request under this lease")
             return
         own = set(self.kv.blocks(incoming.sequence.key))
@@ -1064,10 +1029,7 @@ class WorkerMachine:
         request = incoming.sequence.request
         self._effects.append(
             Send(
-                incoming.sender,
-                KvAbort(
-                    request.request_id, request.attempt, incoming.transfer_id, "transfer failed", link, incoming.round
-                ),
+                incoming.sender, KvAbort(request.attempt, incoming.transfer_id, "transfer failed", link, incoming.round)
             )
         )
 
@@ -1107,9 +1069,7 @@ class WorkerMachine:
         self.counters.transfers_in += 1
         self._moved_s = now_s
         self.kv.committed(sequence)
-        self._effects.append(
-            Send(incoming.sender, KvAccepted(sequence.request_id, sequence.request.attempt, incoming.lease_id))
-        )
+        self._effects.append(Send(incoming.sender, KvAccepted(sequence.key, incoming.lease_id)))
         if sequence.end is not None and sequence.computed >= sequence.end:  # a buffer for somebody else (A5, A6)
             self._park(now_s, sequence)
             return
@@ -1130,14 +1090,14 @@ class WorkerMachine:
         if not held and self._offers:
             held = [outgoing.sequence for outgoing in self._outgoing.values() if not outgoing.granted]
         if not held:  # what only wants to wait here (A6 eviction) may hold up where it is what we wait for
-            wanted = [self._sequences.get(sequence_key(o.request_id, o.attempt)) for o in self._offers]
+            wanted = [self._sequences.get(o.attempt) for o in self._offers]
             held = [s for s in wanted if s is not None and s.end is not None]
         if held:
             self.counters.stalls += 1
             self._fail(now_s, held[-1], "caches waited for each other's blocks")
 
     def _abort(self, now_s: float, sender: InstanceId, message: KvAbort) -> None:
-        key = sequence_key(message.request_id, message.attempt)
+        key = message.attempt
         self._offers = deque(o for o in self._offers if o.transfer_id != message.transfer_id)
         outgoing = self._outgoing.get(key)
         if outgoing is not None and outgoing.transfer_id == message.transfer_id:

@@ -43,6 +43,7 @@ from typing import Literal, Protocol, runtime_checkable
 import msgspec
 
 from cohort.common.types import (
+    Attempt,
     InstanceId,
     KvGeometry,
     Prediction,
@@ -296,11 +297,7 @@ class LateBinding(Protocol):
 
 # -- The worker's view of a request ------------------------------------------------------------------------------
 
-SequenceKey = str
-
-
-def sequence_key(request_id: RequestId, attempt: int) -> SequenceKey:
-    return f"{request_id}#{attempt}"
+SequenceKey = Attempt
 
 
 class Phase(enum.Enum):
@@ -359,15 +356,15 @@ class Sequence:
     """Its blocks are being read by a transfer: it must not be preempted now."""
     transfer_s: float = 0.0
     """Hand-over time on the way here that nothing was computed in."""
-    key: SequenceKey = field(init=False)
-    """Names this attempt of this request on a worker; the allocator's owner id."""
+    key: Attempt = field(init=False)
+    """The attempt it computes; the allocator's owner id."""
 
     def __post_init__(self) -> None:
-        self.key = sequence_key(self.request.request_id, self.request.attempt)
+        self.key = self.request.attempt
 
     @property
     def request_id(self) -> RequestId:
-        return self.request.request_id
+        return self.key.request_id
 
     @property
     def known(self) -> int:

@@ -24,7 +24,7 @@ from cohort.common.policies import compose
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.interface import Sequence as Running
-from cohort.common.types import KvGeometry, Request, SamplingParams
+from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
 from cohort.services.bench import scheduling
 
 TOLERANCE = 0.2
@@ -206,7 +206,7 @@ def _ran(plan: IterationPlan, kv: PagedAllocator) -> None:
 
 
 def _sequence(name: str, tokens: list[int], arrived_s: float = 0.0) -> Running:
-    request = Request(name, 1, "gateway", tokens, len(tokens), SamplingParams(max_tokens=1 << 20), 0.0)
+    request = Request(Attempt(name, 1), "gateway", tokens, len(tokens), SamplingParams(max_tokens=1 << 20), 0.0)
     return Running(request=request, tokens=list(tokens), end=None, batch_id=0, arrived_s=arrived_s)
 
 

@@ -24,7 +24,7 @@ from rich.table import Table
 from cohort.common.config import load_config
 from cohort.common.policies import compose
 from cohort.common.policies.interface import ConsolidatesCopies, IterationPlan, KvAllocator, Sequence
-from cohort.common.types import KvGeometry, Request, SamplingParams
+from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
 
 _STEP_S = 0.02
 _TOKEN_S = 0.0001
@@ -64,8 +64,7 @@ class _Load:
         self._serial += 1
         prompt = min(1000, max(4, int(draw.lognormvariate(5.0, 0.8))))
         request = Request(
-            f"r{self._serial}",
-            1,
+            Attempt(f"r{self._serial}", 1),
             "gateway",
             [0] * prompt,
             prompt,

@@ -24,6 +24,7 @@ from cohort.common.config import load_config
 from cohort.common.policies import compose
 from cohort.common.policies.interface import ClusterView, InstanceView, WaitingRequest
 from cohort.common.types import (
+    Attempt,
     Prediction,
     QueuedWork,
     Request,
@@ -69,8 +70,7 @@ def measure(preset: str, balance: str, instances: int, queued: int, rounds: int,
             prompt, output = draw.randint(16, 8000), float(draw.randint(1, 1500))
             prediction = Prediction(output, output, output, output)
             request = Request(
-                f"r{round_}",
-                1,
+                Attempt(f"r{round_}", 1),
                 "gateway",
                 [0] * prompt,
                 prompt,

@@ -23,7 +23,7 @@ from rich.table import Table
 from cohort.common.config import load_config
 from cohort.common.policies import compose
 from cohort.common.policies.interface import ClusterView, InstanceView, PrefillOrder, WaitingRequest
-from cohort.common.types import Prediction, Request, Role, SamplingParams, WorkerCapacity, WorkerFigures
+from cohort.common.types import Attempt, Prediction, Request, Role, SamplingParams, WorkerCapacity, WorkerFigures
 
 _LIMIT = 8192
 _REPORT_EVERY = 8
@@ -55,8 +55,7 @@ def measure(order: PrefillOrder, name: str, waiting: int, rounds: int, seed: int
         output = min(256.0, draw.lognormvariate(4.5, 0.8))
         prediction = Prediction(output, output, 2 * output, 4 * output)
         request = Request(
-            f"r{serial}",
-            1,
+            Attempt(f"r{serial}", 1),
             "gateway",
             [0] * prompt,
             prompt,

@@ -101,15 +101,18 @@ class ManagerService:
                 self._metrics.queue_seconds("all").observe(message.queued_s)
                 log.info(
                     "placed",
-                    request_id=message.request_id,
-                    attempt=message.attempt,
+                    request_id=message.attempt.request_id,
+                    attempt=message.attempt.number,
                     instances=message.instances,
                     reason=message.reason,
                 )
             case Displaced(attempts=attempts, reason=reason):
                 self._metrics.displaced(reason.partition(":")[2].strip() or reason).inc(len(attempts))
                 log.warning(
-                    "displaced", requests=[held.request_id for held in attempts][:8], count=len(attempts), reason=reason
+                    "displaced",
+                    requests=[attempt.request_id for attempt in attempts][:8],
+                    count=len(attempts),
+                    reason=reason,
                 )
             case _:
                 pass

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cohort.common.errors import RequestError
-from cohort.common.messages import Held, Placed, StageTimes, TokenLogprob, TokenUpdate
-from cohort.common.types import FinishReason, InstanceId, Prediction, Request, RequestId
+from cohort.common.messages import Placed, StageTimes, TokenLogprob, TokenUpdate
+from cohort.common.types import Attempt, FinishReason, InstanceId, Prediction, Request, RequestId
 
 
 class State(enum.Enum):
@@ -40,8 +40,8 @@ class Entry:
     request: Request
     opened_s: float
     expires_s: float
+    attempt: Attempt = field(init=False)
     state: State = State.OPEN
-    attempt: int = 0
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -68,13 +68,12 @@ class Entry:
     queued_tokens: float = 0.0
     """Prompt and expected output while it counts as waiting; 0 afterwards."""
 
-    @property
-    def request_id(self) -> RequestId:
-        return self.request.request_id
+    def __post_init__(self) -> None:
+        self.attempt = self.request.attempt
 
     @property
-    def held(self) -> Held:
-        return Held(self.request.request_id, self.attempt)
+    def request_id(self) -> RequestId:
+        return self.attempt.request_id
 
     @property
     def known(self) -> int:
@@ -123,7 +122,7 @@ class Submit:
 class CancelAttempt:
     """Whoever holds this attempt should free it: the manager and these workers."""
 
-    held: Held
+    attempt: Attempt
     holders: tuple[InstanceId, ...]
     reason: str
 
@@ -164,7 +163,6 @@ class Ledger:
             request=request,
             opened_s=now_s,
             expires_s=now_s + self._request_timeout_s,
-            attempt=request.attempt,
             prediction=request.prediction,
             last_news_s=now_s,
             queued_tokens=request.prompt_tokens + max(1.0, expected_output),
@@ -216,18 +214,14 @@ class Ledger:
     # -- From workers ----------------------------------------------------------------------------------------------
 
     def tokens(self, now_s: float, sender: InstanceId, update: TokenUpdate) -> list[Action]:
-        entry = self._entries.get(update.request_id)
+        entry = self._entries.get(update.attempt.request_id)
         if entry is None:
             # Ended here (a stop string, say) while the worker went on: its next message would be void as well.
-            return (
-                []
-                if update.finish is not None
-                else [CancelAttempt(Held(update.request_id, update.attempt), (sender,), "unknown request")]
-            )
+            return [] if update.finish is not None else [CancelAttempt(update.attempt, (sender,), "unknown request")]
         if update.attempt != entry.attempt:
             self.dropped_tokens_total += len(update.tokens)
             older = update.attempt < entry.attempt and update.finish is None
-            return [CancelAttempt(Held(update.request_id, update.attempt), (sender,), "superseded")] if older else []
+            return [CancelAttempt(update.attempt, (sender,), "superseded")] if older else []
         self._note(entry, sender, update)
         if update.finish is FinishReason.FAILED:
             return self._fail(
@@ -290,10 +284,10 @@ class Ledger:
     # -- From the manager ------------------------------------------------------------------------------------------
 
     def placed(self, now_s: float, message: Placed) -> list[Action]:
-        entry = self._entries.get(message.request_id)
+        entry = self._entries.get(message.attempt.request_id)
         if entry is None:
             # Cancelled while it was being placed. The manager got the cancel too; the workers may not have.
-            return [CancelAttempt(Held(message.request_id, message.attempt), tuple(message.instances), "cancelled")]
+            return [CancelAttempt(message.attempt, tuple(message.instances), "cancelled")]
         if message.attempt != entry.attempt:
             return []
         if entry.state is not State.RUNNING:
@@ -307,16 +301,16 @@ class Ledger:
         entry.instances.extend(name for name in message.instances if name not in entry.instances)
         return []
 
-    def displaced(self, now_s: float, attempts: Iterable[Held], reason: str) -> list[Action]:
+    def displaced(self, now_s: float, attempts: Iterable[Attempt], reason: str) -> list[Action]:
         actions: list[Action] = []
-        for held in attempts:
-            entry = self._entries.get(held.request_id)
-            if entry is not None and held.attempt == entry.attempt:
+        for attempt in attempts:
+            entry = self._entries.get(attempt.request_id)
+            if entry is not None and attempt == entry.attempt:
                 actions += self._lost(entry, now_s, "displaced", reason)
         return actions
 
-    def refused(self, request_id: RequestId, attempt: int, status: int, reason: str) -> list[Action]:
-        entry = self._entries.get(request_id)
+    def refused(self, attempt: Attempt, status: int, reason: str) -> list[Action]:
+        entry = self._entries.get(attempt.request_id)
         if entry is None or attempt != entry.attempt:
             return []
         kind = "invalid_request_error" if 400 <= status < 500 else "service_unavailable_error"
@@ -346,8 +340,8 @@ class Ledger:
         """Entries whose current attempt has not reached the manager's connection."""
         return [entry for entry in self._entries.values() if entry.state is State.OPEN]
 
-    def outstanding(self) -> list[Held]:
-        return [entry.held for entry in self._entries.values() if entry.state is not State.OPEN]
+    def outstanding(self) -> list[Attempt]:
+        return [entry.attempt for entry in self._entries.values() if entry.state is not State.OPEN]
 
     # -- Within ----------------------------------------------------------------------------------------------------
 
@@ -368,17 +362,17 @@ class Ledger:
         if finish is not None:  # only the word of its end was lost
             self._end(entry)
             return [*cancel, Deliver(entry, [], [], finish)]
-        if entry.attempt + 1 >= self._max_attempts:
+        if entry.attempt.number + 1 >= self._max_attempts:
             return self._fail(
                 entry,
                 RequestError(
-                    f"The request was placed {entry.attempt + 1} times and lost each time (last: {reason}).",
+                    f"The request was placed {entry.attempt.number + 1} times and lost each time (last: {reason}).",
                     status=503,
                     type_="service_unavailable_error",
                     retry_after_s=1.0,
                 ),
             )
-        entry.attempt += 1
+        entry.attempt = entry.attempt.next()
         entry.lost_because = reason
         entry.lost_kind = kind
         entry.state = State.OPEN
@@ -405,7 +399,7 @@ class Ledger:
     def _release(self, entry: Entry, reason: str) -> list[Action]:
         if entry.state is State.OPEN and not entry.holders:
             return []  # this attempt never left the gateway
-        return [CancelAttempt(entry.held, tuple(sorted(entry.holders)), reason)]
+        return [CancelAttempt(entry.attempt, tuple(sorted(entry.holders)), reason)]
 
 
 def _finish_by_tokens(entry: Entry) -> FinishReason | None:

@@ -13,7 +13,7 @@ import msgspec
 
 from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
-from cohort.common.types import InstanceId, Request
+from cohort.common.types import Attempt, InstanceId, Request
 from cohort.services.gateway.model_card import ModelCard
 from cohort.services.gateway.parsing import Call
 
@@ -47,8 +47,7 @@ def prepare(
             index = len(requests)
             requests.append(
                 Request(
-                    request_id=base_id if total == 1 else f"{base_id}-{index}",
-                    attempt=0,
+                    attempt=Attempt(base_id if total == 1 else f"{base_id}-{index}", 0),
                     gateway=gateway,
                     tokens=prompt,
                     prompt_tokens=len(prompt),

@@ -241,7 +241,7 @@ def extras_of(
         index=index,
         request_id=entry.request_id,
         traffic_class=entry.request.traffic_class,
-        attempts=entry.attempt + 1,
+        attempts=entry.attempt.number + 1,
         instances=entry.instances,
         placement=entry.placement_reason,
         prediction=entry.prediction,

@@ -203,8 +203,8 @@ class Gateway:
                 self.streams.perform(self._ledger.placed(now_s, message))
             case Displaced(attempts, reason):
                 self.streams.perform(self._ledger.displaced(now_s, attempts, reason))
-            case Refused(request_id, attempt, status, reason):
-                self.streams.perform(self._ledger.refused(request_id, attempt, status, reason))
+            case Refused(attempt, status, reason):
+                self.streams.perform(self._ledger.refused(attempt, status, reason))
             case Predicted():
                 self.streams.predictor.on_predicted(message)
             case ClusterLoad():

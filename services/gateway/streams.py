@@ -20,7 +20,6 @@ from cohort.common.clock import Clock
 from cohort.common.errors import PeerUnreachable, RequestError
 from cohort.common.messages import (
     Cancel,
-    Held,
     LengthFacts,
     Message,
     ObserveLength,
@@ -31,7 +30,7 @@ from cohort.common.messages import (
 )
 from cohort.common.messages import Submit as SubmitMessage
 from cohort.common.metrics import RequestMetrics
-from cohort.common.types import FinishReason, InstanceId, Prediction, Request, RequestId
+from cohort.common.types import Attempt, FinishReason, InstanceId, Prediction, Request, RequestId
 from cohort.services.gateway.figures import Recent
 from cohort.services.gateway.ledger import Action, CancelAttempt, Deliver, Entry, Fail, Ledger, Submit
 from cohort.services.gateway.prediction import PredictorClient
@@ -218,18 +217,18 @@ class Streams:
                         track.generation.mailbox.put(track.index, error=error)
                     self._finalize(entry, FinishReason.FAILED, error.message)
                 case Submit(entry):
-                    if entry.attempt:
+                    if entry.attempt.number:
                         self._log.info(
                             "resubmitting",
                             request_id=entry.request_id,
-                            attempt=entry.attempt,
+                            attempt=entry.attempt.number,
                             tokens=len(entry.output),
                             reason=entry.lost_because,
                         )
                         self._metrics.resubmissions(entry.lost_kind).inc()
                     self._submit(entry)
-                case CancelAttempt(held, holders, reason):
-                    self._cancel(held, holders, reason)
+                case CancelAttempt(attempt, holders, reason):
+                    self._cancel(attempt, holders, reason)
         if self._online_waited and not self.ledger.waiting_online:
             self._online_waited = False
             self.on_online_placed()
@@ -250,17 +249,17 @@ class Streams:
         else:
             self.ledger.submitted(self._clock.now_s(), entry.request_id)
 
-    def _cancel(self, held: Held, holders: Iterable[InstanceId], reason: str) -> None:
-        message = Cancel([held], reason)
+    def _cancel(self, attempt: Attempt, holders: Iterable[InstanceId], reason: str) -> None:
+        message = Cancel([attempt], reason)
         try:
             self._to_manager(message)
         except PeerUnreachable:
-            self._log.debug("manager unreachable, cancel not sent", request_id=held.request_id)
+            self._log.debug("manager unreachable, cancel not sent", request_id=attempt.request_id)
         for holder in holders:
             try:
                 self._to_worker(holder, message)
             except PeerUnreachable:  # dead, or never spoke to us: the manager's cancel reaches it
-                self._log.debug("worker unreachable, cancel not sent", request_id=held.request_id, worker=holder)
+                self._log.debug("worker unreachable, cancel not sent", request_id=attempt.request_id, worker=holder)
 
     def _deliver(self, action: Deliver) -> None:
         entry = action.entry
@@ -330,7 +329,7 @@ class Streams:
             cached_tokens=entry.cached_tokens,
             ttft_s=None if ttft_s is None else round(ttft_s, 6),
             e2e_s=round(e2e_s, 6),
-            attempts=entry.attempt + 1,
+            attempts=entry.attempt.number + 1,
             instances=entry.instances,
             traffic_class=request.traffic_class,
         )

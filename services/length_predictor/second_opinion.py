@@ -53,7 +53,7 @@ class SecondOpinions:
 
     def state_came(self, message: PromptState) -> None:
         """E4 · the prompt is computed: say better, if this is known to be better, how long the answer will be."""
-        asked = self._asked.get(message.request_id)
+        asked = self._asked.get(message.attempt.request_id)
         if asked is None or len(message.hidden) % 2:
             return  # another choice of the same prompt, or asked before this process started
         state = np.frombuffer(message.hidden, dtype="<f2").astype(np.float64)
@@ -68,7 +68,8 @@ class SecondOpinions:
             self.revisions += 1
             self._send(
                 RevisePrediction(
-                    message.request_id, Prediction(refined.mean, refined.p50, refined.p90, refined.p99, "refined")
+                    message.attempt.request_id,
+                    Prediction(refined.mean, refined.p50, refined.p90, refined.p99, "refined"),
                 )
             )
 

@@ -79,7 +79,7 @@ def states_of(
                 states = prompt_states(runner, drawing)
                 if len(states) < len(drawing):
                     raise ConfigError("this model's engine keeps no hidden states")
-                found |= {int(each.request_id): np.frombuffer(each.hidden, "<f2") for each in states}
+                found |= {int(each.attempt.request_id): np.frombuffer(each.hidden, "<f2") for each in states}
     return found
 
 

@@ -28,7 +28,7 @@ from cohort.common.machines.worker import Sampled, WorkerMachine, WorkerSettings
 from cohort.common.messages import StartSegment
 from cohort.common.policies import compose
 from cohort.common.policies.interface import Sequence
-from cohort.common.types import Request, Role, SamplingParams, Segment
+from cohort.common.types import Attempt, Request, Role, SamplingParams, Segment
 
 _FIRST_ID = 1000  # prompts are drawn from here up: ordinary tokens in every vocabulary we know
 
@@ -72,8 +72,7 @@ class InProcessEngine:
 
     def submit(self, request_id: str, prompt: list[int], output_tokens: int) -> None:
         request = Request(
-            request_id,
-            1,
+            Attempt(request_id, 1),
             "nobody",
             prompt,
             len(prompt),

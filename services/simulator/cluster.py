@@ -488,7 +488,6 @@ class SimCluster:
             worker.name,
             receiver,
             KvChunk(
-                effect.request_id,
                 effect.attempt,
                 effect.lease_id,
                 effect.round,

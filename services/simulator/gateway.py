@@ -17,7 +17,7 @@ from typing import Literal
 from cohort.common.machines.worker import Sampled
 from cohort.common.messages import ClusterLoad, Displaced, Refused, TokenUpdate
 from cohort.common.policies.interface import Admission, AdmissionLoad, Offer, Refuse, Row
-from cohort.common.types import Prediction, Request, SamplingParams
+from cohort.common.types import Attempt, Prediction, Request, SamplingParams
 from cohort.common.workloads.items import WorkItem
 from cohort.services.simulator.statistics import Histogram
 
@@ -151,17 +151,17 @@ class SimGateway:
     def again(self, now_s: float, message: Displaced) -> list[Request]:
         """What was lost is submitted again with the tokens so far, as a live gateway does."""
         requests = []
-        for held in message.attempts:
-            live = self.live.get(held.request_id)
-            if live is not None and live.attempt == held.attempt:
+        for attempt in message.attempts:
+            live = self.live.get(attempt.request_id)
+            if live is not None and live.attempt == attempt.number:
                 live.attempt += 1
                 self.resubmitted += 1
                 room = self._max_model_len - live.item.prompt_tokens
-                requests.append(self._request(now_s, held.request_id, live, room, None))
+                requests.append(self._request(now_s, attempt.request_id, live, room, None))
         return requests
 
     def refused(self, now_s: float, message: Refused) -> None:
-        live = self.live.pop(message.request_id, None)
+        live = self.live.pop(message.attempt.request_id, None)
         if live is not None:
             self._refused(now_s, live.item, message.reason, live.answered)
 
@@ -169,8 +169,7 @@ class SimGateway:
         item = live.item
         tokens = self._prompt(live) + [OUTPUT_TOKEN] * live.produced
         return Request(
-            request_id=name,
-            attempt=live.attempt,
+            attempt=Attempt(name, live.attempt),
             gateway=self.name,
             tokens=tokens,
             prompt_tokens=item.prompt_tokens,
@@ -250,14 +249,14 @@ class SimGateway:
 
     def tokens(self, now_s: float, updates: Iterable[TokenUpdate]) -> None:
         for update in updates:
-            live = self.live.get(update.request_id)
-            if live is None or live.attempt != update.attempt:
+            live = self.live.get(update.attempt.request_id)
+            if live is None or live.attempt != update.attempt.number:
                 continue
             fresh = update.position + len(update.tokens) - live.item.prompt_tokens - live.produced
             for _ in range(fresh):
                 self._token(now_s, live)
             if update.finish is not None:
-                del self.live[update.request_id]
+                del self.live[update.attempt.request_id]
                 self._finished(now_s, live)
 
     def _token(self, now_s: float, live: InFlight) -> None:

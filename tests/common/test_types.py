@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cohort.common.types import KvGeometry, Request, SamplingParams
+from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
 
 
 def test_kv_bytes_of_known_models() -> None:
@@ -14,6 +14,6 @@ def test_kv_bytes_of_known_models() -> None:
 
 
 def test_the_last_output_token_needs_no_kv() -> None:
-    request = Request("r", 2, "g", [1, 2, 3, 9], 3, SamplingParams(max_tokens=5), 0.0)
+    request = Request(Attempt("r", 2), "g", [1, 2, 3, 9], 3, SamplingParams(max_tokens=5), 0.0)
     assert request.output_known == 1
     assert request.max_positions == 7

@@ -12,9 +12,10 @@ from typing import Literal
 
 from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Row, Sequence
 from cohort.common.policies.sequences import preempt, resume, start
+from cohort.common.types import Attempt
 
 
-def _order(sequence: Sequence) -> tuple[int, float, str]:
+def _order(sequence: Sequence) -> tuple[int, float, Attempt]:
     return (sequence.request.priority, sequence.arrived_s, sequence.key)
 
 

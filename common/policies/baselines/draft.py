@@ -13,8 +13,9 @@ from typing import Literal
 
 from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Row, Sequence, SequenceKey
 from cohort.common.policies.sequences import preempt, resume, start
+from cohort.common.types import Attempt
 
-RankKey = tuple[int | float | str, ...]
+RankKey = tuple[int | float | Attempt, ...]
 Rank = Callable[[Sequence], RankKey]
 """Lower goes first; must tell any two sequences apart."""
 

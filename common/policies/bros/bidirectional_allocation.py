@@ -326,7 +326,7 @@ class BidirectionalAllocator:
                     block = tenant.blocks[index]
                     side = self._table.left(block)
                     slots = self._table.within(tenant.stored, index) - tenant.resident[index]
-                    rows.append(PreemptedBlock(block, side[0].name if side else "", tenant.name, slots))
+                    rows.append(PreemptedBlock(block, side[0].name if side else None, tenant.name, slots))
         return rows
 
     @property

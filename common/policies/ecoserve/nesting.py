@@ -15,6 +15,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from cohort.common.policies.interface import Sequence
+from cohort.common.types import Attempt
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -23,7 +24,7 @@ class Candidate:
 
     length: int
     deadline_s: float
-    key: str
+    key: Attempt
     blocks: int
     sequence: Sequence
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cohort.common.engine.batch_builder import build_batch
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.interface import IterationPlan, Row, Sequence
-from cohort.common.types import KvGeometry, Request, SamplingParams
+from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
 
 SIZE = 4
 
@@ -24,7 +24,7 @@ class Directed(PagedAllocator):
 
 def running(name: str, known: int, computed: int, **sampling: int) -> Sequence:
     tokens = [hash((name, i)) % 1000 for i in range(known)]
-    request = Request(name, 1, "g", tokens[:1], 1, SamplingParams(max_tokens=99, seed=5, **sampling), 0.0)  # type: ignore[arg-type]
+    request = Request(Attempt(name, 1), "g", tokens[:1], 1, SamplingParams(max_tokens=99, seed=5, **sampling), 0.0)  # type: ignore[arg-type]
     return Sequence(request, tokens, None, 0, 0.0, computed=computed)
 
 

@@ -15,14 +15,16 @@ from cohort.common.policies.baselines.continuous_batching import ContinuousBatch
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.bucketserve.padded_prefill import PaddedPrefill
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, Row, Sequence
-from cohort.common.types import KvGeometry, Request, SamplingParams
+from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
 
 OUTPUTS = 5
 
 
 def sequence(name: str, tokens: list[int], batch_id: int = 1) -> Sequence:
     sampling = SamplingParams(max_tokens=OUTPUTS, temperature=0.0)
-    return Sequence(Request(name, 1, "g", list(tokens), len(tokens), sampling, 0.0), list(tokens), None, batch_id, 0.0)
+    return Sequence(
+        Request(Attempt(name, 1), "g", list(tokens), len(tokens), sampling, 0.0), list(tokens), None, batch_id, 0.0
+    )
 
 
 def generate(

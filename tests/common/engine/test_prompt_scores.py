@@ -18,7 +18,7 @@ from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.prompt_scores import AT_ONCE, score
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.interface import IterationPlan, Row, Sequence
-from cohort.common.types import Request, SamplingParams
+from cohort.common.types import Attempt, Request, SamplingParams
 
 MAX_ROWS = 4
 SIZE = 16
@@ -42,7 +42,7 @@ def sequence_of(name: str, length: int, *, prompt_logprobs: int) -> Sequence:
     random = Random(name)
     tokens = [random.randrange(VOCAB) for _ in range(length)]
     sampling = SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=prompt_logprobs)
-    return Sequence(Request(name, 0, "g", tokens, length, sampling, 0.0), list(tokens), None, 0, 0.0)
+    return Sequence(Request(Attempt(name, 0), "g", tokens, length, sampling, 0.0), list(tokens), None, 0, 0.0)
 
 
 def reference(folder: Path, tokens: list[int]) -> torch.Tensor:

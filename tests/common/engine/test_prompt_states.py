@@ -15,7 +15,7 @@ from cohort.common.engine.batch_builder import build_batch
 from cohort.common.engine.prompt_states import prompt_states
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.interface import IterationPlan, Row, Sequence
-from cohort.common.types import KvGeometry, Request, SamplingParams
+from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
 
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [27, 18, 28, 18])
 
@@ -44,7 +44,9 @@ def test_one_message_per_first_token_only(model_folder: Callable[[str], Path]) -
 
     def sequence(name: str, known: int) -> Sequence:
         tokens = list(range(known))
-        return Sequence(Request(name, 2, "g", tokens, 4, SamplingParams(max_tokens=9), 0.0), list(tokens), None, 0, 0.0)
+        return Sequence(
+            Request(Attempt(name, 2), "g", tokens, 4, SamplingParams(max_tokens=9), 0.0), list(tokens), None, 0, 0.0
+        )
 
     first, recovered = sequence("new", 4), sequence("recovered", 6)  # two output tokens were known on arrival
     for each in (first, recovered):

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from cohort.common.errors import InvariantViolated, LeaseExpired
 from cohort.common.kv.lease import LeaseTable
+from cohort.common.types import Attempt
 
 
 def test_a_lease_lives_as_long_as_it_is_renewed() -> None:
     table = LeaseTable(2.0)
-    table.grant(0.0, 1, "a#1", "prefill-0")
+    table.grant(0.0, 1, Attempt("a", 1), "prefill-0")
     assert table.renew(1.5, 1)
     assert table.expire(3.4) == []
     assert [lease.lease_id for lease in table.expire(3.5)] == [1]
@@ -25,9 +26,9 @@ def test_a_lease_lives_as_long_as_it_is_renewed() -> None:
 
 def test_a_lease_is_granted_once() -> None:
     table = LeaseTable(1.0)
-    table.grant(0.0, 7, "a#1", "p")
+    table.grant(0.0, 7, Attempt("a", 1), "p")
     with pytest.raises(InvariantViolated):
-        table.grant(0.0, 7, "b#1", "p")
+        table.grant(0.0, 7, Attempt("b", 1), "p")
 
 
 @given(

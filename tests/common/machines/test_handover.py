@@ -6,14 +6,14 @@ import pytest
 
 from cohort.common.machines.handover import Incoming
 from cohort.common.policies.interface import Sequence
-from cohort.common.types import Request, SamplingParams
+from cohort.common.types import Attempt, Request, SamplingParams
 
 BLOCK = 16
 
 
 def incoming(prompt: int, positions: int, pieces: list[int]) -> Incoming:
     """`pieces`: blocks of each that was announced."""
-    request = Request("r", 0, "g", [7] * prompt, prompt, SamplingParams(max_tokens=4096), 0.0)
+    request = Request(Attempt("r", 0), "g", [7] * prompt, prompt, SamplingParams(max_tokens=4096), 0.0)
     found = Incoming(Sequence(request, list(request.tokens), None, 0, 0.0), "other", 1, 1, positions)
     for blocks in pieces:
         found.announced(blocks)

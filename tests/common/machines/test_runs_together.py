@@ -12,7 +12,7 @@ from cohort.common.machines.worker import Sampled, WorkerMachine, WorkerSettings
 from cohort.common.messages import KvAccepted, KvChunk, KvGrant, KvHandOver, KvOffer, KvRenew, KvRun, StartSegment
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
-from cohort.common.types import KvGeometry, Request, Role, SamplingParams, Segment, WorkerCapacity
+from cohort.common.types import Attempt, KvGeometry, Request, Role, SamplingParams, Segment, WorkerCapacity
 
 BLOCK, BLOCKS, PROMPT = 4, 64, 12
 Told = TypeVar("Told", KvAccepted, KvGrant, KvOffer)
@@ -38,7 +38,7 @@ def machine(role: Role) -> WorkerMachine:
 
 
 def segment(index: int, request_id: str = "r") -> StartSegment:
-    request = Request(request_id, 1, "gateway", [5] * PROMPT, PROMPT, SamplingParams(max_tokens=8), 0.0)
+    request = Request(Attempt(request_id, 1), "gateway", [5] * PROMPT, PROMPT, SamplingParams(max_tokens=8), 0.0)
     segments = [Segment(0, PROMPT, "prefill"), Segment(PROMPT, None, "decode")]
     return StartSegment(request, segments, index, "", "", 0)
 
@@ -52,17 +52,17 @@ def granted() -> tuple[WorkerMachine, KvGrant]:
     """A decode worker that has granted blocks for a prompt of three."""
     worker = machine(Role.DECODE)
     worker.on_message(0.0, "manager", segment(1))
-    worker.on_message(0.0, "prefill", KvOffer("prefill", "r", 1, 9, PROMPT))
+    worker.on_message(0.0, "prefill", KvOffer("prefill", Attempt("r", 1), 9, PROMPT))
     (grant,) = said(worker, KvGrant)
     return worker, grant
 
 
 def chunk(grant: KvGrant, blocks: range) -> KvChunk:
-    return KvChunk("r", 1, grant.lease_id, 0, "link", [KvRun(n, grant.blocks[n], 1, 0) for n in blocks])
+    return KvChunk(Attempt("r", 1), grant.lease_id, 0, "link", [KvRun(n, grant.blocks[n], 1, 0) for n in blocks])
 
 
 def hand_over(grant: KvGrant) -> KvHandOver:
-    return KvHandOver("r", 1, grant.lease_id, 0, [5] * (PROMPT + 1), PROMPT, 3, 0, [], 0.0)
+    return KvHandOver(Attempt("r", 1), grant.lease_id, 0, [5] * (PROMPT + 1), PROMPT, 3, 0, [], 0.0)
 
 
 @pytest.mark.parametrize("together", [(1, 1, 1), (1, 2), (3,)])
@@ -74,7 +74,7 @@ def test_a_hand_over_is_accepted_with_its_last_run_however_they_are_told(togethe
     for runs in together:
         assert not said(worker, KvAccepted)
         worker.run_received(0.2, grant.lease_id, 0, None, runs)
-    assert said(worker, KvAccepted) == [KvAccepted("r", 1, grant.lease_id)]
+    assert said(worker, KvAccepted) == [KvAccepted(Attempt("r", 1), grant.lease_id)]
     assert worker.counters.transfers_in == 1
     worker.check()
 
@@ -87,11 +87,11 @@ def test_a_sender_is_done_when_all_have_left_and_were_accepted(together: tuple[i
     assert plan is not None
     (offer,) = said(worker, KvOffer)
     blocks = [40, 20, 30]  # nobody's neighbours: three runs
-    worker.on_message(0.0, "decode", KvGrant("r", 1, offer.transfer_id, 77, 5.0, blocks, 0, {"link": b""}))
+    worker.on_message(0.0, "decode", KvGrant(Attempt("r", 1), offer.transfer_id, 77, 5.0, blocks, 0, {"link": b""}))
     worker.completed(0.1, [Sampled(plan.rows[0].sequence, 1)], 0.1)
     (sent,) = [effect for effect in worker.take_effects() if isinstance(effect, SendRuns)]
     assert len(sent.runs) == 3
-    worker.on_message(0.2, "decode", KvAccepted("r", 1, 77))
+    worker.on_message(0.2, "decode", KvAccepted(Attempt("r", 1), 77))
     for runs in together:
         assert worker.kv.free_blocks == BLOCKS - 3  # accepted, but its runs have not left
         worker.run_sent(0.3, 77, None, runs)
@@ -103,7 +103,7 @@ def test_what_the_iterations_of_a_receiver_do_not_depend_on() -> None:
     worker, grant = granted()
     assert worker.undisturbed_by(segment(1, "later"))  # somebody else computes first
     assert not worker.undisturbed_by(segment(0, "at once"))
-    assert not worker.undisturbed_by(KvOffer("prefill", "later", 1, 10, PROMPT))  # takes blocks
+    assert not worker.undisturbed_by(KvOffer("prefill", Attempt("later", 1), 10, PROMPT))  # takes blocks
     assert worker.undisturbed_by(KvRenew([grant.lease_id]))
     assert worker.undisturbed_by(chunk(grant, range(2)))
     worker.on_message(0.1, "prefill", chunk(grant, range(2)))
@@ -125,5 +125,5 @@ def test_a_hand_over_whose_runs_are_all_there_disturbs() -> None:
 
 def test_a_segment_whose_offer_waits_already_disturbs() -> None:
     worker = machine(Role.DECODE)
-    worker.on_message(0.0, "prefill", KvOffer("prefill", "r", 1, 9, PROMPT))
+    worker.on_message(0.0, "prefill", KvOffer("prefill", Attempt("r", 1), 9, PROMPT))
     assert not worker.undisturbed_by(segment(1))  # it will be given blocks at once

@@ -23,7 +23,6 @@ from cohort.common.messages import (
     Cancel,
     Displaced,
     GatewayHello,
-    Held,
     KvChunk,
     KvRun,
     Leaving,
@@ -57,6 +56,7 @@ from cohort.common.policies.interface import (
 )
 from cohort.common.policies.padding import row_padding
 from cohort.common.types import (
+    Attempt,
     FinishReason,
     KvGeometry,
     Prediction,
@@ -454,7 +454,7 @@ class World:
         self.post(
             node.name,
             effect.peer,
-            KvChunk(effect.request_id, effect.attempt, effect.lease_id, effect.round, effect.link, runs),
+            KvChunk(effect.attempt, effect.lease_id, effect.round, effect.link, runs),
         )
 
     def _receive_runs(self, node: WorkerNode, effect: ReceiveRuns) -> None:
@@ -584,13 +584,12 @@ class World:
         owned = self.owned[name]
         if owned.finish is None and not owned.refused:
             owned.cancelled = True
-            self.post("gateway", "manager", Cancel([Held(name, owned.attempt)]))
+            self.post("gateway", "manager", Cancel([Attempt(name, owned.attempt)]))
 
     def _submit(self, name: str) -> None:
         owned = self.owned[name]
         request = Request(
-            name,
-            owned.attempt,
+            Attempt(name, owned.attempt),
             "gateway",
             owned.tokens,
             len(owned.prompt),
@@ -601,9 +600,9 @@ class World:
         )
         self.post("gateway", "manager", Submit(request))
 
-    def _live(self) -> list[Held]:
+    def _live(self) -> list[Attempt]:
         return [
-            Held(name, owned.attempt)
+            Attempt(name, owned.attempt)
             for name, owned in self.owned.items()
             if not (owned.finish or owned.refused or owned.cancelled)
         ]
@@ -616,8 +615,8 @@ class World:
         match message:
             case TokenBatch(updates=updates):
                 for update in updates:
-                    owned = self.owned[update.request_id]
-                    if owned.attempt != update.attempt or owned.cancelled:
+                    owned = self.owned[update.attempt.request_id]
+                    if owned.attempt != update.attempt.number or owned.cancelled:
                         continue
                     assert update.position <= len(owned.tokens), "a gap in the stream"
                     fresh = update.tokens[len(owned.tokens) - update.position :]
@@ -626,14 +625,14 @@ class World:
                         owned.finish = update.finish
                         owned.finishes += 1
             case Displaced(attempts=attempts):
-                for held in attempts:
-                    owned = self.owned[held.request_id]
-                    if owned.attempt == held.attempt and not (owned.finish or owned.cancelled):
+                for attempt in attempts:
+                    owned = self.owned[attempt.request_id]
+                    if owned.attempt == attempt.number and not (owned.finish or owned.cancelled):
                         self.displaced += 1
                         owned.attempt += 1
-                        self._submit(held.request_id)
-            case Refused(request_id=request_id):
-                self.owned[request_id].refused = True
+                        self._submit(attempt.request_id)
+            case Refused(attempt=attempt):
+                self.owned[attempt.request_id].refused = True
             case ManagerHello(incarnation=incarnation):
                 if incarnation != self.known_manager:
                     self.known_manager = incarnation

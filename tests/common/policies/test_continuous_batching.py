@@ -8,14 +8,16 @@ from hypothesis import strategies as st
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.interface import IterationPlan, Phase, Sequence
-from cohort.common.types import KvGeometry, Request, SamplingParams
+from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
 
 GEOMETRY = KvGeometry(1, 1, 1, 1, 4)
 
 
 def sequence(name: str, prompt: int, *, arrived_s: float = 0.0, priority: int = 0, max_tokens: int = 8) -> Sequence:
     tokens = list(range(prompt))
-    request = Request(name, 1, "gateway", tokens, prompt, SamplingParams(max_tokens=max_tokens), 0.0, priority=priority)
+    request = Request(
+        Attempt(name, 1), "gateway", tokens, prompt, SamplingParams(max_tokens=max_tokens), 0.0, priority=priority
+    )
     return Sequence(request, list(tokens), None, 0, arrived_s)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cohort.common.policies.baselines.first_come import FirstCome
 from cohort.common.policies.baselines.placements import Colocated, ColocatedInTurn, Disaggregated
 from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
-from cohort.common.types import Request, Role, SamplingParams, Segment, WorkerCapacity, WorkerFigures
+from cohort.common.types import Attempt, Request, Role, SamplingParams, Segment, WorkerCapacity, WorkerFigures
 
 
 def view(name: str, role: Role, *, free: int = 100, queued: int = 0) -> InstanceView:
@@ -28,8 +28,7 @@ def waiting(
     arrival_s: float = 0.0,
 ) -> WaitingRequest:
     request = Request(
-        name,
-        1,
+        Attempt(name, 1),
         "g",
         [0] * prompt,
         prompt,

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from cohort.common.errors import PeerUnreachable
-from cohort.common.messages import Cancel, Drain, Held, KvRenew, Registered
+from cohort.common.messages import Cancel, Drain, KvRenew, Registered
 from cohort.common.transport.bus import Bus
 from cohort.common.transport.memory_bus import MemoryNetwork
 from cohort.common.transport.zmq_bus import ZmqBus
+from cohort.common.types import Attempt
 
 Open = Callable[[str], Bus]
 
@@ -156,8 +157,8 @@ async def test_cancelled_receive_loses_nothing(new_bus: Open) -> None:
         await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    a.send("b", Cancel([Held("r", 1)]))
-    assert await soon(b) == ("a", Cancel([Held("r", 1)]))
+    a.send("b", Cancel([Attempt("r", 1)]))
+    assert await soon(b) == ("a", Cancel([Attempt("r", 1)]))
 
 
 async def test_close_ends_a_waiting_receive(new_bus: Open) -> None:

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from cohort.common.metrics import MetricFactory, SchedulerMetrics
 from cohort.common.policies.baselines.first_come import FirstCome
 from cohort.common.policies.interface import ClusterView, InstanceView, PrefillOrder, WaitingRequest
-from cohort.common.types import Prediction, Request, Role, SamplingParams, WorkerCapacity
+from cohort.common.types import Attempt, Prediction, Request, Role, SamplingParams, WorkerCapacity
 from cohort.services.bucketing_manager.measured import MeasuredOrder
 
 
@@ -22,7 +22,9 @@ class OneBatch(FirstCome):
 
 
 def waiting(name: str, prompt: int) -> WaitingRequest:
-    return WaitingRequest(Request(name, 1, "g", [0] * prompt, prompt, SamplingParams(max_tokens=5), 0.0), 0.0, None)
+    return WaitingRequest(
+        Request(Attempt(name, 1), "g", [0] * prompt, prompt, SamplingParams(max_tokens=5), 0.0), 0.0, None
+    )
 
 
 def test_decisions_pass_through_and_are_counted() -> None:

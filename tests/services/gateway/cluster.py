@@ -17,7 +17,6 @@ from cohort.common.messages import (
     ClusterLoad,
     Displaced,
     GatewayHello,
-    Held,
     ManagerHello,
     Message,
     ObserveLength,
@@ -33,7 +32,7 @@ from cohort.common.messages import (
     TokenUpdate,
 )
 from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
-from cohort.common.types import FinishReason, Prediction, Request
+from cohort.common.types import Attempt, FinishReason, Prediction, Request
 
 Script = Callable[[Request], list[int]]
 LOAD = ClusterLoad(
@@ -58,8 +57,8 @@ class Manager:
     incarnation: int = 1
     workers: list[Worker] = field(default_factory=list)
     submitted: list[Request] = field(default_factory=list)
-    cancelled: list[Held] = field(default_factory=list)
-    outstanding: list[list[Held]] = field(default_factory=list)
+    cancelled: list[Attempt] = field(default_factory=list)
+    outstanding: list[list[Attempt]] = field(default_factory=list)
     revised: list[RevisePrediction] = field(default_factory=list)
     load: ClusterLoad = LOAD
     place: bool = True
@@ -98,7 +97,7 @@ class Manager:
                 if self.place:
                     living = [worker for worker in self.workers if not worker.dead]
                     worker = living[len(self.submitted) % len(living)]
-                    self.bus.send(sender, Placed(request.request_id, request.attempt, [worker.name], 0.001, "scripted"))
+                    self.bus.send(sender, Placed(request.attempt, [worker.name], 0.001, "scripted"))
                     worker.start(request, tasks)
             case Cancel(attempts):
                 self.cancelled += attempts
@@ -111,10 +110,10 @@ class Manager:
             case _:
                 raise AssertionError(f"a manager does not expect {message}")
 
-    def displace(self, attempts: list[Held], reason: str = "scripted loss") -> None:
+    def displace(self, attempts: list[Attempt], reason: str = "scripted loss") -> None:
         self.bus.send("gateway", Displaced(attempts, reason))
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[Attempt]:
         return [held for worker in self.workers for held in worker.running]
 
 
@@ -124,24 +123,24 @@ class Worker:
         self.name = name
         self.bus = manager.network.bus(name)
         self.bus.connect("gateway", "memory://gateway")
-        self.running: dict[Held, asyncio.Task[None]] = {}
-        self.cancelled: list[Held] = []
+        self.running: dict[Attempt, asyncio.Task[None]] = {}
+        self.cancelled: list[Attempt] = []
         self.dead = False
 
     def start(self, request: Request, tasks: asyncio.TaskGroup) -> None:
-        held = Held(request.request_id, request.attempt)
+        held = request.attempt
         task = tasks.create_task(self._generate(request))
         self.running[held] = task
         task.add_done_callback(lambda _: self.running.pop(held, None))
 
-    def cancel(self, attempts: list[Held]) -> None:
+    def cancel(self, attempts: list[Attempt]) -> None:
         for held in attempts:
             task = self.running.get(held)
             if task is not None:
                 self.cancelled.append(held)
                 task.cancel()
 
-    def kill(self) -> list[Held]:
+    def kill(self) -> list[Attempt]:
         """As kill -9; returns what is lost."""
         lost = list(self.running)
         self.dead = True
@@ -166,7 +165,6 @@ class Worker:
             self.send(
                 [
                     TokenUpdate(
-                        request_id=request.request_id,
                         attempt=request.attempt,
                         position=request.prompt_tokens + done - 1,
                         tokens=[token],

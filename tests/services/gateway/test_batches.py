@@ -16,6 +16,7 @@ from openai.types import Batch
 
 from cohort.common.errors import ConfigError
 from cohort.common.messages import Refused
+from cohort.common.types import Attempt
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site, eventually
 
 PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions"}
@@ -412,7 +413,7 @@ async def test_lost_workers_cost_a_line_only_after_many_tries(open_site: OpenSit
         async with asyncio.timeout(60):
             while (await client.batches.retrieve(batch.id)).status not in ENDED:
                 for request in site.manager.submitted[refusals:]:
-                    site.manager.bus.send("gateway", Refused(request.request_id, 0, 503, "nobody"))
+                    site.manager.bus.send("gateway", Refused(Attempt(request.request_id, 0), 503, "nobody"))
                     refusals += 1
                 await asyncio.sleep(0.01)
         assert refusals == 10

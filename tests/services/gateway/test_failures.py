@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cohort.common.messages import Held, Refused, TokenUpdate
-from cohort.common.types import FinishReason
+from cohort.common.messages import Refused, TokenUpdate
+from cohort.common.types import Attempt, FinishReason
 from tests.services.gateway.cluster import Manager
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site, eventually, parse_events
 from tests.services.gateway.test_openai_api import texts
@@ -36,7 +36,7 @@ async def test_streams_survive_the_death_of_their_worker(open_site: OpenSite) ->
         assert [texts(events) for events in results] == [ANSWER] * 20
         attempts = [events[-2]["cohort"]["requests"][0]["attempts"] for events in results]
         assert sorted(attempts) == [1] * (20 - len(lost)) + [2] * len(lost)
-        again = [request for request in site.manager.submitted if request.attempt == 1]
+        again = [request for request in site.manager.submitted if request.attempt.number == 1]
         assert all(request.output_known > 0 for request in again)  # what was there is not computed anew
         await eventually(site.nothing_left)
 
@@ -82,7 +82,9 @@ async def test_repeated_tokens_show_once(site: Site) -> None:
     worker, at = site.manager.workers[0], request.prompt_tokens
 
     def send(offset: int, *, finish: FinishReason | None = None) -> None:
-        worker.send([TokenUpdate(request.request_id, 0, at + offset, tokens[offset : offset + 1], finish=finish)])
+        worker.send(
+            [TokenUpdate(Attempt(request.request_id, 0), at + offset, tokens[offset : offset + 1], finish=finish)]
+        )
 
     for offset in (0, 0, 1, 0, 1):
         send(offset)
@@ -123,7 +125,9 @@ async def test_an_error_before_the_first_token_is_a_status(site: Site) -> None:
     site.manager.place = False
     asking = asyncio.create_task(site.post("/v1/completions", {**LONG, "stream": True}))
     await eventually(lambda: bool(site.manager.submitted))
-    site.manager.bus.send("gateway", Refused(site.manager.submitted[0].request_id, 0, 503, "no worker could hold it"))
+    site.manager.bus.send(
+        "gateway", Refused(Attempt(site.manager.submitted[0].request_id, 0), 503, "no worker could hold it")
+    )
     status, body = await asking
     assert (status, body["error"]["message"], body["error"]["code"]) == (503, "no worker could hold it", 503)
 
@@ -134,7 +138,7 @@ async def test_an_error_in_mid_stream_is_an_event_and_a_proper_end(open_site: Op
         await eventually(lambda: any(entry.output for entry in site.gateway.streams.ledger.entries()))
         entry = next(iter(site.gateway.streams.ledger.entries()))
         site.manager.workers[0].send(
-            [TokenUpdate(entry.request_id, 0, entry.known, finish=FinishReason.FAILED, error="device lost")]
+            [TokenUpdate(Attempt(entry.request_id, 0), entry.known, finish=FinishReason.FAILED, error="device lost")]
         )
         *_, error, done = await asking
         assert done == "[DONE]"
@@ -147,7 +151,7 @@ async def test_a_request_nobody_can_finish_ends_with_503(open_site: OpenSite) ->
         asking = asyncio.create_task(site.post("/v1/completions", LONG))
         for attempt in range(2):
             await eventually(partial(_submitted, site, attempt + 1))
-            site.manager.displace([Held(site.manager.submitted[-1].request_id, attempt)])
+            site.manager.displace([Attempt(site.manager.submitted[-1].request_id, attempt)])
         status, body = await asking
         assert (status, "2 times" in body["error"]["message"]) == (503, True)
 
@@ -244,9 +248,9 @@ async def test_a_dead_predictor_costs_nothing_but_its_guess(open_site: OpenSite)
 async def test_the_wire_is_not_believed(site: Site) -> None:
     """Tokens for requests nobody has, and messages no gateway expects, change nothing."""
     worker = site.manager.workers[0]
-    worker.send([TokenUpdate("nobody", 0, 3, [1, 2])])
-    worker.bus.send("gateway", Refused("nobody", 0, 400, "?"))
-    await eventually(lambda: Held("nobody", 0) in site.manager.cancelled)
+    worker.send([TokenUpdate(Attempt("nobody", 0), 3, [1, 2])])
+    worker.bus.send("gateway", Refused(Attempt("nobody", 0), 400, "?"))
+    await eventually(lambda: Attempt("nobody", 0) in site.manager.cancelled)
     assert (await site.post("/v1/completions", LONG))[1]["choices"][0]["text"] == ANSWER
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cohort.common.errors import RequestError
-from cohort.common.messages import Held, Placed, StageTimes, TokenLogprob, TokenUpdate
-from cohort.common.types import FinishReason, Prediction, Request, SamplingParams
+from cohort.common.messages import Placed, StageTimes, TokenLogprob, TokenUpdate
+from cohort.common.types import Attempt, FinishReason, Prediction, Request, SamplingParams
 from cohort.services.gateway.ledger import Action, CancelAttempt, Deliver, Entry, Fail, Ledger, State, Submit
 
 PROMPT = [5, 6, 7]
@@ -22,7 +22,7 @@ def ledger(**options: Any) -> Ledger:
 
 def request(request_id: str = "r", *, max_tokens: int = 5, logprobs: int = -1, stop: tuple[int, ...] = ()) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, logprobs=logprobs, stop_token_ids=stop)
-    return Request(request_id, 0, "gateway", PROMPT, len(PROMPT), sampling, arrival_s=1.0)
+    return Request(Attempt(request_id, 0), "gateway", PROMPT, len(PROMPT), sampling, arrival_s=1.0)
 
 
 def opened(book: Ledger, **options: Any) -> Entry:
@@ -30,12 +30,12 @@ def opened(book: Ledger, **options: Any) -> Entry:
     entry = book.open(0.0, request(**options))
     assert book.submit(entry.request_id) == [Submit(entry)]
     book.submitted(0.0, entry.request_id)
-    book.placed(0.0, Placed(entry.request_id, 0, ["w"], 0.5, "test"))
+    book.placed(0.0, Placed(Attempt(entry.request_id, 0), ["w"], 0.5, "test"))
     return entry
 
 
 def update(position: int, tokens: list[int], *, attempt: int = 0, **more: Any) -> TokenUpdate:
-    return TokenUpdate("r", attempt, position, tokens, **more)
+    return TokenUpdate(Attempt("r", attempt), position, tokens, **more)
 
 
 def test_tokens_are_delivered_in_order_and_the_last_one_ends_it() -> None:
@@ -61,8 +61,8 @@ def test_known_positions_are_dropped() -> None:
 def test_tokens_of_an_older_attempt_are_dropped_and_their_sender_is_stopped() -> None:
     book = ledger()
     opened(book)
-    book.displaced(1.0, [Held("r", 0)], "worker dead")
-    assert book.tokens(1.0, "w", update(3, [10])) == [CancelAttempt(Held("r", 0), ("w",), "superseded")]
+    book.displaced(1.0, [Attempt("r", 0)], "worker dead")
+    assert book.tokens(1.0, "w", update(3, [10])) == [CancelAttempt(Attempt("r", 0), ("w",), "superseded")]
 
 
 def test_a_displaced_request_is_resubmitted_with_its_tokens() -> None:
@@ -70,17 +70,17 @@ def test_a_displaced_request_is_resubmitted_with_its_tokens() -> None:
     entry = opened(book)
     book.predicted("r", Prediction(4, 4, 4, 4))
     book.tokens(1.0, "w", update(3, [10, 11]))
-    assert book.displaced(2.0, [Held("r", 0)], "worker dead") == [
-        CancelAttempt(Held("r", 0), ("w",), "worker dead"),
+    assert book.displaced(2.0, [Attempt("r", 0)], "worker dead") == [
+        CancelAttempt(Attempt("r", 0), ("w",), "worker dead"),
         Submit(entry),
     ]
     now = entry.current()
-    assert (now.attempt, now.tokens, now.prompt_tokens, now.output_known) == (1, [*PROMPT, 10, 11], 3, 2)
+    assert (now.attempt.number, now.tokens, now.prompt_tokens, now.output_known) == (1, [*PROMPT, 10, 11], 3, 2)
     assert now.prediction == Prediction(4, 4, 4, 4)
-    assert book.displaced(2.0, [Held("r", 0)], "again") == []
+    assert book.displaced(2.0, [Attempt("r", 0)], "again") == []
     assert book.outstanding() == []  # not handed over yet
     book.submitted(2.0, "r")
-    assert book.outstanding() == [Held("r", 1)]
+    assert book.outstanding() == [Attempt("r", 1)]
 
 
 def test_a_gap_asks_for_another_attempt() -> None:
@@ -137,9 +137,9 @@ def test_a_cancel_nobody_here_asked_for_is_a_loss() -> None:
 def test_too_many_attempts_end_with_503() -> None:
     book = ledger(max_attempts=2)
     entry = opened(book)
-    book.displaced(1.0, [Held("r", 0)], "dead")
+    book.displaced(1.0, [Attempt("r", 0)], "dead")
     book.submitted(1.0, "r")
-    *_, fail = book.displaced(2.0, [Held("r", 1)], "dead again")
+    *_, fail = book.displaced(2.0, [Attempt("r", 1)], "dead again")
     assert isinstance(fail, Fail) and fail.entry is entry
     assert (fail.error.status, "dead again" in fail.error.message) == (503, True)
 
@@ -147,10 +147,10 @@ def test_too_many_attempts_end_with_503() -> None:
 def test_refused_becomes_the_clients_error() -> None:
     book = ledger()
     entry = opened(book)
-    *_, fail = book.refused("r", 0, 400, "too long for any worker")
+    *_, fail = book.refused(Attempt("r", 0), 400, "too long for any worker")
     assert isinstance(fail, Fail)
     assert (fail.entry, fail.error.status, fail.error.message) == (entry, 400, "too long for any worker")
-    assert book.refused("r", 0, 400, "twice") == []
+    assert book.refused(Attempt("r", 0), 400, "twice") == []
 
 
 def test_a_stalled_attempt_is_replaced_but_a_queue_is_no_stall() -> None:
@@ -158,11 +158,11 @@ def test_a_stalled_attempt_is_replaced_but_a_queue_is_no_stall() -> None:
     entry = book.open(0.0, request())
     book.submitted(0.0, "r")
     assert book.tick(50.0) == []  # not placed: it waits for its turn
-    book.placed(50.0, Placed("r", 0, ["w"], 50.0, "test"))
+    book.placed(50.0, Placed(Attempt("r", 0), ["w"], 50.0, "test"))
     assert book.tick(59.9) == []
     book.tokens(59.9, "w", update(3, [10]))
     assert book.tick(69.8) == []
-    assert book.tick(69.9) == [CancelAttempt(Held("r", 0), ("w",), "no token for 10 s"), Submit(entry)]
+    assert book.tick(69.9) == [CancelAttempt(Attempt("r", 0), ("w",), "no token for 10 s"), Submit(entry)]
 
 
 def test_a_request_past_its_time_fails_wherever_it_is() -> None:
@@ -176,11 +176,13 @@ def test_closing_frees_everywhere_and_later_tokens_stop_their_sender() -> None:
     book = ledger()
     opened(book)
     book.tokens(1.0, "d", update(3, [10]))
-    assert book.close("r", "enough") == [CancelAttempt(Held("r", 0), ("d", "w"), "enough")]
+    assert book.close("r", "enough") == [CancelAttempt(Attempt("r", 0), ("d", "w"), "enough")]
     assert book.close("r", "enough") == []
-    assert book.tokens(1.0, "d", update(4, [11])) == [CancelAttempt(Held("r", 0), ("d",), "unknown request")]
+    assert book.tokens(1.0, "d", update(4, [11])) == [CancelAttempt(Attempt("r", 0), ("d",), "unknown request")]
     assert book.tokens(1.0, "d", update(5, [], finish=FinishReason.CANCELLED)) == []
-    assert book.placed(1.0, Placed("r", 0, ["w"], 0.0, "late"))[0] == CancelAttempt(Held("r", 0), ("w",), "cancelled")
+    assert book.placed(1.0, Placed(Attempt("r", 0), ["w"], 0.0, "late"))[0] == CancelAttempt(
+        Attempt("r", 0), ("w",), "cancelled"
+    )
 
 
 def test_what_never_left_needs_no_cancel() -> None:
@@ -194,7 +196,7 @@ def test_logprobs_stay_beside_their_tokens_over_attempts() -> None:
     entry = opened(book, logprobs=0)
     one, two = TokenLogprob(-0.5), TokenLogprob(-0.7)
     book.tokens(1.0, "w", update(3, [10], logprobs=[one]))
-    book.displaced(1.0, [Held("r", 0)], "dead")
+    book.displaced(1.0, [Attempt("r", 0)], "dead")
     assert book.tokens(2.0, "v", update(3, [10, 11], attempt=1, logprobs=[one, two])) == [Deliver(entry, [11], [two])]
     assert entry.logprobs == [one, two]
     *_, fail = book.tokens(3.0, "v", update(5, [12], attempt=1))
@@ -206,10 +208,10 @@ def test_waiting_counts_until_first_placed() -> None:
     book.open(0.0, request("a"), expected_output=4)
     book.open(0.0, request("b"), expected_output=4)
     assert (book.waiting_requests, book.waiting_tokens) == (2, 14)
-    book.placed(0.0, Placed("a", 0, ["w"], 0.0, "test"))
+    book.placed(0.0, Placed(Attempt("a", 0), ["w"], 0.0, "test"))
     assert (book.waiting_requests, book.waiting_tokens) == (1, 7)
     book.close("b", "gone")
-    book.displaced(0.0, [Held("a", 0)], "dead")
+    book.displaced(0.0, [Attempt("a", 0)], "dead")
     assert (book.waiting_requests, book.waiting_tokens) == (0, 0)
 
 
@@ -292,7 +294,7 @@ class ExactlyOnce(RuleBasedStateMachine):
                 worker,
                 TokenUpdate(
                     "r",
-                    max(0, self.entry.attempt + attempt),
+                    max(0, self.entry.attempt.number + attempt),
                     len(PROMPT) + start,
                     tokens,
                     logprobs=[TokenLogprob(-token / 10) for token in tokens],
@@ -303,7 +305,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @rule(attempt=st.integers(-1, 0))
     def displaced(self, attempt: int) -> None:
-        self.perform(self.book.displaced(self.now_s, [Held("r", self.entry.attempt + attempt)], "dead"))
+        self.perform(self.book.displaced(self.now_s, [Attempt("r", self.entry.attempt.number + attempt)], "dead"))
 
     @rule(seconds=st.floats(0, 0.5))
     def time_passes(self, seconds: float) -> None:
@@ -313,7 +315,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @rule(workers=st.lists(st.sampled_from("wvx"), max_size=2))
     def placed(self, workers: list[str]) -> None:
-        self.perform(self.book.placed(self.now_s, Placed("r", self.entry.attempt, workers, 0.0, "test")))
+        self.perform(self.book.placed(self.now_s, Placed(self.entry.attempt, workers, 0.0, "test")))
 
     @precondition(lambda self: self.finish is None)
     @rule()

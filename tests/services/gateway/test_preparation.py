@@ -8,7 +8,7 @@ import pytest
 
 from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
-from cohort.common.types import Request, SamplingParams, Slo
+from cohort.common.types import Attempt, Request, SamplingParams, Slo
 from cohort.services.gateway.model_card import ModelCard
 from cohort.services.gateway.parsing import Call
 from cohort.services.gateway.preparation import SEED_MASK, derived_seed, prepare
@@ -52,8 +52,7 @@ def prepared(
 def test_one_request_is_complete() -> None:
     assert prepared([[1, 2]]) == [
         Request(
-            "id",
-            0,
+            Attempt("id", 0),
             "gw",
             [1, 2],
             2,

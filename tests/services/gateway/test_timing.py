@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 
 from cohort.common.messages import StageTimes
-from cohort.common.types import Request, SamplingParams, Slo
+from cohort.common.types import Attempt, Request, SamplingParams, Slo
 from cohort.services.gateway.ledger import Entry
 from cohort.services.gateway.timing import GatewayTimes, slo_outcomes, tpot_s, ttft_stages
 
 
 def entry(**fields: object) -> Entry:
-    made = Entry(Request("r", 0, "g", [1], 1, SamplingParams(max_tokens=9), 0.0), opened_s=1.0, expires_s=9.0)
+    made = Entry(Request(Attempt("r", 0), "g", [1], 1, SamplingParams(max_tokens=9), 0.0), opened_s=1.0, expires_s=9.0)
     for name, value in fields.items():
         setattr(made, name, value)
     return made

@@ -12,7 +12,7 @@ import pytest
 import structlog
 
 from cohort.common.messages import PromptState, RevisePrediction
-from cohort.common.types import Prediction
+from cohort.common.types import Attempt, Prediction
 from cohort.services.length_predictor.second_opinion import SecondOpinions, sending
 
 WIDTH = 12
@@ -30,7 +30,7 @@ class Rig:
         state = self.random.normal(scale=0.3, size=WIDTH)
         state[3] += 2.0 if long else -2.0
         length = round((400 if long else 25) * math.exp(self.random.normal(0.0, 0.1)))
-        return PromptState(name, 1, state.astype("<f2").tobytes()), length
+        return PromptState(Attempt(name, 1), state.astype("<f2").tobytes()), length
 
     def serve(self, count: int) -> None:
         for index in range(count):
@@ -67,7 +67,7 @@ def test_what_nobody_asked_about_or_cannot_be_a_state_is_ignored(tmp_path: Path)
     rig.opinions.finished("unknown", 5, truncated=False)
     rig.opinions.asked("r", Prediction(10.0, 9.0, 30.0, 50.0), 100)
     for hidden in (b"", b"odd", np.array([np.inf, 1.0], "<f2").tobytes()):
-        rig.opinions.state_came(PromptState("r", 1, hidden))
+        rig.opinions.state_came(PromptState(Attempt("r", 1), hidden))
     rig.opinions.finished("r", 5, truncated=False)
     assert rig.opinions.refiner is None
     assert rig.opinions.figures() == {}

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from cohort.common.config import Config, PredictorConfig
 from cohort.common.messages import LengthFacts, ObserveLength, Predicted, PredictLength, PromptState, RevisePrediction
 from cohort.common.transport.memory_bus import MemoryNetwork
+from cohort.common.types import Attempt
 from cohort.services.length_predictor.service import LengthPredictor
 
 WIDTH = 16
@@ -39,7 +40,7 @@ async def test_states_revise_what_prompts_could_not_tell(tmp_path: Path) -> None
         state = random.normal(scale=0.2, size=WIDTH)
         state[2] += 3.0 if length == 600 else -3.0
         hidden = state.astype("<f2").tobytes()
-        worker.send("predictor", PromptState(name, 1, hidden))
+        worker.send("predictor", PromptState(Attempt(name, 1), hidden))
         return length, hidden
 
     try:

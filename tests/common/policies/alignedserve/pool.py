@@ -11,7 +11,7 @@ from cohort.common.policies.alignedserve.aligned_binding import AlignedBinding, 
 from cohort.common.policies.alignedserve.late_bound import LateBound
 from cohort.common.policies.alignedserve.thresholds import Thresholds
 from cohort.common.policies.interface import ClusterView, InstanceView, ParkedKv
-from cohort.common.types import Request, Role, SamplingParams, Slo, WorkerCapacity, WorkerFigures
+from cohort.common.types import Attempt, Request, Role, SamplingParams, Slo, WorkerCapacity, WorkerFigures
 from tests.common.machines.world import VOCABULARY, World
 
 PD = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
@@ -73,7 +73,13 @@ def cluster(*views: InstanceView) -> ClusterView:
 
 def request(name: str, prompt: int = 20, *, max_tokens: int = 50, tpot_s: float = 0.0) -> Request:
     return Request(
-        name, 1, "gateway", [1] * prompt, prompt, SamplingParams(max_tokens=max_tokens), 0.0, slo=Slo(tpot_s=tpot_s)
+        Attempt(name, 1),
+        "gateway",
+        [1] * prompt,
+        prompt,
+        SamplingParams(max_tokens=max_tokens),
+        0.0,
+        slo=Slo(tpot_s=tpot_s),
     )
 
 

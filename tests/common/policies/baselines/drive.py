@@ -5,7 +5,7 @@ from __future__ import annotations
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.baselines.reserved_allocation import Reservation, ReservedAllocator
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, KvAllocator, Sequence
-from cohort.common.types import KvGeometry, Request, SamplingParams, TrafficClass
+from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams, TrafficClass
 
 BLOCK = 4
 GEOMETRY = KvGeometry(1, 1, 1, 1, BLOCK)
@@ -24,8 +24,7 @@ def sequence(
 ) -> Sequence:
     tokens = [hash(name) % 1000 + position for position in range(prompt)]
     request = Request(
-        name,
-        1,
+        Attempt(name, 1),
         "gateway",
         tokens,
         prompt,

@@ -7,12 +7,19 @@ from hypothesis import strategies as st
 
 from cohort.common.policies.baselines.first_come import FirstCome
 from cohort.common.policies.interface import ClusterView, InstanceView, WaitingRequest
-from cohort.common.types import Request, Role, SamplingParams, WorkerCapacity, WorkerFigures
+from cohort.common.types import Attempt, Request, Role, SamplingParams, WorkerCapacity, WorkerFigures
 
 
 def waiting(name: str, arrival_s: float, *, priority: int = 0, online: bool = True, prompt: int = 10) -> WaitingRequest:
     request = Request(
-        name, 1, "g", [0] * prompt, prompt, SamplingParams(max_tokens=4), arrival_s, priority=priority, online=online
+        Attempt(name, 1),
+        "g",
+        [0] * prompt,
+        prompt,
+        SamplingParams(max_tokens=4),
+        arrival_s,
+        priority=priority,
+        online=online,
     )
     return WaitingRequest(request, 0.0, None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
 from cohort.common.policies.interface import KvCopy, Phase, Sequence
-from cohort.common.types import KvGeometry, Request, SamplingParams, TrafficClass
+from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams, TrafficClass
 
 BLOCK = 4
 GEOMETRY = KvGeometry(1, 1, 1, 1, BLOCK)
@@ -15,7 +15,9 @@ def request(
 ) -> Sequence:
     tokens = [1] * prompt
     return Sequence(
-        Request(name, 1, "gateway", tokens, prompt, SamplingParams(max_tokens=64), 0.0, traffic_class=traffic_class),
+        Request(
+            Attempt(name, 1), "gateway", tokens, prompt, SamplingParams(max_tokens=64), 0.0, traffic_class=traffic_class
+        ),
         list(tokens),
         end,
         0,

@@ -8,7 +8,16 @@ from cohort.common.policies.bucketserve.controller import BatchController
 from cohort.common.policies.bucketserve.demand import DemandRule
 from cohort.common.policies.bucketserve.prefill_order import BucketedPrefill, BucketSettings
 from cohort.common.policies.interface import ClusterView, InstanceView, WaitingRequest
-from cohort.common.types import Prediction, QueuedWork, Request, Role, SamplingParams, WorkerCapacity, WorkerFigures
+from cohort.common.types import (
+    Attempt,
+    Prediction,
+    QueuedWork,
+    Request,
+    Role,
+    SamplingParams,
+    WorkerCapacity,
+    WorkerFigures,
+)
 
 BLOCK = 4
 
@@ -60,8 +69,7 @@ def waiting(
 ) -> WaitingRequest:
     prediction = Prediction(output, output, output, output)
     request = Request(
-        name,
-        1,
+        Attempt(name, 1),
         "g",
         [0] * prompt,
         prompt,

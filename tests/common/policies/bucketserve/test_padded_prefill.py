@@ -5,7 +5,7 @@ from __future__ import annotations
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.bucketserve.padded_prefill import PaddedPrefill
 from cohort.common.policies.interface import Phase, Sequence
-from cohort.common.types import KvGeometry, Request, SamplingParams
+from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
 
 
 def scheduler(step_tokens: int = 64, chunk: int = 32) -> PaddedPrefill:
@@ -17,7 +17,7 @@ def cache(blocks: int = 100) -> PagedAllocator:
 
 
 def sequence(name: str, prompt: int, batch_id: int, arrived_s: float = 0.0) -> Sequence:
-    request = Request(name, 1, "g", [0] * prompt, prompt, SamplingParams(max_tokens=20), 0.0)
+    request = Request(Attempt(name, 1), "g", [0] * prompt, prompt, SamplingParams(max_tokens=20), 0.0)
     return Sequence(request, [0] * prompt, None, batch_id, arrived_s)
 
 

@@ -12,6 +12,7 @@ from cohort.common.policies.dynaserve.split_placement import SplitPlacement, Spl
 from cohort.common.policies.dynaserve.timeline import Piece
 from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
 from cohort.common.types import (
+    Attempt,
     Prediction,
     QueuedWork,
     Request,
@@ -75,7 +76,9 @@ def decodes(count: int, context: int = 1000, left: int = 300) -> list[QueuedWork
 def request(name: str, prompt: int, predicted: float, most: int = 4096) -> WaitingRequest:
     prediction = Prediction(predicted, predicted, predicted, predicted)
     return WaitingRequest(
-        Request(name, 1, "g", [0] * prompt, prompt, SamplingParams(max_tokens=most), 0.0, prediction=prediction),
+        Request(
+            Attempt(name, 1), "g", [0] * prompt, prompt, SamplingParams(max_tokens=most), 0.0, prediction=prediction
+        ),
         0.0,
         prediction,
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 from cohort.common.policies.ecoserve.time_synced import TimeSynced
 from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Sequence
+from cohort.common.types import Attempt
 from tests.common.policies.baselines.drive import cache, leave, rows, sequence, step
 from tests.common.policies.ecoserve.drive import nested, scheduler
 
@@ -27,7 +28,7 @@ def test_prompts_up_to_the_forward_size_then_groups_of_equal_length() -> None:
     # The answers of 4 more tokens form one group; beside their two tokens the third prompt has room.
     assert rows(step(policy, kv)) == [("c", 0, 8), ("a", 8, 1), ("b", 8, 1)]
     assert policy.figures()["groups"] == 1
-    assert kv.owners() == {"a#1": 3, "b#1": 3, "c#1": 2}  # 8 + 4 positions in blocks of 4
+    assert kv.owners() == {Attempt("a", 1): 3, Attempt("b", 1): 3, Attempt("c", 1): 2}  # 8 + 4 positions in blocks of 4
     assert rows(step(policy, kv)) == [("a", 9, 1), ("b", 9, 1), ("c", 8, 1)]
     assert policy.figures()["groups"] == 2
 
@@ -141,7 +142,7 @@ def test_a_late_prediction_regroups_who_waits() -> None:
     a.predicted = 5.0
     policy.revised(0.0, a)
     step(policy, kv)
-    assert kv.owners() == {"a#1": 3}  # 8 + 4 positions
+    assert kv.owners() == {Attempt("a", 1): 3}  # 8 + 4 positions
 
 
 def test_nobody_able_to_run_the_last_makes_room_for_the_first() -> None:
@@ -160,7 +161,7 @@ def test_coupled_prompts_take_the_kv_of_their_answer() -> None:
     policy, kv = scheduler(decoupled=False, ordered=False, pipelined=False), nested(8)
     offer(policy, *(answer(name, 8, 9, arrived_s=index) for index, name in enumerate("abc")))
     assert [name for name, _, _ in rows(step(policy, kv))] == ["a", "b"]
-    assert kv.owners() == {"a#1": 4, "b#1": 4}
+    assert kv.owners() == {Attempt("a", 1): 4, Attempt("b", 1): 4}
     assert [name for name, _, _ in rows(step(policy, kv))] == ["a", "b"]
 
 

@@ -1,10 +1,13 @@
-"""What a machine asks its host to do. The host performs effects in order and reports back where a method says so."""
+"""What a machine asks its host to do. The host performs effects in their order and answers with events where an effect
+says so. Each machine has one union of effects, at the end of this file.
+"""
 
 from __future__ import annotations
 
 import msgspec
 
 from cohort.common.messages import Message
+from cohort.common.policies.interface import IterationPlan
 from cohort.common.types import Attempt, InstanceId
 
 
@@ -16,10 +19,23 @@ class Dial(msgspec.Struct, frozen=True):
 
 
 class Send(msgspec.Struct, frozen=True):
-    """A control message. A peer that cannot be reached is reported to `peer_unreachable`, if the machine has it."""
+    """A control message. One that cannot be handed to the peer's connection comes back as `Undelivered`."""
 
     peer: InstanceId
     message: Message
+
+
+class Wake(msgspec.Struct, frozen=True):
+    """Send a `Tick` at this time (seconds of the host's clock), or as soon after it as can be. A later `Wake` replaces
+    an earlier one."""
+
+    at_s: float
+
+
+class StartStep(msgspec.Struct, frozen=True):
+    """Run this iteration on the engine now; answered with `StepEnded` or `StepFailed`. One is in flight at most."""
+
+    plan: IterationPlan
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -35,8 +51,8 @@ class Run(msgspec.Struct, frozen=True):
 class SendRuns(msgspec.Struct, frozen=True):
     """Announce these runs to the peer (`KvChunk`, checksums filled in) and push their bytes over the link.
 
-    The host answers with `run_sent(lease_id, error)` for every run, or for as many at a time as share their fate;
-    until then their blocks are not freed.
+    Answered with `RunsSent` for every run, or for as many at a time as share their fate; until then their blocks are
+    not freed.
     """
 
     peer: InstanceId
@@ -51,8 +67,8 @@ class SendRuns(msgspec.Struct, frozen=True):
 
 
 class ReceiveRuns(msgspec.Struct, frozen=True):
-    """Post receives for these runs; the host answers each with `run_received(lease_id, round, error)` after checking
-    the bytes, or as many at a time as share their fate. Until then the blocks are not freed."""
+    """Post receives for these runs. Answered with `RunsReceived` for each once its bytes are checked, or for as many at
+    a time as share their fate; until then their blocks are not freed."""
 
     lease_id: int
     round: int
@@ -66,4 +82,7 @@ class CancelRuns(msgspec.Struct, frozen=True):
     lease_id: int
 
 
-Effect = Dial | Send | SendRuns | ReceiveRuns | CancelRuns
+WorkerEffect = Send | Dial | StartStep | SendRuns | ReceiveRuns | CancelRuns
+ManagerEffect = Send | Wake
+Effect = WorkerEffect
+"""Until every host asks by name."""

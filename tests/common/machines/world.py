@@ -451,11 +451,7 @@ class World:
             node.runs.setdefault(effect.lease_id, []).append(transfer)
             self._started(transfer)
         runs = [KvRun(run.tag, run.target, run.num_blocks, 0) for run in effect.runs]
-        self.post(
-            node.name,
-            effect.peer,
-            KvChunk(effect.attempt, effect.lease_id, effect.round, effect.link, runs),
-        )
+        self.post(node.name, effect.peer, KvChunk(effect.attempt, effect.lease_id, effect.round, effect.link, runs))
 
     def _receive_runs(self, node: WorkerNode, effect: ReceiveRuns) -> None:
         for run in effect.runs:

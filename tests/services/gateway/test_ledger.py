@@ -293,8 +293,7 @@ class ExactlyOnce(RuleBasedStateMachine):
                 self.now_s,
                 worker,
                 TokenUpdate(
-                    "r",
-                    max(0, self.entry.attempt.number + attempt),
+                    Attempt("r", max(0, self.entry.attempt.number + attempt)),
                     len(PROMPT) + start,
                     tokens,
                     logprobs=[TokenLogprob(-token / 10) for token in tokens],

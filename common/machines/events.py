@@ -1,0 +1,123 @@
+"""What happens to a machine: everything a host may tell it. Data only, so that a recording can hold it.
+
+Each machine has one union of events, at the end of this file, and ends its match over them with `assert_never`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cohort.common.messages import Message, TokenLogprob
+from cohort.common.types import Attempt, InstanceId
+
+
+class _Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, omit_defaults=True):
+    """Every event: a map with its type's name under "event"."""
+
+
+# -- To every machine ------------------------------------------------------------------------------------------------
+
+
+class Received(_Event, frozen=True):
+    """A message arrived. `sender` is the identity of the connection it came over."""
+
+    sender: InstanceId
+    message: Message
+
+
+class Undelivered(_Event, frozen=True):
+    """A message that the machine asked to send could not be handed to its peer's connection; it is lost."""
+
+    peer: InstanceId
+    message: Message
+
+
+class Tick(_Event, frozen=True):
+    """Time has passed: deadlines. Comes at regular intervals, and at the time a `Wake` effect asked for."""
+
+
+# -- To a worker -----------------------------------------------------------------------------------------------------
+
+
+class LinkAddresses(_Event, frozen=True):
+    """Under these addresses this worker's KV links can be reached from now on, by transport name."""
+
+    addresses: dict[str, bytes]
+
+
+class ReportDue(_Event, frozen=True):
+    """Register with the manager, or report to it. `memory_free_bytes`: of the device, now (B7)."""
+
+    memory_free_bytes: int
+
+
+class DrainStarted(_Event, frozen=True):
+    """This worker is to end: reports say so from now on, and new requests go elsewhere."""
+
+
+class DrainEnded(_Event, frozen=True):
+    """Nothing is left, or the time is over: take leave of the manager."""
+
+
+class Sampled(msgspec.Struct, frozen=True, array_like=True):
+    """The token that the forward pass sampled for one sequence."""
+
+    attempt: Attempt
+    token: int
+    logprob: TokenLogprob | None = None
+
+
+class PromptScores(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of the prompt tokens after `position`, one each, from the positions just computed."""
+
+    attempt: Attempt
+    position: int
+    scores: list[TokenLogprob]
+
+
+class StepEnded(_Event, frozen=True):
+    """The step in flight has run. `sampled`: one entry per row that reached its sequence's last known token, in the
+    order of the rows. `latency_s`: from its start until its tokens were there."""
+
+    sampled: list[Sampled]
+    latency_s: float
+    scores: list[PromptScores] = []
+
+
+class StepFailed(_Event, frozen=True):
+    """The forward pass itself failed; nothing it should have written counts."""
+
+    reason: str
+
+
+class RunsSent(_Event, frozen=True):
+    """So many runs of a `SendRuns` have left, or failed alike: then the receiver asks again, or a deadline ends it."""
+
+    lease_id: int
+    error: str | None = None
+    runs: int = 1
+
+
+class RunsReceived(_Event, frozen=True):
+    """So many runs of a `ReceiveRuns` are in their blocks and checked, or failed alike."""
+
+    lease_id: int
+    round: int
+    error: str | None = None
+    runs: int = 1
+
+
+WorkerEvent = (
+    Received
+    | Undelivered
+    | Tick
+    | LinkAddresses
+    | ReportDue
+    | DrainStarted
+    | DrainEnded
+    | StepEnded
+    | StepFailed
+    | RunsSent
+    | RunsReceived
+)
+ManagerEvent = Received | Undelivered | Tick

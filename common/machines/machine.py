@@ -1,0 +1,28 @@
+"""What the three machines have in common: one verb.
+
+    GatewayMachine   every request of one gateway, from its arrival to its last token
+    ManagerMachine   which attempt runs where; the waiting requests
+    WorkerMachine    what one worker holds, computes and transfers
+
+A machine is told what happened, as events, and says what is to be done, as effects. It knows no clock, socket or
+tensor: time is an argument, chance is a seeded generator handed to its constructor. A *host* performs the effects: a
+live service on real sockets and a real engine, or the virtual cluster under virtual time. Because events and effects
+are data, any run of any machine can be recorded and stepped through again (`recorder.py`, `replayer.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+Event = TypeVar("Event", contravariant=True)
+Effect = TypeVar("Effect")
+
+
+class Machine(Protocol[Event, Effect]):
+    def handle(self, now_s: float, *events: Event) -> list[Effect]:
+        """All of these happened, in this order, by `now_s` (seconds of the host's clock, never less than before).
+        Returns what the host must do, in this order. Events that arrived together are handed over together: a decision
+        that several of them call for is made once, after the last."""
+
+    def check(self) -> None:
+        """Raise `InvariantViolated` if anything is held by no request, or twice."""

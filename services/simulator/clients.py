@@ -1,7 +1,7 @@
-"""The gateway's part of a simulation: requests arrive, are admitted and predicted; their tokens become figures.
+"""The clients of a simulation: requests arrive at the gateway from a trace; the tokens that come back become metrics.
 
-It knows what no policy may know: how long every answer really is. Requests carry a stop token and the client's
-`max_tokens` like live ones; the model's draw (`draw`) is the stop token exactly at the true length. What has
+They know what no policy may know: how long every answer really is. Requests carry a stop token and the client's
+`max_tokens` like live ones; what the model samples (`sample`) is the stop token exactly at the true length. What has
 ended is forgotten, so memory holds what is in flight and the histograms, however long the run.
 """
 
@@ -14,10 +14,13 @@ from dataclasses import dataclass, field, fields
 from random import Random
 from typing import Literal
 
-from cohort.common.machines.worker import Sampled
-from cohort.common.messages import ClusterLoad, Displaced, Refused, TokenUpdate
-from cohort.common.policies.interface import Admission, AdmissionLoad, Offer, Refuse, Row
+from cohort.common.machines.effects import Admitted, Deliver, Ended, Fail, GatewayEffect, ManagerFound, Rejected
+from cohort.common.machines.events import Offered, Received, Sampled
+from cohort.common.messages import Message, TokenBatch, TokenUpdate
+from cohort.common.policies.interface import Row
 from cohort.common.types import Attempt, Prediction, Request, SamplingParams
+from cohort.common.virtual_cluster.cluster import GATEWAY, VirtualCluster
+from cohort.common.virtual_cluster.plugins import Node
 from cohort.common.workloads.items import WorkItem
 from cohort.services.simulator.statistics import Histogram
 
@@ -30,13 +33,12 @@ PredictorKind = Literal["oracle", "noisy", "lognormal", "none"]
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A request on its way: what its gateway knows."""
+    """A request on its way: what its client knows."""
 
     item: WorkItem
     index: int
     output_tokens: int
     answered: Callable[[float], None] | None
-    attempt: int = 1
     produced: int = 0
     first_s: float = 0.0
     last_s: float = 0.0
@@ -80,12 +82,11 @@ class ClassFigures:
                 setattr(self, entry.name, mine + theirs)
 
 
-class SimGateway:
+class TraceClients:
     def __init__(
         self,
+        virtual: VirtualCluster,
         *,
-        name: str,
-        admission: Admission,
         max_model_len: int,
         max_tokens: int,
         predictor: PredictorKind,
@@ -93,15 +94,12 @@ class SimGateway:
         distinct_prompts: bool,
         seed: int,
     ) -> None:
-        self.name = name
         self.classes: dict[str, ClassFigures] = {}
         self.live: dict[str, InFlight] = {}
         self.first_arrival_s = math.inf
         self.last_end_s = 0.0
         self.clipped_outputs = 0
-        self.resubmitted = 0
-        self.load: ClusterLoad | None = None
-        self._admission = admission
+        self._virtual = virtual
         self._max_model_len = max_model_len
         self._max_tokens = max_tokens
         self._predictor = predictor
@@ -109,6 +107,10 @@ class SimGateway:
         self._distinct = distinct_prompts
         self._random = Random(seed)
         self._count = 0
+        self._times_s: list[float] | None = None
+        """When the tokens that are being delivered really came: of steps that were run as one."""
+        self._rows_of: dict[str, int] = {}
+        """Rows of those steps that were delivered so far, by class."""
 
     @property
     def all(self) -> ClassFigures:
@@ -125,8 +127,8 @@ class SimGateway:
 
     # -- requests ----------------------------------------------------------------------------------------------
 
-    def arrive(self, now_s: float, item: WorkItem, answered: Callable[[float], None] | None) -> Request | None:
-        """The request to submit, or None when the door refuses it."""
+    def arrive(self, now_s: float, item: WorkItem, answered: Callable[[float], None] | None) -> None:
+        """A client sends its request. One that the model's context cannot hold is refused as the HTTP side does."""
         index = self._count
         self._count += 1
         self.first_arrival_s = min(self.first_arrival_s, now_s)
@@ -134,44 +136,17 @@ class SimGateway:
         room = self._max_model_len - item.prompt_tokens
         if room < 1:
             self._refused(now_s, item, "the prompt exceeds the model's context", answered)
-            return None
+            return
         output = min(item.output_tokens, room)
         self.clipped_outputs += output < item.output_tokens
         cap = room if self._max_tokens == 0 else min(room, max(self._max_tokens, output))
         prediction = self._predict(output, cap)
-        refusal = self._admit(now_s, item, cap, prediction)
-        if refusal is not None:
-            self._refused(now_s, item, refusal.reason.lstrip("0123456789 "), answered)
-            return None
-        live = InFlight(item, index, output, answered)
-        name = f"r{index}"
+        name, live = f"r{index}", InFlight(item, index, output, answered)
         self.live[name] = live
-        return self._request(now_s, name, live, cap, prediction)
-
-    def again(self, now_s: float, message: Displaced) -> list[Request]:
-        """What was lost is submitted again with the tokens so far, as a live gateway does."""
-        requests = []
-        for attempt in message.attempts:
-            live = self.live.get(attempt.request_id)
-            if live is not None and live.attempt == attempt.number:
-                live.attempt += 1
-                self.resubmitted += 1
-                room = self._max_model_len - live.item.prompt_tokens
-                requests.append(self._request(now_s, attempt.request_id, live, room, None))
-        return requests
-
-    def refused(self, now_s: float, message: Refused) -> None:
-        live = self.live.pop(message.attempt.request_id, None)
-        if live is not None:
-            self._refused(now_s, live.item, message.reason, live.answered)
-
-    def _request(self, now_s: float, name: str, live: InFlight, cap: int, prediction: Prediction | None) -> Request:
-        item = live.item
-        tokens = self._prompt(live) + [OUTPUT_TOKEN] * live.produced
-        return Request(
-            attempt=Attempt(name, live.attempt),
-            gateway=self.name,
-            tokens=tokens,
+        request = Request(
+            attempt=Attempt(name, 0),
+            gateway=GATEWAY,
+            tokens=self._prompt(live),
             prompt_tokens=item.prompt_tokens,
             sampling=SamplingParams(max_tokens=cap, stop_token_ids=(STOP_TOKEN,)),
             arrival_s=now_s,
@@ -180,6 +155,7 @@ class SimGateway:
             slo=item.slo,
             prediction=prediction,
         )
+        self._virtual.tell(self._virtual.nodes[GATEWAY], Offered(name, [request]))
 
     def _prompt(self, live: InFlight) -> list[int]:
         """Token ids that are equal exactly where prompts share a prefix. Numbers alone matter when nothing can be
@@ -193,11 +169,12 @@ class SimGateway:
                 tokens += [_FIRST_PROMPT_TOKEN + block] * item.hash_block
             tokens += [-1 - live.index] * (item.prompt_tokens - len(tokens))
             return tokens[: item.prompt_tokens]
-        # Sessions share their beginning; anybody else nothing.
+        # Sessions share their beginning; no other requests share anything.
         own = hash_of(item.session) if item.session else -1 - live.index
         return [own] * item.prompt_tokens
 
     def _predict(self, output: int, cap: int) -> Prediction | None:
+        """What the length predictor says; None: there is no predictor."""
         if self._predictor == "none":
             return None
         mean = float(output)
@@ -207,68 +184,68 @@ class SimGateway:
             mean = min(float(cap), max(1.0, mean * math.exp(self._random.gauss(0.0, self._sigma))))
         return Prediction(mean, mean, mean, mean, self._predictor)
 
-    def _admit(self, now_s: float, item: WorkItem, cap: int, prediction: Prediction | None) -> Refuse | None:
-        load = self.load
-        decision = self._admission.decide(
-            now_s,
-            Offer(
-                item.prompt_tokens, cap, prediction.mean if prediction else float(cap), item.traffic_class, 0, item.slo
-            ),
-            AdmissionLoad(
-                waiting_requests=load.waiting if load else 0,
-                waiting_tokens=load.waiting_tokens if load else 0,
-                running_requests=len(self.live) - (load.waiting if load else 0),
-                drain_rate=load.drain_rate if load else 0.0,
-                free_tokens=load.free_tokens if load else 0,
-                total_tokens=load.total_tokens if load else 0,
-            ),
-        )
-        return decision if isinstance(decision, Refuse) else None
+    def ask_predictor(self, gateway: Node, message: Message) -> None:
+        """Requests bring their predictions along, and this predictor learns nothing."""
 
-    # -- tokens ------------------------------------------------------------------------------------------------
+    # -- what the gateway says -------------------------------------------------------------------------------------
 
-    def draw(self, rows: Iterable[Row]) -> list[Sampled]:
-        """What the model draws for the rows of an iteration that reach their last known token."""
-        drawn = []
+    def hear(self, gateway: Node, effect: GatewayEffect) -> None:
+        match effect:
+            case Deliver(entry, tokens, _, finish):
+                live = self.live[entry.request_id]
+                if tokens:
+                    if self._times_s is None:
+                        self._tokens(self._virtual.now_s, live, len(tokens))
+                    else:
+                        self._repeated(live, self._times_s)
+                if finish is not None:
+                    del self.live[entry.request_id]
+                    self._finished(self._virtual.now_s, live)
+            case Rejected(offer_id, error):
+                self._turned_away(offer_id, error.message)
+            case Fail(entry, error):
+                self._turned_away(entry.request_id, error.message)
+            case Admitted() | Ended() | ManagerFound():
+                pass
+            case _:
+                raise TypeError(f"not for a client: {effect}")
+
+    def _turned_away(self, name: str, reason: str) -> None:
+        live = self.live.pop(name)
+        self._refused(self._virtual.now_s, live.item, reason, live.answered)
+
+    # -- tokens ----------------------------------------------------------------------------------------------------
+
+    def sample(self, rows: Iterable[Row]) -> list[Sampled]:
+        """What the model samples for the rows of a step that reach their last known token."""
+        sampled = []
         for row in rows:
             sequence = row.sequence
             known = len(sequence.tokens)
             if row.start + row.count == known:
                 request = sequence.request
                 live = self.live.get(request.request_id)
-                if live is not None:
-                    last = known + 1 - request.prompt_tokens >= live.output_tokens
-                    drawn.append(Sampled(sequence, STOP_TOKEN if last else OUTPUT_TOKEN))
-        return drawn
+                last = live is not None and known + 1 - request.prompt_tokens >= live.output_tokens
+                sampled.append(Sampled(sequence.key, STOP_TOKEN if last else OUTPUT_TOKEN))
+        return sampled
 
     def fewest_left(self, rows: Iterable[Row]) -> int:
-        """Output tokens that are still to be drawn, of the row that has fewest left."""
+        """Output tokens that are still to be sampled, of the row that has fewest left."""
         return min(
-            [self.live[row.sequence.request.request_id].output_tokens - row.sequence.output_tokens for row in rows]
+            [self.live[row.sequence.request_id].output_tokens - row.sequence.output_tokens for row in rows]
         )
 
-    def tokens(self, now_s: float, updates: Iterable[TokenUpdate]) -> None:
-        for update in updates:
-            live = self.live.get(update.attempt.request_id)
-            if live is None or live.attempt != update.attempt.number:
-                continue
-            fresh = update.position + len(update.tokens) - live.item.prompt_tokens - live.produced
-            for _ in range(fresh):
-                self._token(now_s, live)
-            if update.finish is not None:
-                del self.live[update.attempt.request_id]
-                self._finished(now_s, live)
-
-    def _token(self, now_s: float, live: InFlight) -> None:
-        if live.produced == 0:
-            live.first_s = now_s
-        else:
-            gap_s = now_s - live.last_s
-            self._gap(live, gap_s)
-            if gap_s > live.longest_gap_s:
-                live.longest_gap_s = gap_s
-        live.produced += 1
-        live.last_s = now_s
+    def _tokens(self, now_s: float, live: InFlight, count: int) -> None:
+        for _ in range(count):
+            if live.produced == 0:
+                live.first_s = now_s
+            else:
+                gap_s = now_s - live.last_s
+                self._gap(live, gap_s)
+                if gap_s > live.longest_gap_s:
+                    live.longest_gap_s = gap_s
+            live.produced += 1
+            live.last_s = now_s
 
     def _gap(self, live: InFlight, gap_s: float) -> None:
         limit_s = live.item.slo.tpot_s
@@ -276,29 +253,35 @@ class SimGateway:
             live.gaps_within += 1
         self.classes[live.item.traffic_class].tbt.add(gap_s)
 
-    def repeated(self, rows: Iterable[Row], ends_s: Sequence[float]) -> None:
-        """The tokens of iterations that were run as one: a token for each row at each of these times."""
-        gaps = [after - before for before, after in itertools.pairwise(ends_s)]
-        longest = max(gaps, default=0.0)
-        within: dict[float, int] = {}
-        rows_of: dict[str, int] = {}
-        first_s, last_s, count = ends_s[0], ends_s[-1], len(ends_s)
-        for row in rows:
-            live = self.live[row.sequence.request.request_id]
-            self._gap(live, first_s - live.last_s)
-            live.longest_gap_s = max(live.longest_gap_s, first_s - live.last_s, longest)
-            limit_s = live.item.slo.tpot_s
-            if limit_s not in within:
-                within[limit_s] = sum(1 for gap in gaps if gap <= limit_s) if limit_s else len(gaps)
-            live.gaps_within += within[limit_s]
-            live.produced += count
-            live.last_s = last_s
-            name = live.item.traffic_class
-            rows_of[name] = rows_of.get(name, 0) + 1
-        for group, number in rows_of.items():
+    def repeated(self, worker: Node, rows: Iterable[Row], times_s: list[float], at_s: float) -> None:
+        """Steps were run as one: a token for each row reached the gateway at each of these times. It hears of them
+        together, `at_s`. To be called once the rows' sequences hold those tokens."""
+        tokens = [OUTPUT_TOKEN] * len(times_s)
+        updates = [TokenUpdate(row.sequence.key, row.start + 1, tokens) for row in rows]
+        self._virtual.events.at(at_s, self._deliver_repeated, worker, TokenBatch(worker.name, updates), times_s)
+
+    def _deliver_repeated(self, worker: Node, batch: TokenBatch, times_s: list[float]) -> None:
+        self._times_s, self._rows_of = times_s, {}
+        self._virtual.tell(self._virtual.nodes[GATEWAY], Received(worker.name, batch))
+        self._times_s = None
+        gaps = [after - before for before, after in itertools.pairwise(times_s)]
+        for group, number in self._rows_of.items():
             histogram = self.classes[group].tbt
             for gap in gaps:
                 histogram.add(gap, number)
+
+    def _repeated(self, live: InFlight, times_s: list[float]) -> None:
+        """A token at each of these times. Gaps between them are counted for all rows together, afterwards."""
+        first_gap_s = times_s[0] - live.last_s
+        self._gap(live, first_gap_s)
+        gaps = [after - before for before, after in itertools.pairwise(times_s)]
+        live.longest_gap_s = max(live.longest_gap_s, first_gap_s, *gaps)
+        limit_s = live.item.slo.tpot_s
+        live.gaps_within += sum(1 for gap in gaps if gap <= limit_s) if limit_s else len(gaps)
+        live.produced += len(times_s)
+        live.last_s = times_s[-1]
+        name = live.item.traffic_class
+        self._rows_of[name] = self._rows_of.get(name, 0) + 1
 
     # -- endings -----------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from typing import Any
 
 
 class Events:
-    def __init__(self) -> None:
-        self.now_s = 0.0
+    def __init__(self, start_s: float = 0.0) -> None:
+        self.now_s = start_s
         self.handled = 0
         self._heap: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._scheduled = 0

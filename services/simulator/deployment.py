@@ -1,0 +1,165 @@
+"""What stands in a simulated cluster: its machines, from a configuration and a cluster's description."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from random import Random
+
+import msgspec
+
+from cohort.common.config import Config
+from cohort.common.errors import ConfigError
+from cohort.common.machines.gateway import GatewayMachine, GatewaySettings
+from cohort.common.machines.manager import ManagerMachine, ManagerSettings
+from cohort.common.machines.worker import WorkerMachine, WorkerSettings
+from cohort.common.policies import compose
+from cohort.common.policies.cost_model import ModelShape
+from cohort.common.policies.interface import Placement
+from cohort.common.types import InstanceId, KvGeometry, Role, WorkerCapacity
+from cohort.services.simulator.engine import SimWorker
+from cohort.services.simulator.hardware import Cluster
+
+
+class Deployment:
+    """Makes the machines of a simulation, as the live services make theirs (`Builder`). `profile`: what schedulers
+    that learn step times start from, if they do."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelShape,
+        geometry: KvGeometry,
+        blocks: tuple[int, int],
+        longest: int,
+        roles: Mapping[InstanceId, Role],
+        *,
+        shared_prompts: bool,
+        predicted: bool,
+        placement: Placement | None,
+        profile: Callable[[], bytes] | None,
+        seed: int,
+    ) -> None:
+        self._config = config
+        # Where no prompt shares anything the prefix cache can only miss: hashing every block would change nothing.
+        self._worker_config = config if shared_prompts else _without_prefix_cache(config)
+        self._model = model
+        self._geometry = geometry
+        self._blocks = blocks
+        self._longest = longest
+        self._roles = roles
+        self._predicted = predicted
+        self._placement = placement
+        self._profile = profile
+        self._random = Random(seed)
+        self._numbers = itertools.count()
+
+    def make_gateway(self, name: InstanceId, incarnation: int, now_s: float) -> GatewayMachine:
+        config = self._config
+        return GatewayMachine(
+            name,
+            incarnation,
+            "",
+            GatewaySettings.of(config),
+            compose.admission(config),
+            now_s,
+            predictor="predictor" if self._predicted else "",
+        )
+
+    def make_manager(self, name: InstanceId, incarnation: int, now_s: float) -> ManagerMachine:
+        config = self._config
+        return ManagerMachine(
+            name,
+            incarnation,
+            ManagerSettings.of(config),
+            compose.prefill_order(config),
+            self._placement or compose.placement(config),
+            compose.late_binding(config),
+            now_s,
+        )
+
+    def make_worker(self, name: InstanceId, incarnation: int, now_s: float) -> SimWorker:
+        config, geometry = self._worker_config, self._geometry
+        num_blocks, host_blocks = self._blocks
+        capacity = WorkerCapacity(
+            self._roles[name],
+            self._model.name,
+            self._longest,
+            geometry.num_layers,
+            geometry.num_kv_heads,
+            geometry.head_dim,
+            geometry.dtype_bytes,
+            geometry.block_size,
+            num_blocks,
+            host_blocks,
+            config.engine.max_rows,
+            config.engine.max_step_tokens,
+        )
+        scheduler = compose.iteration(config)
+        if scheduler.learned is not None and self._profile is not None:
+            scheduler.learned.import_state(self._profile())
+        machine = WorkerMachine(
+            name,
+            incarnation,
+            capacity,
+            WorkerSettings.of(config, ("link",)),
+            scheduler,
+            compose.allocation(config, geometry, num_blocks, host_blocks),
+            Random(self._random.getrandbits(32)),
+        )
+        return SimWorker(name, machine, number=next(self._numbers))
+
+
+def spread_roles(config: Config, instances: int) -> dict[Role, int]:
+    """The preset's workers, scaled to this many instances: every role at least one, shares as even as can be."""
+    counts: dict[Role, int] = {}
+    for group in config.workers:
+        counts[group.role] = counts.get(group.role, 0) + group.count
+    if len(counts) > instances:
+        raise ConfigError(
+            f"preset {config.name} needs {len(counts)} roles ({', '.join(role.value for role in counts)}); the cluster "
+            f"has {instances} instance(s)"
+        )
+    total = sum(counts.values())
+    spread = {role: max(1, instances * count // total) for role, count in counts.items()}
+
+    # What rounding left over goes to whoever is furthest below its share.
+    def above(role: Role) -> float:
+        return spread[role] - instances * counts[role] / total
+
+    while sum(spread.values()) < instances:
+        spread[min(counts, key=above)] += 1
+    while sum(spread.values()) > instances:
+        spread[max((role for role in spread if spread[role] > 1), key=above)] -= 1
+    return spread
+
+
+def kv_blocks(config: Config, cluster: Cluster, model: ModelShape, geometry: KvGeometry) -> tuple[int, int]:
+    """Blocks of one instance on its devices and in host memory, by the rules of the live worker.
+
+    Raises `ConfigError` when the model does not fit.
+    """
+    devices = cluster.tensor_parallel
+    total = devices * (cluster.device.memory_bytes - cluster.device_reserve_bytes)
+    left = total - model.weights_total_bytes
+    if left <= 0:
+        raise ConfigError(
+            f"cluster {cluster.name}: tensor_parallel: {model.name} has {model.weights_total_bytes / 1e9:.1f} GB of "
+            f"weights, {devices} x {cluster.device.name} hold {total / 1e9:.1f} GB"
+        )
+    memory = config.kv.memory_bytes or (
+        config.kv.cpu_memory_bytes if cluster.cpu else int(config.kv.memory_fraction * left)
+    )
+    blocks = memory // geometry.block_bytes
+    if blocks < 2 or memory > left:
+        raise ConfigError(
+            f"cluster {cluster.name}: {memory / 1e9:.2f} GB for the KV cache of {model.name} ({left / 1e9:.2f} GB are "
+            f"left beside the weights, a block is {geometry.block_bytes / 1e6:.2f} MB): change kv.memory_bytes or "
+            "tensor_parallel"
+        )
+    host = cluster.host_memory_bytes or config.kv.host_memory_bytes
+    return blocks, host // geometry.block_bytes
+
+
+def _without_prefix_cache(config: Config) -> Config:
+    return msgspec.structs.replace(config, kv=msgspec.structs.replace(config.kv, prefix_caching=False))

@@ -1,0 +1,269 @@
+"""The simulator's engine: a step takes what the cost model says; steps that provably repeat each other are run as one.
+
+With `jump`, steps that repeat (`FastForward.repeatable`) become one event, up to the next event that disturbs that
+worker. Decisions and times are the same as one by one; a test demands it. On cores that several workers share
+(`Cluster.cores`) a step takes longer the more of them run, and nothing is run ahead.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from cohort.common.machines.effects import Send, StartStep
+from cohort.common.machines.events import Received, ReportDue, RunsReceived, StepEnded, Tick, WorkerEvent
+from cohort.common.machines.fast_forward import FastForward
+from cohort.common.messages import KvRenew, WorkerReport
+from cohort.common.policies.alignedserve.batch_numbers import batches_of
+from cohort.common.policies.cost_model import CostModel
+from cohort.common.policies.interface import IterationPlan, Phase
+from cohort.common.types import KvGeometry
+from cohort.common.virtual_cluster.cluster import VirtualCluster
+from cohort.common.virtual_cluster.kv_flights import Flight
+from cohort.common.virtual_cluster.plugins import WorkerNode
+from cohort.services.simulator.clients import OUTPUT_TOKEN, TraceClients
+from cohort.services.simulator.hardware import Cluster
+from cohort.services.simulator.tally import WorkerTally
+from cohort.services.simulator.work import PlanCost, plan_cost
+
+FORESEEN = 64
+"""Steps run ahead at once, at most: something will come in between, and the rest was for nothing."""
+
+
+@dataclass(slots=True, eq=False)
+class SimWorker(WorkerNode):
+    """One instance: its machine, the step in flight, and what it did so far."""
+
+    fast_forward: FastForward = field(init=False)
+    tally: WorkerTally = field(default_factory=WorkerTally)
+    plan: IterationPlan | None = None
+    epoch: int = 0
+    ends_s: list[float] = field(default_factory=list)
+    """When the step in flight ends, and those that will repeat it."""
+    latencies_s: list[float] = field(default_factory=list)
+    alone_s: float = 0.0
+    """What the step in flight takes on a core of its own."""
+    service_load: float = 0.0
+    """Cores that other processes need for it."""
+    slowdown: float = 1.0
+    """How much longer it takes at present than alone, on cores that it shares."""
+    aligned_batches: int = 0
+    """Batches of the late binding among the rows of the step in flight."""
+
+    def __post_init__(self) -> None:
+        WorkerNode.__post_init__(self)
+        self.fast_forward = FastForward(self.machine)
+
+    @property
+    def stepping(self) -> bool:
+        return bool(self.ends_s)
+
+
+class CostEngine:
+    def __init__(
+        self,
+        virtual: VirtualCluster,
+        clients: TraceClients,
+        cluster: Cluster,
+        cost: CostModel,
+        geometry: KvGeometry,
+        *,
+        jump: bool,
+        late_binding: bool,
+    ) -> None:
+        self._virtual = virtual
+        self._events = virtual.events
+        self._clients = clients
+        self._cluster = cluster
+        self._cost = cost
+        self._geometry = geometry
+        self._late_binding = late_binding
+        # On shared cores the others decide how long the next step takes: none is run ahead.
+        self._jump = jump and not cluster.cores
+        shape = cost.model
+        self._row_flops = 2.0 * (shape.layers * shape.layer_parameters + shape.head_parameters)
+        self._position_flops = 4.0 * shape.layers * shape.heads * shape.head_dim
+
+    # -- what the cluster asks for ---------------------------------------------------------------------------------
+
+    def begin(self, node: WorkerNode, step: StartStep) -> None:
+        worker = _sim(node)
+        plan, now_s = step.plan, self._events.now_s
+        cost = plan_cost(plan, self._geometry)
+        beside_s = self._cost.swap_s(cost.beside_bytes)
+        latency_s = self._cost.swap_s(cost.copied_bytes) + max(self._cost.step_s(cost.work), beside_s)
+        worker.plan = plan
+        worker.ends_s, worker.latencies_s = [now_s + latency_s], [latency_s]
+        if self._late_binding:
+            worker.aligned_batches = batches_of(plan.rows)
+        self._note_step(worker, cost)
+        if self._jump and worker.fast_forward.repeatable():
+            self._foresee(worker, plan, cost)
+        self._schedule_end(worker)
+        if self._cluster.cores:
+            worker.slowdown, worker.alone_s = 1.0, latency_s
+            worker.service_load = self._cluster.service_load(len(plan.rows), latency_s)
+            self._share_cores()
+
+    def about_to_tell(self, node: WorkerNode, events: tuple[WorkerEvent, ...]) -> None:
+        worker = _sim(node)
+        if len(worker.ends_s) <= 1:
+            if isinstance(events[-1], ReportDue):
+                self._sample_kv(worker)
+            return
+        for event in events:
+            match event:
+                case ReportDue():
+                    self._catch_up(worker, self._events.now_s)
+                    self._sample_kv(worker)
+                case Tick():  # deadlines are of seconds: one that passes shows in what the machine then does
+                    self._catch_up(worker, self._events.now_s)
+                case Received(message=message):
+                    if not worker.fast_forward.undisturbed_by(message):
+                        self._interrupt(worker)
+                case RunsReceived(lease_id=lease_id, error=None, runs=runs):
+                    if not worker.fast_forward.undisturbed_by_runs(lease_id, runs):
+                        self._interrupt(worker)
+                case _:
+                    self._interrupt(worker)
+
+    def told(self, node: WorkerNode, events: tuple[WorkerEvent, ...], effects: list[Any]) -> None:
+        """Deadlines that passed may have changed what was run ahead."""
+        worker = _sim(node)
+        if len(worker.ends_s) <= 1 or not isinstance(events[0], Tick):
+            return
+        if not all(isinstance(e, Send) and isinstance(e.message, WorkerReport | KvRenew) for e in effects):
+            self._interrupt(worker)
+
+    def copy(self, flight: Flight) -> None:
+        pass
+
+    def scribble(self, flight: Flight) -> None:
+        pass
+
+    def died(self, node: WorkerNode) -> None:
+        worker = _sim(node)
+        worker.epoch += 1
+        worker.ends_s, worker.latencies_s = [], []
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _schedule_end(self, worker: SimWorker) -> None:
+        worker.epoch += 1
+        self._events.at(worker.ends_s[-1], self._step_ended, worker, worker.epoch, rank=worker.number + 1)
+
+    def _step_ended(self, worker: SimWorker, epoch: int) -> None:
+        if epoch != worker.epoch:
+            return
+        if len(worker.ends_s) > 1:
+            self._repeat(worker, len(worker.ends_s) - 1)
+        latency_s, plan = worker.latencies_s[0], worker.machine.plan_in_flight
+        sampled = self._clients.sample(plan.rows)
+        worker.ends_s, worker.latencies_s = [], []
+        if self._cluster.cores:
+            self._share_cores()
+        self._virtual.tell(worker, StepEnded(sampled, latency_s))
+
+    def _share_cores(self) -> None:
+        """A step has begun or ended: from now on every running worker has another share of the cores. What is in
+        flight ends earlier or later."""
+        cluster, now_s = self._cluster, self._events.now_s
+        running = [worker for worker in map(_sim, self._virtual.workers) if worker.stepping]
+        slowdowns = cluster.slowdowns([(worker.alone_s, worker.service_load) for worker in running])
+        for worker, slowdown in zip(running, slowdowns, strict=True):
+            if worker.slowdown != slowdown:
+                later_s = (worker.ends_s[0] - now_s) * (slowdown / worker.slowdown - 1.0)
+                worker.slowdown = slowdown
+                worker.ends_s[0] += later_s
+                worker.latencies_s[0] += later_s
+                worker.tally.busy_s += later_s
+                self._schedule_end(worker)
+
+    def _note_step(self, worker: SimWorker, cost: PlanCost) -> None:
+        tally = worker.tally
+        tally.steps += 1
+        tally.busy_s += worker.latencies_s[0]
+        tally.flops += self._cost.flops(cost.work)
+        tally.rows += cost.work.rows
+        tally.useful_tokens += cost.useful_tokens
+        tally.padded_tokens += cost.padded_tokens
+        tally.swapped_bytes += cost.copied_bytes + cost.beside_bytes
+        tally.decode_steps += worker.aligned_batches > 0
+        tally.mixed_steps += worker.aligned_batches > 1
+
+    def _sample_kv(self, worker: SimWorker) -> None:
+        """How full the cache is, at every report."""
+        tally, kv = worker.tally, worker.machine.kv
+        used = 1.0 - (kv.free_blocks + kv.cached_blocks) / max(1, kv.total_blocks)
+        tally.kv_samples += 1
+        tally.kv_used_sum += used
+        tally.kv_used_peak = max(tally.kv_used_peak, used)
+        written = sum(s.computed for s in worker.machine.sequences() if s.phase is not Phase.SWAPPED)
+        tally.kv_filled_sum += written / max(1, kv.total_blocks * self._geometry.block_size)
+
+    # -- running ahead ---------------------------------------------------------------------------------------------
+
+    def _foresee(self, worker: SimWorker, plan: IterationPlan, cost: PlanCost) -> None:
+        """Append the steps that repeat this one. A sequence's last token is a step of its own."""
+        wanted = min(self._clients.fewest_left(plan.rows) - 1, FORESEEN)
+        if wanted < 1:
+            return
+        ends_s, latencies_s = worker.ends_s, worker.latencies_s
+        durations = self._cost.repeated_s(cost.work)
+        next(durations)
+        end_s = ends_s[0]
+        for latency_s in islice(durations, worker.fast_forward.fitting_repetitions(wanted)):
+            end_s += latency_s
+            ends_s.append(end_s)
+            latencies_s.append(latency_s)
+
+    def _repeat(self, worker: SimWorker, count: int) -> None:
+        """The first `count` steps run ahead have ended; the one after them is in flight."""
+        ends_s, latencies_s = worker.ends_s, worker.latencies_s
+        rows = worker.machine.plan_in_flight.rows
+        done_s = ends_s[:count]
+        worker.fast_forward.repeat(done_s, latencies_s[:count], OUTPUT_TOKEN)
+        delay_s = self._cluster.control_latency_s
+        self._clients.repeated(worker, rows, [end_s + delay_s for end_s in done_s], self._events.now_s + delay_s)
+        number = len(rows)
+        first_context = sum(row.start + 1 for row in rows)
+        tally = worker.tally
+        tally.steps += count
+        tally.decode_steps += count * (worker.aligned_batches > 0)
+        tally.mixed_steps += count * (worker.aligned_batches > 1)
+        tally.busy_s += sum(latencies_s[1 : count + 1])
+        tally.rows += number * count
+        tally.useful_tokens += number * count
+        # Each further step attends to one more position a row.
+        positions = count * first_context + number * count * (count + 1) // 2
+        tally.flops += count * number * self._row_flops + positions * self._position_flops
+        del ends_s[:count]
+        del latencies_s[:count]
+
+    def catch_up(self, worker: SimWorker, until_s: float) -> None:
+        """Apply the steps run ahead that end before then: what ends at that very moment comes after."""
+        self._catch_up(worker, until_s)
+
+    def _catch_up(self, worker: SimWorker, until_s: float) -> None:
+        if len(worker.ends_s) > 1:
+            ended = min(bisect_left(worker.ends_s, until_s), len(worker.ends_s) - 1)
+            if ended:
+                self._repeat(worker, ended)
+
+    def _interrupt(self, worker: SimWorker) -> None:
+        """Something happens to this worker: what has ended is applied, what was run ahead beyond is void."""
+        if len(worker.ends_s) <= 1:
+            return
+        self._catch_up(worker, self._events.now_s)
+        if len(worker.ends_s) > 1:
+            del worker.ends_s[1:]
+            del worker.latencies_s[1:]
+            worker.epoch += 1
+            self._events.at(worker.ends_s[0], self._step_ended, worker, worker.epoch, rank=worker.number + 1)
+
+
+def _sim(node: WorkerNode) -> SimWorker:
+    assert isinstance(node, SimWorker)
+    return node

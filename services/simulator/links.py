@@ -1,0 +1,44 @@
+"""The simulator's network: control messages take a fixed time, KV the time its ports and links need; nothing is lost."""
+
+from __future__ import annotations
+
+from cohort.common.messages import Message
+from cohort.common.types import InstanceId, KvGeometry
+from cohort.common.virtual_cluster.kv_flights import Flight
+from cohort.services.simulator.hardware import Cluster, LinkShape
+from cohort.services.simulator.network import Ports
+
+
+class SimNetwork:
+    whole_sends = True
+    run_timeout_s = float("inf")
+
+    def __init__(self, cluster: Cluster, geometry: KvGeometry) -> None:
+        self.ports = Ports(cluster.instances)
+        self._cluster = cluster
+        self._geometry = geometry
+        self._latency_s = cluster.control_latency_s
+
+    def arrivals(self, now_s: float, source: InstanceId, target: InstanceId, message: Message) -> tuple[float]:
+        return (now_s + self._latency_s,)
+
+    def travelled(self, message: Message) -> Message:
+        return message
+
+    def landing_s(self, now_s: float, flight: Flight) -> float:
+        """The bytes queue at both ports; they are never there before the word that announces them."""
+        sender, receiver = flight.sender, flight.receiver
+        assert sender is not None and receiver is not None
+        link = self._cluster.link(sender.number, receiver.number)
+        if flight.from_host:  # no faster than the host's own path to its devices
+            host_rate = self._cluster.device.host_bytes_per_s * self._cluster.tensor_parallel
+            link = LinkShape(min(link.bytes_per_s, host_rate), link.latency_s, link.run_s)
+        size = flight.num_blocks * self._geometry.block_bytes
+        landing_s = self.ports.transfer(now_s, sender.number, receiver.number, link, size, len(flight.sent))
+        return max(landing_s, now_s + self._latency_s)
+
+    def breaks(self, flight: Flight) -> bool:
+        return False
+
+    def break_delay_s(self) -> float:
+        return 0.0

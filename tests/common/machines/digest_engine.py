@@ -1,0 +1,150 @@
+"""An engine whose KV notices every wrong byte.
+
+Each worker's cache is a list of slots. Computing position p writes a digest of tokens[:p+1] into its slot and first
+checks that all earlier slots of the row hold exactly the digests they should: stale, foreign, lost or half-transferred
+KV fails at once. The next token is a digest too, so a request's output is known beforehand whatever happens on the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING
+
+from cohort.common.machines.effects import StartStep
+from cohort.common.machines.events import Sampled, StepEnded
+from cohort.common.policies.interface import IterationPlan, KvCopy
+from cohort.common.policies.padding import row_padding
+from cohort.common.virtual_cluster.kv_flights import Flight
+from cohort.common.virtual_cluster.plugins import WorkerNode
+
+if TYPE_CHECKING:
+    from cohort.common.virtual_cluster.cluster import VirtualCluster
+
+BLOCK = 4
+VOCABULARY = 50
+STOP_TOKEN = 7
+
+
+def digest(tokens: list[int]) -> int:
+    value = 17
+    for token in tokens:
+        value = (value * 1_000_003 ^ token) & 0xFFFF_FFFF_FFFF
+    return value
+
+
+def next_token(tokens: list[int]) -> int:
+    return digest([*tokens, 99]) % VOCABULARY
+
+
+def expected_output(prompt: list[int], max_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < max_tokens:
+        tokens.append(next_token(tokens))
+        if tokens[-1] == STOP_TOKEN:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass(slots=True)
+class Memory:
+    """One worker's slots on the device and in host memory."""
+
+    device: list[int]
+    host: list[int]
+
+    def move(self, copy: KvCopy) -> None:
+        size = BLOCK if copy.unit == "block" else 1
+        for device, host in zip(copy.device, copy.host, strict=True):
+            d, h = slice(device * size, device * size + size), slice(host * size, host * size + size)
+            if copy.direction == "out":
+                self.host[h] = self.device[d]
+            else:
+                self.device[d] = self.host[h]
+
+
+class DigestEngine:
+    """Steps of 5 ms and 1 ms a token, over `blocks` and `host_blocks` of `BLOCK` slots a worker."""
+
+    def __init__(self, cluster: VirtualCluster, random: Random, blocks: int, host_blocks: int) -> None:
+        self._cluster = cluster
+        self._random = random
+        self._sizes = (blocks * BLOCK, host_blocks * BLOCK)
+        self._memories: dict[WorkerNode, Memory] = {}
+
+    def memory(self, node: WorkerNode) -> Memory:
+        memory = self._memories.get(node)
+        if memory is None:  # of a process that was just started: nothing in it means anything
+            device, host = self._sizes
+            memory = Memory([self._random.getrandbits(40) for _ in range(device)], [0] * host)
+            self._memories[node] = memory
+        return memory
+
+    def begin(self, node: WorkerNode, step: StartStep) -> None:
+        node.worker.check()
+        plan = step.plan
+        self._cluster.events.at(self._cluster.now_s + 0.005 + 0.001 * plan.tokens, self._end, node, plan)
+
+    def about_to_tell(self, node: WorkerNode, events: tuple[object, ...]) -> None:
+        pass
+
+    def told(self, node: WorkerNode, events: tuple[object, ...], effects: list[object]) -> None:
+        node.worker.check()
+
+    def died(self, node: WorkerNode) -> None:
+        self._memories.pop(node, None)
+
+    def copy(self, flight: Flight) -> None:
+        sender, receiver = flight.sender, flight.receiver
+        assert sender is not None and receiver is not None
+        source_memory, target_memory = self.memory(sender), self.memory(receiver)
+        source_slots = source_memory.host if flight.from_host else source_memory.device
+        for source, target in zip(flight.sent, flight.posted, strict=True):
+            length = source.num_blocks * BLOCK
+            start, end = source.source * BLOCK, target.target * BLOCK
+            target_memory.device[end : end + length] = source_slots[start : start + length]
+
+    def scribble(self, flight: Flight) -> None:
+        assert flight.receiver is not None
+        slots = self.memory(flight.receiver).device
+        for run in flight.posted:
+            first = run.target * BLOCK
+            slots[first : first + run.num_blocks * BLOCK] = [-1] * (run.num_blocks * BLOCK)
+
+    def _end(self, node: WorkerNode, plan: IterationPlan) -> None:
+        if not node.alive:
+            return
+        memory = self.memory(node)
+        for copy in plan.copies:
+            if not copy.beside:
+                memory.move(copy)
+        sampled = self._rows(node, plan, memory.device)
+        for copy in plan.copies:  # as late as can be: no row may need them
+            if copy.beside:
+                memory.move(copy)
+        self._cluster.tell(node, StepEnded(sampled, 0.01))
+        node.worker.check()
+
+    def _rows(self, node: WorkerNode, plan: IterationPlan, slots: list[int]) -> list[Sampled]:
+        kv, sampled = node.worker.kv, []
+        padding = row_padding(plan.rows, plan.padded_to, kv) if plan.padded_to else [0] * len(plan.rows)
+        for row, filled in zip(plan.rows, padding, strict=True):
+            tokens = row.sequence.tokens
+            blocks, directions = kv.blocks(row.sequence.key), kv.directions(row.sequence.key)
+            for position in range(row.start + row.count):
+                offset = position % BLOCK
+                if directions is not None and directions[position // BLOCK]:
+                    offset = BLOCK - 1 - offset
+                slot = blocks[position // BLOCK] * BLOCK + offset
+                value = digest(tokens[: position + 1])
+                if position < row.start:
+                    assert slots[slot] == value, (
+                        f"{node.name}: {row.sequence.key} reads wrong KV at position {position}"
+                    )
+                else:
+                    slots[slot] = value
+            for position in range(row.start + row.count, row.start + row.count + filled):
+                slots[blocks[position // BLOCK] * BLOCK + position % BLOCK] = -1  # the engine writes there too
+            if row.start + row.count == row.sequence.known:
+                sampled.append(Sampled(row.sequence.key, next_token(tokens)))
+        return sampled

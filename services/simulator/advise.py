@@ -17,7 +17,8 @@ from cohort.common.config import Config
 from cohort.common.errors import ConfigError
 from cohort.common.policies.cost_model import ModelShape
 from cohort.common.types import Role
-from cohort.services.simulator.cluster import SimOptions, spread_roles
+from cohort.services.simulator.cluster import SimOptions
+from cohort.services.simulator.deployment import spread_roles
 from cohort.services.simulator.hardware import Cluster
 from cohort.services.simulator.report import SimReport
 from cohort.services.simulator.run import Capacity, find_capacity, simulate

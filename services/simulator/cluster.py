@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
+from cohort.common.machines.gateway import GatewayMachine
 from cohort.common.machines.manager import ManagerMachine
 from cohort.common.policies import compose
 from cohort.common.policies.cost_model import CostModel, ModelShape
 from cohort.common.policies.interface import Placement
 from cohort.common.types import Role
-from cohort.common.virtual_cluster.cluster import MANAGER, VirtualCluster
+from cohort.common.virtual_cluster.cluster import GATEWAY, MANAGER, VirtualCluster
 from cohort.common.virtual_cluster.plugins import Cadence, Node
 from cohort.common.workloads.closed_loop import ClosedLoopUsers
 from cohort.common.workloads.items import WorkItem, Workload
@@ -137,6 +138,11 @@ class SimCluster:
     @property
     def workers(self) -> list[SimWorker]:
         return [worker for worker in self.virtual.workers if isinstance(worker, SimWorker)]
+
+    @property
+    def gateway(self) -> GatewayMachine:
+        machine: GatewayMachine = self.virtual.nodes[GATEWAY].machine
+        return machine
 
     @property
     def manager(self) -> ManagerMachine:

@@ -13,9 +13,11 @@ from __future__ import annotations
 import msgspec
 
 from cohort.common.workloads.items import WorkloadFacts
-from cohort.services.simulator.cluster import SimCluster, SimWorker, WallTime
-from cohort.services.simulator.gateway import ClassFigures
+from cohort.services.simulator.clients import ClassFigures
+from cohort.services.simulator.cluster import SimCluster
+from cohort.services.simulator.engine import SimWorker
 from cohort.services.simulator.statistics import Distribution
+from cohort.services.simulator.tally import WallTime
 
 
 class Promises(msgspec.Struct, frozen=True):
@@ -114,17 +116,18 @@ class SimReport(msgspec.Struct, frozen=True):
 
 
 def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
-    gateway, cluster = sim.gateway, sim.cluster
-    start_s = gateway.first_arrival_s if gateway.first_arrival_s < float("inf") else 0.0
-    end_s = gateway.last_end_s if not gateway.live else sim.events.now_s
+    clients, cluster = sim.clients, sim.cluster
+    start_s = clients.first_arrival_s if clients.first_arrival_s < float("inf") else 0.0
+    end_s = clients.last_end_s if not clients.live else sim.events.now_s
     duration_s = max(end_s - start_s, 1e-9)
     notes = list(facts.notes)
-    if gateway.clipped_outputs:
-        notes.append(f"{gateway.clipped_outputs} answers are cut at the context's end")
-    if gateway.live:
-        notes.append(f"{len(gateway.live)} requests had not ended at the horizon")
-    if gateway.resubmitted:
-        notes.append(f"{gateway.resubmitted} requests were given back and submitted again")
+    if clients.clipped_outputs:
+        notes.append(f"{clients.clipped_outputs} answers are cut at the context's end")
+    if clients.live:
+        notes.append(f"{len(clients.live)} requests had not ended at the horizon")
+    resubmitted = sim.gateway.ledger.resubmitted_total
+    if resubmitted:
+        notes.append(f"{resubmitted} requests were given back and submitted again")
     counts = {
         "rows without usable lengths": facts.skipped_rows,
         "prompts clipped": facts.clipped_prompts,
@@ -145,10 +148,10 @@ def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
         seed=sim.options.seed,
         predictor=sim.options.predictor,
         duration_s=duration_s,
-        ended=not gateway.live,
+        ended=not clients.live,
         notes=notes,
-        overall=_slice(gateway.all, duration_s),
-        by_class={name: _slice(figures, duration_s) for name, figures in sorted(gateway.classes.items())},
+        overall=_slice(clients.all, duration_s),
+        by_class={name: _slice(figures, duration_s) for name, figures in sorted(clients.classes.items())},
         instances=[_instance(sim, worker, duration_s) for worker in sim.workers],
         moved_bytes=sim.ports.moved_bytes,
         manager=sim.manager.figures(),
@@ -201,14 +204,14 @@ def _instance(sim: SimCluster, worker: SimWorker, duration_s: float) -> Instance
         kv_filled=tally.kv_filled_sum / max(1, tally.kv_samples),
         kv_blocks=kv.total_blocks,
         mean_rows=tally.rows / max(1, tally.steps),
-        prefill_tokens=counters.prefill_tokens - tally.prefill_tokens_before,
-        decode_tokens=counters.decode_tokens - tally.decode_tokens_before,
-        preemptions=counters.preemptions - tally.preemptions_before,
+        prefill_tokens=counters.prefill_tokens - tally.before.prefill_tokens,
+        decode_tokens=counters.decode_tokens - tally.before.decode_tokens,
+        preemptions=counters.preemptions - tally.before.preemptions,
         allocation_failures=int(kv.figures().get("allocation_failures_total", 0)) - tally.failures_before,
         padding_waste=tally.padded_tokens / max(1, computed),
         swapped_bytes=tally.swapped_bytes,
-        hand_overs=counters.transfers_in - tally.transfers_before,
-        exposed_transfer_s=counters.exposed_transfer_s - tally.exposed_before_s,
+        hand_overs=counters.transfers_in - tally.before.transfers_in,
+        exposed_transfer_s=counters.exposed_transfer_s - tally.before.exposed_transfer_s,
         scheduler=worker.machine.scheduler.figures(),
         decode_steps=tally.decode_steps,
         mixed_steps=tally.mixed_steps,

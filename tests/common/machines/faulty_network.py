@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
+from typing import Literal
 
 from cohort.common.codec import decode, encode
 from cohort.common.messages import Message
@@ -30,6 +31,8 @@ class FaultyNetwork:
 
     def __init__(self, random: Random, weather: Weather) -> None:
         self.weather = weather
+        self.watch: Callable[[Literal["sent", "arrived"], Message], None] = lambda when, message: None
+        """Called with every message, as it is sent and as it arrives."""
         self._random = random
         self._last_s: dict[tuple[InstanceId, InstanceId], float] = {}
         self._cut_until_s: dict[frozenset[InstanceId], float] = {}
@@ -41,6 +44,7 @@ class FaultyNetwork:
 
     def arrivals(self, now_s: float, source: InstanceId, target: InstanceId, message: Message) -> Iterable[float]:
         weather, random = self.weather, self._random
+        self.watch("sent", message)
         if now_s < self._cut_until_s.get(frozenset((source, target)), 0.0):
             return
         if weather.loss_rate and random.random() < weather.loss_rate:
@@ -54,6 +58,7 @@ class FaultyNetwork:
             yield self._last_s[pair]
 
     def travelled(self, message: Message) -> Message:
+        self.watch("arrived", message)
         return decode(encode(message))
 
     def landing_s(self, now_s: float, flight: Flight) -> float:

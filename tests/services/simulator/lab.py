@@ -39,25 +39,23 @@ class Recorded(SimCluster):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.token_times: dict[str, list[float]] = {}
-        gateway = self.gateway
-        one, several, finished = gateway._token, gateway.repeated, gateway._finished
+        clients = self.clients
+        one_by_one, together, finished = clients._tokens, clients._repeated, clients._finished
         self.ended: list[int] = []
 
-        def token(now_s: float, live: Any) -> None:
-            self.token_times.setdefault(f"r{live.index}", []).append(now_s)
-            one(now_s, live)
+        def tokens(now_s: float, live: Any, count: int) -> None:
+            self.token_times.setdefault(f"r{live.index}", []).extend([now_s] * count)
+            one_by_one(now_s, live, count)
 
-        def repeated(rows: Any, ends_s: Any) -> None:
-            rows = list(rows)
-            for row in rows:
-                self.token_times[row.sequence.request_id].extend(ends_s)
-            several(rows, ends_s)
+        def repeated(live: Any, times_s: list[float]) -> None:
+            self.token_times[f"r{live.index}"].extend(times_s)
+            together(live, times_s)
 
         def end(now_s: float, live: Any) -> None:
             self.ended.append(live.index)
             finished(now_s, live)
 
-        gateway._token, gateway.repeated, gateway._finished = token, repeated, end  # type: ignore[method-assign]
+        clients._tokens, clients._repeated, clients._finished = tokens, repeated, end  # type: ignore[method-assign]
 
 
 def run(config_: Config, cluster_: Cluster, workload_: Workload, **options: Any) -> Recorded:

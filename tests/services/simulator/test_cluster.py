@@ -10,7 +10,9 @@ from cohort.common.errors import ConfigError
 from cohort.common.policies.cost_model import StepWork, prefill_pairs
 from cohort.common.types import Role, Slo
 from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload
-from cohort.services.simulator.cluster import _FORESEEN, SimCluster, SimOptions, spread_roles
+from cohort.services.simulator.cluster import SimCluster, SimOptions
+from cohort.services.simulator.deployment import spread_roles
+from cohort.services.simulator.engine import FORESEEN
 from cohort.services.simulator.report import make_report
 from tests.services.simulator.lab import MODEL, Recorded, cache_of, cluster, config, run, workload
 
@@ -29,7 +31,7 @@ def test_one_request_takes_the_cost_of_its_iterations():
     first = sum(cost.step_s(step) for step in steps[:2]) + travel
     expected = [first, first + cost.step_s(steps[2]), first + cost.step_s(steps[2]) + cost.step_s(steps[3])]
     assert sim.token_times["r0"] == pytest.approx(expected)
-    figures = sim.gateway.all
+    figures = sim.clients.all
     assert figures.ttft.sum_s == pytest.approx(expected[0])
     assert figures.tpot.sum_s == pytest.approx((expected[2] - expected[0]) / 2)
     assert figures.jct.sum_s == pytest.approx(expected[2])
@@ -47,9 +49,9 @@ def test_disaggregated_kv_crosses_the_link_once():
 
 def test_a_prompt_beyond_the_context_is_refused_and_an_answer_is_cut_there():
     sim = run(config(), cluster(), workload((0.0, 2048, 5), (0.0, 2000, 100)))
-    assert sim.gateway.all.refused == {"the prompt exceeds the model's context": 1}
+    assert sim.clients.all.refused == {"the prompt exceeds the model's context": 1}
     assert len(sim.token_times["r1"]) == 48
-    assert sim.gateway.clipped_outputs == 1
+    assert sim.clients.clipped_outputs == 1
 
 
 def test_shared_prefixes_are_computed_once():
@@ -71,7 +73,7 @@ def test_swapping_costs_the_host_link():
     load = workload(*((0.001 * i, 100, 200) for i in range(8)))
     sim = run(config(kv=cache_of(60), engine={"preemption": "swap"}), cluster(), load)
     assert sim.workers[0].tally.swapped_bytes > 0
-    assert sim.gateway.all.finished == 8
+    assert sim.clients.all.finished == 8
 
 
 def test_on_one_core_an_iteration_also_waits_for_what_the_services_do_for_it():
@@ -97,7 +99,7 @@ def test_engines_share_cores_in_equal_parts():
 def test_closed_loop_users_ask_again_when_answered():
     part = ClosedLoopPart(2, tuple(WorkItem(0.0, 50, 10) for _ in range(6)))
     sim = run(config(), cluster(), Workload("users", (), closed_loop=(part,)))
-    assert sim.gateway.all.finished == 6
+    assert sim.clients.all.finished == 6
     starts = sorted(times[0] for times in sim.token_times.values())
     ends = sorted(times[-1] for times in sim.token_times.values())
     assert all(start > end for start, end in zip(starts[2:], ends, strict=False))
@@ -115,7 +117,7 @@ def test_warm_up_counts_nothing_and_loses_nobody():
     load = workload(*((0.1 * i, 100, 20) for i in range(20)))
     whole, late = run(config(), cluster(), load), run(config(), cluster(), load, warmup_s=1.0)
     assert late.token_times == whole.token_times
-    assert 0 < late.gateway.all.finished < whole.gateway.all.finished == 20
+    assert 0 < late.clients.all.finished < whole.clients.all.finished == 20
 
 
 def test_the_horizon_ends_a_run():
@@ -135,7 +137,7 @@ def outcome(sim: Recorded) -> object:
         for w in sim.workers
     ]
     counters = [w.machine.counters for w in sim.workers]
-    return sim.token_times, sim.ended, tallies, counters, sim.ports.moved_bytes, sim.gateway.all.refused
+    return sim.token_times, sim.ended, tallies, counters, sim.ports.moved_bytes, sim.clients.all.refused
 
 
 lengths = st.lists(
@@ -192,7 +194,7 @@ def test_jumps_go_on_while_a_prompt_arrives_in_pieces():
         ends[jump] = sim.workers[1].epoch
         assert sim.workers[1].machine.counters.transfers_in == 2
     assert ends[False] == 1499  # the first token comes with the prompt
-    assert ends[True] <= 1499 / _FORESEEN + 12
+    assert ends[True] <= 1499 / FORESEEN + 12
 
 
 def test_the_same_seed_gives_the_same_run_and_another_may_not():
@@ -202,7 +204,7 @@ def test_the_same_seed_gives_the_same_run_and_another_may_not():
     first, second = (run(chosen, cluster(2), load, seed=3, **options) for _ in range(2))
     assert outcome(first) == outcome(second)
     predictions = [
-        SimCluster(chosen, cluster(2), MODEL, load, SimOptions(seed=seed, **options)).gateway._predict(100, 1000)
+        SimCluster(chosen, cluster(2), MODEL, load, SimOptions(seed=seed, **options)).clients._predict(100, 1000)
         for seed in (3, 3, 4)
     ]
     assert predictions[0] == predictions[1] != predictions[2]
@@ -253,4 +255,4 @@ def test_unsorted_times_are_named():
 def test_many_instances_run():
     load = workload(*((0.001 * i, 64, 8) for i in range(300)))
     sim = run(config(kv=cache_of(200)), cluster(200), load)
-    assert sim.gateway.all.finished == 300
+    assert sim.clients.all.finished == 300

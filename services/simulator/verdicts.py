@@ -33,7 +33,7 @@ def summary(lines: Iterable[str], figures: Iterable[Figure], claims: Iterable[Cl
     table: list[str] = []
     counts: Counter[str] = Counter()
     for claim in claims:
-        found = [rows[key] for key in map(keys.get, claim.ids) if key in rows]
+        found = [rows[keys[name]] for name in claim.ids if name in keys and keys[name] in rows]
         if len(found) < len(claim.ids):
             continue
         said = verdict(claim.kind, found)
@@ -50,8 +50,8 @@ def summary(lines: Iterable[str], figures: Iterable[Figure], claims: Iterable[Cl
         "",
         f"Of {len(table)} claims: " + ", ".join(f"{counts[said]} {said}" for said in order) + ".",
         "",
-        f"- *reproduced*: within {100 * WITHIN:g} % of the paper's number, or its bound is kept. A gain has to be one here",
-        "  as well; 1.12 for 1.35 counts, as the factors are that near, although the gain is a third.",
+        f"- *reproduced*: within {100 * WITHIN:g} % of the paper's number, or its bound is kept. A gain has to be one",
+        "  here as well; 1.12 for 1.35 counts, as the factors are that near, although the gain is a third.",
         "- *direction*: a gain on the paper's side, of another size.",
         "- *not*: neither. Where a claim has several numbers, the worst of them decides.",
         "- *cannot be told*: the paper prints no number, or it cannot be measured here.",

@@ -213,19 +213,15 @@ class SimCluster:
         self._late_binding = config.policies.waiting_kv != "none"
         self.wall = {"worker": WallTime(), "manager": WallTime()}
         self.ports = Ports(cluster.instances)
+        settings = ManagerSettings.of(config)
         self.manager = ManagerMachine(
             _MANAGER,
             1,
-            ManagerSettings(
-                config.manager.report_timeout_s,
-                config.manager.settle_s,
-                config.manager.load_interval_s,
-                config.manager.max_waiting_requests,
-            ),
+            settings,
             compose.prefill_order(config),
             placement or compose.placement(config),
             compose.late_binding(config),
-            -config.manager.settle_s,
+            -settings.settle_s,
         )
         self.workers = self._make_workers(num_blocks, host_blocks, longest, roles)
         self._by_name = {worker.name: worker for worker in self.workers}
@@ -265,15 +261,7 @@ class SimCluster:
                     name,
                     _MANAGER,
                     capacity,
-                    WorkerSettings(
-                        links=("link",),
-                        offer_timeout_s=config.transfer.offer_timeout_s,
-                        accept_timeout_s=2 * config.transfer.run_timeout_s + config.transfer.lease_s,
-                        lease_s=config.transfer.lease_s,
-                        default_prediction=float(config.gateway.default_prediction_tokens),
-                        stall_timeout_s=config.transfer.stall_timeout_s,
-                        chunked_transfer=config.transfer.chunked,
-                    ),
+                    WorkerSettings.of(config, ("link",)),
                     compose.iteration(self._worker_config),
                     compose.allocation(self._worker_config, geometry, num_blocks, host_blocks),
                     Random(random.getrandbits(32)),

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from cohort.common.config import load_config
+from cohort.common.config import EcoServeAblation, load_config
 from cohort.common.messages import RevisePrediction
 from cohort.common.policies import compose
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
@@ -37,6 +37,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def section(given: dict[str, Any]) -> dict[str, Any]:
+    """Options of `ecoserve`; switches of `ablation` are given by their own name."""
+    switches = EcoServeAblation.__struct_fields__
+    ablation = {name: value for name, value in given.items() if name in switches}
+    return {**{name: value for name, value in given.items() if name not in switches}, "ablation": ablation}
+
+
 def world(
     seed: int,
     *,
@@ -55,7 +62,7 @@ def world(
         overrides={
             "policies": {"allocation": allocation},
             "engine": {"max_rows": 8, "max_step_tokens": 32, "preemption": preemption},
-            "ecoserve": {"group_tokens": 4, "waiting_share": 0.3, "patience_s": 2.0, **options},
+            "ecoserve": {"group_tokens": 4, "waiting_share": 0.3, "patience_s": 2.0, **section(options)},
             "kv": {"prefix_caching": caching},
         },
     )

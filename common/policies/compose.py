@@ -7,12 +7,9 @@ process calls `check_names` at start, so a combination that would not do what it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import reduce
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from cohort.common.config import Config
-from cohort.common.errors import ConfigError
 from cohort.common.policies import alignedserve, baselines, bros, bucketserve, dynaserve, ecoserve
 from cohort.common.policies.baselines.pass_through import PassThrough
 from cohort.common.policies.baselines.placements import Colocated, ColocatedInTurn, Disaggregated
@@ -24,29 +21,10 @@ from cohort.common.policies.interface import (
     Placement,
     PrefillOrder,
 )
+from cohort.common.policies.tables import Policy, Rule, check, chosen
 from cohort.common.types import KvGeometry
 
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """About another option, by its dotted name: the values that are needed, or those that are refused, and why."""
-
-    option: str
-    values: tuple[object, ...]
-    why: str
-
-
-Builder = TypeVar("Builder")
 Built = TypeVar("Built", covariant=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Policy(Generic[Builder]):
-    build: Builder
-    requires: tuple[Rule, ...] = ()
-    refuses: tuple[Rule, ...] = ()
-
-
 Table = Mapping[str, Policy[Callable[[Config], Built]]]
 
 ADMISSIONS: Table[Admission] = {"bounded": Policy(baselines.build_admission)}
@@ -66,7 +44,12 @@ PREFILL_ORDERS: Table[PrefillOrder] = {
     "fcfs": Policy(baselines.build_first_come),
     "pass_through": Policy(lambda config: PassThrough()),
     "buckets": Policy(bucketserve.build_prefill_order),
-    "pressure_gate": Policy(dynaserve.build_prefill_order),
+    "pressure_gate": Policy(
+        dynaserve.build_prefill_order,
+        requires=(
+            Rule("policies.iteration", ("slo_batching", "slack_packing"), "the gate goes by the step times they learn"),
+        ),
+    ),
 }
 
 ITERATIONS: Table[IterationScheduler] = {
@@ -104,7 +87,17 @@ ALLOCATIONS: Mapping[str, Policy[Callable[[Config, KvGeometry, int, int], KvAllo
 
 WAITING_KV: Table[LateBinding | None] = {
     "none": Policy(lambda config: None),
-    "aligned": Policy(alignedserve.build_late_binding),
+    "aligned": Policy(
+        alignedserve.build_late_binding,
+        requires=(Rule("policies.placement", ("late_bound",), "no other placement leaves anything to be bound later"),),
+        refuses=(
+            Rule(
+                "policies.iteration",
+                ("continuous_batching", "padded_prefill", "chunked_prefill"),
+                "it cannot resume a request whose KV is in its own worker's host memory; aligned_batching can",
+            ),
+        ),
+    ),
 }
 
 TABLES: Mapping[str, Mapping[str, Policy[Any]]] = {
@@ -118,50 +111,30 @@ TABLES: Mapping[str, Mapping[str, Policy[Any]]] = {
 
 
 def admission(config: Config) -> Admission:
-    return _chosen("admission", config.policies.admission, ADMISSIONS).build(config)
+    return chosen("admission", config.policies.admission, ADMISSIONS).build(config)
 
 
 def placement(config: Config) -> Placement:
-    return _chosen("placement", config.policies.placement, PLACEMENTS).build(config)
+    return chosen("placement", config.policies.placement, PLACEMENTS).build(config)
 
 
 def prefill_order(config: Config) -> PrefillOrder:
-    return _chosen("prefill_order", config.policies.prefill_order, PREFILL_ORDERS).build(config)
+    return chosen("prefill_order", config.policies.prefill_order, PREFILL_ORDERS).build(config)
 
 
 def late_binding(config: Config) -> LateBinding | None:
-    return _chosen("waiting_kv", config.policies.waiting_kv, WAITING_KV).build(config)
+    return chosen("waiting_kv", config.policies.waiting_kv, WAITING_KV).build(config)
 
 
 def iteration(config: Config) -> IterationScheduler:
-    return _chosen("iteration", config.policies.iteration, ITERATIONS).build(config)
+    return chosen("iteration", config.policies.iteration, ITERATIONS).build(config)
 
 
 def allocation(config: Config, geometry: KvGeometry, num_blocks: int, host_blocks: int) -> KvAllocator:
-    chosen = _chosen("allocation", config.policies.allocation, ALLOCATIONS)
-    return chosen.build(config, geometry, num_blocks, host_blocks)
+    policy = chosen("allocation", config.policies.allocation, ALLOCATIONS)
+    return policy.build(config, geometry, num_blocks, host_blocks)
 
 
 def check_names(config: Config) -> None:
     """Raises `ConfigError` for an unknown policy, and for policies and options that do not go together."""
-    chosen = {f"policies.{interface}": getattr(config.policies, interface) for interface in TABLES}
-    policies = {name: _chosen(name.removeprefix("policies."), chosen[name], TABLES[name[9:]]) for name in chosen}
-    for name, policy in policies.items():
-        for rule in (*policy.requires, *policy.refuses):
-            value = reduce(getattr, rule.option.split("."), config)
-            needed = rule in policy.requires
-            if (value in rule.values) is not needed:
-                relation = "needs" if needed else "does not go with"
-                values = " or ".join(_shown(value) for value in rule.values)
-                given = f", not {_shown(value)}" if needed else ""
-                raise ConfigError(f"{name} {chosen[name]} {relation} {rule.option} {values}{given}: {rule.why}")
-
-
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _chosen(interface: str, name: str, table: Mapping[str, Policy[Builder]]) -> Policy[Builder]:
-    if name not in table:
-        raise ConfigError(f"policies.{interface}: no policy named {name!r}; there are: {', '.join(table)}")
-    return table[name]
+    check(config, TABLES)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from cohort.common.config import EcoServeAblation, load_config
+from cohort.common.config import load_config
 from cohort.common.messages import RevisePrediction
 from cohort.common.policies import compose
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
@@ -27,21 +27,14 @@ from tests.common.policies.baselines.test_in_cluster import PD_TWICE, UNIFIED, f
 WRONG = ("one", "max", "random", "right")
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
-    "D": {"synced": False, "ordered": False, "pipelined": False},
-    "SD": {"ordered": False, "pipelined": False},
-    "SDO": {"pipelined": False},
-    "coupled": {"decoupled": False, "ordered": False, "pipelined": False},
-    "unsynced, pipelined": {"synced": False},
+    "D": {"ablation": {"synced": False, "ordered": False, "pipelined": False}},
+    "SD": {"ablation": {"ordered": False, "pipelined": False}},
+    "SDO": {"ablation": {"pipelined": False}},
+    "coupled": {"ablation": {"decoupled": False, "ordered": False, "pipelined": False}},
+    "unsynced, pipelined": {"ablation": {"synced": False}},
     "forecast": {"lending": "forecast"},
-    "unsynced, forecast": {"lending": "forecast", "synced": False},
+    "unsynced, forecast": {"lending": "forecast", "ablation": {"synced": False}},
 }
-
-
-def section(given: dict[str, Any]) -> dict[str, Any]:
-    """Options of `ecoserve`; switches of `ablation` are given by their own name."""
-    switches = EcoServeAblation.__struct_fields__
-    ablation = {name: value for name, value in given.items() if name in switches}
-    return {**{name: value for name, value in given.items() if name not in switches}, "ablation": ablation}
 
 
 def world(
@@ -62,7 +55,7 @@ def world(
         overrides={
             "policies": {"allocation": allocation},
             "engine": {"max_rows": 8, "max_step_tokens": 32, "preemption": preemption},
-            "ecoserve": {"group_tokens": 4, "waiting_share": 0.3, "patience_s": 2.0, **section(options)},
+            "ecoserve": {"group_tokens": 4, "waiting_share": 0.3, "patience_s": 2.0, **options},
             "kv": {"prefix_caching": caching},
         },
     )

@@ -40,6 +40,7 @@ _FIXED = {
     "ecoserve.overdue_range_s": "2 s",
     "ecoserve.slo_scale": "2",
     "ecoserve.under_cost": "3",
+    "engine.report_interval_s": "0.2 s",
     "gateway.stall_timeout_s": "600 s",
     "manager.max_waiting_requests": "100000; gateway.max_waiting_requests bounds what comes in",
     "manager.settle_s": "2 s",

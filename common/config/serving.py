@@ -106,7 +106,6 @@ class EngineConfig(Section, frozen=True):
     preemption: Literal["swap", "recompute"] = "recompute"  # of a preempted request's KV: to host memory, or again
     cuda_graph_memory_bytes: NotNegative = 2_147_483_648  # GPU memory for recorded decode steps; 0 = none is recorded
     workers_per_gpu: NotNegative = 0  # that share a GPU's memory; 0 = this configuration's workers over the GPUs seen
-    report_interval_s: Seconds = 0.2  # seconds between two reports to the manager
     drain_s: Seconds = 30.0  # on SIGTERM: the longest to finish what runs
     # slo_batching, slack_packing: file of `cohort profile` that a worker without learned times starts from; "" = none
     profile: str = ""

@@ -41,7 +41,7 @@ from cohort.common.engine.transfer_agent import TransferAgent
 from cohort.common.errors import ConfigError, PeerUnreachable
 from cohort.common.machines.effects import CancelRuns, Dial, ReceiveRuns, Send, SendRuns
 from cohort.common.machines.recording import RecordedWorkerMachine
-from cohort.common.machines.worker import Sampled, WorkerMachine, WorkerSettings
+from cohort.common.machines.worker import REPORT_INTERVAL_S, Sampled, WorkerMachine, WorkerSettings
 from cohort.common.messages import (
     Drain,
     KvChunk,
@@ -376,7 +376,7 @@ class WorkerLoop:
             self._export(figures)
             if self._learned is not None:
                 self._learned.save_if_due(self._clock.now_s())
-            await asyncio.sleep(self._config.engine.report_interval_s)
+            await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _register(self) -> None:
         self._send(

@@ -68,6 +68,8 @@ from cohort.common.policies.interface import (
 )
 from cohort.common.types import FinishReason, InstanceId, QueuedWork, WorkerCapacity, WorkerFigures
 
+REPORT_INTERVAL_S = 0.2
+"""Between two reports to the manager. Its deadlines and those of its policies (about a second) are several of these."""
 _PARKED_GRACE_S = 0.25
 """Parked KV stays on the device so long, unless space is short: where load is low it is handed over sooner."""
 _OFFER_TIMEOUT_S = 30.0

@@ -27,7 +27,7 @@ from cohort.common.config import Config
 from cohort.common.errors import ConfigError
 from cohort.common.machines.effects import CancelRuns, Dial, Effect, ReceiveRuns, Send, SendRuns
 from cohort.common.machines.manager import ManagerMachine, ManagerSettings
-from cohort.common.machines.worker import WorkerMachine, WorkerSettings
+from cohort.common.machines.worker import REPORT_INTERVAL_S, WorkerMachine, WorkerSettings
 from cohort.common.messages import (
     ClusterLoad,
     Displaced,
@@ -282,7 +282,7 @@ class SimCluster:
     def run(self) -> None:
         """From the first arrival until everything has ended (or the horizon)."""
         self._to_manager(_GATEWAY, GatewayHello(_GATEWAY, 1, ""))
-        interval_s = self.config.engine.report_interval_s
+        interval_s = REPORT_INTERVAL_S
         for worker in self.workers:
             machine = worker.machine
             self._to_manager(worker.name, RegisterWorker(worker.name, 1, "", machine.capacity, [], []))
@@ -440,7 +440,7 @@ class SimCluster:
             self._interrupt(worker)
             self._perform(worker, effects)
         if not self._done():
-            self.events.at(now_s + self.config.engine.report_interval_s, self._report, worker)
+            self.events.at(now_s + REPORT_INTERVAL_S, self._report, worker)
         self._start_step(worker)
 
     def _perform(self, worker: SimWorker, effects: list[Effect]) -> None:

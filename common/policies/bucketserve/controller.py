@@ -24,8 +24,8 @@ from cohort.common.types import InstanceId, RequestId
 MEMORY_RESERVE = 0.1
 """Share of the remaining KV memory that no batch may be promised: the paper's 10 % (B3)."""
 _FIGURES_MAX_AGE_S = 1.0
-"""A worker whose last report is older gets no batch: five reports at the usual interval were lost, and what it said of
-its memory no longer holds."""
+"""A worker whose last report is older gets no batch: five reports were lost, and what it said of its memory no longer
+holds."""
 
 
 @dataclass(slots=True)

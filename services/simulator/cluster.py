@@ -27,7 +27,7 @@ from cohort.common.config import Config
 from cohort.common.errors import ConfigError
 from cohort.common.machines.effects import CancelRuns, Dial, Effect, ReceiveRuns, Send, SendRuns
 from cohort.common.machines.manager import ManagerMachine, ManagerSettings
-from cohort.common.machines.worker import WorkerMachine, WorkerSettings
+from cohort.common.machines.worker import REPORT_INTERVAL_S, WorkerMachine, WorkerSettings
 from cohort.common.messages import (
     ClusterLoad,
     Displaced,
@@ -213,19 +213,15 @@ class SimCluster:
         self._late_binding = config.policies.waiting_kv != "none"
         self.wall = {"worker": WallTime(), "manager": WallTime()}
         self.ports = Ports(cluster.instances)
+        settings = ManagerSettings.of(config)
         self.manager = ManagerMachine(
             _MANAGER,
             1,
-            ManagerSettings(
-                config.manager.report_timeout_s,
-                config.manager.settle_s,
-                config.manager.load_interval_s,
-                config.manager.max_waiting_requests,
-            ),
+            settings,
             compose.prefill_order(config),
             placement or compose.placement(config),
             compose.late_binding(config),
-            -config.manager.settle_s,
+            -settings.settle_s,
         )
         self.workers = self._make_workers(num_blocks, host_blocks, longest, roles)
         self._by_name = {worker.name: worker for worker in self.workers}
@@ -265,15 +261,7 @@ class SimCluster:
                     name,
                     _MANAGER,
                     capacity,
-                    WorkerSettings(
-                        links=("link",),
-                        offer_timeout_s=config.transfer.offer_timeout_s,
-                        accept_timeout_s=2 * config.transfer.run_timeout_s + config.transfer.lease_s,
-                        lease_s=config.transfer.lease_s,
-                        default_prediction=float(config.gateway.default_prediction_tokens),
-                        stall_timeout_s=config.transfer.stall_timeout_s,
-                        chunked_transfer=config.transfer.chunked,
-                    ),
+                    WorkerSettings.of(config, ("link",)),
                     compose.iteration(self._worker_config),
                     compose.allocation(self._worker_config, geometry, num_blocks, host_blocks),
                     Random(random.getrandbits(32)),
@@ -294,7 +282,7 @@ class SimCluster:
     def run(self) -> None:
         """From the first arrival until everything has ended (or the horizon)."""
         self._to_manager(_GATEWAY, GatewayHello(_GATEWAY, 1, ""))
-        interval_s = self.config.engine.report_interval_s
+        interval_s = REPORT_INTERVAL_S
         for worker in self.workers:
             machine = worker.machine
             self._to_manager(worker.name, RegisterWorker(worker.name, 1, "", machine.capacity, [], []))
@@ -452,7 +440,7 @@ class SimCluster:
             self._interrupt(worker)
             self._perform(worker, effects)
         if not self._done():
-            self.events.at(now_s + self.config.engine.report_interval_s, self._report, worker)
+            self.events.at(now_s + REPORT_INTERVAL_S, self._report, worker)
         self._start_step(worker)
 
     def _perform(self, worker: SimWorker, effects: list[Effect]) -> None:

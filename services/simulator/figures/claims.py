@@ -187,7 +187,7 @@ CLAIMS: tuple[Claim, ...] = (
         "P90 time between tokens (Fig. 13)",
         Kind.AT_MOST,
         ("alignedserve-13-aligned",),
-        "with `alignedserve.fill_memory` off",
+        "with `alignedserve.ablation.fill_memory` off",
     ),
     Claim(
         "AlignedServe",

@@ -41,7 +41,7 @@ from cohort.common.engine.transfer_agent import TransferAgent
 from cohort.common.errors import ConfigError, PeerUnreachable
 from cohort.common.machines.effects import CancelRuns, Dial, ReceiveRuns, Send, SendRuns
 from cohort.common.machines.recording import RecordedWorkerMachine
-from cohort.common.machines.worker import Sampled, WorkerMachine, WorkerSettings
+from cohort.common.machines.worker import REPORT_INTERVAL_S, Sampled, WorkerMachine, WorkerSettings
 from cohort.common.messages import (
     Drain,
     KvChunk,
@@ -110,15 +110,7 @@ class WorkerLoop:
             on_received=self._run_received,
         )
         kv = policies.allocation(config, self.capacity.geometry, self.capacity.num_blocks, self.capacity.host_blocks)
-        settings = WorkerSettings(
-            links=tuple(links),
-            offer_timeout_s=config.transfer.offer_timeout_s,
-            accept_timeout_s=2 * config.transfer.run_timeout_s + config.transfer.lease_s,
-            lease_s=config.transfer.lease_s,
-            default_prediction=float(config.gateway.default_prediction_tokens),
-            stall_timeout_s=config.transfer.stall_timeout_s,
-            chunked_transfer=config.transfer.chunked,
-        )
+        settings = WorkerSettings.of(config, links)
         scheduler, seed = policies.iteration(config), random.SystemRandom().getrandbits(53)
         # A recording starts from nothing learned: its replay knows no files.
         self._learned = None if config.engine.record_dir else self._learned_state(scheduler)
@@ -173,7 +165,7 @@ class WorkerLoop:
             scheduler,
             Path(config.engine.state_dir) if config.engine.state_dir else paths.cache_dir() / "learned",
             f"{context.model_name}-{runner.device}-{runner.dtype}-{threads}-{context.instance}-{config.policies.iteration}",
-            config.bros.profile if config.policies.iteration == "slack_packing" else config.dynaserve.profile,
+            config.engine.profile,
         )
         self._log.info("step times", start=learned.load())
         return learned
@@ -384,7 +376,7 @@ class WorkerLoop:
             self._export(figures)
             if self._learned is not None:
                 self._learned.save_if_due(self._clock.now_s())
-            await asyncio.sleep(self._config.engine.report_interval_s)
+            await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _register(self) -> None:
         self._send(

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from cohort.common.config import Config
 from cohort.common.machines.effects import Effect, Send
 from cohort.common.messages import (
     BindSegment,
@@ -52,12 +53,23 @@ _FINISHED_GRACE_S = 5.0
 """A finished request's last tokens travel on another connection and may reach its gateway later than we know."""
 
 
+_SETTLE_S = 2.0
+"""After a restart: how long to collect what workers and gateways hold; each of them reports several times in it."""
+_MAX_WAITING_REQUESTS = 100_000
+"""Of all gateways together. Each bounds what it lets in; this only keeps a mistake there from filling memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class ManagerSettings:
     report_timeout_s: float
     settle_s: float
     load_interval_s: float
     max_waiting_requests: int
+
+    @classmethod
+    def of(cls, config: Config) -> ManagerSettings:
+        manager = config.manager
+        return cls(manager.report_timeout_s, _SETTLE_S, manager.load_interval_s, _MAX_WAITING_REQUESTS)
 
 
 @dataclass(slots=True)

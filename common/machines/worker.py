@@ -22,6 +22,7 @@ from typing import Literal
 
 import msgspec
 
+from cohort.common.config import Config
 from cohort.common.errors import InvariantViolated
 from cohort.common.kv.lease import LeaseTable
 from cohort.common.machines.effects import CancelRuns, Dial, Effect, ReceiveRuns, Run, Send, SendRuns
@@ -65,8 +66,16 @@ from cohort.common.policies.interface import (
 )
 from cohort.common.types import Attempt, FinishReason, InstanceId, QueuedWork, WorkerCapacity, WorkerFigures
 
+REPORT_INTERVAL_S = 0.2
+"""Between two reports to the manager. Its deadlines and those of its policies (about a second) are several of these."""
 _PARKED_GRACE_S = 0.25
 """Parked KV stays on the device so long, unless space is short: where load is low it is handed over sooner."""
+_OFFER_TIMEOUT_S = 30.0
+"""The longest a sender waits for blocks at the receiver: a cache that frees nothing for so long will not soon."""
+_LEASE_S = 5.0
+"""A receiver frees granted blocks that nobody renewed for so long: several renewals were lost, or the sender is."""
+_STALL_TIMEOUT_S = 5.0
+"""Caches that wait for each other's blocks this long give a hand-over back; a run takes far less."""
 _REPORTED_QUEUE = 512
 """Entries of the progress list in a report (D4); beyond, an execution predictor sees totals only."""
 
@@ -81,10 +90,21 @@ class WorkerSettings:
     accept_timeout_s: float
     lease_s: float
     default_prediction: float
-    stall_timeout_s: float = 5.0
+    stall_timeout_s: float = _STALL_TIMEOUT_S
     """With hand-overs pending, the longest nothing may move: then two caches wait for each other."""
     chunked_transfer: bool = True
     """Push the blocks of a chunk while the next one computes (D6); else all of them once the segment is done."""
+
+    @classmethod
+    def of(cls, config: Config, links: Iterable[str]) -> WorkerSettings:
+        return cls(
+            links=tuple(links),
+            offer_timeout_s=_OFFER_TIMEOUT_S,
+            accept_timeout_s=2 * config.transfer.run_timeout_s + _LEASE_S,
+            lease_s=_LEASE_S,
+            default_prediction=float(config.gateway.default_prediction_tokens),
+            chunked_transfer=config.transfer.ablation.chunked,
+        )
 
 
 class Sampled(msgspec.Struct, frozen=True):

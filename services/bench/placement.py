@@ -55,7 +55,9 @@ class Cost:
 
 def measure(preset: str, balance: str, instances: int, queued: int, rounds: int, seed: int = 0) -> Cost:
     draw = random.Random(seed)
-    placement = compose.placement(load_config(preset=preset, overrides={"dynaserve": {"balance": balance}}))
+    placement = compose.placement(
+        load_config(preset=preset, overrides={"dynaserve": {"ablation": {"balance": balance}}})
+    )
     capacity = WorkerCapacity(Role.UNIFIED, "m", 32_768, 48, 8, 128, 2, 16, 100_000, 0, 256, 2048)
     views = {f"u{index}": InstanceView(f"u{index}", capacity) for index in range(instances)}
     for index, view in enumerate(views.values()):

@@ -135,7 +135,10 @@ def run(presets: Sequence[str], lengths: Sequence[int], buckets: Sequence[int], 
             config = load_config(preset=preset)
             costs.append(measure(compose.prefill_order(config), preset, waiting, rounds))
     for most in buckets:
-        options = {"policies": {"prefill_order": "buckets"}, "bucketserve": {"max_buckets": most, "max_batch": 8}}
+        options = {
+            "policies": {"prefill_order": "buckets"},
+            "bucketserve": {"max_batch": 8, "ablation": {"max_buckets": most}},
+        }
         order = compose.prefill_order(load_config(overrides=options))
         costs.append(measure(order, f"buckets, at most {most}", 10_000, rounds))
     return costs

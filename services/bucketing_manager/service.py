@@ -29,12 +29,7 @@ class ManagerService:
         self.machine = ManagerMachine(
             context.instance,
             context.incarnation,
-            ManagerSettings(
-                report_timeout_s=config.manager.report_timeout_s,
-                settle_s=config.manager.settle_s,
-                load_interval_s=config.manager.load_interval_s,
-                max_waiting_requests=config.manager.max_waiting_requests,
-            ),
+            ManagerSettings.of(config),
             MeasuredOrder(compose.prefill_order(config), self._metrics),
             compose.placement(config),
             compose.late_binding(config),

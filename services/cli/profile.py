@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         code = subprocess.run(command, check=False).returncode
     if code == 0:
         tokens = forward_size(Path(args.output))
-        sys.stdout.write(f"target forward size: {tokens} tokens (ecoserve.target_forward_tokens={tokens})\n")
+        sys.stdout.write(f"target forward size: {tokens} tokens (engine.target_forward_tokens={tokens})\n")
     return code
 
 

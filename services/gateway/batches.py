@@ -24,6 +24,9 @@ from cohort.services.gateway.batch_runner import AnswerLine, BatchMetrics, Batch
 from cohort.services.gateway.batch_store import BatchStore, StoreThread
 from cohort.services.gateway.batch_turns import Turns
 
+BUSY_CONCURRENCY = 1
+"""Lines of all batches in work while an online request waits for a worker: no further one starts beyond this."""
+
 
 class Batches:
     """Made by `opened`; usable until that ends."""
@@ -65,7 +68,7 @@ class Batches:
                 known = await store.run(BatchStore.file_ids)
                 if strangers := await asyncio.to_thread(folder.remove_strangers, known):
                     log.info("unfinished uploads of an earlier run removed", files=strangers)
-                turns = Turns(config.batch.concurrency, config.batch.busy_concurrency, online_waiting)
+                turns = Turns(config.batch.concurrency, BUSY_CONCURRENCY, online_waiting)
                 runner = BatchRunner(
                     config=config.batch,
                     folder=folder,

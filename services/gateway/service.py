@@ -52,6 +52,7 @@ BACKLOG = 1024
 # Of manager.load_interval_s: silence for so many of them means that the manager is lost.
 MISSED_LOADS = 10
 LEAST_SILENCE_S = 2.0
+STALL_TIMEOUT_S = 600.0  # placed but no token for so long, whatever the queue on its worker: resubmitted
 STREAM_END_S = 2.0  # at the end of a drain: for the last error events to reach their clients
 
 
@@ -65,7 +66,7 @@ class Gateway:
         self._card = card
         self._keys = resolve_keys(config.gateway.api_keys)
         self._ledger = Ledger(
-            stall_timeout_s=config.gateway.stall_timeout_s,
+            stall_timeout_s=STALL_TIMEOUT_S,
             request_timeout_s=config.gateway.request_timeout_s,
             max_attempts=config.gateway.max_attempts,
         )

@@ -22,6 +22,9 @@ from cohort.services.global_monitor.aggregate import Cluster, Event
 from cohort.services.global_monitor.page import ClusterState, state
 
 MANAGER = "manager"
+MISSED_HEARTBEATS = 6  # a process that has missed so many is reported as down
+LEAST_SILENCE_S = 3.0
+PUSH_INTERVAL_S = 0.5  # figures to the manager, which ignores them when they are several seconds old
 
 
 class GlobalMonitor:
@@ -39,7 +42,8 @@ class GlobalMonitor:
         instance: str,
         incarnation: int,
     ) -> None:
-        self.cluster = Cluster(silence_s=config.monitor.silence_s, history_s=config.monitor.history_s)
+        silence_s = max(LEAST_SILENCE_S, MISSED_HEARTBEATS * config.monitor.heartbeat_s)
+        self.cluster = Cluster(silence_s=silence_s, history_s=config.monitor.history_s)
         self._config = config
         self._bus = bus
         self._clock = clock
@@ -63,10 +67,10 @@ class GlobalMonitor:
                     self._log.warning("unexpected_message", peer=sender, type=type(message).__name__)
 
     async def push(self) -> None:
-        """Let time pass and tell the manager, every `monitor.push_interval_s`, until cancelled."""
+        """Let time pass and tell the manager, every `PUSH_INTERVAL_S`, until cancelled."""
         while True:
             self.tick()
-            await asyncio.sleep(self._config.monitor.push_interval_s)
+            await asyncio.sleep(PUSH_INTERVAL_S)
 
     def tick(self) -> None:
         now_s = self._clock.now_s()

@@ -74,6 +74,7 @@ def overrides_of(options: argparse.Namespace, file_keys: set[str]) -> dict[str, 
     """
     import yaml
 
+    from cohort.common.config import nested
     from cohort.common.errors import ConfigError
     from cohort.services.launcher.plan import METRICS_OFFSET, MONITOR_OFFSET
 
@@ -100,7 +101,7 @@ def overrides_of(options: argparse.Namespace, file_keys: set[str]) -> dict[str, 
         for key, offset in (("monitor.port", MONITOR_OFFSET), ("metrics.base_port", METRICS_OFFSET)):
             if key not in settled:
                 flat[key] = port + offset if port else 0
-    return _nested({**flat, **assigned})
+    return nested({**flat, **assigned}, "--set")
 
 
 def keys_of(files: Sequence[Path]) -> set[str]:
@@ -120,19 +121,3 @@ def _dotted(data: Any, prefix: str = "") -> list[str]:
     if not isinstance(data, Mapping):
         return [prefix]
     return [name for key, value in data.items() for name in _dotted(value, f"{prefix}.{key}" if prefix else str(key))]
-
-
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    from cohort.common.errors import ConfigError
-
-    result: dict[str, Any] = {}
-    for dotted, value in flat.items():
-        *sections, key = dotted.split(".")
-        target = result
-        for section in sections:
-            inner = target.setdefault(section, {})
-            if not isinstance(inner, dict):
-                raise ConfigError(f"--set {dotted}: {section} is not a section")
-            target = inner
-        target[key] = value
-    return result

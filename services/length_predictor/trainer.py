@@ -22,6 +22,7 @@ from cohort.services.length_predictor import state, training_wire
 from cohort.services.length_predictor.buffer import Observation
 from cohort.services.length_predictor.model import LengthModel
 
+BUFFER_SIZE = 20_000  # finished requests kept for training
 _MAX_UNSENT_BYTES = 4 << 20
 _MAX_WAITING_ROWS = 2048  # kept while no child runs
 _RESTART_FIRST_S = 0.5
@@ -96,7 +97,7 @@ class TrainingChild:
             "--state",
             str(self._state_path),
             "--buffer-size",
-            str(config.buffer_size),
+            str(BUFFER_SIZE),
             "--retrain-every",
             str(config.retrain_every),
             "--min-observations",

@@ -17,6 +17,7 @@ from cohort.common.config import Config
 from cohort.common.errors import ConfigError
 from cohort.common.machines.gateway import GatewayMachine
 from cohort.common.machines.manager import ManagerMachine
+from cohort.common.machines.worker import REPORT_INTERVAL_S
 from cohort.common.policies import compose
 from cohort.common.policies.cost_model import CostModel, ModelShape
 from cohort.common.policies.interface import Placement
@@ -104,7 +105,7 @@ class SimCluster:
         network = SimNetwork(cluster, self.geometry)
         self.ports = network.ports
         cadence = Cadence(
-            report_s=config.engine.report_interval_s, worker_tick_s=0.0, manager_tick_s=0.0, gateway_tick_s=0.0
+            report_s=REPORT_INTERVAL_S, worker_tick_s=0.0, manager_tick_s=0.0, gateway_tick_s=0.0
         )
         self.virtual = VirtualCluster(
             deployment, named, network, cadence, start_s=-_SETTLING_S, goes_on=lambda: not self._done(), around=self._time

@@ -1,6 +1,6 @@
 """What a simulation found, as data: built once a run has ended, printed by `render`, drawn by `plots`, saved as JSON.
 
-Everything but `measured` depends on inputs and seed only. Definitions (docs/simulator.md says the same in prose):
+Everything but `measured` depends on inputs and seed only. Definitions (docs/guide/simulator.md says the same in prose):
 
     TTFT   first token − arrival                      JCT    last token − arrival
     TPOT   (last − first token) / (tokens − 1)        TBT    every gap between two tokens of a request

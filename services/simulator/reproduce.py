@@ -9,6 +9,7 @@ from itertools import groupby
 import msgspec
 
 from cohort.common.errors import ConfigError
+from cohort.services.simulator import verdicts
 from cohort.services.simulator.figures.figure import Figure, Lab
 
 MODULES = ("baselines", "bucketserve", "alignedserve", "dynaserve", "ecoserve", "bros")
@@ -90,12 +91,14 @@ def markdown(results: Iterable[Reproduced], before: str = "") -> str:
     lines = [
         "# Do we reproduce the papers?",
         "",
-        "Written by `cohort reproduce --docs docs/reproduction.md`; nothing here is typed by hand. Every number comes",
-        "from the simulator: the policies of the live services under virtual time (docs/simulator.md says what it",
-        "models). `ratio` is ours over the paper's.",
+        "Written by `cohort reproduce --docs docs/reproduction.md`; nothing here is edited by hand. Every number comes",
+        "from the simulator: the policies of the live services under virtual time (docs/guide/simulator.md says what",
+        "it models). `ratio` is ours over the paper's.",
     ]
-    for system in sorted(sections, key=lambda name: order.get(name, len(order))):
-        lines += sections[system]
+    body = [
+        line for system in sorted(sections, key=lambda name: order.get(name, len(order))) for line in sections[system]
+    ]
+    lines += verdicts.summary(body, all_figures()) + body
     return "\n".join(lines) + "\n"
 
 

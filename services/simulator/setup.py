@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from cohort.common.config import CONFIGS_DIR, Config, load_config
+from cohort.common.config import CONFIGS_DIR, Config, load_config, nested
 from cohort.common.errors import ConfigError
 from cohort.common.types import Role
 from cohort.services.simulator.cluster import SimOptions
@@ -18,14 +18,14 @@ from cohort.services.simulator.traffic import Traffic, parse_slo
 
 
 def configuration(options: argparse.Namespace, preset: str, settings: Sequence[str] = ()) -> Config:
-    overrides: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for text in (*options.set, *settings):
         key, equals, value = text.partition("=")
-        section, dot, name = key.partition(".")
-        if not (equals and dot):
+        if not equals or "." not in key:
             raise ConfigError(f"--set {text}: wants SECTION.OPTION=VALUE")
-        overrides.setdefault(section, {})[name] = yaml.safe_load(value)
-    return load_config([Path(file) for file in options.config], preset=preset, overrides=overrides or None)
+        flat[key] = yaml.safe_load(value)
+    overrides = nested(flat, "--set") or None
+    return load_config([Path(file) for file in options.config], preset=preset, overrides=overrides)
 
 
 def cluster_of(options: argparse.Namespace, text: str) -> Cluster:

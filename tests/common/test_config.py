@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from pathlib import Path
 
 import pytest
 
-from cohort.common.config import Config, dump_config, load_config
+from cohort.common.config import Config, dump_config, load_config, nested
+from cohort.common.config.moved import MOVED
 from cohort.common.errors import ConfigError
 from cohort.common.policies import compose
 from cohort.common.types import Role
@@ -61,6 +63,77 @@ def test_threads_are_shared_but_two_where_there_are_two() -> None:
     assert [config.worker_threads("decode-0", cores) for cores in (1, 2, 4, 16)] == [1, 2, 2, 8]
     asked = load_config(overrides={"engine": {"threads": 3}, "workers": [{"role": "prefill", "threads": 5}]})
     assert asked.worker_threads("prefill-0", 2) == 5
+
+
+MOVED_OPTIONS = [
+    ("ecoserve.synced", "it is 'ecoserve.ablation.synced' now"),
+    ("transfer.chunked", "it is 'transfer.ablation.chunked' now"),
+    ("bros.profile", "it is 'engine.profile' now"),
+    ("dynaserve.search_probes", "it is no option any more, but fixed: 6"),
+    ("bucketserve.padding", "'policies.iteration' padded_prefill alone"),
+]
+
+
+@pytest.mark.parametrize(("old", "says"), MOVED_OPTIONS)
+def test_an_option_that_was_moved_is_named_with_its_new_place(old: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"command line: unknown option '{old}'; {says}"):
+        load_config(overrides=nested({old: 1}, "--set"))
+
+
+def test_the_table_of_moved_options_is_true() -> None:
+    """What is moved is no option, and where it is said to be there is one."""
+    for old, says in MOVED.items():
+        with pytest.raises(AttributeError):
+            reduce(getattr, old.split("."), Config())
+        if says.startswith("it is '"):
+            reduce(getattr, says.split("'")[1].split("."), Config())
+
+
+def test_dotted_names_reach_options_inside_sections_of_sections() -> None:
+    given = {"ecoserve.ablation.synced": False, "ecoserve.padding": 0.5, "kv.block_size": 32}
+    config = load_config(overrides=nested(given, "--set"))
+    assert (config.ecoserve.ablation.synced, config.ecoserve.padding, config.kv.block_size) == (False, 0.5, 32)
+    assert config.ecoserve.ablation.ordered, "what is not named keeps its default"
+    with pytest.raises(ConfigError, match=r"--set kv\.block_size\.x: block_size is not a section"):
+        nested({"kv.block_size": 32, "kv.block_size.x": 1}, "--set")
+    with pytest.raises(ConfigError, match=r"unknown option 'ecoserve\.ablation\.synct'; did you mean 'synced'\?"):
+        load_config(overrides={"ecoserve": {"ablation": {"synct": False}}})
+
+
+def test_layers_merge_inside_sections_of_sections(tmp_path: Path) -> None:
+    file = write(tmp_path, "ecoserve: {ablation: {synced: false, ordered: false}}\n")
+    config = load_config([file], overrides={"ecoserve": {"ablation": {"ordered": True}}})
+    assert (config.ecoserve.ablation.synced, config.ecoserve.ablation.ordered) == (False, True)
+
+
+INCOMPATIBLE: list[tuple[str, dict[str, object], str, str]] = [
+    ("alignedserve", {"waiting_kv": "none"}, "policies.placement late_bound", "policies.waiting_kv aligned"),
+    ("alignedserve", {"placement": "disaggregated"}, "policies.waiting_kv aligned", "policies.placement late_bound"),
+    ("alignedserve", {"placement": "split"}, "policies.waiting_kv aligned", "policies.placement late_bound"),
+    ("alignedserve", {"iteration": "chunked_prefill"}, "policies.waiting_kv aligned", "policies.iteration chunked"),
+    ("dynaserve", {"iteration": "vllm"}, "policies.prefill_order pressure_gate", "policies.iteration slo_batching or"),
+    ("bros", {"iteration": "padded_prefill"}, "policies.allocation bidirectional", "policies.iteration padded_prefill"),
+]
+
+
+@pytest.mark.parametrize(("preset", "policies", "one", "other"), INCOMPATIBLE)
+def test_policies_that_do_not_go_together_are_refused_by_both_names(
+    preset: str, policies: dict[str, object], one: str, other: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{one} (needs|does not go with) {other}"):
+        compose.check_names(load_config(preset=preset, overrides={"policies": policies}))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"policies": {"placement": "split"}, "workers": [{"role": "prefill"}, {"role": "decode"}]},
+        {"policies": {"iteration": "aligned_batching"}},
+        {"policies": {"iteration": "time_synced", "allocation": "max"}},
+    ],
+)
+def test_unusual_policies_that_work_together_are_not_refused(overrides: dict[str, object]) -> None:
+    compose.check_names(load_config(overrides=overrides))
 
 
 @pytest.mark.parametrize("seat", ["admission", "placement", "prefill_order", "iteration", "allocation", "waiting_kv"])

@@ -19,7 +19,12 @@ def test_through_the_pool(tmp_path: Path, default_model: Path, goldens: list[Gol
     chosen = [golden for golden in goldens if len(golden.prompt) <= 300]
     overrides = {
         "kv": {"memory_bytes": 32 * MEBIBYTE, "host_memory_bytes": 256 * MEBIBYTE},
-        "alignedserve": {"least_requests": 2, "leaf_tokens": 16, "prefetch": prefetch, "starvation_s": 2.0},
+        "alignedserve": {
+            "least_requests": 2,
+            "leaf_tokens": 16,
+            "starvation_s": 2.0,
+            "ablation": {"prefetch": prefetch},
+        },
     }
     with Pipeline(tmp_path, default_model, overrides, preset="alignedserve") as pipeline:
         compare(chosen, pipeline.complete_all([ask(golden) for golden in chosen], concurrency=32))

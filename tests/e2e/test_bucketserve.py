@@ -48,7 +48,7 @@ def test_buckets_with_second_predictions_and_processes_that_die(
 
 
 def test_padded_batches(tmp_path: Path, default_model: Path, goldens: list[Golden]) -> None:
-    overrides = {"kv": CACHE, "bucketserve": {"padding": "longest"}, "policies": {"iteration": "padded_prefill"}}
+    overrides = {"kv": CACHE, "policies": {"iteration": "padded_prefill"}}
     with Pipeline(tmp_path, default_model, overrides, preset="bucketserve") as pipeline:
         half = goldens[::2]
         compare(half, pipeline.complete_all([ask(golden) for golden in half], concurrency=len(half)))

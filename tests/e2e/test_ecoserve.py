@@ -56,7 +56,7 @@ def test_a_wrong_predictor_changes_no_answer(
         "gateway": {"default_prediction_tokens": prediction or 256},
         "predictor": {"min_observations": 1_000_000, "state_path": str(tmp_path / "lengths.npz")},
         "kv": {"block_size": 8, "memory_bytes": 12 * MEBIBYTE, "prefix_caching": False},
-        "ecoserve": {"tune_padding": False, "lending": lending},
+        "ecoserve": {"lending": lending, "ablation": {"tune_padding": False}},
     }
     pipeline = Pipeline(tmp_path, default_model, overrides, preset="ecoserve")
     if prediction is None:

@@ -102,7 +102,7 @@ def _transfers(pipeline: Pipeline, worker: str) -> float:
 def test_the_preset_itself_is_golden(tmp_path: Path, default_model: Path, goldens: list[Golden]) -> None:
     """Under load, so that it splits by itself; the bound on the time between tokens is tight for this machine."""
     some = [*goldens[::6], *goldens[-4:-1], *goldens[3::6]]
-    options = {"tbt_slo_s": 0.03, "hand_over_s": 0.0, "await_arrivals": False}
+    options = {"tbt_slo_s": 0.03, "hand_over_s": 0.0, "ablation": {"await_arrivals": False}}
     state = {"engine": {"state_dir": str(tmp_path / "learned")}, "dynaserve": options}
     with Pipeline(tmp_path, default_model, state, preset="dynaserve") as pipeline:
         compare(some, pipeline.complete_all([ask(g) for g in some], concurrency=12))

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
+from cohort.common.config import AlignedServeConfig
 from cohort.common.policies.alignedserve.batch_numbers import FIRST_BATCH
 from cohort.common.policies.alignedserve.density_first_search import density_first_search, starved_batch
 from cohort.common.policies.alignedserve.patience import patience_s
@@ -29,35 +29,24 @@ from cohort.common.policies.alignedserve.thresholds import Thresholds
 from cohort.common.policies.interface import Bind, ClusterView, InstanceView, ParkedKv, Prefetch
 from cohort.common.types import InstanceId, RequestId, Role
 
-
-@dataclass(frozen=True, slots=True)
-class BindingSettings:
-    """`longest_prefix`, `leaf_tokens`: of the quad-tree. `slack`: a prefix matches the running batch within this share
-    of its bounds. `buffer_share`: of a prefill worker's blocks, for both candidate buffers. `starvation_s`,
-    `starvation_share`: A8, see `patience_s`. `prefetch` False: KV goes to decode workers straight from the host (A9's
-    fallback). `aligned` False: first come, first served in one batch without end (the ablation). `fill_memory` False:
-    who runs together holds no more than B_max when somebody joins, so that iterations stay short."""
-
-    thresholds: Thresholds = field(default_factory=Thresholds)
-    longest_prefix: int = 65_536
-    leaf_tokens: int = 64
-    slack: float = 0.25
-    buffer_share: float = 0.4
-    starvation_s: float = 10.0
-    starvation_share: float = 0.5
-    default_output: float = 256.0
-    prefetch: bool = True
-    aligned: bool = True
-    fill_memory: bool = True
+_LONGEST_PREFIX = 65_536
+"""Tokens that the quad-tree covers; longer prefixes count as this long. Five levels over a leaf of 64."""
+_SLACK = 0.25
+"""A prefix matches the running batch within this share beyond its shortest and longest: wider, and short rows wait
+for long ones again; narrower, and few requests match."""
+_BUFFER_SHARE = 0.4
+"""Of a prefill worker's blocks, for the candidate batch and candidate requests: as much as a batch (B_max)."""
+_STARVATION_SHARE = 0.5
+"""Of the time that a request's TPOT target gives all of its output: the other half is for decoding it."""
 
 
 class AlignedBinding:
-    def __init__(self, settings: BindingSettings) -> None:
-        self._settings = settings
-        self._tree = QuadTree(
-            longest=settings.longest_prefix,
-            leaf_tokens=settings.leaf_tokens if settings.aligned else settings.longest_prefix,
-        )
+    def __init__(self, options: AlignedServeConfig, *, default_output: float) -> None:
+        """`default_output`: tokens expected of a request without a prediction."""
+        self._options, self._default_output = options, default_output
+        self._thresholds = Thresholds(options)
+        aligned = options.ablation.aligned  # without: one batch without end, first come, first served
+        self._tree = QuadTree(longest=_LONGEST_PREFIX, leaf_tokens=options.leaf_tokens if aligned else _LONGEST_PREFIX)
         self._batches: dict[InstanceId, RunningBatch] = {}
         self._decode_of: dict[RequestId, InstanceId] = {}
         """Whose candidate or running request it is."""
@@ -123,14 +112,14 @@ class AlignedBinding:
     def _take_in(
         self, now_s: float, item: ParkedKv, views: Mapping[InstanceId, InstanceView], actions: list[Bind | Prefetch]
     ) -> None:
-        request_id, settings = item.request.request_id, self._settings
+        request_id = item.request.request_id
         since_s, due_s = self._waiting_since_s.get(request_id, (item.since_s, 0.0))
         if not due_s:
             due_s = item.since_s + patience_s(
                 item.request,
-                share=settings.starvation_share,
-                longest_s=settings.starvation_s,
-                default_output=settings.default_output,
+                share=_STARVATION_SHARE,
+                longest_s=self._options.starvation_s,
+                default_output=self._default_output,
             )
             self._waiting_since_s[request_id] = (since_s, due_s)
         blocks = -(-item.positions // self._block_size)
@@ -149,7 +138,7 @@ class AlignedBinding:
                 actions.append(Bind(request_id, target.instance, 0, "evicted: the longest makes room", parks=True))
                 return
         home = self._batches.get(self._evicted.pop(request_id, ""))
-        span = home.span(self._settings.slack) if home is not None else None
+        span = home.span(_SLACK) if home is not None else None
         if home is not None and span is not None and span[0] <= item.positions <= span[1]:
             home.requests.append(pooled)
             self._decode_of[request_id] = next(name for name, each in self._batches.items() if each is home)
@@ -191,11 +180,11 @@ class AlignedBinding:
         if not batch.candidate:
             batch.starved = batch.switching = False
             small = self._too_small(view, batch)
-            if small or len(self._tree) >= self._settings.thresholds.min_requests(view.capacity):
+            if small or len(self._tree) >= self._thresholds.min_requests(view.capacity):
                 self._choose(now_s, view, batch)
         if batch.candidate and (batch.starved or batch.switching or not batch.requests):
             self._switch(view, batch, actions)
-        if self._settings.prefetch:
+        if self._options.ablation.prefetch:
             self._fetch(batch.requests, "requests", views, actions)
             self._fetch(batch.candidate, "batch", views, actions)
 
@@ -220,11 +209,11 @@ class AlignedBinding:
         """What runs there takes less memory than a batch may: whoever is in the pool may join, however few they are.
         Otherwise they wait until they are enough for a batch."""
         used = view.capacity.num_blocks - batch.free_blocks(view)
-        return used < self._settings.thresholds.max_blocks(view.capacity)
+        return used < self._thresholds.max_blocks(view.capacity)
 
     def _choose(self, now_s: float, view: InstanceView, batch: RunningBatch) -> None:
         """A4, A8 · The next candidate batch, out of the tree."""
-        thresholds = self._settings.thresholds
+        thresholds = self._thresholds
         most, least = thresholds.max_blocks(view.capacity), thresholds.min_requests(view.capacity)
         rows = view.capacity.max_rows
         chosen = starved_batch(self._tree, now_s, max_blocks=most, min_requests=least, max_requests=rows)
@@ -257,10 +246,10 @@ class AlignedBinding:
     def _match(self, view: InstanceView, batch: RunningBatch) -> None:
         """A7 · Pool requests that the running batch has grown into, who waited longest first. No more than half a
         batch waits in the buffer: whoever is there is no longer free for a batch of its own."""
-        span = batch.span(self._settings.slack) if self._settings.aligned else (1, self._settings.longest_prefix)
+        span = batch.span(_SLACK) if self._options.ablation.aligned else (1, _LONGEST_PREFIX)
         if span is None or batch.requests or not len(self._tree):
             return
-        room = self._settings.thresholds.max_blocks(view.capacity) // 2
+        room = self._thresholds.max_blocks(view.capacity) // 2
         found = sorted(self._tree.between(*span), key=lambda item: (item.since_s, item.request_id))
         for item in found:
             if item.blocks > room and batch.requests:
@@ -303,7 +292,7 @@ class AlignedBinding:
         B_max only, if memory is not to be filled."""
         capacity = view.capacity
         rows, free = batch.rows(view), batch.free_blocks(view)
-        room = capacity.num_blocks if self._settings.fill_memory else self._settings.thresholds.max_blocks(capacity)
+        room = capacity.num_blocks if self._options.ablation.fill_memory else self._thresholds.max_blocks(capacity)
         if view.figures.waiting and rows:  # somebody was preempted there: nobody overtakes
             return
         while waiting and rows < capacity.max_rows:
@@ -337,7 +326,7 @@ class AlignedBinding:
             if view is None or item.request_id in self._fetched:
                 continue
             total = used.get(item.holder, 0) + item.blocks
-            if total <= self._settings.buffer_share * view.capacity.num_blocks:
+            if total <= _BUFFER_SHARE * view.capacity.num_blocks:
                 used[item.holder] = total
                 self._fetched[item.request_id] = (item.holder, item.blocks)
                 wanted.append(item.request_id)

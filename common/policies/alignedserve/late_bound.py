@@ -6,6 +6,7 @@ decides whether it is asked at all.
 
 from __future__ import annotations
 
+from cohort.common.config import AlignedServeConfig
 from cohort.common.policies.alignedserve.thresholds import Thresholds
 from cohort.common.policies.baselines.placements import Disaggregated
 from cohort.common.policies.interface import ClusterView, Impossible, Placed, Wait, WaitingRequest
@@ -20,8 +21,8 @@ class LateBound:
     is still computed.
     """
 
-    def __init__(self, thresholds: Thresholds) -> None:
-        self._thresholds = thresholds
+    def __init__(self, options: AlignedServeConfig) -> None:
+        self._thresholds = Thresholds(options)
         self._by_load = Disaggregated()
 
     def place(

@@ -15,6 +15,8 @@ from cohort.common.policies.baselines.draft import RankKey
 from cohort.common.policies.interface import IterationPlan, Sequence, SequenceKey
 
 QUANTUM_RATIO = 2.0
+LEVELS = 5
+"""As EcoServe runs it (§2.1)."""
 
 
 @dataclass(slots=True)
@@ -40,7 +42,7 @@ class SkipJoinQueues:
 
     steady = False
 
-    def __init__(self, *, levels: int, quantum_s: float, starvation_s: float) -> None:
+    def __init__(self, *, starvation_s: float, levels: int = LEVELS, quantum_s: float = 0.0) -> None:
         self._levels = levels
         self._quantum_s = quantum_s
         self._starvation_s = starvation_s

@@ -11,6 +11,9 @@ from cohort.common.policies.baselines.draft import Draft, IterationLimits, by_ar
 from cohort.common.policies.baselines.reserved_allocation import Reservation
 from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Sequence, SequenceKey
 
+SPREAD = 1.5
+"""Outputs that differ by less count as similar: a row that ends early leaves its place empty until the batch ends."""
+
 
 class PredictedBatches:
     """`spread`: predicted outputs of a batch lie within a factor of so much of the oldest one's. With `limits.padded`
@@ -24,7 +27,7 @@ class PredictedBatches:
     """
 
     def __init__(
-        self, limits: IterationLimits, *, reservation: Reservation, spread: float, rectangular_kv: bool = False
+        self, limits: IterationLimits, *, reservation: Reservation, spread: float = SPREAD, rectangular_kv: bool = False
     ) -> None:
         self._limits = limits
         self._rectangular_kv = rectangular_kv

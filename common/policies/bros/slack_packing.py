@@ -17,8 +17,9 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal
 
+from cohort.common.config import BrosConfig
+from cohort.common.policies.baselines.draft import IterationLimits
 from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
 from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
 from cohort.common.policies.bros.iteration_cost import BatchLoad, IterationCost, load_of
@@ -31,23 +32,6 @@ from cohort.common.types import StepTimes, TrafficClass
 _NO_DEADLINE = float("inf")
 _SMALLEST_CUT = 16
 """Tokens of a prompt that are worth a row of their own."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackingSettings:
-    """`cut_prompts`: a prompt without a deadline to keep is computed in pieces as large as deadlines leave room for.
-    `*_starvation_s`: who got nothing for so long goes first, whatever that costs, in at most one of `starving_every`
-    iterations. `best_effort_share`: of cache and rows, for the oldest best-effort requests."""
-
-    max_rows: int
-    max_tokens: int
-    chunk: int
-    preemption: Literal["swap", "recompute"]
-    cut_prompts: bool
-    rt_starvation_s: float
-    be_starvation_s: float
-    starving_every: int
-    best_effort_share: float
 
 
 @dataclass(slots=True)
@@ -118,11 +102,9 @@ class SlackPacking:
       Who is not among them does not come back while real-time requests wait, who would take the blocks at once.
     """
 
-    def __init__(
-        self, settings: PackingSettings, batch_size: AdaptiveBatchSize, groups: TokenGroups, cost: IterationCost
-    ) -> None:
-        self._settings = settings
-        self._batch_size = batch_size
+    def __init__(self, options: BrosConfig, limits: IterationLimits, groups: TokenGroups, cost: IterationCost) -> None:
+        self._options, self._limits = options, limits
+        self._batch_size = AdaptiveBatchSize(first=options.first_batch, step=options.batch_step, most=limits.max_rows)
         self._groups = groups
         self._cost = cost
         self._rt = RealTimeQueues(groups)
@@ -149,7 +131,7 @@ class SlackPacking:
 
     def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
         self._block_size = kv.geometry.block_size
-        batch = _Batch(min(self._batch_size.value, self._settings.max_rows), self._settings.max_tokens)
+        batch = _Batch(min(self._batch_size.value, self._limits.max_rows), self._limits.max_tokens)
         self._starving_first(now_s, kv, batch)
         least_s = self._least_s()
         self._keep(kv, batch)
@@ -186,14 +168,14 @@ class SlackPacking:
 
     def _starving_first(self, now_s: float, kv: KvAllocator, batch: _Batch) -> None:
         limits: tuple[tuple[TrafficClass, float], ...] = (
-            ("rt", self._settings.rt_starvation_s),
-            ("be", self._settings.be_starvation_s),
+            ("rt", self._options.rt_starvation_s),
+            ("be", self._options.be_starvation_s),
         )
         for traffic_class, after_s in limits:
             served = self._served[traffic_class]
             key = next(iter(served), None)
             self._since_starving[traffic_class] += 1
-            if self._since_starving[traffic_class] < self._settings.starving_every:
+            if self._since_starving[traffic_class] < self._options.ablation.starving_every:
                 continue
             if key is not None and now_s - served[key][0] > after_s:
                 self._since_starving[traffic_class] = 0
@@ -203,7 +185,7 @@ class SlackPacking:
     def _least_s(self) -> float:
         """How long the iteration of all real-time requests takes that draw tokens."""
         decoding = [sequence.computed for sequence in self._rt.pending() if sequence.phase is Phase.RUNNING]
-        rows = min(len(decoding), self._settings.max_rows)
+        rows = min(len(decoding), self._limits.max_rows)
         return max(self._cost.least_s, self._cost.exec_of(0, rows, sum(decoding) + rows))
 
     def _pack_real_time(
@@ -217,13 +199,13 @@ class SlackPacking:
         hopeless: list[Sequence] = []
         rows, tokens_left, cut_short = len(batch.rows), batch.tokens_left, False
         prefill, decode, context = batch.prefill_tokens, batch.decode_rows, batch.context
-        exec_of, chunk, swap_s = cost.exec_of, self._settings.chunk, cost.swap_s(batch.slots)
+        exec_of, chunk, swap_s = cost.exec_of, self._limits.chunk, cost.swap_s(batch.slots)
         for residual_s, key, sequence in urgent:
             if key in batch.safe:
                 continue
             computed = sequence.computed
             count = min(sequence.uncomputed, chunk, tokens_left)
-            if count == 1 and rows < self._settings.max_rows:
+            if count == 1 and rows < self._limits.max_rows:
                 # The usual row: who keeps the deadline among all of them would alone.
                 limit_s = residual_s if residual_s < batch.limit_s else batch.limit_s
                 if exec_of(prefill, decode + 1, context + computed + 1) <= limit_s >= swap_s:
@@ -237,7 +219,7 @@ class SlackPacking:
                 hopeless.append(sequence)
                 continue
             batch.limit_s = min(batch.limit_s, residual_s)
-            if rows >= self._settings.max_rows or count < 1:
+            if rows >= self._limits.max_rows or count < 1:
                 break
             if count == 1:
                 grown = prefill, decode + 1, context + computed + 1
@@ -268,11 +250,11 @@ class SlackPacking:
 
     def _keep(self, kv: KvAllocator, batch: _Batch) -> None:
         """Who keeps blocks in this iteration, and what they still need."""
-        share = self._settings.best_effort_share
-        most = math.ceil(share * self._settings.max_rows)
+        share = self._options.best_effort_share
+        most = math.ceil(share * self._limits.max_rows)
         batch.kept = self._be.first_within(most, int(share * kv.total_blocks), kv.geometry.blocks_for)
         # They come on top: with memory for many they would fill the batch, and late real-time requests could not start.
-        batch.most_rows = min(self._settings.max_rows, batch.most_rows + len(batch.kept))
+        batch.most_rows = min(self._limits.max_rows, batch.most_rows + len(batch.kept))
         if isinstance(kv, BidirectionalAllocator):
             kv.spare(sequence.key for sequence in batch.kept)
         self._reserve(kv, batch)
@@ -301,7 +283,7 @@ class SlackPacking:
     def _pack_overdue(self, late: Iterable[Sequence], kv: KvAllocator, batch: _Batch) -> None:
         """Served after those who can make it, within the time those leave."""
         for sequence in late:
-            if batch.tokens_left <= 0 or len(batch.rows) >= self._settings.max_rows:
+            if batch.tokens_left <= 0 or len(batch.rows) >= self._limits.max_rows:
                 return
             if batch.full and sequence.phase is Phase.WAITING:
                 return
@@ -400,14 +382,14 @@ class SlackPacking:
     # -- rows and blocks ---------------------------------------------------------------------------------------
 
     def _count(self, sequence: Sequence, tokens_left: int) -> int:
-        return min(sequence.uncomputed, self._settings.chunk, tokens_left)
+        return min(sequence.uncomputed, self._limits.chunk, tokens_left)
 
     def _fitting(self, sequence: Sequence, batch: _Batch) -> int:
         """Tokens of it that this batch can take in time; 0 = none."""
         count = self._count(sequence, batch.tokens_left)
         if count < 1 or self._cost.iteration_s(batch.load.plus(sequence.computed, count), batch.slots) <= batch.limit_s:
             return max(0, count)
-        if count == 1 or not self._settings.cut_prompts:
+        if count == 1 or not self._options.ablation.cut_prompts:
             return 0
         cut = min(count, self._cost.tokens_within(batch.load, batch.limit_s))
         return cut if cut >= _SMALLEST_CUT else 0
@@ -426,7 +408,7 @@ class SlackPacking:
             victim = next(victims, None) if victims is not None else None
             if victim is None:
                 return False
-            preempt(victim, kv, batch.plan, self._settings.preemption)
+            preempt(victim, kv, batch.plan, self._limits.preemption)
             batch.dropped += 1
         batch.add(sequence, count if count == 1 else min(count, sequence.uncomputed))  # less what a prefix cache had
         return True

@@ -14,11 +14,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
+from cohort.common.config import BucketServeConfig
 from cohort.common.policies.bucketserve.demand import DemandRule
 from cohort.common.policies.bucketserve.live_memory import LiveMemory
 from cohort.common.policies.bucketserve.safe_batch import expected_safe_batch, safe_bytes
 from cohort.common.policies.interface import ClusterView, InstanceView
 from cohort.common.types import InstanceId, RequestId
+
+MEMORY_RESERVE = 0.1
+"""Share of the remaining KV memory that no batch may be promised: the paper's 10 % (B3)."""
+_FIGURES_MAX_AGE_S = 1.0
+"""A worker whose last report is older gets no batch: five reports were lost, and what it said of its memory no longer
+holds."""
 
 
 @dataclass(slots=True)
@@ -129,28 +136,14 @@ class Round:
 
 class BatchController:
     def __init__(
-        self,
-        *,
-        reserve: float,
-        max_batch: int,
-        dispatch_ahead_tokens: int,
-        activation_bytes: int,
-        figures_max_age_s: float,
-        demand: DemandRule,
-        padded: bool,
-        staging: float = 0.0,
+        self, options: BucketServeConfig, *, dispatch_ahead_tokens: int, demand: DemandRule, padded: bool
     ) -> None:
-        """`reserve`: share of the remaining memory never promised (B3). `max_batch`: requests, whatever memory allows.
-        `activation_bytes`: device memory outside the
-        KV cache per token of a forward, 0 = not bounded. `padded`: a batch costs N · S_max tokens, not Σ S.
-        `staging`: share of the prefill workers' caches in which computed prompts may wait for room to decode."""
-        self._reserve = reserve
-        self.max_batch = max_batch
+        """`padded`: a batch costs N · S_max tokens, not Σ S."""
+        self.max_batch = options.max_batch
         self._ahead = dispatch_ahead_tokens
-        self._activation_bytes = activation_bytes
-        self._figures_max_age_s = figures_max_age_s
+        self._activation_bytes = options.activation_bytes
         self._padded = padded
-        self._staging = staging
+        self._staging = options.ablation.staging_share
         self.demand = demand
         self._memory = LiveMemory()
         self.safe_memory_bytes = 0
@@ -164,10 +157,10 @@ class BatchController:
 
         Differs from the paper: M_remain is what the paged cache can still hand out after the predicted growth of what
         runs (the cache itself was allocated once, so the device cannot run out of it), and the device's own free
-        memory bounds the tokens of one forward. Workers whose report is older than `figures_max_age_s` get nothing.
+        memory bounds the tokens of one forward. Workers whose report is older than `_FIGURES_MAX_AGE_S` get nothing.
         """
         self._memory.update(now_s, cluster)
-        fresh = [v for v in cluster.instances.values() if v.report_age_s <= self._figures_max_age_s]
+        fresh = [v for v in cluster.instances.values() if v.report_age_s <= _FIGURES_MAX_AGE_S]
         # A role without a living worker is taken over by the other one, as placement does.
         prefilling = [v for v in fresh if v.role.prefills] or fresh
         decoding = [v for v in fresh if v.role.decodes] or fresh
@@ -221,7 +214,7 @@ class BatchController:
     def _safe_blocks(self, view: InstanceView) -> int:
         """M_safe of Eq. 5 in whole blocks; what is promised beyond it stays negative."""
         remaining = self._memory.remaining_blocks(view)
-        return safe_bytes(remaining, self._reserve) if remaining > 0 else remaining
+        return safe_bytes(remaining, MEMORY_RESERVE) if remaining > 0 else remaining
 
     def _room(self, view: InstanceView) -> int:
         """Prompt tokens the worker may still be sent.
@@ -239,6 +232,6 @@ class BatchController:
         """Tokens of one prefill batch: one iteration, and no more than the device's free memory holds."""
         tokens = view.capacity.max_step_tokens
         if self._activation_bytes and view.figures.memory_free_bytes:
-            free = safe_bytes(view.figures.memory_free_bytes, self._reserve)
+            free = safe_bytes(view.figures.memory_free_bytes, MEMORY_RESERVE)
             tokens = min(tokens, free // self._activation_bytes)
         return tokens

@@ -12,13 +12,14 @@ from cohort.common.policies.interface import ClusterView
 
 @dataclass(frozen=True, slots=True)
 class DemandRule:
-    """`horizon_s`: how much expected online work an offline batch must leave room for. `max_age_s`: older forecasts
-    are ignored. `default_output`: tokens expected of an answer nobody predicted. `max_share` of the safe memory is the
+    """`default_output`: tokens expected of an answer nobody predicted. `horizon_s`: how much expected online work an
+    offline batch must leave room for. `max_age_s`: older forecasts are ignored, several pushes of the monitor are
+    missing then. `max_share` of the safe memory is the
     most that is ever left free, `blind_share` is what is left free while nothing is known."""
 
-    horizon_s: float
-    max_age_s: float
     default_output: float
+    horizon_s: float = 1.0
+    max_age_s: float = 3.0
     max_share: float = 0.5
     blind_share: float = 0.2
 

@@ -11,8 +11,8 @@ starves whatever order fills the rest of the batch. Cost per request: O(log cell
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from cohort.common.config import BucketServeConfig
 from cohort.common.policies.bucketserve.ageing import SERIAL, due_s, entry_of
 from cohort.common.policies.bucketserve.bucket_set import Bucket, BucketSet
 from cohort.common.policies.bucketserve.controller import BatchController, Round
@@ -24,10 +24,8 @@ from cohort.common.policies.bucketserve.waste import expected_waste, waste_ratio
 from cohort.common.policies.interface import ClusterView, Dispatch, WaitingRequest
 from cohort.common.types import InstanceId, Prediction, RequestId
 
-Fill = Literal["oldest", "sjf", "ljf"]
-Splitter = Literal["bisection", "optimal"]
-OutputEstimate = Literal["mean", "p50", "p90", "p99", "max"]
-
+LONGEST_PROMPT = 131_072
+"""Tokens of the buckets' range before the first worker has named its own limit."""
 _RESPLIT_AFTER = 512
 """Arrivals between two runs of the optimal splitter."""
 _FOREVER_S = 1e9
@@ -49,29 +47,17 @@ class _Item:
     entry: Entry
 
 
-@dataclass(frozen=True, slots=True)
-class BucketSettings:
-    """`fill`: how an offline batch is filled after its leader. `length_limit`: L_max until a worker names its own.
-    `output_estimate`: which figure of the prediction enters S_i. Times in seconds."""
-
-    fill: Fill = "sjf"
-    splitter: Splitter = "bisection"
-    split_share: float = 0.5
-    max_buckets: int = 64
-    output_estimate: OutputEstimate = "mean"
-    priority_step_s: float = 10.0
-    offline_delay_s: float = 60.0
-    length_limit: int = 131_072
-
-
 class BucketedPrefill:
     """B5, B6 · BucketServe §III-IV: requests by prompt length in buckets, one batch from one bucket."""
 
-    def __init__(self, settings: BucketSettings, controller: BatchController) -> None:
-        self._settings = settings
+    def __init__(
+        self, options: BucketServeConfig, controller: BatchController, *, length_limit: int = LONGEST_PROMPT
+    ) -> None:
+        """`length_limit`: L_max until a worker names its own."""
+        self._options = options
         self._controller = controller
-        self._priority_step_s = min(settings.priority_step_s, _FOREVER_S)
-        self._offline_delay_s = min(settings.offline_delay_s, _FOREVER_S)
+        self._priority_step_s = min(options.priority_step_s, _FOREVER_S)
+        self._offline_delay_s = min(options.offline_delay_s, _FOREVER_S)
         self._items: dict[RequestId, _Item] = {}
         self._serials: dict[int, _Item] = {}
         self._next_serial = 0
@@ -86,7 +72,7 @@ class BucketedPrefill:
         self._real_tokens = 0
         self._padding_tokens = 0
         self._limit_known = False
-        self._lay_out(settings.length_limit)
+        self._lay_out(length_limit)
 
     # -- the queue ---------------------------------------------------------------------------------------------
 
@@ -184,7 +170,7 @@ class BucketedPrefill:
         low, high = bucket.low, bucket.high
         entry = self._online.first_due(low, high)
         if entry is None and not len(self._online):
-            match self._settings.fill:
+            match self._options.fill:
                 case "oldest":
                     entry = self._offline.first_due(low, high)
                 case "sjf":
@@ -220,7 +206,7 @@ class BucketedPrefill:
     def _adjust(self, cluster: ClusterView) -> None:
         safe_batch = self._controller.expected_batch(cluster, self._span_tokens / len(self._items))
         self._safe_batch = safe_batch
-        if self._settings.splitter == "bisection":
+        if self._options.ablation.splitter == "bisection":
             rectangle = self._controller.rectangle_tokens(cluster)
             self._buckets.adjust(safe_batch, rectangle, self._prompt_tokens / len(self._items))
         elif self._buckets.total < safe_batch:
@@ -232,7 +218,7 @@ class BucketedPrefill:
         """The bounds of least expected waste (Eq. 3) over the observed lengths instead of the bisection's."""
         self._since_resplit = 0
         lengths, weights = self._histogram.lengths_and_weights()
-        buckets = min(self._settings.max_buckets, -(-self._buckets.total // max(1, self._safe_batch)) + 1)
+        buckets = min(self._options.ablation.max_buckets, -(-self._buckets.total // max(1, self._safe_batch)) + 1)
         bounds = optimal_bounds(self._histogram.edges, lengths, weights, buckets)
         # The DP's bounds are tokens; a bucket must hold whole cells, and no two bounds may share one.
         lows = {0} | {self._buckets.cell_of(bound) for bound in bounds[:-1]}
@@ -253,10 +239,8 @@ class BucketedPrefill:
                     self._insert(item)
 
     def _lay_out(self, limit: int) -> None:
-        settings = self._settings
-        self._buckets = BucketSet(
-            limit, max_buckets=settings.max_buckets, split_share=settings.split_share, count_between=self._count_between
-        )
+        most = self._options.ablation.max_buckets
+        self._buckets = BucketSet(limit, max_buckets=most, count_between=self._count_between)
         self._online = LengthIndex(self._buckets.cells)
         self._offline = LengthIndex(self._buckets.cells)
         self._histogram = LengthHistogram(limit)
@@ -269,7 +253,7 @@ class BucketedPrefill:
         request = waiting.request
         limit = request.sampling.max_tokens
         prediction = waiting.prediction
-        estimate = self._settings.output_estimate
+        estimate = self._options.output_estimate
         if estimate == "max":
             output = float(limit)
         elif prediction is None or prediction.source == "default":

@@ -12,3 +12,25 @@ split_gain      what a split is worth while requests keep coming (D3)
 split_placement the manager's placement (D1–D3, D7, D8)
 pressure_gate   dispatches nothing while every instance's decodes alone exceed their bound
 """
+
+from __future__ import annotations
+
+from cohort.common.config import Config
+from cohort.common.policies.baselines.draft import IterationLimits
+from cohort.common.policies.dynaserve.pressure_gate import PressureGate
+from cohort.common.policies.dynaserve.slo_batching import SloBatching
+from cohort.common.policies.dynaserve.split_placement import SplitPlacement
+
+
+def build_placement(config: Config) -> SplitPlacement:
+    return SplitPlacement(config.dynaserve, default_output=float(config.gateway.default_prediction_tokens))
+
+
+def build_prefill_order(config: Config) -> PressureGate:
+    return PressureGate(config.dynaserve, dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens)
+
+
+def build_iteration(config: Config) -> SloBatching:
+    engine = config.engine
+    limits = IterationLimits(engine.max_rows, engine.max_step_tokens, engine.max_step_tokens, engine.preemption)
+    return SloBatching(config.dynaserve, limits, cold_chunk=engine.prefill_chunk)

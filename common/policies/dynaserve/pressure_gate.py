@@ -7,6 +7,7 @@ gateway's waiting bounds, so that its admission refuses in time.
 
 from __future__ import annotations
 
+from cohort.common.config import DynaServeConfig
 from cohort.common.policies.baselines.first_come import FirstCome
 from cohort.common.policies.dynaserve.instance_work import decoding
 from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
@@ -20,9 +21,9 @@ class PressureGate(FirstCome):
     `tbt_slo_s`, `headroom` as in `SloBatching`. Differs from the paper: it says nothing of this case.
     """
 
-    def __init__(self, *, dispatch_ahead_tokens: int, tbt_slo_s: float, headroom: float) -> None:
+    def __init__(self, options: DynaServeConfig, *, dispatch_ahead_tokens: int) -> None:
         super().__init__(dispatch_ahead_tokens=dispatch_ahead_tokens)
-        self._within_s = tbt_slo_s * (1.0 - headroom)
+        self._within_s = options.tbt_slo_s * (1.0 - options.headroom)
         self._held_back = 0
         self._known: dict[InstanceId, tuple[WorkerFigures, int, int]] = {}
         """Per instance the last report seen, and its decodes; counted once per report, however often this is asked."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from cohort.common.config import DynaServeConfig
 from cohort.common.policies.baselines.draft import Draft, IterationLimits, by_arrival
 from cohort.common.policies.dynaserve.kv_forecast import peak_growth
 from cohort.common.policies.dynaserve.lateness import Lateness
@@ -45,13 +46,9 @@ class SloBatching:
     (the paper relies on vLLM for memory).
     """
 
-    def __init__(
-        self, limits: IterationLimits, *, tbt_slo_s: float, headroom: float, least_prefill: int, cold_chunk: int
-    ) -> None:
-        self._limits = limits
-        self._tbt_slo_s = tbt_slo_s
-        self._headroom = headroom
-        self._least_prefill = least_prefill
+    def __init__(self, options: DynaServeConfig, limits: IterationLimits, *, cold_chunk: int) -> None:
+        """`cold_chunk`: prompt tokens of an iteration while nothing is learned."""
+        self._options, self._limits = options, limits
         self._cold_chunk = cold_chunk
         self.table = ProfileTable()
         self._lateness = Lateness(_PERCENTILE)
@@ -62,7 +59,7 @@ class SloBatching:
         self._observed: frozenset[SequenceKey] = frozenset()
         self._iterations = self._decodes_over = self._late = 0
         self._budget = 0
-        self._bound_s = self._aim_s = tbt_slo_s
+        self._bound_s = self._aim_s = options.tbt_slo_s
 
     # -- the seat ----------------------------------------------------------------------------------------------
 
@@ -91,7 +88,7 @@ class SloBatching:
         self._aim_s = self._target_s(batch)
         # 2. Prefill chunks in arrival order while the table says that the batch stays within the bound.
         self._budget = 0
-        least = self._least_prefill
+        least = self._options.least_prefill
         for sequence in [s for s in self._running if s.uncomputed > 1]:
             batch, least = self._chunk(draft, batch, sequence, least, admitted=True)
             if draft.tokens_left <= 0:
@@ -176,13 +173,13 @@ class SloBatching:
 
     def _bound(self, decoding: Iterable[Sequence]) -> float:
         """The strictest promise of those who draw tokens in this iteration."""
-        promised = [s.request.slo.tpot_s or self._tbt_slo_s for s in decoding]
-        return min(promised, default=self._tbt_slo_s)
+        promised = [s.request.slo.tpot_s or self._options.tbt_slo_s for s in decoding]
+        return min(promised, default=self._options.tbt_slo_s)
 
     def _target_s(self, decodes: BatchShape) -> float:
         """What the iteration aims at: the bound, or half of it for those who arrive. Then a quarter of it stays for
         prompts whatever the decodes take: nothing would be gained for the newcomer and prompts would stand still."""
-        whole_s = self._bound_s * min(1.0 - self._headroom, 1.0 / self._lateness.ratio)
+        whole_s = self._bound_s * min(1.0 - self._options.headroom, 1.0 / self._lateness.ratio)
         if not self._arriving:
             return whole_s
         decode_s = self.table.estimate(decodes) or 0.0

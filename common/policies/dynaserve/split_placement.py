@@ -9,39 +9,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cohort.common.config import DynaServeConfig
 from cohort.common.policies.baselines.placements import Colocated, fits
-from cohort.common.policies.dynaserve.instance_work import Balance, InstanceWork
+from cohort.common.policies.dynaserve.instance_work import InstanceWork
 from cohort.common.policies.dynaserve.split_gain import PlacementRate, split_gain_s
 from cohort.common.policies.dynaserve.split_search import Split, search_split
 from cohort.common.policies.dynaserve.timeline import Piece
 from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
 from cohort.common.types import InstanceId, RequestId, Segment, StepTimes
 
+_PROBES = 6
+"""K of Alg. 1: split points tried for a request. Six halvings leave a sixty-fourth of it."""
 _COLD = StepTimes(1e-3, 1e-4, 1e-4, 1e-2, 1e-9, 1e-8)
 """Before anybody has measured anything; only its proportions matter, and only for the first requests."""
-
-
-@dataclass(frozen=True, slots=True)
-class SplitSettings:
-    """`probes` K and `tolerance` ε of Alg. 1. `margin_tokens` is added to every predicted length (D8).
-
-    `hand_over_s`: what a hand-over costs; a split must gain more. `await_arrivals`: its gain is weighed by when the
-    next request comes (`split_gain_s`). `least_segment`: tokens below which a segment is not worth one. `balance`: what
-    Alg. 1 balances (`InstanceWork.until_done`). `tbt_slo_s`: for requests without a promise; `headroom`,
-    `least_prefill` as in `SloBatching`.
-    """
-
-    probes: int
-    tolerance: float
-    margin_tokens: int
-    hand_over_s: float
-    await_arrivals: bool
-    least_segment: int
-    balance: Balance
-    tbt_slo_s: float
-    headroom: float
-    least_prefill: int
-    default_output: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +59,9 @@ class SplitPlacement:
     than tolerance and hand-over cost (`split_gain_s`: under load little, because the next request would fill the time).
     """
 
-    def __init__(self, settings: SplitSettings) -> None:
-        self._settings = settings
+    def __init__(self, options: DynaServeConfig, *, default_output: float) -> None:
+        """`default_output`: tokens expected of a request without a prediction."""
+        self._options, self._default_output = options, default_output
         self._work: dict[InstanceId, InstanceWork] = {}
         self._expected: dict[RequestId, tuple[float, float]] = {}
         """Of every request on an instance: when it was placed and how long it was predicted to take."""
@@ -105,12 +86,12 @@ class SplitPlacement:
         seconds = unified or [view for view in able if view.role.decodes]
         if not firsts or not seconds or wish in views:
             return self._colocated.place(now_s, waiting, cluster, wish)
-        settings = self._settings
+        options = self._options
         prompt = len(request.tokens)
         most = request.sampling.max_tokens - request.output_known
-        expected = waiting.expected_output(settings.default_output) - request.output_known
-        output = max(1, min(most, round(expected) + settings.margin_tokens))
-        slo_s = request.slo.tpot_s or settings.tbt_slo_s
+        expected = waiting.expected_output(self._default_output) - request.output_known
+        output = max(1, min(most, round(expected) + options.margin_tokens))
+        slo_s = request.slo.tpot_s or options.tbt_slo_s
         whole = Piece(prompt, 0, output)
 
         first, *others = self._by_load(now_s, firsts, slo_s, prompt)
@@ -128,7 +109,7 @@ class SplitPlacement:
         choice = self._search([(first, second), (second, first)], prompt, output)
         kept = min((first, second), key=lambda work: self._end_whole(work, (first, second), whole))
         kept_s = self._end_whole(kept, (first, second), whole)
-        if self._gain_s(now_s, choice, kept, kept_s) <= settings.hand_over_s + settings.tolerance * kept_s:
+        if self._gain_s(now_s, choice, kept, kept_s) <= options.hand_over_s + options.search_tolerance * kept_s:
             return self._keep(now_s, request.request_id, kept, whole, "no gain from a split")
         return self._share(now_s, request.request_id, choice, whole)
 
@@ -163,17 +144,17 @@ class SplitPlacement:
 
     def _by_load(self, now_s: float, views: list[InstanceView], slo_s: float, context: int) -> list[InstanceWork]:
         """Least work first; whose decodes would break the bound with this one come last (D5: placement reacts)."""
-        settings = self._settings
+        options = self._options
         works = []
         for view in views:
             work = self._work.get(view.instance)
             if work is None:
                 work = self._work[view.instance] = InstanceWork(
                     view.instance,
-                    pass_s=settings.tbt_slo_s * (1.0 - settings.headroom),
-                    least_prefill=settings.least_prefill,
-                    balance=settings.balance,
-                    margin_tokens=settings.margin_tokens,
+                    pass_s=options.tbt_slo_s * (1.0 - options.headroom),
+                    least_prefill=options.least_prefill,
+                    balance=options.ablation.balance,
+                    margin_tokens=options.margin_tokens,
                 )
             work.refresh(now_s, view, _COLD)
             works.append(work)
@@ -181,7 +162,7 @@ class SplitPlacement:
 
     def _full(self, work: InstanceWork, slo_s: float, context: int) -> bool:
         """One more decode, and decodes alone take longer than the bound."""
-        return work.decode_pass_s(1, context) > slo_s * (1.0 - self._settings.headroom)
+        return work.decode_pass_s(1, context) > slo_s * (1.0 - self._options.headroom)
 
     def _idle(self, work: InstanceWork, slo_s: float, context: int) -> bool:
         """Hardly a prompt waits there, and its decodes leave half the bound free."""
@@ -195,19 +176,19 @@ class SplitPlacement:
         """Of this split over leaving the request whole where it is kept best."""
         split = choice.split
         other, after_s = (choice.second, split.second_s) if kept is choice.first else (choice.first, split.first_s)
-        requests_per_s = self._rate.per_s(now_s) if self._settings.await_arrivals else 0.0
+        requests_per_s = self._rate.per_s(now_s) if self._options.ablation.await_arrivals else 0.0
         return split_gain_s(kept_s, split.later_s, other.until_done(), after_s, requests_per_s)
 
     # -- one request -------------------------------------------------------------------------------------------
 
     def _search(self, pairs: list[tuple[InstanceWork, InstanceWork]], prompt: int, output: int) -> _Choice:
         """Alg. 1 for each order of the pair."""
-        settings = self._settings
+        options = self._options
         choices = []
         for first, second in pairs:
             probe = _Probe(first, second, prompt, output)
             split = search_split(
-                prompt, output, probe.first_end, probe.second_end, probes=settings.probes, tolerance=settings.tolerance
+                prompt, output, probe.first_end, probe.second_end, probes=_PROBES, tolerance=options.search_tolerance
             )
             self._probes += split.probes
             choices.append(_Choice(first, second, split))
@@ -222,14 +203,14 @@ class SplitPlacement:
         return Placed((Segment(0, None, work.instance),), f"whole: {reason}", predicted_s)
 
     def _share(self, now_s: float, request_id: RequestId, choice: _Choice, whole: Piece) -> Placed:
-        settings, position = self._settings, choice.split.position
+        options, position = self._options, choice.split.position
         total = whole.prefill + whole.decode
-        if min(position, total - position) < settings.least_segment:
+        if min(position, total - position) < options.least_segment:
             larger = choice.first if 2 * position > total else choice.second
             if larger.unified:
                 return self._keep(now_s, request_id, larger, whole, "a segment would be too short")
         first, second = _parts(whole.prefill, whole.decode, position)
-        handed_s = choice.first.timeline.finish_of(first) + settings.hand_over_s
+        handed_s = choice.first.timeline.finish_of(first) + options.hand_over_s
         predicted_s = choice.second.timeline.finish_of(second, handed_s)
         self._rate.placed(now_s)
         choice.first.assign(now_s, request_id, first)

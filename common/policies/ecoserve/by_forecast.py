@@ -16,10 +16,11 @@ that no computed prompt waits with its KV; prompts still fill every iteration up
 
 from __future__ import annotations
 
+from cohort.common.config import EcoServeConfig
+from cohort.common.policies.baselines.draft import IterationLimits
 from cohort.common.policies.ecoserve.forecast import Forecast
-from cohort.common.policies.ecoserve.padding_ratio import PaddingRatio
 from cohort.common.policies.ecoserve.task_order import Rank
-from cohort.common.policies.ecoserve.time_synced import EcoServeSettings, TimeSynced
+from cohort.common.policies.ecoserve.time_synced import TimeSynced
 from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Sequence
 from cohort.common.policies.sequences import resume
 
@@ -28,8 +29,8 @@ _LOOKED_AT = 16
 
 
 class ByForecast(TimeSynced):
-    def __init__(self, settings: EcoServeSettings, padding: PaddingRatio) -> None:
-        super().__init__(settings, padding)
+    def __init__(self, options: EcoServeConfig, limits: IterationLimits) -> None:
+        super().__init__(options, limits)
         self._hopeless_until = 0
         """On the batch's clock: no prompt fitted, and until then none will be tried unless something happens. Time
         makes room, too: the later somebody starts, the less it holds when others end."""
@@ -95,7 +96,7 @@ class ByForecast(TimeSynced):
             return
         forecast = self._forecast(kv)
         spare = self._reserve(kv) if len(self._batch) else 0
-        stands = not self.settings.ordered or now_s - self._deadlines.of(waiting[0][2]) > self.settings.patience_s
+        stands = not self._parts.ordered or now_s - self._deadlines.of(waiting[0][2]) > self.options.patience_s
         for _, length, sequence in self._grouped(waiting):
             if self._places() < 1:
                 return
@@ -125,7 +126,7 @@ class ByForecast(TimeSynced):
                 victim = max(there, key=lambda s: (self._deadlines.of(s), s.key))
                 self._count.late += 1
                 self._hopeless_until = 0
-                self._evict(now_s, victim, kv, plan, self.settings.preemption)
+                self._evict(now_s, victim, kv, plan, self.limits.preemption)
 
     def _next_prompt(self, now_s: float, kv: KvAllocator, tokens: int) -> Sequence | None:
         """E1, E6 · The first in order that fits with its answer, begun in part if the iteration is short of tokens;
@@ -137,9 +138,9 @@ class ByForecast(TimeSynced):
             return head[0]
         forecast, spare = self._forecast(kv), self._reserve(kv)
         room = (kv.free_blocks + kv.cached_blocks) * kv.geometry.block_size
-        stands = not self.settings.ordered or now_s - head[1] > self.settings.patience_s
+        stands = not self._parts.ordered or now_s - head[1] > self.options.patience_s
         for prompt in self._prompts.first(1 if stands else _LOOKED_AT):
             if prompt.target <= room and forecast.fits(prompt.target, self._answer_length(prompt), spare):
                 return prompt
-        self._hopeless_until = self._batch.clock + self.settings.group_tokens
+        self._hopeless_until = self._batch.clock + self.options.group_tokens
         return None

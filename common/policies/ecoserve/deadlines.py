@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from cohort.common.policies.interface import IterationPlan, Sequence
 
+_SCALE = 2.0
+"""A request without an SLO is late after twice what it would take undisturbed."""
+
 
 class Deadlines:
     """E9 · EcoServe §4: SLO = scale · (t_p + t_g · l_g).
@@ -19,7 +22,7 @@ class Deadlines:
     Differs from the paper: averages of the load at hand; and l_g is the prediction, the true length is not known.
     """
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float = _SCALE) -> None:
         self._scale = scale
         self.prompt_s = 0.0
         self.token_s = 0.0

@@ -1,6 +1,6 @@
 """E1 · The target forward size: tokens of one iteration from which on more of them no longer go faster.
 
-Found by `cohort profile` from measured iterations and given to the scheduler as `ecoserve.target_forward_tokens`. Pure.
+Found by `cohort profile` from measured iterations and given to the scheduler as `engine.target_forward_tokens`. Pure.
 """
 
 from __future__ import annotations

@@ -14,9 +14,11 @@ never an answer: nobody is cut off, and who outlives a prediction waits with its
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+from cohort.common.config import EcoServeConfig
+from cohort.common.policies.baselines.draft import IterationLimits
 from cohort.common.policies.ecoserve.batch import SyncedBatch
 from cohort.common.policies.ecoserve.deadlines import Deadlines
 from cohort.common.policies.ecoserve.loans import LendsBlocks, Loans
@@ -25,30 +27,6 @@ from cohort.common.policies.ecoserve.padding_ratio import PaddingRatio
 from cohort.common.policies.ecoserve.task_order import PromptQueue, Ranges, Rank, rank
 from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Row, Sequence, SequenceKey
 from cohort.common.policies.sequences import preempt, resume, start
-
-
-@dataclass(frozen=True, slots=True)
-class EcoServeSettings:
-    """`target_tokens`: E1's forward size. `reserve`: share of the cache that answers leave to prompts and to whoever
-    outlives its prediction (E2, E5). `waiting_share`: of the cache, the most that answers may hold that wait to run,
-    before prompts must wait. `group_tokens`: predicted lengths are rounded up to this (E3). `buffer`: E7. `slo_scale`:
-    E9. `patience_s`: nobody overtakes who is overdue by more. Switches: `synced` (E3), `ordered` (E6), `pipelined`
-    (E7), `decoupled` (E1; False allocates a prompt's answer with it: the paper's SyncCoupled)."""
-
-    max_rows: int
-    target_tokens: int
-    preemption: Literal["swap", "recompute"] = "swap"
-    reserve: float = 0.03
-    waiting_share: float = 0.1
-    group_tokens: int = 8
-    buffer: float = 0.15
-    slo_scale: float = 2.0
-    patience_s: float = 30.0
-    synced: bool = True
-    ordered: bool = True
-    pipelined: bool = True
-    decoupled: bool = True
-    ranges: Ranges = field(default_factory=Ranges)
 
 
 @dataclass(slots=True)
@@ -73,11 +51,14 @@ class TimeSynced:
     - With nobody able to run, the first in order gets its place by evicting the last.
     """
 
-    def __init__(self, settings: EcoServeSettings, padding: PaddingRatio) -> None:
-        self.settings = settings
-        self._padding = padding
-        self._deadlines = Deadlines(settings.slo_scale)
-        self._prompts = PromptQueue(settings.ranges, ordered=settings.ordered)
+    def __init__(self, options: EcoServeConfig, limits: IterationLimits) -> None:
+        """`limits.max_tokens`: E1's target forward size."""
+        self.options, self.limits = options, limits
+        self._parts = options.ablation
+        self._padding = PaddingRatio(options.padding, tuned=self._parts.tune_padding)
+        self._deadlines = Deadlines()
+        self._ranges = Ranges()
+        self._prompts = PromptQueue(self._ranges, ordered=self._parts.ordered)
         self._prefilling: dict[Sequence, int] = {}
         """Prompts begun, with the position at which each becomes an answer."""
         self._answers: dict[SequenceKey, Sequence] = {}
@@ -85,7 +66,7 @@ class TimeSynced:
         self._stopped: set[SequenceKey] = set()
         """Who had to wait because it outlived its prediction."""
         self._batch = SyncedBatch()
-        self._loans = Loans(settings.buffer)
+        self._loans = Loans(options.buffer)
         self._drained = True
         self._group_over = False
         self._freed = 0
@@ -159,7 +140,7 @@ class TimeSynced:
         if plan.rows:
             self._count.iterations += 1
             self._count.quiet += not formed and not prompts
-        self._forms_always = bool(self._answers) and not self.settings.synced
+        self._forms_always = bool(self._answers) and not self._parts.synced
         return plan
 
     def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
@@ -172,7 +153,7 @@ class TimeSynced:
         rows = len(plan.rows)
         if plan.preempted or plan.copies or rows != len(self._batch) or self._prefilling:
             return False
-        if self._answers and not self.settings.synced and self.settings.pipelined:
+        if self._answers and not self._parts.synced and self._parts.pipelined:
             return False  # the second halves of lenders change with every iteration
         return not (self._drained and self._answers)
 
@@ -210,7 +191,7 @@ class TimeSynced:
         Beyond its prediction: L_new. The paper's own formula (prediction less what exists) is at most 0 then; here it
         is the padding again, of what exists.
         """
-        made, quantum = sequence.output_tokens + drawn, self.settings.group_tokens
+        made, quantum = sequence.output_tokens + drawn, self.options.group_tokens
         left = math.ceil(sequence.predicted * (1.0 + self._padding.ratio)) - made
         if left < 1:
             left = math.ceil(made * self._padding.ratio)
@@ -218,7 +199,7 @@ class TimeSynced:
         return max(1, min(length, sequence.max_positions - sequence.computed))
 
     def _reserve(self, kv: KvAllocator) -> int:
-        return math.ceil(self.settings.reserve * kv.total_blocks)
+        return math.ceil(self.options.reserve * kv.total_blocks)
 
     def _room(self, kv: KvAllocator) -> int:
         """Blocks for answers that are to run."""
@@ -291,7 +272,7 @@ class TimeSynced:
             self._group_over
             or self._drained
             or not len(self._batch)
-            or not self.settings.synced
+            or not self._parts.synced
             or self._freed >= max(1, self._reserve(kv))
         )
 
@@ -309,7 +290,7 @@ class TimeSynced:
 
     def _nest(self, waiting: list[tuple[Rank, int, Sequence]], kv: KvAllocator) -> None:
         """E7 · Borrowers among those who wait."""
-        if not self.settings.pipelined or self._lending is None or not self._answers:
+        if not self._parts.pipelined or self._lending is None or not self._answers:
             return
         # Who is handed over later keeps its blocks until they are sent, which may be late: it does not borrow.
         candidates = [
@@ -323,8 +304,8 @@ class TimeSynced:
             self._count.borrowed += 1
 
     def _rank(self, now_s: float, sequence: Sequence, length: int) -> Rank:
-        if self.settings.ordered:
-            return rank(self.settings.ranges, now_s, self._deadlines.of(sequence), sequence, length)
+        if self._parts.ordered:
+            return rank(self._ranges, now_s, self._deadlines.of(sequence), sequence, length)
         return (sequence.request.priority, 0, 0, 0, 0.0, sequence.arrived_s, sequence.key)
 
     def _allocate(
@@ -343,8 +324,8 @@ class TimeSynced:
         else:
             return
         head = waiting[0][2]
-        stands = head.key in self._answers and now_s - self._deadlines.of(head) > self.settings.patience_s
-        if not self.settings.ordered or stands:
+        stands = head.key in self._answers and now_s - self._deadlines.of(head) > self.options.patience_s
+        if not self._parts.ordered or stands:
             return
         left = [(length, sequence) for _, length, sequence in waiting if sequence.key in self._answers]
         left.sort(key=lambda task: (-task[0], task[1].arrived_s, task[1].key))
@@ -356,7 +337,7 @@ class TimeSynced:
                 room -= lacks
 
     def _grouped(self, waiting: list[tuple[Rank, int, Sequence]]) -> list[tuple[Rank, int, Sequence]]:
-        if not self.settings.synced:
+        if not self._parts.synced:
             return waiting
         groups: dict[int, list[tuple[Rank, int, Sequence]]] = {}
         for task in waiting:
@@ -364,7 +345,7 @@ class TimeSynced:
         return [task for group in groups.values() for task in group]
 
     def _places(self) -> int:
-        return min(self.settings.max_rows, self.settings.target_tokens) - len(self._batch)
+        return min(self.limits.max_rows, self.limits.max_tokens) - len(self._batch)
 
     def _run(self, sequence: Sequence, length: int, kv: KvAllocator, plan: IterationPlan) -> bool:
         """Allocate and join."""
@@ -391,8 +372,8 @@ class TimeSynced:
     def _choose_prompts(self, now_s: float, kv: KvAllocator, formed: bool) -> list[Row]:
         """E1 · Alg. 1, line 5: prompts until the iteration has as many tokens as the device can use."""
         rows: list[Row] = []
-        tokens = self.settings.target_tokens - len(self._batch)
-        places = self.settings.max_rows - len(self._batch)
+        tokens = self.limits.max_tokens - len(self._batch)
+        places = self.limits.max_rows - len(self._batch)
         for sequence in sorted(self._prefilling, key=lambda s: (-s.computed, s.arrived_s, s.key)):
             count = min(sequence.uncomputed, tokens)
             if len(rows) >= places or count < 1:
@@ -400,7 +381,7 @@ class TimeSynced:
             if kv.extend(sequence, sequence.computed + count):
                 rows.append(Row(sequence, sequence.computed, count))
                 tokens -= count
-        if not self.settings.decoupled and len(self._batch) and not formed:
+        if not self._parts.decoupled and len(self._batch) and not formed:
             return rows  # SyncCoupled: whoever joins, joins with a group
         while tokens > 0 and len(rows) < places:
             chosen = self._next_prompt(now_s, kv, tokens)
@@ -408,7 +389,7 @@ class TimeSynced:
                 break
             self._prompts.remove(chosen)
             self._prefilling[chosen] = chosen.target
-            if not self.settings.decoupled:
+            if not self._parts.decoupled:
                 self._claim(kv, chosen, chosen.target + self._length(chosen, 1))
             count = min(chosen.uncomputed, tokens)
             rows.append(Row(chosen, chosen.computed, count))
@@ -425,16 +406,16 @@ class TimeSynced:
         waiting = [s for s in self._answers.values() if s.phase is Phase.RUNNING]
         if waiting:
             held = sum(len(kv.blocks(s.key)) for s in (*waiting, *self._prefilling))
-            limit = max(self._reserve(kv), math.floor(self.settings.waiting_share * kv.total_blocks))
+            limit = max(self._reserve(kv), math.floor(self.options.waiting_share * kv.total_blocks))
             blocks = min(blocks, limit - held)
         room = blocks * kv.geometry.block_size
         first, deadline_s = head
-        if not self.settings.decoupled:
+        if not self._parts.decoupled:
             needed = kv.geometry.blocks_for(first.target + self._length(first, 1))
             return first if needed <= blocks or (needed > kv.total_blocks and not len(self._batch)) else None
         if first.target <= room and now_s > deadline_s:
             return first
-        if now_s - deadline_s > self.settings.patience_s:
+        if now_s - deadline_s > self.options.patience_s:
             return None
         return self._prompts.fitting(min(tokens, room)) or self._prompts.fitting(room)
 
@@ -451,13 +432,13 @@ class TimeSynced:
             length = self._prefilling[task] - task.computed if task in self._prefilling else self._length(task)
             victims = [s for s in tasks if s is not task and s.phase is Phase.RUNNING and not s.pinned]
             while self._lacks(task, length, kv) > kv.free_blocks + kv.cached_blocks and victims:
-                self._evict(now_s, victims.pop(), kv, plan, self.settings.preemption)
+                self._evict(now_s, victims.pop(), kv, plan, self.limits.preemption)
             length = min(length, self._most(task, kv))
             if length < 1:
                 continue
             self._count.forced += 1
             if task in self._prefilling:
-                count = min(length, self.settings.target_tokens)
+                count = min(length, self.limits.max_tokens)
                 if kv.extend(task, task.computed + count):
                     return [Row(task, task.computed, count)]
             elif self._run(task, length, kv, plan):

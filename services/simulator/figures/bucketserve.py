@@ -46,9 +46,9 @@ _SLOS = {"alpaca": per_token(0.25, 0.1), "mixed": per_token(2.5, 0.15)}
 _START_PER_S = {"alpaca": 16.0, "mixed": 2.0}
 _P_AND_D = {Role.PREFILL: 1, Role.DECODE: 3}
 _HALVES = {Role.PREFILL: 2, Role.DECODE: 2}
-_PADDED = {"bucketserve": {"padding": "longest"}, "policies": {"iteration": "padded_prefill"}}
-_ONE_BUCKET: Mapping[str, Mapping[str, object]] = {**_PADDED, "bucketserve": {"padding": "longest", "max_buckets": 1}}
-_RECTANGLES = {"baselines": {"rectangular_kv": True, "padded": True}}
+_PADDED = {"policies": {"iteration": "padded_prefill"}}
+_ONE_BUCKET: Mapping[str, Mapping[str, object]] = {**_PADDED, "bucketserve": {"ablation": {"max_buckets": 1}}}
+_RECTANGLES = {"baselines": {"padded": True, "ablation": {"rectangular_kv": True}}}
 
 
 @dataclass(frozen=True, slots=True)

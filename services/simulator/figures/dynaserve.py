@@ -235,7 +235,7 @@ def _exposed_less(lab: Lab) -> float:
     middle of its answer."""
 
     def per_hand_over(chunked: bool) -> float:
-        system = System(SPLIT, settings=(("transfer", "chunked", chunked),))
+        system = System(SPLIT, settings=(("transfer.ablation", "chunked", chunked),))
         report = lab.run(
             ("exposed", chunked),
             lambda: simulated(

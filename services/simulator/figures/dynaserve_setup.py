@@ -94,7 +94,10 @@ class System:
         if self.preset == COLOCATED:
             found["policies"] = {"placement": "colocated_in_turn"}
         for section, option, value in self.settings:
-            found.setdefault(section, {})[option] = value
+            target = found
+            for name in section.split("."):
+                target = target.setdefault(name, {})
+            target[option] = value
         return found
 
 

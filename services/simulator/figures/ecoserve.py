@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from cohort.common.config import load_config
+from cohort.common.config import EcoServeAblation, load_config
 from cohort.common.policies.cost_model import CostModel, StepWork, prefill_pairs
 from cohort.common.policies.ecoserve.forward_size import target_forward_tokens
 from cohort.common.workloads.arrivals import RandomArrivals
@@ -124,7 +124,7 @@ def _bound_ms(model: _Model) -> float:
 
 @dataclass(frozen=True)
 class _Case:
-    """One run but for its rate. `eco`: options of section `ecoserve`; `promises`: t_p and t_g of E9."""
+    """One run but for its rate. `eco`: options of `ecoserve`, `ablation` included; `promises`: t_p and t_g of E9."""
 
     preset: str
     data: str
@@ -138,13 +138,16 @@ class _Case:
     def run(self, rate: float) -> SimReport:
         model, data, end_s = self.model, self.data, _END_S[self.data] * self.model.windows
         tokens = _forward_tokens(model.name, model.devices)
+        switches = EcoServeAblation.__struct_fields__
         ecoserve = {
-            "target_forward_tokens": tokens,
             "padding": 0.0 if self.oracle else _PADDING[data],
-            "tune_padding": not self.oracle,
             "buffer": _BUFFER[data],
             "reserve": _RESERVE[data],
-            **dict(self.eco),
+            **{name: value for name, value in self.eco if name not in switches},
+            "ablation": {
+                "tune_padding": not self.oracle,
+                **{name: value for name, value in self.eco if name in switches},
+            },
         }
         config = load_config(
             preset=self.preset,
@@ -155,6 +158,7 @@ class _Case:
                     "max_step_tokens": 2048,
                     "prefill_chunk": 2048,
                     "preemption": self.preemption,
+                    "target_forward_tokens": tokens,
                 },
                 "kv": {
                     "memory_bytes": model.kv_bytes,
@@ -162,11 +166,7 @@ class _Case:
                     "host_memory_bytes": _HOST_BYTES * model.devices,
                     "prefix_caching": False,
                 },
-                "baselines": {
-                    "target_forward_tokens": tokens,
-                    "prediction_padding": _PADDING[data],
-                    "batch_size": model.orca_batch,
-                },
+                "baselines": {"prediction_padding": _PADDING[data], "batch_size": model.orca_batch},
                 "gateway": {"max_waiting_requests": 10**6, "max_waiting_tokens": 10**9},
                 "ecoserve": ecoserve,
             },

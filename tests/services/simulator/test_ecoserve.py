@@ -51,7 +51,7 @@ def crowd(**options: Any) -> Recorded:
 
 
 def test_lending_fills_the_cache_and_ends_sooner() -> None:
-    lending, keeping = crowd(), crowd(pipelined=False)
+    lending, keeping = crowd(), crowd(ablation={"pipelined": False})
     reports = [make_report(sim, "crowd", Workload("crowd", ()).facts) for sim in (lending, keeping)]
     filled = [report.instances[0].kv_filled for report in reports]
     assert filled[0] > filled[1] > 0

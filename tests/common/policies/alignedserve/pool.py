@@ -6,17 +6,16 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from cohort.common.config import AlignedServeAblation, AlignedServeConfig
 from cohort.common.policies.alignedserve.aligned_batching import AlignedBatching
-from cohort.common.policies.alignedserve.aligned_binding import AlignedBinding, BindingSettings
+from cohort.common.policies.alignedserve.aligned_binding import AlignedBinding
 from cohort.common.policies.alignedserve.late_bound import LateBound
-from cohort.common.policies.alignedserve.thresholds import Thresholds
 from cohort.common.policies.interface import ClusterView, InstanceView, ParkedKv
 from cohort.common.types import Attempt, Request, Role, SamplingParams, Slo, WorkerCapacity, WorkerFigures
 from tests.common.machines.world import VOCABULARY, World
 
 PD = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
 PD_TWICE = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
-THRESHOLDS = Thresholds(batch_share=0.4, least_requests=2)
 
 
 def world(
@@ -29,14 +28,18 @@ def world(
     aligned: bool = True,
     **options: Any,
 ) -> World:
-    settings = BindingSettings(
-        THRESHOLDS, longest_prefix=64, leaf_tokens=4, starvation_s=starvation_s, prefetch=prefetch, aligned=aligned
+    config = AlignedServeConfig(
+        batch_share=0.4,
+        least_requests=2,
+        leaf_tokens=4,
+        starvation_s=starvation_s,
+        ablation=AlignedServeAblation(prefetch=prefetch, aligned=aligned),
     )
     return World(
         seed,
         roles,
-        lambda: LateBound(THRESHOLDS),
-        late_binding=lambda: AlignedBinding(settings),
+        lambda: LateBound(config),
+        late_binding=lambda: AlignedBinding(config, default_output=256.0),
         scheduler=lambda: AlignedBatching(max_rows=8, max_step_tokens=32, prefill_chunk=8, preemption=preemption),  # type: ignore[arg-type]
         **options,
     )

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.common.config import Config, load_config
-from cohort.common.policies import compose
+from cohort.common.policies import baselines, compose
 from cohort.common.policies.interface import ForeseesDecisions, IterationScheduler, KvAllocator, Phase, Sequence
 from cohort.common.types import TrafficClass
 from tests.common.policies.baselines.drive import GEOMETRY, leave, rows, run, sequence
 
-SCHEDULERS = compose.BASELINE_ITERATIONS
+SCHEDULERS = [name for name, policy in compose.ITERATIONS.items() if policy.build.__module__ == baselines.__name__]
 Load = tuple[int, int, float, int, int]
 
 LOADS = st.lists(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -36,7 +37,7 @@ def bros_world(
     host_blocks: int = 60,
     preemption: str = "swap",
     run_failure_rate: float = 0.0,
-    options: dict[str, float] | None = None,
+    options: dict[str, Any] | None = None,
 ) -> World:
     config = load_config(
         overrides={
@@ -122,8 +123,8 @@ def test_other_schedulers_over_bidirectional_blocks(iteration: str) -> None:
     assert finish(world)["shared_blocks_total"] > 0
 
 
-@pytest.mark.parametrize("options", [{"group_tokens": 4}, {"cut_prompts": False}])
-def test_options(options: dict[str, float]) -> None:
+@pytest.mark.parametrize("options", [{"group_tokens": 4}, {"ablation": {"cut_prompts": False}}])
+def test_options(options: dict[str, Any]) -> None:
     world = bros_world(34, UNIFIED, Colocated, options=options)
     offer(world, 60)
     finish(world)

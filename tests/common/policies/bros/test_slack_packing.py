@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from cohort.common.config import load_config
+from cohort.common.config import BrosAblation, BrosConfig, load_config
 from cohort.common.errors import ConfigError
 from cohort.common.policies import compose
+from cohort.common.policies.baselines.draft import IterationLimits
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
-from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
 from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
 from cohort.common.policies.bros.iteration_cost import IterationCost
-from cohort.common.policies.bros.slack_packing import PackingSettings, SlackPacking
+from cohort.common.policies.bros.slack_packing import SlackPacking
 from cohort.common.policies.bros.token_groups import TokenGroups
 from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Sequence
 from tests.common.policies.bros.kv_world import GEOMETRY, request
@@ -30,7 +30,15 @@ def packing(
     share: float = 0.0,
 ) -> SlackPacking:
     """10 ms an iteration, 1 ms a prompt token, 1 ms a row; TTFT 0.4 s, TPOT 0.2 s."""
-    settings = PackingSettings(16, 512, chunk, preemption, cut, starve_s, starve_s, every, share)  # type: ignore[arg-type]
+    options = BrosConfig(
+        first_batch=first,
+        batch_step=2,
+        rt_starvation_s=starve_s,
+        be_starvation_s=starve_s,
+        best_effort_share=share,
+        ablation=BrosAblation(cut_prompts=cut, starving_every=every),
+    )
+    limits = IterationLimits(16, 512, chunk, preemption)  # type: ignore[arg-type]
     groups = TokenGroups(group_tokens=1, default_ttft_s=0.4, default_tpot_s=0.2)
     cost = IterationCost()
     points = [
@@ -41,7 +49,7 @@ def packing(
         for c in (10, 100)
     ]
     cost.import_state(json.dumps({"points": points}).encode())
-    return SlackPacking(settings, AdaptiveBatchSize(first=first, step=2, most=16), groups, cost)
+    return SlackPacking(options, limits, groups, cost)
 
 
 def names(plan: IterationPlan) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from cohort.common.config import BucketServeAblation, BucketServeConfig
 from cohort.common.policies.bucketserve.controller import BatchController
 from cohort.common.policies.bucketserve.demand import DemandRule
-from cohort.common.policies.bucketserve.prefill_order import BucketedPrefill, BucketSettings
+from cohort.common.policies.bucketserve.prefill_order import BucketedPrefill
 from cohort.common.policies.interface import ClusterView, InstanceView, WaitingRequest
 from cohort.common.types import (
     Attempt,
@@ -83,12 +84,11 @@ def waiting(
 
 
 def demand_rule(**options: float) -> DemandRule:
-    return DemandRule(**{"horizon_s": 1.0, "max_age_s": 3.0, "default_output": 8.0, **options})
+    return DemandRule(**{"default_output": 8.0, **options})
 
 
 def controller(
     *,
-    reserve: float = 0.1,
     max_batch: int = 64,
     ahead: int = 512,
     activation_bytes: int = 0,
@@ -96,17 +96,12 @@ def controller(
     demand: DemandRule | None = None,
     staging: float = 0.0,
 ) -> BatchController:
-    return BatchController(
-        reserve=reserve,
-        max_batch=max_batch,
-        dispatch_ahead_tokens=ahead,
-        activation_bytes=activation_bytes,
-        figures_max_age_s=1.0,
-        demand=demand or demand_rule(blind_share=0.0),
-        padded=padded,
-        staging=staging,
+    options = BucketServeConfig(
+        max_batch=max_batch, activation_bytes=activation_bytes, ablation=BucketServeAblation(staging_share=staging)
     )
+    demand = demand or demand_rule(blind_share=0.0)
+    return BatchController(options, dispatch_ahead_tokens=ahead, demand=demand, padded=padded)
 
 
-def order(settings: BucketSettings | None = None, **options: object) -> BucketedPrefill:
-    return BucketedPrefill(settings or BucketSettings(), controller(**options))  # type: ignore[arg-type]
+def order(queue: BucketServeConfig | None = None, **options: object) -> BucketedPrefill:
+    return BucketedPrefill(queue or BucketServeConfig(), controller(**options))  # type: ignore[arg-type]

@@ -10,10 +10,11 @@ from random import Random
 
 import pytest
 
+from cohort.common.config import BucketServeConfig
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.messages import Message, StartSegment
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
-from cohort.common.policies.bucketserve.prefill_order import BucketedPrefill, BucketSettings
+from cohort.common.policies.bucketserve.prefill_order import BucketedPrefill
 from cohort.common.policies.interface import Placement
 from cohort.common.types import Role
 from tests.common.machines.world import VOCABULARY, World
@@ -25,7 +26,7 @@ UNIFIED_TWICE = {"unified-0": Role.UNIFIED, "unified-1": Role.UNIFIED}
 
 def buckets() -> BucketedPrefill:
     return BucketedPrefill(
-        BucketSettings(), controller(max_batch=6, ahead=64, demand=demand_rule(blind_share=0.1, default_output=12.0))
+        BucketServeConfig(), controller(max_batch=6, ahead=64, demand=demand_rule(blind_share=0.1, default_output=12.0))
     )
 
 

@@ -75,7 +75,7 @@ class Seats:
                     "least_segment": 3,
                     "margin_tokens": 2,
                     "hand_over_s": 0.0,
-                    "await_arrivals": False,
+                    "ablation": {"await_arrivals": False},
                 },
             },
         )

@@ -7,6 +7,7 @@ from random import Random
 import msgspec
 import pytest
 
+from cohort.common.config import DynaServeConfig
 from cohort.common.policies.baselines.draft import IterationLimits
 from cohort.common.policies.dynaserve.slo_batching import SloBatching, plan_shape
 from cohort.common.policies.dynaserve.step_cost import step_seconds
@@ -20,9 +21,8 @@ TIMES = StepTimes(0.001, 0.0002, 0.0001, 0.001, 0.0, 1e-6)
 
 
 def scheduler(slo_s: float = 0.02, *, learned: bool = True, least: int = 2, rows_: int = 8) -> SloBatching:
-    policy = SloBatching(
-        IterationLimits(rows_, 400, 400, "recompute"), tbt_slo_s=slo_s, headroom=0.0, least_prefill=least, cold_chunk=24
-    )
+    options = DynaServeConfig(tbt_slo_s=slo_s, headroom=0.0, least_prefill=least)
+    policy = SloBatching(options, IterationLimits(rows_, 400, 400, "recompute"), cold_chunk=24)
     if learned:
         random = Random(5)
         for _ in range(400):

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cohort.common.config import DynaServeAblation, DynaServeConfig
 from cohort.common.policies.dynaserve.instance_work import Balance, InstanceWork, work_seconds
 from cohort.common.policies.dynaserve.pressure_gate import PressureGate
-from cohort.common.policies.dynaserve.split_placement import SplitPlacement, SplitSettings
+from cohort.common.policies.dynaserve.split_placement import SplitPlacement
 from cohort.common.policies.dynaserve.timeline import Piece
 from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
 from cohort.common.types import (
@@ -29,19 +30,12 @@ GPU = StepTimes(1.3e-3, 1.06e-4, 1.3e-4, 0.022, 6e-9, 1.5e-7)
 
 def placement(balance: Balance = "work", tolerance: float = 0.05, *, await_arrivals: bool = True) -> SplitPlacement:
     return SplitPlacement(
-        SplitSettings(
-            probes=6,
-            tolerance=tolerance,
-            margin_tokens=20,
-            hand_over_s=0.005,
-            await_arrivals=await_arrivals,
-            least_segment=32,
-            balance=balance,
-            tbt_slo_s=0.1,
+        DynaServeConfig(
+            search_tolerance=tolerance,
             headroom=0.1,
-            least_prefill=16,
-            default_output=256.0,
-        )
+            ablation=DynaServeAblation(balance=balance, await_arrivals=await_arrivals),
+        ),
+        default_output=256.0,
     )
 
 
@@ -274,7 +268,7 @@ def test_segments_always_meet_and_a_split_is_better_than_none(
 
 
 def gate() -> PressureGate:
-    return PressureGate(dispatch_ahead_tokens=8192, tbt_slo_s=0.1, headroom=0.1)
+    return PressureGate(DynaServeConfig(headroom=0.1), dispatch_ahead_tokens=8192)
 
 
 def test_the_gate_closes_only_when_decodes_fill_the_bound_everywhere() -> None:

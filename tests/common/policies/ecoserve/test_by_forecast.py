@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from cohort.common.policies.baselines.draft import IterationLimits
 from cohort.common.policies.ecoserve.by_forecast import ByForecast
-from cohort.common.policies.ecoserve.padding_ratio import PaddingRatio
-from cohort.common.policies.ecoserve.time_synced import EcoServeSettings
 from cohort.common.policies.interface import Phase, Sequence
 from tests.common.policies.baselines.drive import leave, rows, sequence, step
-from tests.common.policies.ecoserve.drive import nested
+from tests.common.policies.ecoserve.drive import nested, options
 
 
-def scheduler(**settings: Any) -> ByForecast:
-    given = {"max_rows": 16, "target_tokens": 32, "group_tokens": 1, "reserve": 0.0, **settings}
-    return ByForecast(EcoServeSettings(**given), PaddingRatio(0.0, tuned=False))
+def scheduler(**given: Any) -> ByForecast:
+    return ByForecast(options(**given), IterationLimits(16, 32, 32, "swap"))
 
 
 def answer(name: str, prompt: int, predicted: float, **more: Any) -> Sequence:

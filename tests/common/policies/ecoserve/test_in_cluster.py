@@ -27,13 +27,13 @@ from tests.common.policies.baselines.test_in_cluster import PD_TWICE, UNIFIED, f
 WRONG = ("one", "max", "random", "right")
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
-    "D": {"synced": False, "ordered": False, "pipelined": False},
-    "SD": {"ordered": False, "pipelined": False},
-    "SDO": {"pipelined": False},
-    "coupled": {"decoupled": False, "ordered": False, "pipelined": False},
-    "unsynced, pipelined": {"synced": False},
+    "D": {"ablation": {"synced": False, "ordered": False, "pipelined": False}},
+    "SD": {"ablation": {"ordered": False, "pipelined": False}},
+    "SDO": {"ablation": {"pipelined": False}},
+    "coupled": {"ablation": {"decoupled": False, "ordered": False, "pipelined": False}},
+    "unsynced, pipelined": {"ablation": {"synced": False}},
     "forecast": {"lending": "forecast"},
-    "unsynced, forecast": {"lending": "forecast", "synced": False},
+    "unsynced, forecast": {"lending": "forecast", "ablation": {"synced": False}},
 }
 
 

@@ -1,0 +1,79 @@
+"""Configuration: frozen, typed, read once at start, every key checked.
+
+Layers, later over earlier: built-in defaults (`serving.py`, `policies.py`; `configs/default.yaml` shows all of them), a
+preset from `configs/presets/`, the user's `--config` files, command-line options. Unknown or wrong keys are a
+`ConfigError` that names file, key and what would be right; an option that was moved is named with its new place
+(`moved.py`). The process that starts a pipeline writes the merged result to one file that all its processes read, so
+that they cannot disagree.
+"""
+
+from cohort.common.config.policies import (
+    AlignedServeAblation,
+    AlignedServeConfig,
+    BaselinesAblation,
+    BaselinesConfig,
+    BrosAblation,
+    BrosConfig,
+    BucketServeAblation,
+    BucketServeConfig,
+    DynaServeAblation,
+    DynaServeConfig,
+    EcoServeAblation,
+    EcoServeConfig,
+    PolicyConfig,
+)
+from cohort.common.config.reading import CONFIGS_DIR, dump_config, load_config, nested
+from cohort.common.config.root import Config
+from cohort.common.config.serving import (
+    BatchConfig,
+    EndpointsConfig,
+    EngineConfig,
+    GatewayConfig,
+    KvConfig,
+    LoggingConfig,
+    ManagerConfig,
+    MetricsConfig,
+    ModelConfig,
+    MonitorConfig,
+    PredictorConfig,
+    SecurityConfig,
+    TransferAblation,
+    TransferConfig,
+    WorkerGroup,
+)
+
+__all__ = [
+    "AlignedServeAblation",
+    "AlignedServeConfig",
+    "BaselinesAblation",
+    "BaselinesConfig",
+    "BatchConfig",
+    "BrosAblation",
+    "BrosConfig",
+    "BucketServeAblation",
+    "BucketServeConfig",
+    "CONFIGS_DIR",
+    "Config",
+    "DynaServeAblation",
+    "DynaServeConfig",
+    "EcoServeAblation",
+    "EcoServeConfig",
+    "EndpointsConfig",
+    "EngineConfig",
+    "GatewayConfig",
+    "KvConfig",
+    "LoggingConfig",
+    "ManagerConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "MonitorConfig",
+    "PolicyConfig",
+    "PredictorConfig",
+    "SecurityConfig",
+    "TransferAblation",
+    "TransferConfig",
+    "WorkerGroup",
+    "dump_config",
+    "load_config",
+    "nested",
+]

@@ -1,0 +1,119 @@
+"""Reads configuration: merges its layers, checks every key, says what is wrong and what would be right."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from cohort.common.config.moved import MOVED
+from cohort.common.config.root import Config
+from cohort.common.errors import ConfigError
+
+CONFIGS_DIR = Path(__file__).resolve().parent.parent.parent / "configs"
+
+
+def load_config(files: Sequence[Path] = (), *, preset: str = "", overrides: Mapping[str, Any] | None = None) -> Config:
+    """Merge preset, files and overrides over the defaults and check every key.
+
+    `overrides` is a nested mapping like a file's. Raises `ConfigError`.
+    """
+    merged: dict[str, Any] = {}
+    if preset:
+        path = CONFIGS_DIR / "presets" / f"{preset}.yaml"
+        if not path.is_file():
+            known = sorted(p.stem for p in (CONFIGS_DIR / "presets").glob("*.yaml"))
+            raise ConfigError(f"no preset named {preset!r}; there are: {', '.join(known)}")
+        _merge(merged, _read(path))
+    for path in files:
+        _merge(merged, _read(path))
+    if overrides:
+        _check(overrides, "command line")
+        _merge(merged, overrides)
+    return msgspec.convert(merged, Config)
+
+
+def dump_config(config: Config) -> str:
+    """YAML of the whole configuration, readable by `load_config`."""
+    return str(yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
+
+
+def nested(flat: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """`{"kv.block_size": 32}` as a nested mapping for `load_config`. Raises `ConfigError` naming `origin` where one key
+    gives a value to what another key uses as a section."""
+    result: dict[str, Any] = {}
+    for dotted, value in flat.items():
+        *sections, key = dotted.split(".")
+        target = result
+        for section in sections:
+            inner = target.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"{origin} {dotted}: {section} is not a section")
+            target = inner
+        target[key] = value
+    return result
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
+    _check(data, str(path))
+    return data
+
+
+def _check(data: Mapping[str, Any], origin: str) -> None:
+    _check_keys(data, Config, origin, "")
+    try:
+        msgspec.convert(data, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{origin}: {_readable(str(error))}") from error
+
+
+def _readable(message: str) -> str:
+    """msgspec writes "… - at `$.kv.block_size`"; put the key first."""
+    text, at, where = message.partition(" - at `$")
+    return f"{where.rstrip('`').lstrip('.')}: {text}" if at else message
+
+
+def _check_keys(data: Any, struct: type[msgspec.Struct], origin: str, prefix: str) -> None:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{origin}: {prefix or 'top level'} must be a mapping, found {type(data).__name__}")
+    hints = typing.get_type_hints(struct)
+    for key, value in data.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if name in MOVED:
+            raise ConfigError(f"{origin}: unknown option {name!r}; {MOVED[name]}")
+        if key not in hints:
+            close = difflib.get_close_matches(str(key), hints, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(hints)}"
+            raise ConfigError(f"{origin}: unknown option {name!r}; {hint}")
+        target = hints[key]
+        if isinstance(target, type) and issubclass(target, msgspec.Struct):
+            _check_keys(value, target, origin, name)
+        elif typing.get_origin(target) is tuple and isinstance(value, list | tuple):
+            element = typing.get_args(target)[0]
+            if isinstance(element, type) and issubclass(element, msgspec.Struct):
+                for index, item in enumerate(value):
+                    _check_keys(item, element, origin, f"{name}[{index}]")
+
+
+def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Mappings merge key by key; lists and scalars replace."""
+    for key, value in new.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = dict(value) if isinstance(value, Mapping) else value

@@ -1,0 +1,82 @@
+"""The whole configuration: one struct of sections, and which workers they ask for."""
+
+from __future__ import annotations
+
+from cohort.common.config.kinds import Section
+from cohort.common.config.policies import (
+    AlignedServeConfig,
+    BaselinesConfig,
+    BrosConfig,
+    BucketServeConfig,
+    DynaServeConfig,
+    EcoServeConfig,
+    PolicyConfig,
+)
+from cohort.common.config.serving import (
+    BatchConfig,
+    EndpointsConfig,
+    EngineConfig,
+    GatewayConfig,
+    KvConfig,
+    LoggingConfig,
+    ManagerConfig,
+    MetricsConfig,
+    ModelConfig,
+    MonitorConfig,
+    PredictorConfig,
+    SecurityConfig,
+    TransferConfig,
+    WorkerGroup,
+)
+from cohort.common.types import Role
+
+
+class Config(Section, frozen=True):
+    name: str = "cohort"  # of the preset; shown by /version, in logs and metrics
+    model: ModelConfig = ModelConfig()
+    # groups of workers: role (prefill, decode, unified), count, CPU threads of each (0 = engine.threads)
+    workers: tuple[WorkerGroup, ...] = (WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE))
+    policies: PolicyConfig = PolicyConfig()
+    bucketserve: BucketServeConfig = BucketServeConfig()
+    dynaserve: DynaServeConfig = DynaServeConfig()
+    alignedserve: AlignedServeConfig = AlignedServeConfig()
+    baselines: BaselinesConfig = BaselinesConfig()
+    ecoserve: EcoServeConfig = EcoServeConfig()
+    bros: BrosConfig = BrosConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    batch: BatchConfig = BatchConfig()
+    predictor: PredictorConfig = PredictorConfig()
+    manager: ManagerConfig = ManagerConfig()
+    monitor: MonitorConfig = MonitorConfig()
+    kv: KvConfig = KvConfig()
+    transfer: TransferConfig = TransferConfig()
+    engine: EngineConfig = EngineConfig()
+    endpoints: EndpointsConfig = EndpointsConfig()
+    security: SecurityConfig = SecurityConfig()
+    logging: LoggingConfig = LoggingConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @property
+    def instance_roles(self) -> dict[str, Role]:
+        """Workers by instance id: prefill-0, decode-0, decode-1 …"""
+        return {name: group.role for name, group in self._instances()}
+
+    def worker_threads(self, instance: str, cores: int) -> int:
+        """CPU threads of a worker: its group's, else the engine's, else `default_threads`."""
+        group = dict(self._instances()).get(instance)
+        return (group.threads if group else 0) or self.default_threads(cores)
+
+    def default_threads(self, cores: int) -> int:
+        """The engine's, else an equal share of the cores, but at least two where there are two: prefill and decode
+        workers are seldom both busy (measured: docs/benchmarks.md)."""
+        return self.engine.threads or max(min(2, cores), cores // max(1, len(self.instance_roles)))
+
+    def _instances(self) -> list[tuple[str, WorkerGroup]]:
+        counts: dict[Role, int] = {}
+        named = []
+        for group in self.workers:
+            for _ in range(group.count):
+                index = counts.get(group.role, 0)
+                counts[group.role] = index + 1
+                named.append((f"{group.role.value}-{index}", group))
+        return named

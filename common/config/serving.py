@@ -1,0 +1,149 @@
+"""Sections of the serving processes: model, gateway, manager, monitor, engine, KV and what connects them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from cohort.common.config.kinds import Fraction, NotNegative, Port, Positive, Seconds, Section
+from cohort.common.types import Role
+
+
+class ModelConfig(Section, frozen=True):
+    path: str = ""  # folder in Hugging Face format; "" = the default model made by the set-up
+    served_name: str = ""  # name clients use; "" = the folder's name
+    # of weights and KV; auto = bfloat16 where the device computes it fast, else float32
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: NotNegative = 0  # tokens, prompt + output; 0 = what the model says
+    weights: Literal["files", "random"] = "files"  # random = drawn, to measure a shape without having its weights
+
+
+class GatewayConfig(Section, frozen=True):
+    host: str = "127.0.0.1"  # address clients connect to; 0.0.0.0 = every interface
+    port: Port = 8000  # port clients connect to; 0 = any free one, chosen by the launcher
+    api_keys: tuple[str, ...] = ()  # accepted bearer tokens; empty = open. `env:NAME` reads an environment variable
+    max_waiting_requests: Positive = 4096  # not yet placed; beyond: 429
+    max_waiting_tokens: Positive = 4_000_000  # prompt + predicted output of those
+    max_n: Positive = 128  # choices per request
+    max_body_bytes: Positive = 33_554_432  # longest request body; beyond: 413
+    predictor_wait_s: Seconds = 0.005  # the longest a request waits for its prediction
+    default_prediction_tokens: Positive = 256  # mean when the predictor is silent
+    default_max_tokens: NotNegative = 0  # chat completions without max_tokens; 0 = what the context leaves
+    default_class: Literal["rt", "be"] = "rt"  # of a request that names none: rt = real-time, be = best-effort
+    rt_ttft_slo_s: Seconds = 2.0  # TTFT target of a real-time request that names none
+    rt_tpot_slo_s: Seconds = 0.2  # seconds between two tokens, likewise
+    request_timeout_s: Seconds = 3600.0  # the longest a request may live, queueing included
+    max_attempts: Positive = 8  # placements before a request fails with 503
+    write_timeout_s: Seconds = 60.0  # a client that takes nothing of its stream for so long is given up
+    drain_s: Seconds = 30.0  # on SIGTERM: the longest to wait for running requests
+
+
+class BatchConfig(Section, frozen=True):
+    """Files and batch jobs of the gateway (/v1/files, /v1/batches), kept on its disk."""
+
+    folder: str = ""  # database and files, for one gateway alone; "" = one per gateway port inside the cache folder
+    concurrency: Positive = 128  # lines of all batches in work at once
+    max_file_bytes: Positive = 209_715_200  # one uploaded file; beyond: 413
+    max_lines: Positive = 50_000  # requests in one batch; beyond: the batch fails
+    max_unfinished: Positive = 256  # batches not ended; beyond: 429
+    storage_bytes: Positive = 21_474_836_480  # all files together; beyond: no uploads (413)
+    retention_s: Seconds = 2_592_000.0  # files and ended batches are deleted after so long
+    upload_idle_s: Seconds = 60.0  # an upload that sends nothing for so long is given up
+
+
+class PredictorConfig(Section, frozen=True):
+    state_path: str = ""  # where the learned state persists; "" = inside the cache folder
+    retrain_every: Positive = 64  # finished requests between trainings
+    min_observations: Positive = 32  # below: the default prediction
+    save_every_s: Seconds = 30.0  # seconds between two saves of what was learned
+    refine_after_prefill: bool = False  # workers send the prompt's last hidden state for a second, better prediction
+
+
+class ManagerConfig(Section, frozen=True):
+    report_timeout_s: Seconds = 3.0  # no report for so long: the worker is dead, its requests are displaced
+    load_interval_s: Seconds = 0.2  # between two ClusterLoad messages
+    dispatch_ahead_tokens: Positive = 8192  # prefill tokens sent ahead to a worker; the rest waits here
+
+
+class MonitorConfig(Section, frozen=True):
+    heartbeat_s: Seconds = 0.5  # seconds between two heartbeats of a process
+    history_s: Seconds = 900.0  # what the live page can show
+    host: str = "127.0.0.1"  # of the live page and the aggregated /metrics
+    port: Port = 8001  # port of both; 0 = any free one, chosen by the launcher
+
+
+class KvConfig(Section, frozen=True):
+    block_size: Literal[8, 16, 32, 64] = 16  # tokens per block
+    memory_bytes: NotNegative = 0  # cache of one worker (a GPU: at most); 0 = what is free, or cpu_memory_bytes
+    memory_fraction: Fraction = 0.9  # of a GPU's memory for weights, cache and steps together (B3 keeps 10 %)
+    cpu_memory_bytes: Positive = 536_870_912  # cache of one CPU worker when memory_bytes is 0
+    host_memory_bytes: NotNegative = 268_435_456  # host pool for swapped KV
+    prefix_caching: bool = True  # keep KV of finished prompts and reuse it where a new prompt begins alike
+
+
+class TransferAblation(Section, frozen=True):
+    """Parts of the mechanism that can be taken away to measure them."""
+
+    chunked: bool = True  # push the blocks of a chunk while the next one computes; false = all when the segment is done
+
+
+class TransferConfig(Section, frozen=True):
+    links: tuple[Literal["ucx", "zmq"], ...] = ("ucx", "zmq")  # best first; one not installed is skipped with a warning
+    checksum: Literal["off", "crc32"] = "crc32"  # of the bytes of every run, compared on arrival
+    run_timeout_s: Seconds = 5.0  # the longest one run may take on the link
+    ablation: TransferAblation = TransferAblation()
+
+
+class EngineConfig(Section, frozen=True):
+    device: str = "auto"  # cpu, cuda, cuda:1 …
+    threads: NotNegative = 0  # CPU threads of one worker; 0 = cores divided by workers, at least 2
+    max_rows: Positive = 256  # requests in one iteration
+    max_step_tokens: Positive = 2048  # tokens in one iteration, prefill and decode together
+    # chunked_prefill, multires, time_synced: tokens that fill the device, as `cohort profile` finds; 0 = a full step
+    target_forward_tokens: NotNegative = 0
+    prefill_chunk: Positive = 512  # prompt tokens of one request in one iteration
+    preemption: Literal["swap", "recompute"] = "recompute"  # of a preempted request's KV: to host memory, or again
+    cuda_graph_memory_bytes: NotNegative = 2_147_483_648  # GPU memory for recorded decode steps; 0 = none is recorded
+    workers_per_gpu: NotNegative = 0  # that share a GPU's memory; 0 = this configuration's workers over the GPUs seen
+    drain_s: Seconds = 30.0  # on SIGTERM: the longest to finish what runs
+    # slo_batching, slack_packing: file of `cohort profile` that a worker without learned times starts from; "" = none
+    profile: str = ""
+    state_dir: str = ""  # folder where what schedulers learn of this machine is kept; "" = inside the cache folder
+    record_dir: str = ""  # folder for a recording of everything a worker decides, to replay it; "" = none
+
+
+class WorkerGroup(Section, frozen=True):
+    role: Role  # prefill, decode, unified
+    count: Positive = 1  # workers of this group
+    threads: NotNegative = 0  # overrides engine.threads
+
+
+class EndpointsConfig(Section, frozen=True):
+    """Where the processes' inboxes are. "" = a Unix socket in the pipeline's run folder (one host).
+
+    For several hosts or containers: tcp://HOST:PORT; a process binds the port on `bind_host`.
+    """
+
+    manager: str = ""  # inbox of the bucketing manager
+    predictor: str = ""  # inbox of the length predictor
+    monitor: str = ""  # inbox of the global monitor
+    gateway: str = ""  # inbox of the gateway
+    worker: str = ""  # what a worker advertises; "tcp://HOST:0" picks a port
+    bind_host: str = "127.0.0.1"  # address that processes with a tcp endpoint listen on
+
+
+class SecurityConfig(Section, frozen=True):
+    """CURVE encryption of the control bus. Both files as written by `zmq.auth.create_certificates`."""
+
+    curve_secret_key_file: str = ""  # the cluster's key file; "" = no encryption
+
+
+class LoggingConfig(Section, frozen=True):
+    level: Literal["debug", "info", "warning", "error"] = "info"  # least severe level that is written
+    format: Literal["auto", "json", "console"] = "auto"  # auto: console on a terminal, else JSON
+
+
+class MetricsConfig(Section, frozen=True):
+    host: str = "127.0.0.1"  # address of every process's /metrics and /health
+    base_port: Annotated[int, msgspec.Meta(ge=0, le=65000)] = 8010  # predictor, manager, then one per worker; 0 = any

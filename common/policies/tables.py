@@ -1,0 +1,65 @@
+"""Tables of policies: what an entry declares, and how a configuration is checked against all of them.
+
+`compose.py` holds the tables. Nothing here knows a policy by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Generic, TypeVar
+
+from cohort.common.config import Config
+from cohort.common.errors import ConfigError
+
+Builder = TypeVar("Builder")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """About another option, by its dotted name: the values that are needed, or those that are refused, and why."""
+
+    option: str
+    values: tuple[object, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Policy(Generic[Builder]):
+    """One entry of a table. Not built unless all of `requires` and none of `refuses` hold."""
+
+    build: Builder
+    requires: tuple[Rule, ...] = ()
+    refuses: tuple[Rule, ...] = ()
+
+
+def chosen(interface: str, name: str, table: Mapping[str, Policy[Builder]]) -> Policy[Builder]:
+    """Raises `ConfigError` with the known names."""
+    if name not in table:
+        raise ConfigError(f"policies.{interface}: no policy named {name!r}; there are: {', '.join(table)}")
+    return table[name]
+
+
+def check(config: Config, tables: Mapping[str, Mapping[str, Policy[Any]]]) -> None:
+    """`tables`: by the option of section `policies` that names one of the entries. Raises `ConfigError` for an unknown
+    name, else for the first rule that is broken, naming both options."""
+    names = {interface: str(getattr(config.policies, interface)) for interface in tables}
+    entries = {interface: chosen(interface, name, tables[interface]) for interface, name in names.items()}
+    for interface, policy in entries.items():
+        subject = f"policies.{interface} {names[interface]}"
+        for rule in policy.requires:
+            if _value(config, rule) not in rule.values:
+                needed = " or ".join(_shown(value) for value in rule.values)
+                raise ConfigError(f"{subject} needs {rule.option} {needed}: {rule.why}")
+        for rule in policy.refuses:
+            if (value := _value(config, rule)) in rule.values:
+                raise ConfigError(f"{subject} does not go with {rule.option} {_shown(value)}: {rule.why}")
+
+
+def _value(config: Config, rule: Rule) -> object:
+    return reduce(getattr, rule.option.split("."), config)
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

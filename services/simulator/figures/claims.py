@@ -1,0 +1,422 @@
+"""What each paper claims in its headlines, by the figures that answer it, and why ours differs where it does.
+
+The table at the head of docs/reproduction.md is made of this list by `verdicts.py`; the verdicts are computed, the
+reasons are typed here. A claim names figures of the modules beside this one by their ids. Measures nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Kind(enum.Enum):
+    """How the paper's number and ours are compared."""
+
+    OVER = enum.auto()
+    """A factor against another system: 1 = no effect."""
+    CHANGE = enum.auto()
+    """A change in per cent: 0 = no effect."""
+    VALUE = enum.auto()
+    """A measured value."""
+    AT_MOST = enum.auto()
+    AT_LEAST = enum.auto()
+    UNTOLD = enum.auto()
+    """The paper prints no number for it, or defines it otherwise than we can measure it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """`ids` are ids of figures; `why` says in at most eight words what explains the verdict."""
+
+    paper: str
+    says: str
+    kind: Kind
+    ids: tuple[str, ...]
+    why: str = ""
+
+
+def _each(prefix: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{prefix}{name}" for name in names)
+
+
+_TABLE_1 = (
+    "code-disaggregated",
+    "code-unified",
+    "balanced-disaggregated",
+    "balanced-unified",
+    "reasoning-disaggregated",
+    "reasoning-unified",
+)
+
+CLAIMS: tuple[Claim, ...] = (
+    Claim(
+        "BucketServe",
+        "throughput over UELLM, offline (Fig. 5a)",
+        Kind.OVER,
+        ("bucketserve-5a-mixed-uellm",),
+        "decode memory binds; no prompt order changes it",
+    ),
+    Claim(
+        "BucketServe", "throughput over DistServe, offline (Fig. 5a)", Kind.OVER, ("bucketserve-5a-mixed-distserve",)
+    ),
+    Claim(
+        "BucketServe",
+        "GPU utilisation (Fig. 5b)",
+        Kind.VALUE,
+        ("bucketserve-5b-utilisation",),
+        "idle time counts alike",
+    ),
+    Claim(
+        "BucketServe",
+        "load over DistServe at 80 % attainment, Alpaca (Fig. 5c)",
+        Kind.OVER,
+        ("bucketserve-5c-alpaca-distserve",),
+        "neither system pads, so nothing is saved",
+    ),
+    Claim(
+        "BucketServe",
+        "load over DistServe at 80 % attainment, mixed (Fig. 5d)",
+        Kind.OVER,
+        ("bucketserve-5d-mixed-distserve",),
+        "gone with two prefill, two decode workers",
+    ),
+    Claim("BucketServe", "load over UELLM, Alpaca (Fig. 5e)", Kind.OVER, ("bucketserve-5e-alpaca-uellm",)),
+    Claim(
+        "BucketServe",
+        "load over UELLM, mixed (Fig. 5f)",
+        Kind.OVER,
+        ("bucketserve-5f-mixed-uellm",),
+        "depends on how UELLM's deployment is read",
+    ),
+    Claim("BucketServe", "share of time spent deciding (Fig. 6a)", Kind.AT_MOST, ("bucketserve-6a-overhead",)),
+    Claim(
+        "BROS",
+        "normalised latency against vLLM (Fig. 10)",
+        Kind.CHANGE,
+        _each("bros-10-latency-", "sharegpt-vllm", "lmsys-vllm"),
+        "queues of 100 s, theirs of 600 s",
+    ),
+    Claim(
+        "BROS",
+        "normalised latency against round robin (Fig. 10)",
+        Kind.CHANGE,
+        _each("bros-10-latency-", "sharegpt-rr", "lmsys-rr"),
+        "less on ShareGPT, more on LMSYS",
+    ),
+    Claim(
+        "BROS",
+        "TTFT attainment over vLLM (Fig. 11)",
+        Kind.OVER,
+        _each("bros-11-ttft-", "sharegpt-vllm", "lmsys-vllm"),
+        "our vLLM keeps more of its targets",
+    ),
+    Claim(
+        "BROS",
+        "TPOT attainment over vLLM (Fig. 11)",
+        Kind.OVER,
+        _each("bros-11-tpot-", "sharegpt-vllm", "lmsys-vllm"),
+        "our baselines miss few TPOT targets",
+    ),
+    Claim(
+        "BROS",
+        "best-effort throughput kept against vLLM (Fig. 10)",
+        Kind.AT_LEAST,
+        _each("bros-10-be-", "sharegpt-vllm", "lmsys-vllm"),
+        "real-time requests alone fill the device here",
+    ),
+    Claim(
+        "BROS",
+        "best-effort throughput kept against round robin (Fig. 10)",
+        Kind.AT_LEAST,
+        _each("bros-10-be-", "sharegpt-rr", "lmsys-rr"),
+        "it even grows here",
+    ),
+    Claim(
+        "BROS",
+        "attainment by shared blocks (Fig. 13)",
+        Kind.OVER,
+        ("bros-13-ttft", "bros-13-tpot"),
+        "without sharing, best-effort requests are dropped at once",
+    ),
+    Claim(
+        "BROS",
+        "decision over iteration time (Fig. 14)",
+        Kind.UNTOLD,
+        ("bros-14-overhead-opt-13b", "bros-14-overhead-opt-30b"),
+        "wall time, measured on a busy machine",
+    ),
+    Claim(
+        "AlignedServe",
+        "decode throughput over DistServe, synthetic (Fig. 7)",
+        Kind.OVER,
+        _each("alignedserve-7-synthetic-distserve-rate-unit-", "opt-2.7b", "opt-13b"),
+        "short requests go first; alignment gains nothing",
+    ),
+    Claim(
+        "AlignedServe",
+        "decode throughput over vLLM and FastGen (Fig. 7)",
+        Kind.OVER,
+        _each("alignedserve-7-synthetic-", "vllm-rate-unit-opt-2.7b", "chunked-prefill-rate-unit-opt-2.7b"),
+        "one of four devices never decodes here",
+    ),
+    Claim(
+        "AlignedServe",
+        "decode throughput over DistServe, Azure (Fig. 8)",
+        Kind.OVER,
+        _each("alignedserve-8-azure-distserve-rate-unit-", "opt-2.7b", "opt-13b"),
+        "their DistServe waits between iterations, ours not",
+    ),
+    Claim(
+        "AlignedServe",
+        "decode throughput over DistServe, ShareGPT, LongBench (Fig. 8)",
+        Kind.OVER,
+        _each("alignedserve-8-", "sharegpt-distserve-rate-unit-opt-2.7b", "longbench-distserve-rate-unit-opt-2.7b"),
+        "lengths are uniform, or rows are full",
+    ),
+    Claim(
+        "AlignedServe",
+        "P99 time between tokens, times lower than DistServe's (Fig. 9)",
+        Kind.OVER,
+        ("alignedserve-9-synthetic-distserve-tpot-unit-opt-13b",),
+        "memory is filled, so iterations are longer",
+    ),
+    Claim("AlignedServe", "deciding about batches (Fig. 11)", Kind.AT_MOST, ("alignedserve-11-deciding",)),
+    Claim(
+        "AlignedServe",
+        "P90 time between tokens (Fig. 13)",
+        Kind.AT_MOST,
+        ("alignedserve-13-aligned",),
+        "with `alignedserve.ablation.fill_memory` off",
+    ),
+    Claim(
+        "AlignedServe",
+        "throughput lost without prefetch (Fig. 14)",
+        Kind.CHANGE,
+        ("alignedserve-14-prefetch",),
+        "no iteration waits for KV here",
+    ),
+    Claim(
+        "AlignedServe",
+        "throughput lost without prefetch and alignment (Fig. 14)",
+        Kind.CHANGE,
+        ("alignedserve-14-alignment",),
+        "the order of requests, not the alignment",
+    ),
+    Claim(
+        "AlignedServe",
+        "iterations that hold more than one batch (§4.4)",
+        Kind.AT_MOST,
+        ("alignedserve-mixed-sharegpt", "alignedserve-mixed-longbench"),
+        "answers of one batch end far apart",
+    ),
+    Claim(
+        "AlignedServe",
+        "mean TTFT (Fig. 15)",
+        Kind.UNTOLD,
+        ("alignedserve-15-sharegpt", "alignedserve-15-longbench"),
+        "ours sends the first token with the prefill",
+    ),
+    Claim(
+        "DynaServe",
+        "throughput of both baselines (Table 1)",
+        Kind.VALUE,
+        tuple(f"dynaserve-table1-{name}-throughput" for name in _TABLE_1),
+    ),
+    Claim(
+        "DynaServe",
+        "median TBT of both baselines (Table 1)",
+        Kind.VALUE,
+        tuple(f"dynaserve-table1-{name}-p50-tbt" for name in _TABLE_1),
+    ),
+    Claim(
+        "DynaServe",
+        "P99 TBT of both baselines (Table 1)",
+        Kind.VALUE,
+        tuple(f"dynaserve-table1-{name}-p99-tbt" for name in _TABLE_1),
+        "a simulated process has no jitter",
+    ),
+    Claim(
+        "DynaServe",
+        "serving capacity over colocation (Fig. 9)",
+        Kind.OVER,
+        tuple(f"dynaserve-9-capacity-{name}-colocated" for name in ("azure-code", "burstgpt", "arxiv", "reasoning")),
+        "a tuned chunk of 512 keeps the bound",
+    ),
+    Claim(
+        "DynaServe",
+        "serving capacity over disaggregation (Fig. 9)",
+        Kind.OVER,
+        tuple(
+            f"dynaserve-9-capacity-{name}-disaggregated" for name in ("azure-code", "burstgpt", "arxiv", "reasoning")
+        ),
+        "more than theirs on Azure Code",
+    ),
+    Claim(
+        "DynaServe",
+        "goodput over both baselines, 14B (Fig. 8)",
+        Kind.OVER,
+        ("dynaserve-8-goodput-colocated", "dynaserve-8-goodput-disaggregated"),
+        "more than theirs, under overload",
+    ),
+    Claim(
+        "DynaServe",
+        "goodput over colocation, 32B and 72B (Fig. 8)",
+        Kind.OVER,
+        tuple(
+            f"dynaserve-8-goodput-{size}-{name}-colocated"
+            for size in ("32b", "72b")
+            for name in ("azure-code", "burstgpt")
+        ),
+        "tuned chunks leave little to gain",
+    ),
+    Claim(
+        "DynaServe",
+        "goodput over disaggregation, 32B and 72B (Fig. 8)",
+        Kind.OVER,
+        tuple(
+            f"dynaserve-8-goodput-{size}-{name}-disaggregated"
+            for size in ("32b", "72b")
+            for name in ("azure-code", "burstgpt")
+        ),
+        "hardly any on BurstGPT",
+    ),
+    Claim(
+        "DynaServe",
+        "goodput under bursts (Fig. 10)",
+        Kind.UNTOLD,
+        ("dynaserve-10-replay-colocated", "dynaserve-10-replay-disaggregated"),
+        "the paper prints no number",
+    ),
+    Claim(
+        "DynaServe",
+        "hybrid capacity, DynaServe and disaggregation (Table 2)",
+        Kind.VALUE,
+        ("dynaserve-table2-capacity-dynaserve", "dynaserve-table2-capacity-disaggregated"),
+    ),
+    Claim(
+        "DynaServe",
+        "hybrid capacity, colocation (Table 2)",
+        Kind.VALUE,
+        ("dynaserve-table2-capacity-colocated",),
+        "theirs uses half of what devices could",
+    ),
+    Claim(
+        "DynaServe",
+        "tokens within 100 ms, with and without SLO-aware batches (Fig. 11)",
+        Kind.VALUE,
+        ("dynaserve-11-aware", "dynaserve-11-unaware"),
+    ),
+    Claim(
+        "DynaServe",
+        "goodput kept under prediction errors (Table 4)",
+        Kind.VALUE,
+        _each("dynaserve-table4-sigma-", "10", "50", "100"),
+        "requests stay whole here, so errors matter little",
+    ),
+    Claim("DynaServe", "transfer time hidden by chunks (§6.6)", Kind.VALUE, ("dynaserve-transfer",)),
+    Claim("DynaServe", "goodput of an offline search of the split (§4.1)", Kind.VALUE, ("dynaserve-oracle",)),
+    Claim("DynaServe", "scheduling of a request (Table 3)", Kind.AT_MOST, ("dynaserve-table3-overhead",)),
+    Claim(
+        "EcoServe",
+        "sustained rate over vLLM, ShareGPT and BookCorpus (Fig. 10)",
+        Kind.OVER,
+        _each("ecoserve-10-rate-", "sharegpt-vllm", "bookcorpus-vllm")
+        + _each("ecoserve-10-rate-", "sharegpt-vllm-llama-33b", "bookcorpus-vllm-llama-33b", "sharegpt-vllm-opt-175b"),
+        "our vLLM already fills the KV slots",
+    ),
+    Claim(
+        "EcoServe",
+        "the same with lending by forecast, which is ours, ShareGPT",
+        Kind.OVER,
+        _each("ecoserve-10-rate-sharegpt-vllm-", "forecast", "llama-33b-forecast", "opt-175b-forecast"),
+        "few more rows fit than vLLM runs",
+    ),
+    Claim(
+        "EcoServe",
+        "sustained rate over vLLM, Alpaca (Fig. 10)",
+        Kind.OVER,
+        _each("ecoserve-10-rate-alpaca-vllm", "", "-llama-33b"),
+        "within the paper's range over models",
+    ),
+    Claim(
+        "EcoServe",
+        "sustained rate over FastGen, ShareGPT and BookCorpus (Fig. 10)",
+        Kind.OVER,
+        _each("ecoserve-10-rate-", "sharegpt-fastgen", "bookcorpus-fastgen")
+        + _each("ecoserve-10-rate-", "sharegpt-fastgen-llama-33b", "bookcorpus-fastgen-llama-33b"),
+        "allocating on demand fills more slots",
+    ),
+    Claim(
+        "EcoServe",
+        "sustained rate over FastGen, Alpaca (Fig. 10)",
+        Kind.OVER,
+        _each("ecoserve-10-rate-alpaca-fastgen", "", "-llama-33b"),
+    ),
+    Claim(
+        "EcoServe",
+        "sustained rate over ORCA, three data sets (Fig. 10)",
+        Kind.OVER,
+        tuple(
+            f"ecoserve-10-rate-{name}-orca{model}"
+            for name in ("sharegpt", "bookcorpus", "alpaca")
+            for model in ("", "-llama-33b")
+        ),
+        "ahead everywhere, by other factors",
+    ),
+    Claim(
+        "EcoServe",
+        "SLO satisfaction over vLLM and FastGen (Fig. 10)",
+        Kind.OVER,
+        ("ecoserve-10-slo-vllm", "ecoserve-10-slo-fastgen"),
+        "allocating on demand serves more here",
+    ),
+    Claim(
+        "EcoServe",
+        "throughput over vLLM (Fig. 11)",
+        Kind.OVER,
+        ("ecoserve-11-throughput-full",),
+        "throughput follows the rows that fit",
+    ),
+    Claim(
+        "EcoServe",
+        "job completion time against vLLM (Fig. 11)",
+        Kind.OVER,
+        ("ecoserve-11-jct-full",),
+        "throughput follows the rows that fit",
+    ),
+    Claim(
+        "EcoServe",
+        "requests without allocation failure (Fig. 1d)",
+        Kind.VALUE,
+        _each("ecoserve-1d-failures", "", "-sd", "-oracle"),
+    ),
+    Claim(
+        "EcoServe",
+        "KV slots filled, three stages of the system (Fig. 1)",
+        Kind.VALUE,
+        _each("ecoserve-1-kv-", "sd", "sdo", "full"),
+    ),
+    Claim("EcoServe", "decoupled over coupled queues (Fig. 1)", Kind.OVER, ("ecoserve-1-sd-coupled",)),
+    Claim(
+        "EcoServe",
+        "deciding time per token over vLLM's (Fig. 11j)",
+        Kind.AT_MOST,
+        ("ecoserve-11-scheduling",),
+        "groups and loans cost more to decide",
+    ),
+    Claim(
+        "EcoServe",
+        "iterations without batch formation (§2.2)",
+        Kind.UNTOLD,
+        _each("ecoserve-2-no-formation-", "alpaca", "sharegpt", "bookcorpus"),
+        "the paper prints no share of iterations",
+    ),
+    Claim(
+        "EcoServe",
+        "best padding (Fig. 12)",
+        Kind.VALUE,
+        _each("ecoserve-12-padding-", "alpaca", "sharegpt", "bookcorpus"),
+        "outliving a prediction costs little here",
+    ),
+)

@@ -1,0 +1,109 @@
+"""The documentation: links resolve, named files exist, the two tables of mechanisms agree, pages keep their limits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+PAPERS = {"B": "bucketserve", "R": "bros", "A": "alignedserve", "D": "dynaserve", "E": "ecoserve"}
+LIMITS = {
+    "README.md": 900,
+    "docs/benchmarks.md": 1_500,
+    **{f"docs/papers/{name}.md": 2_500 for name in (*PAPERS.values(), "baselines")},
+}
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`[^`\n]*`")
+PATH = re.compile(r"\b(?:common|services|kernels|configs|scripts|tests|docs)/[\w./-]*\w")
+MODULE = re.compile(r"(?<![\w/.])\w+\.py\b")
+ROW = re.compile(r"^\| (?:\[(?P<linked>[BRADE]\d+)\]\((?P<page>[\w/.]+)\)|(?P<plain>[BRADE]\d+)) \|", re.MULTILINE)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def prose(page: Path) -> str:
+    """Without code, in which brackets and parentheses mean something else."""
+    return CODE.sub("", FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+def anchors(page: Path) -> set[str]:
+    """What headings are called in a link, as the hosts of repositories form it."""
+    found: set[str] = set()
+    for line in FENCE.sub("", page.read_text(encoding="utf-8")).splitlines():
+        if line.startswith("#"):
+            title = LINK.sub("]", line.lstrip("#").strip().lower())
+            slug = re.sub(r"[^\w\- ]", "", title).replace(" ", "-")
+            repeated = sum(1 for each in found if each == slug or re.fullmatch(re.escape(slug) + r"-\d+", each))
+            found.add(f"{slug}-{repeated}" if repeated else slug)
+    return found
+
+
+def rows(page: Path) -> dict[str, list[str]]:
+    """Mechanism id → the cells behind it."""
+    table: dict[str, list[str]] = {}
+    for line in page.read_text(encoding="utf-8").splitlines():
+        match = ROW.match(line)
+        if match:
+            table[match["linked"] or match["plain"]] = [cell.strip() for cell in line.strip("|").split("|")][1:]
+    return table
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_resolve(page: Path) -> None:
+    broken = []
+    for target in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", [DOCS / "papers.md", *sorted((DOCS / "papers").glob("*.md"))], ids=name_of)
+def test_named_files_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert [path for path in PATH.findall(text) if not (ROOT / path).exists()] == []
+    modules = {file.name for folder in ("common", "services", "kernels") for file in (ROOT / folder).rglob("*.py")}
+    assert [name for name in MODULE.findall(text) if name not in modules] == []
+
+
+@pytest.mark.parametrize(("letter", "paper"), PAPERS.items())
+def test_a_papers_page_and_the_index_have_the_same_mechanisms(letter: str, paper: str) -> None:
+    index = {name: cells for name, cells in rows(DOCS / "papers.md").items() if name[0] == letter}
+    page = rows(DOCS / "papers" / f"{paper}.md")
+    assert index and list(index) == list(page)
+    for name, (_, module, test, benchmark) in index.items():
+        assert page[name][1:3] == [module, test], name
+        assert page[name][3].replace("../", "") == benchmark, name
+
+
+def test_every_mechanism_of_the_index_links_to_its_page() -> None:
+    links = {m["linked"]: m["page"] for m in ROW.finditer((DOCS / "papers.md").read_text(encoding="utf-8"))}
+    assert links and all(page == f"papers/{PAPERS[name[0]]}.md" for name, page in links.items())
+
+
+@pytest.mark.parametrize(("page", "words"), LIMITS.items())
+def test_pages_keep_their_length(page: str, words: int) -> None:
+    assert len((ROOT / page).read_text(encoding="utf-8").split()) <= words
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached, todo = {ROOT / "README.md"}, [ROOT / "README.md"]
+    while todo:
+        page = todo.pop()
+        for target in LINK.findall(prose(page)):
+            file = (page.parent / target.partition("#")[0]).resolve()
+            if file.suffix == ".md" and file.exists() and file not in reached:
+                reached.add(file)
+                todo.append(file)
+    assert [name_of(page) for page in PAGES if page not in reached] == []

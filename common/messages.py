@@ -515,3 +515,6 @@ Message = (
     | Heartbeat
     | Farewell
 )
+
+ToGateway = TokenBatch | ManagerHello | Placed | Displaced | Refused | ClusterLoad | Predicted
+"""What a gateway understands."""

@@ -78,11 +78,13 @@ class Entry:
         """Positions whose tokens are known: prompt and output."""
         return self.request.prompt_tokens + len(self.output)
 
-    def current(self) -> Request:
-        """The request as it must be submitted now."""
+    def current(self, now_s: float) -> Request:
+        """The request as it must be submitted now. Another attempt keeps its place in line: it says how long the
+        request has waited."""
         return msgspec.structs.replace(
             self.request,
             attempt=self.attempt,
             tokens=[*self.request.tokens, *self.output] if self.output else self.request.tokens,
             prediction=self.prediction,
+            waited_s=now_s - self.opened_s if self.attempt.number else 0.0,
         )

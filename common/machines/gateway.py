@@ -72,7 +72,7 @@ from cohort.common.messages import (
     TokenBatch,
 )
 from cohort.common.policies.interface import Admission, Refuse
-from cohort.common.types import FinishReason, InstanceId, Request, RequestId
+from cohort.common.types import Attempt, FinishReason, InstanceId, Request, RequestId
 
 BEAT_S = 1.0
 """Between two looks at all deadlines, and two times that everything outstanding is named."""
@@ -129,18 +129,14 @@ class GatewayMachine:
             request_timeout_s=settings.request_timeout_s,
             max_attempts=settings.max_attempts,
         )
-        self.link = ManagerLink(
-            GatewayHello(instance, incarnation, endpoint), load_interval_s=settings.load_interval_s
-        )
+        self.link = ManagerLink(GatewayHello(instance, incarnation, endpoint), load_interval_s=settings.load_interval_s)
         self.draining = False
         self._settings = settings
         self._manager = manager
         self._predictor = predictor
         self._admission = AdmissionDesk(admission, self.ledger, expected_output=settings.default_prediction_tokens)
         self._predictions = PredictionDesk(
-            wait_s=settings.predictor_wait_s,
-            default_tokens=settings.default_prediction_tokens,
-            there=bool(predictor),
+            wait_s=settings.predictor_wait_s, default_tokens=settings.default_prediction_tokens, there=bool(predictor)
         )
         self._default_output = float(settings.default_prediction_tokens)
         self._beat_s = now_s
@@ -305,9 +301,12 @@ class GatewayMachine:
     def _manager_hello(self, now_s: float, message: ManagerHello) -> None:
         if self.link.on_hello(message):
             self._effects.append(ManagerFound(message.incarnation, len(self.ledger)))
+            # This may answer something that was said to its predecessor: then it does not know us yet.
+            self._effects.append(Send(self._manager, self.link.hello(now_s)))
             again = self.ledger.manager_replaced(now_s)
-            self._name_outstanding()  # of what waited nothing is: it comes anew
+            held = self.ledger.outstanding()  # runs somewhere; what waited comes anew
             self._act(now_s, again)
+            self._name(held)
         self._submit_unsent(now_s)
 
     def _predicted(self, now_s: float, message: Predicted) -> None:
@@ -317,9 +316,7 @@ class GatewayMachine:
             return
         for entry in entries:
             if entry.state is not State.OPEN:  # otherwise it rides along when the request is submitted
-                self._effects.append(
-                    Send(self._manager, RevisePrediction(entry.request_id, message.prediction))
-                )
+                self._effects.append(Send(self._manager, RevisePrediction(entry.request_id, message.prediction)))
 
     def _undelivered(self, now_s: float, message: Message) -> None:
         match message:
@@ -345,10 +342,9 @@ class GatewayMachine:
             self._act(now_s, self.ledger.tick(now_s))
             if self.link.known(now_s):
                 self._submit_unsent(now_s)
-                self._name_outstanding()
+                self._name(self.ledger.outstanding())
 
-    def _name_outstanding(self) -> None:
-        held = self.ledger.outstanding()
+    def _name(self, held: list[Attempt]) -> None:
         if held:
             self._effects.append(Send(self._manager, Outstanding(held)))
 
@@ -368,7 +364,7 @@ class GatewayMachine:
                 case SubmitAttempt(entry):
                     if self.link.known(now_s):
                         self.ledger.submitted(now_s, entry.request_id)
-                        effects.append(Send(self._manager, Submit(entry.current())))
+                        effects.append(Send(self._manager, Submit(entry.current(now_s))))
                     else:
                         self._held_back = True
                 case CancelAttempt(attempt, holders, reason):

@@ -215,11 +215,15 @@ class Ledger:
         return []
 
     def displaced(self, now_s: float, attempts: Iterable[Attempt], reason: str) -> list[Action]:
+        """These attempts are lost; they are submitted again in the order their requests came."""
+        lost = {
+            attempt: entry
+            for attempt in attempts
+            if (entry := self._entries.get(attempt.request_id)) is not None and attempt == entry.attempt
+        }
         actions: list[Action] = []
-        for attempt in attempts:
-            entry = self._entries.get(attempt.request_id)
-            if entry is not None and attempt == entry.attempt:
-                actions += self._lost(entry, now_s, "displaced", reason)
+        for entry in sorted(lost.values(), key=lambda entry: entry.request.arrival_s):
+            actions += self._lost(entry, now_s, "displaced", reason)
         return actions
 
     def refused(self, attempt: Attempt, status: int, reason: str) -> list[Action]:

@@ -10,7 +10,10 @@ Called by `gateway.py` with every message of the manager and on every tick. Neve
 
 from __future__ import annotations
 
+import msgspec
+
 from cohort.common.messages import ClusterLoad, GatewayHello, ManagerHello
+from cohort.common.types import InstanceId
 
 # Of manager.load_interval_s. Without a message for so many of them the manager is greeted anew, and new requests wait
 # until it says something: a manager that was started again takes nothing from a gateway that has not greeted it.
@@ -31,6 +34,8 @@ class ManagerLink:
         self._heard_s = float("-inf")
         self._greeted_s = float("-inf")
         self.load: ClusterLoad | None = None
+        self._workers: list[InstanceId] = []
+        """As the last load of any incarnation named them: a new manager waits for their registrations."""
 
     def known(self, now_s: float) -> bool:
         """It has answered, and spoke not long ago."""
@@ -45,8 +50,12 @@ class ManagerLink:
         """What to say now: a greeting, while the manager is not known to be there."""
         if now_s < self.due_s():
             return None
+        return self.hello(now_s)
+
+    def hello(self, now_s: float) -> GatewayHello:
+        """A greeting, whether it is due or not."""
         self._greeted_s = now_s
-        return self._hello
+        return msgspec.structs.replace(self._hello, workers=self._workers)
 
     def heard(self, now_s: float) -> None:
         """Any message of the manager shows that it lives."""
@@ -62,6 +71,7 @@ class ManagerLink:
 
     def on_load(self, message: ClusterLoad) -> None:
         self.load = message
+        self._workers = message.instances
 
     def not_ready_because(self, now_s: float) -> str | None:
         """Why no request could be served now; None when one could."""

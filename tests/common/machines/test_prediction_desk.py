@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import asyncio
 
+from cohort.services.gateway.prediction import PATIENCE, PredictorClient, default_prediction
+
 from cohort.common.clock import VirtualClock
 from cohort.common.errors import PeerUnreachable
 from cohort.common.messages import LengthFacts, Message, ObserveLength, Predicted, PredictLength
 from cohort.common.types import Prediction
-from cohort.services.gateway.prediction import PATIENCE, PredictorClient, default_prediction
 
 ANSWER = Prediction(9, 8, 12, 20)
 

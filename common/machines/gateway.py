@@ -340,8 +340,8 @@ class GatewayMachine:
         if now_s >= self._beat_s:
             self._beat_s = now_s + BEAT_S
             self._act(now_s, self.ledger.tick(now_s))
+            self._submit_unsent(now_s)
             if self.link.known(now_s):
-                self._submit_unsent(now_s)
                 self._name(self.ledger.outstanding())
 
     def _name(self, held: list[Attempt]) -> None:

@@ -1,102 +1,130 @@
 from __future__ import annotations
 
-import asyncio
-
-from cohort.services.gateway.prediction import PATIENCE, PredictorClient, default_prediction
-
-from cohort.common.clock import VirtualClock
-from cohort.common.errors import PeerUnreachable
-from cohort.common.messages import LengthFacts, Message, ObserveLength, Predicted, PredictLength
-from cohort.common.types import Prediction
+from cohort.common.machines.entry import Entry
+from cohort.common.machines.prediction_desk import PATIENCE, PredictionDesk, default_prediction
+from cohort.common.messages import LengthFacts, ObserveLength, Predicted, PredictLength
+from cohort.common.types import Attempt, FinishReason, Prediction, Request, SamplingParams
 
 ANSWER = Prediction(9, 8, 12, 20)
+FACTS = LengthFacts([1], False, 50, 1.0, 0, 1)
+DEFAULT = default_prediction(100, 50)
 
 
-class Line:
-    """A wire to a predictor that may be cut."""
-
-    def __init__(self) -> None:
-        self.sent: list[Message] = []
-        self.cut = False
-        self.late: list[tuple[str, Prediction]] = []
-        self.clock = VirtualClock()
-        self.client = PredictorClient(
-            self.send, self.clock, wait_s=0.02, default_tokens=100, late=lambda *late: self.late.append(late)
-        )
-
-    def send(self, message: Message) -> None:
-        if self.cut:
-            raise PeerUnreachable("cut")
-        self.sent.append(message)
+def desk(*, wait_s: float = 0.02, there: bool = True) -> PredictionDesk:
+    return PredictionDesk(wait_s=wait_s, default_tokens=100, there=there)
 
 
-def question(request_id: str = "r", max_tokens: int = 50) -> PredictLength:
-    return PredictLength(request_id, LengthFacts([1], False, max_tokens, 1.0, 0, 1))
+def entry(request_id: str = "r") -> Entry:
+    request = Request(Attempt(request_id, 0), "gateway", [1], 1, SamplingParams(max_tokens=50), 0.0)
+    return Entry(request, opened_s=0.0, expires_s=9.0)
 
 
-async def test_an_answer_in_time_is_taken() -> None:
-    line = Line()
-    asking = asyncio.create_task(line.client.predict([question("a"), question("b")]))
-    await asyncio.sleep(0)
-    line.client.on_predicted(Predicted("b", ANSWER))
-    line.client.on_predicted(Predicted("a", ANSWER))
-    assert await asking == [ANSWER, ANSWER]
+def test_an_answer_in_time_is_taken() -> None:
+    one, a, b = desk(), entry("a"), entry("b")
+    assert one.ask(0.0, [a], FACTS) == PredictLength("a", FACTS)
+    assert one.ask(0.0, [b], FACTS) == PredictLength("b", FACTS)
+    assert (a.prediction, one.due_s()) == (None, 0.02)
+    assert one.answered(0.01, Predicted("b", ANSWER)) == ([b], False)
+    assert one.answered(0.01, Predicted("a", ANSWER)) == ([a], False)
+    assert (a.prediction, b.prediction, a.predict_s) == (ANSWER, ANSWER, 0.01)
+    assert one.due_s() == float("inf") and one.overdue(1.0) == []
 
 
-async def test_silence_costs_the_wait_and_gives_the_default() -> None:
-    line = Line()
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
-    assert await line.client.predict([question()]) == [default_prediction(100, 50)]
-    assert 0.015 < loop.time() - began_s < 0.5
+def test_silence_costs_the_wait_and_gives_the_default() -> None:
+    one, a = desk(), entry()
+    one.ask(1.0, [a], FACTS)
+    assert one.overdue(1.019) == []
+    assert one.overdue(1.02) == [a]
+    assert (a.prediction, one.defaults_total) == (DEFAULT, 1)
+    assert abs(a.predict_s - 0.02) < 1e-9
 
 
-async def test_a_late_answer_is_handed_on_once() -> None:
-    line = Line()
-    await line.client.predict([question()])
-    line.client.on_predicted(Predicted("r", ANSWER))
-    line.client.on_predicted(Predicted("r", ANSWER))
-    assert line.late == [("r", ANSWER)]
+def test_all_choices_of_a_prompt_share_one_question() -> None:
+    one, choices = desk(), [entry("a"), entry("b"), entry("c")]
+    assert one.ask(0.0, choices, FACTS) == PredictLength("a", FACTS)
+    one.ended(choices[0], FinishReason.CANCELLED)  # the one in whose name it was asked is gone already
+    assert one.answered(0.01, Predicted("a", ANSWER)) == (choices[1:], False)
+    assert all(choice.facts is FACTS for choice in choices)
 
 
-async def test_nobody_hears_of_an_answer_after_the_request() -> None:
-    line = Line()
-    await line.client.predict([question()])
-    line.client.forget("r")
-    line.client.on_predicted(Predicted("r", ANSWER))
-    assert line.late == []
+def test_a_late_answer_is_handed_on_once() -> None:
+    one, a = desk(), entry()
+    one.ask(0.0, [a], FACTS)
+    one.overdue(0.02)
+    assert one.answered(0.5, Predicted("r", ANSWER)) == ([a], True)
+    assert one.answered(0.5, Predicted("r", ANSWER)) == ([], False)
+    assert (a.prediction, one.defaults_total) == (ANSWER, 1)
 
 
-async def test_a_predictor_that_is_away_is_asked_once_a_second_until_it_returns() -> None:
-    line = Line()
+def test_an_answer_after_the_request_changes_nothing() -> None:
+    one, a = desk(), entry()
+    one.ask(0.0, [a], FACTS)
+    one.overdue(0.02)
+    one.ended(a, FinishReason.CANCELLED)
+    assert one.answered(0.5, Predicted("r", ANSWER)) == ([], False)
+    assert a.prediction == DEFAULT
+
+
+def test_a_request_that_ends_while_it_waits_is_waited_for_no_more() -> None:
+    one, a = desk(), entry()
+    one.ask(0.0, [a], FACTS)
+    one.ended(a, FinishReason.CANCELLED)
+    assert one.due_s() == float("inf")
+    assert one.overdue(1.0) == []
+
+
+def test_a_predictor_that_is_away_is_asked_once_a_second_until_it_returns() -> None:
+    one = desk()
     for _ in range(PATIENCE):
-        await line.client.predict([question()])
-    asked = len(line.sent)
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
-    for _ in range(20):
-        assert (await line.client.predict([question("later")]))[0].source == "default"
-    assert loop.time() - began_s < 0.02  # nobody waits
-    assert len(line.sent) == asked + 1
-    line.client.observe(ObserveLength("r", LengthFacts([1], False, 5, 1.0, 0, 1), 3, False))
-    assert len(line.sent) == asked + 1  # and nothing piles up
-    line.clock.advance(1.5)
-    await line.client.predict([question("probe")])
-    assert len(line.sent) == asked + 2
-    line.client.on_predicted(Predicted("probe", ANSWER))
-    asking = asyncio.create_task(line.client.predict([question("again")]))
-    await asyncio.sleep(0)
-    line.client.on_predicted(Predicted("again", ANSWER))
-    assert await asking == [ANSWER]
+        one.ask(0.0, [entry()], FACTS)
+        one.overdue(0.02)
+    assert one.away
+    later = [entry(f"later-{number}") for number in range(20)]
+    asked = [one.ask(0.1, [each], FACTS) for each in later]
+    assert [question for question in asked if question] == [PredictLength("later-0", FACTS)]
+    assert [each.prediction for each in later] == [DEFAULT] * 20 and one.due_s() == float("inf")  # none waits
+    later[1].output.append(5)
+    assert one.ended(later[1], FinishReason.STOP) is None  # and nothing piles up
+    assert one.ask(1.0, [entry("early")], FACTS) is None
+    assert one.ask(1.2, [entry("probe")], FACTS) == PredictLength("probe", FACTS)
+    one.answered(1.3, Predicted("probe", ANSWER))
+    again = entry("again")
+    assert one.ask(1.4, [again], FACTS) == PredictLength("again", FACTS)
+    assert again.prediction is None
+    assert one.answered(1.4, Predicted("again", ANSWER)) == ([again], False)
 
 
-async def test_an_unreachable_predictor_costs_no_wait() -> None:
-    line = Line()
-    line.cut = True
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
-    assert (await line.client.predict([question()]))[0].source == "default"
-    assert loop.time() - began_s < 0.015
+def test_an_unreachable_predictor_costs_no_wait() -> None:
+    one, a = desk(), entry()
+    one.ask(0.0, [a], FACTS)
+    assert one.unreachable(0.0, "r") == [a]
+    assert (a.prediction, one.due_s()) == (DEFAULT, float("inf"))
+    assert one.unreachable(0.0, "r") == []
+
+
+def test_without_a_predictor_none_is_asked_or_taught() -> None:
+    one, a = desk(there=False), entry()
+    assert one.ask(0.0, [a], FACTS) is None
+    assert a.prediction == DEFAULT
+    a.output.append(5)
+    assert one.ended(a, FinishReason.STOP) is None
+
+
+def test_a_request_that_brings_its_prediction_is_not_asked_about_but_learned_from() -> None:
+    one, a = desk(), entry()
+    a.prediction = ANSWER
+    assert one.ask(0.0, [a], FACTS) is None
+    a.output += [5, 6]
+    assert one.ended(a, FinishReason.LENGTH) == ObserveLength("r", FACTS, 2, True)
+
+
+def test_only_complete_answers_teach() -> None:
+    for finish, taught in ((FinishReason.STOP, True), (FinishReason.CANCELLED, False), (FinishReason.FAILED, False)):
+        one, a = desk(), entry()
+        one.ask(0.0, [a], FACTS)
+        one.answered(0.0, Predicted("r", ANSWER))
+        a.output.append(5)
+        assert (one.ended(a, finish) is not None) == taught
 
 
 def test_the_default_is_bounded_by_max_tokens() -> None:

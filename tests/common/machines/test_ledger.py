@@ -52,6 +52,20 @@ def test_tokens_are_delivered_in_order_and_the_last_one_ends_it() -> None:
     assert (entry.first_token_s, entry.last_token_s, entry.output) == (1.0, 2.0, [10, 11, 12])
 
 
+@pytest.mark.parametrize("tokens", [[10], [10, 11, 12]])
+def test_the_short_way_of_the_next_tokens_says_what_the_long_way_says(tokens: list[int]) -> None:
+    """The same entry, update for update, whether or not an update has what sends it the long way."""
+    entries = []
+    for times in (None, StageTimes("w")):
+        book = ledger()
+        entry = opened(book, max_tokens=9, stop=(END,))
+        book.tokens(1.0, "w", update(3, [10]))
+        assert book.tokens(2.0, "w", update(4, tokens, times=times)) == [Deliver(entry, tokens, [])]
+        entry.times.clear()
+        entries.append(entry)
+    assert entries[0] == entries[1]
+
+
 def test_known_positions_are_dropped() -> None:
     book = ledger()
     entry = opened(book)
@@ -300,11 +314,12 @@ class ExactlyOnce(RuleBasedStateMachine):
     """Workers of any attempt send any part of the truth, again and out of order; losses strike at any time.
     The client's stream is the true sequence, once, whatever happens."""
 
-    @initialize(stop=st.booleans(), max_tokens=st.integers(1, 10))
-    def begin(self, stop: bool, max_tokens: int) -> None:
+    @initialize(stop=st.booleans(), max_tokens=st.integers(1, 10), scored=st.booleans())
+    def begin(self, stop: bool, max_tokens: int, scored: bool) -> None:
+        self.scored = scored
         self.book = ledger(max_attempts=1000)
         self.truth = (TRUTH if stop else [*TRUTH[:-1], 17, 18, 19])[:max_tokens]
-        self.entry = self.book.open(0.0, request(max_tokens=max_tokens, stop=(END,), logprobs=0))
+        self.entry = self.book.open(0.0, request(max_tokens=max_tokens, stop=(END,), logprobs=0 if scored else -1))
         self.seen: list[int] = []
         self.finish: FinishReason | None = None
         self.now_s = 0.0
@@ -315,7 +330,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             match action:
                 case Deliver(_, tokens, logprobs, finish):
                     assert self.finish is None
-                    assert [item.logprob for item in logprobs] == [-token / 10 for token in tokens]
+                    assert [item.logprob for item in logprobs] == [-token / 10 for token in tokens if self.scored]
                     self.seen += tokens
                     self.finish = finish
                 case SubmitAttempt(entry):
@@ -349,7 +364,7 @@ class ExactlyOnce(RuleBasedStateMachine):
                     Attempt("r", max(0, self.entry.attempt.number + attempt)),
                     len(PROMPT) + start,
                     tokens,
-                    logprobs=[TokenLogprob(-token / 10) for token in tokens],
+                    logprobs=[TokenLogprob(-token / 10) for token in tokens if self.scored],
                     finish=reason if ends else None,
                 ),
             )

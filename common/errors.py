@@ -46,6 +46,9 @@ class RequestError(CohortError):
         self.param = param
         self.retry_after_s = retry_after_s
 
+    def __repr__(self) -> str:
+        return f"RequestError({self.status} {self.type_}: {self.message})"
+
 
 class WireError(CohortError):
     """Bytes that are not a message of ours, or a message to the wrong receiver."""

@@ -148,11 +148,13 @@ class Predicted(_Base, frozen=True):
 
 
 class GatewayHello(_Base, frozen=True):
-    """A gateway (again) dials in; `endpoint` is its inbox, where workers send tokens."""
+    """A gateway (again) dials in; `endpoint` is its inbox, where workers send tokens. `workers`: those that the last
+    `ClusterLoad` it heard named, so that a restarted manager knows whose registrations are still to come."""
 
     instance: InstanceId
     incarnation: int
     endpoint: str
+    workers: list[InstanceId] = []
 
 
 class Submit(_Base, frozen=True):
@@ -515,3 +517,6 @@ Message = (
     | Heartbeat
     | Farewell
 )
+
+ToGateway = TokenBatch | ManagerHello | Placed | Displaced | Refused | ClusterLoad | Predicted
+"""What a gateway understands."""

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import msgspec
 
-from cohort.common.messages import Message
+from cohort.common.errors import RequestError
+from cohort.common.machines.entry import Entry
+from cohort.common.messages import Message, TokenLogprob
 from cohort.common.policies.interface import IterationPlan
-from cohort.common.types import Attempt, InstanceId
+from cohort.common.types import Attempt, FinishReason, InstanceId, RequestId
 
 
 class Dial(msgspec.Struct, frozen=True):
@@ -82,7 +84,56 @@ class CancelRuns(msgspec.Struct, frozen=True):
     lease_id: int
 
 
+# -- Of a gateway, for its own process: their text (`repr`) says all that a recording needs ---------------------------
+
+
+class Admitted(msgspec.Struct, frozen=True):
+    """This offer may come in. `entries`: its requests, owned from now on, in the order of the offer."""
+
+    offer_id: RequestId
+    entries: list[Entry]
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    """This offer may not come in, none of its choices: an HTTP error."""
+
+    offer_id: RequestId
+    error: RequestError
+
+
+class Deliver(msgspec.Struct, frozen=True):
+    """These tokens are next in the client's stream. `finish` ends it; the entry is already forgotten then."""
+
+    entry: Entry
+    tokens: list[int]
+    logprobs: list[TokenLogprob]
+    finish: FinishReason | None = None
+
+
+class Fail(msgspec.Struct, frozen=True):
+    """The request ends with this error; the entry is already forgotten."""
+
+    entry: Entry
+    error: RequestError
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """An admitted request is over: said once of each, after its last `Deliver` or its `Fail`. `finish` says how."""
+
+    entry: Entry
+    finish: FinishReason
+    reason: str
+
+
+class ManagerFound(msgspec.Struct, frozen=True):
+    """A manager of this incarnation answered for the first time, while so many requests were owned."""
+
+    incarnation: int
+    outstanding: int
+
+
 WorkerEffect = Send | Dial | StartStep | SendRuns | ReceiveRuns | CancelRuns
 ManagerEffect = Send | Wake
+GatewayEffect = Send | Wake | Admitted | Rejected | Deliver | Fail | Ended | ManagerFound
 Effect = WorkerEffect
 """Until every host asks by name."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from cohort.common.messages import Message, TokenLogprob
-from cohort.common.types import Attempt, InstanceId
+from cohort.common.types import Attempt, FinishReason, InstanceId, Request, RequestId, TrafficClass
 
 
 class _Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, omit_defaults=True):
@@ -107,6 +107,41 @@ class RunsReceived(_Event, frozen=True):
     runs: int = 1
 
 
+# -- To a gateway ----------------------------------------------------------------------------------------------------
+# `DrainStarted`: the gateway is to end and takes nothing new. `DrainEnded`: what is left fails.
+
+
+class Estimated(_Event, frozen=True):
+    """A client is about to send a request of this size. Answered with `Admitted` (without entries) or `Rejected`, so
+    that a busy server need not read it."""
+
+    offer_id: RequestId
+    body_bytes: int
+    traffic_class: TrafficClass
+
+
+class Offered(_Event, frozen=True):
+    """A client's request is parsed and tokenised: one `Request` per choice, `choices_per_prompt` in a row of the same
+    prompt. Answered with `Admitted` or `Rejected`. An SLO of 0 takes the gateway's default for its class; a request
+    that brings a prediction is not asked about. `text_bytes`: of the body it came in."""
+
+    offer_id: RequestId
+    requests: list[Request]
+    choices_per_prompt: int = 1
+    chat: bool = False
+    text_bytes: int = 0
+    stop_strings: int = 0
+
+
+class Closed(_Event, frozen=True):
+    """Nothing more is wanted of this request: a stop string was found (`finish` stop), or its client is gone
+    (cancelled). Harmless for one that is over."""
+
+    request_id: RequestId
+    finish: FinishReason
+    reason: str
+
+
 WorkerEvent = (
     Received
     | Undelivered
@@ -121,3 +156,4 @@ WorkerEvent = (
     | RunsReceived
 )
 ManagerEvent = Received | Undelivered | Tick
+GatewayEvent = Received | Undelivered | Tick | Estimated | Offered | Closed | DrainStarted | DrainEnded

@@ -39,5 +39,8 @@ class Bus(Protocol):
         """The next message and its sender, from the inbox or any connection. Malformed ones are logged, counted and
         skipped."""
 
+    def take(self) -> tuple[InstanceId, Message] | None:
+        """The next message if one is there already and it is not time to let other tasks run."""
+
     async def close(self) -> None:
         """Close all sockets; nothing lingers longer than a second."""

@@ -180,6 +180,13 @@ class ZmqBus:
             self._something.clear()
             await self._something.wait()
 
+    def take(self) -> tuple[InstanceId, Message] | None:
+        if self._closed or self._in_a_row >= YIELD_EVERY_MESSAGES:
+            return None
+        arrived = self._take()
+        self._in_a_row += arrived is not None
+        return arrived
+
     async def close(self) -> None:
         if self._closed:
             return

@@ -1,6 +1,6 @@
 """POST /v1/completions and /v1/chat/completions, from body to last byte.
 
-    read body ─▶ parse ─▶ tokenise ─▶ prepare ─▶ admit ─▶ open ─▶ start ─▶ deltas ─▶ text ─▶ chunks or one answer
+    read body ─▶ parse ─▶ tokenise ─▶ prepare ─▶ offer ─▶ deltas ─▶ text ─▶ chunks or one answer
 
 Called by aiohttp through `middleware.py`, and by `batch_runner.py` for the lines of a batch. Every exit, whatever its
 reason, abandons what is still open, so a client that disconnects frees its blocks on every worker.
@@ -13,8 +13,8 @@ import dataclasses
 import re
 import secrets
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import msgspec
 import structlog
@@ -23,27 +23,19 @@ from aiohttp import web
 from cohort.common.clock import Clock
 from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
+from cohort.common.machines.events import Offered
 from cohort.common.metrics import RequestMetrics
 from cohort.common.types import FinishReason, InstanceId
-from cohort.services.gateway.admission import Door
-from cohort.services.gateway.choice import Choice, Piece, ScoredToken, prompt_scores
+from cohort.services.gateway.answering import Answering
+from cohort.services.gateway.choice import Choice, ScoredToken
 from cohort.services.gateway.detokenizer import TokenText
 from cohort.services.gateway.middleware import HTTP_ID, REQUEST_ID_HEADER
 from cohort.services.gateway.model_card import ModelCard
 from cohort.services.gateway.parsing import CLASS_HEADER, Call, parse_chat, parse_completion
 from cohort.services.gateway.preparation import prepare
-from cohort.services.gateway.responses import (
-    Answer,
-    ChatShape,
-    CompletionShape,
-    Extras,
-    Shape,
-    Usage,
-    extras_of,
-    usage_of,
-)
+from cohort.services.gateway.responses import Answer, ChatShape, CompletionShape, Shape, Usage
 from cohort.services.gateway.sse import EventStream
-from cohort.services.gateway.streams import Delta, Generation, Streams
+from cohort.services.gateway.streams import Streams
 from cohort.services.gateway.timing import GatewayTimes
 from cohort.services.gateway.tokenizer import Tokenizer
 
@@ -56,59 +48,6 @@ _BATCH_HEADERS = {CLASS_HEADER: "be"}
 # What of a client's request id may become part of ours (they travel through logs and file names).
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _encode = msgspec.json.Encoder().encode
-
-
-@dataclass(frozen=True, slots=True)
-class _Next:
-    """What one delta means for the client. `first`: the choice's first visible piece."""
-
-    piece: Piece
-    finish: FinishReason | None
-    first: bool
-
-
-@dataclass(slots=True)
-class _Answering:
-    """One HTTP request on its way back: its choices as text so far."""
-
-    call: Call
-    generation: Generation
-    shape: Shape
-    text: TokenText
-    choices: list[Choice]
-    echoes: list[str]
-    base_id: str
-    id: str
-    created: int
-    model: str
-    begun: set[int] = field(default_factory=set)
-
-    def next(self, delta: Delta) -> _Next:
-        """The delta as text; a stop string ends the choice. An echoed prompt rides with the first text."""
-        index, tokens, finish = delta.index, delta.tokens, delta.finish
-        if self.call.max_tokens == 0 and finish is not None:
-            tokens, finish = [], FinishReason.LENGTH  # a scored prompt yields a token that nobody wanted
-        piece = self.choices[index].feed(tokens, delta.logprobs, finish)
-        finish = FinishReason.STOP if piece.stopped else finish
-        first = index not in self.begun and bool(piece.text or finish)
-        scores = self._behind_echo(index, piece.scores)
-        if first:
-            self.begun.add(index)
-            piece = Piece(self.echoes[index] + piece.text, [*self._echo_scores(index), *scores], piece.stopped)
-        else:
-            piece = Piece(piece.text, scores, piece.stopped)
-        return _Next(piece, finish, first)
-
-    def _behind_echo(self, index: int, scores: Sequence[ScoredToken]) -> Sequence[ScoredToken]:
-        shift = len(self.echoes[index])
-        return [dataclasses.replace(item, offset=item.offset + shift) for item in scores] if shift else scores
-
-    def _echo_scores(self, index: int) -> list[ScoredToken]:
-        if not self.call.scores_prompt:
-            return []
-        entry = self.generation.entries[index]
-        detokenizer = self.text.stream(context=(), skip_special=self.call.skip_special_tokens)
-        return prompt_scores(detokenizer, entry.request.tokens, entry.prompt_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +69,10 @@ class OpenAiApi:
         card: ModelCard,
         tokenizer: Tokenizer,
         streams: Streams,
-        door: Door,
         clock: Clock,
         metrics: RequestMetrics,
         log: structlog.stdlib.BoundLogger,
         instance: InstanceId,
-        draining: Callable[[], bool],
         max_model_len: Callable[[], int],
     ) -> None:
         self._config = config
@@ -143,12 +80,10 @@ class OpenAiApi:
         self._tokenizer = tokenizer
         self._text = TokenText(tokenizer)
         self._streams = streams
-        self._door = door
         self._clock = clock
         self._metrics = metrics
         self._log = log
         self._instance = instance
-        self._draining = draining
         self._max_model_len = max_model_len
         self._completion = CompletionShape(self._text)
         self._chat = ChatShape(self._text)
@@ -171,7 +106,6 @@ class OpenAiApi:
             raise
         generation = answering.generation
         try:
-            await self._streams.start(generation)
             if answering.call.stream:
                 return await self._stream(request, answering)
             answer = await self._whole(answering)
@@ -191,22 +125,14 @@ class OpenAiApi:
         call = dataclasses.replace(call, online=False, priority=BEHIND_EVERYBODY + call.priority)
         answering = await self._begin(call, len(data), times, named=line_id)
         try:
-            await self._streams.start(answering.generation)
             answer = await self._whole(answering)
         finally:
             self._streams.abandon(answering.generation, "the batch gave it up")
-        return LineAnswer(_encode(answer), answering.base_id, _usage(answering))
+        return LineAnswer(_encode(answer), answering.base_id, answering.usage())
 
-    async def _accept(self, request: web.Request, times: GatewayTimes, *, chat: bool) -> _Answering:
+    async def _accept(self, request: web.Request, times: GatewayTimes, *, chat: bool) -> Answering:
         """Everything before the request is owned; refusals are `RequestError`s."""
-        if self._draining():
-            raise RequestError(
-                "This server is shutting down.",
-                status=503,
-                type_="service_unavailable_error",
-                retry_after_s=self._config.drain_s,
-            )
-        self._door.check_estimate(request.content_length or 0, self._config.default_class)
+        self._streams.check(request.content_length or 0, self._config.default_class)
         data = await _read(request)
         call = await self._parse(data, request.headers, chat=chat)
         http_id = request[HTTP_ID]
@@ -221,8 +147,8 @@ class OpenAiApi:
             return parse(data, headers, self._config, self._card)
         return await asyncio.to_thread(parse, data, headers, self._config, self._card)
 
-    async def _begin(self, call: Call, body_bytes: int, times: GatewayTimes, *, named: str) -> _Answering:
-        """Tokenise, ask the door, own the requests. `named`: an id of the client's that ours should begin with."""
+    async def _begin(self, call: Call, body_bytes: int, times: GatewayTimes, *, named: str) -> Answering:
+        """Tokenise, offer the requests, own them. `named`: an id of the client's that ours should begin with."""
         began_s = self._clock.now_s()
         prompts = await self._tokenize(call)
         times.tokenize_s = self._clock.now_s() - began_s
@@ -241,13 +167,20 @@ class OpenAiApi:
             card=self._card,
             max_model_len=self._max_model_len(),
         )
-        self._door.check(requests)
         echoes = [self._echo(call, index, prompts) for index in range(len(requests))]
         shape: Shape = self._chat if call.chat else self._completion
-        generation = self._streams.open(
-            requests, times, chat=call.chat, prompt_bytes=body_bytes, stop_strings=len(call.stop_strings)
+        generation = self._streams.offer(
+            Offered(
+                base_id,
+                requests,
+                choices_per_prompt=call.n,
+                chat=call.chat,
+                text_bytes=body_bytes,
+                stop_strings=len(call.stop_strings),
+            ),
+            times,
         )
-        return _Answering(
+        return Answering(
             call,
             generation,
             shape,
@@ -305,7 +238,7 @@ class OpenAiApi:
 
     # -- One answer ------------------------------------------------------------------------------------------------
 
-    async def _whole(self, answering: _Answering) -> Answer:
+    async def _whole(self, answering: Answering) -> Answer:
         generation, shape, call = answering.generation, answering.shape, answering.call
         texts: list[list[str]] = [[] for _ in generation.entries]
         scores: list[list[ScoredToken]] = [[] for _ in generation.entries]
@@ -333,11 +266,11 @@ class OpenAiApi:
                 shape.whole(index, "".join(texts[index]), scores[index] if scored else None, finished[index])
                 for index in range(len(generation.entries))
             ],
-            usage=_usage(answering),
-            cohort=_extras(answering, range(len(generation.entries))),
+            usage=answering.usage(),
+            cohort=answering.extras(range(len(generation.entries))),
         )
 
-    async def _stream(self, request: web.Request, answering: _Answering) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, answering: Answering) -> web.StreamResponse:
         write_timeout_s = self._config.write_timeout_s
         events = EventStream(request, {REQUEST_ID_HEADER: request[HTTP_ID]}, write_timeout_s=write_timeout_s)
         try:
@@ -360,7 +293,7 @@ class OpenAiApi:
             await events.fail(RequestError("The server failed to continue.", status=500, type_="server_error"))
         return events.response
 
-    async def _send_chunks(self, events: EventStream, answering: _Answering) -> None:
+    async def _send_chunks(self, events: EventStream, answering: Answering) -> None:
         generation, shape, call = answering.generation, answering.shape, answering.call
         scored = call.sampling.logprobs >= 0
         finished: set[int] = set()
@@ -386,8 +319,8 @@ class OpenAiApi:
                     created=answering.created,
                     model=answering.model,
                     choices=[choice],
-                    usage=_choice_usage(answering, index) if call.continuous_usage else msgspec.UNSET,
-                    cohort=_extras(answering, [index]) if step.finish is not None else msgspec.UNSET,
+                    usage=answering.choice_usage(index) if call.continuous_usage else msgspec.UNSET,
+                    cohort=answering.extras([index]) if step.finish is not None else msgspec.UNSET,
                 )
             )
         if call.include_usage:
@@ -398,7 +331,7 @@ class OpenAiApi:
                     created=answering.created,
                     model=answering.model,
                     choices=[],
-                    usage=_usage(answering),
+                    usage=answering.usage(),
                 )
             )
         await events.done()
@@ -414,36 +347,3 @@ async def _read(request: web.Request) -> bytes:
         return await request.read()
     except web.RequestPayloadError as error:
         raise RequestError(f"The body cannot be read: {error}") from error
-
-
-def _usage(answering: _Answering) -> Usage:
-    """Over all choices; each prompt counts once, however many choices it has."""
-    entries = answering.generation.entries[:: answering.call.n]
-    return usage_of(
-        sum(entry.request.prompt_tokens for entry in entries),
-        sum(choice.tokens for choice in answering.choices),
-        sum(entry.cached_tokens for entry in entries),
-    )
-
-
-def _choice_usage(answering: _Answering, index: int) -> Usage:
-    entry = answering.generation.entries[index]
-    return usage_of(entry.request.prompt_tokens, answering.choices[index].tokens, entry.cached_tokens)
-
-
-def _extras(answering: _Answering, indexes: list[int] | range) -> Extras:
-    generation = answering.generation
-    return Extras(
-        [
-            extras_of(
-                index,
-                generation.entries[index],
-                generation.times,
-                answering.choices[index].stop_string,
-                generation.entries[index].output[: answering.choices[index].tokens]
-                if answering.call.return_token_ids
-                else None,
-            )
-            for index in indexes
-        ]
-    )

@@ -334,7 +334,8 @@ def _refuse_what_chat_cannot(body: ChatBody) -> None:
 def _service(
     options: CohortOptions, headers: Mapping[str, str], config: GatewayConfig
 ) -> tuple[TrafficClass, Slo, bool]:
-    """Class and promises; headers win over the body, because proxies set them."""
+    """Class and SLO as named; headers win over the body, because proxies set them. What is not named has a default of
+    its class, which is filled in on admission."""
     traffic_class: TrafficClass = options.traffic_class or config.default_class
     named = headers.get(CLASS_HEADER)
     if named is not None:
@@ -349,10 +350,9 @@ def _service(
                 )
     ttft_ms = _milliseconds(headers, TTFT_HEADER) or options.ttft_slo_ms
     tpot_ms = _milliseconds(headers, TPOT_HEADER) or options.tpot_slo_ms
-    real_time = traffic_class == "rt"
     slo = Slo(
-        ttft_s=ttft_ms / 1000 if ttft_ms else config.rt_ttft_slo_s if real_time else 0.0,
-        tpot_s=tpot_ms / 1000 if tpot_ms else config.rt_tpot_slo_s if real_time else 0.0,
+        ttft_s=ttft_ms / 1000 if ttft_ms else 0.0,
+        tpot_s=tpot_ms / 1000 if tpot_ms else 0.0,
         deadline_s=options.deadline_ms / 1000 if options.deadline_ms else 0.0,
     )
     return traffic_class, slo, options.online is not False

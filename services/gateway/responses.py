@@ -1,7 +1,7 @@
 """The JSON of answers, in OpenAI's shapes: whole, in chunks, and errors.
 
-Structs say which keys exist; two builders, one per endpoint, fill them. Called by `openai_api.py`. Everything of our
-own rides under the one key `cohort`, so that strict clients still parse the rest.
+Structs say which keys exist; two builders, one per endpoint, fill them. Called by `openai_api.py` and `answering.py`.
+Everything of our own rides under the one key `cohort`, so that strict clients still parse the rest.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from cohort.common.errors import RequestError
+from cohort.common.machines.entry import Entry
 from cohort.common.types import FinishReason, Prediction
 from cohort.services.gateway.choice import Piece, ScoredToken
 from cohort.services.gateway.detokenizer import TokenText
-from cohort.services.gateway.ledger import Entry
 from cohort.services.gateway.parsing import printable
 from cohort.services.gateway.timing import GatewayTimes, ttft_stages
 

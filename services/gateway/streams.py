@@ -1,39 +1,43 @@
-"""Joins the ledger to the handlers that wait for its tokens; a stream survives whatever happens to its workers.
+"""Hosts the gateway machine: tells it what happened and does what it asks; a stream survives whatever its workers do.
 
-    TokenBatch, Placed, Displaced … ─▶ ledger ─▶ actions ─┬─▶ mailbox of the waiting HTTP handler
-                                                          ├─▶ Submit, Cancel ─▶ manager, workers
-                                                          └─▶ metrics, log line, what the predictor learns
+    HTTP handlers ─▶ Estimated, Offered, Closed ─▶ machine ─▶ effects ─┬─▶ mailbox of the waiting HTTP handler
+    bus ─▶ Received ──────────────────────────────▶   ▲                ├─▶ bus (Undelivered, where that fails)
+    timer ─▶ Tick ────────────────────────────────────┘                └─▶ metrics, log lines, the timer
 
-Called by `openai_api.py` (open, start, stop, abandon) and `service.py` (messages, ticks). Performs actions and never
-decides what a message means. What waits in a mailbox is bounded by the request's own max_tokens.
+Called by `openai_api.py` (check, offer, stop, abandon) and `service.py` (messages, start, drain). Decides nothing. What
+waits in a mailbox is bounded by the request's own max_tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import assert_never
 
 import structlog
 
 from cohort.common.clock import Clock
 from cohort.common.errors import PeerUnreachable, RequestError
-from cohort.common.messages import (
-    Cancel,
-    LengthFacts,
-    Message,
-    ObserveLength,
-    PredictLength,
-    RevisePrediction,
-    TokenBatch,
-    TokenLogprob,
+from cohort.common.machines.effects import (
+    Admitted,
+    Deliver,
+    Ended,
+    Fail,
+    GatewayEffect,
+    ManagerFound,
+    Rejected,
+    Send,
+    Wake,
 )
-from cohort.common.messages import Submit as SubmitMessage
+from cohort.common.machines.entry import Entry
+from cohort.common.machines.events import Closed, Estimated, GatewayEvent, Offered, Tick, Undelivered
+from cohort.common.machines.gateway import GatewayMachine
+from cohort.common.machines.machine import Machine
+from cohort.common.messages import Message, Submit, TokenLogprob
 from cohort.common.metrics import RequestMetrics
-from cohort.common.types import Attempt, FinishReason, InstanceId, Prediction, Request, RequestId
+from cohort.common.types import FinishReason, InstanceId, RequestId, TrafficClass
 from cohort.services.gateway.figures import Recent
-from cohort.services.gateway.ledger import Action, CancelAttempt, Deliver, Entry, Fail, Ledger, Submit
-from cohort.services.gateway.prediction import PredictorClient
 from cohort.services.gateway.timing import GatewayTimes, slo_outcomes, tpot_s, ttft_stages
 
 
@@ -81,14 +85,11 @@ class Mailbox:
 
 @dataclass(slots=True)
 class Generation:
-    """All choices of one HTTP request."""
+    """All choices of one HTTP request. Without entries until it is admitted."""
 
-    entries: list[Entry]
     times: GatewayTimes
-    mailbox: Mailbox
-    chat: bool
-    prompt_bytes: int
-    stop_strings: int
+    mailbox: Mailbox = field(default_factory=Mailbox)
+    entries: list[Entry] = field(default_factory=list)
 
     @property
     def request_ids(self) -> list[RequestId]:
@@ -97,7 +98,7 @@ class Generation:
 
 @dataclass(slots=True)
 class _Track:
-    """An open request: who waits for it."""
+    """An open request and the handler that waits for it."""
 
     generation: Generation
     index: int
@@ -107,38 +108,36 @@ class _Track:
 class Streams:
     def __init__(
         self,
-        ledger: Ledger,
+        machine: GatewayMachine,
+        hosted: Machine[GatewayEvent, GatewayEffect],
         *,
-        to_manager: Callable[[Message], None],
-        to_worker: Callable[[InstanceId, Message], None],
-        to_predictor: Callable[[Message], None],
+        send: Callable[[InstanceId, Message], None],
         clock: Clock,
         metrics: RequestMetrics,
         log: structlog.stdlib.BoundLogger,
-        predictor_wait_s: float,
-        default_prediction_tokens: int,
     ) -> None:
-        """The three senders may raise `PeerUnreachable`."""
-        self.ledger = ledger
-        self._to_manager = to_manager
-        self._to_worker = to_worker
+        """`hosted` is told events: `machine` itself, or a recorder around it. `send` may raise `PeerUnreachable`."""
+        self.ledger = machine.ledger
+        self._machine = machine
+        self._hosted = hosted
+        self._send = send
         self._clock = clock
         self._metrics = metrics
         self._log = log
-        self._default_tokens = float(default_prediction_tokens)
-        self.predictor = PredictorClient(
-            to_predictor,
-            clock,
-            wait_s=predictor_wait_s,
-            default_tokens=default_prediction_tokens,
-            late=self._on_late_prediction,
-        )
         self._tracks: dict[RequestId, _Track] = {}
         self._empty = asyncio.Event()
         self._empty.set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._offered: Generation | None = None
+        """Whose offer the machine is deciding on."""
+        self._refusal: RequestError | None = None
+        self._dropped = self._defaults = 0
+        """Of the machine's totals, what the metrics have already."""
         self._online_waited = False
         self.on_online_placed: Callable[[], None] = lambda: None
         """Called when the last online request that waited for a worker has one, or is gone."""
+        self.on_told: Callable[[], None] = lambda: None
+        """Called whenever something happened, time included."""
         self.recent = Recent()
 
     def __len__(self) -> int:
@@ -146,46 +145,20 @@ class Streams:
 
     # -- For the HTTP handlers -------------------------------------------------------------------------------------
 
-    def open(
-        self, requests: Sequence[Request], times: GatewayTimes, *, chat: bool, prompt_bytes: int, stop_strings: int
-    ) -> Generation:
-        """Own these requests from now on; `start` submits them. Whoever opens must `abandon` in the end."""
-        now_s = self._clock.now_s()
-        entries = [
-            self.ledger.open(
-                now_s, request, expected_output=min(self._default_tokens, float(request.sampling.max_tokens))
-            )
-            for request in requests
-        ]
-        generation = Generation(entries, times, Mailbox(), chat, prompt_bytes, stop_strings)
-        for index, request in enumerate(requests):
-            self._tracks[request.request_id] = _Track(generation, index)
-            self._metrics.in_flight(request.traffic_class).inc()
-            self._metrics.prompt_tokens(request.traffic_class).inc(request.prompt_tokens)
-            self.recent.accepted(request.prompt_tokens)
-            self._online_waited = self._online_waited or request.online
-        self._empty.clear()
-        return generation
+    def check(self, body_bytes: int, traffic_class: TrafficClass) -> None:
+        """Before any work. Raises a 429 or 503 `RequestError`."""
+        self._decide(Estimated("", body_bytes, traffic_class))
 
-    async def start(self, generation: Generation) -> None:
-        """Ask how long the answers will be, briefly, and submit."""
-        began_s = self._clock.now_s()
-        groups = _by_prompt(generation.entries)
-        questions = [PredictLength(group[0].request_id, _facts(generation, group[0].request)) for group in groups]
-        predictions = await self.predictor.predict(questions)
-        generation.times.predict_s = self._clock.now_s() - began_s
-        for group, prediction in zip(groups, predictions, strict=True):
-            if prediction.source == "default":
-                self._metrics.default_predictions().inc(len(group))
-            for entry in group:
-                self.ledger.predicted(entry.request_id, prediction)
-        for entry in generation.entries:
-            self.perform(self.ledger.submit(entry.request_id))
+    def offer(self, offer: Offered, times: GatewayTimes) -> Generation:
+        """All of the offer's requests come in, or none: then raises a 429 or 503 `RequestError`. Must be abandoned in
+        the end."""
+        self._offered = generation = Generation(times)
+        self._decide(offer)
+        return generation
 
     def stop(self, generation: Generation, index: int) -> None:
         """A stop string ended this choice: nothing more is wanted of it."""
-        entry = generation.entries[index]
-        self._close(entry, FinishReason.STOP, "a stop string was found")
+        self._close(generation.entries[index], FinishReason.STOP, "a stop string was found")
 
     def abandon(self, generation: Generation, reason: str = "the client went away") -> None:
         """The handler ends: free what is still open. Harmless after a complete answer."""
@@ -198,68 +171,114 @@ class Streams:
 
     # -- For the service -------------------------------------------------------------------------------------------
 
-    def on_tokens(self, sender: InstanceId, batch: TokenBatch) -> None:
-        now_s = self._clock.now_s()
-        before = self.ledger.dropped_tokens_total
-        for update in batch.updates:
-            self.perform(self.ledger.tokens(now_s, sender, update))
-        if dropped := self.ledger.dropped_tokens_total - before:
-            self._metrics.stale_tokens().inc(dropped)
-
-    def perform(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            match action:
-                case Deliver():
-                    self._deliver(action)
-                case Fail(entry, error):
-                    track = self._tracks.get(entry.request_id)
-                    if track is not None:
-                        track.generation.mailbox.put(track.index, error=error)
-                    self._finalize(entry, FinishReason.FAILED, error.message)
-                case Submit(entry):
-                    if entry.attempt.number:
-                        self._log.info(
-                            "resubmitting",
-                            request_id=entry.request_id,
-                            attempt=entry.attempt.number,
-                            tokens=len(entry.output),
-                            reason=entry.lost_because,
-                        )
-                        self._metrics.resubmissions(entry.lost_kind).inc()
-                    self._submit(entry)
-                case CancelAttempt(attempt, holders, reason):
-                    self._cancel(attempt, holders, reason)
+    def tell(self, *events: GatewayEvent) -> None:
+        """These events happened, now. Without any: does what is left over from a call that failed."""
+        lost = self._perform(self._hosted.handle(self._clock.now_s(), *events))
+        while lost:
+            lost = self._perform(self._hosted.handle(self._clock.now_s(), *lost))
+        if more := self.ledger.dropped_tokens_total - self._dropped:
+            self._dropped += more
+            self._metrics.stale_tokens().inc(more)
+        if more := self._machine.default_predictions_total - self._defaults:
+            self._defaults += more
+            self._metrics.default_predictions().inc(more)
         if self._online_waited and not self.ledger.waiting_online:
             self._online_waited = False
             self.on_online_placed()
+        self.on_told()
 
-    def resubmit_unsent(self) -> None:
-        """Try again what could not be handed to the manager."""
-        for entry in self.ledger.unsubmitted():
-            if entry.prediction is not None:  # otherwise its handler is still waiting for one
-                self.perform(self.ledger.submit(entry.request_id))
+    def end(self) -> None:
+        """No more ticks."""
+        if self._timer is not None:
+            self._timer.cancel()
 
-    # -- Within ----------------------------------------------------------------------------------------------------
+    # -- Effects ---------------------------------------------------------------------------------------------------
 
-    def _submit(self, entry: Entry) -> None:
-        try:
-            self._to_manager(SubmitMessage(entry.current()))
-        except PeerUnreachable as error:
-            self._log.debug("manager unreachable, the request waits", request_id=entry.request_id, reason=str(error))
-        else:
-            self.ledger.submitted(self._clock.now_s(), entry.request_id)
-
-    def _cancel(self, attempt: Attempt, holders: Iterable[InstanceId], reason: str) -> None:
-        message = Cancel([attempt], reason)
-        try:
-            self._to_manager(message)
-        except PeerUnreachable:
-            self._log.debug("manager unreachable, cancel not sent", request_id=attempt.request_id)
-        for holder in holders:
+    def _perform(self, effects: Sequence[GatewayEffect]) -> list[Undelivered]:
+        """Returns what could not be sent. A defect in one effect must not keep the others from being performed."""
+        lost: list[Undelivered] = []
+        for effect in effects:
             try:
-                self._to_worker(holder, message)
-            except PeerUnreachable:  # dead, or never spoke to us: the manager's cancel reaches it
-                self._log.debug("worker unreachable, cancel not sent", request_id=attempt.request_id, worker=holder)
+                match effect:
+                    case Deliver():
+                        self._deliver(effect)
+                    case Send(peer, message):
+                        self._note(message)
+                        try:
+                            self._send(peer, message)
+                        except PeerUnreachable as error:
+                            self._log.debug("not sent", peer=peer, type=type(message).__name__, reason=str(error))
+                            lost.append(Undelivered(peer, message))
+                    case Wake(at_s):
+                        self._set_timer(at_s)
+                    case Admitted(_, entries):
+                        self._open(entries)
+                    case Rejected(_, error):
+                        self._refusal = error
+                    case Fail(entry, error):
+                        track = self._tracks.get(entry.request_id)
+                        if track is not None:
+                            track.generation.mailbox.put(track.index, error=error)
+                    case Ended(entry, finish, reason):
+                        self._finalize(entry, finish, reason)
+                    case ManagerFound(incarnation, outstanding):
+                        self._log.info("manager is there", manager_incarnation=incarnation, outstanding=outstanding)
+                    case _:
+                        assert_never(effect)
+            except Exception:
+                self._log.exception("effect failed", type=type(effect).__name__)
+        return lost
+
+    def _decide(self, offer: Estimated | Offered) -> None:
+        self._refusal = None
+        try:
+            self.tell(offer)
+        finally:
+            self._offered = None
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _open(self, entries: list[Entry]) -> None:
+        generation = self._offered
+        if generation is None:  # an estimate
+            return
+        generation.entries = entries
+        for index, entry in enumerate(entries):
+            request = entry.request
+            self._tracks[request.request_id] = _Track(generation, index)
+            self._metrics.in_flight(request.traffic_class).inc()
+            self._metrics.prompt_tokens(request.traffic_class).inc(request.prompt_tokens)
+            self.recent.accepted(request.prompt_tokens)
+            self._online_waited = self._online_waited or request.online
+        if entries:
+            self._empty.clear()
+
+    def _note(self, message: Message) -> None:
+        """A line in the log for what is submitted once more."""
+        if not isinstance(message, Submit) or not message.request.attempt.number:
+            return
+        entry = self.ledger.get(message.request.request_id)
+        if entry is not None:
+            self._log.info(
+                "resubmitting",
+                request_id=entry.request_id,
+                attempt=entry.attempt.number,
+                tokens=len(entry.output),
+                reason=entry.lost_because,
+            )
+            self._metrics.resubmissions(entry.lost_kind).inc()
+
+    def _set_timer(self, at_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, at_s - self._clock.now_s()), self._tick)
+
+    def _tick(self) -> None:
+        try:
+            self.tell(Tick())
+        except Exception:
+            self._log.exception("tick failed")
+            self.tell()
 
     def _deliver(self, action: Deliver) -> None:
         entry = action.entry
@@ -269,8 +288,6 @@ class Streams:
         if action.tokens:
             self._observe_tokens(track, entry, len(action.tokens))
         track.generation.mailbox.put(track.index, tokens=action.tokens, logprobs=action.logprobs, finish=action.finish)
-        if action.finish is not None:
-            self._finalize(entry, action.finish, "")
 
     def _observe_tokens(self, track: _Track, entry: Entry, count: int) -> None:
         now_s = entry.last_token_s or self._clock.now_s()
@@ -290,34 +307,23 @@ class Streams:
             self.recent.tokens(gap_s, count)
         track.last_token_s = now_s
 
+    # -- Endings ---------------------------------------------------------------------------------------------------
+
     def _close(self, entry: Entry, finish: FinishReason, reason: str) -> None:
-        if self.ledger.get(entry.request_id) is not entry:
-            return
-        self.perform(self.ledger.close(entry.request_id, reason))
-        self._finalize(entry, finish, reason)
+        if self.ledger.get(entry.request_id) is entry:
+            self.tell(Closed(entry.request_id, finish, reason))
 
     def _finalize(self, entry: Entry, finish: FinishReason, reason: str) -> None:
-        """The request is over: count it, log it, learn from it."""
+        """The request is over: count it, log it."""
         track = self._tracks.pop(entry.request_id, None)
         if track is None:
             return
         if not self._tracks:
             self._empty.set()
-        self.predictor.forget(entry.request_id)
         request, times = entry.request, track.generation.times
         e2e_s = self._clock.now_s() - times.arrived_s
         ttft_s = None if entry.first_token_s is None else entry.first_token_s - times.arrived_s
         self._count(entry, finish, ttft_s, e2e_s)
-        complete = finish in (FinishReason.STOP, FinishReason.LENGTH)
-        if complete and entry.output:
-            self.predictor.observe(
-                ObserveLength(
-                    request.request_id,
-                    _facts(track.generation, request),
-                    output_tokens=len(entry.output),
-                    truncated=finish is FinishReason.LENGTH,
-                )
-            )
         write = self._log.warning if finish is FinishReason.FAILED else self._log.info
         write(
             "request finished",
@@ -358,35 +364,3 @@ class Streams:
         )
         for objective, met in outcomes.items():
             metrics.slo(traffic_class, objective, "met" if met else "missed").inc()
-
-    def _on_late_prediction(self, request_id: RequestId, prediction: Prediction) -> None:
-        """It was submitted with the default: correct that, for all choices of the same prompt."""
-        track = self._tracks.get(request_id)
-        if track is None:
-            return
-        tokens = track.generation.entries[track.index].request.tokens
-        for entry in track.generation.entries:
-            if entry.request.tokens is tokens and self.ledger.predicted(entry.request_id, prediction):
-                try:
-                    self._to_manager(RevisePrediction(entry.request_id, prediction))
-                except PeerUnreachable:
-                    return  # it rides along when the request is submitted again
-
-
-def _facts(generation: Generation, request: Request) -> LengthFacts:
-    return LengthFacts(
-        tokens=request.tokens,
-        chat=generation.chat,
-        max_tokens=request.sampling.max_tokens,
-        temperature=request.sampling.temperature,
-        stop_strings=generation.stop_strings,
-        text_bytes=generation.prompt_bytes,
-    )
-
-
-def _by_prompt(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Choices of one prompt share its token list, and one prediction."""
-    groups: dict[int, list[Entry]] = {}
-    for entry in entries:
-        groups.setdefault(id(entry.request.tokens), []).append(entry)
-    return list(groups.values())

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cohort.common.machines.entry import Entry
 from cohort.common.metrics import TtftStage
 from cohort.common.types import Slo
-from cohort.services.gateway.ledger import Entry
 
 
 @dataclass(slots=True)
@@ -18,7 +18,6 @@ class GatewayTimes:
 
     arrived_s: float
     tokenize_s: float = 0.0
-    predict_s: float = 0.0
 
 
 def ttft_stages(times: GatewayTimes, entry: Entry) -> dict[TtftStage, float]:
@@ -31,7 +30,7 @@ def ttft_stages(times: GatewayTimes, entry: Entry) -> dict[TtftStage, float]:
     worker = entry.first_times
     stages: dict[TtftStage, float] = {
         "tokenize": times.tokenize_s,
-        "predict": times.predict_s,
+        "predict": entry.predict_s,
         "bucket": entry.bucket_s,
         "prefill_queue": worker.queue_s,
         "prefill": worker.prefill_s,

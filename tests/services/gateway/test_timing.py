@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from cohort.common.machines.entry import Entry
 from cohort.common.messages import StageTimes
 from cohort.common.types import Attempt, Request, SamplingParams, Slo
-from cohort.services.gateway.ledger import Entry
 from cohort.services.gateway.timing import GatewayTimes, slo_outcomes, tpot_s, ttft_stages
 
 
@@ -16,8 +16,13 @@ def entry(**fields: object) -> Entry:
 
 
 def test_the_stages_add_up_to_the_time_to_first_token() -> None:
-    one = entry(first_token_s=2.0, bucket_s=0.1, first_times=StageTimes(queue_s=0.2, prefill_s=0.3, transfer_s=0.05))
-    stages = ttft_stages(GatewayTimes(arrived_s=1.0, tokenize_s=0.01, predict_s=0.02), one)
+    one = entry(
+        first_token_s=2.0,
+        predict_s=0.02,
+        bucket_s=0.1,
+        first_times=StageTimes(queue_s=0.2, prefill_s=0.3, transfer_s=0.05),
+    )
+    stages = ttft_stages(GatewayTimes(arrived_s=1.0, tokenize_s=0.01), one)
     assert stages == pytest.approx(
         {
             "tokenize": 0.01,

@@ -7,112 +7,27 @@
                                                     ended (forgotten; one final delivery)
 
 Decides what a message about a request means: which of its tokens are new, whether an attempt is lost and must be
-resubmitted, when a request has ended. The gateway's `streams.py` feeds it and performs the actions it returns. Pure: no
-I/O, no clock (time is an argument), no randomness. Exactly-once delivery lives here: whatever workers and managers
-repeat, reorder or lose, the client gets every position once, in order.
+resubmitted, when a request has ended. Called by `gateway.py`, which performs the actions it returns; it never speaks
+to anyone itself. Exactly-once delivery lives here: whatever workers and managers repeat, reorder or lose, the client
+gets every position once, in order.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import msgspec
+from cohort.common.errors import InvariantViolated, RequestError
+from cohort.common.machines.effects import Deliver, Fail
+from cohort.common.machines.entry import Entry, State
+from cohort.common.messages import Placed, StageTimes, TokenUpdate
+from cohort.common.types import Attempt, FinishReason, InstanceId, Request, RequestId
 
-from cohort.common.errors import RequestError
-from cohort.common.messages import Placed, StageTimes, TokenLogprob, TokenUpdate
-from cohort.common.types import Attempt, FinishReason, InstanceId, Prediction, Request, RequestId
-
-
-class State(enum.Enum):
-    OPEN = "open"  # not (or not again) handed to the manager yet
-    WAITING = "waiting"  # the manager has it, no worker known
-    PLACED = "placed"  # on workers, no token of this attempt yet
-    RUNNING = "running"
-
-
-@dataclass(slots=True)
-class Entry:
-    """One owned request. `output` and `logprobs` are all tokens delivered so far, over all attempts. Times are
-    monotonic seconds of the gateway."""
-
-    request: Request
-    opened_s: float
-    expires_s: float
-    attempt: Attempt = field(init=False)
-    state: State = State.OPEN
-    output: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of the prompt's tokens from the second on, where asked for; complete with the first output token."""
-    prediction: Prediction | None = None
-    cached_tokens: int = 0
-    instances: list[InstanceId] = field(default_factory=list)
-    """Workers this request was placed on, in order of first appearance."""
-    holders: set[InstanceId] = field(default_factory=set)
-    """Workers that may hold something of the current attempt."""
-    last_news_s: float = 0.0
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-    bucket_s: float = 0.0
-    """Time in the manager before the placement that led to the first token."""
-    times: dict[InstanceId, StageTimes] = field(default_factory=dict)
-    first_times: StageTimes | None = None
-    """Summed stage times up to the first token."""
-    placement_reason: str = ""
-    lost_because: str = ""
-    """Why the attempt before this one ended."""
-    lost_kind: str = ""
-    """The same in one word: displaced, gap, stall, cancelled or contradiction."""
-    queued_tokens: float = 0.0
-    """Prompt and expected output while it counts as waiting; 0 afterwards."""
-
-    def __post_init__(self) -> None:
-        self.attempt = self.request.attempt
-
-    @property
-    def request_id(self) -> RequestId:
-        return self.attempt.request_id
-
-    @property
-    def known(self) -> int:
-        """Positions whose tokens are known: prompt and output."""
-        return self.request.prompt_tokens + len(self.output)
-
-    def current(self) -> Request:
-        """The request as it must be submitted now."""
-        return msgspec.structs.replace(
-            self.request,
-            attempt=self.attempt,
-            tokens=[*self.request.tokens, *self.output] if self.output else self.request.tokens,
-            prediction=self.prediction,
-        )
-
-
-# -- What the ledger asks its host to do ---------------------------------------------------------------------------
+# -- What the ledger asks of the machine, beside the effects `Deliver` and `Fail` ----------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Deliver:
-    """These tokens are next in the client's stream. `finish` ends it; the entry is already forgotten then."""
-
-    entry: Entry
-    tokens: list[int]
-    logprobs: list[TokenLogprob]
-    finish: FinishReason | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The request ends with this error; the entry is already forgotten."""
-
-    entry: Entry
-    error: RequestError
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
+class SubmitAttempt:
     """Hand the entry's current attempt to the manager."""
 
     entry: Entry
@@ -127,7 +42,7 @@ class CancelAttempt:
     reason: str
 
 
-Action = Deliver | Fail | Submit | CancelAttempt
+Action = Deliver | Fail | SubmitAttempt | CancelAttempt
 
 
 class Ledger:
@@ -182,7 +97,7 @@ class Ledger:
         if finish is not None:  # a client may ask for no token at all
             self._end(entry)
             return [Deliver(entry, [], [], finish)]
-        return [Submit(entry)]
+        return [SubmitAttempt(entry)]
 
     def submitted(self, now_s: float, request_id: RequestId) -> None:
         """The current attempt is on its way to the manager."""
@@ -191,13 +106,11 @@ class Ledger:
             entry.state = State.WAITING
             entry.last_news_s = now_s
 
-    def predicted(self, request_id: RequestId, prediction: Prediction) -> bool:
-        """A prediction arrived; False when nobody waits for it any more."""
-        entry = self._entries.get(request_id)
-        if entry is None:
-            return False
-        entry.prediction = prediction
-        return True
+    def undelivered(self, attempt: Attempt) -> None:
+        """This attempt could not be handed to the manager after all."""
+        entry = self._entries.get(attempt.request_id)
+        if entry is not None and entry.attempt == attempt and entry.state is State.WAITING:
+            entry.state = State.OPEN
 
     def close(self, request_id: RequestId, reason: str) -> list[Action]:
         """The client has enough (a stop string) or is gone: free what the request holds everywhere."""
@@ -222,7 +135,28 @@ class Ledger:
             self.dropped_tokens_total += len(update.tokens)
             older = update.attempt < entry.attempt and update.finish is None
             return [CancelAttempt(update.attempt, (sender,), "superseded")] if older else []
+        tokens, sampling = update.tokens, entry.request.sampling
+        known = len(entry.output)
+        if (
+            entry.state is State.RUNNING
+            and tokens
+            and update.finish is None
+            and update.times is None
+            and sampling.logprobs < 0
+            and not update.logprobs
+            and update.position == entry.request.prompt_tokens + known
+            and known + len(tokens) < sampling.max_tokens
+            and tokens[-1] not in sampling.stop_token_ids
+            and sender in entry.holders
+        ):  # nearly always: the next tokens, nothing else. `_judge` would say the same, in three times the time
+            entry.output.extend(tokens)
+            entry.last_token_s = entry.last_news_s = now_s
+            return [Deliver(entry, tokens, [])]
         self._note(entry, sender, update)
+        return self._judge(now_s, entry, sender, update)
+
+    def _judge(self, now_s: float, entry: Entry, sender: InstanceId, update: TokenUpdate) -> list[Action]:
+        """Whatever a worker may say of the current attempt."""
         if update.finish is FinishReason.FAILED:
             return self._fail(
                 entry,
@@ -302,11 +236,15 @@ class Ledger:
         return []
 
     def displaced(self, now_s: float, attempts: Iterable[Attempt], reason: str) -> list[Action]:
+        """These attempts are lost; they are submitted again in the order their requests came."""
+        lost = {
+            attempt: entry
+            for attempt in attempts
+            if (entry := self._entries.get(attempt.request_id)) is not None and attempt == entry.attempt
+        }
         actions: list[Action] = []
-        for attempt in attempts:
-            entry = self._entries.get(attempt.request_id)
-            if entry is not None and attempt == entry.attempt:
-                actions += self._lost(entry, now_s, "displaced", reason)
+        for entry in sorted(lost.values(), key=lambda entry: entry.request.arrival_s):
+            actions += self._lost(entry, now_s, "displaced", reason)
         return actions
 
     def refused(self, attempt: Attempt, status: int, reason: str) -> list[Action]:
@@ -315,6 +253,15 @@ class Ledger:
             return []
         kind = "invalid_request_error" if 400 <= status < 500 else "service_unavailable_error"
         return self._fail(entry, RequestError(reason, status=status, type_=kind))
+
+    def manager_replaced(self, now_s: float) -> list[Action]:
+        """Another manager took over and knows nothing of its predecessor's queue. The next attempts replace those that
+        waited there: one of them may have been placed without a word of it reaching us."""
+        actions: list[Action] = []
+        for entry in list(self._entries.values()):
+            if entry.state is State.WAITING:
+                actions += self._lost(entry, now_s, "manager", "the manager was replaced while the request waited")
+        return actions
 
     # -- From the clock --------------------------------------------------------------------------------------------
 
@@ -342,6 +289,24 @@ class Ledger:
 
     def outstanding(self) -> list[Attempt]:
         return [entry.attempt for entry in self._entries.values() if entry.state is not State.OPEN]
+
+    def check(self) -> None:
+        """Raises `InvariantViolated` when the counters and the entries disagree."""
+        waiting = [entry for entry in self._entries.values() if entry.queued_tokens]
+        counted = (self.waiting_requests, self.waiting_online)
+        there = (len(waiting), sum(entry.request.online for entry in waiting))
+        if counted != there:
+            raise InvariantViolated(f"{counted} requests (of them online) count as waiting, but {there} wait")
+        tokens = sum(entry.queued_tokens for entry in waiting)
+        if abs(self.waiting_tokens - tokens) > 1e-6 * max(1.0, tokens):
+            raise InvariantViolated(f"{self.waiting_tokens} tokens count as waiting, but {tokens} wait")
+        for request_id, entry in self._entries.items():
+            if entry.request_id != request_id:
+                raise InvariantViolated(f"{entry.attempt} is kept under the name {request_id}")
+            if entry.queued_tokens and entry.state is State.RUNNING:
+                raise InvariantViolated(f"{entry.attempt} has tokens and counts as waiting")
+            if len(entry.output) >= max(1, entry.request.sampling.max_tokens):
+                raise InvariantViolated(f"{entry.attempt} has all its tokens and is not over")
 
     # -- Within ----------------------------------------------------------------------------------------------------
 
@@ -379,7 +344,7 @@ class Ledger:
         entry.holders.clear()
         entry.last_news_s = now_s
         self.resubmitted_total += 1
-        return [*cancel, Submit(entry)]
+        return [*cancel, SubmitAttempt(entry)]
 
     def _fail(self, entry: Entry, error: RequestError) -> list[Action]:
         self._end(entry)

@@ -2,15 +2,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cohort.common.errors import RequestError
+from cohort.common.errors import InvariantViolated, RequestError
+from cohort.common.machines.effects import Deliver, Fail
+from cohort.common.machines.entry import Entry, State
+from cohort.common.machines.ledger import Action, CancelAttempt, Ledger, SubmitAttempt
 from cohort.common.messages import Placed, StageTimes, TokenLogprob, TokenUpdate
 from cohort.common.types import Attempt, FinishReason, Prediction, Request, SamplingParams
-from cohort.services.gateway.ledger import Action, CancelAttempt, Deliver, Entry, Fail, Ledger, State, Submit
 
 PROMPT = [5, 6, 7]
 END = 99
@@ -28,7 +31,7 @@ def request(request_id: str = "r", *, max_tokens: int = 5, logprobs: int = -1, s
 def opened(book: Ledger, **options: Any) -> Entry:
     """An entry whose first attempt runs on worker w."""
     entry = book.open(0.0, request(**options))
-    assert book.submit(entry.request_id) == [Submit(entry)]
+    assert book.submit(entry.request_id) == [SubmitAttempt(entry)]
     book.submitted(0.0, entry.request_id)
     book.placed(0.0, Placed(Attempt(entry.request_id, 0), ["w"], 0.5, "test"))
     return entry
@@ -47,6 +50,20 @@ def test_tokens_are_delivered_in_order_and_the_last_one_ends_it() -> None:
     ]
     assert len(book) == 0
     assert (entry.first_token_s, entry.last_token_s, entry.output) == (1.0, 2.0, [10, 11, 12])
+
+
+@pytest.mark.parametrize("tokens", [[10], [10, 11, 12]])
+def test_the_short_way_of_the_next_tokens_says_what_the_long_way_says(tokens: list[int]) -> None:
+    """The same entry, update for update, whether or not an update has what sends it the long way."""
+    entries = []
+    for times in (None, StageTimes("w")):
+        book = ledger()
+        entry = opened(book, max_tokens=9, stop=(END,))
+        book.tokens(1.0, "w", update(3, [10]))
+        assert book.tokens(2.0, "w", update(4, tokens, times=times)) == [Deliver(entry, tokens, [])]
+        entry.times.clear()
+        entries.append(entry)
+    assert entries[0] == entries[1]
 
 
 def test_known_positions_are_dropped() -> None:
@@ -68,15 +85,16 @@ def test_tokens_of_an_older_attempt_are_dropped_and_their_sender_is_stopped() ->
 def test_a_displaced_request_is_resubmitted_with_its_tokens() -> None:
     book = ledger()
     entry = opened(book)
-    book.predicted("r", Prediction(4, 4, 4, 4))
+    entry.prediction = Prediction(4, 4, 4, 4)
     book.tokens(1.0, "w", update(3, [10, 11]))
     assert book.displaced(2.0, [Attempt("r", 0)], "worker dead") == [
         CancelAttempt(Attempt("r", 0), ("w",), "worker dead"),
-        Submit(entry),
+        SubmitAttempt(entry),
     ]
-    now = entry.current()
+    now = entry.current(2.0)
     assert (now.attempt.number, now.tokens, now.prompt_tokens, now.output_known) == (1, [*PROMPT, 10, 11], 3, 2)
     assert now.prediction == Prediction(4, 4, 4, 4)
+    assert now.waited_s == 2.0  # it keeps its place in line
     assert book.displaced(2.0, [Attempt("r", 0)], "again") == []
     assert book.outstanding() == []  # not handed over yet
     book.submitted(2.0, "r")
@@ -86,7 +104,7 @@ def test_a_displaced_request_is_resubmitted_with_its_tokens() -> None:
 def test_a_gap_asks_for_another_attempt() -> None:
     book = ledger()
     entry = opened(book)
-    assert book.tokens(1.0, "w", update(4, [11]))[-1] == Submit(entry)
+    assert book.tokens(1.0, "w", update(4, [11]))[-1] == SubmitAttempt(entry)
     assert entry.output == []
     assert entry.lost_because == "tokens 3 to 4 never arrived"
 
@@ -109,7 +127,7 @@ def test_an_end_before_known_tokens_is_not_believed() -> None:
     book = ledger()
     entry = opened(book)
     book.tokens(1.0, "w", update(3, [10, 11]))
-    assert book.tokens(1.0, "w", update(4, [], finish=FinishReason.STOP))[-1] == Submit(entry)
+    assert book.tokens(1.0, "w", update(4, [], finish=FinishReason.STOP))[-1] == SubmitAttempt(entry)
 
 
 def test_no_tokens_at_all_are_delivered_at_once() -> None:
@@ -131,7 +149,7 @@ def test_a_failure_on_a_worker_ends_the_request_and_frees_it() -> None:
 def test_a_cancel_nobody_here_asked_for_is_a_loss() -> None:
     book = ledger()
     entry = opened(book)
-    assert book.tokens(1.0, "w", update(3, [], finish=FinishReason.CANCELLED))[-1] == Submit(entry)
+    assert book.tokens(1.0, "w", update(3, [], finish=FinishReason.CANCELLED))[-1] == SubmitAttempt(entry)
 
 
 def test_too_many_attempts_end_with_503() -> None:
@@ -153,6 +171,54 @@ def test_refused_becomes_the_clients_error() -> None:
     assert book.refused(Attempt("r", 0), 400, "twice") == []
 
 
+def test_displaced_requests_are_submitted_in_the_order_they_came() -> None:
+    book = ledger()
+    for name, arrival_s in (("late", 3.0), ("early", 1.0)):
+        book.open(0.0, msgspec.structs.replace(request(name), arrival_s=arrival_s))
+        book.submitted(0.0, name)
+    attempts = [Attempt("late", 0), Attempt("early", 0), Attempt("late", 0)]
+    again = [action for action in book.displaced(1.0, attempts, "dead") if isinstance(action, SubmitAttempt)]
+    assert [action.entry.attempt for action in again] == [Attempt("early", 1), Attempt("late", 1)]
+
+
+def test_another_manager_takes_over_only_what_waited() -> None:
+    book = ledger()
+    running = opened(book)
+    waiting = book.open(0.0, request("w"))
+    book.submitted(0.0, "w")
+    book.open(0.0, request("o"))
+    assert book.manager_replaced(1.0) == [
+        CancelAttempt(Attempt("w", 0), (), "the manager was replaced while the request waited"),
+        SubmitAttempt(waiting),
+    ]
+    assert (running.attempt.number, waiting.attempt.number, waiting.lost_kind) == (0, 1, "manager")
+    assert book.outstanding() == [Attempt("r", 0)]
+
+
+def test_what_could_not_be_handed_over_is_unsubmitted_again() -> None:
+    book = ledger()
+    entry = book.open(0.0, request())
+    book.submitted(0.0, "r")
+    book.undelivered(Attempt("r", 1))  # not this one
+    assert book.unsubmitted() == []
+    book.undelivered(Attempt("r", 0))
+    assert book.unsubmitted() == [entry]
+    book.submitted(0.0, "r")
+    book.placed(0.0, Placed(Attempt("r", 0), ["w"], 0.0, "test"))
+    book.undelivered(Attempt("r", 0))
+    assert entry.state is State.PLACED
+
+
+def test_counters_that_disagree_with_the_entries_are_found() -> None:
+    for counter in ("waiting_requests", "waiting_online", "waiting_tokens"):
+        book = ledger()
+        book.open(0.0, request())
+        book.check()
+        setattr(book, counter, getattr(book, counter) + 1)
+        with pytest.raises(InvariantViolated):
+            book.check()
+
+
 def test_a_stalled_attempt_is_replaced_but_a_queue_is_no_stall() -> None:
     book = ledger()
     entry = book.open(0.0, request())
@@ -162,7 +228,7 @@ def test_a_stalled_attempt_is_replaced_but_a_queue_is_no_stall() -> None:
     assert book.tick(59.9) == []
     book.tokens(59.9, "w", update(3, [10]))
     assert book.tick(69.8) == []
-    assert book.tick(69.9) == [CancelAttempt(Attempt("r", 0), ("w",), "no token for 10 s"), Submit(entry)]
+    assert book.tick(69.9) == [CancelAttempt(Attempt("r", 0), ("w",), "no token for 10 s"), SubmitAttempt(entry)]
 
 
 def test_a_request_past_its_time_fails_wherever_it_is() -> None:
@@ -248,11 +314,12 @@ class ExactlyOnce(RuleBasedStateMachine):
     """Workers of any attempt send any part of the truth, again and out of order; losses strike at any time.
     The client's stream is the true sequence, once, whatever happens."""
 
-    @initialize(stop=st.booleans(), max_tokens=st.integers(1, 10))
-    def begin(self, stop: bool, max_tokens: int) -> None:
+    @initialize(stop=st.booleans(), max_tokens=st.integers(1, 10), scored=st.booleans())
+    def begin(self, stop: bool, max_tokens: int, scored: bool) -> None:
+        self.scored = scored
         self.book = ledger(max_attempts=1000)
         self.truth = (TRUTH if stop else [*TRUTH[:-1], 17, 18, 19])[:max_tokens]
-        self.entry = self.book.open(0.0, request(max_tokens=max_tokens, stop=(END,), logprobs=0))
+        self.entry = self.book.open(0.0, request(max_tokens=max_tokens, stop=(END,), logprobs=0 if scored else -1))
         self.seen: list[int] = []
         self.finish: FinishReason | None = None
         self.now_s = 0.0
@@ -263,17 +330,18 @@ class ExactlyOnce(RuleBasedStateMachine):
             match action:
                 case Deliver(_, tokens, logprobs, finish):
                     assert self.finish is None
-                    assert [item.logprob for item in logprobs] == [-token / 10 for token in tokens]
+                    assert [item.logprob for item in logprobs] == [-token / 10 for token in tokens if self.scored]
                     self.seen += tokens
                     self.finish = finish
-                case Submit(entry):
-                    current = entry.current()
+                case SubmitAttempt(entry):
+                    current = entry.current(self.now_s)
                     assert current.tokens == [*PROMPT, *self.seen]
                     self.book.submitted(self.now_s, "r")
                 case Fail(_, error):
                     raise AssertionError(error.message)
                 case CancelAttempt(held, _, _):
                     assert held.request_id == "r"
+        self.book.check()
 
     @rule(
         attempt=st.integers(-3, 0),
@@ -296,7 +364,7 @@ class ExactlyOnce(RuleBasedStateMachine):
                     Attempt("r", max(0, self.entry.attempt.number + attempt)),
                     len(PROMPT) + start,
                     tokens,
-                    logprobs=[TokenLogprob(-token / 10) for token in tokens],
+                    logprobs=[TokenLogprob(-token / 10) for token in tokens if self.scored],
                     finish=reason if ends else None,
                 ),
             )

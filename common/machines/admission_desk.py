@@ -1,0 +1,79 @@
+"""Whether a request may come in: asks the admission policy with what the gateway knows.
+
+Called by `gateway.py` twice per HTTP request: with an estimate from the body's size before anything is read, and with
+the real numbers after tokenising. The policy decides (`common/policies`); this file gathers what it decides on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cohort.common.machines.ledger import Ledger
+from cohort.common.messages import ClusterLoad
+from cohort.common.policies.interface import Admission, AdmissionLoad, Offer, Refuse
+from cohort.common.types import Request, Slo, TrafficClass
+
+# Of JSON text around a prompt in English; only a first guess, the second question has the real number.
+BYTES_PER_TOKEN = 4
+
+
+class AdmissionDesk:
+    def __init__(self, policy: Admission, ledger: Ledger, *, expected_output: float) -> None:
+        self._policy = policy
+        self._ledger = ledger
+        self._expected_output = expected_output
+
+    def estimate(
+        self, now_s: float, body_bytes: int, traffic_class: TrafficClass, load: ClusterLoad | None
+    ) -> Refuse | None:
+        """Before any work."""
+        offer = Offer(
+            prompt_tokens=body_bytes // BYTES_PER_TOKEN,
+            max_tokens=0,
+            predicted_tokens=self._expected_output,
+            traffic_class=traffic_class,
+            priority=0,
+            slo=Slo(),
+        )
+        return self._decide(now_s, offer, load, ahead=0, ahead_tokens=0.0)
+
+    def decide(self, now_s: float, requests: Sequence[Request], load: ClusterLoad | None) -> Refuse | None:
+        """All choices of one HTTP request come in, or none."""
+        ahead_tokens = 0.0
+        for ahead, request in enumerate(requests):
+            expected = min(self._expected_output, float(request.sampling.max_tokens))
+            offer = Offer(
+                prompt_tokens=request.prompt_tokens,
+                max_tokens=request.sampling.max_tokens,
+                predicted_tokens=expected,
+                traffic_class=request.traffic_class,
+                priority=request.priority,
+                slo=request.slo,
+            )
+            refusal = self._decide(now_s, offer, load, ahead=ahead, ahead_tokens=ahead_tokens)
+            if refusal is not None:
+                return refusal
+            ahead_tokens += request.prompt_tokens + expected
+        return None
+
+    def _decide(
+        self, now_s: float, offer: Offer, load: ClusterLoad | None, *, ahead: int, ahead_tokens: float
+    ) -> Refuse | None:
+        """`ahead`: choices of the same HTTP request that would wait before this one."""
+        own = self._ledger
+        # Other gateways' requests show only in the manager's load, our newest ones only in the ledger.
+        waiting = max(own.waiting_requests, load.waiting if load else 0) + ahead
+        tokens = max(own.waiting_tokens, float(load.waiting_tokens) if load else 0.0) + ahead_tokens
+        decision = self._policy.decide(
+            now_s,
+            offer,
+            AdmissionLoad(
+                waiting_requests=waiting,
+                waiting_tokens=int(tokens),
+                running_requests=len(own) - own.waiting_requests,
+                drain_rate=load.drain_rate if load else 0.0,
+                free_tokens=load.free_tokens if load else 0,
+                total_tokens=load.total_tokens if load else 0,
+            ),
+        )
+        return decision if isinstance(decision, Refuse) else None

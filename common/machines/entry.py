@@ -1,0 +1,90 @@
+"""One owned request, as its gateway knows it: what the ledger keeps and what the gateway's effects refer to.
+
+Changed by `ledger.py` and `prediction_desk.py` alone. Hosts read it for answers, metrics and log lines.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import msgspec
+
+from cohort.common.messages import LengthFacts, StageTimes, TokenLogprob
+from cohort.common.types import Attempt, InstanceId, Prediction, Request, RequestId
+
+
+class State(enum.Enum):
+    OPEN = "open"  # not (or not again) handed to the manager yet
+    WAITING = "waiting"  # the manager has it, no worker known
+    PLACED = "placed"  # on workers, no token of this attempt yet
+    RUNNING = "running"
+
+
+@dataclass(slots=True, repr=False)
+class Entry:
+    """One owned request. `output` and `logprobs` are all tokens delivered so far, over all attempts. Times are
+    monotonic seconds of the gateway."""
+
+    request: Request
+    opened_s: float
+    expires_s: float
+    attempt: Attempt = field(init=False)
+    state: State = State.OPEN
+    output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, where asked for; complete with the first output token."""
+    facts: LengthFacts | None = None
+    """What the length predictor may know; one object for all choices of a prompt."""
+    asked_as: RequestId = ""
+    """The choice of the same prompt in whose name its length was asked for; empty if it was not."""
+    prediction: Prediction | None = None
+    predict_s: float = 0.0
+    """How long it waited for its prediction."""
+    cached_tokens: int = 0
+    instances: list[InstanceId] = field(default_factory=list)
+    """Workers this request was placed on, in order of first appearance."""
+    holders: set[InstanceId] = field(default_factory=set)
+    """Workers that may hold something of the current attempt."""
+    last_news_s: float = 0.0
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    bucket_s: float = 0.0
+    """Time in the manager before the placement that led to the first token."""
+    times: dict[InstanceId, StageTimes] = field(default_factory=dict)
+    first_times: StageTimes | None = None
+    """Summed stage times up to the first token."""
+    placement_reason: str = ""
+    lost_because: str = ""
+    """Why the attempt before this one ended."""
+    lost_kind: str = ""
+    """The same in one word: displaced, gap, stall, cancelled, contradiction or manager."""
+    queued_tokens: float = 0.0
+    """Prompt and expected output while it counts as waiting; 0 afterwards."""
+
+    def __post_init__(self) -> None:
+        self.attempt = self.request.attempt
+
+    def __repr__(self) -> str:
+        return f"Entry({self.attempt} {self.state.value}, {len(self.output)} tokens)"
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.attempt.request_id
+
+    @property
+    def known(self) -> int:
+        """Positions whose tokens are known: prompt and output."""
+        return self.request.prompt_tokens + len(self.output)
+
+    def current(self, now_s: float) -> Request:
+        """The request as it must be submitted now. Another attempt keeps its place in line: it says how long the
+        request has waited."""
+        return msgspec.structs.replace(
+            self.request,
+            attempt=self.attempt,
+            tokens=[*self.request.tokens, *self.output] if self.output else self.request.tokens,
+            prediction=self.prediction,
+            waited_s=now_s - self.opened_s if self.attempt.number else 0.0,
+        )

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from cohort.common.machines.manager_link import ManagerLink
+from cohort.common.messages import ClusterLoad, GatewayHello, ManagerHello
+
+HELLO = GatewayHello("gateway", 1, "memory://gateway")
+LOAD = ClusterLoad(True, ["w"], 0, 0, 0, 10, 10, 100, 1.0)
+
+
+def link() -> ManagerLink:
+    return ManagerLink(HELLO, load_interval_s=0.2)
+
+
+def greeted(one: ManagerLink, now_s: float, incarnation: int = 7) -> bool:
+    one.heard(now_s)
+    return one.on_hello(ManagerHello(incarnation))
+
+
+def test_it_greets_until_answered_and_soon_again_when_loads_are_overdue() -> None:
+    one = link()
+    assert one.greeting(0.0) == HELLO
+    assert one.greeting(0.1) is None  # several a second, not more
+    assert one.greeting(0.25) == HELLO
+    assert greeted(one, 1.1)
+    assert one.greeting(1.5) is None and one.known(1.5)
+    one.heard(2.5)
+    assert one.greeting(3.0) is None
+    assert not one.known(3.2)
+    assert one.greeting(3.2) == HELLO
+    assert one.due_s() == 3.2 + 0.2
+    one.heard(3.25)
+    assert one.known(3.3) and one.greeting(3.5) is None
+
+
+def test_a_greeting_names_the_workers_of_the_last_load_of_any_manager() -> None:
+    one = link()
+    greeted(one, 0.0)
+    one.on_load(LOAD)
+    greeted(one, 1.0, incarnation=8)
+    assert one.load is None
+    assert one.hello(1.0) == GatewayHello("gateway", 1, "memory://gateway", ["w"])
+
+
+def test_only_a_new_incarnation_is_a_stranger() -> None:
+    one = link()
+    assert greeted(one, 0.0)
+    assert not greeted(one, 5.0)
+    assert greeted(one, 6.0, incarnation=8)
+
+
+def test_readiness_has_a_reason() -> None:
+    one = link()
+    assert "not answered" in (one.not_ready_because(0.0) or "")
+    greeted(one, 0.0)
+    assert "not reported" in (one.not_ready_because(0.0) or "")
+    one.heard(0.1)
+    one.on_load(LOAD)
+    assert one.not_ready_because(0.2) is None
+    assert "silent for 2.4 s" in (one.not_ready_because(2.5) or "")
+    one.heard(3.0)
+    one.on_load(ClusterLoad(False, [], 0, 0, 0, 0, 0, 0, 0.0))
+    assert "no worker" in (one.not_ready_because(3.0) or "")
+
+
+def test_a_new_manager_does_not_inherit_the_old_ones_view() -> None:
+    one = link()
+    greeted(one, 0.0)
+    one.on_load(LOAD)
+    greeted(one, 1.0, incarnation=8)
+    assert one.load is None

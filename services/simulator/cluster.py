@@ -1,6 +1,6 @@
 """A whole cluster under virtual time: the live machines and policies, a cost model for the engine, links for the KV.
 
-    arrivals ─▶ SimGateway ─Submit─▶ ManagerMachine ─StartSegment─▶ WorkerMachine ─plan─▶ CostModel ─▶ completed ─▶ …
+    arrivals ─▶ SimGateway ─Submit─▶ ManagerMachine ─StartSegment─▶ WorkerMachine ─StartStep─▶ CostModel ─▶ StepEnded …
                     ▲                     ▲ reports, segment ends        │ KV runs ─▶ Ports
                     └─────── tokens ──────┴──────────────────────────────┘
 
@@ -8,7 +8,7 @@ The same `ManagerMachine`, `WorkerMachine` and the policies of `compose.py` as i
 replaces what performs. Control messages take a fixed time and keep their order. An iteration takes what the cost model
 says; the reported figures are as old as live ones are.
 
-With `jump` the host runs iterations that provably repeat each other (`WorkerMachine.repeatable`) as one event, up to
+With `jump` the host runs iterations that provably repeat each other (`FastForward.repeatable`) as one event, up to
 the next message that disturbs that worker. Decisions and times are the same as one by one; a test demands it.
 """
 
@@ -20,14 +20,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
+from typing import assert_never
 
 import msgspec
 
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
-from cohort.common.machines.effects import CancelRuns, Dial, Effect, ReceiveRuns, Send, SendRuns
+from cohort.common.machines.effects import CancelRuns, Dial, ReceiveRuns, Send, SendRuns, StartStep, WorkerEffect
+from cohort.common.machines.events import (
+    LinkAddresses,
+    Received,
+    ReportDue,
+    RunsReceived,
+    RunsSent,
+    StepEnded,
+    Tick,
+    WorkerEvent,
+)
+from cohort.common.machines.fast_forward import FastForward
 from cohort.common.machines.manager import ManagerMachine, ManagerSettings
-from cohort.common.machines.worker import WorkerMachine, WorkerSettings
+from cohort.common.machines.worker import WorkerMachine
+from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.messages import (
     ClusterLoad,
     Displaced,
@@ -39,7 +52,6 @@ from cohort.common.messages import (
     Outstanding,
     Placed,
     Refused,
-    RegisterWorker,
     Submit,
     TokenBatch,
     WorkerReport,
@@ -83,7 +95,7 @@ class SimOptions:
 
 @dataclass(slots=True)
 class WallTime:
-    """Measured wall-clock time of policies: what scheduling costs, not part of virtual time."""
+    """Measured wall-clock time of a machine's calls: what scheduling costs, not part of virtual time."""
 
     calls: int = 0
     seconds: float = 0.0
@@ -128,6 +140,7 @@ class SimWorker:
     name: str
     number: int
     machine: WorkerMachine
+    ahead: FastForward
     role: Role
     tally: WorkerTally = field(default_factory=WorkerTally)
     epoch: int = 0
@@ -142,7 +155,6 @@ class SimWorker:
     """How much longer it takes at present than alone, on cores that it shares."""
     aligned_batches: int = 0
     """Batches of the late binding among the rows of the iteration in flight."""
-    report_sequence: int = 0
     pending_receives: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Tag of a piece → (lease, round) of the receive that was posted for it."""
     flying: dict[int, list[int]] = field(default_factory=dict)
@@ -262,26 +274,14 @@ class SimCluster:
                     config.engine.max_step_tokens,
                 )
                 machine = WorkerMachine(
-                    name,
-                    _MANAGER,
-                    capacity,
-                    WorkerSettings(
-                        links=("link",),
-                        offer_timeout_s=config.transfer.offer_timeout_s,
-                        accept_timeout_s=2 * config.transfer.run_timeout_s + config.transfer.lease_s,
-                        lease_s=config.transfer.lease_s,
-                        default_prediction=float(config.gateway.default_prediction_tokens),
-                        stall_timeout_s=config.transfer.stall_timeout_s,
-                        chunked_transfer=config.transfer.chunked,
-                    ),
+                    WorkerSetup(name, 1, "", _MANAGER, capacity, WorkerSettings.of(config, ("link",))),
                     compose.iteration(self._worker_config),
                     compose.allocation(self._worker_config, geometry, num_blocks, host_blocks),
                     Random(random.getrandbits(32)),
-                    lambda: {"link": b""},
                 )
                 if isinstance(machine.scheduler, LearnsStepTimes) and self.options.profiled:
                     machine.scheduler.import_state(self._profile(longest))
-                workers.append(SimWorker(name, len(workers), machine, role))
+                workers.append(SimWorker(name, len(workers), machine, FastForward(machine), role))
         if len(workers) != self.cluster.instances:
             raise ConfigError(f"roles name {len(workers)} instances, the cluster has {self.cluster.instances}")
         return workers
@@ -296,8 +296,9 @@ class SimCluster:
         self._to_manager(_GATEWAY, GatewayHello(_GATEWAY, 1, ""))
         interval_s = self.config.engine.report_interval_s
         for worker in self.workers:
-            machine = worker.machine
-            self._to_manager(worker.name, RegisterWorker(worker.name, 1, "", machine.capacity, [], []))
+            for effect in self._handle(worker, LinkAddresses({"link": b""}), ReportDue(0)):
+                if isinstance(effect, Send):  # its registration; cluster and run begin together
+                    self._to_manager(worker.name, effect.message)
             # Reports of many workers never come in step.
             self.events.at(interval_s * (worker.number + 1) / len(self.workers), self._report, worker)
         self.events.at(0.0, self._manager_tick)
@@ -423,39 +424,45 @@ class SimCluster:
         self.events.at(self.events.now_s + self.cluster.control_latency_s, self._to_worker, sender, worker, message)
 
     def _to_worker(self, sender: str, worker: SimWorker, message: Message) -> None:
-        if not worker.machine.undisturbed_by(message):
+        if not worker.ahead.undisturbed_by(message):
             self._interrupt(worker)
-        if not worker.machine.on_message(self.events.now_s, sender, message):
-            return
-        self._perform(worker, worker.machine.take_effects())
-        self._start_step(worker)
+        self._perform(worker, self._handle(worker, Received(sender, message)))
+
+    def _handle(self, worker: SimWorker, *events: WorkerEvent) -> list[WorkerEffect]:
+        started = time.perf_counter()
+        effects = worker.machine.handle(self.events.now_s, *events)
+        self.wall["worker"].note(time.perf_counter() - started)
+        return effects
 
     def _report(self, worker: SimWorker) -> None:
         """Deadlines and the report, every report interval, as long as anything goes on."""
-        machine, now_s = worker.machine, self.events.now_s
+        now_s = self.events.now_s
         self._catch_up(worker, now_s)
-        machine.tick(now_s)
-        figures = machine.figures(0)
+        effects = self._handle(worker, Tick(), ReportDue(0))
+        others: list[WorkerEffect] = []
+        for effect in effects:
+            match effect:
+                case Send(message=WorkerReport() as report):  # goes first
+                    self._note_report(worker, report)
+                    self._post_manager(worker.name, report)
+                case _:
+                    others.append(effect)
+        if others:  # a tick without any has changed nothing
+            self._interrupt(worker)
+            self._perform(worker, others)
+        if not self._done():
+            self.events.at(now_s + self.config.engine.report_interval_s, self._report, worker)
+
+    def _note_report(self, worker: SimWorker, report: WorkerReport) -> None:
+        figures, tally = report.figures, worker.tally
         used = 1.0 - (figures.free_blocks + figures.cached_blocks) / max(1, figures.total_blocks)
-        tally = worker.tally
         tally.kv_samples += 1
         tally.kv_used_sum += used
         tally.kv_used_peak = max(tally.kv_used_peak, used)
-        written = sum(s.computed for s in machine.sequences() if s.phase is not Phase.SWAPPED)
+        written = sum(s.computed for s in worker.machine.sequences() if s.phase is not Phase.SWAPPED)
         tally.kv_filled_sum += written / max(1, figures.total_blocks * self.geometry.block_size)
-        worker.report_sequence += 1
-        self._post_manager(
-            worker.name, WorkerReport(worker.name, 1, worker.report_sequence, figures, machine.held, machine.awaiting)
-        )
-        effects = machine.take_effects()
-        if effects:  # a tick without any has changed nothing
-            self._interrupt(worker)
-            self._perform(worker, effects)
-        if not self._done():
-            self.events.at(now_s + self.config.engine.report_interval_s, self._report, worker)
-        self._start_step(worker)
 
-    def _perform(self, worker: SimWorker, effects: list[Effect]) -> None:
+    def _perform(self, worker: SimWorker, effects: list[WorkerEffect]) -> None:
         latency_s = self.cluster.control_latency_s
         for effect in effects:
             match effect:
@@ -476,8 +483,12 @@ class SimCluster:
                         self.events.at(self.events.now_s, self._arrived, [tag])
                 case CancelRuns(lease_id=lease_id):
                     self._cancel_runs(worker, lease_id)
+                case StartStep(plan=plan):
+                    self._start_step(worker, plan)
                 case Dial():
                     pass
+                case _:
+                    assert_never(effect)
 
     # -- KV transfers ------------------------------------------------------------------------------------------
 
@@ -507,38 +518,33 @@ class SimCluster:
         self.events.at(max(arrival_s, now_s + self.cluster.control_latency_s), self._arrived, [tag])
 
     def _arrived(self, tags: list[int]) -> None:
-        touched: dict[str, SimWorker] = {}
+        told: dict[str, list[WorkerEvent]] = {}
         for tag in tags:
             piece = self._pieces.get(tag)
             if piece is not None:
                 piece.arrived = True
-                for worker in self._settle(piece):
-                    touched[worker.name] = worker
-        for worker in touched.values():
-            self._after_runs(worker)
+                self._settle(piece, told)
+        for name, events in told.items():
+            worker = self._by_name[name]
+            self._perform(worker, self._handle(worker, *events))
 
-    def _settle(self, piece: _Piece) -> tuple[SimWorker, ...]:
-        """Both ends are told once the bytes are there and the receive was posted; who was told."""
+    def _settle(self, piece: _Piece, told: dict[str, list[WorkerEvent]]) -> None:
+        """Both ends are told once the bytes are there and the receive was posted."""
         sender, receiver = piece.sender, piece.receiver
         posted = receiver.pending_receives.pop(piece.tag, None)
         if posted is None and piece.error is None:
-            return ()
+            return
         del self._pieces[piece.tag]
         self._interrupt(sender)
         sender.flying[piece.sender_lease].remove(piece.tag)
         if not sender.flying[piece.sender_lease]:
             del sender.flying[piece.sender_lease]
-        sender.machine.run_sent(self.events.now_s, piece.sender_lease, piece.error, piece.runs)
+        told.setdefault(sender.name, []).append(RunsSent(piece.sender_lease, piece.error, piece.runs))
         if posted is None:
-            return (sender,)
-        if piece.error is not None or not receiver.machine.undisturbed_by_runs(posted[0], piece.runs):
+            return
+        if piece.error is not None or not receiver.ahead.undisturbed_by_runs(posted[0], piece.runs):
             self._interrupt(receiver)
-        receiver.machine.run_received(self.events.now_s, *posted, piece.error, piece.runs)
-        return (sender, receiver)
-
-    def _after_runs(self, worker: SimWorker) -> None:
-        self._perform(worker, worker.machine.take_effects())
-        self._start_step(worker)
+        told.setdefault(receiver.name, []).append(RunsReceived(*posted, piece.error, piece.runs))
 
     def _cancel_runs(self, worker: SimWorker, lease_id: int) -> None:
         """Every piece of the lease ends with an error, at either end."""
@@ -552,17 +558,8 @@ class SimCluster:
 
     # -- iterations --------------------------------------------------------------------------------------------
 
-    def _start_step(self, worker: SimWorker) -> None:
-        if worker.stepping:
-            return
-        now_s, machine = self.events.now_s, worker.machine
-        started = time.perf_counter()
-        plan = machine.plan(now_s)
-        self.wall["worker"].note(time.perf_counter() - started)
-        effects = machine.take_effects()
-        if plan is None:
-            self._perform(worker, effects)
-            return
+    def _start_step(self, worker: SimWorker, plan: IterationPlan) -> None:
+        now_s = self.events.now_s
         cost = plan_cost(plan, self.geometry)
         beside_s = self.cost.swap_s(cost.beside_bytes)
         latency_s = self.cost.swap_s(cost.copied_bytes) + max(self.cost.step_s(cost.work), beside_s)
@@ -570,8 +567,7 @@ class SimCluster:
         if self._late_binding:
             worker.aligned_batches = batches_of(plan.rows)
         self._note_step(worker, cost)
-        self._perform(worker, effects)
-        if self._jump and machine.repeatable():
+        if self._jump and worker.ahead.repeatable():
             self._foresee(worker, plan, cost)
         worker.epoch += 1
         self.events.at(worker.ends_s[-1], self._step_ended, worker, worker.epoch, rank=worker.number + 1)
@@ -606,7 +602,7 @@ class SimCluster:
         durations = self.cost.repeated_s(cost.work)
         next(durations)
         end_s = ends_s[0]
-        for latency_s in islice(durations, worker.machine.fitting_repetitions(wanted)):
+        for latency_s in islice(durations, worker.ahead.fitting_repetitions(wanted)):
             end_s += latency_s
             ends_s.append(end_s)
             latencies_s.append(latency_s)
@@ -625,11 +621,10 @@ class SimCluster:
 
     def _repeat(self, worker: SimWorker, count: int) -> None:
         """The first `count` iterations foreseen have ended; the one after them is in flight."""
-        machine, ends_s, latencies_s = worker.machine, worker.ends_s, worker.latencies_s
-        plan = machine.plan_in_flight
-        rows = plan.rows
+        ends_s, latencies_s = worker.ends_s, worker.latencies_s
+        rows = worker.machine.plan_in_flight.rows
         done_s = ends_s[:count]
-        machine.repeat(done_s, latencies_s[:count], OUTPUT_TOKEN)
+        worker.ahead.repeat(done_s, latencies_s[:count], OUTPUT_TOKEN)
         delay_s = self.cluster.control_latency_s
         self.gateway.repeated(rows, [end_s + delay_s for end_s in done_s])
         number = len(rows)
@@ -679,14 +674,12 @@ class SimCluster:
             return
         if len(worker.ends_s) > 1:
             self._repeat(worker, len(worker.ends_s) - 1)
-        machine, latency_s = worker.machine, worker.latencies_s[0]
-        sampled = self.gateway.draw(machine.plan_in_flight.rows)
+        latency_s = worker.latencies_s[0]
+        sampled = self.gateway.draw(worker.machine.plan_in_flight.rows)
         worker.ends_s, worker.latencies_s = [], []
         if self.cluster.cores:
             self._share_cores()
-        machine.completed(self.events.now_s, sampled, latency_s)
-        self._perform(worker, machine.take_effects())
-        self._start_step(worker)
+        self._perform(worker, self._handle(worker, StepEnded(sampled, latency_s)))
 
 
 def spread_roles(config: Config, instances: int) -> dict[Role, int]:

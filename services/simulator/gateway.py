@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from random import Random
 from typing import Literal
 
-from cohort.common.machines.worker import Sampled
+from cohort.common.machines.events import Sampled
 from cohort.common.messages import ClusterLoad, Displaced, Refused, TokenUpdate
 from cohort.common.policies.interface import Admission, AdmissionLoad, Offer, Refuse, Row
 from cohort.common.types import Attempt, Prediction, Request, SamplingParams
@@ -238,7 +238,7 @@ class SimGateway:
                 live = self.live.get(request.request_id)
                 if live is not None:
                     last = known + 1 - request.prompt_tokens >= live.output_tokens
-                    drawn.append(Sampled(sequence, STOP_TOKEN if last else OUTPUT_TOKEN))
+                    drawn.append(Sampled(sequence.key, STOP_TOKEN if last else OUTPUT_TOKEN))
         return drawn
 
     def fewest_left(self, rows: Iterable[Row]) -> int:

@@ -11,30 +11,40 @@ blocks that were freed or reused too early show. Workers, the manager and links 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 from cohort.common.codec import decode, encode
-from cohort.common.machines.effects import CancelRuns, Dial, Effect, ReceiveRuns, Run, Send, SendRuns
+from cohort.common.machines.effects import CancelRuns, Dial, ReceiveRuns, Run, Send, SendRuns, StartStep, WorkerEffect
+from cohort.common.machines.events import (
+    DrainEnded,
+    LinkAddresses,
+    Received,
+    ReportDue,
+    RunsReceived,
+    RunsSent,
+    Sampled,
+    StepEnded,
+    Tick,
+    WorkerEvent,
+)
 from cohort.common.machines.manager import ManagerMachine, ManagerSettings
-from cohort.common.machines.worker import Sampled, WorkerMachine, WorkerSettings
+from cohort.common.machines.worker import WorkerMachine
+from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.messages import (
     Cancel,
     Displaced,
     GatewayHello,
     KvChunk,
     KvRun,
-    Leaving,
     ManagerHello,
     Message,
     Outstanding,
     Refused,
-    Registered,
-    RegisterWorker,
     Submit,
     TokenBatch,
-    WorkerReport,
 )
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
 from cohort.common.policies.baselines.first_come import FirstCome
@@ -155,13 +165,9 @@ class Transfer:
 class WorkerNode:
     name: str
     machine: WorkerMachine
-    incarnation: int
     slots: list[int]
     host: list[int]
     alive: bool = True
-    registered: bool = False
-    stepping: bool = False
-    sequence: int = 0
     runs: dict[int, list[Transfer]] = field(default_factory=dict)
 
 
@@ -309,48 +315,34 @@ class World:
         geometry = KvGeometry(1, 1, 1, 1, BLOCK)
         capacity = WorkerCapacity(self.roles[name], "m", 10_000, 1, 1, 1, 1, BLOCK, blocks, host_blocks, 8, 32)
         machine = WorkerMachine(
-            name,
-            "manager",
-            capacity,
-            WorkerSettings(("ucx", "zmq"), 5.0, 5.0, 2.0, 8.0, 2.0),
+            WorkerSetup(
+                name,
+                self._incarnation(),
+                name,
+                "manager",
+                capacity,
+                WorkerSettings(("ucx", "zmq"), 5.0, 5.0, 2.0, 8.0, 2.0),
+            ),
             self._scheduler(),
             self._allocator(geometry, blocks, host_blocks),
             Random(self.random.getrandbits(32)),
-            lambda: {"ucx": name.encode(), "zmq": name.encode()},
         )
         node = WorkerNode(
-            name,
-            machine,
-            self._incarnation(),
-            [self.random.getrandbits(40) for _ in range(blocks * BLOCK)],
-            [0] * (host_blocks * BLOCK),
+            name, machine, [self.random.getrandbits(40) for _ in range(blocks * BLOCK)], [0] * (host_blocks * BLOCK)
         )
         self.workers[name] = node
 
         def tick() -> None:
             if node.alive:
-                node.machine.tick(self.now_s)
-                self._perform(name, node.machine.take_effects())
+                self._tell(node, Tick())
                 self.at(0.1, tick)
 
         def report() -> None:
             if node.alive:
-                if not node.registered:
-                    self.post(
-                        name,
-                        "manager",
-                        RegisterWorker(name, node.incarnation, name, capacity, machine.held, machine.awaiting),
-                    )
-                else:
-                    node.sequence += 1
-                    figures = machine.figures(0)
-                    self.post(
-                        name,
-                        "manager",
-                        WorkerReport(name, node.incarnation, node.sequence, figures, machine.held, machine.awaiting),
-                    )
+                self._tell(node, ReportDue(0))
                 self.at(0.2, report)
 
+        self._tell(node, LinkAddresses({"ucx": name.encode(), "zmq": name.encode()}))
         self.at(0.0, tick)
         self.at(0.0, report)
 
@@ -383,8 +375,7 @@ class World:
             self.at(back_after_s, lambda: self.start_worker(name))
 
     def leave_worker(self, name: str) -> None:
-        node = self.workers[name]
-        self.post(name, "manager", Leaving(name, node.incarnation))
+        self._tell(self.workers[name], DrainEnded())
         self.at(0.05, lambda: self.kill_worker(name, 1.0))
 
     # -- messages ----------------------------------------------------------------------------------------------
@@ -413,22 +404,22 @@ class World:
                 self._perform("manager", self.manager.take_effects())
         else:
             node = self.workers[target]
-            if not node.alive:
-                return
-            if isinstance(message, Registered):
-                node.registered = True
-            elif isinstance(message, ManagerHello):
-                node.registered = False
-            else:
-                assert node.machine.on_message(self.now_s, source, message)
-                self._perform(target, node.machine.take_effects())
-                self._step(node)
+            if node.alive:
+                self._tell(node, Received(source, message))
 
-    def _perform(self, name: str, effects: list[Effect]) -> None:
+    def _tell(self, node: WorkerNode, *events: WorkerEvent) -> None:
+        effects = node.machine.handle(self.now_s, *events)
+        node.machine.check()
+        self._perform(node.name, effects)
+
+    def _perform(self, name: str, effects: Sequence[WorkerEffect]) -> None:
         for effect in effects:
             match effect:
                 case Send(peer=peer, message=message):
                     self.post(name, peer, message)
+                case StartStep(plan=plan):
+                    node = self.workers[name]
+                    self.at(0.005 + 0.001 * plan.tokens, partial(self._complete, node, plan))
                 case Dial():
                     pass
                 case SendRuns():
@@ -438,8 +429,6 @@ class World:
                 case CancelRuns(lease_id=lease_id):
                     for transfer in list(self.workers[name].runs.get(lease_id, ())):
                         self._break(transfer, None)
-        if name in self.workers:
-            self._step(self.workers[name])
 
     # -- runs --------------------------------------------------------------------------------------------------
 
@@ -507,29 +496,11 @@ class World:
                 continue
             node.runs[lease].remove(transfer)
             if node is transfer.sender:
-                node.machine.run_sent(self.now_s, lease, error)
+                self._tell(node, RunsSent(lease, error))
             else:
-                node.machine.run_received(self.now_s, lease, transfer.round, error)
-            self._perform(node.name, node.machine.take_effects())
+                self._tell(node, RunsReceived(lease, transfer.round, error))
 
     # -- iterations --------------------------------------------------------------------------------------------
-
-    def _step(self, node: WorkerNode) -> None:
-        if node.stepping or not node.alive:
-            return
-        plan = node.machine.plan(self.now_s)
-        node.machine.check()
-        if plan is None:
-            self._perform_without_step(node)
-            return
-        node.stepping = True
-        self._perform_without_step(node)
-        self.at(0.005 + 0.001 * plan.tokens, lambda: self._complete(node, plan))
-
-    def _perform_without_step(self, node: WorkerNode) -> None:
-        stepping, node.stepping = node.stepping, True
-        self._perform(node.name, node.machine.take_effects())
-        node.stepping = stepping
 
     def _complete(self, node: WorkerNode, plan: IterationPlan) -> None:
         if not node.alive:
@@ -558,15 +529,11 @@ class World:
             for position in range(row.start + row.count, row.start + row.count + filled):
                 node.slots[blocks[position // BLOCK] * BLOCK + position % BLOCK] = -1  # the engine writes there too
             if row.start + row.count == row.sequence.known:
-                sampled.append(Sampled(row.sequence, next_token(tokens)))
+                sampled.append(Sampled(row.sequence.key, next_token(tokens)))
         for copy in plan.copies:  # as late as can be: no row may need them
             if copy.beside:
                 _move(node, copy)
-        node.stepping = False
-        node.machine.completed(self.now_s, sampled, 0.01)
-        node.machine.check()
-        self._perform(node.name, node.machine.take_effects())
-        self._step(node)
+        self._tell(node, StepEnded(sampled, 0.01))
 
     # -- the gateway -------------------------------------------------------------------------------------------
 

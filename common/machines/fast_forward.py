@@ -41,7 +41,7 @@ class FastForward:
         scheduler = self._foreseeing
         if scheduler is None or plan is None or not plan.rows:
             return False
-        if self._receiver.offers or not self._machine.pool.quiet:
+        if self._receiver.offers or self._state.doomed or not self._machine.pool.quiet:
             return False
         for row in plan.rows:
             sequence = row.sequence
@@ -52,7 +52,6 @@ class FastForward:
                 or sequence.repeat_from is not None
                 or row.start != len(sequence.tokens) - 1
                 or sequence.phase is not Phase.RUNNING
-                or self._state.held[sequence.key].doomed
             ):
                 return False
         return scheduler.repeats(plan, self._state.kv)

@@ -57,7 +57,7 @@ class ParkedPool:
         """
         if self._consolidating is not None:
             plan.copies = self._consolidating.take_copies()
-        if self._state.host_tables is None or self.quiet:
+        if self._state.host_tables is None or not (self._on_device or self._buffered or self._prefetches):
             return
         copies: list[KvCopy] = []
         self._bring_back(copies)

@@ -86,7 +86,6 @@ class WorkerMachine:
         self._held = state.held
         self._effects = state.effects
         self._tokens = TokenUpdates(state)
-        self._doomed: list[Held] = []
         self._next_renewal_s = 0.0
         # What the policies add to their interface is asked once: asking costs as much as a small decision.
         self._expecting = scheduler if isinstance(scheduler, ExpectsHandOvers) else None
@@ -322,17 +321,12 @@ class WorkerMachine:
         self._prompt_step = sum(row.count for row in plan.rows if row.count > 1) or self._prompt_step
         return plan
 
-    def _finish_step(self) -> IterationPlan:
-        plan = self.plan_in_flight
-        self.state.in_flight = None
-        return plan
-
     def _completed(self, now_s: float, event: StepEnded) -> None:
         """The step in flight ran; `sampled` has one entry per row that reached the last known token."""
         for scores in event.scores:
             self._scored(scores)
-        plan = self._finish_step()
-        counters, kv, held_of, doomed = self.counters, self.kv, self._held, self._doomed
+        plan, self.state.in_flight = self.plan_in_flight, None
+        counters, kv, held_of, doomed = self.counters, self.kv, self._held, self.state.doomed
         counters.steps += 1
         if plan.rows:
             self.state.averages.note(plan, event.latency_s)
@@ -349,9 +343,10 @@ class WorkerMachine:
             if sequence.prefill_done_s is None and sequence.computed >= len(sequence.request.tokens):
                 sequence.prefill_done_s = now_s
             kv.committed(sequence)
+        add = self._tokens.add
         for sampled in event.sampled:
             held = held_of[sampled.attempt]
-            finish = None if held.doomed else self._tokens.add(now_s, held, sampled)
+            finish = None if held.doomed else add(now_s, held, sampled)
             if finish is not None:
                 self._finished(now_s, held.sequence, finish)
         for row in plan.rows:
@@ -363,7 +358,8 @@ class WorkerMachine:
                 self._after_row(now_s, sequence)
         if self.pool.settle() or brings_back(plan):  # pushes that were put off
             self.sender.push_all(now_s)
-        self._drop_doomed(now_s)
+        if self.state.doomed:
+            self._drop_doomed(now_s)
         self.receiver.room_changed(now_s)
         self._tokens.flush()
 
@@ -375,7 +371,7 @@ class WorkerMachine:
 
     def _step_failed(self, now_s: float, reason: str) -> None:
         """The forward itself failed: its requests are given back to be placed again, the worker lives on."""
-        plan = self._finish_step()
+        plan, self.state.in_flight = self.plan_in_flight, None
         for held in self.pool.settle():  # whether their copies were made is unknown
             self._fail(now_s, held.sequence, reason)
         for row in plan.rows:
@@ -383,7 +379,7 @@ class WorkerMachine:
         self._drop_doomed(now_s)
 
     def _drop_doomed(self, now_s: float) -> None:
-        doomed, self._doomed = self._doomed, []
+        doomed, self.state.doomed = self.state.doomed, []
         for held in doomed:
             self._drop(now_s, held.sequence, "cancelled")
 
@@ -429,7 +425,7 @@ class WorkerMachine:
         if plan is not None and any(row.sequence is sequence for row in plan.rows):
             self.scheduler.remove(now_s, sequence)
             held.doomed = True
-            self._doomed.append(held)
+            self.state.doomed.append(held)
         else:
             self._drop(now_s, sequence, reason)
 

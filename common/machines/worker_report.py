@@ -5,7 +5,8 @@ Called by `WorkerMachine`. Repeats until the manager answers, counts the reports
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from typing import Any
 
 from cohort.common.kv.lease import LeaseTable
 from cohort.common.machines.effects import Send
@@ -19,19 +20,11 @@ _REPORTED_QUEUE = 512
 """Entries of the progress list in a report (D4); beyond, an execution predictor sees totals only."""
 
 
-@dataclass(slots=True)
-class _Queue:
-    """What the sequences of a worker add up to."""
-
-    running: int = 0
-    waiting: int = 0
-    awaiting_kv: int = 0
-    parked: int = 0
-    prefill_tokens: int = 0
-    context_tokens: int = 0
-    work: list[QueuedWork] = field(default_factory=list)
-
-    def add(self, held: Held) -> None:
+def _queue(everything: Iterable[Held]) -> dict[str, Any]:
+    """What the sequences of a worker add up to, by field of `WorkerFigures`."""
+    running = waiting = awaiting_kv = parked = prefill_tokens = context_tokens = 0
+    work: list[QueuedWork] = []
+    for held in everything:
         sequence = held.sequence
         request, computed, known = sequence.request, sequence.computed, len(sequence.tokens)
         prompt = len(request.tokens)  # with the output of former attempts: prefilled alike
@@ -39,21 +32,31 @@ class _Queue:
         if phase is Phase.AWAITING_KV:  # what comes before its segment is another worker's work
             computed = held.segment.segments[held.segment.index].start
             known = max(known, computed)
-        prefill_left = max(0, (prompt if sequence.end is None else min(prompt, sequence.end)) - computed)
+        prefill_left = (prompt if sequence.end is None else min(prompt, sequence.end)) - computed
+        prefill_left = max(prefill_left, 0)
         if phase is Phase.RUNNING:
-            self.running += 1
+            running += 1
         elif phase is Phase.WAITING or phase is Phase.SWAPPED:
-            self.waiting += 1
+            waiting += 1
         elif phase is Phase.AWAITING_KV:
-            self.awaiting_kv += 1
+            awaiting_kv += 1
         else:
-            self.parked += 1
+            parked += 1
         if phase is Phase.RUNNING or phase is Phase.WAITING or phase is Phase.SWAPPED:
-            self.prefill_tokens += prefill_left if prefill_left > 1 else 0
-            self.context_tokens += computed
-        if len(self.work) < _REPORTED_QUEUE:
+            prefill_tokens += prefill_left if prefill_left > 1 else 0
+            context_tokens += computed
+        if len(work) < _REPORTED_QUEUE:
             left = _decode_left(sequence, known, prompt)
-            self.work.append(QueuedWork(request.request_id, prefill_left, computed, left))
+            work.append(QueuedWork(request.request_id, prefill_left, computed, left))
+    return {
+        "running": running,
+        "waiting": waiting,
+        "awaiting_kv": awaiting_kv,
+        "parked": parked,
+        "queued_prefill_tokens": prefill_tokens,
+        "running_context_tokens": context_tokens,
+        "queue": work,
+    }
 
 
 def _decode_left(sequence: Sequence, known: int, prompt: int) -> int:
@@ -99,10 +102,8 @@ class WorkerReports:
         self._say(Leaving(self._state.setup.instance, self._state.setup.incarnation))
 
     def figures(self, memory_free_bytes: int) -> WorkerFigures:
-        queue, kv = _Queue(), self._state.kv
-        for held in self._state.held.values():
-            queue.add(held)
-        cache, averages = kv.figures(), self._state.averages
+        kv, averages = self._state.kv, self._state.averages
+        cache = kv.figures()
         return WorkerFigures(
             total_blocks=kv.total_blocks,
             free_blocks=kv.free_blocks,
@@ -110,12 +111,6 @@ class WorkerReports:
             host_blocks=kv.host_blocks,
             host_free_blocks=kv.host_free_blocks,
             memory_free_bytes=memory_free_bytes,
-            running=queue.running,
-            waiting=queue.waiting,
-            awaiting_kv=queue.awaiting_kv,
-            parked=queue.parked,
-            queued_prefill_tokens=queue.prefill_tokens,
-            running_context_tokens=queue.context_tokens,
             step_s=averages.step_s,
             prefill_tokens_per_s=averages.prefill_tokens_per_s,
             decode_step_s=averages.decode_step_s,
@@ -124,8 +119,8 @@ class WorkerReports:
             prefix_hits=int(cache.get("prefix_hits_total", 0)),
             leases=len(self._leases),
             expired_leases=self._leases.expired,
-            queue=queue.work,
             step_times=None if self._learning is None else self._learning.step_times(),
+            **_queue(self._state.held.values()),
         )
 
     def _attempts(self) -> tuple[list[Attempt], list[Attempt]]:

@@ -101,12 +101,14 @@ class Held:
 
 @dataclass(slots=True, eq=False)
 class WorkerState:
-    """Shared by the parts of one machine. Only the machine adds to `held`, takes from it and sets `in_flight`."""
+    """Shared by the parts of one machine. Only the machine changes `held`, `doomed` and `in_flight`."""
 
     setup: WorkerSetup
     kv: KvAllocator
     random: Random
     held: dict[Attempt, Held] = field(default_factory=dict)
+    doomed: list[Held] = field(default_factory=list)
+    """Of `held`, those that are dropped when the step in flight has ended."""
     in_flight: IterationPlan | None = None
     effects: list[WorkerEffect] = field(default_factory=list)
     counters: WorkerCounters = field(default_factory=WorkerCounters)

@@ -148,13 +148,11 @@ class Predicted(_Base, frozen=True):
 
 
 class GatewayHello(_Base, frozen=True):
-    """A gateway (again) dials in; `endpoint` is its inbox, where workers send tokens. `workers`: those that the last
-    `ClusterLoad` it heard named, so that a restarted manager knows whose registrations are still to come."""
+    """A gateway (again) dials in; `endpoint` is its inbox, where workers send tokens."""
 
     instance: InstanceId
     incarnation: int
     endpoint: str
-    workers: list[InstanceId] = []
 
 
 class Submit(_Base, frozen=True):
@@ -297,12 +295,6 @@ class PrefetchKv(_Base, frozen=True):
     attempts: list[Attempt]
 
 
-class Drain(_Base, frozen=True):
-    """Take no new work, hand over or finish what is there, then leave."""
-
-    grace_s: float
-
-
 # --------------------------------------------------------------------------------------------------------------
 # To a worker, from another worker: the KV hand-over. DEALER at the sender → inbox of the receiver.
 #
@@ -329,7 +321,6 @@ class KvOffer(_Base, frozen=True):
     attempt: Attempt
     transfer_id: int
     positions: int
-    parked: bool = False
 
 
 class KvGrant(_Base, frozen=True):
@@ -481,15 +472,13 @@ class Farewell(_Base, frozen=True):
     incarnation: int
 
 
-Message = (
-    TokenBatch
-    | ManagerHello
-    | Placed
-    | Displaced
-    | Refused
-    | ClusterLoad
-    | Predicted
-    | GatewayHello
+# --------------------------------------------------------------------------------------------------------------
+# Who is told what. A match over the messages of one receiver ends in `assert_never`.
+# --------------------------------------------------------------------------------------------------------------
+
+ToGateway = TokenBatch | ManagerHello | Placed | Displaced | Refused | ClusterLoad | Predicted
+ToManager = (
+    GatewayHello
     | Submit
     | Cancel
     | RevisePrediction
@@ -499,11 +488,15 @@ Message = (
     | SegmentEnded
     | Leaving
     | ClusterFigures
+)
+ToWorker = (
+    ManagerHello
     | Registered
     | StartSegment
     | BindSegment
     | PrefetchKv
-    | Drain
+    | Cancel
+    | RevisePrediction
     | KvOffer
     | KvGrant
     | KvChunk
@@ -511,12 +504,8 @@ Message = (
     | KvAccepted
     | KvAbort
     | KvRenew
-    | PredictLength
-    | ObserveLength
-    | PromptState
-    | Heartbeat
-    | Farewell
 )
+ToPredictor = PredictLength | ObserveLength | PromptState
+ToMonitor = Heartbeat | Farewell
 
-ToGateway = TokenBatch | ManagerHello | Placed | Displaced | Refused | ClusterLoad | Predicted
-"""What a gateway understands."""
+Message = ToGateway | ToManager | ToWorker | ToPredictor | ToMonitor

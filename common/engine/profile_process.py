@@ -16,7 +16,7 @@ import msgspec
 
 from cohort.common.config import load_config
 from cohort.common.engine.profiler import StepPoint, default_shapes, measure
-from cohort.common.engine.worker_loop import load_runner
+from cohort.common.engine.worker_process import load_runner
 from cohort.common.errors import CohortError
 
 

@@ -13,8 +13,12 @@ from functools import partial
 from typing import Protocol
 
 import structlog
+import torch
 
 from cohort.common.clock import Clock
+from cohort.common.engine import run_checksum
+from cohort.common.engine.kv_tensors import KvTensors
+from cohort.common.engine.streams import stream_for
 from cohort.common.errors import BufferStranded, ChecksumMismatch, TransferError, TransferTimeout
 from cohort.common.machines.effects import ReceiveRuns, Run, SendRuns
 from cohort.common.messages import KvChunk, KvRun
@@ -31,6 +35,25 @@ class RunMemory(Protocol):
 
     def checksum(self, first_block: int, num_blocks: int, *, host: bool = False, like: int = 0) -> int:
         """A sum of the run's bytes, not 0, in the form that `like` has where given. May block; on any thread."""
+
+
+class CacheMemory:
+    """The cache tensors as transfer buffers."""
+
+    def __init__(self, kv: KvTensors) -> None:
+        self._kv = kv
+        self._stream = stream_for(kv.device)  # sums must not wait for a step
+
+    def buffer(self, first_block: int, num_blocks: int, *, host: bool = False) -> object:
+        view = self._kv.run_view(first_block, num_blocks, host=host)
+        return view if view.is_cuda else view.numpy()
+
+    def checksum(self, first_block: int, num_blocks: int, *, host: bool = False, like: int = 0) -> int:
+        view = self._kv.run_view(first_block, num_blocks, host=host)
+        if self._kv.device.type == "cpu":
+            return run_checksum.alike(view, like) if like else run_checksum.crc32(view)
+        with torch.inference_mode(), self._stream.use():
+            return run_checksum.alike(view, like) if like else run_checksum.weighted(view)
 
 
 class TransferAgent:

@@ -151,6 +151,12 @@ class MemoryBus:
                 raise PeerUnreachable(f"{self.identity}: the bus is closed")
             self._something.clear()
             await self._something.wait()
+        return self._pop()
+
+    def take(self) -> tuple[InstanceId, Message] | None:
+        return self._pop() if self._inbox and not self._dead else None
+
+    def _pop(self) -> tuple[InstanceId, Message]:
         sender, data = self._inbox.popleft()
         return self._name_of(sender), decode(data)
 

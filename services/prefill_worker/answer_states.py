@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from cohort.common.config import load_config
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.prompt_states import prompt_states
-from cohort.common.engine.worker_loop import load_runner
+from cohort.common.engine.worker_process import load_runner
 from cohort.common.errors import CohortError, ConfigError
 from cohort.common.paths import cache_dir, default_model_dir
 from cohort.services.prefill_worker.in_process import InProcessEngine

@@ -33,7 +33,7 @@ from cohort.common.engine.bench.contests import decode_contest, prefill_contest
 from cohort.common.engine.bench.floors import Floors, model_products
 from cohort.common.engine.bench.resident import available_bytes, machine, rss_bytes, weights_and_buffers
 from cohort.common.engine.model_runner import ModelRunner
-from cohort.common.engine.worker_loop import load_runner
+from cohort.common.engine.worker_process import load_runner
 from cohort.common.engine_report import (
     KERNEL_PARTS,
     Allocations,
@@ -229,8 +229,8 @@ def measure_shares(config: Config, runner: ModelRunner, rows: int, context: int,
     engine.step()
     targets = [
         *engine_targets(),
-        Target(WorkerMachine, "plan", "plan"),
-        Target(WorkerMachine, "completed", "completed"),
+        Target(WorkerMachine, "_plan", "plan"),
+        Target(WorkerMachine, "_completed", "completed"),
         Target(in_process, "build_batch", "build"),
         Target(InProcessEngine, "step", "glue"),
     ]

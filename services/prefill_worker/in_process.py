@@ -15,7 +15,6 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,11 +22,14 @@ from cohort.common.config import Config, load_config
 from cohort.common.engine.batch import StepOutput
 from cohort.common.engine.batch_builder import build_batch
 from cohort.common.engine.model_runner import ModelRunner
-from cohort.common.engine.worker_loop import capacity_of, load_runner
-from cohort.common.machines.worker import Sampled, WorkerMachine, WorkerSettings
+from cohort.common.engine.worker_process import capacity_of, load_runner
+from cohort.common.machines.effects import StartStep
+from cohort.common.machines.events import Received, Sampled, StepEnded, WorkerEvent
+from cohort.common.machines.worker import WorkerMachine
+from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.messages import StartSegment
 from cohort.common.policies import compose
-from cohort.common.policies.interface import Sequence
+from cohort.common.policies.interface import IterationPlan, Sequence
 from cohort.common.types import Attempt, Request, Role, SamplingParams, Segment
 
 _FIRST_ID = 1000  # prompts are drawn from here up: ordinary tokens in every vocabulary we know
@@ -54,15 +56,13 @@ class InProcessEngine:
         capacity = capacity_of(config, Role.UNIFIED, runner, "in-process")
         self._runner = runner
         self._machine = WorkerMachine(
-            "in-process",
-            "nobody",
-            capacity,
-            WorkerSettings((), 30.0, 30.0, 30.0, 256.0),
+            WorkerSetup("in-process", 1, "", "manager", capacity, WorkerSettings((), 30.0, 30.0, 30.0, 256.0)),
             compose.iteration(config),
             compose.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks),
             random.Random(0),
-            dict,
         )
+        self._submitted: list[WorkerEvent] = []
+        self._next: IterationPlan | None = None
         self.engine_s = 0.0
 
     @property
@@ -71,32 +71,38 @@ class InProcessEngine:
         return self._machine.figures(0).free_blocks
 
     def submit(self, request_id: str, prompt: list[int], output_tokens: int) -> None:
+        """It is scheduled with the next decision: of the next `step`, unless that one has been decided already."""
         request = Request(
             Attempt(request_id, 1),
-            "nobody",
+            "gateway",
             prompt,
             len(prompt),
             SamplingParams(max_tokens=output_tokens, temperature=0.0),
             time.time(),
         )
-        self._machine.on_message(
-            time.monotonic(), "nobody", StartSegment(request, [Segment(0, None, "in-process")], 0, "")
-        )
-        self._machine.take_effects()
+        self._submitted.append(Received("manager", StartSegment(request, [Segment(0, None, "in-process")], 0, "")))
 
     def step(self) -> list[Sequence]:
         """One iteration; the sequences that got a token."""
-        plan = self._machine.plan(time.monotonic())
+        if self._submitted:
+            submitted, self._submitted = self._submitted, []
+            self._tell(*submitted)
+        plan, self._next = self._next, None
         if plan is None:
             return []
-        batch, drawing = build_batch(plan, self._machine.kv)
+        batch, sampling = build_batch(plan, self._machine.kv)
         started = time.monotonic()
         output = self._runner.execute(batch)
-        ended = time.monotonic()
-        self.engine_s += ended - started
-        self._machine.completed(ended, _draws(drawing, output), ended - started)
-        self._machine.take_effects()
-        return drawing
+        latency_s = time.monotonic() - started
+        self.engine_s += latency_s
+        self._tell(StepEnded(_sampled(sampling, output), latency_s))
+        return sampling
+
+    def _tell(self, *events: WorkerEvent) -> None:
+        """Of the machine's effects only the step is performed: there is no peer to send anything to."""
+        effects = self._machine.handle(time.monotonic(), *events)
+        if effects and isinstance(effects[-1], StartStep):
+            self._next = effects[-1].plan
 
 
 def closed_loop(
@@ -149,8 +155,8 @@ def closed_loop(
     )
 
 
-def _draws(drawing: list[Sequence], output: StepOutput) -> Iterable[Sampled]:
-    return map(Sampled, drawing, output.tokens.tolist())
+def _sampled(sampling: list[Sequence], output: StepOutput) -> list[Sampled]:
+    return [Sampled(sequence.key, token) for sequence, token in zip(sampling, output.tokens.tolist(), strict=True)]
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ from cohort.common.engine.bench.mixed_lengths import (
     measure,
     mixed_over_aligned,
 )
-from cohort.common.engine.worker_loop import load_runner
+from cohort.common.engine.worker_process import load_runner
 from cohort.common.errors import CohortError
 
 

@@ -14,12 +14,12 @@ import msgspec
 from rich.console import Console
 
 from cohort.common.errors import CohortError, ConfigError
+from cohort.common.machines.replayer import replay
 from cohort.common.types import Slo
 from cohort.services.simulator import advise as advise_
 from cohort.services.simulator import options as options_
 from cohort.services.simulator import plots, render, reproduce
 from cohort.services.simulator.hardware import load_model
-from cohort.services.simulator.replay import replay
 from cohort.services.simulator.report import SimReport
 from cohort.services.simulator.run import find_capacity, simulate
 from cohort.services.simulator.setup import (

@@ -17,7 +17,7 @@ from cohort.common.config import Config
 from cohort.common.errors import ConfigError
 from cohort.common.machines.gateway import GatewayMachine
 from cohort.common.machines.manager import ManagerMachine
-from cohort.common.machines.worker import REPORT_INTERVAL_S
+from cohort.common.machines.worker_state import REPORT_INTERVAL_S
 from cohort.common.policies import compose
 from cohort.common.policies.cost_model import CostModel, ModelShape
 from cohort.common.policies.interface import Placement

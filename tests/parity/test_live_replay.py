@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cohort.services.simulator.replay import replay
+from cohort.common.machines.replayer import replay
 from tests.e2e.pipeline import Pipeline
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
@@ -40,4 +40,4 @@ def test_recorded_live_workers_replay_to_the_same_decisions(tmp_path: Path, defa
         found = replay(path)
         assert found.difference == "", f"{found.instance}: {found.difference}"
         assert found.rows >= 9 and found.effects > 0
-    assert any(b'"kind":"scored"' in path.read_bytes() for path in recordings)
+    assert any(b'"scores":[[' in path.read_bytes() for path in recordings)

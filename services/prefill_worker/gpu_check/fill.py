@@ -8,7 +8,7 @@ import time
 import torch
 
 from cohort.common.config import Config, load_config
-from cohort.common.engine.worker_loop import load_runner
+from cohort.common.engine.worker_process import load_runner
 from cohort.services.prefill_worker.gpu_check.context import Check
 from cohort.services.prefill_worker.gpu_check.shapes import shape_folder
 from cohort.services.prefill_worker.in_process import InProcessEngine

@@ -10,7 +10,7 @@ import torch
 
 from cohort.common.config import load_config
 from cohort.common.engine.model_runner import ModelRunner
-from cohort.common.engine.worker_loop import load_runner
+from cohort.common.engine.worker_process import load_runner
 from cohort.services.prefill_worker.gpu_check.context import Check
 from cohort.services.prefill_worker.gpu_check.shapes import TINY
 from cohort.services.prefill_worker.in_process import InProcessEngine

@@ -132,7 +132,7 @@ def test_time_inside_another_clocked_function_counts_there_alone(monkeypatch: py
 
 
 def test_clocks_leave_no_trace_even_after_an_error() -> None:
-    targets = [*engine_targets(), Target(WorkerMachine, "plan", "plan"), Target(in_process, "build_batch", "build")]
+    targets = [*engine_targets(), Target(WorkerMachine, "_plan", "plan"), Target(in_process, "build_batch", "build")]
     before = [getattr(target.owner, target.name) for target in targets]
     with pytest.raises(RuntimeError), clocked(StepClock(), targets):
         assert all(

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
+import msgspec
 import pytest
 
 from cohort.common.config import dump_config
 from cohort.common.errors import ConfigError
-from cohort.common.machines.recording import RecordedWorkerMachine
+from cohort.common.machines.recorder import Recorded, WorkerHeader
+from cohort.common.machines.replayer import replay
+from cohort.common.machines.worker import WorkerMachine
+from cohort.common.machines.worker_state import WorkerSetup
 from cohort.common.types import Slo
 from cohort.services.cli.__main__ import main
 from cohort.services.simulator import cluster as cluster_module
 from cohort.services.simulator.figures.figure import Figure
-from cohort.services.simulator.replay import replay
 from cohort.services.simulator.reproduce import all_figures, markdown, reproduce, select
 from cohort.services.simulator.run import find_capacity
 from cohort.services.simulator.traffic import Traffic, parse_slo
@@ -48,12 +54,12 @@ def record(monkeypatch: pytest.MonkeyPatch, folder: Path, **sections: Any) -> li
     chosen = config("disaggregated", kv=cache_of(70) | {"prefix_caching": False}, **sections)
     files: dict[str, Any] = {}
 
-    def machine(instance: str, *args: Any) -> RecordedWorkerMachine:
-        manager, capacity, settings, scheduler, kv, _, links = args
-        file = files[instance] = (folder / f"{instance}.jsonl").open("wb")
-        return RecordedWorkerMachine(
-            instance, manager, capacity, settings, scheduler, kv, 7, links, dump_config(chosen), file.write
-        )
+    def machine(setup: WorkerSetup, scheduler: Any, kv: Any, _: Random) -> WorkerMachine:
+        file = files[setup.instance] = (folder / f"{setup.instance}.jsonl").open("wb")
+        made = WorkerMachine(setup, scheduler, kv, Random(7))
+        recorded = Recorded(made, WorkerHeader(setup, 7, dump_config(chosen)), file.write)
+        monkeypatch.setattr(made, "handle", recorded.handle)
+        return made
 
     monkeypatch.setattr(cluster_module, "WorkerMachine", machine)
     sim = run(chosen, cluster(2), workload(*((0.002 * i, 100, 120) for i in range(10))), jump=False)
@@ -68,16 +74,32 @@ def test_a_recording_replays_to_the_same_decisions(monkeypatch: Any, tmp_path: P
     for path in record(monkeypatch, tmp_path, engine={"preemption": preemption}):
         found = replay(path)
         assert found.difference == ""
-        assert found.plans > 10 and found.effects > 10
+        assert found.calls > found.plans >= 10 and found.rows >= 10  # ten prompts, each planned on both workers
+        assert found.effects > found.plans
 
 
 def test_a_changed_decision_is_noticed(monkeypatch: Any, tmp_path: Path):
     path = record(monkeypatch, tmp_path)[0]
     lines = path.read_text().splitlines()
-    at = next(i for i, line in enumerate(lines) if '"planned"' in line and "[0, " in line)
-    lines[at] = lines[at].replace("[0, ", "[1, ")
+    at = next(i for i, line in enumerate(lines) if "StartStep " in line)
+    lines[at] = re.sub(r"(StartStep \S+ \[)\d+", r"\g<1>1", lines[at])
     path.write_text("\n".join(lines))
-    assert replay(path).difference.startswith(f"line {at + 1}: live planned")
+    found = replay(path)
+    assert found.difference.startswith(f"line {at + 1}: recorded ")
+    assert found.calls == at, "nothing after the difference was replayed"
+
+
+def test_the_last_line_of_a_killed_process_may_be_half_written(monkeypatch: Any, tmp_path: Path):
+    path = record(monkeypatch, tmp_path)[0]
+    data = path.read_bytes()
+    whole = replay(path)
+    path.write_bytes(data[:-20])
+    assert replay(path) == msgspec.structs.replace(whole, calls=whole.calls - 1, effects=ANY, plans=ANY, rows=ANY)
+    lines = data.splitlines(keepends=True)
+    lines[5] = lines[5][:-20] + b"\n"
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(ConfigError, match=":6: not a call of a recording"):
+        replay(path)
 
 
 def test_no_recording_is_said(tmp_path: Path):

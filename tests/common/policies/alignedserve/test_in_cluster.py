@@ -7,6 +7,8 @@ from random import Random
 
 import pytest
 
+from cohort.common.machines.effects import WorkerEffect
+from cohort.common.machines.events import Received, WorkerEvent
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.messages import KvChunk, PrefetchKv
 from cohort.common.types import Role
@@ -171,16 +173,20 @@ def test_an_adversary_cannot_starve_a_lone_long_request() -> None:
 
 def test_prefetching_is_asked_of_the_holder_before_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []
-    receive = WorkerMachine.on_message
+    handle = WorkerMachine.handle
 
-    def spy(machine: WorkerMachine, now_s: float, sender: str, message: object) -> bool:
-        if isinstance(message, PrefetchKv):
-            asked.extend((machine.instance, held.request_id) for held in message.attempts)
-        elif isinstance(message, KvChunk):
-            asked.append(("chunk", message.request_id))
-        return receive(machine, now_s, sender, message)  # type: ignore[arg-type]
+    def spy(machine: WorkerMachine, now_s: float, *events: WorkerEvent) -> list[WorkerEffect]:
+        for event in events:
+            match event:
+                case Received(message=PrefetchKv(attempts=attempts)):
+                    asked.extend((machine.setup.instance, attempt.request_id) for attempt in attempts)
+                case Received(message=KvChunk(attempt=attempt)):
+                    asked.append(("chunk", attempt.request_id))
+                case _:
+                    pass
+        return handle(machine, now_s, *events)
 
-    monkeypatch.setattr(WorkerMachine, "on_message", spy)
+    monkeypatch.setattr(WorkerMachine, "handle", spy)
     found = world(1, PD, blocks=40, host_blocks=120)
     offer(found, 40, over_s=0.5)
     finish(found)

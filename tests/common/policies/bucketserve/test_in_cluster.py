@@ -11,8 +11,10 @@ from random import Random
 import pytest
 
 from cohort.common.config import BucketServeConfig
+from cohort.common.machines.effects import WorkerEffect
+from cohort.common.machines.events import Received, WorkerEvent
 from cohort.common.machines.worker import WorkerMachine
-from cohort.common.messages import Message, StartSegment
+from cohort.common.messages import StartSegment
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
 from cohort.common.policies.bucketserve.prefill_order import BucketedPrefill
 from cohort.common.policies.interface import Placement
@@ -59,15 +61,19 @@ def test_undisturbed_also_with_little_memory(roles: dict[str, Role], placement: 
 def test_batches_stay_together_on_their_way_to_a_prefill_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[int, set[str]] = {}
     sizes: dict[int, int] = {}
-    receive = WorkerMachine.on_message
+    handle = WorkerMachine.handle
 
-    def spy(machine: WorkerMachine, now_s: float, sender: str, message: Message) -> bool:
-        if isinstance(message, StartSegment) and message.index == 0:
-            seen.setdefault(message.batch_id, set()).add(machine.instance)
-            sizes[message.batch_id] = sizes.get(message.batch_id, 0) + 1
-        return receive(machine, now_s, sender, message)
+    def spy(machine: WorkerMachine, now_s: float, *events: WorkerEvent) -> list[WorkerEffect]:
+        for event in events:
+            match event:
+                case Received(message=StartSegment(index=0, batch_id=batch_id)):
+                    seen.setdefault(batch_id, set()).add(machine.setup.instance)
+                    sizes[batch_id] = sizes.get(batch_id, 0) + 1
+                case _:
+                    pass
+        return handle(machine, now_s, *events)
 
-    monkeypatch.setattr(WorkerMachine, "on_message", spy)
+    monkeypatch.setattr(WorkerMachine, "handle", spy)
     world = World(12, PD_TWICE, Disaggregated, order=buckets)
     offer(world, 70)
     finish(world)

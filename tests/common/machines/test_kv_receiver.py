@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cohort.common.machines.handover import Incoming
+from cohort.common.machines.kv_receiver import Incoming
 from cohort.common.policies.interface import Sequence
 from cohort.common.types import Attempt, Request, SamplingParams
 

@@ -1,0 +1,214 @@
+"""A worker process from its start to its end: model, cache, device, links, machine, recording; then the worker loop.
+
+Called by the worker services. Decides where the engine runs and how large the cache is; nothing about requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from cohort.common import paths
+from cohort.common.config import Config, dump_config
+from cohort.common.engine.device_memory import DeviceShare, place
+from cohort.common.engine.learned_state import LearnedState
+from cohort.common.engine.model_config import read_geometry
+from cohort.common.engine.model_runner import ModelRunner, resolve_device, resolve_dtype
+from cohort.common.engine.worker_loop import WorkerLoop
+from cohort.common.errors import ConfigError
+from cohort.common.machines.effects import WorkerEffect
+from cohort.common.machines.events import WorkerEvent
+from cohort.common.machines.machine import Machine
+from cohort.common.machines.recorder import Recorded, WorkerHeader
+from cohort.common.machines.worker import WorkerMachine
+from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
+from cohort.common.policies.interface import IterationScheduler, KvAllocator, LearnsStepTimes
+from cohort.common.service import MANAGER, ServiceContext, bind_address
+from cohort.common.transport.kv_link import KvLink
+from cohort.common.transport.links import open_links
+from cohort.common.transport.security import load_keys
+from cohort.common.types import KvGeometry, Role, WorkerCapacity
+
+
+class WorkerPolicies(Protocol):
+    """Where a worker's policies come from: `common/policies/compose.py`, handed in by the service."""
+
+    def check_names(self, config: Config) -> None: ...
+
+    def iteration(self, config: Config) -> IterationScheduler: ...
+
+    def allocation(self, config: Config, geometry: KvGeometry, num_blocks: int, host_blocks: int) -> KvAllocator: ...
+
+
+def capacity_of(config: Config, role: Role, runner: ModelRunner, model: str) -> WorkerCapacity:
+    geometry = runner.kv.geometry
+    num_blocks = len(runner.kv.blocks)
+    longest = config.model.max_model_len or runner.geometry.max_positions
+    return WorkerCapacity(
+        role=role,
+        model=model,
+        max_model_len=min(longest, num_blocks * geometry.block_size),
+        num_layers=geometry.num_layers,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        dtype_bytes=geometry.dtype_bytes,
+        block_size=geometry.block_size,
+        num_blocks=num_blocks,
+        host_blocks=len(runner.kv.host_blocks),
+        max_rows=config.engine.max_rows,
+        max_step_tokens=config.engine.max_step_tokens,
+    )
+
+
+def load_runner(config: Config, threads: int, instance: str = "") -> ModelRunner:
+    """Model and cache as configured; the cache sized from what the device has. Raises `ConfigError`, `ModelError`.
+
+    `instance` is the worker's name in the configuration; "" = it has the machine to itself.
+    """
+    model_dir = Path(config.model.path) if config.model.path else paths.default_model_dir()
+    if not model_dir.is_dir():
+        raise ConfigError(f"model.path: no folder {model_dir}; run scripts/setup or name a Hugging Face folder")
+    device, sharers = _device(config, instance)
+    dtype = resolve_dtype(config.model.dtype, device)
+    geometry = read_geometry(model_dir)
+    block_bytes = geometry.kv_geometry(dtype, config.kv.block_size).block_bytes
+    memory_bytes = config.kv.memory_bytes
+    num_blocks = 0
+    if device.type == "cpu":
+        memory_bytes = memory_bytes or config.kv.cpu_memory_bytes
+        num_blocks = ModelRunner.plan_kv_blocks(geometry, dtype, config.kv.block_size, memory_bytes)
+        if num_blocks < 2:
+            raise ConfigError(
+                f"kv.memory_bytes: {memory_bytes} bytes hold {num_blocks} blocks of {block_bytes} bytes; give it more"
+            )
+    return ModelRunner(
+        model_dir,
+        dtype=dtype,
+        device=str(device),
+        threads=threads,
+        block_size=config.kv.block_size,
+        num_blocks=num_blocks,
+        host_blocks=config.kv.host_memory_bytes // block_bytes,
+        max_rows=config.engine.max_rows,
+        max_step_tokens=config.engine.max_step_tokens,
+        max_context=config.model.max_model_len,
+        share=DeviceShare(config.kv.memory_fraction, sharers, memory_bytes, config.engine.cuda_graph_memory_bytes),
+        weights=config.model.weights,
+    )
+
+
+def _device(config: Config, instance: str) -> tuple[torch.device, int]:
+    """A worker's device, and how many workers share it: they go round the GPUs unless the configuration names one."""
+    device = resolve_device(config.engine.device)
+    if device.type != "cuda":
+        return device, 1
+    names = list(config.instance_roles)
+    worker = names.index(instance) if instance in names else 0
+    workers = len(names) if instance else 1
+    visible = 1 if device.index is not None else torch.cuda.device_count()
+    placement = place(worker, workers, visible, config.engine.workers_per_gpu)
+    return torch.device("cuda", device.index if device.index is not None else placement.device_index), placement.sharers
+
+
+def open_worker_links(context: ServiceContext) -> dict[str, KvLink]:
+    """The configured links that can be had here, best first."""
+    endpoint = _data_endpoint(context)
+    curve = load_keys(context.config.security.curve_secret_key_file)
+    links = open_links(
+        context.config.transfer.links,
+        zmq_bind=bind_address(endpoint, context.config.endpoints.bind_host),
+        zmq_advertise=endpoint,
+        curve=curve,
+    )
+    return {link.name: link for link in links}
+
+
+def _data_endpoint(context: ServiceContext) -> str:
+    """Where the fallback link listens: beside the worker's inbox."""
+    worker = context.config.endpoints.worker
+    if worker.startswith("tcp://"):
+        return f"{worker.rpartition(':')[0]}:0"
+    return f"ipc://{context.run_dir / context.instance}.kv.sock"
+
+
+def _recording(config: Config, instance: str) -> io.BufferedWriter:
+    """A new file per worker process, closed with it."""
+    folder = Path(config.engine.record_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return (folder / f"{instance}-{time.time_ns()}.jsonl").open("wb")
+
+
+def _learned_state(
+    context: ServiceContext, runner: ModelRunner, scheduler: IterationScheduler, threads: int
+) -> LearnedState | None:
+    """Read what this scheduler learned before, if it learns."""
+    if not isinstance(scheduler, LearnsStepTimes):
+        return None
+    config = context.config
+    learned = LearnedState(
+        scheduler,
+        Path(config.engine.state_dir) if config.engine.state_dir else paths.cache_dir() / "learned",
+        f"{context.model_name}-{runner.device}-{runner.dtype}-{threads}-{context.instance}-{config.policies.iteration}",
+        config.engine.profile,
+    )
+    context.log.info("step times", start=learned.load())
+    return learned
+
+
+async def run_worker(context: ServiceContext, default_role: Role, policies: WorkerPolicies) -> None:
+    """The whole life of a worker process: load, serve, drain."""
+    config = context.config
+    policies.check_names(config)
+    role = config.instance_roles.get(context.instance, default_role)
+    threads = config.worker_threads(context.instance, len(_cores()))
+    started = time.monotonic()
+    # One thread does everything with torch, from loading on: OpenMP keeps a pool per calling thread, and with two pools
+    # on the cores of one it stops spinning between two operators, which makes a step half as slow again.
+    engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
+    in_engine = asyncio.get_running_loop().run_in_executor
+    runner = await in_engine(engine, load_runner, config, threads, context.instance)
+    await in_engine(engine, runner.warm_up)
+    if runner.device.type == "cuda":
+        # UCX finds out what it can do, and moves bytes, on the event loop's thread: the device must be current there.
+        torch.cuda.set_device(runner.device)
+        torch.cuda.synchronize(runner.device)
+    capacity, links = capacity_of(config, role, runner, context.model_name), open_worker_links(context)
+    scheduler = policies.iteration(config)
+    kv = policies.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks)
+    settings = WorkerSettings.of(config, tuple(links))
+    setup = WorkerSetup(context.instance, context.incarnation, context.bus.endpoint, MANAGER, capacity, settings)
+    seed = random.SystemRandom().getrandbits(53)
+    machine = WorkerMachine(setup, scheduler, kv, random.Random(seed))
+    told: Machine[WorkerEvent, WorkerEffect] = machine
+    learned: LearnedState | None = None
+    if config.engine.record_dir:  # a recording starts from nothing learned: its replay knows no files
+        write = _recording(config, context.instance).write
+        told = Recorded(machine, WorkerHeader(setup, seed, dump_config(config)), write)
+    else:
+        learned = _learned_state(context, runner, scheduler, threads)
+    loop = WorkerLoop(context, runner, links, machine, told, learned, engine)
+    context.log.info(
+        "worker ready",
+        role=role.value,
+        threads=threads,
+        seconds=round(time.monotonic() - started, 2),
+        kv_blocks=capacity.num_blocks,
+        max_model_len=capacity.max_model_len,
+        dtype=runner.dtype,
+    )
+    try:
+        await loop.run()
+    finally:
+        engine.shutdown(wait=True)
+
+
+def _cores() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

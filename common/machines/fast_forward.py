@@ -1,0 +1,142 @@
+"""Iterations that provably repeat each other, run as one: for hosts with virtual time. Live hosts never ask.
+
+A host asks `repeatable` once a step is in flight, foresees as many iterations as `fitting_repetitions` allows, and
+applies those that have ended with `repeat`; before an event that is not `undisturbed_by` it voids the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from cohort.common.errors import InvariantViolated
+from cohort.common.machines.worker import WorkerMachine
+from cohort.common.machines.worker_counters import mix
+from cohort.common.messages import KvChunk, KvHandOver, KvRenew, Message, StartSegment
+from cohort.common.policies.interface import (
+    ExpectsHandOvers,
+    ForeseesDecisions,
+    GrowsByBlock,
+    LimitsForesight,
+    Phase,
+    Row,
+)
+
+
+class FastForward:
+    """Of one machine. Between its `handle` calls only."""
+
+    def __init__(self, machine: WorkerMachine) -> None:
+        scheduler, kv = machine.scheduler, machine.kv
+        by_block = isinstance(kv, GrowsByBlock) and kv.grows_by_block
+        self._machine = machine
+        self._state = machine.state
+        self._receiver = machine.receiver
+        self._foreseeing = scheduler if by_block and isinstance(scheduler, ForeseesDecisions) else None
+        self._limiting = scheduler if isinstance(scheduler, LimitsForesight) else None
+        self._expecting = isinstance(scheduler, ExpectsHandOvers)
+
+    def repeatable(self) -> bool:
+        """Whether the plan in flight will repeat itself, row by row one position on, until something happens."""
+        plan = self._state.in_flight
+        scheduler = self._foreseeing
+        if scheduler is None or plan is None or not plan.rows:
+            return False
+        if self._receiver.offers or self._state.doomed or not self._machine.pool.quiet:
+            return False
+        for row in plan.rows:
+            sequence = row.sequence
+            if (
+                row.count != 1
+                or sequence.end is not None
+                or sequence.last_token_s is None
+                or sequence.repeat_from is not None
+                or row.start != len(sequence.tokens) - 1
+                or sequence.phase is not Phase.RUNNING
+            ):
+                return False
+        return scheduler.repeats(plan, self._state.kv)
+
+    def undisturbed_by(self, message: Message) -> bool:
+        """Whether receiving this neither needs nor changes what iterations depend on: sequences in them, the scheduler,
+        free blocks. What a host foresaw (`repeatable`) then holds, and need not be applied first. For peers that keep
+        to the protocol: a virtual-time host has no others."""
+        match message:
+            case StartSegment(index=index):  # another worker computes first
+                return index > 0 and not self._receiver.offers
+            case KvChunk():  # how far a transfer has come is what some schedulers expect by
+                return not self._expecting
+            case KvHandOver(lease_id=lease_id):
+                incoming = self._receiver.lease_of(lease_id)
+                return incoming is not None and incoming.in_flight > 0
+            case KvRenew():
+                return True
+            case _:
+                return False
+
+    def undisturbed_by_runs(self, lease_id: int, runs: int) -> bool:
+        """The same of so many runs received well: others of this transfer are still to come."""
+        incoming = self._receiver.lease_of(lease_id)
+        return incoming is not None and (incoming.hand_over is None or incoming.in_flight > runs)
+
+    def fitting_repetitions(self, wanted: int) -> int:
+        """How many of `wanted` iterations after the one in flight find blocks without any sequence being preempted."""
+        plan, kv = self._machine.plan_in_flight, self._state.kv
+        size = kv.geometry.block_size
+        available = kv.free_blocks + kv.cached_blocks
+        if self._limiting is not None:
+            wanted = max(0, min(wanted, self._limiting.repetitions()))
+        if wanted // size + 1 <= available // len(plan.rows):
+            return wanted  # enough even if no row had blocks left
+        tables = [(row.start, len(kv.blocks(row.sequence.key))) for row in plan.rows]
+        low, high = 0, wanted
+        while low < high:
+            middle = (low + high + 1) // 2
+            # Blocks beyond those that were allocated ahead.
+            if sum(max(0, (start + middle) // size + 1 - held) for start, held in tables) <= available:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def repeat(self, ends_s: Seq[float], latencies_s: Seq[float], token: int) -> None:
+        """As if a step had ended and the next one started once for each of `ends_s`, every row sampling `token` each
+        time; the plan in flight is then the one that follows. Only after `repeatable`, for no more than
+        `fitting_repetitions`, and short of every row's last token. The token updates it would send are left to the
+        host, which knows them."""
+        plan, state = self._machine.plan_in_flight, self._state
+        count, size, kv = len(ends_s), state.kv.geometry.block_size, state.kv
+        averages, counters = state.averages, state.counters
+        for latency_s in latencies_s:
+            averages.step_s = mix(averages.step_s, latency_s)
+            averages.decode_step_s = mix(averages.decode_step_s, latency_s)
+        # What touches blocks happens in the order of the iterations: after each, full blocks are committed; then the
+        # next one reserves. So the same blocks go to the same rows.
+        touched: list[tuple[int, bool, int]] = []
+        last_s = ends_s[-1]
+        state.moved_s = max(state.moved_s, last_s)
+        sampled = [token] * count
+        for index, row in enumerate(plan.rows):
+            start = row.start
+            to_boundary = size - start % size
+            touched += [(step - 1, False, index) for step in range(to_boundary, count + 1, size)]
+            touched += [(step, True, index) for step in range(to_boundary, count + 1, size)]
+            row.sequence.tokens += sampled
+        touched.sort()
+        rows = plan.rows
+        for step, reserves, index in touched:
+            row = rows[index]
+            if reserves:
+                if not kv.extend(row.sequence, row.start + step + 1):
+                    raise InvariantViolated(f"no block for {row.sequence.key} in a repeated iteration")
+            else:
+                row.sequence.computed = row.start + step + 1
+                kv.committed(row.sequence)
+        plan.rows = following = []
+        for row in rows:
+            sequence, start = row.sequence, row.start + count
+            sequence.computed = start
+            sequence.delivered += count
+            sequence.last_token_s = last_s
+            following.append(Row(sequence, start, 1))
+        counters.steps += count
+        counters.decode_tokens += count * len(rows)

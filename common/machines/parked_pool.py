@@ -1,0 +1,131 @@
+"""A2, A9 · Parked KV between device and host memory: which of it moves beside the next step.
+
+Asked by `WorkerMachine` once per plan. Nothing it moves is in a row of the plan, and what is freed is taken by no other
+sequence until the step has ended. Knows where parked KV lies; frees nothing but by moving it. An allocator that
+names no host blocks has no pool: parked KV then stays on the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+from cohort.common.machines.worker_state import Held, WorkerState
+from cohort.common.policies.interface import ConsolidatesCopies, IterationPlan, KvCopy, Phase
+from cohort.common.types import Attempt
+
+_GRACE_S = 0.25
+"""Parked KV stays on the device so long, unless space is short: where load is low it is sent on sooner."""
+
+
+class ParkedPool:
+    def __init__(self, state: WorkerState) -> None:
+        self._state = state
+        self._consolidating = state.kv if isinstance(state.kv, ConsolidatesCopies) else None
+        self._on_device: dict[Attempt, Held] = {}
+        """Parked with their KV on the device; oldest first."""
+        self._buffered: dict[Attempt, Held] = {}
+        """Of the pool, brought back to the device to be sent on soon (A5); oldest first."""
+        self._prefetches: deque[Attempt] = deque()
+        self._moving: list[Held] = []
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is here that a later plan might move."""
+        return not (self._on_device or self._buffered or self._prefetches)
+
+    def park(self, now_s: float, held: Held) -> None:
+        """It waits, with its KV on the device."""
+        held.parked_s = now_s
+        self._on_device[held.sequence.key] = held
+
+    def bound(self, key: Attempt) -> None:
+        """It goes on, here or elsewhere; from where its KV lies."""
+        self._on_device.pop(key, None)
+        self._buffered.pop(key, None)
+
+    def prefetch(self, attempts: list[Attempt]) -> None:
+        """Bring these back to the device, in this order, as far as blocks are free."""
+        held = self._state.held
+        self._prefetches.extend(key for key in attempts if key in held and held[key].pooled)
+
+    def add_copies(self, now_s: float, plan: IterationPlan) -> None:
+        """Complete the copies of a plan that was just decided; the pool's follow the decision's.
+
+        An allocator that collects copies answers each move with an empty one: what it has collected stands in for them,
+        first the decision's, then the pool's. So neither can take the place of the other.
+        """
+        if self._consolidating is not None:
+            plan.copies = self._consolidating.take_copies()
+        if self._state.host_tables is None or not (self._on_device or self._buffered or self._prefetches):
+            return
+        copies: list[KvCopy] = []
+        self._bring_back(copies)
+        self._offload(now_s, copies)
+        if copies:
+            plan.copies += copies if self._consolidating is None else self._consolidating.take_copies()
+
+    def settle(self) -> list[Held]:
+        """The step has ended, well or not. Returns what it moved; some of it may have been dropped meanwhile."""
+        moved, self._moving = self._moving, []
+        for held in moved:
+            held.moving = False
+        return moved
+
+    def _bring_back(self, copies: list[KvCopy]) -> None:
+        state = self._state
+        spare = self._spare_blocks() if self._prefetches else 0
+        while self._prefetches:
+            key = self._prefetches[0]
+            held = state.held.get(key)
+            if held is not None and held.sequence.phase is Phase.PARKED and held.pooled:
+                spare -= state.kv.geometry.blocks_for(held.sequence.computed)
+                copy = state.kv.swap_in(held.sequence) if spare >= 0 else None
+                if copy is None:
+                    return
+                copies.append(replace(copy, beside=True))
+                held.pooled = False
+                self._buffered[key] = held
+                self._moves(held)
+                state.counters.prefetched += 1
+            self._prefetches.popleft()
+
+    def _offload(self, now_s: float, copies: list[KvCopy]) -> None:
+        """What was parked a while ago; where prompts cannot get blocks, the buffer as well, its last first."""
+        kv = self._state.kv
+        free = kv.free_blocks + kv.cached_blocks
+        # A decode worker sends on what it set aside: that frees its blocks sooner than two copies.
+        short = self._state.setup.capacity.role.prefills and free < kv.total_blocks // 4
+        for held in list(self._on_device.values()):
+            if now_s - held.parked_s < _GRACE_S and not short:
+                break
+            if not self._to_host(held, copies):
+                return
+        while short and self._buffered and self._spare_blocks() < 0:
+            held = self._buffered[next(reversed(self._buffered))]
+            if held.moving or not self._to_host(held, copies):
+                return
+
+    def _to_host(self, held: Held, copies: list[KvCopy]) -> bool:
+        """False: the pool is full. It stays where it is, and prompts wait for its blocks."""
+        copy = self._state.kv.swap_out(held.sequence)
+        if copy is None:
+            return False
+        copies.append(replace(copy, beside=True))
+        self.bound(held.sequence.key)
+        held.pooled = True
+        self._moves(held)
+        self._state.counters.pooled += 1
+        return True
+
+    def _moves(self, held: Held) -> None:
+        held.moving = True
+        self._moving.append(held)
+
+    def _spare_blocks(self) -> int:
+        """Blocks that KV of the pool may be brought back into: a twentieth stays free, and what the largest prompt
+        needs that waits."""
+        kv = self._state.kv
+        sequences = (held.sequence for held in self._state.held.values())
+        wanted = kv.geometry.blocks_for(max((s.target for s in sequences if s.phase is Phase.WAITING), default=0))
+        return kv.free_blocks + kv.cached_blocks - wanted - kv.total_blocks // 20

@@ -1,0 +1,71 @@
+"""What a step's sampled tokens become: one update per sequence, one message per gateway.
+
+Called by `WorkerMachine` when a step has ended. Says whether a sequence is finished; ending it is the machine's.
+"""
+
+from __future__ import annotations
+
+from cohort.common.machines.effects import Send
+from cohort.common.machines.events import Sampled
+from cohort.common.machines.worker_state import Held, WorkerState
+from cohort.common.messages import StageTimes, TokenBatch, TokenUpdate
+from cohort.common.policies.interface import Sequence
+from cohort.common.types import FinishReason, InstanceId
+
+
+class TokenUpdates:
+    def __init__(self, state: WorkerState) -> None:
+        self._state = state
+        self._updates: dict[InstanceId, list[TokenUpdate]] = {}
+
+    def add(self, now_s: float, held: Held, sampled: Sampled) -> FinishReason | None:
+        """Append the token to its sequence. Returns why the request is finished with it, or None."""
+        sequence = held.sequence
+        request, tokens = sequence.request, sequence.tokens
+        position = len(tokens)
+        tokens.append(sampled.token)
+        sampling = request.sampling
+        finish: FinishReason | None = None
+        if sampled.token in sampling.stop_token_ids:
+            finish = FinishReason.STOP
+        elif position + 1 - request.prompt_tokens >= sampling.max_tokens:
+            finish = FinishReason.LENGTH
+        logprobs = held.logprobs
+        if sampled.logprob is not None:
+            logprobs.append(sampled.logprob)
+        start = position if sequence.repeat_from is None else sequence.repeat_from
+        sequence.repeat_from = None
+        first_here = sequence.last_token_s is None
+        sequence.last_token_s = now_s
+        sequence.delivered += 1
+        self._updates.setdefault(request.gateway, []).append(
+            TokenUpdate(
+                request.attempt,
+                start,
+                tokens[start:],
+                logprobs[start - len(request.tokens) :] if logprobs else [],
+                finish,
+                cached_tokens=sequence.cached_tokens,
+                times=self._times(now_s, sequence) if first_here or finish else None,
+                prompt_logprobs=held.prompt_logprobs if start == request.prompt_tokens else [],
+            )
+        )
+        return finish
+
+    def flush(self) -> None:
+        """Send them; one message per gateway."""
+        for gateway, updates in self._updates.items():
+            self._state.effects.append(Send(gateway, TokenBatch(self._state.setup.instance, updates)))
+        self._updates.clear()
+
+    def _times(self, now_s: float, sequence: Sequence) -> StageTimes:
+        first = sequence.first_scheduled_s if sequence.first_scheduled_s is not None else now_s
+        prefilled = sequence.prefill_done_s if sequence.prefill_done_s is not None else first
+        return StageTimes(
+            instance=self._state.setup.instance,
+            queue_s=max(0.0, first - sequence.arrived_s),
+            prefill_s=max(0.0, prefilled - first),
+            transfer_s=sequence.transfer_s,
+            decode_s=max(0.0, now_s - prefilled),
+            preemptions=sequence.preemptions,
+        )

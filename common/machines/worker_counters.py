@@ -1,0 +1,51 @@
+"""What a worker counts and averages as it goes, for metrics, reports and cost estimates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cohort.common.policies.interface import IterationPlan
+
+
+@dataclass(slots=True)
+class Averages:
+    """Moving averages of measured iterations, for reports and cost estimates."""
+
+    step_s: float = 0.0
+    decode_step_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+
+    def note(self, plan: IterationPlan, latency_s: float) -> None:
+        self.step_s = mix(self.step_s, latency_s)
+        prefill = sum([row.count for row in plan.rows if row.count > 1])
+        if prefill == 0:
+            self.decode_step_s = mix(self.decode_step_s, latency_s)
+        else:
+            self.prefill_tokens_per_s = mix(self.prefill_tokens_per_s, prefill / max(latency_s, 1e-9))
+
+
+def mix(old: float, new: float) -> float:
+    """The moving average after one more measurement; 0 = none so far."""
+    return new if old == 0.0 else 0.9 * old + 0.1 * new
+
+
+@dataclass(slots=True)
+class WorkerCounters:
+    """Totals since start, for metrics."""
+
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    transfers_out: int = 0
+    transfers_in: int = 0
+    transfer_failures: int = 0
+    transfer_retries: int = 0
+    exposed_transfer_s: float = 0.0
+    """Of KV transfers to here: time from a segment's last row until the request could go on, which no compute hid."""
+    stalls: int = 0
+    pooled: int = 0
+    """Parked sequences moved to host memory (A2), prefetched back (A9), sent straight from there."""
+    prefetched: int = 0
+    from_host: int = 0
+    finished: dict[str, int] = field(default_factory=dict)

@@ -1,0 +1,137 @@
+"""What a worker says of itself: registration, reports and their figures, its leave.
+
+Called by `WorkerMachine`. Repeats until the manager answers, counts the reports; decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from cohort.common.kv.lease import LeaseTable
+from cohort.common.machines.effects import Send
+from cohort.common.machines.worker_state import Held, WorkerState
+from cohort.common.messages import Leaving, RegisterWorker, WorkerReport
+from cohort.common.policies.interface import LearnsStepTimes, Phase, Sequence
+from cohort.common.types import Attempt, QueuedWork, WorkerFigures
+
+_WAITING_HERE = (Phase.AWAITING_KV, Phase.PARKED)
+_REPORTED_QUEUE = 512
+"""Entries of the progress list in a report (D4); beyond, an execution predictor sees totals only."""
+
+
+def _queue(everything: Iterable[Held]) -> dict[str, Any]:
+    """What the sequences of a worker add up to, by field of `WorkerFigures`."""
+    running = waiting = awaiting_kv = parked = prefill_tokens = context_tokens = 0
+    work: list[QueuedWork] = []
+    for held in everything:
+        sequence = held.sequence
+        request, computed, known = sequence.request, sequence.computed, len(sequence.tokens)
+        prompt = len(request.tokens)  # with the output of former attempts: prefilled alike
+        phase = sequence.phase
+        if phase is Phase.AWAITING_KV:  # what comes before its segment is another worker's work
+            computed = held.segment.segments[held.segment.index].start
+            known = max(known, computed)
+        prefill_left = (prompt if sequence.end is None else min(prompt, sequence.end)) - computed
+        prefill_left = max(prefill_left, 0)
+        if phase is Phase.RUNNING:
+            running += 1
+        elif phase is Phase.WAITING or phase is Phase.SWAPPED:
+            waiting += 1
+        elif phase is Phase.AWAITING_KV:
+            awaiting_kv += 1
+        else:
+            parked += 1
+        if phase is Phase.RUNNING or phase is Phase.WAITING or phase is Phase.SWAPPED:
+            prefill_tokens += prefill_left if prefill_left > 1 else 0
+            context_tokens += computed
+        if len(work) < _REPORTED_QUEUE:
+            left = _decode_left(sequence, known, prompt)
+            work.append(QueuedWork(request.request_id, prefill_left, computed, left))
+    return {
+        "running": running,
+        "waiting": waiting,
+        "awaiting_kv": awaiting_kv,
+        "parked": parked,
+        "queued_prefill_tokens": prefill_tokens,
+        "running_context_tokens": context_tokens,
+        "queue": work,
+    }
+
+
+def _decode_left(sequence: Sequence, known: int, prompt: int) -> int:
+    """Output tokens still expected here. A sequence that has outlived its prediction is expected to sample as many
+    again as it is beyond it (D8)."""
+    request = sequence.request
+    sampled = known - request.prompt_tokens
+    left = max(1, min(abs(round(sequence.predicted) - sampled), request.sampling.max_tokens - sampled))
+    if sequence.end is not None:  # the rest is sampled by the next segment's worker
+        left = min(left, max(0, sequence.end - max(known, prompt)))
+    return left
+
+
+class WorkerReports:
+    """What the manager is told of this worker as a whole: that it is there, how it is, that it goes."""
+
+    def __init__(self, state: WorkerState, leases: LeaseTable, learning: LearnsStepTimes | None) -> None:
+        self._state = state
+        self._leases = leases
+        self._learning = learning
+        self._sequence = 0
+        self.registered = False
+        """The manager knows this worker."""
+        self.draining = False
+
+    def due(self, memory_free_bytes: int) -> None:
+        """Report; register as long as the manager does not know this worker. It takes silence for death."""
+        if not self.registered:
+            self.register()
+            return
+        self._sequence += 1
+        setup, figures, (held, awaiting) = self._state.setup, self.figures(memory_free_bytes), self._attempts()
+        self._say(
+            WorkerReport(setup.instance, setup.incarnation, self._sequence, figures, held, awaiting, self.draining)
+        )
+
+    def register(self) -> None:
+        self.registered = False
+        setup, (held, awaiting) = self._state.setup, self._attempts()
+        self._say(RegisterWorker(setup.instance, setup.incarnation, setup.endpoint, setup.capacity, held, awaiting))
+
+    def leave(self) -> None:
+        self._say(Leaving(self._state.setup.instance, self._state.setup.incarnation))
+
+    def figures(self, memory_free_bytes: int) -> WorkerFigures:
+        kv, averages = self._state.kv, self._state.averages
+        cache = kv.figures()
+        return WorkerFigures(
+            total_blocks=kv.total_blocks,
+            free_blocks=kv.free_blocks,
+            cached_blocks=kv.cached_blocks,
+            host_blocks=kv.host_blocks,
+            host_free_blocks=kv.host_free_blocks,
+            memory_free_bytes=memory_free_bytes,
+            step_s=averages.step_s,
+            prefill_tokens_per_s=averages.prefill_tokens_per_s,
+            decode_step_s=averages.decode_step_s,
+            preemptions=self._state.counters.preemptions,
+            prefix_queries=int(cache.get("prefix_queries_total", 0)),
+            prefix_hits=int(cache.get("prefix_hits_total", 0)),
+            leases=len(self._leases),
+            expired_leases=self._leases.expired,
+            step_times=None if self._learning is None else self._learning.step_times(),
+            **_queue(self._state.held.values()),
+        )
+
+    def _attempts(self) -> tuple[list[Attempt], list[Attempt]]:
+        """Attempts that are computed here or on their way from here; and those that wait for another process: for the
+        worker that should hand their state over or, parked, for a manager that binds them. A manager that does not know
+        of it never will, and has them placed anew."""
+        sequences = [held.sequence for held in self._state.held.values()]
+        return (
+            [sequence.key for sequence in sequences if sequence.phase not in _WAITING_HERE],
+            [sequence.key for sequence in sequences if sequence.phase in _WAITING_HERE],
+        )
+
+    def _say(self, message: RegisterWorker | WorkerReport | Leaving) -> None:
+        self._state.effects.append(Send(self._state.setup.manager, message))

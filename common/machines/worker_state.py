@@ -1,0 +1,134 @@
+"""What the parts of a worker's machine share: the record of each sequence, the settings, the effects so far.
+
+Made by `WorkerMachine`, handed to `KvSender`, `KvReceiver` and `ParkedPool`. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+import msgspec
+
+from cohort.common.config import Config
+from cohort.common.machines.effects import WorkerEffect
+from cohort.common.machines.worker_counters import Averages, WorkerCounters
+from cohort.common.messages import StartSegment, TokenLogprob
+from cohort.common.policies.interface import IterationPlan, KvAllocator, NamesHostBlocks, Sequence
+from cohort.common.types import Attempt, InstanceId, WorkerCapacity
+
+
+REPORT_INTERVAL_S = 0.2
+"""Between two reports to the manager. Its deadlines and those of its policies (about a second) are several of these."""
+_OFFER_TIMEOUT_S = 30.0
+"""The longest a sender waits for blocks at the receiver: a cache that frees nothing for so long will not soon."""
+_LEASE_S = 5.0
+"""A receiver frees granted blocks that nobody renewed for so long: several renewals were lost, or the sender is."""
+_STALL_TIMEOUT_S = 5.0
+"""Caches that wait for each other's blocks this long give a KV transfer back; a run takes far less."""
+
+
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """The parts of the configuration the machine needs."""
+
+    links: tuple[str, ...]
+    """Transports this process can use, best first."""
+    offer_timeout_s: float
+    accept_timeout_s: float
+    lease_s: float
+    default_prediction: float
+    stall_timeout_s: float = _STALL_TIMEOUT_S
+    """With KV transfers pending, the longest nothing may move: then two caches wait for each other."""
+    chunked_transfer: bool = True
+    """Push the blocks of a chunk while the next one computes (D6); else all of them once the segment is done."""
+
+    @staticmethod
+    def of(config: Config, links: tuple[str, ...]) -> WorkerSettings:
+        transfer = config.transfer
+        return WorkerSettings(
+            links=links,
+            offer_timeout_s=_OFFER_TIMEOUT_S,
+            accept_timeout_s=2 * transfer.run_timeout_s + _LEASE_S,
+            lease_s=_LEASE_S,
+            default_prediction=float(config.gateway.default_prediction_tokens),
+            chunked_transfer=transfer.ablation.chunked,
+        )
+
+
+class WorkerSetup(msgspec.Struct, frozen=True):
+    """All data a worker's machine is made of, beside its policies and its seed.
+
+    `incarnation` and `endpoint` (the inbox for other workers) are this process's own; registrations carry them.
+    """
+
+    instance: InstanceId
+    incarnation: int
+    endpoint: str
+    manager: InstanceId
+    capacity: WorkerCapacity
+    settings: WorkerSettings
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """One sequence and everything this worker knows of it beside what policies see."""
+
+    sequence: Sequence
+    segment: StartSegment
+    """As it came: which segment this is, and who takes over."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of this attempt's output tokens, where asked for: they move with the request."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    doomed: bool = False
+    """Cancelled or failed while its rows are computed: dropped when the step ends."""
+    parked_s: float = 0.0
+    pooled: bool = False
+    """Parked, or leaving from there, with its KV in host memory."""
+    moving: bool = False
+    """The step in flight copies its KV between device and host memory."""
+
+    @staticmethod
+    def of(message: StartSegment, now_s: float, default_prediction: float) -> Held:
+        request = message.request
+        sequence = Sequence(
+            request=request,
+            tokens=list(request.tokens),
+            end=message.segments[message.index].end,
+            batch_id=message.batch_id,
+            arrived_s=now_s,
+            predicted=request.prediction.mean if request.prediction else default_prediction,
+            delivered=request.output_known,
+        )
+        return Held(sequence, message)
+
+    @property
+    def next_instance(self) -> InstanceId | None:
+        """Which worker takes over after this segment; None: none does, or it is not known yet."""
+        following = self.segment.segments[self.segment.index + 1 : self.segment.index + 2]
+        return following[0].instance if following else None
+
+
+@dataclass(slots=True, eq=False)
+class WorkerState:
+    """Shared by the parts of one machine. Only the machine changes `held`, `doomed` and `in_flight`."""
+
+    setup: WorkerSetup
+    kv: KvAllocator
+    random: Random
+    held: dict[Attempt, Held] = field(default_factory=dict)
+    doomed: list[Held] = field(default_factory=list)
+    """Of `held`, those that are dropped when the step in flight has ended."""
+    in_flight: IterationPlan | None = None
+    effects: list[WorkerEffect] = field(default_factory=list)
+    counters: WorkerCounters = field(default_factory=WorkerCounters)
+    averages: Averages = field(default_factory=Averages)
+    moved_s: float = 0.0
+    """When a plan was made or a KV transfer got on last."""
+    settings: WorkerSettings = field(init=False)
+    block_size: int = field(init=False)
+    host_tables: NamesHostBlocks | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.settings = self.setup.settings
+        self.block_size = self.setup.capacity.block_size
+        self.host_tables = self.kv if isinstance(self.kv, NamesHostBlocks) else None

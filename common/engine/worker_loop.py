@@ -55,7 +55,9 @@ from cohort.common.messages import (
     WorkerReport,
 )
 from cohort.common.metrics import EngineMetrics, TransferMetrics
-from cohort.common.policies.interface import IterationPlan, IterationScheduler, KvAllocator, LearnsStepTimes, Sequence
+from cohort.common.policies.interface import IterationPlan, IterationScheduler
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Sequence
 from cohort.common.service import MANAGER, PREDICTOR, ServiceContext, bind_address
 from cohort.common.transport.kv_link import KvLink
 from cohort.common.transport.links import open_links
@@ -165,12 +167,12 @@ class WorkerLoop:
 
     def _learned_state(self, scheduler: IterationScheduler) -> LearnedState | None:
         """Read what this scheduler learned before, if it learns."""
-        if not isinstance(scheduler, LearnsStepTimes):
+        if scheduler.learned is None:
             return None
         context, config, runner = self._context, self._config, self._runner
         threads = config.worker_threads(context.instance, len(_cores()))
         learned = LearnedState(
-            scheduler,
+            scheduler.learned,
             Path(config.engine.state_dir) if config.engine.state_dir else paths.cache_dir() / "learned",
             f"{context.model_name}-{runner.device}-{runner.dtype}-{threads}-{context.instance}-{config.policies.iteration}",
             config.bros.profile if config.policies.iteration == "slack_packing" else config.dynaserve.profile,
@@ -439,7 +441,7 @@ class WorkerLoop:
         metrics.host_kv_blocks("free").set(figures.host_free_blocks)
         self._transfer_metrics.leases().set(figures.leases)
         for seat, policy in (("iteration", machine.scheduler), ("allocation", machine.kv)):
-            for name, figure in policy.figures().items():
+            for name, figure in policy.metrics().items():
                 metrics.policy_figures(seat, name).set(figure)
         counters = machine.counters
         metrics.prefix_cache_queries().inc(seen.grown("queries", figures.prefix_queries))
@@ -485,8 +487,8 @@ class WorkerLoop:
             "pool_prefetches_total": counters.prefetched,
             "pool_direct_hand_overs_total": counters.from_host,
             "device_memory_free_bytes": figures.memory_free_bytes,
-            **machine.scheduler.figures(),
-            **machine.kv.figures(),
+            **machine.scheduler.metrics(),
+            **machine.kv.metrics(),
         }
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from cohort.common.kv.lease import tag_of
 from cohort.common.machines.effects import Run
 from cohort.common.messages import KvHandOver
-from cohort.common.policies.interface import Sequence
+from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, InstanceId
 
 

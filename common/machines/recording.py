@@ -18,8 +18,10 @@ from cohort.common.codec import encode
 from cohort.common.machines.effects import Effect
 from cohort.common.machines.worker import Sampled, WorkerMachine, WorkerSettings
 from cohort.common.messages import Message, TokenLogprob
-from cohort.common.policies.interface import IterationPlan, IterationScheduler, KvAllocator, Sequence, SequenceKey
-from cohort.common.types import InstanceId, WorkerCapacity
+from cohort.common.policies.interface import IterationPlan, IterationScheduler
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Sequence
+from cohort.common.types import Attempt, InstanceId, WorkerCapacity
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -34,7 +36,7 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Draw(msgspec.Struct, frozen=True, array_like=True):
-    key: SequenceKey
+    key: Attempt
     token: int
     logprob: TokenLogprob | None = None
 
@@ -56,7 +58,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str | None = None
     links: dict[str, bytes] = {}
     answer: list[str] = []
-    sequence: SequenceKey | None = None
+    sequence: Attempt | None = None
     position: int = 0
     scores: list[TokenLogprob] = []
 

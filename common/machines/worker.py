@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
 
@@ -46,23 +46,9 @@ from cohort.common.messages import (
     TokenLogprob,
     TokenUpdate,
 )
-from cohort.common.policies.interface import (
-    ConsolidatesCopies,
-    ExpectsHandOvers,
-    ForeseesDecisions,
-    GrowsByBlock,
-    IterationPlan,
-    IterationScheduler,
-    KvAllocator,
-    LearnsStepTimes,
-    LimitsForesight,
-    NamesHostBlocks,
-    Phase,
-    Row,
-    Sequence,
-    SequenceKey,
-    TakesRevisions,
-)
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Ran, Row
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, FinishReason, InstanceId, QueuedWork, WorkerCapacity, WorkerFigures
 
 _PARKED_GRACE_S = 0.25
@@ -161,27 +147,28 @@ class WorkerMachine:
         self.counters = WorkerCounters()
         self.kv = kv
         self.scheduler = scheduler
-        by_block = isinstance(kv, GrowsByBlock) and kv.grows_by_block
-        # What the policies add to their seats is asked once: asking a protocol costs as much as a small decision.
-        self._expecting = scheduler if isinstance(scheduler, ExpectsHandOvers) else None
         self._prompt_step = capacity.max_step_tokens
         """Prompt tokens of the last iteration that held any."""
-        self._learning = scheduler if isinstance(scheduler, LearnsStepTimes) else None
-        self._consolidating = kv if isinstance(kv, ConsolidatesCopies) else None
-        self._foreseeing = scheduler if by_block and isinstance(scheduler, ForeseesDecisions) else None
+        self._ran: Ran | None = None
+        self._skipped_s: list[float] = []
+        self._revised: list[Sequence] = []
+        """News for the next decision: the last iteration, the times of those before it that repeated the same plan, and
+        sequences with another prediction."""
+        self._steady = 0
+        """How often the plan in flight will repeat itself, as far as the scheduler knows."""
         self._settings = settings
         self._random = random
         self._link_addresses = link_addresses  # asked for every grant: a link may have to move
-        self._sequences: dict[SequenceKey, Sequence] = {}
-        self._segments: dict[SequenceKey, StartSegment] = {}
-        self._logprobs: dict[SequenceKey, list[TokenLogprob]] = {}
-        self._prompt_logprobs: dict[SequenceKey, list[TokenLogprob]] = {}
+        self._sequences: dict[Attempt, Sequence] = {}
+        self._segments: dict[Attempt, StartSegment] = {}
+        self._logprobs: dict[Attempt, list[TokenLogprob]] = {}
+        self._prompt_logprobs: dict[Attempt, list[TokenLogprob]] = {}
         """Of this attempt's output tokens, where asked for: they move with the request."""
-        self._doomed: set[SequenceKey] = set()
+        self._doomed: set[Attempt] = set()
         self._in_flight: IterationPlan | None = None
-        self._outgoing: dict[SequenceKey, Outgoing] = {}
+        self._outgoing: dict[Attempt, Outgoing] = {}
         self._outgoing_by_lease: dict[int, Outgoing] = {}
-        self._incoming: dict[SequenceKey, Incoming] = {}
+        self._incoming: dict[Attempt, Incoming] = {}
         self._incoming_by_lease: dict[int, Incoming] = {}
         self._settling: dict[int, Outgoing | Incoming] = {}
         self._offers: deque[QueuedOffer] = deque()
@@ -190,16 +177,14 @@ class WorkerMachine:
         self._moved_s = 0.0
         """When a plan was made or a hand-over got on last."""
         self._averages = _Averages()
-        self._limiting = scheduler if isinstance(scheduler, LimitsForesight) else None
-        self._host_tables = kv if isinstance(kv, NamesHostBlocks) else None
-        self._on_device: dict[SequenceKey, float] = {}
+        self._on_device: dict[Attempt, float] = {}
         """Parked with their KV on the device, since when; oldest first."""
-        self._pooled: set[SequenceKey] = set()
+        self._pooled: set[Attempt] = set()
         """Parked, or leaving from there, with their KV in host memory."""
-        self._buffered: dict[SequenceKey, None] = {}
+        self._buffered: dict[Attempt, None] = {}
         """Of the pool, brought back to the device to be handed over soon (A5)."""
-        self._prefetches: deque[SequenceKey] = deque()
-        self._moving: set[SequenceKey] = set()
+        self._prefetches: deque[Attempt] = deque()
+        self._moving: set[Attempt] = set()
         """Pool entries that copies of the plan in flight move; nobody may read them yet."""
         self._effects: list[Effect] = []
         self._updates: dict[InstanceId, list[TokenUpdate]] = {}
@@ -257,8 +242,7 @@ class WorkerMachine:
                 for sequence in self._sequences.values():
                     if sequence.request_id == request_id:
                         sequence.predicted = prediction.mean
-                        if isinstance(self.scheduler, TakesRevisions):
-                            self.scheduler.revised(now_s, sequence)
+                        self._revised.append(sequence)
             case KvOffer():
                 self._offers.append(QueuedOffer(sender, message.attempt, message.transfer_id, message.positions, now_s))
                 self._grant_offers(now_s)
@@ -369,10 +353,10 @@ class WorkerMachine:
         self._on_device[sequence.key] = now_s
         self._ended(now_s, sequence, "parked")
 
-    def _pool_copies(self, now_s: float, plan: IterationPlan) -> None:
+    def _pool_copies(self, now_s: float) -> None:
         """A2, A9 · Parked KV between device and host memory, beside the plan's rows: nothing of it is in a row, and
         what is freed here is taken by nobody until the plan is done."""
-        if self._host_tables is None or not (self._on_device or self._prefetches or self._buffered):
+        if not self.kv.sends_from_host or not (self._on_device or self._prefetches or self._buffered):
             return
         spare = self._spare_blocks() if self._prefetches else 0
         while self._prefetches:
@@ -380,18 +364,16 @@ class WorkerMachine:
             sequence = self._sequences.get(key)
             if sequence is not None and sequence.phase is Phase.PARKED and key in self._pooled:
                 spare -= self.kv.geometry.blocks_for(sequence.computed)
-                copy = self.kv.swap_in(sequence) if spare >= 0 else None
-                if copy is None:
+                if spare < 0 or not self.kv.swap_in(sequence, beside=True):
                     break
-                plan.copies.append(replace(copy, beside=True))
                 self._pooled.discard(key)
                 self._buffered[key] = None
                 self._moving.add(key)
                 self.counters.prefetched += 1
             self._prefetches.popleft()
-        self._offload(now_s, plan)
+        self._offload(now_s)
 
-    def _offload(self, now_s: float, plan: IterationPlan) -> None:
+    def _offload(self, now_s: float) -> None:
         """What was parked a while ago; where prompts cannot get blocks, the buffer as well, its last first."""
         free = self.kv.free_blocks + self.kv.cached_blocks
         # A decode worker hands over what it set aside: that frees its blocks sooner than two copies.
@@ -399,19 +381,17 @@ class WorkerMachine:
         for key, since_s in list(self._on_device.items()):
             if now_s - since_s < _PARKED_GRACE_S and not short:
                 break
-            if not self._to_host(key, plan):
+            if not self._to_host(key):
                 return
         while short and self._buffered and self._spare_blocks() < 0:
             key = next(reversed(self._buffered))
-            if key in self._moving or not self._to_host(key, plan):
+            if key in self._moving or not self._to_host(key):
                 return
 
-    def _to_host(self, key: SequenceKey, plan: IterationPlan) -> bool:
+    def _to_host(self, key: Attempt) -> bool:
         """False: the pool is full. It stays where it is, and prompts wait for its blocks."""
-        copy = self.kv.swap_out(self._sequences[key])
-        if copy is None:
+        if not self.kv.swap_out(self._sequences[key], beside=True):
             return False
-        plan.copies.append(replace(copy, beside=True))
         self._on_device.pop(key, None)
         self._buffered.pop(key, None)
         self._pooled.add(key)
@@ -438,17 +418,17 @@ class WorkerMachine:
         """The next iteration, or None when nothing can run. Its rows' blocks are reserved until `completed`."""
         if self._in_flight is not None:
             raise InvariantViolated("a plan is in flight already")
-        if self._expecting is not None:
-            self._expecting.expect(self._arriving())
-        plan = self.scheduler.decide(now_s, self.kv)
-        if self._expecting is not None:
+        arriving = self._arriving() if self.scheduler.wants_arriving else 0
+        news = News(self._ran, self._revised, arriving)
+        self._ran, self._revised = None, []
+        plan = self.scheduler.decide(now_s, self.kv, news)
+        if self.scheduler.wants_arriving:
             self._prompt_step = sum(row.count for row in plan.rows if row.count > 1) or self._prompt_step
-        for sequence in plan.set_aside:
+        for sequence in plan.evicted:
             sequence.end = sequence.computed
             self._park(now_s, sequence)
-        self._pool_copies(now_s, plan)
-        if self._consolidating is not None:
-            plan.copies = self._consolidating.take_copies()
+        self._pool_copies(now_s)
+        plan.copies = self.kv.take_copies()
         self.counters.preemptions += len(plan.preempted)
         if not plan.rows and not plan.copies:
             return None
@@ -473,7 +453,8 @@ class WorkerMachine:
         self.counters.steps += 1
         if plan.rows:
             self._averages.note(plan, latency_s)
-        self.scheduler.observe(now_s, plan, latency_s)
+        self._ran = Ran(plan, now_s, (*self._skipped_s, latency_s))
+        self._skipped_s = []
         counters, doomed, kv = self.counters, self._doomed, self.kv
         for row in plan.rows:
             sequence = row.sequence
@@ -509,8 +490,7 @@ class WorkerMachine:
         """Whether the plan in flight will repeat itself, row by row one position on, until something happens: for
         hosts with virtual time, who may then run several iterations as one (`repeat`)."""
         plan = self._in_flight
-        scheduler = self._foreseeing
-        if scheduler is None or plan is None or self._offers or self._doomed or not plan.rows:
+        if not self.kv.grows_by_block or plan is None or self._offers or self._doomed or not plan.rows:
             return False
         if self._on_device or self._prefetches or self._buffered:
             return False
@@ -525,7 +505,8 @@ class WorkerMachine:
                 or sequence.phase is not Phase.RUNNING
             ):
                 return False
-        return scheduler.repeats(plan, self.kv)
+        self._steady = self.scheduler.steady_for(plan, self.kv)
+        return self._steady > 0
 
     def undisturbed_by(self, message: Message) -> bool:
         """Whether `on_message` with this neither needs nor changes what iterations depend on: sequences in them, the
@@ -535,7 +516,7 @@ class WorkerMachine:
             case StartSegment(index=index):  # somebody else computes first
                 return index > 0 and not self._offers
             case KvChunk():  # how far a hand-over has come is what some schedulers expect by
-                return self._expecting is None
+                return not self.scheduler.wants_arriving
             case KvHandOver(lease_id=lease_id):
                 incoming = self._incoming_by_lease.get(lease_id)
                 return incoming is not None and incoming.in_flight > 0
@@ -550,14 +531,14 @@ class WorkerMachine:
         return incoming is not None and (incoming.hand_over is None or incoming.in_flight > runs)
 
     def fitting_repetitions(self, wanted: int) -> int:
-        """How many of `wanted` iterations after the one in flight find blocks without anybody being preempted."""
+        """How many of `wanted` iterations after the one in flight repeat it for certain and find blocks without anybody
+        being preempted. Only after `repeatable`."""
         plan, kv = self._in_flight, self.kv
         if plan is None:
             raise InvariantViolated("no plan is in flight")
         size = kv.geometry.block_size
         available = kv.free_blocks + kv.cached_blocks
-        if self._limiting is not None:
-            wanted = max(0, min(wanted, self._limiting.repetitions()))
+        wanted = min(wanted, self._steady)
         if wanted // size + 1 <= available // len(plan.rows):
             return wanted  # enough even if nobody had blocks left
         tables = [(row.start, len(kv.blocks(row.sequence.key))) for row in plan.rows]
@@ -581,6 +562,7 @@ class WorkerMachine:
             raise InvariantViolated("no plan is in flight")
         count, size, kv = len(ends_s), self.kv.geometry.block_size, self.kv
         averages = self._averages
+        self._skipped_s += latencies_s
         for latency_s in latencies_s:
             averages.step_s = _mix(averages.step_s, latency_s)
             averages.decode_step_s = _mix(averages.decode_step_s, latency_s)
@@ -628,6 +610,7 @@ class WorkerMachine:
         if plan is None:
             raise InvariantViolated("no plan is in flight")
         self._in_flight = None
+        self._skipped_s = []
         for key in self._moving:  # nobody knows whether their copies were made
             if key in self._sequences:
                 self._fail(now_s, self._sequences[key], reason)
@@ -707,7 +690,7 @@ class WorkerMachine:
 
     # -- endings -----------------------------------------------------------------------------------------------
 
-    def _cancel(self, now_s: float, key: SequenceKey, reason: str) -> None:
+    def _cancel(self, now_s: float, key: Attempt, reason: str) -> None:
         self._offers = deque(o for o in self._offers if o.attempt != key)
         sequence = self._sequences.get(key)
         if sequence is None or key in self._doomed:
@@ -830,10 +813,10 @@ class WorkerMachine:
             return  # preempted: what was sent stays sent, the rest follows when it is computed again
         computed = min(sequence.computed, outgoing.positions)
         blocks = self.kv.geometry.blocks_for(computed) if leaving else computed // self.capacity.block_size
-        pool = self._host_tables if sequence.key in self._pooled else None
-        source = self.kv.blocks(sequence.key) if pool is None else pool.host_table(sequence.key)
+        pooled = sequence.key in self._pooled
+        source = self.kv.host_table(sequence.key) if pooled else self.kv.blocks(sequence.key)
         runs = outgoing.next_runs(source, blocks)
-        if pool is not None and not outgoing.handed_over:
+        if pooled and not outgoing.handed_over:
             self.counters.from_host += 1
         if runs:
             sequence.pinned = True
@@ -846,7 +829,7 @@ class WorkerMachine:
                     outgoing.link,
                     outgoing.links[outgoing.link],
                     runs,
-                    from_host=pool is not None,
+                    from_host=pooled,
                 )
             )
         if leaving and not outgoing.handed_over:
@@ -1162,7 +1145,7 @@ class WorkerMachine:
                     left = min(left, max(0, sequence.end - max(known, prompt)))
                 queue.append(QueuedWork(request.request_id, prefill_left, computed, left))
         kv = self.kv
-        cache = kv.figures()
+        cache = kv.metrics()
         return WorkerFigures(
             total_blocks=kv.total_blocks,
             free_blocks=kv.free_blocks,
@@ -1185,7 +1168,7 @@ class WorkerMachine:
             leases=len(self.leases),
             expired_leases=self.leases.expired,
             queue=queue,
-            step_times=None if self._learning is None else self._learning.step_times(),
+            step_times=None if (learned := self.scheduler.learned) is None else learned.step_times(),
         )
 
     def check(self) -> None:

@@ -11,10 +11,10 @@ from cohort.common.policies.alignedserve.aligned_batching import AlignedBatching
 from cohort.common.policies.alignedserve.aligned_binding import AlignedBinding, BindingSettings
 from cohort.common.policies.alignedserve.late_bound import LateBound
 from cohort.common.policies.alignedserve.thresholds import Thresholds
+from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.bounded_admission import BoundedAdmission
 from cohort.common.policies.baselines.class_round_robin import ClassRoundRobin
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
-from cohort.common.policies.baselines.draft import IterationLimits
 from cohort.common.policies.baselines.feedback_queues import SkipJoinQueues
 from cohort.common.policies.baselines.first_come import FirstCome
 from cohort.common.policies.baselines.multi_resource import MultiResource
@@ -48,14 +48,8 @@ from cohort.common.policies.ecoserve.nested_allocation import NestedAllocator
 from cohort.common.policies.ecoserve.padding_ratio import PaddingRatio
 from cohort.common.policies.ecoserve.task_order import Ranges
 from cohort.common.policies.ecoserve.time_synced import EcoServeSettings, TimeSynced
-from cohort.common.policies.interface import (
-    Admission,
-    IterationScheduler,
-    KvAllocator,
-    LateBinding,
-    Placement,
-    PrefillOrder,
-)
+from cohort.common.policies.interface import Admission, IterationScheduler, LateBinding, Placement, PrefillOrder
+from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.types import KvGeometry
 
 ADMISSIONS = ("bounded",)

@@ -27,7 +27,7 @@ from cohort.common.engine.worker_loop import capacity_of, load_runner
 from cohort.common.machines.worker import Sampled, WorkerMachine, WorkerSettings
 from cohort.common.messages import StartSegment
 from cohort.common.policies import compose
-from cohort.common.policies.interface import Sequence
+from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, Request, Role, SamplingParams, Segment
 
 _FIRST_ID = 1000  # prompts are drawn from here up: ordinary tokens in every vocabulary we know

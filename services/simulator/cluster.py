@@ -47,7 +47,8 @@ from cohort.common.messages import (
 from cohort.common.policies import compose
 from cohort.common.policies.alignedserve.batch_numbers import batches_of
 from cohort.common.policies.cost_model import CostModel, ModelShape
-from cohort.common.policies.interface import IterationPlan, LearnsStepTimes, Phase, Placement
+from cohort.common.policies.interface import IterationPlan, Placement
+from cohort.common.sequence import Phase
 from cohort.common.types import KvGeometry, Role, WorkerCapacity
 from cohort.common.workloads.closed_loop import ClosedLoopUsers
 from cohort.common.workloads.items import WorkItem, Workload
@@ -279,8 +280,9 @@ class SimCluster:
                     Random(random.getrandbits(32)),
                     lambda: {"link": b""},
                 )
-                if isinstance(machine.scheduler, LearnsStepTimes) and self.options.profiled:
-                    machine.scheduler.import_state(self._profile(longest))
+                learned = machine.scheduler.learned
+                if learned is not None and self.options.profiled:
+                    learned.import_state(self._profile(longest))
                 workers.append(SimWorker(name, len(workers), machine, role))
         if len(workers) != self.cluster.instances:
             raise ConfigError(f"roles name {len(workers)} instances, the cluster has {self.cluster.instances}")
@@ -317,7 +319,7 @@ class SimCluster:
         self.gateway.begin_counting(self.events.now_s)
         for worker in self.workers:
             self._catch_up(worker, self.events.now_s)
-            counters, kv = worker.machine.counters, worker.machine.kv.figures()
+            counters, kv = worker.machine.counters, worker.machine.kv.metrics()
             worker.tally = WorkerTally(
                 prefill_tokens_before=counters.prefill_tokens,
                 decode_tokens_before=counters.decode_tokens,

@@ -26,7 +26,7 @@ from cohort.common.policies.alignedserve.patience import patience_s
 from cohort.common.policies.alignedserve.quad_tree import PooledRequest, QuadTree
 from cohort.common.policies.alignedserve.running_batch import RunningBatch
 from cohort.common.policies.alignedserve.thresholds import Thresholds
-from cohort.common.policies.interface import Bind, ClusterView, InstanceView, ParkedKv, Prefetch
+from cohort.common.policies.interface import Bind, ClusterView, InstanceView, LateBinding, ParkedKv, Prefetch
 from cohort.common.types import InstanceId, RequestId, Role
 
 
@@ -51,7 +51,7 @@ class BindingSettings:
     fill_memory: bool = True
 
 
-class AlignedBinding:
+class AlignedBinding(LateBinding):
     def __init__(self, settings: BindingSettings) -> None:
         self._settings = settings
         self._tree = QuadTree(
@@ -344,7 +344,7 @@ class AlignedBinding:
         if wanted:
             actions.append(Prefetch(tuple(wanted), buffer))
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         buffered = sum(len(batch.requests) + len(batch.candidate) for batch in self._batches.values())
         return {
             "pool_requests": float(len(self._tree)),

@@ -14,7 +14,15 @@ from cohort.common.policies.dynaserve.instance_work import Balance, InstanceWork
 from cohort.common.policies.dynaserve.split_gain import PlacementRate, split_gain_s
 from cohort.common.policies.dynaserve.split_search import Split, search_split
 from cohort.common.policies.dynaserve.timeline import Piece
-from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
+from cohort.common.policies.interface import (
+    ClusterView,
+    Impossible,
+    InstanceView,
+    Placed,
+    Placement,
+    Wait,
+    WaitingRequest,
+)
 from cohort.common.types import InstanceId, RequestId, Segment, StepTimes
 
 _COLD = StepTimes(1e-3, 1e-4, 1e-4, 1e-2, 1e-9, 1e-8)
@@ -67,7 +75,7 @@ class _Probe:
         return self.after.until_done(_parts(self.prompt, self.output, position)[1])
 
 
-class SplitPlacement:
+class SplitPlacement(Placement):
     """D1–D3, D7, D8 · DynaServe §3.1, §4.1.
 
     A request of P + O^ tokens becomes [0, s) and [s, …) on two instances, s anywhere, or one segment.
@@ -90,7 +98,7 @@ class SplitPlacement:
         self._judged = 0
         self._error = self._bias = 0.0
 
-    # -- the seat ----------------------------------------------------------------------------------------------
+    # -- the policy interface --------------------------------------------------------------------------------------
 
     def place(
         self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: InstanceId | None
@@ -149,7 +157,7 @@ class SplitPlacement:
         self._error += share * (abs(predicted_s - real_s) / real_s - self._error)
         self._bias += share * (predicted_s / real_s - self._bias)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {
             "splits_total": float(self._splits),
             "whole_total": float(self._whole),

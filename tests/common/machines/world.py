@@ -45,8 +45,6 @@ from cohort.common.policies.interface import (
     Impossible,
     IterationPlan,
     IterationScheduler,
-    KvAllocator,
-    KvCopy,
     LateBinding,
     Placed,
     Placement,
@@ -54,6 +52,7 @@ from cohort.common.policies.interface import (
     Wait,
     WaitingRequest,
 )
+from cohort.common.policies.kv_interface import KvAllocator, KvCopy
 from cohort.common.policies.padding import row_padding
 from cohort.common.types import (
     Attempt,

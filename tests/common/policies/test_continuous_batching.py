@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
-from cohort.common.policies.interface import IterationPlan, Phase, Sequence
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
 
 GEOMETRY = KvGeometry(1, 1, 1, 1, 4)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from cohort.common.policies.alignedserve.aligned_batching import AlignedBatching
 from cohort.common.policies.alignedserve.batch_numbers import FIRST_BATCH
-from cohort.common.policies.interface import KvAllocator, Phase, Sequence
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Phase, Sequence
 from tests.common.policies.baselines.drive import cache, leave, rows, sequence, step
 
 
@@ -52,7 +53,7 @@ def test_during_a_switch_the_longest_of_the_older_batch() -> None:
     decoding(policy, kv, "old", 9, 1)
     older = decoding(policy, kv, "older", 30, 1)
     assert policy.decide(0.0, kv).set_aside == [older]
-    assert policy.figures()["mixed_iterations_total"] == 1
+    assert policy.metrics()["mixed_iterations_total"] == 1
 
 
 def test_iterations_that_were_repeated_without_asking_count_as_well() -> None:
@@ -63,7 +64,7 @@ def test_iterations_that_were_repeated_without_asking_count_as_well() -> None:
         each.computed += 8
         each.tokens += [1] * 8
     policy.decide(0.8, kv)
-    figures = policy.figures()
+    figures = policy.metrics()
     assert (figures["decode_iterations_total"], figures["mixed_iterations_total"]) == (9, 9)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.baselines.reserved_allocation import Reservation, ReservedAllocator
-from cohort.common.policies.interface import IterationPlan, IterationScheduler, KvAllocator, Sequence
+from cohort.common.policies.interface import IterationPlan, IterationScheduler
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams, TrafficClass
 
 BLOCK = 4

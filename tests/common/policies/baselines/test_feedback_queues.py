@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cohort.common.policies.baselines.draft import IterationLimits
+from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.feedback_queues import SkipJoinQueues
 from cohort.common.policies.baselines.ranked_batching import RankedBatching
 from cohort.common.policies.baselines.reserved_allocation import known_positions
@@ -59,7 +59,7 @@ def test_the_starving_move_to_the_top() -> None:
     policy.begin(11.0, [one])
     assert level(policy, one) == 1
     policy.begin(11.1, [one])
-    assert (level(policy, one), policy.figures()["starvation_promotions_total"]) == (0, 1.0)
+    assert (level(policy, one), policy.metrics()["starvation_promotions_total"]) == (0, 1.0)
 
 
 def test_a_promotion_is_worth_a_quantum_of_the_last_queue_and_ends_there() -> None:
@@ -87,4 +87,4 @@ def test_newcomers_run_before_those_who_had_their_share() -> None:
     assert names(step(policy, kv, 1.0, 0.4)) == ["new"]
     assert names(step(policy, kv, 2.0, 0.7)) == ["new"]  # 1.1 s used: down to where `old` has been for longer
     assert names(step(policy, kv, 3.0, 0.1)) == ["old"]
-    assert policy.figures()["queue_1"] == 2.0
+    assert policy.metrics()["queue_1"] == 2.0

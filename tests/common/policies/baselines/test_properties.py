@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from cohort.common.config import Config, load_config
 from cohort.common.policies import compose
-from cohort.common.policies.interface import ForeseesDecisions, IterationScheduler, KvAllocator, Phase, Sequence
+from cohort.common.policies.interface import ForeseesDecisions, IterationScheduler
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import TrafficClass
 from tests.common.policies.baselines.drive import GEOMETRY, leave, rows, run, sequence
 

@@ -12,7 +12,7 @@ from cohort.common.policies.baselines.reserved_allocation import (
     known_positions,
     predicted_positions,
 )
-from cohort.common.policies.interface import Phase, Sequence
+from cohort.common.sequence import Phase, Sequence
 from tests.common.policies.baselines.drive import BLOCK, cache, sequence
 
 

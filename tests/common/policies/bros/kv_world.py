@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
-from cohort.common.policies.interface import KvCopy, Phase, Sequence
+from cohort.common.policies.kv_interface import KvCopy
+from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams, TrafficClass
 
 BLOCK = 4

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.kv.shared_blocks import PreemptedBlock
-from cohort.common.policies.interface import KvCopy, Phase, Sequence
+from cohort.common.policies.kv_interface import KvCopy
+from cohort.common.sequence import Phase, Sequence
 from tests.common.policies.bros.kv_world import BLOCK, Memory, request
 
 
@@ -47,7 +48,7 @@ def test_nothing_is_copied_while_a_shared_block_has_room() -> None:
     assert memory.prefill(rt) == []
     assert memory.run(be) == []
     assert memory.run(rt) == []  # two and two: full
-    assert memory.kv.figures()["shared_blocks"] == 1
+    assert memory.kv.metrics()["shared_blocks"] == 1
     assert memory.run(rt) == [KvCopy("out", "slot", (2,), (2,))]
 
 
@@ -57,7 +58,7 @@ def test_free_blocks_are_used_before_any_is_shared() -> None:
     memory.prefill(be)
     memory.prefill(rt)
     assert memory.kv.blocks(rt.key) == [2]
-    assert memory.kv.figures()["shared_blocks_total"] == 0
+    assert memory.kv.metrics()["shared_blocks_total"] == 0
 
 
 def test_slots_that_are_still_taken_come_back_in_another_block() -> None:
@@ -74,7 +75,7 @@ def test_slots_that_are_still_taken_come_back_in_another_block() -> None:
     assert memory.kv.blocks(be.key) == [0, 2]
     # The slot that was still there goes out with the copies that come first, then both come in.
     assert copies == [KvCopy("out", "slot", (7,), (3,)), KvCopy("in", "slot", (10, 11), (2, 3))]
-    assert memory.kv.figures()["shared_blocks"] == 0
+    assert memory.kv.metrics()["shared_blocks"] == 0
 
 
 def test_what_comes_back_beside_the_rows_is_there_for_the_next_iteration() -> None:

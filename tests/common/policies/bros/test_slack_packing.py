@@ -15,7 +15,9 @@ from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAl
 from cohort.common.policies.bros.iteration_cost import IterationCost
 from cohort.common.policies.bros.slack_packing import PackingSettings, SlackPacking
 from cohort.common.policies.bros.token_groups import TokenGroups
-from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Sequence
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Phase, Sequence
 from tests.common.policies.bros.kv_world import GEOMETRY, request
 
 
@@ -89,7 +91,7 @@ def test_urgent_requests_first_until_the_most_urgent_deadline_then_best_effort()
     plan = step(policy, kv, 1.0)
     assert names(plan) == ["short", "decode", "batch"]
     assert plan.estimated_s == pytest.approx(0.052, rel=0.15)
-    assert policy.figures()["batch_backoffs_total"] == 1
+    assert policy.metrics()["batch_backoffs_total"] == 1
 
 
 def test_in_a_full_batch_best_effort_takes_the_place_of_whoever_can_wait() -> None:
@@ -98,7 +100,7 @@ def test_in_a_full_batch_best_effort_takes_the_place_of_whoever_can_wait() -> No
     running(policy, kv, "can-wait", 8, "rt", last_s=0.99)
     running(policy, kv, "batch", 8, "be", last_s=0.0)
     assert names(step(policy, kv, 1.0)) == ["urgent", "batch"]
-    assert policy.figures()["replaced_total"] == 1
+    assert policy.metrics()["replaced_total"] == 1
 
 
 def test_who_cannot_wait_is_not_replaced() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.bucketserve.padded_prefill import PaddedPrefill
-from cohort.common.policies.interface import Phase, Sequence
+from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
 
 
@@ -38,7 +38,7 @@ def test_batches_come_one_after_the_other_with_decode_rows_beside_them() -> None
     assert run(policy, kv) == ([("a", 10), ("b", 6)], 10)
     assert run(policy, kv) == ([("c", 9), ("a", 1), ("b", 1)], 9)
     assert run(policy, kv) == ([("a", 1), ("b", 1), ("c", 1)], 0)
-    assert policy.figures()["padding_tokens_total"] == 4.0
+    assert policy.metrics()["padding_tokens_total"] == 4.0
 
 
 def test_a_rectangle_is_never_wider_than_an_iteration() -> None:

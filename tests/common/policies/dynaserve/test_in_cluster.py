@@ -20,13 +20,13 @@ from cohort.common.policies.interface import (
     ClusterView,
     Impossible,
     IterationScheduler,
-    KvAllocator,
     Placed,
     Placement,
     PrefillOrder,
     Wait,
     WaitingRequest,
 )
+from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.types import FinishReason, KvGeometry, Role, Segment
 from tests.common.machines.faults import any_faults
 from tests.common.machines.world import STOP_TOKEN, VOCABULARY, World, expected_output

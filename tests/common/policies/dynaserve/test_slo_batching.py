@@ -7,10 +7,10 @@ from random import Random
 import msgspec
 import pytest
 
-from cohort.common.policies.baselines.draft import IterationLimits
+from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.dynaserve.slo_batching import SloBatching, plan_shape
 from cohort.common.policies.dynaserve.step_cost import step_seconds
-from cohort.common.policies.interface import Phase, Sequence
+from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Slo, StepTimes
 from tests.common.policies.baselines.drive import BLOCK, cache, leave, names, rows, run, sequence, step
 from tests.common.policies.dynaserve.test_step_times import random_batch
@@ -68,7 +68,7 @@ def test_the_strictest_promise_in_the_iteration_rules() -> None:
     plan = policy.decide(0.0, kv)
     assert names(plan) == ["p", "patient", "strict"]
     assert step_seconds(TIMES, plan_shape(plan)) <= 0.008 * 1.05
-    assert policy.figures()["tbt_bound_ms"] == pytest.approx(8.0)
+    assert policy.metrics()["tbt_bound_ms"] == pytest.approx(8.0)
 
 
 def test_half_the_bound_while_somebody_who_draws_tokens_is_on_the_way() -> None:
@@ -102,7 +102,7 @@ def test_decodes_beyond_the_bound_are_counted_and_prompts_still_advance() -> Non
     plan = step(policy, kv)
     assert rows(plan)[0] == ("p", 0, 2)
     assert len(plan.rows) == 7
-    assert policy.figures()["decodes_over_slo_total"] == 1
+    assert policy.metrics()["decodes_over_slo_total"] == 1
 
 
 def test_before_anything_is_known_prompts_come_in_plain_chunks() -> None:
@@ -117,7 +117,7 @@ def test_iterations_that_repeat_themselves_are_recorded_once() -> None:
     first = running(policy, kv, "d0", 8)
     for index in range(5):
         step(policy, kv, float(index), 0.5)
-    assert policy.figures()["profile_cells"] == 1
+    assert policy.metrics()["profile_cells"] == 1
     plan = policy.decide(9.0, kv)
     assert policy.repeats(plan, kv)
     policy.expect(1)
@@ -133,7 +133,7 @@ def test_late_iterations_are_counted() -> None:
     policy, kv = scheduler(slo_s=0.02), cache(200)
     running(policy, kv, "d0", 40)
     step(policy, kv, 0.0, 0.5)
-    assert policy.figures()["late_iterations_total"] == 1
+    assert policy.metrics()["late_iterations_total"] == 1
 
 
 def test_late_iterations_make_the_next_ones_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_late_iterations_make_the_next_ones_smaller(monkeypatch: pytest.MonkeyPa
                 leave(policy, kv, row.sequence)
     assert sizes[0] == pytest.approx(0.019, rel=0.1)
     assert sizes[-1] == pytest.approx(0.02 / 1.5, rel=0.1)
-    assert policy.figures()["lateness_ratio"] == pytest.approx(1.5, rel=0.05)
+    assert policy.metrics()["lateness_ratio"] == pytest.approx(1.5, rel=0.05)
 
 
 def test_table_and_lateness_are_kept_over_a_restart() -> None:
@@ -165,10 +165,10 @@ def test_table_and_lateness_are_kept_over_a_restart() -> None:
     after = scheduler(learned=False)
     assert after.export_state() == b""  # nothing worth keeping yet
     after.import_state(policy.export_state())
-    late = policy.figures()["lateness_ratio"]
+    late = policy.metrics()["lateness_ratio"]
     assert late > 1.1
-    assert after.figures()["lateness_ratio"] == pytest.approx(late)
-    assert after.figures()["profile_cells"] == policy.figures()["profile_cells"]
+    assert after.metrics()["lateness_ratio"] == pytest.approx(late)
+    assert after.metrics()["profile_cells"] == policy.metrics()["profile_cells"]
     assert after.table.estimate(plan_shape(plan)) == pytest.approx(policy.table.estimate(plan_shape(plan)), rel=0.05)
 
 
@@ -183,7 +183,7 @@ def test_a_table_alone_is_a_state_as_well_and_a_broken_one_changes_nothing() -> 
     assert after.step_times() is None
     after.import_state(policy.table.export())
     assert after.step_times() is not None
-    assert after.figures()["lateness_ratio"] == 1.0
+    assert after.metrics()["lateness_ratio"] == 1.0
 
 
 @pytest.mark.parametrize(("predicted", "comes_in"), [(9.0, True), (12.0, False)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cohort.common.policies.ecoserve.batch import SyncedBatch
-from cohort.common.policies.interface import Sequence
+from cohort.common.sequence import Sequence
 from tests.common.policies.baselines.drive import sequence
 
 

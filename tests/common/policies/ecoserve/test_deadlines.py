@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from cohort.common.policies.ecoserve.deadlines import Deadlines
-from cohort.common.policies.interface import IterationPlan, Row, Sequence
+from cohort.common.policies.interface import IterationPlan, Row
+from cohort.common.sequence import Sequence
 from cohort.common.types import Slo
 from tests.common.policies.baselines.drive import sequence
 

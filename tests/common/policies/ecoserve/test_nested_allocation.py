@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from cohort.common.errors import InvariantViolated
 from cohort.common.policies.ecoserve.loans import LendsBlocks
 from cohort.common.policies.ecoserve.nested_allocation import NestedAllocator
-from cohort.common.policies.interface import IterationPlan, Phase, Sequence
+from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.sequences import preempt, resume, start
+from cohort.common.sequence import Phase, Sequence
 from tests.common.policies.baselines.drive import BLOCK, sequence
 from tests.common.policies.ecoserve.drive import nested
 

@@ -53,4 +53,4 @@ def test_options_arrive() -> None:
     assert (settings.slo_scale, settings.patience_s, settings.preemption) == (7.0, 6.0, "recompute")
     assert settings.ranges == Ranges((1.0,), 9.0, 4)
     assert not (settings.decoupled or settings.synced or settings.ordered or settings.pipelined)
-    assert policy.figures()["padding_ratio"] == 0.3
+    assert policy.metrics()["padding_ratio"] == 0.3

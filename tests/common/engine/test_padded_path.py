@@ -17,6 +17,7 @@ from cohort.common.policies.bucketserve.padded_prefill import PaddedPrefill
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, Row
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
+from tests.common.policies.baselines.drive import decide
 
 OUTPUTS = 5
 
@@ -38,7 +39,7 @@ def generate(
         scheduler.add(0.0, each)
     padding = 0
     for _ in range(200):
-        plan = scheduler.decide(0.0, kv)
+        plan = decide(scheduler, kv, 0.0)
         if not plan.rows:
             break
         batch, drawing = build_batch(plan, kv)

@@ -18,6 +18,7 @@ from cohort.common.policies.bros.token_groups import TokenGroups
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence
+from tests.common.policies.baselines.drive import decide, ran
 from tests.common.policies.bros.kv_world import GEOMETRY, request
 
 
@@ -51,11 +52,9 @@ def names(plan: IterationPlan) -> list[str]:
 
 
 def step(policy: SlackPacking, kv: KvAllocator, now_s: float) -> IterationPlan:
-    plan = policy.decide(now_s, kv)
-    if isinstance(kv, BidirectionalAllocator):
-        plan.copies = kv.take_copies()
+    plan = decide(policy, kv, now_s)
     kv.check()
-    policy.observe(now_s, plan, plan.estimated_s)
+    ran(policy, plan, now_s, plan.estimated_s)
     for row in plan.rows:
         row.sequence.computed = row.start + row.count
         if row.sequence.computed == row.sequence.known:
@@ -72,8 +71,7 @@ def running(policy: SlackPacking, kv: KvAllocator, name: str, prompt: int, kind:
     sequence.phase, sequence.computed, sequence.last_token_s = Phase.RUNNING, prompt, last_s
     sequence.tokens.append(1)
     kv.committed(sequence)
-    if isinstance(kv, BidirectionalAllocator):
-        kv.take_copies()
+    kv.take_copies()
     policy.add(0.0, sequence)
     return sequence
 

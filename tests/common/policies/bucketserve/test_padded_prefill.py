@@ -6,6 +6,7 @@ from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.bucketserve.padded_prefill import PaddedPrefill
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
+from tests.common.policies.baselines.drive import decide
 
 
 def scheduler(step_tokens: int = 64, chunk: int = 32) -> PaddedPrefill:
@@ -23,7 +24,7 @@ def sequence(name: str, prompt: int, batch_id: int, arrived_s: float = 0.0) -> S
 
 def run(policy: PaddedPrefill, kv: PagedAllocator) -> tuple[list[tuple[str, int]], int]:
     """The next iteration's rows, and what they are padded to; computes it."""
-    plan = policy.decide(0.0, kv)
+    plan = decide(policy, kv, 0.0)
     for row in plan.rows:
         row.sequence.computed = row.start + row.count
         if row.sequence.computed == row.sequence.known:

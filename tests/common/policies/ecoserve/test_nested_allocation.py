@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.common.errors import InvariantViolated
-from cohort.common.policies.ecoserve.loans import LendsBlocks
 from cohort.common.policies.ecoserve.nested_allocation import NestedAllocator
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.sequences import preempt, resume, start

@@ -142,8 +142,7 @@ def test_a_late_prediction_regroups_who_waits() -> None:
     offer(policy, a)
     step(policy, kv)
     a.predicted = 5.0
-    policy.revised(0.0, a)
-    step(policy, kv)
+    step(policy, kv, revised=[a])
     assert kv.owners() == {Attempt("a", 1): 3}  # 8 + 4 positions
 
 
@@ -181,8 +180,7 @@ def test_repetitions_end_before_the_group_does() -> None:
     offer(policy, answer("a", 8, 11))
     step(policy, kv)
     plan = step(policy, kv)  # 10 more tokens; the first of them is in flight
-    assert policy.repeats(plan, kv)
-    assert policy.repetitions() == 9
+    assert policy.steady_for(plan, kv) == 9
 
 
 def test_ended_answers_teach_the_padding_and_others_do_not() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival
 from cohort.common.policies.baselines.reserved_allocation import Reservation
+from cohort.common.policies.bucketserve.safe_batch import batch_kv_blocks
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, News
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence
@@ -86,7 +87,7 @@ class PredictedBatches(IterationScheduler):
             positions, own = self._reservation(sequence), sequence.request.prompt_tokens
             prompt, output = max(prompt, own), max(output, positions - own)
             if self._rectangular_kv:
-                taken = (len(batch) + 1) * kv.geometry.blocks_for(prompt + output)
+                taken = batch_kv_blocks(prompt + output, len(batch) + 1, kv.geometry)
             else:
                 taken += kv.geometry.blocks_for(positions)
             if batch and (taken > room or len(batch) >= self._limits.max_rows):

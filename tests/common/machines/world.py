@@ -93,7 +93,7 @@ def expected_output(prompt: list[int], max_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-class SplitAnywhere:
+class SplitAnywhere(Placement):
     """Segments that meet at any position, in the prompt or in the output, on any two workers."""
 
     def __init__(self, seed: int = 0) -> None:
@@ -112,9 +112,6 @@ class SplitAnywhere:
         if first == second:
             return Placed((Segment(0, None, first),), "one")
         return Placed((Segment(0, split, first), Segment(split, None, second)), "two")
-
-    def finished(self, now_s: float, request_id: str) -> None:
-        pass
 
 
 @dataclass

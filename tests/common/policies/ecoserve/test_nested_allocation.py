@@ -29,7 +29,8 @@ def running(kv: NestedAllocator, name: str, prompt: int, length: int = 0, max_to
 
 
 def test_it_lends() -> None:
-    assert isinstance(nested(4), LendsBlocks)
+    sharing = nested(4).sharing
+    assert sharing is not None and not sharing.on_demand  # the scheduler says who lends
 
 
 def test_figure_9a_the_second_half_of_32_tokens_is_lent_to_16() -> None:

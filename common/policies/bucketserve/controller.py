@@ -87,7 +87,7 @@ class Round:
     def take(self, request_id: RequestId, prompt_tokens: int, span_tokens: int, *, online: bool) -> bool:
         """Whether the request still fits the batch; if so it is in, and its memory promised.
 
-        Eq. 6 (`next_is_safe`), one request at a time. The first of a batch may exceed the forward, the work ahead and, on a worker
+        Eq. 6 (`next_is_safe`). The first of a batch may exceed the forward, the work ahead and, on a worker
         with nothing else, the 10 % reserve: or a request that needs nearly a whole cache would wait for ever.
         """
         worker = self._worker

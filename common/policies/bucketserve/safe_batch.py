@@ -32,7 +32,7 @@ def next_is_safe(left_blocks: int, span_blocks: int, kept_blocks: int = 0) -> bo
 
         max N  s.t.  Σ_{i≤N} S_i ≤ M_safe / (2·L·H·D·B)
 
-    S_i (prompt + predicted output, in dispatch order) → span_blocks; M_safe (B3) less the spans before it → left_blocks.
+    S_i (prompt + predicted output, in dispatch order) → span_blocks; M_safe (B3) less the spans before → left_blocks.
     `kept_blocks` of them are not for this request.
     Differs from the paper: a span is rounded up to whole blocks, because paged memory is handed out so; with a block
     size of 1 it is Eq. 6 exactly.

@@ -177,7 +177,7 @@ def test_prefetching_is_asked_of_the_holder_before_the_switch(monkeypatch: pytes
         if isinstance(message, PrefetchKv):
             asked.extend((machine.instance, held.request_id) for held in message.attempts)
         elif isinstance(message, KvChunk):
-            asked.append(("chunk", message.request_id))
+            asked.append(("chunk", message.attempt.request_id))
         return receive(machine, now_s, sender, message)  # type: ignore[arg-type]
 
     monkeypatch.setattr(WorkerMachine, "on_message", spy)

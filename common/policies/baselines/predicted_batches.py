@@ -23,7 +23,7 @@ class PredictedBatches(IterationScheduler):
     (BucketServe Eq. 1), as without paged attention; the rows themselves still take blocks.
 
     First all prompts, then all tokens; who is done leaves, nobody joins. Differs from UELLM: its device mapping and its
-    fine-tuned predictor are other seats' business, its latency term is left out of the grouping, and rows that are done
+    fine-tuned predictor belong to other policies, its latency term is left out of the grouping, and rows that are done
     are not computed on. Sequences that came by hand-over join the batch that runs.
     """
 

@@ -202,7 +202,7 @@ def test_no_slot_is_ever_owned_by_two_live_tokens(
             if life.sequence.phase is Phase.WAITING:
                 alive.remove(life)
         elif what == 18 and life.sequence.phase is Phase.SWAPPED:
-            if resume(life.sequence, kv, IterationPlan()):
+            if resume(life.sequence, kv):
                 for position in range(life.sequence.computed):
                     write(life, position)
         elif what >= 19:

@@ -2,6 +2,7 @@
 
 step_cost       what an iteration costs, in closed form (D4, D5)
 profile_table   measured iterations, and what follows from them for any other (D5)
+learned_times   table and lateness as one state that outlives the process (D5)
 lateness        how late iterations come, beside what was estimated (D5)
 kv_forecast     what the cache will have to hold at worst (D5)
 slo_batching    the worker's scheduler (D5, Alg. 2)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from cohort.common.engine.batch import PenaltyContext, SamplingRow, ScoringRow, StepBatch
-from cohort.common.policies.interface import IterationPlan, KvAllocator, Row, Sequence
+from cohort.common.policies.interface import IterationPlan, Row
+from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.padding import row_padding
+from cohort.common.sequence import Sequence
 
 
 def build_batch(plan: IterationPlan, kv: KvAllocator) -> tuple[StepBatch, list[Sequence]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cohort.common.engine.kv_tensors import KvTensors
-from cohort.common.policies.interface import KvCopy
+from cohort.common.policies.kv_interface import KvCopy
 
 
 class KvCopier:

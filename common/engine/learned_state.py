@@ -1,7 +1,7 @@
 """What a worker's scheduler has learned of its machine, kept on disk over a restart.
 
 Hosted by `worker_loop`: loaded once before serving, saved now and then and at the end. The scheduler itself stays pure
-(`LearnsStepTimes`). One file per instance, model, device, precision, thread count and kind of scheduler: what was
+(`Learned`). One file per instance, model, device, precision, thread count and kind of scheduler: what was
 learned holds for nothing else.
 """
 
@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from cohort.common.errors import ConfigError
-from cohort.common.policies.interface import LearnsStepTimes
+from cohort.common.policies.interface import Learned
 
 SAVE_EVERY_S = 30.0
 
@@ -21,8 +21,8 @@ SAVE_EVERY_S = 30.0
 class LearnedState:
     """Of one scheduler. `profile`: file of `cohort profile` to start from while there is no state; "" = none."""
 
-    def __init__(self, scheduler: LearnsStepTimes, folder: Path, name: str, profile: str) -> None:
-        self._scheduler = scheduler
+    def __init__(self, learned: Learned, folder: Path, name: str, profile: str) -> None:
+        self._learned = learned
         self._path = folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}.json"
         self._profile = profile
         self._saved_s = 0.0
@@ -31,14 +31,14 @@ class LearnedState:
         """What it started from: "kept", "profile" or "nothing". A kept file that cannot be read is passed over: it
         is rewritten anyway. Raises `ConfigError` for a profile that was asked for and is none."""
         try:
-            self._scheduler.import_state(self._path.read_bytes())
+            self._learned.import_state(self._path.read_bytes())
             return "kept"
         except (OSError, ValueError):
             pass
         if not self._profile:
             return "nothing"
         try:
-            self._scheduler.import_state(Path(self._profile).read_bytes())
+            self._learned.import_state(Path(self._profile).read_bytes())
         except (OSError, ValueError) as error:
             raise ConfigError(f"profile: {self._profile}: {error}") from error
         return "profile"
@@ -50,7 +50,7 @@ class LearnedState:
 
     def save(self) -> None:
         """Whole or not at all. A full disk must not end a worker: the state is a convenience."""
-        state = self._scheduler.export_state()
+        state = self._learned.export_state()
         if not state:
             return
         fresh = self._path.with_suffix(f".{os.getpid()}")

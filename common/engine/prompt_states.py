@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.messages import PromptState
-from cohort.common.policies.interface import Sequence
+from cohort.common.sequence import Sequence
 
 
 def prompt_states(runner: ModelRunner, drawing: Seq[Sequence]) -> list[PromptState]:

@@ -14,7 +14,7 @@ import torch
 
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.streams import Stream
-from cohort.common.policies.interface import KvCopy
+from cohort.common.policies.kv_interface import KvCopy
 
 
 class StreamCopier:

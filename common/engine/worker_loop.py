@@ -50,7 +50,8 @@ from cohort.common.machines.machine import Machine
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_state import REPORT_INTERVAL_S
 from cohort.common.messages import KvChunk, Message, RegisterWorker, SegmentEnded, TokenLogprob, ToWorker, WorkerReport
-from cohort.common.policies.interface import IterationPlan, Sequence
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.sequence import Sequence
 from cohort.common.service import MANAGER, PREDICTOR, ServiceContext
 from cohort.common.transport.kv_link import KvLink
 from cohort.common.types import InstanceId

@@ -14,7 +14,8 @@ from prometheus_client import Counter, Gauge
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_counters import WorkerCounters
 from cohort.common.metrics import EngineMetrics, MetricFactory, TransferMetrics
-from cohort.common.policies.interface import IterationPlan, Phase
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.sequence import Phase
 from cohort.common.types import WorkerFigures
 
 
@@ -153,5 +154,5 @@ class WorkerMetrics:
 
     def _policy_stats(self) -> Iterator[tuple[str, str, float]]:
         for seat, policy in (("iteration", self._machine.scheduler), ("allocation", self._machine.kv)):
-            for name, value in policy.figures().items():
+            for name, value in policy.metrics().items():
                 yield seat, name, value

@@ -30,7 +30,8 @@ from cohort.common.machines.machine import Machine
 from cohort.common.machines.recorder import Recorded, WorkerHeader
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
-from cohort.common.policies.interface import IterationScheduler, KvAllocator, LearnsStepTimes
+from cohort.common.policies.interface import IterationScheduler
+from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.service import MANAGER, ServiceContext, bind_address
 from cohort.common.transport.kv_link import KvLink
 from cohort.common.transport.links import open_links
@@ -150,11 +151,11 @@ def _learned_state(
     context: ServiceContext, runner: ModelRunner, scheduler: IterationScheduler, threads: int
 ) -> LearnedState | None:
     """Read what this scheduler learned before, if it learns."""
-    if not isinstance(scheduler, LearnsStepTimes):
+    if scheduler.learned is None:
         return None
     config = context.config
     learned = LearnedState(
-        scheduler,
+        scheduler.learned,
         Path(config.engine.state_dir) if config.engine.state_dir else paths.cache_dir() / "learned",
         f"{context.model_name}-{runner.device}-{runner.dtype}-{threads}-{context.instance}-{config.policies.iteration}",
         config.engine.profile,

@@ -43,16 +43,6 @@ class Tenant:
     """Of its blocks, those whose other side somebody else has."""
 
 
-@dataclass(frozen=True, slots=True)
-class PreemptedBlock:
-    """R10 · A row of the preemption table. `left` None = whoever took the slots is gone, and they are free again."""
-
-    block: int
-    left: Attempt | None
-    right: Attempt
-    slots: int
-
-
 Side = tuple[Tenant, int]
 """A tenant and which of its blocks this is."""
 

@@ -12,34 +12,25 @@ from cohort.common.errors import InvariantViolated
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_counters import mix
 from cohort.common.messages import KvChunk, KvHandOver, KvRenew, Message, StartSegment
-from cohort.common.policies.interface import (
-    ExpectsHandOvers,
-    ForeseesDecisions,
-    GrowsByBlock,
-    LimitsForesight,
-    Phase,
-    Row,
-)
+from cohort.common.policies.interface import Row
+from cohort.common.sequence import Phase
 
 
 class FastForward:
     """Of one machine. Between its `handle` calls only."""
 
     def __init__(self, machine: WorkerMachine) -> None:
-        scheduler, kv = machine.scheduler, machine.kv
-        by_block = isinstance(kv, GrowsByBlock) and kv.grows_by_block
         self._machine = machine
         self._state = machine.state
         self._receiver = machine.receiver
-        self._foreseeing = scheduler if by_block and isinstance(scheduler, ForeseesDecisions) else None
-        self._limiting = scheduler if isinstance(scheduler, LimitsForesight) else None
-        self._expecting = isinstance(scheduler, ExpectsHandOvers)
+        self._scheduler = machine.scheduler
+        self._steady = 0
+        """How often the plan in flight will repeat itself, as far as the scheduler knows."""
 
     def repeatable(self) -> bool:
         """Whether the plan in flight will repeat itself, row by row one position on, until something happens."""
         plan = self._state.in_flight
-        scheduler = self._foreseeing
-        if scheduler is None or plan is None or not plan.rows:
+        if not self._state.kv.grows_by_block or plan is None or not plan.rows:
             return False
         if self._receiver.offers or self._state.doomed or not self._machine.pool.quiet:
             return False
@@ -54,7 +45,8 @@ class FastForward:
                 or sequence.phase is not Phase.RUNNING
             ):
                 return False
-        return scheduler.repeats(plan, self._state.kv)
+        self._steady = self._scheduler.steady_for(plan, self._state.kv)
+        return self._steady > 0
 
     def undisturbed_by(self, message: Message) -> bool:
         """Whether receiving this neither needs nor changes what iterations depend on: sequences in them, the scheduler,
@@ -64,7 +56,7 @@ class FastForward:
             case StartSegment(index=index):  # another worker computes first
                 return index > 0 and not self._receiver.offers
             case KvChunk():  # how far a transfer has come is what some schedulers expect by
-                return not self._expecting
+                return not self._scheduler.wants_arriving
             case KvHandOver(lease_id=lease_id):
                 incoming = self._receiver.lease_of(lease_id)
                 return incoming is not None and incoming.in_flight > 0
@@ -79,12 +71,12 @@ class FastForward:
         return incoming is not None and (incoming.hand_over is None or incoming.in_flight > runs)
 
     def fitting_repetitions(self, wanted: int) -> int:
-        """How many of `wanted` iterations after the one in flight find blocks without any sequence being preempted."""
+        """How many of `wanted` iterations after the one in flight repeat it for certain and find blocks without any
+        sequence being preempted. Only after `repeatable`."""
         plan, kv = self._machine.plan_in_flight, self._state.kv
         size = kv.geometry.block_size
         available = kv.free_blocks + kv.cached_blocks
-        if self._limiting is not None:
-            wanted = max(0, min(wanted, self._limiting.repetitions()))
+        wanted = min(wanted, self._steady)
         if wanted // size + 1 <= available // len(plan.rows):
             return wanted  # enough even if no row had blocks left
         tables = [(row.start, len(kv.blocks(row.sequence.key))) for row in plan.rows]
@@ -106,6 +98,7 @@ class FastForward:
         plan, state = self._machine.plan_in_flight, self._state
         count, size, kv = len(ends_s), state.kv.geometry.block_size, state.kv
         averages, counters = state.averages, state.counters
+        state.skipped_s += latencies_s
         for latency_s in latencies_s:
             averages.step_s = mix(averages.step_s, latency_s)
             averages.decode_step_s = mix(averages.decode_step_s, latency_s)

@@ -20,7 +20,7 @@ from cohort.common.machines.effects import CancelRuns, ReceiveRuns, Run, Send
 from cohort.common.machines.events import RunsReceived
 from cohort.common.machines.worker_state import WorkerState
 from cohort.common.messages import KvAbort, KvAccepted, KvChunk, KvGrant, KvHandOver, KvOffer
-from cohort.common.policies.interface import Phase, Sequence
+from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, InstanceId
 
 

@@ -20,7 +20,8 @@ from cohort.common.machines.effects import CancelRuns, Run, Send, SendRuns
 from cohort.common.machines.events import RunsSent
 from cohort.common.machines.worker_state import Held, WorkerState
 from cohort.common.messages import KvAbort, KvGrant, KvHandOver, KvOffer
-from cohort.common.policies.interface import IterationPlan, Phase, Sequence
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, InstanceId
 
 
@@ -259,10 +260,9 @@ class KvSender:
             return  # preempted: what was sent stays sent, the rest follows when it is computed again
         computed = min(sequence.computed, outgoing.positions)
         blocks = state.kv.geometry.blocks_for(computed) if leaving else computed // state.block_size
-        pool = state.host_tables if held.pooled else None
-        source = state.kv.blocks(sequence.key) if pool is None else pool.host_table(sequence.key)
+        source = state.kv.host_table(sequence.key) if held.pooled else state.kv.blocks(sequence.key)
         runs = outgoing.next_runs(source, blocks)
-        if pool is not None and not outgoing.handed_over:
+        if held.pooled and not outgoing.handed_over:
             state.counters.from_host += 1
         if runs:
             sequence.pinned = True
@@ -275,7 +275,7 @@ class KvSender:
                     outgoing.link,
                     outgoing.links[outgoing.link],
                     runs,
-                    from_host=pool is not None,
+                    from_host=held.pooled,
                 )
             )
         if leaving and not outgoing.handed_over:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from cohort.common.machines.kv_receiver import KvReceiver
 from cohort.common.machines.kv_sender import KvSender
 from cohort.common.machines.worker_state import WorkerState
-from cohort.common.policies.interface import Phase, Sequence
+from cohort.common.sequence import Phase, Sequence
 
 _RUNNABLE = (Phase.WAITING, Phase.SWAPPED, Phase.RUNNING)
 

@@ -149,7 +149,6 @@ class ManagerMachine:
         self._settings = settings
         self._order = order
         self._placement = placement
-        self._self_judging = placement if isinstance(placement, seats.JudgesItself) else None
         self._late_binding = late_binding
         self._settled_at_s = now_s + settings.settle_s
         self._gateways: dict[InstanceId, _Gateway] = {}
@@ -526,8 +525,7 @@ class ManagerMachine:
                 self._disengage(managed, message.instance)
                 self._finished.append((now_s, managed.attempt))
                 self._finished_keys.add(managed.attempt)
-                if self._self_judging is not None:
-                    self._self_judging.completed(now_s, managed.request_id)
+                self._placement.completed(now_s, managed.request_id)
                 self._forget(now_s, managed, "finished")
             case "handed_over" | "cancelled":
                 self._disengage(managed, message.instance)
@@ -619,9 +617,9 @@ class ManagerMachine:
             "displaced_total": float(self.counters.displaced),
             "refused_total": float(self.counters.refused),
             "workers_lost_total": float(self.counters.workers_lost),
-            **self._order.figures(),
-            **(self._self_judging.figures() if self._self_judging is not None else {}),
-            **(self._late_binding.figures() if self._late_binding is not None else {}),
+            **self._order.metrics(),
+            **self._placement.metrics(),
+            **(self._late_binding.metrics() if self._late_binding is not None else {}),
         }
 
 

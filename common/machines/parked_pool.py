@@ -1,17 +1,16 @@
 """A2, A9 · Parked KV between device and host memory: which of it moves beside the next step.
 
 Asked by `WorkerMachine` once per plan. Nothing it moves is in a row of the plan, and what is freed is taken by no other
-sequence until the step has ended. Knows where parked KV lies; frees nothing but by moving it. An allocator that
-names no host blocks has no pool: parked KV then stays on the device.
+sequence until the step has ended. Knows where parked KV lies; frees nothing but by moving it. With an allocator whose
+KV cannot be sent from host memory there is no pool: parked KV then stays on the device.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 
 from cohort.common.machines.worker_state import Held, WorkerState
-from cohort.common.policies.interface import ConsolidatesCopies, IterationPlan, KvCopy, Phase
+from cohort.common.sequence import Phase
 from cohort.common.types import Attempt
 
 _GRACE_S = 0.25
@@ -21,7 +20,6 @@ _GRACE_S = 0.25
 class ParkedPool:
     def __init__(self, state: WorkerState) -> None:
         self._state = state
-        self._consolidating = state.kv if isinstance(state.kv, ConsolidatesCopies) else None
         self._on_device: dict[Attempt, Held] = {}
         """Parked with their KV on the device; oldest first."""
         self._buffered: dict[Attempt, Held] = {}
@@ -49,21 +47,11 @@ class ParkedPool:
         held = self._state.held
         self._prefetches.extend(key for key in attempts if key in held and held[key].pooled)
 
-    def add_copies(self, now_s: float, plan: IterationPlan) -> None:
-        """Complete the copies of a plan that was just decided; the pool's follow the decision's.
-
-        An allocator that collects copies answers each move with an empty one: what it has collected stands in for them,
-        first the decision's, then the pool's. So neither can take the place of the other.
-        """
-        if self._consolidating is not None:
-            plan.copies = self._consolidating.take_copies()
-        if self._state.host_tables is None or not (self._on_device or self._buffered or self._prefetches):
-            return
-        copies: list[KvCopy] = []
-        self._bring_back(copies)
-        self._offload(now_s, copies)
-        if copies:
-            plan.copies += copies if self._consolidating is None else self._consolidating.take_copies()
+    def move(self, now_s: float) -> None:
+        """What moves beside the plan that was just decided. Its copies come behind the decision's own."""
+        if self._state.kv.sends_from_host and not self.quiet:
+            self._bring_back()
+            self._offload(now_s)
 
     def settle(self) -> list[Held]:
         """The step has ended, well or not. Returns what it moved; some of it may have been dropped meanwhile."""
@@ -72,7 +60,7 @@ class ParkedPool:
             held.moving = False
         return moved
 
-    def _bring_back(self, copies: list[KvCopy]) -> None:
+    def _bring_back(self) -> None:
         state = self._state
         spare = self._spare_blocks() if self._prefetches else 0
         while self._prefetches:
@@ -80,17 +68,15 @@ class ParkedPool:
             held = state.held.get(key)
             if held is not None and held.sequence.phase is Phase.PARKED and held.pooled:
                 spare -= state.kv.geometry.blocks_for(held.sequence.computed)
-                copy = state.kv.swap_in(held.sequence) if spare >= 0 else None
-                if copy is None:
+                if spare < 0 or not state.kv.swap_in(held.sequence, beside=True):
                     return
-                copies.append(replace(copy, beside=True))
                 held.pooled = False
                 self._buffered[key] = held
                 self._moves(held)
                 state.counters.prefetched += 1
             self._prefetches.popleft()
 
-    def _offload(self, now_s: float, copies: list[KvCopy]) -> None:
+    def _offload(self, now_s: float) -> None:
         """What was parked a while ago; where prompts cannot get blocks, the buffer as well, its last first."""
         kv = self._state.kv
         free = kv.free_blocks + kv.cached_blocks
@@ -99,19 +85,17 @@ class ParkedPool:
         for held in list(self._on_device.values()):
             if now_s - held.parked_s < _GRACE_S and not short:
                 break
-            if not self._to_host(held, copies):
+            if not self._to_host(held):
                 return
         while short and self._buffered and self._spare_blocks() < 0:
             held = self._buffered[next(reversed(self._buffered))]
-            if held.moving or not self._to_host(held, copies):
+            if held.moving or not self._to_host(held):
                 return
 
-    def _to_host(self, held: Held, copies: list[KvCopy]) -> bool:
+    def _to_host(self, held: Held) -> bool:
         """False: the pool is full. It stays where it is, and prompts wait for its blocks."""
-        copy = self._state.kv.swap_out(held.sequence)
-        if copy is None:
+        if not self._state.kv.swap_out(held.sequence, beside=True):
             return False
-        copies.append(replace(copy, beside=True))
         self.bound(held.sequence.key)
         held.pooled = True
         self._moves(held)

@@ -9,7 +9,7 @@ from cohort.common.machines.effects import Send
 from cohort.common.machines.events import Sampled
 from cohort.common.machines.worker_state import Held, WorkerState
 from cohort.common.messages import StageTimes, TokenBatch, TokenUpdate
-from cohort.common.policies.interface import Sequence
+from cohort.common.sequence import Sequence
 from cohort.common.types import FinishReason, InstanceId
 
 

@@ -57,16 +57,9 @@ from cohort.common.messages import (
     StartSegment,
     ToWorker,
 )
-from cohort.common.policies.interface import (
-    ExpectsHandOvers,
-    IterationPlan,
-    IterationScheduler,
-    KvAllocator,
-    LearnsStepTimes,
-    Phase,
-    Sequence,
-    TakesRevisions,
-)
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Ran
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, FinishReason, InstanceId, WorkerFigures
 
 
@@ -81,15 +74,14 @@ class WorkerMachine:
         self.receiver = KvReceiver(state, lambda: self.sender.settling, self._arrived, self._fail)
         self.leases = self.receiver.leases
         self.pool = ParkedPool(state)
-        learning = scheduler if isinstance(scheduler, LearnsStepTimes) else None
-        self._reports = WorkerReports(state, self.leases, learning)
+        self._reports = WorkerReports(state, self.leases, scheduler.learned)
         self._held = state.held
         self._effects = state.effects
         self._tokens = TokenUpdates(state)
         self._next_renewal_s = 0.0
-        # What the policies add to their interface is asked once: asking costs as much as a small decision.
-        self._expecting = scheduler if isinstance(scheduler, ExpectsHandOvers) else None
-        self._revising = scheduler if isinstance(scheduler, TakesRevisions) else None
+        self._ran: Ran | None = None
+        self._revised: list[Sequence] = []
+        """News for the next decision: the last iteration, and sequences with another prediction."""
         self._prompt_step = setup.capacity.max_step_tokens
         """Prompt tokens of the last iteration that held any."""
 
@@ -200,8 +192,7 @@ class WorkerMachine:
             sequence = held.sequence
             if sequence.request_id == message.request_id:
                 sequence.predicted = message.prediction.mean
-                if self._revising is not None:
-                    self._revising.revised(now_s, sequence)
+                self._revised.append(sequence)
 
     def _aborted(self, now_s: float, sender: InstanceId, message: KvAbort) -> None:
         if self.sender.aborted(now_s, sender, message):
@@ -294,10 +285,11 @@ class WorkerMachine:
     def _plan(self, now_s: float) -> None:
         """Start the next iteration, if anything can run. Its rows' blocks are reserved until it has ended."""
         plan = self._decide(now_s)
-        for sequence in plan.set_aside:
+        for sequence in plan.evicted:
             sequence.end = sequence.computed
             self._park(now_s, sequence)
-        self.pool.add_copies(now_s, plan)
+        self.pool.move(now_s)
+        plan.copies = self.kv.take_copies()
         self.counters.preemptions += len(plan.preempted)
         if not plan.rows and not plan.copies:
             return
@@ -314,11 +306,13 @@ class WorkerMachine:
         self._effects.append(StartStep(plan))
 
     def _decide(self, now_s: float) -> IterationPlan:
-        if self._expecting is None:
-            return self.scheduler.decide(now_s, self.kv)
-        self._expecting.expect(self.receiver.arriving(self._prompt_step))
-        plan = self.scheduler.decide(now_s, self.kv)
-        self._prompt_step = sum(row.count for row in plan.rows if row.count > 1) or self._prompt_step
+        counts_arriving = self.scheduler.wants_arriving
+        arriving = self.receiver.arriving(self._prompt_step) if counts_arriving else 0
+        news = News(self._ran, self._revised, arriving)
+        self._ran, self._revised = None, []
+        plan = self.scheduler.decide(now_s, self.kv, news)
+        if counts_arriving:
+            self._prompt_step = sum(row.count for row in plan.rows if row.count > 1) or self._prompt_step
         return plan
 
     def _completed(self, now_s: float, event: StepEnded) -> None:
@@ -330,7 +324,8 @@ class WorkerMachine:
         counters.steps += 1
         if plan.rows:
             self.state.averages.note(plan, event.latency_s)
-        self.scheduler.observe(now_s, plan, event.latency_s)
+        self._ran = Ran(plan, now_s, (*self.state.skipped_s, event.latency_s))
+        self.state.skipped_s = []
         for row in plan.rows:
             sequence = row.sequence
             if doomed and held_of[sequence.key].doomed:
@@ -372,6 +367,7 @@ class WorkerMachine:
     def _step_failed(self, now_s: float, reason: str) -> None:
         """The forward itself failed: its requests are given back to be placed again, the worker lives on."""
         plan, self.state.in_flight = self.plan_in_flight, None
+        self.state.skipped_s = []
         for held in self.pool.settle():  # whether their copies were made is unknown
             self._fail(now_s, held.sequence, reason)
         for row in plan.rows:

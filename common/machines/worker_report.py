@@ -12,7 +12,8 @@ from cohort.common.kv.lease import LeaseTable
 from cohort.common.machines.effects import Send
 from cohort.common.machines.worker_state import Held, WorkerState
 from cohort.common.messages import Leaving, RegisterWorker, WorkerReport
-from cohort.common.policies.interface import LearnsStepTimes, Phase, Sequence
+from cohort.common.policies.interface import Learned
+from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, QueuedWork, WorkerFigures
 
 _WAITING_HERE = (Phase.AWAITING_KV, Phase.PARKED)
@@ -73,10 +74,10 @@ def _decode_left(sequence: Sequence, known: int, prompt: int) -> int:
 class WorkerReports:
     """What the manager is told of this worker as a whole: that it is there, how it is, that it goes."""
 
-    def __init__(self, state: WorkerState, leases: LeaseTable, learning: LearnsStepTimes | None) -> None:
+    def __init__(self, state: WorkerState, leases: LeaseTable, learned: Learned | None) -> None:
         self._state = state
         self._leases = leases
-        self._learning = learning
+        self._learned = learned
         self._sequence = 0
         self.registered = False
         """The manager knows this worker."""
@@ -103,7 +104,7 @@ class WorkerReports:
 
     def figures(self, memory_free_bytes: int) -> WorkerFigures:
         kv, averages = self._state.kv, self._state.averages
-        cache = kv.figures()
+        cache = kv.metrics()
         return WorkerFigures(
             total_blocks=kv.total_blocks,
             free_blocks=kv.free_blocks,
@@ -119,7 +120,7 @@ class WorkerReports:
             prefix_hits=int(cache.get("prefix_hits_total", 0)),
             leases=len(self._leases),
             expired_leases=self._leases.expired,
-            step_times=None if self._learning is None else self._learning.step_times(),
+            step_times=None if self._learned is None else self._learned.step_times(),
             **_queue(self._state.held.values()),
         )
 

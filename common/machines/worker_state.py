@@ -14,9 +14,10 @@ from cohort.common.config import Config
 from cohort.common.machines.effects import WorkerEffect
 from cohort.common.machines.worker_counters import Averages, WorkerCounters
 from cohort.common.messages import StartSegment, TokenLogprob
-from cohort.common.policies.interface import IterationPlan, KvAllocator, NamesHostBlocks, Sequence
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, InstanceId, WorkerCapacity
-
 
 REPORT_INTERVAL_S = 0.2
 """Between two reports to the manager. Its deadlines and those of its policies (about a second) are several of these."""
@@ -122,13 +123,13 @@ class WorkerState:
     effects: list[WorkerEffect] = field(default_factory=list)
     counters: WorkerCounters = field(default_factory=WorkerCounters)
     averages: Averages = field(default_factory=Averages)
+    skipped_s: list[float] = field(default_factory=list)
+    """What the iterations took that repeated the plan in flight and were run as one with it."""
     moved_s: float = 0.0
     """When a plan was made or a KV transfer got on last."""
     settings: WorkerSettings = field(init=False)
     block_size: int = field(init=False)
-    host_tables: NamesHostBlocks | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.settings = self.setup.settings
         self.block_size = self.setup.capacity.block_size
-        self.host_tables = self.kv if isinstance(self.kv, NamesHostBlocks) else None

@@ -13,14 +13,8 @@ from cohort.common.config import Config
 from cohort.common.policies import alignedserve, baselines, bros, bucketserve, dynaserve, ecoserve
 from cohort.common.policies.baselines.pass_through import PassThrough
 from cohort.common.policies.baselines.placements import Colocated, ColocatedInTurn, Disaggregated
-from cohort.common.policies.interface import (
-    Admission,
-    IterationScheduler,
-    KvAllocator,
-    LateBinding,
-    Placement,
-    PrefillOrder,
-)
+from cohort.common.policies.interface import Admission, IterationScheduler, LateBinding, Placement, PrefillOrder
+from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.tables import Policy, Rule, check, chosen
 from cohort.common.types import KvGeometry
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Preempt, Sequence
+from cohort.common.policies.interface import IterationPlan, Preempt
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Phase, Sequence
 
 
 def start(sequence: Sequence, kv: KvAllocator) -> bool:
@@ -24,24 +26,19 @@ def start(sequence: Sequence, kv: KvAllocator) -> bool:
 def preempt(sequence: Sequence, kv: KvAllocator, plan: IterationPlan, how: Literal["swap", "recompute"]) -> None:
     """RUNNING → SWAPPED if asked and the host pool has room, else → WAITING with nothing computed."""
     sequence.preemptions += 1
-    if how == "swap":
-        copy = kv.swap_out(sequence)
-        if copy is not None:
-            plan.copies.append(copy)
-            plan.preempted.append(Preempt(sequence, "swap"))
-            sequence.phase = Phase.SWAPPED
-            return
+    if how == "swap" and kv.swap_out(sequence):
+        plan.preempted.append(Preempt(sequence, "swap"))
+        sequence.phase = Phase.SWAPPED
+        return
     kv.release(sequence.key)
     sequence.phase = Phase.WAITING
     sequence.computed = 0
     plan.preempted.append(Preempt(sequence, "recompute"))
 
 
-def resume(sequence: Sequence, kv: KvAllocator, plan: IterationPlan) -> bool:
-    """SWAPPED → RUNNING. False: no room on the device, nothing changed."""
-    copy = kv.swap_in(sequence)
-    if copy is None:
+def resume(sequence: Sequence, kv: KvAllocator) -> bool:
+    """SWAPPED → RUNNING. False: no blocks on the device, nothing changed."""
+    if not kv.swap_in(sequence):
         return False
-    plan.copies.append(copy)
     sequence.phase = Phase.RUNNING
     return True

@@ -5,6 +5,6 @@
     kv_flights.py   runs of KV blocks on their way between two workers
     plugins.py      what a host brings: engine, network, clients, and how its machines are made
 
-`services/simulator` plugs in a cost model, link latencies and a trace; the fault tests plug in an engine of digests that
-notices every wrong byte, a network that delays, loses, repeats and cuts, and clients that check every token.
+`services/simulator` plugs in a cost model, link latencies and a trace; the fault tests plug in an engine of digests
+that notices every wrong byte, a network that delays, loses, repeats and cuts, and clients that check every token.
 """

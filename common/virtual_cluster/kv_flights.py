@@ -53,9 +53,7 @@ class KvFlights:
     def send(self, node: WorkerNode, effect: SendRuns) -> None:
         cluster = self._cluster
         runs = [KvRun(run.tag, run.target, run.num_blocks, run.checksum) for run in effect.runs]
-        cluster.post(
-            node, effect.peer, KvChunk(effect.attempt, effect.lease_id, effect.round, effect.link, runs)
-        )
+        cluster.post(node, effect.peer, KvChunk(effect.attempt, effect.lease_id, effect.round, effect.link, runs))
         receiver = cluster.worker(effect.peer)
         for together in self._together(effect.runs):
             flight = self._flight(together, node)

@@ -22,8 +22,8 @@ import numpy as np
 from cohort.common.config import load_config
 from cohort.common.policies import compose
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
-from cohort.common.policies.interface import IterationPlan
-from cohort.common.policies.interface import Sequence as Running
+from cohort.common.policies.interface import NO_NEWS, IterationPlan
+from cohort.common.sequence import Sequence as Running
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
 from cohort.services.bench import scheduling
 
@@ -143,7 +143,7 @@ def iteration_scheduler(sizes: Sizes) -> list[Curve]:
             scheduler.add(0.0, _sequence(f"first-{index}", [0] * _WAITING_PROMPT, arrived_s=index * 1e-6))
         plan = IterationPlan()
         while len(plan.rows) < _ROWS:
-            plan = scheduler.decide(1.0, kv)
+            plan = scheduler.decide(1.0, kv, NO_NEWS)
             _ran(plan, kv)
         decide_s, queue_s = [], []
         with _no_collection():
@@ -157,7 +157,7 @@ def iteration_scheduler(sizes: Sizes) -> list[Curve]:
                 queued_s = time.perf_counter()
                 kv.release(leaving.key)
                 released_s = time.perf_counter()
-                plan = scheduler.decide(now_s, kv)
+                plan = scheduler.decide(now_s, kv, NO_NEWS)
                 decide_s.append(time.perf_counter() - released_s)
                 queue_s.append(queued_s - begin_s)
                 _ran(plan, kv)

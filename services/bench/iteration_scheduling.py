@@ -23,7 +23,9 @@ from rich.table import Table
 
 from cohort.common.config import load_config
 from cohort.common.policies import compose
-from cohort.common.policies.interface import ConsolidatesCopies, IterationPlan, KvAllocator, Sequence
+from cohort.common.policies.interface import IterationPlan, News, Ran
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
 
 _STEP_S = 0.02
@@ -55,6 +57,7 @@ class _Load:
         self.kv: KvAllocator = compose.allocation(config, geometry, blocks, blocks)
         self._random = random.Random(seed)
         self._serial = 0
+        self._ran: Ran | None = None
         self.now_s = 0.0
         for _ in range(queued):
             self._arrive()
@@ -75,15 +78,14 @@ class _Load:
         self.scheduler.add(self.now_s, Sequence(request, list(request.tokens), None, 0, self.now_s))
 
     def decide(self) -> IterationPlan:
-        plan = self.scheduler.decide(self.now_s, self.kv)
-        if isinstance(self.kv, ConsolidatesCopies):
-            plan.copies = self.kv.take_copies()
+        plan = self.scheduler.decide(self.now_s, self.kv, News(self._ran))
+        plan.copies = self.kv.take_copies()
         return plan
 
     def perform(self, plan: IterationPlan) -> None:
         latency_s = _STEP_S + _TOKEN_S * plan.tokens
         self.now_s += latency_s
-        self.scheduler.observe(self.now_s, plan, latency_s)
+        self._ran = Ran(plan, self.now_s, (latency_s,))
         for row in plan.rows:
             sequence = row.sequence
             sequence.computed = row.start + row.count
@@ -112,7 +114,7 @@ def measure(preset: str, queued: int, blocks: int, decisions: int, seed: int = 0
             plan = load.decide()
             seconds.append(time.perf_counter() - started)
             rows.append(len(plan.rows))
-            shared.append(load.kv.figures().get("shared_blocks", 0.0))
+            shared.append(load.kv.metrics().get("shared_blocks", 0.0))
             load.perform(plan)
     finally:
         gc.enable()

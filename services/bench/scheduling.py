@@ -109,7 +109,7 @@ def measure(order: PrefillOrder, name: str, waiting: int, rounds: int, seed: int
     return Cost(
         name,
         waiting,
-        int(order.figures().get("buckets", 1)),
+        int(order.metrics().get("buckets", 1)),
         median(served),
         served[int(0.99 * len(served))],
         median(adding),

@@ -12,7 +12,7 @@ from cohort.common.policies.interface import ClusterView, Dispatch, PrefillOrder
 from cohort.common.types import Prediction, RequestId
 
 
-class MeasuredOrder:
+class MeasuredOrder(PrefillOrder):
     """B9, B11 · time per decision, batch sizes and the order's own figures (bucket count, Eq. 2, Eq. 3 …)."""
 
     def __init__(self, order: PrefillOrder, metrics: SchedulerMetrics) -> None:
@@ -56,8 +56,8 @@ class MeasuredOrder:
     def waiting_tokens(self) -> int:
         return self._order.waiting_tokens
 
-    def figures(self) -> dict[str, float]:
-        figures = self._order.figures()
-        for name, value in figures.items():
+    def metrics(self) -> dict[str, float]:
+        metrics = self._order.metrics()
+        for name, value in metrics.items():
             self._metrics.order_figures(name).set(value)
-        return figures
+        return metrics

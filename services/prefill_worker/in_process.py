@@ -29,7 +29,8 @@ from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.messages import StartSegment
 from cohort.common.policies import compose
-from cohort.common.policies.interface import IterationPlan, Sequence
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, Request, Role, SamplingParams, Segment
 
 _FIRST_ID = 1000  # prompts are drawn from here up: ordinary tokens in every vocabulary we know

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from random import Random
 from typing import Literal
@@ -231,9 +231,7 @@ class TraceClients:
 
     def fewest_left(self, rows: Iterable[Row]) -> int:
         """Output tokens that are still to be sampled, of the row that has fewest left."""
-        return min(
-            [self.live[row.sequence.request_id].output_tokens - row.sequence.output_tokens for row in rows]
-        )
+        return min([self.live[row.sequence.request_id].output_tokens - row.sequence.output_tokens for row in rows])
 
     def _tokens(self, now_s: float, live: InFlight, count: int) -> None:
         for _ in range(count):

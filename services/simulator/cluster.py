@@ -104,11 +104,15 @@ class SimCluster:
         self.wall = {"worker": WallTime(), "manager": WallTime(), "gateway": WallTime()}
         network = SimNetwork(cluster, self.geometry)
         self.ports = network.ports
-        cadence = Cadence(
-            report_s=REPORT_INTERVAL_S, worker_tick_s=0.0, manager_tick_s=0.0, gateway_tick_s=0.0
-        )
+        cadence = Cadence(report_s=REPORT_INTERVAL_S, worker_tick_s=0.0, manager_tick_s=0.0, gateway_tick_s=0.0)
         self.virtual = VirtualCluster(
-            deployment, named, network, cadence, start_s=-_SETTLING_S, goes_on=lambda: not self._done(), around=self._time
+            deployment,
+            named,
+            network,
+            cadence,
+            start_s=-_SETTLING_S,
+            goes_on=lambda: not self._done(),
+            around=self._time,
         )
         self.events = self.virtual.events
         self.clients = TraceClients(
@@ -217,5 +221,3 @@ class SimCluster:
 def _prompts_are_shared(config: Config, workload: Workload) -> bool:
     parts = (workload.items, *(part.items for part in workload.closed_loop))
     return config.kv.prefix_caching and any(item.hash_ids or item.session for items in parts for item in items)
-
-

@@ -10,13 +10,16 @@ import msgspec
 
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
+from cohort.common.machines.events import LinkAddresses
 from cohort.common.machines.gateway import GatewayMachine, GatewaySettings
 from cohort.common.machines.manager import ManagerMachine, ManagerSettings
-from cohort.common.machines.worker import WorkerMachine, WorkerSettings
+from cohort.common.machines.worker import WorkerMachine
+from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.policies import compose
 from cohort.common.policies.cost_model import ModelShape
 from cohort.common.policies.interface import Placement
 from cohort.common.types import InstanceId, KvGeometry, Role, WorkerCapacity
+from cohort.common.virtual_cluster.cluster import MANAGER
 from cohort.services.simulator.engine import SimWorker
 from cohort.services.simulator.hardware import Cluster
 
@@ -99,14 +102,12 @@ class Deployment:
         if scheduler.learned is not None and self._profile is not None:
             scheduler.learned.import_state(self._profile())
         machine = WorkerMachine(
-            name,
-            incarnation,
-            capacity,
-            WorkerSettings.of(config, ("link",)),
+            WorkerSetup(name, incarnation, "", MANAGER, capacity, WorkerSettings.of(config, ("link",))),
             scheduler,
             compose.allocation(config, geometry, num_blocks, host_blocks),
             Random(self._random.getrandbits(32)),
         )
+        machine.handle(now_s, LinkAddresses({"link": b""}))
         return SimWorker(name, machine, number=next(self._numbers))
 
 

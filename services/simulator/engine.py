@@ -18,7 +18,8 @@ from cohort.common.machines.fast_forward import FastForward
 from cohort.common.messages import KvRenew, WorkerReport
 from cohort.common.policies.alignedserve.batch_numbers import batches_of
 from cohort.common.policies.cost_model import CostModel
-from cohort.common.policies.interface import IterationPlan, Phase
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.sequence import Phase
 from cohort.common.types import KvGeometry
 from cohort.common.virtual_cluster.cluster import VirtualCluster
 from cohort.common.virtual_cluster.kv_flights import Flight

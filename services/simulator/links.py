@@ -1,4 +1,4 @@
-"""The simulator's network: control messages take a fixed time, KV the time its ports and links need; nothing is lost."""
+"""The simulator's network: control messages take a fixed time, KV what its ports and links need; nothing is lost."""
 
 from __future__ import annotations
 

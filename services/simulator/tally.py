@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cohort.common.machines.worker_report import WorkerCounters
+from cohort.common.machines.worker_counters import WorkerCounters
 
 
 @dataclass(slots=True)

@@ -11,15 +11,18 @@ from typing import Literal
 
 from cohort.common.policies.alignedserve.batch_numbers import batch_of, batches_of
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching, _order
-from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Row, Sequence, SequenceKey
+from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News, Ran
+from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.sequences import preempt
+from cohort.common.sequence import Phase, Sequence
+from cohort.common.types import Attempt
 
 
 class AlignedBatching(ContinuousBatching):
     """A6 case 3 · AlignedServe Alg. 2: who does not fit goes to the Candidate Requests Buffer, the longest first; while
     two batches run (a switch), the longest of the older one.
 
-    Evicted requests are set aside with their KV, for the manager to bind them to a buffer; that begins while there is
+    Evicted requests leave with their KV, for the manager to bind them to a buffer; that begins while there is
     still room for the hand-over, so that no iteration waits for it. What comes too fast for that is preempted here.
     Differs from the paper: it evicts when the next iteration does not fit, and waits for the transfer.
     `sets_aside` False: only preemption (late binding is off, or this worker stands alone).
@@ -39,14 +42,12 @@ class AlignedBatching(ContinuousBatching):
         )
         self._how: Literal["swap", "recompute"] = preemption
         self._sets_aside = sets_aside
-        self._leaving: set[SequenceKey] = set()
-        """Set aside, and possibly still holding blocks."""
+        self._leaving: set[Attempt] = set()
+        """Evicted, and possibly still holding blocks."""
         self._decodes = 0
         self._mixed = 0
         self._last_mixed = False
-        self._evicted = 0
-        self._foreseen: Row | None = None
-        """Of the last decision, if it may have been repeated without being asked for."""
+        self._evictions = 0
 
     def add(self, now_s: float, sequence: Sequence) -> None:
         if sequence.phase is Phase.SWAPPED:  # from the host pool of this worker
@@ -54,24 +55,21 @@ class AlignedBatching(ContinuousBatching):
         else:
             super().add(now_s, sequence)
 
-    def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
-        self._count_repeated()
-        aside = self._evict(kv) if self._sets_aside else []
-        plan = super().decide(now_s, kv)
-        plan.set_aside = aside
+    def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
+        self._count_repeated(news.ran)
+        evicted = self._evict(kv) if self._sets_aside else []
+        plan = super().decide(now_s, kv, news)
+        plan.evicted = evicted
         batches = batches_of(plan.rows)
         self._last_mixed = batches > 1
         self._decodes += batches > 0
         self._mixed += self._last_mixed
         return plan
 
-    def _count_repeated(self) -> None:
-        """A host ran so many iterations like the last one: as far as its rows are further on than one position."""
-        if self._foreseen is not None:
-            repeated = max(0, self._foreseen.sequence.computed - self._foreseen.start - 1)
-            self._decodes += repeated
-            self._mixed += repeated * self._last_mixed
-            self._foreseen = None
+    def _count_repeated(self, ran: Ran | None) -> None:
+        if ran is not None:
+            self._decodes += ran.iterations - 1
+            self._mixed += (ran.iterations - 1) * self._last_mixed
 
     def _evict(self, kv: KvAllocator) -> list[Sequence]:
         """Ahead of need: until the low-water mark is free, or will be once those who leave have left."""
@@ -83,17 +81,17 @@ class AlignedBatching(ContinuousBatching):
         held = kv.owners()
         self._leaving &= held.keys()
         free += sum(held[key] for key in self._leaving)
-        aside: list[Sequence] = []
+        evicted: list[Sequence] = []
         while free < low:
             victim = self._victim(set()) if len(self._running) > 1 else None
             if victim is None or not victim.output_tokens:
                 break
             self._running.remove(victim)
             self._leaving.add(victim.key)
-            self._evicted += 1
+            self._evictions += 1
             free += held[victim.key]
-            aside.append(victim)
-        return aside
+            evicted.append(victim)
+        return evicted
 
     def _low_water(self, kv: KvAllocator) -> int:
         """A block for every running row, but no more than a fiftieth of the cache; room for half a hand-over's time."""
@@ -120,29 +118,25 @@ class AlignedBatching(ContinuousBatching):
                 return False
         return True
 
-    def repeats(self, plan: IterationPlan, kv: KvAllocator) -> bool:
-        self._spare = kv.free_blocks + kv.cached_blocks - self._low_water(kv)
-        self._size = kv.geometry.block_size
-        self._tables = [(row.start, len(kv.blocks(row.sequence.key))) for row in plan.rows]
-        repeats = (not self._sets_aside or self._spare >= 0) and super().repeats(plan, kv)
-        self._foreseen = plan.rows[0] if repeats else None
-        return repeats
-
-    def repetitions(self) -> int:
-        """Until the low-water mark is reached: then somebody is evicted."""
+    def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
+        """Until the low-water mark is reached: then a sequence is evicted."""
+        spare, size = kv.free_blocks + kv.cached_blocks - self._low_water(kv), kv.geometry.block_size
+        if (self._sets_aside and spare < 0) or not super().steady_for(plan, kv):
+            return 0
         if not self._sets_aside:
-            return 1 << 30
-        low, high = 0, self._size * (self._spare + 2)
+            return UNTIL_DISTURBED
+        tables = [(row.start, len(kv.blocks(row.sequence.key))) for row in plan.rows]
+        low, high = 0, size * (spare + 2)
         while low < high:
             middle = (low + high + 1) // 2
-            grown = sum(max(0, (start + middle) // self._size + 1 - held) for start, held in self._tables)
-            low, high = (middle, high) if grown <= self._spare else (low, middle - 1)
+            grown = sum(max(0, (start + middle) // size + 1 - held) for start, held in tables)
+            low, high = (middle, high) if grown <= spare else (low, middle - 1)
         return low
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {
-            **super().figures(),
+            **super().metrics(),
             "decode_iterations_total": float(self._decodes),
             "mixed_iterations_total": float(self._mixed),
-            "evictions_total": float(self._evicted),
+            "evictions_total": float(self._evictions),
         }

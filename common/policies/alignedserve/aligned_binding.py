@@ -26,7 +26,7 @@ from cohort.common.policies.alignedserve.patience import patience_s
 from cohort.common.policies.alignedserve.quad_tree import PooledRequest, QuadTree
 from cohort.common.policies.alignedserve.running_batch import RunningBatch
 from cohort.common.policies.alignedserve.thresholds import Thresholds
-from cohort.common.policies.interface import Bind, ClusterView, InstanceView, ParkedKv, Prefetch
+from cohort.common.policies.interface import Bind, ClusterView, InstanceView, LateBinding, ParkedKv, Prefetch
 from cohort.common.types import InstanceId, RequestId, Role
 
 _LONGEST_PREFIX = 65_536
@@ -40,7 +40,7 @@ _STARVATION_SHARE = 0.5
 """Of the time that a request's TPOT target gives all of its output: the other half is for decoding it."""
 
 
-class AlignedBinding:
+class AlignedBinding(LateBinding):
     def __init__(self, options: AlignedServeConfig, *, default_output: float) -> None:
         """`default_output`: tokens expected of a request without a prediction."""
         self._options, self._default_output = options, default_output
@@ -333,7 +333,7 @@ class AlignedBinding:
         if wanted:
             actions.append(Prefetch(tuple(wanted), buffer))
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         buffered = sum(len(batch.requests) + len(batch.candidate) for batch in self._batches.values())
         return {
             "pool_requests": float(len(self._tree)),

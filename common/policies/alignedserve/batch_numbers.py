@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cohort.common.policies.interface import Row, Sequence
+from cohort.common.policies.interface import Row
+from cohort.common.sequence import Sequence
 
 FIRST_BATCH = 1 << 32
 

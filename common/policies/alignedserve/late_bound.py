@@ -9,11 +9,11 @@ from __future__ import annotations
 from cohort.common.config import AlignedServeConfig
 from cohort.common.policies.alignedserve.thresholds import Thresholds
 from cohort.common.policies.baselines.placements import Disaggregated
-from cohort.common.policies.interface import ClusterView, Impossible, Placed, Wait, WaitingRequest
-from cohort.common.types import InstanceId, RequestId, Segment
+from cohort.common.policies.interface import ClusterView, Impossible, Placed, Placement, Wait, WaitingRequest
+from cohort.common.types import InstanceId, Segment
 
 
-class LateBound:
+class LateBound(Placement):
     """A2 · [0, P) by load, [P, ∞) late-bound; bound at once while nothing is to be gained by waiting.
 
     Differs from the paper: a request that finds the pool empty and its decode worker with fewer rows than a batch needs
@@ -40,6 +40,3 @@ class LateBound:
             if rows < self._thresholds.min_requests(decode.capacity) and spare > decode.capacity.num_blocks // 2:
                 return Placed(placed.segments, "few run: nothing to align with")
         return Placed((first, Segment(second.start, None, None)), "prefill by load, then late-bound")
-
-    def finished(self, now_s: float, request_id: RequestId) -> None:
-        """Keeps nothing per request."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cohort.common.config import Config
+from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.bounded_admission import BoundedAdmission
 from cohort.common.policies.baselines.class_round_robin import ClassRoundRobin
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
-from cohort.common.policies.baselines.draft import IterationLimits
 from cohort.common.policies.baselines.feedback_queues import SkipJoinQueues
 from cohort.common.policies.baselines.first_come import FirstCome
 from cohort.common.policies.baselines.multi_resource import MultiResource

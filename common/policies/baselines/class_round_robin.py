@@ -7,14 +7,16 @@ sequence finds no block the latest arrival of either class gives way.
 
 from __future__ import annotations
 
-from cohort.common.policies.baselines.draft import Draft, IterationLimits, by_arrival
-from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Sequence, SequenceKey
-from cohort.common.types import TrafficClass
+from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, News
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Phase, Sequence
+from cohort.common.types import Attempt, TrafficClass
 
 _OTHER: dict[TrafficClass, TrafficClass] = {"rt": "be", "be": "rt"}
 
 
-class ClassRoundRobin:
+class ClassRoundRobin(IterationScheduler):
     """Nothing starves: each class has every other iteration, within it the earliest advances, and a request that found
     no blocks keeps later ones of both classes from taking what becomes free.
 
@@ -23,7 +25,7 @@ class ClassRoundRobin:
 
     def __init__(self, limits: IterationLimits) -> None:
         self._limits = limits
-        self._sequences: dict[SequenceKey, Sequence] = {}
+        self._sequences: dict[Attempt, Sequence] = {}
         self._turn: TrafficClass = "rt"
         self._turns: dict[TrafficClass, int] = {"rt": 0, "be": 0}
 
@@ -33,30 +35,30 @@ class ClassRoundRobin:
     def remove(self, now_s: float, sequence: Sequence) -> None:
         self._sequences.pop(sequence.key, None)
 
-    def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
+    def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         everybody = sorted(self._sequences.values(), key=by_arrival)
-        draft = Draft(self._limits, kv, (s for s in everybody if s.phase is Phase.RUNNING), by_arrival)
+        builder = BatchBuilder(self._limits, kv, (s for s in everybody if s.phase is Phase.RUNNING), by_arrival)
         for served in (self._turn, _OTHER[self._turn]):
-            self._serve(served, everybody, kv, draft)
-            if draft.rows:
+            self._serve(served, everybody, kv, builder)
+            if builder.rows:
                 self._turn = _OTHER[served]
                 self._turns[served] += 1
                 break
-        return draft.finish()
+        return builder.finish()
 
-    def _serve(self, served: TrafficClass, everybody: list[Sequence], kv: KvAllocator, draft: Draft) -> None:
+    def _serve(self, served: TrafficClass, everybody: list[Sequence], kv: KvAllocator, builder: BatchBuilder) -> None:
         for sequence in everybody:
             if sequence.request.traffic_class == served:
-                draft.go_on(sequence)
+                builder.go_on(sequence)
         alive = sum(1 for s in everybody if s.phase is Phase.RUNNING)
         for sequence in everybody:
             if sequence.phase is not Phase.WAITING and sequence.phase is not Phase.SWAPPED:
                 continue
-            if draft.full or draft.preempted or not self._leaves_room(sequence, kv, alive):
+            if builder.full or builder.preempted or not self._leaves_room(sequence, kv, alive):
                 return  # an earlier one of either class stands in the queue for memory
             if sequence.request.traffic_class != served:
                 continue
-            if not draft.admit(sequence):
+            if not builder.admit(sequence):
                 return
             alive += 1
 
@@ -65,10 +67,7 @@ class ClassRoundRobin:
         spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
         return alive == 0 or spare >= min(alive, kv.total_blocks // 50)
 
-    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
-        """Turns are taken whatever an iteration costs."""
-
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {
             "swapped": float(sum(1 for s in self._sequences.values() if s.phase is Phase.SWAPPED)),
             "rt_iterations_total": float(self._turns["rt"]),

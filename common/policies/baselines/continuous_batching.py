@@ -10,8 +10,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import Literal
 
-from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Row, Sequence
+from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Row
+from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.sequences import preempt, resume, start
+from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
 
 
@@ -19,7 +21,7 @@ def _order(sequence: Sequence) -> tuple[int, float, Attempt]:
     return (sequence.request.priority, sequence.arrived_s, sequence.key)
 
 
-class ContinuousBatching:
+class ContinuousBatching(IterationScheduler):
     def __init__(
         self, *, max_rows: int, max_step_tokens: int, prefill_chunk: int, preemption: Literal["swap", "recompute"]
     ) -> None:
@@ -40,7 +42,7 @@ class ContinuousBatching:
                 queue.remove(sequence)
                 return
 
-    def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
+    def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         plan = IterationPlan()
         decode_rows: list[Row] = []
         prefill_rows: list[Row] = []
@@ -79,7 +81,7 @@ class ContinuousBatching:
         if not plan.preempted:
             while self._swapped and tokens_left and len(planned) < self._max_rows:
                 sequence = self._swapped[0]
-                if not resume(sequence, kv, plan):
+                if not resume(sequence, kv):
                     break
                 self._swapped.pop(0)
                 insort(self._running, sequence, key=_order)
@@ -96,21 +98,19 @@ class ContinuousBatching:
         plan.reason = f"{len(prefill_rows)} prefill, {len(decode_rows)} decode, {len(plan.preempted)} preempted"
         return plan
 
-    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
-        """First come, first served needs no cost model."""
-
-    def repeats(self, plan: IterationPlan, kv: KvAllocator) -> bool:
+    def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
         """Everybody who runs decodes, and nobody can join: nobody wants to, or rows, tokens or blocks are used up (and
         growing rows only use up more)."""
         rows = len(plan.rows)
         if plan.preempted or plan.copies or rows != len(self._running) or self._swapped:
-            return False
+            return 0
         if any(row.count != 1 for row in plan.rows):
-            return False
+            return 0
         full = rows >= min(self._max_rows, self._max_step_tokens)
-        return not self._waiting or full or not self._has_room(self._waiting[0], kv)
+        stands = not self._waiting or full or not self._has_room(self._waiting[0], kv)
+        return UNTIL_DISTURBED if stands else 0
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {"swapped": float(len(self._swapped))}
 
     def _row(

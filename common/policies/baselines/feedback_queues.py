@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cohort.common.policies.baselines.draft import RankKey
-from cohort.common.policies.interface import IterationPlan, Sequence, SequenceKey
+from cohort.common.policies.baselines.batch_builder import RankKey
+from cohort.common.policies.baselines.ranked_batching import Ranking
+from cohort.common.policies.interface import Ran
+from cohort.common.sequence import Sequence
+from cohort.common.types import Attempt
 
 QUANTUM_RATIO = 2.0
 LEVELS = 5
@@ -30,7 +33,7 @@ class _Standing:
     promoted: bool = False
 
 
-class SkipJoinQueues:
+class SkipJoinQueues(Ranking):
     """`quantum_s` 0: the base quantum is the mean time of an iteration without prefill, learned from `observe`.
 
     Differs from FastServe: the prefill time of a newcomer comes from measured iterations instead of an offline profile,
@@ -40,13 +43,11 @@ class SkipJoinQueues:
     beside the time a swap takes: with ten seconds an overloaded large model does little but swap.
     """
 
-    steady = False
-
     def __init__(self, *, starvation_s: float, levels: int = LEVELS, quantum_s: float = 0.0) -> None:
         self._levels = levels
         self._quantum_s = quantum_s
         self._starvation_s = starvation_s
-        self._standing: dict[SequenceKey, _Standing] = {}
+        self._standing: dict[Attempt, _Standing] = {}
         self._iteration_s = 0.0
         self._prefill_token_s = 0.0
         self._promotions = 0
@@ -70,7 +71,8 @@ class SkipJoinQueues:
                 self._promotions += 1
                 self._standing[sequence.key] = _Standing(0, standing.entered_s, 0.0, now_s, promoted=True)
 
-    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
+    def observe(self, ran: Ran) -> None:
+        plan, now_s, latency_s = ran.plan, ran.ended_s, ran.latency_s
         prefill = sum(row.count for row in plan.rows if row.count > 1)
         if prefill:
             self._prefill_token_s = _mix(self._prefill_token_s, latency_s / prefill)
@@ -93,7 +95,7 @@ class SkipJoinQueues:
     def _quantum(self, level: int) -> float:
         return float((self._quantum_s or self._iteration_s) * QUANTUM_RATIO**level)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         counts = [0] * self._levels
         for standing in self._standing.values():
             counts[standing.level] += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from cohort.common.policies.interface import ClusterView, Dispatch, WaitingRequest
+from cohort.common.policies.interface import ClusterView, Dispatch, PrefillOrder, WaitingRequest
 from cohort.common.types import Prediction, RequestId
 
 _Key = tuple[int, bool, float, str]
@@ -21,7 +21,7 @@ def _key(waiting: WaitingRequest) -> _Key:
     return (request.priority, not request.online, request.arrival_s, request.request_id)
 
 
-class FirstCome:
+class FirstCome(PrefillOrder):
     def __init__(self, *, dispatch_ahead_tokens: int) -> None:
         self._ahead = dispatch_ahead_tokens
         # A heap whose entries are forgotten, not removed, when a request goes: one with another key in `_waiting`, or
@@ -65,9 +65,6 @@ class FirstCome:
             self._next_batch += 1
         return dispatches
 
-    def next_wake_s(self, now_s: float) -> float | None:
-        return None
-
     def __len__(self) -> int:
         return len(self._waiting)
 
@@ -75,5 +72,5 @@ class FirstCome:
     def waiting_tokens(self) -> int:
         return self._tokens
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {"buckets": 1.0}

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 
-from cohort.common.policies.baselines.draft import Draft, IterationLimits, by_arrival
+from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival
 from cohort.common.policies.baselines.reserved_allocation import Reservation
-from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Sequence, SequenceKey
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, News
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Phase, Sequence
+from cohort.common.types import Attempt
 
 
-class MultiResource:
+class MultiResource(IterationScheduler):
     """`limits.max_tokens` is the target forward size, `reservation` the allocator's exact allocation.
 
     What runs goes on; swapped sequences come back first, by arrival. Then, again and again, of the waiting requests
@@ -29,7 +32,7 @@ class MultiResource:
     def __init__(self, limits: IterationLimits, *, reservation: Reservation) -> None:
         self._limits = limits
         self._reservation = reservation
-        self._sequences: dict[SequenceKey, Sequence] = {}
+        self._sequences: dict[Attempt, Sequence] = {}
 
     def add(self, now_s: float, sequence: Sequence) -> None:
         self._sequences[sequence.key] = sequence
@@ -37,29 +40,29 @@ class MultiResource:
     def remove(self, now_s: float, sequence: Sequence) -> None:
         self._sequences.pop(sequence.key, None)
 
-    def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
+    def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         everybody = sorted(self._sequences.values(), key=by_arrival)
         running = [s for s in everybody if s.phase is Phase.RUNNING]
-        draft = Draft(self._limits, kv, running, by_arrival)
+        builder = BatchBuilder(self._limits, kv, running, by_arrival)
         # Tokens of running answers first, so that a long prompt cannot take their place in the iteration.
         for sequence in sorted(running, key=lambda s: s.uncomputed > 1):
-            draft.go_on(sequence)
-        if draft.preempted:
-            return draft.finish()
+            builder.go_on(sequence)
+        if builder.preempted:
+            return builder.finish()
         for sequence in everybody:
-            if sequence.phase is Phase.SWAPPED and not draft.admit(sequence):
-                return draft.finish()
+            if sequence.phase is Phase.SWAPPED and not builder.admit(sequence):
+                return builder.finish()
         waiting = [s for s in everybody if s.phase is Phase.WAITING]
-        while waiting and not draft.full:
-            chosen = self._nearest(waiting, kv, draft)
-            if chosen is None or not draft.admit(chosen):
+        while waiting and not builder.full:
+            chosen = self._nearest(waiting, kv, builder)
+            if chosen is None or not builder.admit(chosen):
                 break
             waiting.remove(chosen)
-        return draft.finish()
+        return builder.finish()
 
-    def _nearest(self, waiting: list[Sequence], kv: KvAllocator, draft: Draft) -> Sequence | None:
+    def _nearest(self, waiting: list[Sequence], kv: KvAllocator, builder: BatchBuilder) -> Sequence | None:
         free_blocks = kv.free_blocks + kv.cached_blocks
-        tokens_left = draft.tokens_left / self._limits.max_tokens
+        tokens_left = builder.tokens_left / self._limits.max_tokens
         blocks_left = free_blocks / kv.total_blocks
         nearest: Sequence | None = None
         smallest = math.inf
@@ -73,8 +76,5 @@ class MultiResource:
                 nearest, smallest = sequence, distance
         return nearest
 
-    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
-        """Demands, not times, decide."""
-
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {"swapped": float(sum(1 for s in self._sequences.values() if s.phase is Phase.SWAPPED))}

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.kv.block_pool import BlockHash, BlockPool, block_hashes
-from cohort.common.policies.interface import KvCopy, Sequence, SequenceKey
-from cohort.common.types import KvGeometry
+from cohort.common.policies.kv_interface import KvAllocator, KvCopy
+from cohort.common.sequence import Sequence
+from cohort.common.types import Attempt, KvGeometry
 
 
 @dataclass(slots=True)
@@ -24,15 +25,17 @@ class _Holding:
     host: list[int] = field(default_factory=list)
 
 
-class PagedAllocator:
+class PagedAllocator(KvAllocator):
     grows_by_block = True
+    sends_from_host = True
 
     def __init__(self, geometry: KvGeometry, num_blocks: int, host_blocks: int, *, prefix_caching: bool = True) -> None:
         self.geometry = geometry
         self._caching = prefix_caching
         self._pool = BlockPool(num_blocks, caching=prefix_caching)
         self._host = BlockPool(host_blocks, caching=False)
-        self._held: dict[SequenceKey, _Holding] = {}
+        self._held: dict[Attempt, _Holding] = {}
+        self._copies: list[KvCopy] = []
         self._prefix_queries = 0
         self._prefix_hits = 0
         self._failures = 0
@@ -48,10 +51,10 @@ class PagedAllocator:
         max_cached = 0 if sequence.scores_prompt else sequence.target - 1
         return self._take(sequence.key, sequence.tokens, self.positions_wanted(sequence), max_cached=max_cached)
 
-    def reserve(self, key: SequenceKey, tokens: Seq[int], positions: int) -> int | None:
+    def reserve(self, key: Attempt, tokens: Seq[int], positions: int) -> int | None:
         return self._take(key, tokens, positions, max_cached=min(positions, len(tokens)))
 
-    def _take(self, key: SequenceKey, tokens: Seq[int], positions: int, max_cached: int) -> int | None:
+    def _take(self, key: Attempt, tokens: Seq[int], positions: int, max_cached: int) -> int | None:
         if key in self._held:
             raise InvariantViolated(f"{key} already holds blocks")
         size = self.geometry.block_size
@@ -102,47 +105,50 @@ class PagedAllocator:
 
     # -- giving back -------------------------------------------------------------------------------------------
 
-    def release(self, key: SequenceKey) -> None:
+    def release(self, key: Attempt) -> None:
         holding = self._held.pop(key, None)
         if holding is not None:
             self._pool.release(holding.blocks)
             self._host.release(holding.host)
 
-    def swap_out(self, sequence: Sequence) -> KvCopy | None:
+    def swap_out(self, sequence: Sequence, *, beside: bool = False) -> bool:
         holding = self._held[sequence.key]
         used = self.geometry.blocks_for(sequence.computed)
         if used > self._host.available:
-            return None
+            return False
         host = self._host.allocate(used)
-        copy = KvCopy("out", "block", tuple(holding.blocks[:used]), tuple(host))
+        self._copies.append(KvCopy("out", "block", tuple(holding.blocks[:used]), tuple(host), beside))
         self._pool.release(holding.blocks)
         holding.blocks = []
         holding.hashes = []
         holding.host = host
-        return copy
+        return True
 
-    def swap_in(self, sequence: Sequence) -> KvCopy | None:
+    def swap_in(self, sequence: Sequence, *, beside: bool = False) -> bool:
         holding = self._held[sequence.key]
         wanted = self.geometry.blocks_for(self.positions_wanted(sequence))
         if wanted > self._pool.available:
-            return None
+            return False
         blocks = self._pool.allocate(wanted)
-        copy = KvCopy("in", "block", tuple(blocks[: len(holding.host)]), tuple(holding.host))
+        self._copies.append(KvCopy("in", "block", tuple(blocks[: len(holding.host)]), tuple(holding.host), beside))
         holding.blocks = blocks
         self._host.release(holding.host)
         holding.host = []
-        return copy
+        return True
+
+    def take_copies(self) -> list[KvCopy]:
+        if not self._copies:
+            return []
+        copies, self._copies = self._copies, []
+        return copies
 
     # -- what is there -----------------------------------------------------------------------------------------
 
-    def blocks(self, key: SequenceKey) -> Seq[int]:
+    def blocks(self, key: Attempt) -> Seq[int]:
         return self._held[key].blocks
 
-    def host_table(self, key: SequenceKey) -> Seq[int]:
+    def host_table(self, key: Attempt) -> Seq[int]:
         return self._held[key].host
-
-    def directions(self, key: SequenceKey) -> Seq[int] | None:
-        return None
 
     @property
     def total_blocks(self) -> int:
@@ -164,10 +170,10 @@ class PagedAllocator:
     def host_free_blocks(self) -> int:
         return self._host.available
 
-    def owners(self) -> Mapping[SequenceKey, int]:
+    def owners(self) -> Mapping[Attempt, int]:
         return {key: len(holding.blocks) + len(holding.host) for key, holding in self._held.items()}
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {
             "prefix_queries_total": float(self._prefix_queries),
             "prefix_hits_total": float(self._prefix_hits),

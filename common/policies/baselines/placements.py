@@ -8,8 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
-from cohort.common.types import InstanceId, Request, RequestId, Segment
+from cohort.common.policies.interface import (
+    ClusterView,
+    Impossible,
+    InstanceView,
+    Placed,
+    Placement,
+    Wait,
+    WaitingRequest,
+)
+from cohort.common.types import InstanceId, Request, Segment
 
 
 def fits(view: InstanceView, request: Request) -> bool:
@@ -57,7 +65,7 @@ def _unified(cluster: ClusterView, request: Request) -> list[InstanceView] | Wai
     return [view for view in able if view.role.prefills and view.role.decodes] or able
 
 
-class Colocated:
+class Colocated(Placement):
     """One segment on the least loaded instance."""
 
     def place(
@@ -69,11 +77,8 @@ class Colocated:
         chosen = next((view for view in unified if view.instance == wish), None) or min(unified, key=_unified_load)
         return Placed((Segment(0, None, chosen.instance),), "colocated on the least loaded instance")
 
-    def finished(self, now_s: float, request_id: RequestId) -> None:
-        """Keeps nothing per request."""
 
-
-class ColocatedInTurn:
+class ColocatedInTurn(Placement):
     """One segment, instances in turn whatever their load: how DynaServe routes its colocated baseline (§2.4).
 
     An instance that could never hold the request is passed over; a wish is granted as elsewhere.
@@ -95,11 +100,8 @@ class ColocatedInTurn:
         self._last = next((name for name in unified if name > self._last), unified[0])
         return Placed((Segment(0, None, self._last),), "colocated in turn")
 
-    def finished(self, now_s: float, request_id: RequestId) -> None:
-        """Keeps nothing per request."""
 
-
-class Disaggregated:
+class Disaggregated(Placement):
     """[0, P) on the prefill worker with the shortest queue, [P, ∞) on the decode worker with the most room (B8)."""
 
     def __init__(self) -> None:
@@ -128,6 +130,3 @@ class Disaggregated:
         return Placed(
             (Segment(0, split, prefill.instance), Segment(split, None, decode.instance)), "prefill and decode by load"
         )
-
-    def finished(self, now_s: float, request_id: RequestId) -> None:
-        """Keeps nothing per request."""

@@ -7,22 +7,26 @@ predicted nearest to it, as many as rows and, by exact allocation, memory allow.
 
 from __future__ import annotations
 
-from cohort.common.policies.baselines.draft import Draft, IterationLimits, by_arrival
+from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival
 from cohort.common.policies.baselines.reserved_allocation import Reservation
-from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Sequence, SequenceKey
+from cohort.common.policies.bucketserve.safe_batch import batch_kv_blocks
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, News
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Phase, Sequence
+from cohort.common.types import Attempt
 
 SPREAD = 1.5
 """Outputs that differ by less count as similar: a row that ends early leaves its place empty until the batch ends."""
 
 
-class PredictedBatches:
+class PredictedBatches(IterationScheduler):
     """`spread`: predicted outputs of a batch lie within a factor of so much of the oldest one's. With `limits.padded`
     prompts are computed as rectangles, as without variable-length kernels. With `rectangular_kv` a batch is as large
     as one contiguous cache allows, as long for every row as the longest prompt and the longest answer together
     (BucketServe Eq. 1), as without paged attention; the rows themselves still take blocks.
 
     First all prompts, then all tokens; who is done leaves, nobody joins. Differs from UELLM: its device mapping and its
-    fine-tuned predictor are other seats' business, its latency term is left out of the grouping, and rows that are done
+    fine-tuned predictor belong to other policies, its latency term is left out of the grouping, and rows that are done
     are not computed on. Sequences that came by hand-over join the batch that runs.
     """
 
@@ -33,8 +37,8 @@ class PredictedBatches:
         self._rectangular_kv = rectangular_kv
         self._reservation = reservation
         self._spread = spread
-        self._sequences: dict[SequenceKey, Sequence] = {}
-        self._batch: set[SequenceKey] = set()
+        self._sequences: dict[Attempt, Sequence] = {}
+        self._batch: set[Attempt] = set()
         self._batches = 0
 
     def add(self, now_s: float, sequence: Sequence) -> None:
@@ -46,29 +50,29 @@ class PredictedBatches:
         self._sequences.pop(sequence.key, None)
         self._batch.discard(sequence.key)
 
-    def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
+    def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         if not self._batch and self._sequences:
             self._batch = self._next_batch(kv)
             self._batches += 1
         members = sorted((self._sequences[key] for key in self._batch), key=by_arrival)
-        draft = Draft(self._limits, kv, (s for s in members if s.phase is Phase.RUNNING), by_arrival)
+        builder = BatchBuilder(self._limits, kv, (s for s in members if s.phase is Phase.RUNNING), by_arrival)
         for sequence in members:
             if sequence.uncomputed > 1:
-                draft.go_on(sequence)
-        self._admit(members, Phase.WAITING, draft)
-        if draft.rows:
-            return draft.finish()
+                builder.go_on(sequence)
+        self._admit(members, Phase.WAITING, builder)
+        if builder.rows:
+            return builder.finish()
         for sequence in members:
-            draft.go_on(sequence)
-        self._admit(members, Phase.SWAPPED, draft)
-        return draft.finish()
+            builder.go_on(sequence)
+        self._admit(members, Phase.SWAPPED, builder)
+        return builder.finish()
 
-    def _admit(self, members: list[Sequence], phase: Phase, draft: Draft) -> None:
+    def _admit(self, members: list[Sequence], phase: Phase, builder: BatchBuilder) -> None:
         for sequence in members:
-            if sequence.phase is phase and (draft.preempted or not draft.admit(sequence)):
+            if sequence.phase is phase and (builder.preempted or not builder.admit(sequence)):
                 return
 
-    def _next_batch(self, kv: KvAllocator) -> set[SequenceKey]:
+    def _next_batch(self, kv: KvAllocator) -> set[Attempt]:
         waiting = sorted(self._sequences.values(), key=by_arrival)
         oldest = waiting[0]
         wanted = max(1.0, oldest.predicted)
@@ -80,13 +84,13 @@ class PredictedBatches:
         ]
         similar.sort(key=lambda s: abs(s.predicted - wanted))  # stable: of equals the earliest
         room = kv.free_blocks + kv.cached_blocks
-        batch: set[SequenceKey] = set()
+        batch: set[Attempt] = set()
         taken = prompt = output = 0
         for sequence in [oldest, *similar]:
             positions, own = self._reservation(sequence), sequence.request.prompt_tokens
             prompt, output = max(prompt, own), max(output, positions - own)
             if self._rectangular_kv:
-                taken = (len(batch) + 1) * kv.geometry.blocks_for(prompt + output)
+                taken = batch_kv_blocks(prompt + output, len(batch) + 1, kv.geometry)
             else:
                 taken += kv.geometry.blocks_for(positions)
             if batch and (taken > room or len(batch) >= self._limits.max_rows):
@@ -94,10 +98,7 @@ class PredictedBatches:
             batch.add(sequence.key)
         return batch
 
-    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
-        """A batch is not adapted while it runs."""
-
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {
             "batch": float(len(self._batch)),
             "batches_total": float(self._batches),

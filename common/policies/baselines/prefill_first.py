@@ -8,14 +8,17 @@ coming stall the tokens of running answers, which is what the comparisons are ab
 
 from __future__ import annotations
 
-from cohort.common.policies.baselines.draft import Draft, IterationLimits, by_arrival
-from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Sequence, SequenceKey
+from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival
+from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Phase, Sequence
+from cohort.common.types import Attempt
 
 WATERMARK = 0.01
 """Share of the cache that a newcomer must leave free, or it would push somebody out at once."""
 
 
-class PrefillFirst:
+class PrefillFirst(IterationScheduler):
     """`limits.max_rows` bounds all running sequences, `limits.max_tokens` the prompts of one prefill batch.
 
     Differs from vLLM: a prompt of more tokens than an iteration may have is computed in several (vLLM refuses it), and
@@ -24,7 +27,7 @@ class PrefillFirst:
 
     def __init__(self, limits: IterationLimits) -> None:
         self._limits = limits
-        self._sequences: dict[SequenceKey, Sequence] = {}
+        self._sequences: dict[Attempt, Sequence] = {}
 
     def add(self, now_s: float, sequence: Sequence) -> None:
         self._sequences[sequence.key] = sequence
@@ -35,33 +38,35 @@ class PrefillFirst:
     def _in(self, phase: Phase) -> list[Sequence]:
         return sorted((s for s in self._sequences.values() if s.phase is phase), key=by_arrival)
 
-    def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
+    def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         running, swapped = self._in(Phase.RUNNING), self._in(Phase.SWAPPED)
-        draft = Draft(self._limits, kv, running, by_arrival)
-        self._prefill(draft, kv, running, swapped)
-        if draft.rows:
-            return draft.finish()
+        builder = BatchBuilder(self._limits, kv, running, by_arrival)
+        self._prefill(builder, kv, running, swapped)
+        if builder.rows:
+            return builder.finish()
         for sequence in running:
-            draft.go_on(sequence)
-        if not draft.preempted:
+            builder.go_on(sequence)
+        if not builder.preempted:
             for sequence in swapped:
-                if not self._leaves_room(sequence, kv, len(running)) or not draft.admit(sequence):
+                if not self._leaves_room(sequence, kv, len(running)) or not builder.admit(sequence):
                     break
-        return draft.finish()
+        return builder.finish()
 
-    def _prefill(self, draft: Draft, kv: KvAllocator, running: list[Sequence], swapped: list[Sequence]) -> None:
+    def _prefill(
+        self, builder: BatchBuilder, kv: KvAllocator, running: list[Sequence], swapped: list[Sequence]
+    ) -> None:
         """Prompts begun in an earlier iteration, then waiting ones as a whole, as many as fit."""
         for sequence in running:
             if sequence.uncomputed > 1:
-                draft.go_on(sequence)
-        if swapped or draft.preempted:
+                builder.go_on(sequence)
+        if swapped or builder.preempted:
             return
         alive = len(running)
         for sequence in self._in(Phase.WAITING):
-            whole = sequence.target <= draft.tokens_left or draft.rows == 0
+            whole = sequence.target <= builder.tokens_left or builder.rows == 0
             if alive >= self._limits.max_rows or not whole or not self._leaves_room(sequence, kv, alive):
                 return
-            if not draft.admit(sequence):
+            if not builder.admit(sequence):
                 return
             alive += 1
 
@@ -69,20 +74,18 @@ class PrefillFirst:
         spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
         return alive == 0 or spare >= int(WATERMARK * kv.total_blocks)
 
-    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
-        """First come, first served needs no cost model."""
-
-    def repeats(self, plan: IterationPlan, kv: KvAllocator) -> bool:
+    def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
         """Everybody who runs decodes, and the first who waits finds no place: that stays so while they grow."""
         if plan.preempted or plan.copies or any(row.count != 1 for row in plan.rows):
-            return False
+            return 0
         running, waiting = self._in(Phase.RUNNING), self._in(Phase.WAITING)
         if len(running) != len(plan.rows) or len(running) + len(waiting) != len(self._sequences):
-            return False
+            return 0
         if any(row.sequence.phase is not Phase.RUNNING for row in plan.rows):
-            return False
+            return 0
         full = len(running) >= self._limits.max_rows
-        return not waiting or full or not self._leaves_room(waiting[0], kv, len(running))
+        stands = not waiting or full or not self._leaves_room(waiting[0], kv, len(running))
+        return UNTIL_DISTURBED if stands else 0
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {"swapped": float(len(self._in(Phase.SWAPPED)))}

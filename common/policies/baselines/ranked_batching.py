@@ -7,34 +7,46 @@ newcomer takes the place in the cache of worse ranked sequences; without, it wai
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Protocol
 
-from cohort.common.policies.baselines.draft import Draft, IterationLimits, RankKey, by_arrival
+from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, RankKey, by_arrival
 from cohort.common.policies.baselines.reserved_allocation import Reservation
-from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Sequence, SequenceKey
+from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Phase, Sequence
+from cohort.common.types import Attempt
 
 
-class Ranking(Protocol):
-    steady: bool
+class Ranking(ABC):
+    steady = False
     """The order of sequences that run together never changes while they do."""
 
+    @abstractmethod
     def key(self, sequence: Sequence) -> RankKey:
         """Lower goes first; tells any two sequences apart; fixed from `begin` to the end of the iteration."""
 
-    def added(self, now_s: float, sequence: Sequence) -> None: ...
+    def added(self, now_s: float, sequence: Sequence) -> None:
+        """Asked for its key from now on."""
+        return
 
-    def removed(self, sequence: Sequence) -> None: ...
+    def removed(self, sequence: Sequence) -> None:
+        """Not asked for its key any more."""
+        return
 
     def begin(self, now_s: float, sequences: Iterable[Sequence]) -> None:
         """An iteration is about to be planned from these."""
+        return
 
-    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None: ...
+    def observe(self, ran: Ran) -> None:
+        """An iteration has run; before `begin` of the next."""
+        return
 
-    def figures(self) -> dict[str, float]: ...
+    def metrics(self) -> dict[str, float]:
+        return {}
 
 
-class ArrivalRanking:
+class ArrivalRanking(Ranking):
     """ORCA's order (its Algorithm 1): first come, first served within a priority."""
 
     steady = True
@@ -42,23 +54,8 @@ class ArrivalRanking:
     def key(self, sequence: Sequence) -> RankKey:
         return by_arrival(sequence)
 
-    def added(self, now_s: float, sequence: Sequence) -> None:
-        """Arrival is in the sequence."""
 
-    def removed(self, sequence: Sequence) -> None:
-        """Nothing is kept."""
-
-    def begin(self, now_s: float, sequences: Iterable[Sequence]) -> None:
-        """Arrivals do not change."""
-
-    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
-        """Needs no cost model."""
-
-    def figures(self) -> dict[str, float]:
-        return {}
-
-
-class RankedBatching:
+class RankedBatching(IterationScheduler):
     """`reservation` is the allocator's: it says how many blocks a newcomer will ask for.
 
     ORCA (Yu et al., OSDI 2022, Algorithm 1) is this with `ArrivalRanking`, max-allocation, its fixed batch size as
@@ -71,8 +68,8 @@ class RankedBatching:
         self._limits = limits
         self._reservation = reservation
         self._evicting = evicting
-        self._sequences: dict[SequenceKey, Sequence] = {}
-        self._known_when_admitted: dict[SequenceKey, int] = {}
+        self._sequences: dict[Attempt, Sequence] = {}
+        self._known_when_admitted: dict[Attempt, int] = {}
 
     def add(self, now_s: float, sequence: Sequence) -> None:
         self._sequences[sequence.key] = sequence
@@ -83,48 +80,47 @@ class RankedBatching:
             self._known_when_admitted.pop(sequence.key, None)
             self._ranking.removed(sequence)
 
-    def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
+    def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
+        if news.ran is not None:
+            self._ranking.observe(news.ran)
         everybody = list(self._sequences.values())
         self._ranking.begin(now_s, everybody)
-        draft = Draft(self._limits, kv, (s for s in everybody if s.phase is Phase.RUNNING), self._ranking.key)
+        builder = BatchBuilder(self._limits, kv, (s for s in everybody if s.phase is Phase.RUNNING), self._ranking.key)
         fresh = {
             key for key, known in self._known_when_admitted.items() if self._sequences[key].known <= known
         }  # no token drawn since
         queue_stands = False
         for sequence in sorted(everybody, key=self._ranking.key):
-            if draft.full:
+            if builder.full:
                 break
             if sequence.phase is Phase.RUNNING:
-                draft.go_on(sequence)
+                builder.go_on(sequence)
             elif not queue_stands:
                 # Nobody of a worse rank overtakes who does not fit, or large requests would wait forever.
-                queue_stands = not self._admit(sequence, kv, draft, fresh)
-        return draft.finish()
+                queue_stands = not self._admit(sequence, kv, builder, fresh)
+        return builder.finish()
 
-    def _admit(self, sequence: Sequence, kv: KvAllocator, draft: Draft, fresh: set[SequenceKey]) -> bool:
+    def _admit(self, sequence: Sequence, kv: KvAllocator, builder: BatchBuilder, fresh: set[Attempt]) -> bool:
         if not self._evicting:
             # Who runs out of blocks must find them next time: no newcomer in such an iteration.
-            return not draft.preempted and draft.admit(sequence)
-        admitted = draft.admit_by_force(sequence, kv.geometry.blocks_for(self._reservation(sequence)), fresh)
+            return not builder.preempted and builder.admit(sequence)
+        admitted = builder.admit_by_force(sequence, kv.geometry.blocks_for(self._reservation(sequence)), fresh)
         if admitted:
             self._known_when_admitted[sequence.key] = sequence.known
         return admitted
 
-    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
-        self._ranking.observe(now_s, plan, latency_s)
-
-    def repeats(self, plan: IterationPlan, kv: KvAllocator) -> bool:
+    def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
         """Everybody decodes in this plan, or its rows are all there are and nobody can push anybody out."""
         if not self._ranking.steady or plan.preempted or plan.copies or any(row.count != 1 for row in plan.rows):
-            return False
+            return 0
         if any(row.sequence.phase is not Phase.RUNNING for row in plan.rows):
-            return False
+            return 0
         if len(plan.rows) == len(self._sequences):
-            return True
+            return UNTIL_DISTURBED
         running = sum(1 for s in self._sequences.values() if s.phase is Phase.RUNNING)
         full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
-        return full and running == len(plan.rows) and not self._evicting
+        return UNTIL_DISTURBED if full and running == len(plan.rows) and not self._evicting else 0
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         swapped = sum(1 for s in self._sequences.values() if s.phase is Phase.SWAPPED)
-        return {"swapped": float(swapped), **self._ranking.figures()}
+        return {"swapped": float(swapped), **self._ranking.metrics()}

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
-from cohort.common.policies.interface import Sequence
+from cohort.common.sequence import Sequence
 from cohort.common.types import KvGeometry
 
 Reservation = Callable[[Sequence], int]

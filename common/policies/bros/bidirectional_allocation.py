@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from itertools import chain
 
 from cohort.common.errors import InvariantViolated
-from cohort.common.kv.shared_blocks import PreemptedBlock, SharedBlocks, Tenant
+from cohort.common.kv.shared_blocks import SharedBlocks, Tenant
 from cohort.common.policies.bros.copy_list import CopyList
-from cohort.common.policies.interface import KvCopy, Sequence, SequenceKey
-from cohort.common.types import KvGeometry
+from cohort.common.policies.kv_interface import BlockSharing, KvAllocator, KvCopy
+from cohort.common.sequence import Sequence
+from cohort.common.types import Attempt, KvGeometry
 
 
 @dataclass(slots=True)
@@ -37,16 +38,18 @@ class _Change:
     """Reversed tenant, its block index, offsets that stay resident."""
 
 
-class BidirectionalAllocator:
+class BidirectionalAllocator(KvAllocator, BlockSharing):
     """Differs from the paper: it is silent on where overwritten slots return to while the other request is still
     there. Here that block of the best-effort request moves to another one, slots that were still resident with it."""
+
+    on_demand = True
 
     def __init__(self, geometry: KvGeometry, num_blocks: int, host_blocks: int) -> None:
         self.geometry = geometry
         self._size = geometry.block_size
         self._table = SharedBlocks(num_blocks, self._size)
-        self._tenants: dict[SequenceKey, Tenant] = {}
-        self._reversed: dict[SequenceKey, Tenant] = {}
+        self._tenants: dict[Attempt, Tenant] = {}
+        self._reversed: dict[Attempt, Tenant] = {}
         self._host_total = host_blocks
         self._host_free = list(range(host_blocks - 1, -1, -1))
         self._host_returned: list[int] = []
@@ -69,7 +72,7 @@ class BidirectionalAllocator:
         reversed_ = sequence.request.traffic_class == "be" and not exclusive
         return self._enter(Tenant(sequence.key, reversed_, exclusive), sequence.target)
 
-    def reserve(self, key: SequenceKey, tokens: Seq[int], positions: int) -> int | None:
+    def reserve(self, key: Attempt, tokens: Seq[int], positions: int) -> int | None:
         return self._enter(Tenant(key, False, True), positions)
 
     def _enter(self, tenant: Tenant, positions: int) -> int | None:
@@ -265,7 +268,7 @@ class BidirectionalAllocator:
 
     # -- giving back -------------------------------------------------------------------------------------------
 
-    def release(self, key: SequenceKey) -> None:
+    def release(self, key: Attempt) -> None:
         tenant = self._tenants.pop(key, None)
         if tenant is None:
             return
@@ -274,23 +277,20 @@ class BidirectionalAllocator:
         self._leave(tenant)
         self._host_returned += tenant.host.values()
 
-    def swap_out(self, sequence: Sequence) -> KvCopy | None:
-        """R11 · Drop a sequence to host memory. The copy itself is among `take_copies`, with all others."""
+    def swap_out(self, sequence: Sequence, *, beside: bool = False) -> bool:
+        """R11 · Drop a sequence to host memory. `beside` is for parked KV, which never comes here."""
         tenant = self._tenants[sequence.key]
         held = [index for index, resident in enumerate(tenant.resident) if resident]
         if sum(1 for index in held if index not in tenant.host) > len(self._host_free):
-            return None
+            return False
         for index in held:
             self._checkpoint(tenant, index, 0)
         self._served.discard(tenant)
         self._leave(tenant)
-        return KvCopy("out", "slot", (), ())
+        return True
 
-    def swap_in(self, sequence: Sequence) -> KvCopy | None:
-        """The way back of `swap_out`; copies likewise."""
-        if not self._grow(self._tenants[sequence.key], sequence.target):
-            return None
-        return KvCopy("in", "slot", (), ())
+    def swap_in(self, sequence: Sequence, *, beside: bool = False) -> bool:
+        return self._grow(self._tenants[sequence.key], sequence.target, beside=beside)
 
     def _leave(self, tenant: Tenant) -> None:
         self._preemptable = None
@@ -302,39 +302,36 @@ class BidirectionalAllocator:
         if self._spared:
             self._count_spared()
 
+    # -- sharing -----------------------------------------------------------------------------------------------
+
+    @property
+    def sharing(self) -> BlockSharing:
+        return self
+
+    def claim(self, sequence: Sequence, positions: int) -> bool:
+        return self.extend(sequence, positions)
+
     # -- what is there -----------------------------------------------------------------------------------------
 
-    def blocks(self, key: SequenceKey) -> Seq[int]:
+    def blocks(self, key: Attempt) -> Seq[int]:
         return self._tenants[key].blocks
 
-    def directions(self, key: SequenceKey) -> Seq[int] | None:
+    def directions(self, key: Attempt) -> Seq[int] | None:
         """R13"""
         tenant = self._tenants[key]
         return [1] * len(tenant.blocks) if tenant.reversed else None
 
-    def checkpointed(self, key: SequenceKey) -> int:
+    def checkpointed(self, key: Attempt) -> int:
         """R10 · Positions of a sequence that are in host memory only; 0 for one that holds nothing."""
         tenant = self._tenants.get(key)
         return 0 if tenant is None else tenant.away
 
-    def preemption_table(self) -> list[PreemptedBlock]:
-        """R10 · Blocks some of whose best-effort slots are in host memory; swapped-out sequences have no blocks."""
-        rows = []
-        for tenant in self._reversed.values():
-            for index in tenant.host:
-                if index < len(tenant.blocks):
-                    block = tenant.blocks[index]
-                    side = self._table.left(block)
-                    slots = self._table.within(tenant.stored, index) - tenant.resident[index]
-                    rows.append(PreemptedBlock(block, side[0].name if side else None, tenant.name, slots))
-        return rows
-
     @property
-    def preemptable_blocks(self) -> int:
+    def lendable_blocks(self) -> int:
         """Blocks a real-time request could share, now or when those served in this iteration may be robbed again."""
         return self._table.right_blocks - self._table.shared_blocks - self._spared_blocks
 
-    def spare(self, keys: Iterable[SequenceKey]) -> None:
+    def spare(self, keys: Iterable[Attempt]) -> None:
         """In this iteration nobody moves into the blocks of these; who shares one with them already may go on there."""
         self._spared = {tenant for key in keys if (tenant := self._reversed.get(key)) is not None}
         self._count_spared()
@@ -363,15 +360,14 @@ class BidirectionalAllocator:
     def host_free_blocks(self) -> int:
         return len(self._host_free) + len(self._host_returned)
 
-    def owners(self) -> Mapping[SequenceKey, int]:
+    def owners(self) -> Mapping[Attempt, int]:
         return {key: len(tenant.blocks) + len(tenant.host) for key, tenant in self._tenants.items()}
 
-    def held(self, key: SequenceKey) -> int:
-        """Of `owners`, the one; 0 for a sequence that holds nothing."""
+    def held(self, key: Attempt) -> int:
         tenant = self._tenants.get(key)
         return 0 if tenant is None else len(tenant.blocks) + len(tenant.host)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {
             "allocation_failures_total": float(self._failures),
             "shared_blocks": float(self._table.shared_blocks),

@@ -7,7 +7,7 @@ not used again before the next, and because nobody who was served in an iteratio
 
 from __future__ import annotations
 
-from cohort.common.policies.interface import KvCopy
+from cohort.common.policies.kv_interface import KvCopy
 
 _Pairs = tuple[list[int], list[int]]
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cohort.common.policies.interface import Row
+from cohort.common.policies.interface import Learned, Row
 
 _Vector = npt.NDArray[np.float64]
 
@@ -67,7 +67,7 @@ def load_of(rows: Iterable[Row]) -> BatchLoad:
     return BatchLoad(tokens, decode, context)
 
 
-class IterationCost:
+class IterationCost(Learned):
     def __init__(self) -> None:
         self._weights: _Vector = np.zeros(len(_SCALE))
         self._covariance = np.eye(len(_SCALE)) * _UNSURE
@@ -220,7 +220,7 @@ class IterationCost:
                 load = BatchLoad(rows * count, 0, rows * (context - count))
             self._learn(load, float(point["median_s"]), 1.0)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """`cost_error`: relative error of what was foreseen, moving average since this process started; `cost_bias` the
         same with its sign. Observations count those of earlier processes too, whose state it started from."""
         return {"cost_error": self._error, "cost_bias": self._bias, "cost_observations_total": float(self._seen)}

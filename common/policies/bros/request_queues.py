@@ -10,11 +10,12 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 
-from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
 from cohort.common.policies.bros.token_groups import TokenGroups
-from cohort.common.policies.interface import KvAllocator, Phase, Sequence, SequenceKey
+from cohort.common.policies.kv_interface import BlockSharing
+from cohort.common.sequence import Phase, Sequence
+from cohort.common.types import Attempt
 
-Candidate = tuple[float, SequenceKey, Sequence]
+Candidate = tuple[float, Attempt, Sequence]
 """Residual time, key, sequence; sorts by urgency."""
 
 
@@ -73,9 +74,9 @@ class RealTimeQueues:
     def __init__(self, groups: TokenGroups) -> None:
         self._groups = groups
         self._waiting: list[Candidate] = []  # by due time
-        self._due: dict[SequenceKey, float] = {}
+        self._due: dict[Attempt, float] = {}
         """Of those who wait."""
-        self._pending: dict[SequenceKey, Sequence] = {}
+        self._pending: dict[Attempt, Sequence] = {}
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._pending)
@@ -128,8 +129,8 @@ class BestEffortQueues:
     """R4, line 17 · Best-effort requests by the slots that would have to come back, then by arrival."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[float, SequenceKey, Sequence]] = []  # by arrival
-        self._pending: dict[SequenceKey, Sequence] = {}
+        self._waiting: list[tuple[float, Attempt, Sequence]] = []  # by arrival
+        self._pending: dict[Attempt, Sequence] = {}
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._pending)
@@ -172,13 +173,13 @@ class BestEffortQueues:
         """Up to `most` of those who wait, by arrival: nothing of theirs is anywhere."""
         return [item[2] for item in self._waiting[:most]]
 
-    def by_slots(self, kv: KvAllocator) -> tuple[list[Sequence], list[tuple[int, Sequence]]]:
+    def by_slots(self, sharing: BlockSharing | None) -> tuple[list[Sequence], list[tuple[int, Sequence]]]:
         """Pending requests: those whose KV is all here, by arrival; the others with the slots that have to come back,
         fewest first. Those who wait belong between the two."""
         whole: list[Candidate] = []
-        apart: list[tuple[int, float, SequenceKey, Sequence]] = []
+        apart: list[tuple[int, float, Attempt, Sequence]] = []
         for key, sequence in self._pending.items():
-            slots = slots_away(sequence, kv)
+            slots = slots_away(sequence, sharing)
             if slots:
                 apart.append((slots, sequence.arrived_s, key, sequence))
             else:
@@ -188,8 +189,8 @@ class BestEffortQueues:
         return [item[2] for item in whole], [(item[0], item[3]) for item in apart]
 
 
-def slots_away(sequence: Sequence, kv: KvAllocator) -> int:
+def slots_away(sequence: Sequence, sharing: BlockSharing | None) -> int:
     """R10 · Slots that have to come from host memory before the sequence can run."""
-    if isinstance(kv, BidirectionalAllocator):
-        return kv.checkpointed(sequence.key)
+    if sharing is not None:
+        return sharing.checkpointed(sequence.key)
     return sequence.computed if sequence.phase is Phase.SWAPPED else 0

@@ -19,15 +19,16 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from cohort.common.config import BrosConfig
-from cohort.common.policies.baselines.draft import IterationLimits
+from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
-from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
 from cohort.common.policies.bros.iteration_cost import BatchLoad, IterationCost, load_of
 from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTimeQueues, UrgentFirst, slots_away
 from cohort.common.policies.bros.token_groups import TokenGroups
-from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Row, Sequence, SequenceKey
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Ran, Row
+from cohort.common.policies.kv_interface import BlockSharing, KvAllocator
 from cohort.common.policies.sequences import preempt, resume, start
-from cohort.common.types import StepTimes, TrafficClass
+from cohort.common.sequence import Phase, Sequence
+from cohort.common.types import Attempt, TrafficClass
 
 _NO_DEADLINE = float("inf")
 _SMALLEST_CUT = 16
@@ -41,13 +42,13 @@ class _Batch:
     most_rows: int
     tokens_left: int
     plan: IterationPlan = field(default_factory=IterationPlan)
-    rows: dict[SequenceKey, Row] = field(default_factory=dict)
+    rows: dict[Attempt, Row] = field(default_factory=dict)
     prefill_tokens: int = 0
     decode_rows: int = 0
     context: int = 0
     slots: int = 0
     limit_s: float = _NO_DEADLINE
-    safe: set[SequenceKey] = field(default_factory=set)
+    safe: set[Attempt] = field(default_factory=set)
     """In the batch, or being brought back: not to be dropped now."""
     kept: list[Sequence] = field(default_factory=list)
     """Best-effort requests whose share of the cache nobody takes."""
@@ -86,7 +87,7 @@ class _Batch:
             self.context -= row.start
 
 
-class SlackPacking:
+class SlackPacking(IterationScheduler):
     """Differs from the paper:
 
     - Requests that can no longer make it are those that would be late alone, or in an iteration with all who decode.
@@ -111,10 +112,11 @@ class SlackPacking:
         self._be = BestEffortQueues()
         self._average_s = 0.0
         # Insertion order = who was served longest ago, per class.
-        self._served: dict[TrafficClass, dict[SequenceKey, tuple[float, Sequence]]] = {"rt": {}, "be": {}}
+        self._served: dict[TrafficClass, dict[Attempt, tuple[float, Sequence]]] = {"rt": {}, "be": {}}
         self._since_starving: dict[TrafficClass, int] = {"rt": 0, "be": 0}
         self._slots_beside = 0
-        self._block_size = 1
+        self._sharing: BlockSharing | None = None
+        """Of the allocator, where it moves real-time requests into best-effort ones' blocks by itself (R8)."""
         self._replaced = self._overdue_rows = self._dropped = 0
 
     def add(self, now_s: float, sequence: Sequence) -> None:
@@ -129,8 +131,10 @@ class SlackPacking:
 
     # -- Algorithm 1 -------------------------------------------------------------------------------------------
 
-    def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
-        self._block_size = kv.geometry.block_size
+    def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
+        if news.ran is not None:
+            self._learn(news.ran, kv)
+        self._sharing = kv.sharing if kv.sharing is not None and kv.sharing.on_demand else None
         batch = _Batch(min(self._batch_size.value, self._limits.max_rows), self._limits.max_tokens)
         self._starving_first(now_s, kv, batch)
         least_s = self._least_s()
@@ -255,8 +259,8 @@ class SlackPacking:
         batch.kept = self._be.first_within(most, int(share * kv.total_blocks), kv.geometry.blocks_for)
         # They come on top: with memory for many they would fill the batch, and late real-time requests could not start.
         batch.most_rows = min(self._limits.max_rows, batch.most_rows + len(batch.kept))
-        if isinstance(kv, BidirectionalAllocator):
-            kv.spare(sequence.key for sequence in batch.kept)
+        if self._sharing is not None:
+            self._sharing.spare(sequence.key for sequence in batch.kept)
         self._reserve(kv, batch)
 
     def _reserve(self, kv: KvAllocator, batch: _Batch) -> None:
@@ -270,9 +274,9 @@ class SlackPacking:
         """What is reserved is for them; the oldest may also take blocks from the youngest."""
         batch.reserved = 0
         for sequence in batch.kept:
-            slots = slots_away(sequence, kv)
-            if slots and batch.rows and isinstance(kv, BidirectionalAllocator):
-                hosted = self._bring_back(sequence, slots, kv, batch)
+            slots = slots_away(sequence, self._sharing)
+            if slots and batch.rows and self._sharing is not None:
+                hosted = self._bring_back(sequence, slots, self._sharing, batch)
             else:
                 victims = self._droppable(kv, batch, sequence, real_time=False)
                 hosted = self._offer(sequence, kv, batch, chosen, victims)
@@ -300,7 +304,7 @@ class SlackPacking:
 
     def _pack_best_effort(self, kv: KvAllocator, batch: _Batch, chosen: list[tuple[float, Sequence]]) -> None:
         """Lines 17–33."""
-        whole, apart = self._be.by_slots(kv)
+        whole, apart = self._be.by_slots(self._sharing)
         kept = {sequence.key for sequence in batch.kept}
         for index, sequence in enumerate(whole):
             # The oldest may take blocks from the youngest, or all could wait for each other's.
@@ -317,8 +321,8 @@ class SlackPacking:
         for slots, sequence in apart:
             if sequence.phase is Phase.WAITING or sequence.key in kept:
                 continue  # dropped just now, and nothing of it is there; or had its turn
-            if batch.rows and isinstance(kv, BidirectionalAllocator):
-                if not self._bring_back(sequence, slots, kv, batch):
+            if batch.rows and self._sharing is not None:
+                if not self._bring_back(sequence, slots, self._sharing, batch):
                     return
             elif not batch.dropped and not self._offer(sequence, kv, batch, chosen, None):
                 return
@@ -342,10 +346,10 @@ class SlackPacking:
         self._place(sequence, kv, batch, victims, fitting)
         return True
 
-    def _bring_back(self, sequence: Sequence, slots: int, kv: BidirectionalAllocator, batch: _Batch) -> bool:
+    def _bring_back(self, sequence: Sequence, slots: int, sharing: BlockSharing, batch: _Batch) -> bool:
         """R9, R12 · Its slots return while this batch runs, as far as that hides behind it; it runs in the next."""
         hidden = self._cost.swap_s(batch.slots + slots) <= max(self._cost.exec_s(batch.load), self._cost.least_s)
-        if not hidden or not kv.restore(sequence):
+        if not hidden or not sharing.restore(sequence):
             return False
         sequence.phase = Phase.RUNNING
         batch.slots += slots
@@ -402,8 +406,8 @@ class SlackPacking:
         count = min(count, batch.tokens_left) or self._count(sequence, batch.tokens_left)
         if count < 1:
             return False
-        if sequence.phase is Phase.SWAPPED and batch.rows and isinstance(kv, BidirectionalAllocator):
-            return self._bring_back(sequence, kv.checkpointed(sequence.key), kv, batch)
+        if sequence.phase is Phase.SWAPPED and batch.rows and self._sharing is not None:
+            return self._bring_back(sequence, self._sharing.checkpointed(sequence.key), self._sharing, batch)
         while not self._take(sequence, kv, batch, count):
             victim = next(victims, None) if victims is not None else None
             if victim is None:
@@ -418,7 +422,7 @@ class SlackPacking:
         if sequence.phase is Phase.RUNNING:
             return kv.extend(sequence, sequence.computed + count)
         if sequence.phase is Phase.SWAPPED:
-            return resume(sequence, kv, batch.plan)
+            return resume(sequence, kv)
         if not self._has_room(sequence, kv, batch) or not start(sequence, kv):
             return False
         (self._rt if sequence.request.traffic_class == "rt" else self._be).started(sequence)
@@ -439,9 +443,9 @@ class SlackPacking:
 
         own_class, room = sequence.request.traffic_class, kv.free_blocks + kv.cached_blocks
         from_best_effort = True
-        if own_class == "rt" and isinstance(kv, BidirectionalAllocator):
+        if own_class == "rt" and self._sharing is not None:
             # Best-effort blocks can be had without a drop, unless there is nowhere to put what is overwritten.
-            room += kv.preemptable_blocks
+            room += self._sharing.lendable_blocks
             wanted = kv.geometry.blocks_for(sequence.target) - kv.held(sequence.key)
             from_best_effort = desperate or kv.host_free_blocks <= wanted
         victims: list[Sequence] = []
@@ -461,41 +465,35 @@ class SlackPacking:
     def _has_room(self, sequence: Sequence, kv: KvAllocator, batch: _Batch) -> bool:
         """Somebody starts only where everybody running keeps its next block, and the oldest best-effort their share."""
         spare = kv.free_blocks + kv.cached_blocks - batch.reserved - kv.geometry.blocks_for(sequence.target)
-        if sequence.request.traffic_class == "rt" and isinstance(kv, BidirectionalAllocator):
-            spare += kv.preemptable_blocks
+        if sequence.request.traffic_class == "rt" and self._sharing is not None:
+            spare += self._sharing.lendable_blocks
         if spare < 0 or spare >= kv.total_blocks // 50:
             return spare >= 0
         return spare >= sum(1 for queue in (self._rt, self._be) for s in queue.pending() if s.phase is Phase.RUNNING)
 
     # -- learning ----------------------------------------------------------------------------------------------
 
-    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
+    def _learn(self, ran: Ran, kv: KvAllocator) -> None:
         """T_avg and the cost model (R3)."""
+        plan, latency_s, block_size = ran.plan, ran.latency_s, kv.geometry.block_size
         if plan.rows:
             self._average_s = latency_s if self._average_s == 0.0 else 0.9 * self._average_s + 0.1 * latency_s
         slots = sum(
-            len(copy.device) * (self._block_size if copy.unit == "block" else 1)
-            for copy in plan.copies
-            if not copy.beside
+            len(copy.device) * (block_size if copy.unit == "block" else 1) for copy in plan.copies if not copy.beside
         )
         self._cost.observe(load_of(plan.rows), self._slots_beside, latency_s, slots_before=slots)
 
-    def step_times(self) -> StepTimes | None:
-        """A placement has nothing to learn from this: the model is of one worker's mixed batches."""
-        return None
+    @property
+    def learned(self) -> IterationCost:
+        """Nothing for placements: the model is of one worker's mixed batches."""
+        return self._cost
 
-    def export_state(self) -> bytes:
-        return self._cost.export_state()
-
-    def import_state(self, data: bytes) -> None:
-        self._cost.import_state(data)
-
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {
             "batch_limit": float(self._batch_size.value),
             "batch_backoffs_total": float(self._batch_size.backoffs),
             "replaced_total": float(self._replaced),
             "overdue_rows_total": float(self._overdue_rows),
             "dropped_total": float(self._dropped),
-            **self._cost.figures(),
+            **self._cost.metrics(),
         }

@@ -6,7 +6,8 @@ An answer is cut into token groups: group 1 is the first token and has the TTFT 
 
 from __future__ import annotations
 
-from cohort.common.policies.interface import Sequence, SequenceKey
+from cohort.common.sequence import Sequence
+from cohort.common.types import Attempt
 
 
 class TokenGroups:
@@ -16,7 +17,7 @@ class TokenGroups:
         self._group_tokens = group_tokens
         self._ttft_s = default_ttft_s
         self._tpot_s = default_tpot_s
-        self._began: dict[SequenceKey, float] = {}
+        self._began: dict[Attempt, float] = {}
 
     def left(self, sequence: Sequence) -> int:
         """r_i · Tokens left in the current group."""

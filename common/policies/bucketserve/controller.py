@@ -17,7 +17,7 @@ from heapq import heapify, heapreplace
 from cohort.common.config import BucketServeConfig
 from cohort.common.policies.bucketserve.demand import DemandRule
 from cohort.common.policies.bucketserve.live_memory import LiveMemory
-from cohort.common.policies.bucketserve.safe_batch import expected_safe_batch, safe_bytes
+from cohort.common.policies.bucketserve.safe_batch import expected_safe_batch, next_is_safe, safe_bytes
 from cohort.common.policies.interface import ClusterView, InstanceView
 from cohort.common.types import InstanceId, RequestId
 
@@ -94,7 +94,7 @@ class Round:
     def take(self, request_id: RequestId, prompt_tokens: int, span_tokens: int, *, online: bool) -> bool:
         """Whether the request still fits the batch; if so it is in, and its memory promised.
 
-        Eq. 6, one request at a time. The first of a batch may exceed the forward, the work ahead and, on a worker
+        Eq. 6 (`next_is_safe`). The first of a batch may exceed the forward, the work ahead and, on a worker
         with nothing else, the 10 % reserve: or a request that needs nearly a whole cache would wait for ever.
         """
         worker = self._worker
@@ -109,7 +109,8 @@ class Round:
         target = unified or self._most_room()
         blocks = -(-span_tokens // target.block_size)
         prompt_blocks = -(-prompt_tokens // worker.block_size)
-        if target.blocks - blocks < (0 if online else target.floor) - target.staging and not target.idle:
+        kept = (0 if online else target.floor) - target.staging
+        if not next_is_safe(target.blocks, blocks, kept) and not target.idle:
             return False
         if unified is None and worker.blocks < prompt_blocks and not worker.idle:
             return False

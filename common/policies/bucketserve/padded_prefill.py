@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Literal
 
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
-from cohort.common.policies.interface import IterationPlan, KvAllocator, Row
+from cohort.common.policies.interface import IterationPlan, News, Row
+from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.padding import row_padding
 
 
@@ -32,8 +33,8 @@ class PaddedPrefill(ContinuousBatching):
         self._prompt_tokens = 0
         self._padding_tokens = 0
 
-    def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
-        plan = super().decide(now_s, kv)
+    def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
+        plan = super().decide(now_s, kv, news)
         prefill = [row for row in plan.rows if row.count > 1]
         if not prefill:
             return plan
@@ -65,10 +66,10 @@ class PaddedPrefill(ContinuousBatching):
                 longest = widest
         return batch
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         computed = self._prompt_tokens + self._padding_tokens
         return {
-            **super().figures(),
+            **super().metrics(),
             "padding_tokens_total": float(self._padding_tokens),
             "padding_share": self._padding_tokens / computed if computed else 0.0,
         }

@@ -4,7 +4,7 @@
                                                         leader = whoever is due first (priority, class, age)
                                                         its bucket gives the batch, as large as memory is safe for
 
-Takes the seat `PrefillOrder`. The leader of every batch is the most urgent of all waiting requests, so nothing
+The `PrefillOrder` of the preset. The leader of every batch is the most urgent of all waiting requests, so nothing
 starves whatever order fills the rest of the batch. Cost per request: O(log cells + log buckets), whatever waits.
 """
 
@@ -21,7 +21,7 @@ from cohort.common.policies.bucketserve.length_histogram import LengthHistogram
 from cohort.common.policies.bucketserve.length_index import LengthIndex
 from cohort.common.policies.bucketserve.optimal_split import optimal_bounds
 from cohort.common.policies.bucketserve.waste import expected_waste, waste_ratio
-from cohort.common.policies.interface import ClusterView, Dispatch, WaitingRequest
+from cohort.common.policies.interface import ClusterView, Dispatch, PrefillOrder, WaitingRequest
 from cohort.common.types import InstanceId, Prediction, RequestId
 
 LONGEST_PROMPT = 131_072
@@ -47,7 +47,7 @@ class _Item:
     entry: Entry
 
 
-class BucketedPrefill:
+class BucketedPrefill(PrefillOrder):
     """B5, B6 · BucketServe §III-IV: requests by prompt length in buckets, one batch from one bucket."""
 
     def __init__(
@@ -280,7 +280,7 @@ class BucketedPrefill:
 
     # -- figures -----------------------------------------------------------------------------------------------
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Own metrics. `batch_waste_ratio` is Eq. 2 (moving average over batches), `expected_waste` Eq. 3 at the
         present bounds; both are real costs on padded paths only."""
         lengths, weights = self._histogram.lengths_and_weights()

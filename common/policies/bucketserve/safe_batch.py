@@ -1,23 +1,24 @@
 """How much memory a batch of requests needs, how much there is, and so how large a batch may be.
 
-Pure arithmetic; `controller.py` feeds it with live figures. Never decides which requests.
+Pure arithmetic; `controller.py` asks with live figures, `baselines/predicted_batches.py` for its padded cache. Never
+decides which requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from cohort.common.types import KvGeometry
 
 
-def batch_kv_bytes(longest_tokens: int, requests: int, geometry: KvGeometry) -> int:
-    """B1 · BucketServe Eq. 1: KV bytes of a batch padded to its longest request.
+def batch_kv_blocks(longest_tokens: int, requests: int, geometry: KvGeometry) -> int:
+    """B1 · BucketServe Eq. 1: KV of a batch padded to its longest request.
 
         2 · L · H · D · S_max · B · N
 
     H → key/value heads after GQA (the paper writes attention heads, which counts a GQA model several times over).
+    2 · L · H · D · B is `geometry.token_bytes`. Differs from the paper: in whole blocks, because memory is handed out
+    so; with a block size of 1 it is Eq. 1 divided by the bytes of a token.
     """
-    return geometry.token_bytes * longest_tokens * requests
+    return requests * geometry.blocks_for(longest_tokens)
 
 
 def safe_bytes(remaining_bytes: int, reserve: float) -> int:
@@ -25,21 +26,18 @@ def safe_bytes(remaining_bytes: int, reserve: float) -> int:
     return max(0, int((1.0 - reserve) * remaining_bytes))
 
 
-def max_safe_batch(span_tokens: Sequence[int], memory_bytes: int, geometry: KvGeometry) -> int:
-    """B4 · BucketServe Eq. 6: the largest batch that cannot exhaust memory.
+def next_is_safe(left_blocks: int, span_blocks: int, kept_blocks: int = 0) -> bool:
+    """B4 · BucketServe Eq. 6, asked for one request after the other: a batch that takes each next one as long as this
+    holds is the largest that cannot exhaust memory.
 
         max N  s.t.  Σ_{i≤N} S_i ≤ M_safe / (2·L·H·D·B)
 
-    S_i → span_tokens in dispatch order (prompt + predicted output); M_safe → memory_bytes (B3).
+    S_i (prompt + predicted output, in dispatch order) → span_blocks; M_safe (B3) less the spans before → left_blocks.
+    `kept_blocks` of them are not for this request.
     Differs from the paper: a span is rounded up to whole blocks, because paged memory is handed out so; with a block
     size of 1 it is Eq. 6 exactly.
     """
-    blocks_left = memory_bytes // geometry.block_bytes
-    for count, tokens in enumerate(span_tokens):
-        blocks_left -= geometry.blocks_for(tokens)
-        if blocks_left < 0:
-            return count
-    return len(span_tokens)
+    return span_blocks <= left_blocks - kept_blocks
 
 
 def expected_safe_batch(mean_span_tokens: float, memory_bytes: int, geometry: KvGeometry) -> int:

@@ -2,6 +2,7 @@
 
 step_cost       what an iteration costs, in closed form (D4, D5)
 profile_table   measured iterations, and what follows from them for any other (D5)
+learned_times   table and lateness as one state that outlives the process (D5)
 lateness        how late iterations come, beside what was estimated (D5)
 kv_forecast     what the cache will have to hold at worst (D5)
 slo_batching    the worker's scheduler (D5, Alg. 2)
@@ -16,7 +17,7 @@ pressure_gate   dispatches nothing while every instance's decodes alone exceed t
 from __future__ import annotations
 
 from cohort.common.config import Config
-from cohort.common.policies.baselines.draft import IterationLimits
+from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.dynaserve.pressure_gate import PressureGate
 from cohort.common.policies.dynaserve.slo_batching import SloBatching
 from cohort.common.policies.dynaserve.split_placement import SplitPlacement

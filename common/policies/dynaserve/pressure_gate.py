@@ -48,5 +48,5 @@ class PressureGate(FirstCome):
         rows, context = known[1] + view.assigned_requests, known[2] + view.assigned_context_tokens
         return rows > 0 and step_seconds(figures.step_times, BatchShape(0, 0, 0, rows, context)) > self._within_s
 
-    def figures(self) -> dict[str, float]:
-        return {**super().figures(), "held_back_total": float(self._held_back)}
+    def metrics(self) -> dict[str, float]:
+        return {**super().metrics(), "held_back_total": float(self._held_back)}

@@ -9,31 +9,20 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 
-import msgspec
-
 from cohort.common.config import DynaServeConfig
-from cohort.common.policies.baselines.draft import Draft, IterationLimits, by_arrival
+from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival
 from cohort.common.policies.dynaserve.kv_forecast import peak_growth
-from cohort.common.policies.dynaserve.lateness import Lateness
-from cohort.common.policies.dynaserve.profile_table import ProfileTable
+from cohort.common.policies.dynaserve.learned_times import LearnedTimes
 from cohort.common.policies.dynaserve.step_cost import BatchShape
-from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Row, Sequence, SequenceKey
-from cohort.common.types import StepTimes
+from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran, Row
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Phase, Sequence
+from cohort.common.types import Attempt
 
 _EMPTY = BatchShape(0, 0, 0, 0, 0)
-_PERCENTILE = 0.99
-"""The bound is one on P99 (§3.1)."""
 
 
-class _Learned(msgspec.Struct, tag_field="kind", tag="dynaserve-batching"):
-    """What is kept over a restart: the profile table as it exports itself, and how late iterations came."""
-
-    version: int
-    table: msgspec.Raw
-    lateness: tuple[float, int]
-
-
-class SloBatching:
+class SloBatching(IterationScheduler):
     """D5 · DynaServe Alg. 2.
 
     `tbt_slo_s` holds for rows without a promise of their own; the strictest row of an iteration rules. `headroom` is
@@ -46,22 +35,24 @@ class SloBatching:
     (the paper relies on vLLM for memory).
     """
 
+    wants_arriving = True
+
     def __init__(self, options: DynaServeConfig, limits: IterationLimits, *, cold_chunk: int) -> None:
         """`cold_chunk`: prompt tokens of an iteration while nothing is learned."""
         self._options, self._limits = options, limits
         self._cold_chunk = cold_chunk
-        self.table = ProfileTable()
-        self._lateness = Lateness(_PERCENTILE)
+        self._times = LearnedTimes()
+        self.table = self._times.table
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._swapped: list[Sequence] = []
         self._arriving = 0
-        self._observed: frozenset[SequenceKey] = frozenset()
+        self._observed: frozenset[Attempt] = frozenset()
         self._iterations = self._decodes_over = self._late = 0
         self._budget = 0
         self._bound_s = self._aim_s = options.tbt_slo_s
 
-    # -- the seat ----------------------------------------------------------------------------------------------
+    # -- the policy interface --------------------------------------------------------------------------------------
 
     def add(self, now_s: float, sequence: Sequence) -> None:
         insort(self._running if sequence.phase is Phase.RUNNING else self._waiting, sequence, key=by_arrival)
@@ -72,17 +63,18 @@ class SloBatching:
                 queue.remove(sequence)
                 return
 
-    def expect(self, arriving: int) -> None:
-        self._arriving = arriving
-
-    def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
-        draft = Draft(self._limits, kv, self._running, by_arrival)
+    def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
+        """Alg. 2 · the executed batch goes into the table, then the next one is made."""
+        self._arriving = news.arriving
+        if news.ran is not None:
+            self._learn(news.ran)
+        builder = BatchBuilder(self._limits, kv, self._running, by_arrival)
         # 1. Every decode.
         decodes = [s for s in self._running if s.uncomputed == 1]
         for sequence in decodes:
-            draft.go_on(sequence)
-        batch = _decode_shape(draft.decode_rows)
-        self._bound_s = self._bound(row.sequence for row in draft.decode_rows)
+            builder.go_on(sequence)
+        batch = _decode_shape(builder.decode_rows)
+        self._bound_s = self._bound(row.sequence for row in builder.decode_rows)
         if batch.decodes and self._exceeds(batch):
             self._decodes_over += 1
         self._aim_s = self._target_s(batch)
@@ -90,27 +82,28 @@ class SloBatching:
         self._budget = 0
         least = self._options.least_prefill
         for sequence in [s for s in self._running if s.uncomputed > 1]:
-            batch, least = self._chunk(draft, batch, sequence, least, admitted=True)
-            if draft.tokens_left <= 0:
+            batch, least = self._chunk(builder, batch, sequence, least, admitted=True)
+            if builder.tokens_left <= 0:
                 break
-        if not draft.preempted:
+        if not builder.preempted:
             for sequence in [*self._swapped, *self._waiting]:
-                if draft.full or not self._has_room(sequence, kv):
+                if builder.full or not self._has_room(sequence, kv):
                     break
-                before = draft.rows
-                batch, least = self._chunk(draft, batch, sequence, least, admitted=False)
-                if draft.rows == before:
+                before = builder.rows
+                batch, least = self._chunk(builder, batch, sequence, least, admitted=False)
+                if builder.rows == before:
                     break
         self._sort_out()
-        plan = draft.finish()
+        plan = builder.finish()
         self._iterations += bool(plan.rows)
         estimate_s = self.table.estimate(plan_shape(plan))
         plan.estimated_s = estimate_s or 0.0
         return plan
 
-    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
-        """Alg. 2 · the executed batch goes into the table. Decode-only iterations that repeat the last one by row teach
-        nothing new and are left out, as are iterations that copied KV: their time is not the batch's."""
+    def _learn(self, ran: Ran) -> None:
+        """Decode-only iterations that repeat the last one by row teach nothing new and are left out, as are iterations
+        that copied KV: their time is not the batch's."""
+        plan, latency_s = ran.plan, ran.latency_s
         rows = frozenset(row.sequence.key for row in plan.rows)
         decoding = all(row.count == 1 for row in plan.rows)
         if plan.copies or not plan.rows or (decoding and rows == self._observed):
@@ -119,22 +112,27 @@ class SloBatching:
         shape = plan_shape(plan)
         self._late += shape.decodes > 0 and latency_s > self._bound(row.sequence for row in plan.rows)
         if shape.decodes and shape.prefill_tokens:  # the kind whose size is up to this scheduler
-            self._lateness.record(plan.estimated_s, latency_s)
+            self._times.lateness.record(plan.estimated_s, latency_s)
         self.table.record(shape, latency_s)
 
-    def repeats(self, plan: IterationPlan, kv: KvAllocator) -> bool:
+    def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
         """Everybody decodes, nobody wants to join or cannot, and the composition is in the table already."""
         if plan.preempted or plan.copies or len(plan.rows) != len(self._running) or self._swapped:
-            return False
+            return 0
         if any(row.count != 1 for row in plan.rows) or self._arriving:
-            return False
+            return 0
         if frozenset(row.sequence.key for row in plan.rows) != self._observed:
-            return False
+            return 0
         full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
         # What is foreseen changes from one iteration to the next; that blocks are missing does not.
-        return not self._waiting or full or not self._has_blocks(self._waiting[0], kv)
+        stands = not self._waiting or full or not self._has_blocks(self._waiting[0], kv)
+        return UNTIL_DISTURBED if stands else 0
 
-    def figures(self) -> dict[str, float]:
+    @property
+    def learned(self) -> LearnedTimes:
+        return self._times
+
+    def metrics(self) -> dict[str, float]:
         return {
             "swapped": float(len(self._swapped)),
             "prefill_budget_tokens": float(self._budget),
@@ -143,31 +141,8 @@ class SloBatching:
             "late_iterations_total": float(self._late),
             "profile_cells": float(len(self.table)),
             "profile_error": self.table.error,
-            "lateness_ratio": self._lateness.ratio,
+            "lateness_ratio": self._times.lateness.ratio,
         }
-
-    # -- what it learned ---------------------------------------------------------------------------------------
-
-    def step_times(self) -> StepTimes | None:
-        return self.table.step_times
-
-    def export_state(self) -> bytes:
-        if self.table.step_times is None:
-            return b""
-        return msgspec.json.encode(_Learned(1, msgspec.Raw(self.table.export()), self._lateness.keep()))
-
-    def import_state(self, data: bytes) -> None:
-        try:
-            learned = msgspec.json.decode(data, type=_Learned)
-        except msgspec.ValidationError:
-            self.table.load(data)  # a profile, or a table alone
-            return
-        except msgspec.DecodeError as error:
-            raise ValueError(f"not JSON: {error}") from error
-        lateness = Lateness(_PERCENTILE)
-        lateness.resume(learned.lateness)
-        self.table.load(bytes(learned.table))
-        self._lateness = lateness
 
     # -- one iteration -----------------------------------------------------------------------------------------
 
@@ -179,7 +154,7 @@ class SloBatching:
     def _target_s(self, decodes: BatchShape) -> float:
         """What the iteration aims at: the bound, or half of it for those who arrive. Then a quarter of it stays for
         prompts whatever the decodes take: nothing would be gained for the newcomer and prompts would stand still."""
-        whole_s = self._bound_s * min(1.0 - self._options.headroom, 1.0 / self._lateness.ratio)
+        whole_s = self._bound_s * min(1.0 - self._options.headroom, 1.0 / self._times.lateness.ratio)
         if not self._arriving:
             return whole_s
         decode_s = self.table.estimate(decodes) or 0.0
@@ -190,23 +165,23 @@ class SloBatching:
         return estimate_s is not None and estimate_s > self._bound_s
 
     def _chunk(
-        self, draft: Draft, batch: BatchShape, sequence: Sequence, least: int, *, admitted: bool
+        self, builder: BatchBuilder, batch: BatchShape, sequence: Sequence, least: int, *, admitted: bool
     ) -> tuple[BatchShape, int]:
         """The next prompt's share of the budget; who gets none stops the traversal (`tokens_left` 0)."""
-        wanted = min(sequence.uncomputed, draft.tokens_left)
+        wanted = min(sequence.uncomputed, builder.tokens_left)
         if self.table.step_times is None:
             count = min(wanted, max(0, self._cold_chunk - batch.prefill_tokens))
         else:
             count = self.table.prefill_budget(batch, sequence.computed, wanted, self._aim_s)
         count = max(count, min(least, wanted))
-        left, draft.tokens_left = draft.tokens_left, count
-        added = count > 0 and (draft.go_on(sequence) if admitted else draft.admit(sequence))
+        left, builder.tokens_left = builder.tokens_left, count
+        added = count > 0 and (builder.go_on(sequence) if admitted else builder.admit(sequence))
         if not added:
-            draft.tokens_left = left if count else 0
+            builder.tokens_left = left if count else 0
             return batch, least
-        row = draft.last_row
+        row = builder.last_row
         # A prompt that the cache held but for less than its share leaves the rest of the budget to the next.
-        draft.tokens_left = left - row.count if row.count == row.sequence.target - row.start else 0
+        builder.tokens_left = left - row.count if row.count == row.sequence.target - row.start else 0
         self._budget += row.count
         return batch.with_prefill(row.start, row.count), max(0, least - row.count)
 

@@ -15,7 +15,15 @@ from cohort.common.policies.dynaserve.instance_work import InstanceWork
 from cohort.common.policies.dynaserve.split_gain import PlacementRate, split_gain_s
 from cohort.common.policies.dynaserve.split_search import Split, search_split
 from cohort.common.policies.dynaserve.timeline import Piece
-from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
+from cohort.common.policies.interface import (
+    ClusterView,
+    Impossible,
+    InstanceView,
+    Placed,
+    Placement,
+    Wait,
+    WaitingRequest,
+)
 from cohort.common.types import InstanceId, RequestId, Segment, StepTimes
 
 _PROBES = 6
@@ -47,7 +55,7 @@ class _Probe:
         return self.after.until_done(_parts(self.prompt, self.output, position)[1])
 
 
-class SplitPlacement:
+class SplitPlacement(Placement):
     """D1–D3, D7, D8 · DynaServe §3.1, §4.1.
 
     A request of P + O^ tokens becomes [0, s) and [s, …) on two instances, s anywhere, or one segment.
@@ -71,7 +79,7 @@ class SplitPlacement:
         self._judged = 0
         self._error = self._bias = 0.0
 
-    # -- the seat ----------------------------------------------------------------------------------------------
+    # -- the policy interface --------------------------------------------------------------------------------------
 
     def place(
         self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: InstanceId | None
@@ -130,7 +138,7 @@ class SplitPlacement:
         self._error += share * (abs(predicted_s - real_s) / real_s - self._error)
         self._bias += share * (predicted_s / real_s - self._bias)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {
             "splits_total": float(self._splits),
             "whole_total": float(self._whole),

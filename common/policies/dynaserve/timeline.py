@@ -80,15 +80,10 @@ class Timeline:
             starts[late] = np.maximum(starts[late], np.sort(ends[order])[: len(late)])
             ends = starts + decode
         self._edges, self._elapsed = self._walk(starts, ends, context + prefill)
-        self._ends = ends
 
     @property
     def end_s(self) -> float:
         return self._elapsed[-1]
-
-    def finish_times(self) -> _Array:
-        """Seconds from now at which each piece is done, in the order given."""
-        return np.interp(self._ends, self._edges, self._elapsed)
 
     def end_with(self, piece: Piece) -> float:
         """`end_s` if this piece were queued behind everything: a probe of Alg. 1, in a few microseconds."""

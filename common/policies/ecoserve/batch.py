@@ -12,14 +12,12 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cohort.common.policies.interface import Sequence
+from cohort.common.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
     sequence: Sequence
-    joined_clock: int
-    joined_computed: int
     ends_clock: int
 
 
@@ -29,6 +27,7 @@ class SyncedBatch:
 
     def __init__(self) -> None:
         self.clock = 0
+        """Iterations that members have run in; whoever owns the batch counts them."""
         self.group_over = False
         """A group has ended, or its last member left it, since this was last reset."""
         self.groups_ended = 0
@@ -56,14 +55,6 @@ class SyncedBatch:
             heapq.heappop(self._ends)
         return self._ends[0] if self._ends else None
 
-    def tick(self) -> int:
-        """Read off any member how many iterations have run since the last call; that many."""
-        before = self.clock
-        for member in self._members.values():
-            self.clock = member.joined_clock + member.sequence.computed - member.joined_computed
-            break
-        return self.clock - before
-
     def left(self, sequence: Sequence) -> int:
         """Iterations until its group ends."""
         return self._members[sequence].ends_clock - self.clock
@@ -71,7 +62,7 @@ class SyncedBatch:
     def join(self, sequence: Sequence, length: int) -> None:
         """It runs in every iteration from now on, for `length` of them."""
         end = self.clock + length
-        self._members[sequence] = _Member(sequence, self.clock, sequence.computed, end)
+        self._members[sequence] = _Member(sequence, end)
         if end not in self._groups:
             self._groups[end] = set()
             heapq.heappush(self._ends, end)

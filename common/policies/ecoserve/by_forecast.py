@@ -17,12 +17,14 @@ that no computed prompt waits with its KV; prompts still fill every iteration up
 from __future__ import annotations
 
 from cohort.common.config import EcoServeConfig
-from cohort.common.policies.baselines.draft import IterationLimits
+from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.ecoserve.forecast import Forecast
 from cohort.common.policies.ecoserve.task_order import Rank
 from cohort.common.policies.ecoserve.time_synced import TimeSynced
-from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Sequence
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.sequences import resume
+from cohort.common.sequence import Phase, Sequence
 
 _LOOKED_AT = 16
 """Waiting prompts that are tried when the first does not fit: each costs a pass over everybody who runs."""
@@ -44,13 +46,13 @@ class ByForecast(TimeSynced):
         self._hopeless_until = 0
         self._group_over = True  # whoever waits may fit now
 
-    def revised(self, now_s: float, sequence: Sequence) -> None:
-        super().revised(now_s, sequence)
+    def _revise(self, now_s: float, sequence: Sequence) -> None:
+        super()._revise(now_s, sequence)
         self._hopeless_until = 0
 
-    def repetitions(self) -> int:
-        until = self._hopeless_until - self._batch.clock - 1
-        return min(super().repetitions(), until) if len(self._prompts) else super().repetitions()
+    def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
+        steady = super().steady_for(plan, kv)
+        return max(0, min(steady, self._hopeless_until - self._batch.clock - 1)) if len(self._prompts) else steady
 
     # -- the forecast ------------------------------------------------------------------------------------------
 
@@ -110,7 +112,7 @@ class ByForecast(TimeSynced):
                 return
 
     def _run(self, sequence: Sequence, length: int, kv: KvAllocator, plan: IterationPlan) -> bool:
-        if sequence.phase is Phase.SWAPPED and not resume(sequence, kv, plan):
+        if sequence.phase is Phase.SWAPPED and not resume(sequence, kv):
             return False
         if not kv.extend(sequence, sequence.computed + 1):
             return False

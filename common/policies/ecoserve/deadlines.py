@@ -5,7 +5,8 @@ Owned by `TimeSynced`; ordering (E6) and the choice of borrowers (E7) ask it.
 
 from __future__ import annotations
 
-from cohort.common.policies.interface import IterationPlan, Sequence
+from cohort.common.policies.interface import Ran
+from cohort.common.sequence import Sequence
 
 _SCALE = 2.0
 """A request without an SLO is late after twice what it would take undisturbed."""
@@ -27,11 +28,13 @@ class Deadlines:
         self.prompt_s = 0.0
         self.token_s = 0.0
 
-    def observe(self, plan: IterationPlan, latency_s: float) -> None:
-        """An iteration with prompts took this long. (Those without repeat each other; a host may run many as one.)"""
-        self.prompt_s = _mix(self.prompt_s, latency_s)
-        if any(row.count == 1 for row in plan.rows):
-            self.token_s = _mix(self.token_s, latency_s)
+    def observe(self, ran: Ran) -> None:
+        """Iterations without prompts say nothing here."""
+        if all(row.count == 1 for row in ran.plan.rows):
+            return
+        self.prompt_s = _mix(self.prompt_s, ran.latency_s)
+        if any(row.count == 1 for row in ran.plan.rows):
+            self.token_s = _mix(self.token_s, ran.latency_s)
 
     def of(self, sequence: Sequence) -> float:
         """Seconds on the worker's clock."""

@@ -10,22 +10,11 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
 
 from cohort.common.policies.ecoserve.batch import SyncedBatch
 from cohort.common.policies.ecoserve.nesting import Candidate, Place, closest, longest_borrower, second_half
-from cohort.common.policies.interface import KvAllocator, Sequence
-
-
-@runtime_checkable
-class LendsBlocks(Protocol):
-    """What `nested` allocation adds to its seat; with any other, nothing is lent."""
-
-    def claim(self, sequence: Sequence, positions: int) -> bool: ...
-
-    def lend(self, lender: Sequence, borrower: Sequence, first_block: int, positions: int) -> bool: ...
-
-    def borrowers(self, lender: Sequence, index: int) -> list[Sequence]: ...
+from cohort.common.policies.kv_interface import BlockSharing, KvAllocator
+from cohort.common.sequence import Sequence
 
 
 class Loans:
@@ -37,7 +26,7 @@ class Loans:
         self._count = itertools.count()
 
     def arrange(
-        self, batch: SyncedBatch, candidates: list[Candidate], kv: KvAllocator, lender_kv: LendsBlocks, places: int
+        self, batch: SyncedBatch, candidates: list[Candidate], kv: KvAllocator, sharing: BlockSharing, places: int
     ) -> list[Candidate]:
         """E7 · Borrowers for the second halves of everybody in the batch, recursively, at most `places` of them; they
         have their blocks now and join the batch, and may lend in turn. `candidates` loses them."""
@@ -47,10 +36,10 @@ class Loans:
         lenders = deque(sorted(batch.sequences, key=lambda s: (-batch.left(s), s.key)))
         while lenders and candidates and len(found) < places:
             lender = lenders.popleft()
-            end = self._unlent_end(lender, lender.computed + batch.left(lender), kv, lender_kv)
+            end = self._unlent_end(lender, lender.computed + batch.left(lender), kv, sharing)
             while (place := second_half(lender.computed, end, size)) is not None:
                 end = place.first_block * size
-                for chosen in self._fill(lender, place, candidates, kv, lender_kv, places - len(found)):
+                for chosen in self._fill(lender, place, candidates, kv, sharing, places - len(found)):
                     found.append(chosen)
                     batch.join(chosen.sequence, chosen.length)
                     lenders.append(chosen.sequence)
@@ -65,7 +54,7 @@ class Loans:
         place: Place,
         candidates: list[Candidate],
         kv: KvAllocator,
-        lender_kv: LendsBlocks,
+        sharing: BlockSharing,
         places: int,
     ) -> list[Candidate]:
         """Lend this place to the longest that fits, and what it leaves of the place to others."""
@@ -76,21 +65,21 @@ class Loans:
                 break
             chosen = candidates[index]
             positions = chosen.sequence.computed + chosen.length
-            if not lender_kv.lend(lender, chosen.sequence, place.first_block, positions):
+            if not sharing.lend(lender, chosen.sequence, place.first_block, positions):
                 break
             found.append(candidates.pop(index))
             place = place.behind(chosen.blocks, kv.geometry.block_size)
         return found
 
-    def resume(self, batch: SyncedBatch, lender: Sequence, kv: KvAllocator, lender_kv: LendsBlocks) -> None:
+    def resume(self, batch: SyncedBatch, lender: Sequence, kv: KvAllocator, sharing: BlockSharing) -> None:
         """A sequence (re)joined: if it has lent blocks, remember when it needs the first of them."""
         size = kv.geometry.block_size
         for index in range(-(-lender.computed // size), len(kv.blocks(lender.key))):
-            if lender_kv.borrowers(lender, index):
+            if sharing.borrowers(lender, index):
                 self._note(batch, lender, index, size)
                 return
 
-    def due(self, batch: SyncedBatch, kv: KvAllocator, lender_kv: LendsBlocks) -> Iterable[tuple[Sequence, int]]:
+    def due(self, batch: SyncedBatch, kv: KvAllocator, sharing: BlockSharing) -> Iterable[tuple[Sequence, int]]:
         """E8 · Running lenders that write now into a block they have lent, with the block's index in their table. The
         caller sees to it that nobody is left in the block before it asks for the next."""
         size = kv.geometry.block_size
@@ -100,10 +89,10 @@ class Loans:
                 continue  # `resume` comes back to it
             if index * size > lender.computed:
                 self._note(batch, lender, index, size)
-            elif lender_kv.borrowers(lender, index):
+            elif sharing.borrowers(lender, index):
                 yield lender, index
             if index * size <= lender.computed:
-                self.resume(batch, lender, kv, lender_kv)  # its next one
+                self.resume(batch, lender, kv, sharing)  # its next one
 
     @property
     def next_due(self) -> int | None:
@@ -113,10 +102,10 @@ class Loans:
         due = batch.clock + index * size - lender.computed
         heapq.heappush(self._due, (due, next(self._count), lender, index))
 
-    def _unlent_end(self, lender: Sequence, end: int, kv: KvAllocator, lender_kv: LendsBlocks) -> int:
+    def _unlent_end(self, lender: Sequence, end: int, kv: KvAllocator, sharing: BlockSharing) -> int:
         """Positions of [computed, end) up to the first block that is lent already."""
         size = kv.geometry.block_size
         for index in range(-(-lender.computed // size), min(-(-end // size), len(kv.blocks(lender.key)))):
-            if lender_kv.borrowers(lender, index):
+            if sharing.borrowers(lender, index):
                 return index * size
         return end

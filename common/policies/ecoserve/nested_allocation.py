@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
-from cohort.common.policies.interface import KvCopy, Sequence, SequenceKey
-from cohort.common.types import KvGeometry
+from cohort.common.policies.kv_interface import BlockSharing
+from cohort.common.sequence import Sequence
+from cohort.common.types import Attempt, KvGeometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class _Claim:
     index: int
 
 
-class NestedAllocator(PagedAllocator):
+class NestedAllocator(PagedAllocator, BlockSharing):
     """A block that is lent counts once: its lender's claim and its borrowers' are references to the same block, and it
     is free when the last of them is gone, in whatever order they go."""
 
@@ -37,6 +38,10 @@ class NestedAllocator(PagedAllocator):
         self._claims: dict[int, list[_Claim]] = {}
         """Of blocks with more than one claim, bottom to top."""
         self._lent = 0
+
+    @property
+    def sharing(self) -> BlockSharing:
+        return self
 
     def claim(self, sequence: Sequence, positions: int) -> bool:
         """Blocks for positions [0, positions), some of which may be lent at the moment; False and no change when there
@@ -96,23 +101,23 @@ class NestedAllocator(PagedAllocator):
                 return index
         return full
 
-    def release(self, key: SequenceKey) -> None:
+    def release(self, key: Attempt) -> None:
         self._withdraw(key)
         super().release(key)
 
-    def swap_out(self, sequence: Sequence) -> KvCopy | None:
+    def swap_out(self, sequence: Sequence, *, beside: bool = False) -> bool:
         blocks = list(self._held[sequence.key].blocks)
-        copy = super().swap_out(sequence)
-        if copy is not None:
+        swapped = super().swap_out(sequence, beside=beside)
+        if swapped:
             self._remove_claims(sequence.key, blocks)
-        return copy
+        return swapped
 
-    def _withdraw(self, key: SequenceKey) -> None:
+    def _withdraw(self, key: Attempt) -> None:
         holding = self._held.get(key)
         if holding is not None:
             self._remove_claims(key, holding.blocks)
 
-    def _remove_claims(self, key: SequenceKey, blocks: list[int]) -> None:
+    def _remove_claims(self, key: Attempt, blocks: list[int]) -> None:
         if not self._claims:
             return
         for block in blocks:
@@ -122,8 +127,8 @@ class NestedAllocator(PagedAllocator):
                 if len(stack) == 1:
                     del self._claims[block]
 
-    def figures(self) -> dict[str, float]:
-        return {**super().figures(), "lent_blocks": float(len(self._claims)), "lent_blocks_total": float(self._lent)}
+    def metrics(self) -> dict[str, float]:
+        return {**super().metrics(), "lent_blocks": float(len(self._claims)), "lent_blocks_total": float(self._lent)}
 
     def check(self) -> None:
         """Also: no slot is owned by two live tokens. Only the top claim of a block may have KV in it."""

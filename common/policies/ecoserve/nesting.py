@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from cohort.common.policies.interface import Sequence
+from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt
 
 

@@ -10,10 +10,11 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
 
-from cohort.common.policies.interface import Sequence, SequenceKey
+from cohort.common.sequence import Sequence
+from cohort.common.types import Attempt
 
 _Class = tuple[int, int, int, int]
-_Entry = tuple[float, float, SequenceKey]
+_Entry = tuple[float, float, Attempt]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Ranges:
         return deadline_s - (self.deadline_s[index - 1] if index else 0.0)
 
 
-Rank = tuple[int, int, int, int, float, float, SequenceKey]
+Rank = tuple[int, int, int, int, float, float, Attempt]
 
 
 def rank(ranges: Ranges, now_s: float, deadline_s: float, sequence: Sequence, length: int) -> Rank:
@@ -68,8 +69,8 @@ class PromptQueue:
         self._ordered = ordered
         self._classes: dict[_Class, list[_Entry]] = {}
         self._class_order: list[_Class] = []
-        self._where: dict[SequenceKey, tuple[Sequence, _Class, _Entry, float]] = {}
-        self._changes: list[tuple[float, SequenceKey]] = []
+        self._where: dict[Attempt, tuple[Sequence, _Class, _Entry, float]] = {}
+        self._changes: list[tuple[float, Attempt]] = []
 
     def __len__(self) -> int:
         return len(self._where)

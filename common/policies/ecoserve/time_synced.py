@@ -18,15 +18,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cohort.common.config import EcoServeConfig
-from cohort.common.policies.baselines.draft import IterationLimits
+from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.ecoserve.batch import SyncedBatch
 from cohort.common.policies.ecoserve.deadlines import Deadlines
-from cohort.common.policies.ecoserve.loans import LendsBlocks, Loans
+from cohort.common.policies.ecoserve.loans import Loans
 from cohort.common.policies.ecoserve.nesting import Candidate
 from cohort.common.policies.ecoserve.padding_ratio import PaddingRatio
 from cohort.common.policies.ecoserve.task_order import PromptQueue, Ranges, Rank, rank
-from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Row, Sequence, SequenceKey
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Row
+from cohort.common.policies.kv_interface import BlockSharing, KvAllocator
 from cohort.common.policies.sequences import preempt, resume, start
+from cohort.common.sequence import Phase, Sequence
+from cohort.common.types import Attempt
 
 
 @dataclass(slots=True)
@@ -41,7 +44,7 @@ class _Counters:
     forced: int = 0
 
 
-class TimeSynced:
+class TimeSynced(IterationScheduler):
     """Differs from the paper, where it leaves a hole:
 
     - The batch is also formed when answers come up and the last formation left none waiting (an idle device would wait
@@ -61,9 +64,9 @@ class TimeSynced:
         self._prompts = PromptQueue(self._ranges, ordered=self._parts.ordered)
         self._prefilling: dict[Sequence, int] = {}
         """Prompts begun, with the position at which each becomes an answer."""
-        self._answers: dict[SequenceKey, Sequence] = {}
+        self._answers: dict[Attempt, Sequence] = {}
         """Waiting to run: with KV on the device, or swapped out."""
-        self._stopped: set[SequenceKey] = set()
+        self._stopped: set[Attempt] = set()
         """Who had to wait because it outlived its prediction."""
         self._batch = SyncedBatch()
         self._loans = Loans(options.buffer)
@@ -71,14 +74,14 @@ class TimeSynced:
         self._group_over = False
         self._freed = 0
         self._available = 0
-        self._ran = 0
-        """Iterations since the last decision that are read off the clock already."""
+        self._stepping = False
+        """Answers are in the plan, so that the batch's clock counts its iterations."""
         self._forms_always = False
         """Answers waited after the last decision, and every iteration that repeats it would form a batch again."""
-        self._lending: LendsBlocks | None = None
+        self._sharing: BlockSharing | None = None
         self._count = _Counters()
 
-    # -- the seat ----------------------------------------------------------------------------------------------
+    # -- the policy interface --------------------------------------------------------------------------------------
 
     def add(self, now_s: float, sequence: Sequence) -> None:
         if sequence.phase is Phase.WAITING:
@@ -89,7 +92,6 @@ class TimeSynced:
             self._answers[sequence.key] = sequence
 
     def remove(self, now_s: float, sequence: Sequence) -> None:
-        self._ran += self._batch.tick()  # when nobody is left, nobody tells the clock
         known = self._prompts.remove(sequence) or self._batch.leave(sequence)
         known = self._answers.pop(sequence.key, None) is not None or known
         known = self._prefilling.pop(sequence, None) is not None or known
@@ -98,30 +100,10 @@ class TimeSynced:
         if known and _has_ended(sequence):
             self._padding.observe(sequence.predicted, sequence.output_tokens, stopped=stopped)
 
-    def revised(self, now_s: float, sequence: Sequence) -> None:
-        """E4 · A prediction came late, or a better one. Waiting answers are grouped by the prediction at hand when the
-        batch is formed; who runs keeps what is allocated, but a group that it would outlive is left by E5."""
-        if self._prompts.remove(sequence):
-            self._prompts.add(now_s, sequence, self._deadlines.of(sequence))
-
-    def decide(self, now_s: float, kv: KvAllocator) -> IterationPlan:
+    def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         """E10 · EcoServe Algorithm 1."""
+        self._take_in(now_s, kv, news)
         plan = IterationPlan()
-        repeated = max(0, self._ran + self._batch.tick() - 1)
-        self._count.iterations += repeated
-        if self._forms_always:
-            self._count.formations += repeated
-        else:
-            self._count.quiet += repeated
-        self._ran = 0
-        available = kv.free_blocks + kv.cached_blocks
-        self._freed += max(0, available - self._available)
-        for sequence, goal in list(self._prefilling.items()):
-            if sequence.computed >= goal:  # line 7: generated from prompts
-                del self._prefilling[sequence]
-                self._answers[sequence.key] = sequence
-        self._prompts.refresh(now_s)
-        self._lending = kv if isinstance(kv, LendsBlocks) else None
         self._end_groups(kv)
         self._take_back(now_s, kv, plan)
         formed = self._formation_is_due(kv)
@@ -135,6 +117,7 @@ class TimeSynced:
         self._before_rows(now_s, kv, plan)
         answers = [Row(sequence, sequence.computed, 1) for sequence in self._batch.sequences]
         plan.rows = sorted(prompts, key=lambda row: row.count == 1) + answers
+        self._stepping = bool(answers)
         plan.reason = f"{len(prompts)} prompts, {len(answers)} answers in {self._batch.groups} groups"
         self._available = kv.free_blocks + kv.cached_blocks
         if plan.rows:
@@ -143,26 +126,50 @@ class TimeSynced:
         self._forms_always = bool(self._answers) and not self._parts.synced
         return plan
 
-    def observe(self, now_s: float, plan: IterationPlan, latency_s: float) -> None:
-        # Iterations without prompts repeat each other; a host may run many of them as one.
-        if any(row.count > 1 for row in plan.rows):
-            self._deadlines.observe(plan, latency_s)
+    def _take_in(self, now_s: float, kv: KvAllocator, news: News) -> None:
+        """What happened since the last decision: predictions, iterations, blocks that were freed."""
+        for sequence in news.revised:
+            self._revise(now_s, sequence)
+        if news.ran is not None:
+            self._deadlines.observe(news.ran)
+            self._count_skipped(news.ran.iterations - 1)
+            if self._stepping:
+                self._batch.clock += news.ran.iterations
+        available = kv.free_blocks + kv.cached_blocks
+        self._freed += max(0, available - self._available)
+        for sequence, goal in list(self._prefilling.items()):
+            if sequence.computed >= goal:  # line 7: generated from prompts
+                del self._prefilling[sequence]
+                self._answers[sequence.key] = sequence
+        self._prompts.refresh(now_s)
+        self._sharing = kv.sharing
 
-    def repeats(self, plan: IterationPlan, kv: KvAllocator) -> bool:
+    def _revise(self, now_s: float, sequence: Sequence) -> None:
+        """E4 · A prediction came late, or a better one. Waiting answers are grouped by the prediction at hand when the
+        batch is formed; who runs keeps what is allocated, but a group that it would outlive is left by E5."""
+        if self._prompts.remove(sequence):
+            self._prompts.add(now_s, sequence, self._deadlines.of(sequence))
+
+    def _count_skipped(self, iterations: int) -> None:
+        self._count.iterations += iterations
+        if self._forms_always:
+            self._count.formations += iterations
+        else:
+            self._count.quiet += iterations
+
+    def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
         """Only answers run, and nothing changes before the next end of a group or of a loan."""
         rows = len(plan.rows)
         if plan.preempted or plan.copies or rows != len(self._batch) or self._prefilling:
-            return False
+            return 0
         if self._answers and not self._parts.synced and self._parts.pipelined:
-            return False  # the second halves of lenders change with every iteration
-        return not (self._drained and self._answers)
-
-    def repetitions(self) -> int:
-        """How many iterations after the one in flight `repeats` speaks for."""
+            return 0  # the second halves of lenders change with every iteration
+        if self._drained and self._answers:
+            return 0
         ends = [end for end in (self._batch.next_end, self._loans.next_due) if end is not None]
         return max(0, min(ends) - self._batch.clock - 1) if ends else 0
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         count = self._count
         return {
             "prompt_queue": float(len(self._prompts)),
@@ -242,10 +249,10 @@ class TimeSynced:
 
     def _take_back(self, now_s: float, kv: KvAllocator, plan: IterationPlan) -> None:
         """E8 · A lender needs a block from which a borrower has not gone: the borrower goes to host memory."""
-        if self._lending is None:
+        if self._sharing is None:
             return
-        for lender, index in self._loans.due(self._batch, kv, self._lending):
-            for borrower in self._lending.borrowers(lender, index):
+        for lender, index in self._loans.due(self._batch, kv, self._sharing):
+            for borrower in self._sharing.borrowers(lender, index):
                 self._stopped.add(borrower.key)
                 self._count.late += 1
                 self._evict(now_s, borrower, kv, plan, "swap")
@@ -290,7 +297,7 @@ class TimeSynced:
 
     def _nest(self, waiting: list[tuple[Rank, int, Sequence]], kv: KvAllocator) -> None:
         """E7 · Borrowers among those who wait."""
-        if not self._parts.pipelined or self._lending is None or not self._answers:
+        if not self._parts.pipelined or self._sharing is None or not self._answers:
             return
         # Who is handed over later keeps its blocks until they are sent, which may be late: it does not borrow.
         candidates = [
@@ -298,9 +305,9 @@ class TimeSynced:
             for _, length, s in waiting
             if s.phase is Phase.RUNNING and s.end is None and s.key in self._answers
         ]
-        for chosen in self._loans.arrange(self._batch, candidates, kv, self._lending, self._places()):
+        for chosen in self._loans.arrange(self._batch, candidates, kv, self._sharing, self._places()):
             del self._answers[chosen.sequence.key]
-            self._loans.resume(self._batch, chosen.sequence, kv, self._lending)
+            self._loans.resume(self._batch, chosen.sequence, kv, self._sharing)
             self._count.borrowed += 1
 
     def _rank(self, now_s: float, sequence: Sequence, length: int) -> Rank:
@@ -349,7 +356,7 @@ class TimeSynced:
 
     def _run(self, sequence: Sequence, length: int, kv: KvAllocator, plan: IterationPlan) -> bool:
         """Allocate and join."""
-        if sequence.phase is Phase.SWAPPED and not resume(sequence, kv, plan):
+        if sequence.phase is Phase.SWAPPED and not resume(sequence, kv):
             return False
         if not self._claim(kv, sequence, sequence.computed + length):
             return False
@@ -359,13 +366,13 @@ class TimeSynced:
 
     def _join(self, sequence: Sequence, length: int, kv: KvAllocator) -> None:
         self._batch.join(sequence, length)
-        if self._lending is not None:
-            self._loans.resume(self._batch, sequence, kv, self._lending)
+        if self._sharing is not None:
+            self._loans.resume(self._batch, sequence, kv, self._sharing)
 
     def _claim(self, kv: KvAllocator, sequence: Sequence, positions: int) -> bool:
         """E2 · Blocks for everything it is predicted to need, at once."""
-        lending = self._lending
-        return kv.extend(sequence, positions) if lending is None else lending.claim(sequence, positions)
+        sharing = self._sharing
+        return kv.extend(sequence, positions) if sharing is None else sharing.claim(sequence, positions)
 
     # -- prompts -----------------------------------------------------------------------------------------------
 

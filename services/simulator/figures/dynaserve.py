@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from cohort.common.policies.interface import ClusterView, Placed, Wait, WaitingRequest
-from cohort.common.types import RequestId, Segment
+from cohort.common.policies.interface import ClusterView, Placed, Placement, Wait, WaitingRequest
+from cohort.common.types import Segment
 from cohort.common.workloads.arrivals import RandomArrivals
 from cohort.common.workloads.changes import promise
 from cohort.common.workloads.generate import Stream, stream
@@ -187,7 +187,7 @@ def _varied_goodput(lab: Lab, sigma: float) -> float:
     return within_per_s(lab.run(("varied", sigma), of_sigma))
 
 
-class Alternating:
+class Alternating(Placement):
     """Splits every request at the same share of its tokens, first segment on either instance in turn.
 
     With this, an offline search over shares knows the whole future of a workload of equal requests.
@@ -205,9 +205,6 @@ class Alternating:
         if first == second or not 0 < position < total:
             return Placed((Segment(0, None, first),), "whole")
         return Placed((Segment(0, position, first), Segment(position, None, second)), "at a fixed share")
-
-    def finished(self, now_s: float, request_id: RequestId) -> None:
-        """Keeps nothing per request."""
 
 
 def _against_oracle(lab: Lab) -> float:

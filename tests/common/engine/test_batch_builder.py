@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from cohort.common.engine.batch_builder import build_batch
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
-from cohort.common.policies.interface import IterationPlan, Row, Sequence
+from cohort.common.policies.interface import IterationPlan, Row
+from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
 
 SIZE = 4

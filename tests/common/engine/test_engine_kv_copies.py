@@ -9,7 +9,7 @@ import torch
 
 from cohort.common.engine.kv_copies import KvCopier
 from cohort.common.engine.kv_tensors import KvTensors
-from cohort.common.policies.interface import KvCopy
+from cohort.common.policies.kv_interface import KvCopy
 from cohort.common.types import KvGeometry
 
 GEOMETRY = KvGeometry(num_layers=3, num_kv_heads=2, head_dim=4, dtype_bytes=4, block_size=8)

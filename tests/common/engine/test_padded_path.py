@@ -14,8 +14,10 @@ from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.bucketserve.padded_prefill import PaddedPrefill
-from cohort.common.policies.interface import IterationPlan, IterationScheduler, Row, Sequence
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, Row
+from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
+from tests.common.policies.baselines.drive import decide
 
 OUTPUTS = 5
 
@@ -37,7 +39,7 @@ def generate(
         scheduler.add(0.0, each)
     padding = 0
     for _ in range(200):
-        plan = scheduler.decide(0.0, kv)
+        plan = decide(scheduler, kv, 0.0)
         if not plan.rows:
             break
         batch, drawing = build_batch(plan, kv)
@@ -70,8 +72,8 @@ def test_padding_changes_no_answer(model_folder: Callable[[str], Path]) -> None:
     assert all(len(output) == OUTPUTS for output in plain)
     assert nothing == 0
     assert padding > 20
-    assert scheduler.figures()["padding_tokens_total"] == padding
-    assert 0.0 < scheduler.figures()["padding_share"] < 1.0
+    assert scheduler.metrics()["padding_tokens_total"] == padding
+    assert 0.0 < scheduler.metrics()["padding_share"] < 1.0
 
 
 def test_rows_become_a_rectangle_behind_which_only_padding_lies() -> None:

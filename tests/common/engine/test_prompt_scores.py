@@ -17,7 +17,8 @@ from cohort.common.engine.batch_builder import build_batch
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.prompt_scores import AT_ONCE, score
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
-from cohort.common.policies.interface import IterationPlan, Row, Sequence
+from cohort.common.policies.interface import IterationPlan, Row
+from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, Request, SamplingParams
 
 MAX_ROWS = 4

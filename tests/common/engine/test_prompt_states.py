@@ -14,7 +14,8 @@ from engine_driver import BLOCK_SIZE, Driver, make_runner
 from cohort.common.engine.batch_builder import build_batch
 from cohort.common.engine.prompt_states import prompt_states
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
-from cohort.common.policies.interface import IterationPlan, Row, Sequence
+from cohort.common.policies.interface import IterationPlan, Row
+from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
 
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [27, 18, 28, 18])

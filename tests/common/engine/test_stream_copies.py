@@ -15,7 +15,7 @@ from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.stream_copies import StreamCopier
 from cohort.common.engine.streams import HostStream, Mark
 from cohort.common.errors import InvariantViolated
-from cohort.common.policies.interface import KvCopy
+from cohort.common.policies.kv_interface import KvCopy
 from cohort.common.types import KvGeometry
 
 GEOMETRY = KvGeometry(num_layers=2, num_kv_heads=1, head_dim=4, dtype_bytes=4, block_size=8)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from cohort.common.machines.effects import StartStep
 from cohort.common.machines.events import Sampled, StepEnded
-from cohort.common.policies.interface import IterationPlan, KvCopy
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.policies.kv_interface import KvCopy
 from cohort.common.policies.padding import row_padding
 from cohort.common.virtual_cluster.kv_flights import Flight
 from cohort.common.virtual_cluster.plugins import WorkerNode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cohort.common.machines.kv_receiver import Incoming
-from cohort.common.policies.interface import Sequence
+from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, Request, SamplingParams
 
 BLOCK = 16

@@ -45,7 +45,7 @@ def test_undisturbed(roles: dict[str, Role], placement: type[Colocated] | type[D
     assert world.displaced == 0
     if placement is Disaggregated:
         assert sum(node.machine.counters.transfers_in for node in world.workers.values()) > 30
-    hits = sum(node.machine.kv.figures()["prefix_hits_total"] for node in world.workers.values())
+    hits = sum(node.machine.kv.metrics()["prefix_hits_total"] for node in world.workers.values())
     assert hits > 0
 
 

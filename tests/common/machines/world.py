@@ -1,4 +1,4 @@
-"""The fault tester: the virtual cluster with an engine of digests, a faulty network, and clients that check every token.
+"""The fault tester: the virtual cluster with an engine of digests, a faulty network, clients that check every token.
 
 Workers, the manager, the gateway's clients and links can be broken at any moment. All three machines are the live ones.
 """
@@ -14,7 +14,8 @@ from cohort.common.machines.effects import Admitted, Deliver, Ended, Fail, Gatew
 from cohort.common.machines.events import Closed, DrainEnded, DrainStarted, LinkAddresses, Offered
 from cohort.common.machines.gateway import GatewayMachine, GatewaySettings
 from cohort.common.machines.manager import ManagerMachine, ManagerSettings
-from cohort.common.machines.worker import WorkerMachine, WorkerSettings
+from cohort.common.machines.worker import WorkerMachine
+from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.messages import Message
 from cohort.common.policies.baselines.bounded_admission import BoundedAdmission
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
@@ -25,7 +26,6 @@ from cohort.common.policies.interface import (
     ClusterView,
     Impossible,
     IterationScheduler,
-    KvAllocator,
     LateBinding,
     Placed,
     Placement,
@@ -33,6 +33,7 @@ from cohort.common.policies.interface import (
     Wait,
     WaitingRequest,
 )
+from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.types import (
     Attempt,
     FinishReason,
@@ -277,11 +278,9 @@ class World:
         blocks, host_blocks = self._blocks
         geometry = KvGeometry(1, 1, 1, 1, BLOCK)
         capacity = WorkerCapacity(self.roles[name], "m", 10_000, 1, 1, 1, 1, BLOCK, blocks, host_blocks, 8, 32)
+        settings = WorkerSettings(("ucx", "zmq"), 5.0, 5.0, 2.0, 8.0, 2.0)
         machine = WorkerMachine(
-            name,
-            incarnation,
-            capacity,
-            WorkerSettings(("ucx", "zmq"), 5.0, 5.0, 2.0, 8.0, 2.0),
+            WorkerSetup(name, incarnation, name, MANAGER, capacity, settings),
             self._scheduler(),
             self._allocator(geometry, blocks, host_blocks),
             Random(self.random.getrandbits(32)),

@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
-from cohort.common.policies.interface import IterationPlan, Phase, Sequence
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
+from tests.common.policies.baselines.drive import decide
 
 GEOMETRY = KvGeometry(1, 1, 1, 1, 4)
 
@@ -44,13 +46,13 @@ def test_prompts_are_chunked_within_the_budget_and_decodes_come_first() -> None:
     first, second = sequence("a", 12), sequence("b", 20, arrived_s=1.0)
     policy.add(0.0, first)
     policy.add(0.0, second)
-    plan = policy.decide(0.0, kv)
+    plan = decide(policy, kv, 0.0)
     assert rows(plan) == [("a", 0, 8), ("b", 0, 8)]
     run(plan, kv)
-    plan = policy.decide(0.1, kv)
+    plan = decide(policy, kv, 0.1)
     assert rows(plan) == [("a", 8, 4), ("b", 8, 8)]
     run(plan, kv)
-    plan = policy.decide(0.2, kv)
+    plan = decide(policy, kv, 0.2)
     assert rows(plan) == [("b", 16, 4), ("a", 12, 1)]  # prefill rows first, decode rows behind (R14)
 
 
@@ -58,7 +60,7 @@ def test_priority_overtakes_arrival() -> None:
     policy, kv = scheduler(max_rows=1), PagedAllocator(GEOMETRY, 32, 0)
     policy.add(0.0, sequence("late but urgent", 4, arrived_s=5.0, priority=-1))
     policy.add(0.0, sequence("early", 4, arrived_s=0.0))
-    assert rows(policy.decide(6.0, kv)) == [("late but urgent", 0, 4)]
+    assert rows(decide(policy, kv, 6.0)) == [("late but urgent", 0, 4)]
 
 
 def test_the_youngest_gives_way_when_the_cache_is_full() -> None:
@@ -66,8 +68,8 @@ def test_the_youngest_gives_way_when_the_cache_is_full() -> None:
     old, young = sequence("old", 8), sequence("young", 8, arrived_s=1.0)
     policy.add(0.0, old)
     policy.add(0.0, young)
-    run(policy.decide(0.0, kv), kv)
-    plan = policy.decide(0.1, kv)  # both want their ninth position, no block is left
+    run(decide(policy, kv, 0.0), kv)
+    plan = decide(policy, kv, 0.1)  # both want their ninth position, no block is left
     assert [(p.sequence.request_id, p.how) for p in plan.preempted] == [("young", "recompute")]
     assert rows(plan) == [("old", 8, 1)]
     assert (young.phase, young.computed) == (Phase.WAITING, 0)
@@ -79,12 +81,12 @@ def test_a_pinned_sequence_is_not_preempted() -> None:
     old, young = sequence("old", 8), sequence("young", 8, arrived_s=1.0)
     policy.add(0.0, old)
     policy.add(0.0, young)
-    run(policy.decide(0.0, kv), kv)
+    run(decide(policy, kv, 0.0), kv)
     young.pinned = True
-    plan = policy.decide(0.1, kv)
+    plan = decide(policy, kv, 0.1)
     assert (plan.rows, plan.preempted) == ([], [])
     young.pinned = False
-    assert [p.sequence for p in policy.decide(0.2, kv).preempted] == [young]
+    assert [p.sequence for p in decide(policy, kv, 0.2).preempted] == [young]
 
 
 def test_swapped_sequences_come_back_before_anybody_new_is_let_in() -> None:
@@ -92,14 +94,14 @@ def test_swapped_sequences_come_back_before_anybody_new_is_let_in() -> None:
     old, young = sequence("old", 8, max_tokens=2), sequence("young", 8, arrived_s=1.0)
     policy.add(0.0, old)
     policy.add(0.0, young)
-    run(policy.decide(0.0, kv), kv)
-    plan = policy.decide(0.1, kv)
+    run(decide(policy, kv, 0.0), kv)
+    plan = decide(policy, kv, 0.1)
     assert [(copy.direction, len(copy.device)) for copy in plan.copies] == [("out", 2)]
     run(plan, kv)
     policy.add(0.2, sequence("new", 4, arrived_s=2.0))
     policy.remove(0.2, old)
     kv.release(old.key)
-    plan = policy.decide(0.3, kv)
+    plan = decide(policy, kv, 0.3)
     assert [(copy.direction, len(copy.device)) for copy in plan.copies] == [("in", 2)]
     assert rows(plan)[-1] == ("young", 8, 1)
     assert young.phase is Phase.RUNNING
@@ -138,7 +140,7 @@ def test_everything_ends_within_bounds(
     for step in range(6000):
         if not alive:
             break
-        plan = policy.decide(float(step), kv)
+        plan = decide(policy, kv, float(step))
         assert plan.rows, "work is left but nothing runs"
         assert len(plan.rows) <= max_rows
         assert plan.tokens <= budget

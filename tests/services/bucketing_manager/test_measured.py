@@ -42,7 +42,7 @@ def test_decisions_pass_through_and_are_counted() -> None:
     assert measured.waiting_tokens == 180
     assert measured.next_wake_s(0.0) is None
     assert [dispatch.request_ids for dispatch in measured.decide(0.0, cluster)] == [("a", "b", "c")]
-    assert measured.figures() == {"buckets": 1.0}
+    assert measured.metrics() == {"buckets": 1.0}
     labels = {"model_name": "m", "instance": "manager"}
 
     def value(name: str, **more: str) -> float | None:

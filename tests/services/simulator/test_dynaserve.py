@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohort.common.policies.interface import ClusterView, Placed, WaitingRequest
+from cohort.common.policies.interface import ClusterView, Placed, Placement, WaitingRequest
 from cohort.common.types import Segment, Slo
 from cohort.common.workloads.items import WorkItem, Workload
 from cohort.services.simulator.cluster import SimCluster, SimOptions
@@ -71,13 +71,10 @@ def test_what_schedulers_learn_reaches_the_manager_and_ends_are_judged() -> None
     assert 1e-5 < times.token_s < 1e-3
 
 
-class InTheMiddle:
+class InTheMiddle(Placement):
     def place(self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: str | None) -> Placed:
         first, second = sorted(cluster.instances)
         return Placed((Segment(0, 900, first), Segment(900, None, second)), "in the middle of the answer")
-
-    def finished(self, now_s: float, request_id: str) -> None:
-        """Keeps nothing."""
 
 
 def exposed_s(chunked: bool) -> float:

@@ -39,7 +39,7 @@ def test_jumping_changes_nothing(
     one_by_one = run(chosen, cluster(1), load, jump=False, predictor=predictor, predictor_sigma=0.5)
     jumping = run(chosen, cluster(1), load, predictor=predictor, predictor_sigma=0.5)
     assert outcome(jumping) == outcome(one_by_one)
-    assert jumping.workers[0].machine.scheduler.figures() == one_by_one.workers[0].machine.scheduler.figures()
+    assert jumping.workers[0].machine.scheduler.metrics() == one_by_one.workers[0].machine.scheduler.metrics()
     assert jumping.workers[0].machine.kv.owners() == {}
     assert jumping.events.handled <= one_by_one.events.handled
 

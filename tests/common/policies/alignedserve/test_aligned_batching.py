@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from cohort.common.policies.alignedserve.aligned_batching import AlignedBatching
 from cohort.common.policies.alignedserve.batch_numbers import FIRST_BATCH
-from cohort.common.policies.interface import KvAllocator, Phase, Sequence
-from tests.common.policies.baselines.drive import cache, leave, rows, sequence, step
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Phase, Sequence
+from tests.common.policies.baselines.drive import cache, decide, leave, ran, rows, sequence, step
 
 
 def scheduler(*, sets_aside: bool = True) -> AlignedBatching:
@@ -28,22 +29,22 @@ def test_with_room_everybody_decodes() -> None:
     policy, kv = scheduler(), cache(100)
     for name, context in (("a", 8), ("b", 30)):
         decoding(policy, kv, name, context, 1)
-    plan = policy.decide(0.0, kv)
+    plan = decide(policy, kv, 0.0)
     assert rows(plan) == [("a", 8, 1), ("b", 30, 1)]
-    assert plan.set_aside == []
+    assert plan.evicted == []
 
 
-def test_the_longest_is_set_aside_before_memory_is_out() -> None:
+def test_the_longest_is_evicted_before_memory_is_out() -> None:
     policy, kv = scheduler(), cache(22)
     decoding(policy, kv, "a", 30, 1)
     longest = decoding(policy, kv, "longest", 40, 1)
     decoding(policy, kv, "c", 10, 1)
-    plan = policy.decide(0.0, kv)
-    assert plan.set_aside == [longest]
+    plan = decide(policy, kv, 0.0)
+    assert plan.evicted == [longest]
     assert sorted(name for name, _, _ in rows(plan)) == ["a", "c"]
     assert plan.preempted == []
     # Its blocks are still held; nobody else is evicted for them.
-    assert policy.decide(0.1, kv).set_aside == []
+    assert decide(policy, kv, 0.1).evicted == []
 
 
 def test_during_a_switch_the_longest_of_the_older_batch() -> None:
@@ -51,19 +52,21 @@ def test_during_a_switch_the_longest_of_the_older_batch() -> None:
     decoding(policy, kv, "new", 41, 2)
     decoding(policy, kv, "old", 9, 1)
     older = decoding(policy, kv, "older", 30, 1)
-    assert policy.decide(0.0, kv).set_aside == [older]
-    assert policy.figures()["mixed_iterations_total"] == 1
+    assert decide(policy, kv, 0.0).evicted == [older]
+    assert policy.metrics()["mixed_iterations_total"] == 1
 
 
 def test_iterations_that_were_repeated_without_asking_count_as_well() -> None:
     policy, kv = scheduler(), cache(100)
     both = [decoding(policy, kv, "old", 8, 1), decoding(policy, kv, "new", 30, 2)]
-    assert policy.repeats(policy.decide(0.0, kv), kv)
+    plan = decide(policy, kv, 0.0)
+    assert policy.steady_for(plan, kv) >= 7
+    ran(policy, plan, 0.8, *[0.1] * 8)
     for each in both:  # the iteration, and seven like it
         each.computed += 8
         each.tokens += [1] * 8
-    policy.decide(0.8, kv)
-    figures = policy.figures()
+    decide(policy, kv, 0.8)
+    figures = policy.metrics()
     assert (figures["decode_iterations_total"], figures["mixed_iterations_total"]) == (9, 9)
 
 
@@ -76,7 +79,7 @@ def test_alone_it_preempts_the_longest_instead() -> None:
     for _ in range(6):
         plan = step(policy, kv)
         preempted += [(each.sequence.request_id, each.how) for each in plan.preempted]
-        assert plan.set_aside == []
+        assert plan.evicted == []
     assert preempted[:1] == [("a", "swap")]
 
 
@@ -84,10 +87,11 @@ def test_what_goes_on_from_this_workers_pool_is_brought_back() -> None:
     policy, kv = scheduler(), cache(20, 20)
     parked = decoding(policy, kv, "a", 12, 1)
     policy.remove(0.0, parked)
-    assert kv.swap_out(parked) is not None
+    assert kv.swap_out(parked)
+    kv.take_copies()
     parked.phase = Phase.SWAPPED
     policy.add(0.0, parked)
-    plan = policy.decide(0.0, kv)
+    plan = decide(policy, kv, 0.0)
     assert rows(plan) == [("a", 12, 1)]
     assert [copy.direction for copy in plan.copies] == ["in"]
     leave(policy, kv, parked)
@@ -97,8 +101,7 @@ def test_foresight_ends_where_somebody_would_be_evicted() -> None:
     policy, kv = scheduler(), cache(40)
     decoding(policy, kv, "a", 48, 1)
     decoding(policy, kv, "b", 48, 1)
-    plan = policy.decide(0.0, kv)
-    assert policy.repeats(plan, kv)
-    foreseen = policy.repetitions()
-    evicted_at = next(step_ for step_ in range(1000) if step(policy, kv).set_aside)
+    plan = decide(policy, kv, 0.0)
+    foreseen = policy.steady_for(plan, kv)
+    evicted_at = next(step_ for step_ in range(1000) if step(policy, kv).evicted)
     assert 0 < foreseen <= evicted_at

@@ -65,7 +65,7 @@ def test_aligned_requests_are_chosen_and_the_others_stay() -> None:
         policy.parked(0.0, parked(f"s{index}", 60))
     policy.parked(0.0, parked("long", 1600))
     assert {name for name, _, _ in binds(policy.decide(0.0, busy(0, 0)))} == {f"s{index}" for index in range(6)}
-    assert policy.figures()["pool_requests"] == 1
+    assert policy.metrics()["pool_requests"] == 1
 
 
 def started() -> AlignedBinding:
@@ -89,7 +89,7 @@ def test_dynamic_scheduling_takes_in_who_matches_the_grown_batch() -> None:
     policy.parked(1.0, parked("grown", 85))
     policy.parked(1.0, parked("other", 300))
     assert binds(policy.decide(1.0, running())) == [("grown", "decode-0", 0)]
-    assert policy.figures()["pool_requests"] == 1
+    assert policy.metrics()["pool_requests"] == 1
 
 
 def test_who_matches_waits_prefetched_while_there_is_no_room() -> None:

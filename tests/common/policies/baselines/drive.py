@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from weakref import WeakKeyDictionary
+
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.baselines.reserved_allocation import Reservation, ReservedAllocator
-from cohort.common.policies.interface import IterationPlan, IterationScheduler, KvAllocator, Sequence
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Ran
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams, TrafficClass
 
 BLOCK = 4
@@ -59,10 +64,36 @@ def run(plan: IterationPlan, kv: KvAllocator) -> None:
         kv.committed(row.sequence)
 
 
-def step(policy: IterationScheduler, kv: KvAllocator, now_s: float = 0.0, latency_s: float = 0.0) -> IterationPlan:
-    """Decide, compute, observe."""
-    plan = policy.decide(now_s, kv)
-    policy.observe(now_s, plan, latency_s)
+_ran: WeakKeyDictionary[IterationScheduler, Ran] = WeakKeyDictionary()
+"""What the next decision is to be told."""
+
+
+def ran(policy: IterationScheduler, plan: IterationPlan, now_s: float, *times_s: float) -> None:
+    """As far as the policy knows, this plan ran; see `decide`."""
+    if plan.rows or plan.copies:
+        _ran[policy] = Ran(plan, now_s, times_s)
+
+
+def decide(
+    policy: IterationScheduler, kv: KvAllocator, now_s: float, *, arriving: int = 0, revised: Seq[Sequence] = ()
+) -> IterationPlan:
+    """As the worker machine asks: told what ran since, and all copies taken."""
+    plan = policy.decide(now_s, kv, News(_ran.pop(policy, None), revised, arriving))
+    plan.copies = kv.take_copies()
+    return plan
+
+
+def step(
+    policy: IterationScheduler,
+    kv: KvAllocator,
+    now_s: float = 0.0,
+    latency_s: float = 0.0,
+    *,
+    revised: Seq[Sequence] = (),
+) -> IterationPlan:
+    """Decide and compute."""
+    plan = decide(policy, kv, now_s, revised=revised)
+    ran(policy, plan, now_s, latency_s)
     run(plan, kv)
     return plan
 

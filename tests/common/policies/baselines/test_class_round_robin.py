@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.class_round_robin import ClassRoundRobin
-from cohort.common.policies.baselines.draft import IterationLimits
 from tests.common.policies.baselines.drive import cache, leave, names, rows, sequence, step
 
 
@@ -22,7 +22,7 @@ def test_iterations_serve_the_classes_in_turn() -> None:
         [("be", 8, 4)],
         [("rt", 5, 1)],
     ]
-    assert robin.figures()["rt_iterations_total"] == 3.0
+    assert robin.metrics()["rt_iterations_total"] == 3.0
 
 
 def test_a_class_with_nothing_to_run_leaves_its_turn() -> None:

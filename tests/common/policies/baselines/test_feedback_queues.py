@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cohort.common.policies.baselines.draft import IterationLimits
+from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.feedback_queues import SkipJoinQueues
 from cohort.common.policies.baselines.ranked_batching import RankedBatching
 from cohort.common.policies.baselines.reserved_allocation import known_positions
-from cohort.common.policies.interface import IterationPlan, Row
+from cohort.common.policies.interface import IterationPlan, Ran, Row
 from tests.common.policies.baselines.drive import cache, names, sequence, step
 
 
@@ -20,7 +20,7 @@ def level(policy: SkipJoinQueues, one: object) -> int | float | str:
 
 def test_a_newcomer_skips_queues_that_its_prompt_would_use_up() -> None:
     policy = queues()
-    policy.observe(0.0, IterationPlan(rows=[Row(sequence("x", 10), 0, 10)]), 1.0)  # 0.1 s per prompt token
+    policy.observe(Ran(IterationPlan(rows=[Row(sequence("x", 10), 0, 10)]), 0.0, (1.0,)))  # 0.1 s per prompt token
     levels = {}
     for prompt in (5, 10, 15, 20, 35, 400):
         one = sequence(f"p{prompt}", prompt)
@@ -36,7 +36,7 @@ def test_who_uses_up_a_quantum_goes_down_and_stays_in_the_last() -> None:
     policy.added(0.0, one)
     seen = []
     for now in range(8):
-        policy.observe(float(now), IterationPlan(rows=[Row(one, 0, 1)]), 1.0)
+        policy.observe(Ran(IterationPlan(rows=[Row(one, 0, 1)]), float(now), (1.0,)))
         seen.append(level(policy, one))
     assert seen == [1, 1, 2, 2, 2, 2, 2, 2]  # one second in queue 0, two in queue 1
 
@@ -45,9 +45,9 @@ def test_the_first_quantum_is_learned_from_iterations_without_prefill() -> None:
     policy = queues(quantum_s=0.0)
     one, two = sequence("a", 1), sequence("b", 1)
     policy.added(0.0, one)
-    policy.observe(0.0, IterationPlan(rows=[Row(one, 0, 1)]), 0.5)  # the quantum is now 0.5 s, and used up
+    policy.observe(Ran(IterationPlan(rows=[Row(one, 0, 1)]), 0.0, (0.5,)))  # the quantum is now 0.5 s, and used up
     policy.added(0.0, two)
-    policy.observe(0.0, IterationPlan(rows=[Row(two, 0, 1)]), 0.4)
+    policy.observe(Ran(IterationPlan(rows=[Row(two, 0, 1)]), 0.0, (0.4,)))
     assert (level(policy, one), level(policy, two)) == (1, 0)
 
 
@@ -55,22 +55,22 @@ def test_the_starving_move_to_the_top() -> None:
     policy = queues()
     one = sequence("a", 1)
     policy.added(0.0, one)
-    policy.observe(1.0, IterationPlan(rows=[Row(one, 0, 1)]), 5.0)
+    policy.observe(Ran(IterationPlan(rows=[Row(one, 0, 1)]), 1.0, (5.0,)))
     policy.begin(11.0, [one])
     assert level(policy, one) == 1
     policy.begin(11.1, [one])
-    assert (level(policy, one), policy.figures()["starvation_promotions_total"]) == (0, 1.0)
+    assert (level(policy, one), policy.metrics()["starvation_promotions_total"]) == (0, 1.0)
 
 
 def test_a_promotion_is_worth_a_quantum_of_the_last_queue_and_ends_there() -> None:
     policy = queues()  # quanta 1, 2, 4 s
     one = sequence("a", 1)
     policy.added(0.0, one)
-    policy.observe(1.0, IterationPlan(rows=[Row(one, 0, 1)]), 1.0)
+    policy.observe(Ran(IterationPlan(rows=[Row(one, 0, 1)]), 1.0, (1.0,)))
     policy.begin(12.0, [one])
     seen = []
     for now in range(12, 16):
-        policy.observe(float(now), IterationPlan(rows=[Row(one, 0, 1)]), 1.0)
+        policy.observe(Ran(IterationPlan(rows=[Row(one, 0, 1)]), float(now), (1.0,)))
         seen.append(level(policy, one))
     assert seen == [0, 0, 0, 2]
 
@@ -87,4 +87,4 @@ def test_newcomers_run_before_those_who_had_their_share() -> None:
     assert names(step(policy, kv, 1.0, 0.4)) == ["new"]
     assert names(step(policy, kv, 2.0, 0.7)) == ["new"]  # 1.1 s used: down to where `old` has been for longer
     assert names(step(policy, kv, 3.0, 0.1)) == ["old"]
-    assert policy.figures()["queue_1"] == 2.0
+    assert policy.metrics()["queue_1"] == 2.0

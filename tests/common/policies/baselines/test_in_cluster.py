@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from cohort.common.config import load_config
 from cohort.common.policies import compose
 from cohort.common.policies.baselines.placements import Colocated, ColocatedInTurn, Disaggregated
-from cohort.common.policies.interface import IterationScheduler, KvAllocator, Placement
+from cohort.common.policies.interface import IterationScheduler, Placement
+from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.types import KvGeometry, Role, TrafficClass
 from tests.common.machines.faults import any_faults
 from tests.common.machines.world import VOCABULARY, SplitAnywhere, World

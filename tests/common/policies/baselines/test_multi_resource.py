@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.policies.baselines.draft import IterationLimits
+from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.multi_resource import MultiResource
 from cohort.common.policies.baselines.reserved_allocation import predicted_positions
 from tests.common.policies.baselines.drive import GEOMETRY, cache, names, sequence, step

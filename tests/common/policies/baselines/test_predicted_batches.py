@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cohort.common.policies.baselines.draft import IterationLimits
+from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.predicted_batches import PredictedBatches
 from cohort.common.policies.baselines.reserved_allocation import predicted_positions
 from tests.common.policies.baselines.drive import cache, leave, names, rows, sequence, step
@@ -30,7 +30,7 @@ def test_the_oldest_chooses_its_company_by_prediction_and_nobody_joins_later() -
     assert names(step(batches, kv)) == ["near"]
     leave(batches, kv, everybody["near"])
     assert names(step(batches, kv)) == ["far"]  # now the oldest
-    assert batches.figures()["batches_total"] == 2.0
+    assert batches.metrics()["batches_total"] == 2.0
 
 
 def test_a_batch_is_bounded_by_rows_and_by_memory_as_predicted() -> None:

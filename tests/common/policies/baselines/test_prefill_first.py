@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from cohort.common.policies.baselines.draft import IterationLimits
+from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.prefill_first import PrefillFirst
-from cohort.common.policies.interface import Phase
+from cohort.common.sequence import Phase
 from tests.common.policies.baselines.drive import cache, leave, names, rows, sequence, step
 
 

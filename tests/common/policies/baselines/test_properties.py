@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from cohort.common.config import Config, load_config
 from cohort.common.policies import baselines, compose
-from cohort.common.policies.interface import ForeseesDecisions, IterationScheduler, KvAllocator, Phase, Sequence
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import TrafficClass
-from tests.common.policies.baselines.drive import GEOMETRY, leave, rows, run, sequence
+from tests.common.policies.baselines.drive import GEOMETRY, decide, leave, ran, rows, run, sequence
 
 SCHEDULERS = [name for name, policy in compose.ITERATIONS.items() if policy.build.__module__ == baselines.__name__]
 Load = tuple[int, int, float, int, int]
@@ -105,7 +106,7 @@ def test_everything_ends_within_bounds(
             alive.append(one)
         if not alive and iteration > 20:
             break
-        plan = policy.decide(now_s, kv)
+        plan = decide(policy, kv, now_s)
         assert len(plan.rows) <= max_rows
         widths = [max(row.count, plan.padded_to) if row.count > 1 else 1 for row in plan.rows]
         assert sum(widths) <= budget
@@ -119,7 +120,7 @@ def test_everything_ends_within_bounds(
         # Somebody may have lost its place for nothing but room; two iterations without rows are a standstill.
         idle = 0 if plan.rows or not alive else idle + 1
         assert idle < 2, "work is left but nothing runs"
-        policy.observe(now_s, plan, 0.5)
+        ran(policy, plan, now_s, 0.5)
         run(plan, kv)
         kv.check()
         for one in ended(alive):
@@ -145,7 +146,6 @@ def test_what_is_foreseen_is_decided(
     config = configured(name, allocation, max_rows=max_rows, budget=budget, swap=True, caching=caching, padded=False)
     policy = compose.iteration(config)
     kv = compose.allocation(config, GEOMETRY, blocks, 20)
-    assert isinstance(policy, ForeseesDecisions)
     coming, alive = arrivals(loads), []
     foreseen: list[tuple[str, int, int]] | None = None
     for iteration in range(4000):
@@ -156,21 +156,18 @@ def test_what_is_foreseen_is_decided(
         if not alive and iteration > 20:
             return
         enough = _grows_without_preemption(alive, kv)
-        plan = policy.decide(float(iteration), kv)
+        plan = decide(policy, kv, float(iteration))
         if foreseen is not None and not fresh and enough:
             # As a set: a row that has just come in may change its place among the others, which changes no decision.
             assert (sorted(rows(plan)), plan.preempted, plan.copies) == (sorted(foreseen), [], [])
-        repeats = _repeats(policy, plan, kv)
+        repeats = bool(plan.rows) and policy.steady_for(plan, kv) > 0
+        ran(policy, plan, float(iteration), 0.5)
         run(plan, kv)
         gone = ended(alive)
         for one in gone:
             leave(policy, kv, one)
             alive.remove(one)
         foreseen = [(name, start + 1, 1) for name, start, _ in rows(plan)] if repeats and not gone else None
-
-
-def _repeats(policy: IterationScheduler, plan: object, kv: KvAllocator) -> bool:
-    return isinstance(policy, ForeseesDecisions) and bool(plan.rows) and policy.repeats(plan, kv)  # type: ignore[attr-defined, arg-type]
 
 
 def _grows_without_preemption(alive: list[Sequence], kv: KvAllocator) -> bool:

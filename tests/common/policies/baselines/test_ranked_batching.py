@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from cohort.common.policies.baselines.draft import IterationLimits
+from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.ranked_batching import ArrivalRanking, RankedBatching
 from cohort.common.policies.baselines.reserved_allocation import all_positions, known_positions
 from cohort.common.policies.baselines.shortest_remaining import ShortestRemaining
-from cohort.common.policies.interface import Phase
+from cohort.common.sequence import Phase
 from tests.common.policies.baselines.drive import cache, leave, names, rows, sequence, step
 
 

@@ -12,7 +12,7 @@ from cohort.common.policies.baselines.reserved_allocation import (
     known_positions,
     predicted_positions,
 )
-from cohort.common.policies.interface import Phase, Sequence
+from cohort.common.sequence import Phase, Sequence
 from tests.common.policies.baselines.drive import BLOCK, cache, sequence
 
 
@@ -60,11 +60,13 @@ def test_a_reserved_sequence_grows_without_asking_and_comes_back_whole() -> None
     assert all(kv.extend(one, positions) for positions in range(10, 40))
     assert kv.free_blocks == 0
     one.computed = 11
-    copy = kv.swap_out(one)
-    assert copy is not None and len(copy.device) == 3  # only what holds KV travels
+    assert kv.swap_out(one)
+    (copy,) = kv.take_copies()
+    assert len(copy.device) == 3  # only what holds KV travels
     assert kv.free_blocks == 10
-    back = kv.swap_in(one)
-    assert back is not None and len(back.device) == 3
+    assert kv.swap_in(one)
+    (back,) = kv.take_copies()
+    assert len(back.device) == 3
     assert len(kv.blocks(one.key)) == 10
     kv.check()
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
-from cohort.common.policies.interface import KvCopy, Phase, Sequence
+from cohort.common.policies.kv_interface import KvCopy
+from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams, TrafficClass
 
 BLOCK = 4
@@ -23,6 +26,28 @@ def request(
         0,
         arrived_s,
     )
+
+
+class PreemptedBlock(NamedTuple):
+    """A row of the paper's preemption table. `left` "" = the sequence that took the slots is gone."""
+
+    block: int
+    left: Attempt | str
+    right: Attempt
+    slots: int
+
+
+def preemption_table(kv: BidirectionalAllocator) -> list[PreemptedBlock]:
+    """R10 · Blocks some of whose best-effort slots are in host memory, read off what the allocator keeps per tenant."""
+    rows = []
+    for tenant in kv._reversed.values():
+        for index in tenant.host:
+            if index < len(tenant.blocks):
+                block = tenant.blocks[index]
+                side = kv._table.left(block)
+                slots = kv._table.within(tenant.stored, index) - tenant.resident[index]
+                rows.append(PreemptedBlock(block, side[0].name if side else "", tenant.name, slots))
+    return rows
 
 
 class Memory:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.common.errors import InvariantViolated
-from cohort.common.kv.shared_blocks import PreemptedBlock
-from cohort.common.policies.interface import KvCopy, Phase, Sequence
-from tests.common.policies.bros.kv_world import BLOCK, Memory, request
+from cohort.common.policies.kv_interface import KvCopy
+from cohort.common.sequence import Phase, Sequence
+from tests.common.policies.bros.kv_world import BLOCK, Memory, PreemptedBlock, preemption_table, request
 
 
 def test_fig_9_a_front_that_is_met_checkpoints_exactly_the_slots_it_overwrites() -> None:
@@ -25,16 +25,16 @@ def test_fig_9_a_front_that_is_met_checkpoints_exactly_the_slots_it_overwrites()
     assert memory.prefill(rt) == [KvCopy("out", "slot", (6,), (2,))]
     assert memory.kv.blocks(rt.key) == [1]
     assert memory.kv.directions(rt.key) is None
-    assert memory.kv.preemption_table() == [PreemptedBlock(1, rt.key, be.key, 1)]
+    assert preemption_table(memory.kv) == [PreemptedBlock(1, rt.key, be.key, 1)]
     assert memory.kv.checkpointed(be.key) == 1
     # One more token of B: a's first position of the block goes too.
     assert memory.run(rt) == [KvCopy("out", "slot", (7,), (3,))]
     assert memory.kv.checkpointed(be.key) == 2
     # B ends: its slots are free, a's come back in place.
     memory.kv.release(rt.key)
-    assert memory.kv.preemption_table() == [PreemptedBlock(1, "", be.key, 2)]
+    assert preemption_table(memory.kv) == [PreemptedBlock(1, "", be.key, 2)]
     assert memory.run(be) == [KvCopy("in", "slot", (6, 7), (2, 3))]
-    assert memory.kv.preemption_table() == []
+    assert preemption_table(memory.kv) == []
     memory.kv.release(be.key)
     memory.kv.take_copies()
     assert (memory.kv.free_blocks, memory.kv.host_free_blocks, memory.kv.owners()) == (2, 4, {})
@@ -47,7 +47,7 @@ def test_nothing_is_copied_while_a_shared_block_has_room() -> None:
     assert memory.prefill(rt) == []
     assert memory.run(be) == []
     assert memory.run(rt) == []  # two and two: full
-    assert memory.kv.figures()["shared_blocks"] == 1
+    assert memory.kv.metrics()["shared_blocks"] == 1
     assert memory.run(rt) == [KvCopy("out", "slot", (2,), (2,))]
 
 
@@ -57,7 +57,7 @@ def test_free_blocks_are_used_before_any_is_shared() -> None:
     memory.prefill(be)
     memory.prefill(rt)
     assert memory.kv.blocks(rt.key) == [2]
-    assert memory.kv.figures()["shared_blocks_total"] == 0
+    assert memory.kv.metrics()["shared_blocks_total"] == 0
 
 
 def test_slots_that_are_still_taken_come_back_in_another_block() -> None:
@@ -74,7 +74,7 @@ def test_slots_that_are_still_taken_come_back_in_another_block() -> None:
     assert memory.kv.blocks(be.key) == [0, 2]
     # The slot that was still there goes out with the copies that come first, then both come in.
     assert copies == [KvCopy("out", "slot", (7,), (3,)), KvCopy("in", "slot", (10, 11), (2, 3))]
-    assert memory.kv.figures()["shared_blocks"] == 0
+    assert memory.kv.metrics()["shared_blocks"] == 0
 
 
 def test_what_comes_back_beside_the_rows_is_there_for_the_next_iteration() -> None:
@@ -128,7 +128,7 @@ def test_a_dropped_request_comes_back_whole(traffic_class: str) -> None:
     memory = Memory(blocks=3, host_blocks=3)
     dropped = request("dropped", 6, "be" if traffic_class == "be" else "rt")
     memory.prefill(dropped)
-    assert memory.kv.swap_out(dropped) == KvCopy("out", "slot", (), ())
+    assert memory.kv.swap_out(dropped)
     assert len(memory.kv.take_copies()) in (1, 2)
     assert memory.kv.free_blocks == 3
     assert memory.kv.checkpointed(dropped.key) == 6
@@ -140,7 +140,7 @@ def test_a_dropped_request_comes_back_whole(traffic_class: str) -> None:
     taken = request("taken", 4)
     memory.prefill(taken)
     dropped.tokens.append(1)
-    assert memory.kv.swap_in(dropped) is not None
+    assert memory.kv.swap_in(dropped)
     memory.step([(dropped, 1)])
     assert memory.kv.checkpointed(dropped.key) == 0
 
@@ -152,7 +152,7 @@ def test_what_is_handed_over_is_exclusive_and_left_to_right() -> None:
     assert memory.kv.directions(leaving.key) is None
     assert memory.kv.reserve("coming", [1] * 5, 5) == 0
     assert memory.kv.directions("coming") is None
-    assert memory.kv.preemptable_blocks == 0
+    assert memory.kv.lendable_blocks == 0
     rt = request("rt", 1)
     assert not memory.start(rt)
 
@@ -191,10 +191,10 @@ def test_no_slot_is_lost_stale_or_owned_twice(seed: int, blocks: int, host: int)
                 continue
             what = random.random()
             if sequence.phase is Phase.SWAPPED:
-                if what < 0.5 and memory.kv.swap_in(sequence) is not None:
+                if what < 0.5 and memory.kv.swap_in(sequence):
                     sequence.phase = Phase.RUNNING
                 continue
-            if what < 0.1 and memory.kv.swap_out(sequence) is not None:
+            if what < 0.1 and memory.kv.swap_out(sequence):
                 sequence.phase = Phase.SWAPPED
             elif what < 0.2:
                 memory.kv.restore(sequence)

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from cohort.common.config import load_config
 from cohort.common.policies import compose
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
-from cohort.common.policies.interface import IterationScheduler, KvAllocator, Placement
+from cohort.common.policies.interface import IterationScheduler, Placement
+from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.types import KvGeometry, Role
 from tests.common.machines.faults import any_faults
 from tests.common.machines.world import VOCABULARY, SplitAnywhere, World
@@ -89,7 +90,7 @@ def finish(world: World) -> dict[str, float]:
     world.run_until_quiet()
     world.check_outputs()
     kv = next(iter(world.workers.values())).machine.kv
-    return kv.figures()
+    return kv.metrics()
 
 
 @pytest.mark.parametrize("blocks", [22, 40, 200])

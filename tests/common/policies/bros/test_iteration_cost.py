@@ -52,7 +52,7 @@ def test_without_a_profile_it_learns_while_serving_and_says_how_wrong_it_is() ->
     for _ in range(20):
         load = some_load(random)
         assert cost.exec_s(load) == pytest.approx(truth(load), rel=0.05)
-    figures = cost.figures()
+    figures = cost.metrics()
     assert 0.0 < figures["cost_error"] < 0.05
     assert figures["cost_observations_total"] == 400
 
@@ -106,10 +106,10 @@ def test_state_survives_and_foreign_state_is_refused() -> None:
     cost.observe(load, 0, 2.0 * truth(load))
     other.import_state(cost.export_state())
     assert other.exec_s(load) == cost.exec_s(load)
-    assert other.figures()["cost_observations_total"] == 1
-    assert other.figures()["cost_error"] == 0.0
+    assert other.metrics()["cost_observations_total"] == 1
+    assert other.metrics()["cost_error"] == 0.0
     other.observe(load, 0, 0.8 * cost.exec_s(load))
-    assert other.figures()["cost_error"] == pytest.approx(0.25)
+    assert other.metrics()["cost_error"] == pytest.approx(0.25)
     for data in (b"", b"{}", b"[]", b'{"weights": [1], "covariance": [[1]], "slot_s": 0, "observations": 1}', b"no"):
         with pytest.raises(ValueError):
             other.import_state(data)

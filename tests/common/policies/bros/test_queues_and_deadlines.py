@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
 from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTimeQueues
 from cohort.common.policies.bros.token_groups import TokenGroups
-from cohort.common.policies.interface import Phase, Sequence
+from cohort.common.sequence import Phase, Sequence
 from tests.common.policies.bros.kv_world import Memory, request
 
 

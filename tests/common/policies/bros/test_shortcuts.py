@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
-from cohort.common.policies.interface import IterationPlan, Sequence
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.sequence import Sequence
+from tests.common.policies.baselines.drive import decide, ran
 from tests.common.policies.bros.kv_world import GEOMETRY, request
 from tests.common.policies.bros.test_slack_packing import packing
 
@@ -31,7 +33,7 @@ class LongWay(BidirectionalAllocator):
         return found[:wanted]
 
     @property
-    def preemptable_blocks(self) -> int:
+    def lendable_blocks(self) -> int:
         return sum(
             1
             for tenant in self._reversed.values()
@@ -63,12 +65,11 @@ class Host:
 
     def step(self) -> object:
         """One iteration; everything that was decided, with the blocks that rows have."""
-        plan = self.policy.decide(self.now_s, self.kv)
-        plan.copies = self.kv.take_copies()
+        plan = decide(self.policy, self.kv, self.now_s)
         self.kv.check()
         decided = _decided(plan, self.kv)
         self.now_s += max(0.001, plan.estimated_s)
-        self.policy.observe(self.now_s, plan, plan.estimated_s)
+        ran(self.policy, plan, self.now_s, plan.estimated_s)
         for row in plan.rows:
             sequence = row.sequence
             sequence.computed = row.start + row.count
@@ -83,7 +84,7 @@ class Host:
 
 def _decided(plan: IterationPlan, kv: BidirectionalAllocator) -> object:
     rows = [(row.sequence.key, row.start, row.count, tuple(kv.blocks(row.sequence.key))) for row in plan.rows]
-    return rows, [(drop.sequence.key, drop.how) for drop in plan.preempted], plan.copies, kv.figures()
+    return rows, [(drop.sequence.key, drop.how) for drop in plan.preempted], plan.copies, kv.metrics()
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,4 +104,4 @@ def test_short_ways_decide_as_long_ones(seed: int, blocks: int, host: int) -> No
             short.leave(key)
             long.leave(key)
         assert short.step() == long.step()
-    assert short.policy.figures() == long.policy.figures()
+    assert short.policy.metrics() == long.policy.metrics()

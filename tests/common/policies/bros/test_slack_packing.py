@@ -9,13 +9,16 @@ import pytest
 from cohort.common.config import BrosAblation, BrosConfig, load_config
 from cohort.common.errors import ConfigError
 from cohort.common.policies import compose
-from cohort.common.policies.baselines.draft import IterationLimits
+from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
 from cohort.common.policies.bros.iteration_cost import IterationCost
 from cohort.common.policies.bros.slack_packing import SlackPacking
 from cohort.common.policies.bros.token_groups import TokenGroups
-from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Sequence
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Phase, Sequence
+from tests.common.policies.baselines.drive import decide, ran
 from tests.common.policies.bros.kv_world import GEOMETRY, request
 
 
@@ -57,11 +60,9 @@ def names(plan: IterationPlan) -> list[str]:
 
 
 def step(policy: SlackPacking, kv: KvAllocator, now_s: float) -> IterationPlan:
-    plan = policy.decide(now_s, kv)
-    if isinstance(kv, BidirectionalAllocator):
-        plan.copies = kv.take_copies()
+    plan = decide(policy, kv, now_s)
     kv.check()
-    policy.observe(now_s, plan, plan.estimated_s)
+    ran(policy, plan, now_s, plan.estimated_s)
     for row in plan.rows:
         row.sequence.computed = row.start + row.count
         if row.sequence.computed == row.sequence.known:
@@ -78,8 +79,7 @@ def running(policy: SlackPacking, kv: KvAllocator, name: str, prompt: int, kind:
     sequence.phase, sequence.computed, sequence.last_token_s = Phase.RUNNING, prompt, last_s
     sequence.tokens.append(1)
     kv.committed(sequence)
-    if isinstance(kv, BidirectionalAllocator):
-        kv.take_copies()
+    kv.take_copies()
     policy.add(0.0, sequence)
     return sequence
 
@@ -97,7 +97,7 @@ def test_urgent_requests_first_until_the_most_urgent_deadline_then_best_effort()
     plan = step(policy, kv, 1.0)
     assert names(plan) == ["short", "decode", "batch"]
     assert plan.estimated_s == pytest.approx(0.052, rel=0.15)
-    assert policy.figures()["batch_backoffs_total"] == 1
+    assert policy.metrics()["batch_backoffs_total"] == 1
 
 
 def test_in_a_full_batch_best_effort_takes_the_place_of_whoever_can_wait() -> None:
@@ -106,7 +106,7 @@ def test_in_a_full_batch_best_effort_takes_the_place_of_whoever_can_wait() -> No
     running(policy, kv, "can-wait", 8, "rt", last_s=0.99)
     running(policy, kv, "batch", 8, "be", last_s=0.0)
     assert names(step(policy, kv, 1.0)) == ["urgent", "batch"]
-    assert policy.figures()["replaced_total"] == 1
+    assert policy.metrics()["replaced_total"] == 1
 
 
 def test_who_cannot_wait_is_not_replaced() -> None:

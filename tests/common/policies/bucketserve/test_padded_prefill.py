@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.bucketserve.padded_prefill import PaddedPrefill
-from cohort.common.policies.interface import Phase, Sequence
+from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
+from tests.common.policies.baselines.drive import decide
 
 
 def scheduler(step_tokens: int = 64, chunk: int = 32) -> PaddedPrefill:
@@ -23,7 +24,7 @@ def sequence(name: str, prompt: int, batch_id: int, arrived_s: float = 0.0) -> S
 
 def run(policy: PaddedPrefill, kv: PagedAllocator) -> tuple[list[tuple[str, int]], int]:
     """The next iteration's rows, and what they are padded to; computes it."""
-    plan = policy.decide(0.0, kv)
+    plan = decide(policy, kv, 0.0)
     for row in plan.rows:
         row.sequence.computed = row.start + row.count
         if row.sequence.computed == row.sequence.known:
@@ -38,7 +39,7 @@ def test_batches_come_one_after_the_other_with_decode_rows_beside_them() -> None
     assert run(policy, kv) == ([("a", 10), ("b", 6)], 10)
     assert run(policy, kv) == ([("c", 9), ("a", 1), ("b", 1)], 9)
     assert run(policy, kv) == ([("a", 1), ("b", 1), ("c", 1)], 0)
-    assert policy.figures()["padding_tokens_total"] == 4.0
+    assert policy.metrics()["padding_tokens_total"] == 4.0
 
 
 def test_a_rectangle_is_never_wider_than_an_iteration() -> None:

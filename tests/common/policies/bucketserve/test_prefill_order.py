@@ -57,7 +57,7 @@ def test_under_load_a_batch_comes_from_one_bucket_and_the_oldest_one_leads() -> 
     # Eight wait, N_max is 4: [0, 1024) splits down to what holds the short ones. long0 leads, its bucket has long1 too,
     # but one forward is 512 tokens.
     assert names(dispatches) == [("long0",), ("s0", "s1", "s2", "s3"), ("s4", "s5"), ("long1",)]
-    assert queue.figures()["bucket_splits_total"] >= 6
+    assert queue.metrics()["bucket_splits_total"] >= 6
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_the_optimal_splitter_separates_what_bisection_leaves_together() -> None
 def test_figures_name_waste_and_buckets() -> None:
     queue = filled(order(), waiting("r0", 20), waiting("r1", 60, arrival_s=1.0), waiting("r2", 100, arrival_s=1.5))
     queue.decide(2.0, pair())
-    figures = queue.figures()
+    figures = queue.metrics()
     assert figures["batch_waste_ratio"] == pytest.approx(0.4)
     assert figures["padding_tokens_total"] == 120.0
     assert figures["prompt_tokens_total"] == 180.0
@@ -347,4 +347,4 @@ def test_controller_is_shared_by_reference() -> None:
     control = controller()
     queue = filled(BucketedPrefill(BucketServeConfig(), control), waiting("r"))
     queue.decide(0.0, pair())
-    assert queue.figures()["safe_memory_bytes"] == control.safe_memory_bytes > 0
+    assert queue.metrics()["safe_memory_bytes"] == control.safe_memory_bytes > 0

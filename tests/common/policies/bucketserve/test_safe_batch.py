@@ -5,13 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohort.common.policies.bucketserve.safe_batch import (
-    batch_kv_bytes,
-    expected_safe_batch,
-    max_safe_batch,
-    safe_bytes,
-)
+from cohort.common.policies.bucketserve.safe_batch import batch_kv_blocks, expected_safe_batch, next_is_safe, safe_bytes
 from cohort.common.types import KvGeometry
+from tests.common.policies.bucketserve.cluster import BLOCK, controller, pair
 
 LLAMA_2_13B = KvGeometry(num_layers=40, num_kv_heads=40, head_dim=128, dtype_bytes=2, block_size=1)
 LLAMA_3_8B = KvGeometry(num_layers=32, num_kv_heads=8, head_dim=128, dtype_bytes=2, block_size=1)
@@ -19,9 +15,9 @@ LLAMA_3_8B = KvGeometry(num_layers=32, num_kv_heads=8, head_dim=128, dtype_bytes
 
 def test_equation_1_by_hand() -> None:
     # 2 · 40 · 40 · 128 · 2 B = 819,200 B a token; 8 requests of 1,000 tokens
-    assert batch_kv_bytes(1000, 8, LLAMA_2_13B) == 819_200 * 8000
+    assert batch_kv_blocks(1000, 8, LLAMA_2_13B) * LLAMA_2_13B.block_bytes == 819_200 * 8000
     # Grouped queries: 8 key/value heads instead of 32 attention heads, a quarter of the bytes
-    assert batch_kv_bytes(1, 1, LLAMA_3_8B) == 131_072
+    assert batch_kv_blocks(1, 1, LLAMA_3_8B) * LLAMA_3_8B.block_bytes == 131_072
 
 
 def test_equation_5_keeps_ten_per_cent() -> None:
@@ -29,18 +25,32 @@ def test_equation_5_keeps_ten_per_cent() -> None:
     assert safe_bytes(-5, 0.1) == 0
 
 
+def batch_of(spans: list[int], memory_bytes: int, geometry: KvGeometry) -> int:
+    """As `Round.take` goes on: each next request as long as it is safe."""
+    left, taken = memory_bytes // geometry.block_bytes, 0
+    for span in spans:
+        if not next_is_safe(left, geometry.blocks_for(span)):
+            break
+        left, taken = left - geometry.blocks_for(span), taken + 1
+    return taken
+
+
 def test_equation_6_by_hand() -> None:
     token = LLAMA_2_13B.token_bytes
-    assert max_safe_batch([300, 300, 300, 300], 1000 * token, LLAMA_2_13B) == 3
-    assert max_safe_batch([300, 300, 400], 1000 * token, LLAMA_2_13B) == 3
-    assert max_safe_batch([1001, 1], 1000 * token, LLAMA_2_13B) == 0
-    assert max_safe_batch([], 1000 * token, LLAMA_2_13B) == 0
+    assert batch_of([300, 300, 300, 300], 1000 * token, LLAMA_2_13B) == 3
+    assert batch_of([300, 300, 400], 1000 * token, LLAMA_2_13B) == 3
+    assert batch_of([1001, 1], 1000 * token, LLAMA_2_13B) == 0
+    assert batch_of([], 1000 * token, LLAMA_2_13B) == 0
+
+
+def test_blocks_that_are_kept_are_not_for_this_request() -> None:
+    assert next_is_safe(10, 6, 4) and not next_is_safe(10, 7, 4)
 
 
 def test_spans_take_whole_blocks() -> None:
     paged = KvGeometry(40, 40, 128, 2, block_size=16)
     # 17 tokens are two blocks: of four blocks only two such requests may come
-    assert max_safe_batch([17, 17, 17], 4 * paged.block_bytes, paged) == 2
+    assert batch_of([17, 17, 17], 4 * paged.block_bytes, paged) == 2
 
 
 def test_the_expected_batch_is_equation_6_at_the_mean() -> None:
@@ -60,4 +70,17 @@ def test_the_largest_prefix_that_fits(spans: list[int], blocks: int, block_size:
         for n in range(len(spans) + 1)
         if sum(geometry.blocks_for(span) for span in spans[:n]) * geometry.block_bytes <= memory
     ]
-    assert max_safe_batch(spans, memory, geometry) == max(fitting)
+    assert batch_of(spans, memory, geometry) == max(fitting)
+
+
+@settings(max_examples=100)
+@given(spans=st.lists(st.integers(2, 20), min_size=1, max_size=60), blocks=st.integers(10, 80))
+def test_a_live_batch_is_the_largest_of_equation_6(spans: list[int], blocks: int) -> None:
+    """Prompts of one token, so that nothing but the decode worker's memory bounds the batch."""
+    room = controller().open(0.0, pair(blocks=blocks))
+    room.next_batch()
+    taken = [room.take(f"r{i}", 1, span, online=True) for i, span in enumerate(spans)]
+    safe = int(0.9 * blocks)
+    fitting = [n for n in range(len(spans) + 1) if sum(-(-span // BLOCK) for span in spans[:n]) <= safe]
+    first_refused = taken.index(False) if False in taken else len(spans)
+    assert first_refused == max(fitting)

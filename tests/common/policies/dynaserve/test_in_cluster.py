@@ -20,13 +20,13 @@ from cohort.common.policies.interface import (
     ClusterView,
     Impossible,
     IterationScheduler,
-    KvAllocator,
     Placed,
     Placement,
     PrefillOrder,
     Wait,
     WaitingRequest,
 )
+from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.types import FinishReason, KvGeometry, Role, Segment
 from tests.common.machines.faults import any_faults
 from tests.common.machines.world import STOP_TOKEN, VOCABULARY, World, expected_output
@@ -35,7 +35,7 @@ TWO = {"unified-0": Role.UNIFIED, "unified-1": Role.UNIFIED}
 THREE = {**TWO, "unified-2": Role.UNIFIED}
 
 
-class SplitAt:
+class SplitAt(Placement):
     """[0, position) on the first worker, the rest on the second; whole on whoever is left when one is dead."""
 
     def __init__(self, position: int) -> None:
@@ -50,9 +50,6 @@ class SplitAt:
         if len(names) == 1 or len(waiting.request.tokens) > self._position > waiting.request.prompt_tokens:
             return Placed((Segment(0, None, names[0]),), "alone")
         return Placed((Segment(0, self._position, names[0]), Segment(self._position, None, names[1])), "forced")
-
-    def finished(self, now_s: float, request_id: str) -> None:
-        """Keeps nothing."""
 
 
 @dataclass

@@ -224,12 +224,12 @@ def test_how_well_ends_were_foreseen_is_a_figure() -> None:
     placed = place(policy, request("r", 4000, 50.0), instance("a"), instance("b"))
     policy.completed(2 * placed.estimated_s, "r")
     policy.finished(2 * placed.estimated_s, "r")
-    figures = policy.figures()
+    figures = policy.metrics()
     assert figures["finish_judged_total"] == 1
     assert figures["finish_error"] == pytest.approx(0.5)
     assert figures["finish_bias"] == pytest.approx(0.5)
     policy.completed(9.0, "never placed")
-    assert policy.figures()["finish_judged_total"] == 1
+    assert policy.metrics()["finish_judged_total"] == 1
 
 
 @settings(max_examples=80, deadline=None)
@@ -261,7 +261,7 @@ def test_segments_always_meet_and_a_split_is_better_than_none(
         assert segments[0].end == segments[1].start
         assert 1 <= segments[1].start < prompt + most + 20
         assert segments[0].instance != segments[1].instance
-        assert policy.figures()["split_probes_total"] <= 12
+        assert policy.metrics()["split_probes_total"] <= 12
 
 
 # -- the gate --------------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_the_gate_closes_only_when_decodes_fill_the_bound_everywhere() -> None:
     order.add(0.0, request("r", 100, 5.0))
     full = decodes(250, 3000, 50)
     assert order.decide(0.0, cluster(instance("a", *full), instance("b", *full))) == []
-    assert order.figures()["held_back_total"] == 1
+    assert order.metrics()["held_back_total"] == 1
     assert len(order) == 1
     dispatched = order.decide(0.1, cluster(instance("a", *full), instance("b")))
     assert [dispatch.request_ids for dispatch in dispatched] == [("r",)]

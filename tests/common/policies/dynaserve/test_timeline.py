@@ -53,8 +53,20 @@ def one_by_one(pieces: list[Piece], times: StepTimes = TIMES, limits: PassLimits
     return ends
 
 
+class Watched(Timeline):
+    """With the ends of all pieces, of which placement only needs the last."""
+
+    def _walk(self, starts, ends, context):  # type: ignore[no-untyped-def]
+        self.ends = ends
+        return super()._walk(starts, ends, context)
+
+    def finish_times(self) -> np.ndarray:
+        """Seconds from now at which each piece is done, in the order given."""
+        return np.interp(self.ends, self._edges, self._elapsed)
+
+
 def test_decodes_by_hand() -> None:
-    timeline = Timeline([Piece(0, 10, 3), Piece(0, 10, 5)], SECONDS, LIMITS)
+    timeline = Watched([Piece(0, 10, 3), Piece(0, 10, 5)], SECONDS, LIMITS)
     assert timeline.end_s == pytest.approx(5.0)
     assert timeline.finish_times() == pytest.approx([3.0, 5.0])
     assert timeline.end_with(Piece(0, 10, 4)) == pytest.approx(5.0)
@@ -64,7 +76,7 @@ def test_decodes_by_hand() -> None:
 
 
 def test_who_has_no_row_waits_for_one() -> None:
-    timeline = Timeline([Piece(0, 1, 4), Piece(0, 1, 2), Piece(0, 1, 3)], SECONDS, PassLimits(0.09, 2048, 2, 16))
+    timeline = Watched([Piece(0, 1, 4), Piece(0, 1, 2), Piece(0, 1, 3)], SECONDS, PassLimits(0.09, 2048, 2, 16))
     assert timeline.finish_times() == pytest.approx([4.0, 2.0, 5.0])
 
 
@@ -90,7 +102,7 @@ pieces = st.lists(
 @given(pieces)
 def test_ends_are_those_of_passes_one_by_one(queue: list[Piece]) -> None:
     ends = one_by_one(queue)
-    timeline = Timeline(queue, TIMES, LIMITS)
+    timeline = Watched(queue, TIMES, LIMITS)
     assert timeline.end_s == pytest.approx(max(ends), rel=0.05, abs=0.1)
     assert np.abs(timeline.finish_times() - np.array(ends)).max() <= 0.05 * max(ends) + 0.1
 

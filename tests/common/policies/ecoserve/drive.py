@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from cohort.common.config import EcoServeAblation, EcoServeConfig
-from cohort.common.policies.baselines.draft import IterationLimits
+from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.ecoserve.nested_allocation import NestedAllocator
 from cohort.common.policies.ecoserve.time_synced import TimeSynced
 from tests.common.policies.baselines.drive import GEOMETRY

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cohort.common.policies.baselines.draft import IterationLimits
+from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.ecoserve.by_forecast import ByForecast
-from cohort.common.policies.interface import Phase, Sequence
+from cohort.common.sequence import Phase, Sequence
 from tests.common.policies.baselines.drive import leave, rows, sequence, step
 from tests.common.policies.ecoserve.drive import nested, options
 
@@ -63,9 +63,9 @@ def test_a_forecast_that_was_wrong_costs_the_loosest_its_place_and_it_returns() 
     for _ in range(20):
         plan = step(policy, kv)
         kv.check()
-        if plan.preempted or policy.figures()["underpredictions_stopped_total"]:
+        if plan.preempted or policy.metrics()["underpredictions_stopped_total"]:
             break
-    assert policy.figures()["underpredictions_stopped_total"] + policy.figures()["borrowers_late_total"] > 0
+    assert policy.metrics()["underpredictions_stopped_total"] + policy.metrics()["borrowers_late_total"] > 0
     runs = next(iter(plan.rows)).sequence
     other = b if runs is a else a
     leave(policy, kv, runs)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from cohort.common.policies.ecoserve.deadlines import Deadlines
-from cohort.common.policies.interface import IterationPlan, Row, Sequence
+from cohort.common.policies.interface import IterationPlan, Ran, Row
+from cohort.common.sequence import Sequence
 from cohort.common.types import Slo
 from tests.common.policies.baselines.drive import sequence
 
@@ -19,8 +20,9 @@ def promised(slo: Slo) -> Sequence:
 def test_scale_times_prompt_and_tokens() -> None:
     deadlines = Deadlines(2.0)
     row, token = Row(sequence("p", 10), 0, 10), Row(sequence("t", 10), 9, 1)
-    deadlines.observe(IterationPlan(rows=[row]), 0.5)
-    deadlines.observe(IterationPlan(rows=[row, token]), 0.5)
+    deadlines.observe(Ran(IterationPlan(rows=[row]), 0.5, (0.5,)))
+    deadlines.observe(Ran(IterationPlan(rows=[row, token]), 0.5, (0.5,)))
+    deadlines.observe(Ran(IterationPlan(rows=[token]), 0.5, (9.0,)))  # no prompts: says nothing
     assert deadlines.of(promised(Slo())) == 5.0 + 2.0 * (0.5 + 0.5 * 20)
 
 

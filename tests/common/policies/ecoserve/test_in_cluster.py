@@ -86,7 +86,7 @@ def offer(world: World, count: int, kind: str) -> None:
 
 
 def figure(world: World, name: str) -> float:
-    return sum(node.machine.scheduler.figures()[name] for node in world.workers.values())
+    return sum(node.machine.scheduler.metrics()[name] for node in world.workers.values())
 
 
 @pytest.mark.parametrize("blocks", [18, 40])

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.common.errors import InvariantViolated
-from cohort.common.policies.ecoserve.loans import LendsBlocks
 from cohort.common.policies.ecoserve.nested_allocation import NestedAllocator
-from cohort.common.policies.interface import IterationPlan, Phase, Sequence
+from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.sequences import preempt, resume, start
+from cohort.common.sequence import Phase, Sequence
 from tests.common.policies.baselines.drive import BLOCK, sequence
 from tests.common.policies.ecoserve.drive import nested
 
@@ -29,7 +29,8 @@ def running(kv: NestedAllocator, name: str, prompt: int, length: int = 0, max_to
 
 
 def test_it_lends() -> None:
-    assert isinstance(nested(4), LendsBlocks)
+    sharing = nested(4).sharing
+    assert sharing is not None and not sharing.on_demand  # the scheduler says who lends
 
 
 def test_figure_9a_the_second_half_of_32_tokens_is_lent_to_16() -> None:
@@ -117,11 +118,11 @@ def test_a_late_borrower_goes_to_host_memory_and_returns() -> None:
     taken = list(kv.blocks(guest.key))[:3]
     plan = IterationPlan()
     preempt(guest, kv, plan, "swap")
-    assert [(copy.direction, copy.device) for copy in plan.copies] == [("out", tuple(taken))]
+    assert [(copy.direction, copy.device) for copy in kv.take_copies()] == [("out", tuple(taken))]
     assert kv.borrowers(host, 5) == []
     assert kv.extend(host, 24) and kv.extend(host, 36)
     kv.check()
-    assert resume(guest, kv, plan)
+    assert resume(guest, kv)
     assert not set(kv.blocks(guest.key)) & set(kv.blocks(host.key))
     kv.check()
 
@@ -201,7 +202,7 @@ def test_no_slot_is_ever_owned_by_two_live_tokens(
             if life.sequence.phase is Phase.WAITING:
                 alive.remove(life)
         elif what == 18 and life.sequence.phase is Phase.SWAPPED:
-            if resume(life.sequence, kv, IterationPlan()):
+            if resume(life.sequence, kv):
                 for position in range(life.sequence.computed):
                     write(life, position)
         elif what >= 19:

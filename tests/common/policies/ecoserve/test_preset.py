@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cohort.common.config import load_config
 from cohort.common.policies import compose
-from cohort.common.policies.baselines.draft import IterationLimits
+from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.placements import Colocated
 from cohort.common.policies.ecoserve.nested_allocation import NestedAllocator
 from cohort.common.policies.ecoserve.time_synced import TimeSynced
@@ -33,4 +33,4 @@ def test_options_arrive() -> None:
     assert isinstance(policy, TimeSynced)
     assert policy.limits == IterationLimits(5, 512, 512, "recompute")  # no more than a step may have
     assert policy.options == config.ecoserve
-    assert policy.figures()["padding_ratio"] == 0.3
+    assert policy.metrics()["padding_ratio"] == 0.3

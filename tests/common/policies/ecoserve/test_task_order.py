@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.common.policies.ecoserve.task_order import PromptQueue, Ranges, rank
-from cohort.common.policies.interface import Sequence
+from cohort.common.sequence import Sequence
 from tests.common.policies.baselines.drive import sequence
 
 RANGES = Ranges((0.5, 2.0), 2.0, 128)

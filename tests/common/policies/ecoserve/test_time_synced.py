@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from cohort.common.policies.ecoserve.time_synced import TimeSynced
-from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Sequence
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
 from tests.common.policies.baselines.drive import cache, leave, rows, sequence, step
 from tests.common.policies.ecoserve.drive import nested, scheduler
@@ -27,10 +29,10 @@ def test_prompts_up_to_the_forward_size_then_groups_of_equal_length() -> None:
     assert rows(step(policy, kv)) == [("a", 0, 8), ("b", 0, 8)]
     # The answers of 4 more tokens form one group; beside their two tokens the third prompt has room.
     assert rows(step(policy, kv)) == [("c", 0, 8), ("a", 8, 1), ("b", 8, 1)]
-    assert policy.figures()["groups"] == 1
+    assert policy.metrics()["groups"] == 1
     assert kv.owners() == {Attempt("a", 1): 3, Attempt("b", 1): 3, Attempt("c", 1): 2}  # 8 + 4 positions in blocks of 4
     assert rows(step(policy, kv)) == [("a", 9, 1), ("b", 9, 1), ("c", 8, 1)]
-    assert policy.figures()["groups"] == 2
+    assert policy.metrics()["groups"] == 2
 
 
 def test_between_ends_of_groups_nothing_is_decided() -> None:
@@ -38,7 +40,7 @@ def test_between_ends_of_groups_nothing_is_decided() -> None:
     offer(policy, answer("a", 8, 9))
     for _ in range(6):
         step(policy, kv)
-    figures = policy.figures()
+    figures = policy.metrics()
     assert (figures["formations_total"], figures["iterations_total"]) == (1.0, 6.0)
     assert figures["iterations_undecided_total"] == 4.0  # all but the prompt's and the formation's
 
@@ -69,8 +71,8 @@ def test_an_underprediction_uses_the_reserve() -> None:
     offer(policy, answer("a", 8, 2))  # padded to 3: two more tokens
     for _ in range(8):
         assert len(step(policy, kv).rows) == 1
-    assert policy.figures()["underpredictions_continued_total"] >= 2
-    assert policy.figures()["underpredictions_stopped_total"] == 0
+    assert policy.metrics()["underpredictions_continued_total"] >= 2
+    assert policy.metrics()["underpredictions_stopped_total"] == 0
 
 
 def test_without_reserve_it_stops_keeps_its_kv_and_goes_on_later() -> None:
@@ -82,7 +84,7 @@ def test_without_reserve_it_stops_keeps_its_kv_and_goes_on_later() -> None:
     for _ in range(4):  # a's group of 4 ends with its block full; b's 12 need 3 blocks, all there are
         assert len(step(policy, kv).rows) == 2
     assert rows(step(policy, kv)) == [("b", 8, 1)]
-    assert policy.figures()["underpredictions_stopped_total"] == 1
+    assert policy.metrics()["underpredictions_stopped_total"] == 1
     assert (a.phase, a.computed, a.preemptions) == (Phase.RUNNING, 8, 0)
     leave(policy, kv, b)
     assert rows(step(policy, kv)) == [("a", 8, 1)]
@@ -100,7 +102,7 @@ def test_a_short_answer_runs_inside_a_long_one() -> None:
     plan = step(policy, kv)
     assert [name for name, _, _ in rows(plan)] == ["long", "short"]
     assert kv.free_blocks == 1
-    assert policy.figures()["borrowers_total"] == 1
+    assert policy.metrics()["borrowers_total"] == 1
     lender, borrower = list(kv.blocks(long.key)), list(kv.blocks(short.key))
     assert set(borrower[1:]) <= set(lender[5:])  # positions 20 on: the second half of [4, 36)
     kv.check()
@@ -126,7 +128,7 @@ def test_a_late_borrower_is_moved_to_host_memory_and_returns() -> None:
     plan, _ = run_until_late(policy, kv)
     assert [(p.sequence, p.how) for p in plan.preempted] == [(short, "swap")]
     assert [name for name, _, _ in rows(plan)] == ["long"]
-    assert policy.figures()["borrowers_late_total"] == 1
+    assert policy.metrics()["borrowers_late_total"] == 1
     leave(policy, kv, long)
     back = step(policy, kv)
     assert [copy.direction for copy in back.copies] == ["in"]
@@ -140,8 +142,7 @@ def test_a_late_prediction_regroups_who_waits() -> None:
     offer(policy, a)
     step(policy, kv)
     a.predicted = 5.0
-    policy.revised(0.0, a)
-    step(policy, kv)
+    step(policy, kv, revised=[a])
     assert kv.owners() == {Attempt("a", 1): 3}  # 8 + 4 positions
 
 
@@ -153,7 +154,7 @@ def test_nobody_able_to_run_the_last_makes_room_for_the_first() -> None:
     plan = step(policy, kv)
     assert [p.sequence for p in plan.preempted] == [b]
     assert [name for name, _, _ in rows(plan)] == ["a"]
-    assert policy.figures()["forced_total"] == 1
+    assert policy.metrics()["forced_total"] == 1
 
 
 def test_coupled_prompts_take_the_kv_of_their_answer() -> None:
@@ -170,7 +171,7 @@ def test_with_another_allocator_nothing_is_lent() -> None:
     offer(policy, answer("a", 8, 9), answer("b", 8, 5))
     for _ in range(5):
         step(policy, kv)
-    assert policy.figures()["borrowers_total"] == 0
+    assert policy.metrics()["borrowers_total"] == 0
     kv.check()
 
 
@@ -179,8 +180,7 @@ def test_repetitions_end_before_the_group_does() -> None:
     offer(policy, answer("a", 8, 11))
     step(policy, kv)
     plan = step(policy, kv)  # 10 more tokens; the first of them is in flight
-    assert policy.repeats(plan, kv)
-    assert policy.repetitions() == 9
+    assert policy.steady_for(plan, kv) == 9
 
 
 def test_ended_answers_teach_the_padding_and_others_do_not() -> None:
@@ -191,4 +191,4 @@ def test_ended_answers_teach_the_padding_and_others_do_not() -> None:
     step(policy, kv)
     leave(policy, kv, a)
     leave(policy, kv, b)  # cancelled
-    assert policy.figures()["overpredicted_total"] == 1
+    assert policy.metrics()["overpredicted_total"] == 1

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import Literal
 
-from cohort.common.policies.interface import IterationPlan, KvAllocator, Phase, Row, Sequence, SequenceKey
+from cohort.common.policies.interface import IterationPlan, Row
+from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.sequences import preempt, resume, start
+from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
 
 RankKey = tuple[int | float | Attempt, ...]
@@ -39,7 +41,7 @@ class IterationLimits:
     padded: bool = False
 
 
-class Draft:
+class BatchBuilder:
     """`running`: every sequence that holds KV here and may be planned or preempted."""
 
     def __init__(self, limits: IterationLimits, kv: KvAllocator, running: Iterable[Sequence], rank: Rank) -> None:
@@ -108,7 +110,7 @@ class Draft:
         if sequence.phase is Phase.WAITING:
             admitted = start(sequence, self._kv)
         elif sequence.phase is Phase.SWAPPED:
-            admitted = resume(sequence, self._kv, self._plan)
+            admitted = resume(sequence, self._kv)
         else:
             return False
         if admitted:
@@ -116,7 +118,7 @@ class Draft:
             self._add(sequence, self._count(sequence))
         return admitted
 
-    def admit_by_force(self, sequence: Sequence, blocks: int, kept: Set[SequenceKey]) -> bool:
+    def admit_by_force(self, sequence: Sequence, blocks: int, kept: Set[Attempt]) -> bool:
         """`admit`, and if that fails lower ranks give way, as long as they have enough to give for `blocks`.
 
         Those in `kept` do not. With everybody in it who drew no token since it came in, a token lies between any two

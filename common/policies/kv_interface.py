@@ -1,0 +1,188 @@
+"""The policy interface of the KV cache: which blocks and slots a sequence has, what is copied between device and host.
+
+Asked by the worker machine and, while it decides, by its `IterationScheduler` (interface.py). One optional capability,
+`BlockSharing`, for allocators in which two sequences use one block. Bookkeeping only: no tensors, no I/O.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal
+
+from cohort.common.sequence import Sequence
+from cohort.common.types import Attempt, KvGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class KvCopy:
+    """Move whole blocks or single slots between device and host memory, in step with the plan.
+
+    `unit` "block": ids are block ids. "slot": ids are block·block_size + slot. A plan's copies run in their order,
+    all before its rows; those `beside` may run while the rows are computed, because no row touches what they move
+    (R12).
+    """
+
+    direction: Literal["out", "in"]
+    unit: Literal["block", "slot"]
+    device: tuple[int, ...]
+    host: tuple[int, ...]
+    beside: bool = False
+
+
+class BlockSharing(ABC):
+    """Blocks that two sequences use at once: the capability of an allocator that BROS (R8-R12) and EcoServe (E7) ask.
+
+    Either the allocator shares by itself when no block is free (`on_demand`), or its scheduler says who lends what to
+    whom (`lend`). The other way's questions have their neutral answers.
+    """
+
+    on_demand = False
+    """The allocator moves sequences into each other's blocks by itself, and takes care of the slots it overwrites."""
+
+    # On demand (R8-R12).
+
+    @property
+    def lendable_blocks(self) -> int:
+        """R8 · Held blocks that the allocator could share, now or in an iteration in which their owners do not run."""
+        return 0
+
+    def spare(self, keys: Iterable[Attempt]) -> None:
+        """In this iteration nothing moves into the blocks of these; what shares one with them already may go on."""
+        return
+
+    def checkpointed(self, key: Attempt) -> int:
+        """R10 · Positions of a sequence that are in host memory only; 0 for one that holds nothing."""
+        return 0
+
+    def restore(self, sequence: Sequence) -> bool:
+        """R12 · Bring back what is checkpointed while an iteration runs that the sequence has no row in. False: no
+        blocks for it, nothing changed."""
+        return False
+
+    # By the scheduler (E7).
+
+    def lend(self, lender: Sequence, borrower: Sequence, first_block: int, positions: int) -> bool:
+        """E7 · `borrower` gets what it lacks for [0, positions) from the lender's table, from `first_block` on. False:
+        it cannot be lent, nothing changed."""
+        return False
+
+    def borrowers(self, lender: Sequence, index: int) -> list[Sequence]:
+        """Sequences that must leave the block at `index` of the lender's table before it writes there, last one
+        first."""
+        return []
+
+    @abstractmethod
+    def claim(self, sequence: Sequence, positions: int) -> bool:
+        """Like `extend`, but some of the blocks may be lent at the moment."""
+
+
+class KvAllocator(ABC):
+    """Block bookkeeping of one worker's cache; no tensors. Position p of a request lies in
+    `blocks(key)[p // block_size]`.
+
+    Copies between device and host memory are collected, in the order in which they have to run, until the host takes
+    them: once per decision, with everything in them that it and the host itself asked for.
+    """
+
+    geometry: KvGeometry
+    grows_by_block = False
+    """`extend` changes nothing but at the first position of a block, `committed` nothing but when one is full, and
+    `extend` succeeds while blocks are free or cached: what virtual-time hosts must know to run iterations as one."""
+    sends_from_host = False
+    """Swapped-out sequences lie in `host_table`, whole blocks in order: parked KV can move to host memory and be handed
+    over from there (A2, A9). Else it stays on the device."""
+
+    @abstractmethod
+    def admit(self, sequence: Sequence) -> int | None:
+        """A WAITING sequence gets its first blocks, including what its policy reserves. Returns the positions whose KV
+        the prefix cache already holds, or None when blocks are missing."""
+
+    @abstractmethod
+    def reserve(self, key: Attempt, tokens: Seq[int], positions: int) -> int | None:
+        """Blocks for KV that will arrive from elsewhere: like `admit`, for `positions` positions."""
+
+    @abstractmethod
+    def extend(self, sequence: Sequence, positions: int) -> bool:
+        """Blocks for positions [0, positions); False and no change when blocks are missing."""
+
+    @abstractmethod
+    def committed(self, sequence: Sequence) -> None:
+        """`sequence.computed` moved: full blocks may enter the prefix cache."""
+
+    @abstractmethod
+    def release(self, key: Attempt) -> None:
+        """Free everything it holds on the device and in host memory; unknown ids are ignored."""
+
+    @abstractmethod
+    def swap_out(self, sequence: Sequence, *, beside: bool = False) -> bool:
+        """Free its device blocks for host blocks; False and no change when host blocks are missing. `beside`: no row of
+        the iteration touches what the copy moves (`KvCopy.beside`)."""
+
+    @abstractmethod
+    def swap_in(self, sequence: Sequence, *, beside: bool = False) -> bool:
+        """The way back; False and no change when device blocks are missing."""
+
+    @abstractmethod
+    def take_copies(self) -> list[KvCopy]:
+        """All copies since the last time, in their order. Ends the iteration: until then no sequence that was served
+        in it loses anything."""
+
+    # Three questions instead of one table: `blocks` is asked for every row of every iteration, the others hardly ever.
+
+    @abstractmethod
+    def blocks(self, key: Attempt) -> Seq[int]:
+        """Device blocks by position; the allocator's own list, not a copy."""
+
+    def host_table(self, key: Attempt) -> Seq[int]:
+        """Host blocks by position; empty unless the sequence's KV lies in host memory (`sends_from_host`)."""
+        return ()
+
+    def directions(self, key: Attempt) -> Seq[int] | None:
+        """Per block 0 = filled left to right, 1 = right to left; None = all 0 (R13)."""
+        return None
+
+    @property
+    def sharing(self) -> BlockSharing | None:
+        """None: a block belongs to one sequence, or to a prefix that several have."""
+        return None
+
+    @property
+    @abstractmethod
+    def total_blocks(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def free_blocks(self) -> int:
+        """Free and not in the prefix cache."""
+
+    @property
+    @abstractmethod
+    def cached_blocks(self) -> int:
+        """Unowned but reusable; they can be taken like free ones."""
+
+    @property
+    @abstractmethod
+    def host_blocks(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def host_free_blocks(self) -> int: ...
+
+    @abstractmethod
+    def owners(self) -> Mapping[Attempt, int]:
+        """Blocks held per sequence, host blocks included; empty when nothing is left over."""
+
+    def held(self, key: Attempt) -> int:
+        """Of `owners`, the one; 0 for a sequence that holds nothing."""
+        return self.owners().get(key, 0)
+
+    def metrics(self) -> dict[str, float]:
+        """Own metrics by name; those that only grow end in `_total`."""
+        return {}
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise `InvariantViolated` unless allocated + free = total and no block has an owner it does not know."""

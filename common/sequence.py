@@ -1,0 +1,112 @@
+"""A request on one worker: which tokens are known, how many positions are computed, where its KV is.
+
+The noun that worker machine, policies and engine share. `WorkerMachine` owns each; schedulers move its phase while they
+decide (`cohort.common.policies.sequences`). Decides nothing itself.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from cohort.common.types import Attempt, Request, RequestId
+
+
+class Phase(enum.Enum):
+    """Where a request stands on one worker.
+
+    AWAITING_KV ──▶ WAITING ◀──────────┐ recompute
+          │            │ first row     │
+          └──────▶ RUNNING ────────────┤
+                     │  │  ▲           │
+                     │  │  └─ SWAPPED ◀┘ swap
+                     │  ▼
+                     │ LEAVING ──▶ (next segment's worker)
+                     │ PARKED  ──▶ LEAVING
+                     ▼
+                   ended (forgotten)
+    """
+
+    AWAITING_KV = "awaiting_kv"  # its earlier segment is computed elsewhere; blocks may be granted already
+    WAITING = "waiting"  # nothing computed here that is held; wants its first blocks
+    RUNNING = "running"  # holds KV on the device; may be in the next plan or not
+    SWAPPED = "swapped"  # its KV lies in host memory
+    PARKED = "parked"  # segment computed, waits for late binding
+    LEAVING = "leaving"  # segment computed, KV is being handed over
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request on one worker. `WorkerMachine` owns it; a scheduler changes phase and `computed` only through
+    `cohort.common.policies.sequences` (start, preempt, resume).
+
+    `tokens` are all known tokens, prompt first. Positions [0, computed) have KV here. The worker computes positions
+    up to `end` (None: to the request's own end). All times are monotonic seconds of this worker.
+    """
+
+    request: Request
+    tokens: list[int]
+    end: int | None
+    batch_id: int
+    arrived_s: float
+    phase: Phase = Phase.WAITING
+    computed: int = 0
+    cached_tokens: int = 0
+    predicted: float = 0.0
+    """Output tokens expected in total (mean prediction, or the default)."""
+    first_scheduled_s: float | None = None
+    prefill_done_s: float | None = None
+    last_token_s: float | None = None
+    """When its last token left this worker; None before the first."""
+    delivered: int = 0
+    """Output tokens that left this worker."""
+    preemptions: int = 0
+    repeat_from: int | None = None
+    """The next update to the gateway starts at this position: after a hand-over it repeats what the former worker
+    said, because that worker's last words may come later over their own connection, or never."""
+    pinned: bool = False
+    """Its blocks are being read by a transfer: it must not be preempted now."""
+    transfer_s: float = 0.0
+    """Hand-over time on the way here that nothing was computed in."""
+    key: Attempt = field(init=False)
+    """The attempt it computes; the allocator's owner id."""
+
+    def __post_init__(self) -> None:
+        self.key = self.request.attempt
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.key.request_id
+
+    @property
+    def known(self) -> int:
+        """Number of known tokens, prompt and output."""
+        return len(self.tokens)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Its prompt's log-probabilities are still wanted: every position must be computed, none taken from a cache,
+        because only a computed position has logits."""
+        return self.request.sampling.prompt_logprobs >= 0 and self.output_tokens == 0
+
+    @property
+    def target(self) -> int:
+        """Positions to compute with the tokens known now."""
+        known, end = len(self.tokens), self.end
+        return known if end is None or known < end else end
+
+    @property
+    def uncomputed(self) -> int:
+        # `target` written out, here as in `output_tokens`: every decision asks for every sequence.
+        known, end = len(self.tokens), self.end
+        return (known if end is None or known < end else end) - self.computed
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.tokens) - self.request.prompt_tokens
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that can ever be computed here."""
+        limit = self.request.max_positions
+        return limit if self.end is None else min(limit, self.end)

@@ -61,6 +61,16 @@ class FinishReason(enum.StrEnum):
     FAILED = "failed"
 
 
+class Outcome(enum.StrEnum):
+    """How a worker's segment of an attempt ended."""
+
+    FINISHED = "finished"  # the request ended here
+    HANDED_OVER = "handed_over"  # the next segment's worker accepted the KV
+    PARKED = "parked"  # computed, KV kept for late binding
+    CANCELLED = "cancelled"
+    FAILED = "failed"  # the attempt is lost
+
+
 class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a request was promised.
 
@@ -132,7 +142,9 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt ends. `gateway` owns the
     request and is where tokens go. `arrival_s` is wall-clock seconds at the gateway (hosts keep synchronised clocks
     to within what a latency figure needs; no decision about correctness depends on it). Lower `priority` is served
-    first. `online` False marks batch work (B10).
+    first. `online` False marks batch work (B10). `waited_s`: of a resubmitted request, seconds from its arrival at the
+    gateway until this attempt was submitted; a first attempt says 0. A duration, so that the request keeps its place in
+    line on hosts whose monotonic clocks differ.
     """
 
     attempt: Attempt
@@ -146,6 +158,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     priority: int = 0
     slo: Slo = Slo()
     prediction: Prediction | None = None
+    waited_s: float = 0.0
 
     @property
     def request_id(self) -> RequestId:

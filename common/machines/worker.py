@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Literal
 
 import msgspec
 
@@ -63,7 +62,7 @@ from cohort.common.policies.interface import (
     SequenceKey,
     TakesRevisions,
 )
-from cohort.common.types import Attempt, FinishReason, InstanceId, QueuedWork, WorkerCapacity, WorkerFigures
+from cohort.common.types import Attempt, FinishReason, InstanceId, Outcome, QueuedWork, WorkerCapacity, WorkerFigures
 
 _PARKED_GRACE_S = 0.25
 """Parked KV stays on the device so long, unless space is short: where load is low it is handed over sooner."""
@@ -327,12 +326,12 @@ class WorkerMachine:
             tokens=list(request.tokens),
             end=segment.end,
             batch_id=message.batch_id,
-            arrived_s=now_s,
+            arrived_s=now_s - message.waited_s,
             predicted=request.prediction.mean if request.prediction else self._settings.default_prediction,
             delivered=request.output_known,
         )
         if self.kv.geometry.blocks_for(min(sequence.max_positions, self.capacity.max_model_len)) > self.kv.total_blocks:
-            self._ended(now_s, sequence, "failed", f"{sequence.max_positions} positions exceed the whole cache")
+            self._ended(now_s, sequence, Outcome.FAILED, f"{sequence.max_positions} positions exceed the whole cache")
             return
         self._sequences[key] = sequence
         self._segments[key] = message
@@ -367,7 +366,7 @@ class WorkerMachine:
         """It waits, holding its KV, until a `BindSegment` says where it goes on."""
         sequence.phase = Phase.PARKED
         self._on_device[sequence.key] = now_s
-        self._ended(now_s, sequence, "parked")
+        self._ended(now_s, sequence, Outcome.PARKED)
 
     def _pool_copies(self, now_s: float, plan: IterationPlan) -> None:
         """A2, A9 · Parked KV between device and host memory, beside the plan's rows: nothing of it is in a row, and
@@ -676,7 +675,7 @@ class WorkerMachine:
 
     def _finished(self, now_s: float, sequence: Sequence, finish: FinishReason) -> None:
         self.counters.finished[finish.value] = self.counters.finished.get(finish.value, 0) + 1
-        self._ended(now_s, sequence, "finished", finish.value)
+        self._ended(now_s, sequence, Outcome.FINISHED, finish.value)
         self._drop(now_s, sequence, tell_peer="finished before the hand-over")
 
     def _after_row(self, now_s: float, sequence: Sequence) -> None:
@@ -698,7 +697,7 @@ class WorkerMachine:
         prefilled = sequence.prefill_done_s if sequence.prefill_done_s is not None else first
         return StageTimes(
             instance=self.instance,
-            queue_s=max(0.0, first - sequence.arrived_s),
+            queue_s=max(0.0, first - sequence.arrived_s - self._segments[sequence.key].waited_s),
             prefill_s=max(0.0, prefilled - first),
             transfer_s=sequence.transfer_s,
             decode_s=max(0.0, now_s - prefilled),
@@ -712,7 +711,7 @@ class WorkerMachine:
         sequence = self._sequences.get(key)
         if sequence is None or key in self._doomed:
             return
-        self._ended(now_s, sequence, "cancelled", reason)
+        self._ended(now_s, sequence, Outcome.CANCELLED, reason)
         if self._is_in_flight(sequence):
             self.scheduler.remove(now_s, sequence)
             self._doomed.add(key)
@@ -725,7 +724,7 @@ class WorkerMachine:
             return
         if sequence.key in self._outgoing or sequence.key in self._incoming:
             self.counters.transfer_failures += 1
-        self._ended(now_s, sequence, "failed", reason)
+        self._ended(now_s, sequence, Outcome.FAILED, reason)
         if self._is_in_flight(sequence):
             self.scheduler.remove(now_s, sequence)
             self._doomed.add(sequence.key)
@@ -777,13 +776,7 @@ class WorkerMachine:
             del self._settling[lease_id]
             self.kv.release(transfer.sequence.key)
 
-    def _ended(
-        self,
-        now_s: float,
-        sequence: Sequence,
-        outcome: Literal["finished", "handed_over", "parked", "cancelled", "failed"],
-        reason: str = "",
-    ) -> None:
+    def _ended(self, now_s: float, sequence: Sequence, outcome: Outcome, reason: str = "") -> None:
         self._effects.append(
             Send(self.manager, SegmentEnded(self.instance, sequence.key, outcome, sequence.computed, reason))
         )
@@ -889,7 +882,7 @@ class WorkerMachine:
         self.counters.transfers_out += 1
         self._moved_s = now_s
         del self._outgoing[sequence.key]
-        self._ended(now_s, sequence, "handed_over")
+        self._ended(now_s, sequence, Outcome.HANDED_OVER)
         self._sequences.pop(sequence.key)
         self._segments.pop(sequence.key)
         self._logprobs.pop(sequence.key, None)

@@ -39,5 +39,9 @@ class Bus(Protocol):
         """The next message and its sender, from the inbox or any connection. Malformed ones are logged, counted and
         skipped."""
 
+    def take(self) -> tuple[InstanceId, Message] | None:
+        """The next message and its sender if one is there already. Never waits; a host that takes many in a row lets
+        other tasks run by itself."""
+
     async def close(self) -> None:
         """Close all sockets; nothing lingers longer than a second."""

@@ -170,7 +170,7 @@ class ZmqBus:
                 # A flood must not starve the other tasks of the process: give each of them one turn.
                 self._in_a_row = 0
                 await asyncio.sleep(0)
-            arrived = self._take()
+            arrived = self.take()
             if arrived is not None:
                 self._in_a_row += 1
                 return arrived
@@ -180,23 +180,8 @@ class ZmqBus:
             self._something.clear()
             await self._something.wait()
 
-    async def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._something.set()
-        self._ring.clear()
-        for source in (*self._peers.values(), *([self._inbox] if self._inbox else [])):
-            self._loop.remove_reader(source.fd)
-            source.socket.close(linger=LINGER_MS)
-        self._peers.clear()
-        # Ending a context waits for its sockets' last messages (at most LINGER_MS): not on the event loop.
-        await self._loop.run_in_executor(None, self._end_context)
-
-    # ---- inside ---------------------------------------------------------------------------------------------
-
-    def _take(self) -> tuple[InstanceId, Message] | None:
-        """One well-formed message from the next ready socket, or None when all are empty."""
+    def take(self) -> tuple[InstanceId, Message] | None:
+        """See `Bus.take`: one well-formed message from the next ready socket, or None when all are empty."""
         ring = self._ring
         while ring:
             source = ring[0]
@@ -223,6 +208,21 @@ class ZmqBus:
             self.counters.received += 1
             return sender, message
         return None
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._something.set()
+        self._ring.clear()
+        for source in (*self._peers.values(), *([self._inbox] if self._inbox else [])):
+            self._loop.remove_reader(source.fd)
+            source.socket.close(linger=LINGER_MS)
+        self._peers.clear()
+        # Ending a context waits for its sockets' last messages (at most LINGER_MS): not on the event loop.
+        await self._loop.run_in_executor(None, self._end_context)
+
+    # ---- inside ---------------------------------------------------------------------------------------------
 
     def _open_inbox(self, bind: str, advertise: str) -> None:
         if bind.startswith(_IPC):

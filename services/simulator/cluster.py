@@ -25,7 +25,8 @@ import msgspec
 
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
-from cohort.common.machines.effects import CancelRuns, Dial, Effect, ReceiveRuns, Send, SendRuns
+from cohort.common.machines.effects import CancelRuns, Dial, Effect, ManagerEffect, ReceiveRuns, Send, SendRuns, Wake
+from cohort.common.machines.events import ManagerEvent, Received, Tick
 from cohort.common.machines.manager import ManagerMachine, ManagerSettings
 from cohort.common.machines.worker import WorkerMachine, WorkerSettings
 from cohort.common.messages import (
@@ -227,6 +228,7 @@ class SimCluster:
             compose.late_binding(config),
             -config.manager.settle_s,
         )
+        self._manager_wake_s = 0.0
         self.workers = self._make_workers(num_blocks, host_blocks, longest, roles)
         self._by_name = {worker.name: worker for worker in self.workers}
         # On shared cores the others decide how long the next iteration takes: none is foreseen.
@@ -375,29 +377,29 @@ class SimCluster:
         self.events.at(self.events.now_s + self.cluster.control_latency_s, self._to_manager, sender, message)
 
     def _to_manager(self, sender: str, message: Message) -> None:
-        started = time.perf_counter()
-        self.manager.on_message(self.events.now_s, sender, message)
-        self.wall["manager"].note(time.perf_counter() - started)
-        self._perform_manager()
+        self._tell_manager(Received(sender, message))
 
     def _manager_tick(self) -> None:
         now_s = self.events.now_s
-        started = time.perf_counter()
-        self.manager.tick(now_s)
-        self.wall["manager"].note(time.perf_counter() - started)
-        self._perform_manager()
-        wait_s = min(_MANAGER_TICK_S, max(0.001, self.manager.next_wake_s(now_s) - now_s))
-        # With nobody waiting, a tick only keeps deadlines of seconds.
-        if not self.manager.waiting and self.manager.next_wake_s(now_s) - now_s > _MANAGER_TICK_S:
-            wait_s = max(_MANAGER_TICK_S, self.manager.next_wake_s(now_s) - now_s)
+        self._tell_manager(Tick())
+        wait_s = max(0.001, self._manager_wake_s - now_s)
+        if self.manager.waiting:  # with an empty queue, a tick only keeps deadlines of seconds
+            wait_s = min(_MANAGER_TICK_S, wait_s)
         if not self._done():
             self.events.at(now_s + wait_s, self._manager_tick)
 
-    def _perform_manager(self) -> None:
+    def _tell_manager(self, event: ManagerEvent) -> None:
+        started = time.perf_counter()
+        effects = self.manager.handle(self.events.now_s, event)
+        self.wall["manager"].note(time.perf_counter() - started)
+        for effect in effects:
+            self._perform_manager(effect)
+
+    def _perform_manager(self, effect: ManagerEffect) -> None:
         now_s = self.events.now_s
-        for effect in self.manager.take_effects():
-            if not isinstance(effect, Send):
-                raise TypeError(f"the manager moves no KV: {effect}")
+        if isinstance(effect, Wake):
+            self._manager_wake_s = effect.at_s
+        else:
             match effect.message:
                 case ClusterLoad():
                     self.gateway.load = effect.message

@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from random import Random
 
 from cohort.common.codec import decode, encode
-from cohort.common.machines.effects import CancelRuns, Dial, Effect, ReceiveRuns, Run, Send, SendRuns
+from cohort.common.machines.effects import CancelRuns, Dial, Effect, ReceiveRuns, Run, Send, SendRuns, Wake
+from cohort.common.machines.events import ManagerEvent, Received, Tick
 from cohort.common.machines.manager import ManagerMachine, ManagerSettings
 from cohort.common.machines.worker import Sampled, WorkerMachine, WorkerSettings
 from cohort.common.messages import (
     Cancel,
+    ClusterLoad,
     Displaced,
     GatewayHello,
     KvChunk,
@@ -29,6 +31,7 @@ from cohort.common.messages import (
     ManagerHello,
     Message,
     Outstanding,
+    Placed,
     Refused,
     Registered,
     RegisterWorker,
@@ -36,6 +39,7 @@ from cohort.common.messages import (
     TokenBatch,
     WorkerReport,
 )
+from cohort.common.policies import interface
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
 from cohort.common.policies.baselines.first_come import FirstCome
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
@@ -48,7 +52,6 @@ from cohort.common.policies.interface import (
     KvAllocator,
     KvCopy,
     LateBinding,
-    Placed,
     Placement,
     PrefillOrder,
     Wait,
@@ -102,7 +105,7 @@ class SplitAnywhere:
 
     def place(
         self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: str | None
-    ) -> Placed | Wait | Impossible:
+    ) -> interface.Placed | Wait | Impossible:
         request = waiting.request
         names = sorted(cluster.instances)
         views = [view for view in cluster.instances.values() if fits(view, request)]
@@ -111,8 +114,8 @@ class SplitAnywhere:
         first, second = self._random.choice(names), self._random.choice(names)
         split = self._random.randint(1, len(request.tokens) + request.sampling.max_tokens)
         if first == second:
-            return Placed((Segment(0, None, first),), "one")
-        return Placed((Segment(0, split, first), Segment(split, None, second)), "two")
+            return interface.Placed((Segment(0, None, first),), "one")
+        return interface.Placed((Segment(0, split, first), Segment(split, None, second)), "two")
 
     def finished(self, now_s: float, request_id: str) -> None:
         pass
@@ -133,6 +136,14 @@ class Owned:
     predicted: float = 0.0
     """0 = the workers' default."""
     finishes: int = 0
+    opened_s: float = 0.0
+    last_news_s: float = 0.0
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    longest_gap_s: float = 0.0
+    """Between two arrivals of tokens, or before the first."""
+    placed: bool = False
+    """A worker is known for the current attempt."""
 
 
 @dataclass
@@ -218,6 +229,7 @@ class World:
         self.generation: dict[str, int] = {"gateway": 0, "manager": 0}
         self._incarnations = 0
         self.known_manager = 0
+        self.known_workers: list[str] = []
         self.displaced = 0
         self.start_manager()
         for name in roles:
@@ -292,8 +304,7 @@ class World:
 
         def tick() -> None:
             if self.manager_alive and self.manager_incarnation == incarnation:
-                self.manager.tick(self.now_s)
-                self._perform("manager", self.manager.take_effects())
+                self._tell_manager(Tick())
                 self.at(0.05, tick)
 
         self.at(0.05, tick)
@@ -409,8 +420,7 @@ class World:
             self._to_gateway(message)
         elif target == "manager":
             if self.manager_alive:
-                assert self.manager.on_message(self.now_s, source, message)
-                self._perform("manager", self.manager.take_effects())
+                self._tell_manager(Received(source, message))
         else:
             node = self.workers[target]
             if not node.alive:
@@ -423,6 +433,16 @@ class World:
                 assert node.machine.on_message(self.now_s, source, message)
                 self._perform(target, node.machine.take_effects())
                 self._step(node)
+
+    def _tell_manager(self, event: ManagerEvent) -> None:
+        effects = self.manager.handle(self.now_s, event)
+        self.manager.check()
+        for effect in effects:
+            match effect:
+                case Send(peer=peer, message=message):
+                    self.post("manager", peer, message)
+                case Wake():
+                    pass  # it is told the time every 0.05 s
 
     def _perform(self, name: str, effects: list[Effect]) -> None:
         for effect in effects:
@@ -573,7 +593,15 @@ class World:
     def submit(
         self, name: str, prompt: list[int], max_tokens: int, traffic_class: TrafficClass = "rt", predicted: float = 0.0
     ) -> None:
-        self.owned[name] = Owned(prompt, max_tokens, list(prompt), traffic_class=traffic_class, predicted=predicted)
+        self.owned[name] = Owned(
+            prompt,
+            max_tokens,
+            list(prompt),
+            traffic_class=traffic_class,
+            predicted=predicted,
+            opened_s=self.now_s,
+            last_news_s=self.now_s,
+        )
         self._submit(name)
 
     def cancel(self, name: str) -> None:
@@ -590,10 +618,12 @@ class World:
             owned.tokens,
             len(owned.prompt),
             SamplingParams(max_tokens=owned.max_tokens, stop_token_ids=(STOP_TOKEN,)),
-            self.now_s,
+            owned.opened_s,
             traffic_class=owned.traffic_class,
             prediction=Prediction(*(owned.predicted,) * 4) if owned.predicted else None,
+            waited_s=self.now_s - owned.opened_s if owned.attempt > 1 else 0.0,
         )
+        owned.placed = False
         self.post("gateway", "manager", Submit(request))
 
     def _live(self) -> list[Attempt]:
@@ -604,8 +634,22 @@ class World:
         ]
 
     def _gateway_beat(self) -> None:
-        self.post("gateway", "manager", GatewayHello("gateway", 1, "gateway"))
+        self._greet()
         self.post("gateway", "manager", Outstanding(self._live()))
+
+    def _greet(self) -> None:
+        self.post("gateway", "manager", GatewayHello("gateway", 1, "gateway", self.known_workers))
+
+    def _manager_is_new(self) -> None:
+        """What no worker is known for is lost with the former manager; the rest workers may still have."""
+        self._greet()
+        live = self._live()
+        for attempt in live:
+            owned = self.owned[attempt.request_id]
+            if not owned.placed:
+                owned.attempt += 1
+                self._submit(attempt.request_id)
+        self.post("gateway", "manager", Outstanding([a for a in live if self.owned[a.request_id].placed]))
 
     def _to_gateway(self, message: Message) -> None:
         match message:
@@ -617,9 +661,21 @@ class World:
                     assert update.position <= len(owned.tokens), "a gap in the stream"
                     fresh = update.tokens[len(owned.tokens) - update.position :]
                     owned.tokens.extend(fresh)
+                    owned.placed = True
+                    if fresh:
+                        owned.longest_gap_s = max(owned.longest_gap_s, self.now_s - owned.last_news_s)
+                        owned.last_news_s = self.now_s
+                        if owned.first_token_s is None:
+                            owned.first_token_s = self.now_s
                     if update.finish is not None:
                         owned.finish = update.finish
                         owned.finishes += 1
+                        owned.finished_s = self.now_s
+            case Placed(attempt=attempt):
+                owned = self.owned[attempt.request_id]
+                owned.placed |= owned.attempt == attempt.number
+            case ClusterLoad(instances=instances):
+                self.known_workers = instances
             case Displaced(attempts=attempts):
                 for attempt in attempts:
                     owned = self.owned[attempt.request_id]
@@ -631,7 +687,10 @@ class World:
                 self.owned[attempt.request_id].refused = True
             case ManagerHello(incarnation=incarnation):
                 if incarnation != self.known_manager:
-                    self.known_manager = incarnation
-                    self.post("gateway", "manager", Outstanding(self._live()))
+                    first, self.known_manager = self.known_manager == 0, incarnation
+                    if first:
+                        self.post("gateway", "manager", Outstanding(self._live()))
+                    else:
+                        self._manager_is_new()
             case _:
                 pass

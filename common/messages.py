@@ -270,9 +270,8 @@ class StartSegment(_Base, frozen=True):
 
     `gateway_endpoint`: where its tokens go. `next_endpoint`: inbox of the next segment's worker ("" if none or late).
     Workers of later segments get the same message beforehand, so that they know what an offer is about.
-    `batch_id` groups requests that the manager batched (B5, A4). `waited_s`: of a resubmitted request, seconds since it
-    arrived at its gateway: it is in line before those that came later. A first attempt says 0 and is in line from its
-    arrival at the worker on.
+    `batch_id` groups requests that the manager batched (B5, A4). The `waited_s` of a resubmitted request counts until
+    this message was sent.
     """
 
     request: Request
@@ -281,7 +280,6 @@ class StartSegment(_Base, frozen=True):
     gateway_endpoint: str
     next_endpoint: str = ""
     batch_id: int = 0
-    waited_s: float = 0.0
 
 
 class BindSegment(_Base, frozen=True):

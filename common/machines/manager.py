@@ -373,6 +373,8 @@ class ManagerMachine:
 
     def _start(self, now_s: float, managed: Managed, item: WaitingRequest, index: int, batch_id: int) -> None:
         segments, request = managed.segments, item.request
+        if request.waited_s:  # resubmitted: its place in line is that of its first attempt
+            request = msgspec.structs.replace(request, waited_s=request.waited_s + now_s - item.since_s)
         instance = segments[index].instance
         if instance is None:
             return
@@ -387,7 +389,6 @@ class ManagerMachine:
                 self._roster.gateways[managed.gateway].endpoint,
                 self._roster.workers[following].endpoint if following is not None else "",
                 batch_id,
-                request.waited_s + now_s - item.since_s if request.waited_s else 0.0,
             ),
         )
 

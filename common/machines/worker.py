@@ -326,7 +326,7 @@ class WorkerMachine:
             tokens=list(request.tokens),
             end=segment.end,
             batch_id=message.batch_id,
-            arrived_s=now_s - message.waited_s,
+            arrived_s=now_s - request.waited_s,
             predicted=request.prediction.mean if request.prediction else self._settings.default_prediction,
             delivered=request.output_known,
         )
@@ -697,7 +697,7 @@ class WorkerMachine:
         prefilled = sequence.prefill_done_s if sequence.prefill_done_s is not None else first
         return StageTimes(
             instance=self.instance,
-            queue_s=max(0.0, first - sequence.arrived_s - self._segments[sequence.key].waited_s),
+            queue_s=max(0.0, first - sequence.arrived_s - sequence.request.waited_s),
             prefill_s=max(0.0, prefilled - first),
             transfer_s=sequence.transfer_s,
             decode_s=max(0.0, now_s - prefilled),

@@ -15,6 +15,7 @@ from cohort.common.types import (
     Attempt,
     FinishReason,
     InstanceId,
+    Outcome,
     Prediction,
     Request,
     RequestId,
@@ -148,11 +149,13 @@ class Predicted(_Base, frozen=True):
 
 
 class GatewayHello(_Base, frozen=True):
-    """A gateway (again) dials in; `endpoint` is its inbox, where workers send tokens."""
+    """A gateway (again) dials in; `endpoint` is its inbox, where workers send tokens. `workers`: those that the last
+    `ClusterLoad` it heard named, so that a restarted manager knows whose registrations are still to come."""
 
     instance: InstanceId
     incarnation: int
     endpoint: str
+    workers: list[InstanceId] = []
 
 
 class Submit(_Base, frozen=True):
@@ -209,15 +212,11 @@ class WorkerReport(_Base, frozen=True):
 
 
 class SegmentEnded(_Base, frozen=True):
-    """A worker is done with its segment of an attempt.
-
-    `outcome`: "finished" (the request ended here), "handed_over" (the next segment's worker accepted the KV),
-    "parked" (computed, KV kept for late binding), "cancelled", "failed" (see `reason`; the manager displaces it).
-    """
+    """A worker is done with its segment of an attempt; `reason` says why one was cancelled or failed."""
 
     instance: InstanceId
     attempt: Attempt
-    outcome: str
+    outcome: Outcome
     positions: int
     reason: str = ""
 
@@ -232,20 +231,9 @@ class Leaving(_Base, frozen=True):
 # To the bucketing manager, from the global monitor.
 
 
-class InstanceFigures(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Latest figures of one process and their age in seconds (B9)."""
-
-    instance: InstanceId
-    role: str
-    age_s: float
-    alive: bool
-    figures: dict[str, float]
-
-
 class ClusterFigures(_Base, frozen=True):
-    """The monitor's summary, pushed to the manager: per process figures, arrival rate and its forecast."""
+    """The monitor's summary, pushed to the manager: arrival rate, its forecast, mean lengths (B9)."""
 
-    instances: list[InstanceFigures]
     arrival_rate: float
     arrival_rate_forecast: float
     mean_prompt_tokens: float
@@ -268,7 +256,8 @@ class StartSegment(_Base, frozen=True):
 
     `gateway_endpoint`: where its tokens go. `next_endpoint`: inbox of the next segment's worker ("" if none or late).
     Workers of later segments get the same message beforehand, so that they know what an offer is about.
-    `batch_id` groups requests that the manager batched (B5, A4).
+    `batch_id` groups requests that the manager batched (B5, A4). The `waited_s` of a resubmitted request counts until
+    this message was sent.
     """
 
     request: Request

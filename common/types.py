@@ -61,6 +61,16 @@ class FinishReason(enum.StrEnum):
     FAILED = "failed"
 
 
+class Outcome(enum.StrEnum):
+    """How a worker's segment of an attempt ended."""
+
+    FINISHED = "finished"  # the request ended here
+    HANDED_OVER = "handed_over"  # the next segment's worker accepted the KV
+    PARKED = "parked"  # computed, KV kept for late binding
+    CANCELLED = "cancelled"
+    FAILED = "failed"  # the attempt is lost
+
+
 class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a request was promised.
 
@@ -133,8 +143,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     request and is where tokens go. `arrival_s` is wall-clock seconds at the gateway (hosts keep synchronised clocks
     to within what a latency figure needs; no decision about correctness depends on it). Lower `priority` is served
     first. `online` False marks batch work (B10). `waited_s`: of a resubmitted request, seconds from its arrival at the
-    gateway until this attempt was submitted; a first attempt says 0. A duration, so that the request keeps its place in
-    line on hosts whose monotonic clocks differ.
+    gateway until this attempt was sent on, by the gateway or by the manager; a first attempt says 0. A duration, so that
+    the request keeps its place in line on hosts whose monotonic clocks differ.
     """
 
     attempt: Attempt

@@ -63,7 +63,7 @@ class TokenUpdates:
         prefilled = sequence.prefill_done_s if sequence.prefill_done_s is not None else first
         return StageTimes(
             instance=self._state.setup.instance,
-            queue_s=max(0.0, first - sequence.arrived_s),
+            queue_s=max(0.0, first - sequence.arrived_s - sequence.request.waited_s),
             prefill_s=max(0.0, prefilled - first),
             transfer_s=sequence.transfer_s,
             decode_s=max(0.0, now_s - prefilled),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from random import Random
-from typing import Literal, assert_never, cast
+from typing import assert_never, cast
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.machines.effects import Dial, Send, StartStep, WorkerEffect
@@ -60,7 +60,7 @@ from cohort.common.messages import (
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence
-from cohort.common.types import Attempt, FinishReason, InstanceId, WorkerFigures
+from cohort.common.types import Attempt, FinishReason, InstanceId, Outcome, WorkerFigures
 
 
 class WorkerMachine:
@@ -236,7 +236,7 @@ class WorkerMachine:
         sequence = held.sequence
         limit = self.setup.capacity.max_model_len
         if self.kv.geometry.blocks_for(min(sequence.max_positions, limit)) > self.kv.total_blocks:
-            self._ended(sequence, "failed", f"{sequence.max_positions} positions exceed the whole cache")
+            self._ended(sequence, Outcome.FAILED, f"{sequence.max_positions} positions exceed the whole cache")
             return
         self._held[key] = held
         if message.index > 0:
@@ -265,7 +265,7 @@ class WorkerMachine:
         """It waits, holding its KV, until a `BindSegment` says where it goes on."""
         sequence.phase = Phase.PARKED
         self.pool.park(now_s, self._held[sequence.key])
-        self._ended(sequence, "parked")
+        self._ended(sequence, Outcome.PARKED)
 
     def _arrived(self, now_s: float, sequence: Sequence) -> None:
         """Its KV is here, in full."""
@@ -277,7 +277,7 @@ class WorkerMachine:
 
     def _left(self, now_s: float, sequence: Sequence) -> None:
         """Another worker runs it now."""
-        self._ended(sequence, "handed_over")
+        self._ended(sequence, Outcome.HANDED_OVER)
         del self._held[sequence.key]
 
     # -- iterations --------------------------------------------------------------------------------------------
@@ -394,7 +394,7 @@ class WorkerMachine:
 
     def _finished(self, now_s: float, sequence: Sequence, finish: FinishReason) -> None:
         self.counters.finished[finish.value] = self.counters.finished.get(finish.value, 0) + 1
-        self._ended(sequence, "finished", finish.value)
+        self._ended(sequence, Outcome.FINISHED, finish.value)
         self._drop(now_s, sequence, "finished before the hand-over")
 
     def _cancel(self, now_s: float, key: Attempt, reason: str) -> None:
@@ -402,7 +402,7 @@ class WorkerMachine:
         held = self._held.get(key)
         if held is None or held.doomed:
             return
-        self._ended(held.sequence, "cancelled", reason)
+        self._ended(held.sequence, Outcome.CANCELLED, reason)
         self._end(now_s, held, reason)
 
     def _fail(self, now_s: float, sequence: Sequence, reason: str) -> None:
@@ -412,7 +412,7 @@ class WorkerMachine:
             return
         if sequence.key in self.sender or sequence.key in self.receiver:
             self.counters.transfer_failures += 1
-        self._ended(sequence, "failed", reason)
+        self._ended(sequence, Outcome.FAILED, reason)
         self._end(now_s, held, reason)
 
     def _end(self, now_s: float, held: Held, reason: str) -> None:
@@ -436,11 +436,6 @@ class WorkerMachine:
         if not being_read and not being_written:
             self.kv.release(key)
 
-    def _ended(
-        self,
-        sequence: Sequence,
-        outcome: Literal["finished", "handed_over", "parked", "cancelled", "failed"],
-        reason: str = "",
-    ) -> None:
+    def _ended(self, sequence: Sequence, outcome: Outcome, reason: str = "") -> None:
         ended = SegmentEnded(self.setup.instance, sequence.key, outcome, sequence.computed, reason)
         self._effects.append(Send(self.setup.manager, ended))

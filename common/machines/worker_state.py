@@ -96,7 +96,7 @@ class Held:
             tokens=list(request.tokens),
             end=message.segments[message.index].end,
             batch_id=message.batch_id,
-            arrived_s=now_s,
+            arrived_s=now_s - request.waited_s,
             predicted=request.prediction.mean if request.prediction else default_prediction,
             delivered=request.output_known,
         )

@@ -1,40 +1,55 @@
-"""Bucketing manager: requests from gateways, reports from workers, figures from the monitor → `ManagerMachine` →
+"""Bucketing manager: requests from gateways, reports from workers, demand from the monitor → `ManagerMachine` →
 segments to workers, displacements and load to gateways.
 
-The machine decides through the policies of the configuration; this file moves its messages.
+The machine decides through the policies of the configuration. This host tells it what arrived and when time has passed,
+performs its effects in their order, and turns its decisions into log lines and metrics.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+from typing import assert_never
 
 from cohort.common.errors import PeerUnreachable
-from cohort.common.machines.effects import Dial, Send
+from cohort.common.machines.effects import ManagerEffect, Send, Wake
+from cohort.common.machines.events import ManagerEvent, Received, Tick, Undelivered
 from cohort.common.machines.manager import ManagerMachine, ManagerSettings
-from cohort.common.messages import Displaced, Message, Placed
+from cohort.common.messages import Displaced, Message, Placed, ToManager
 from cohort.common.metrics import SchedulerMetrics
 from cohort.common.policies import compose
 from cohort.common.service import ServiceContext
+from cohort.common.types import InstanceId
 from cohort.services.bucketing_manager.measured import MeasuredOrder
 
 _TICK_S = 0.05
+_LEAST_S = 0.001  # between two ticks
+_MOST_EVENTS = 256
+"""Messages of one `handle` call at most: the other tasks of the process get their turn."""
+
+
+def make_machine(context: ServiceContext, metrics: SchedulerMetrics) -> ManagerMachine:
+    config = context.config
+    return ManagerMachine(
+        context.instance,
+        context.incarnation,
+        ManagerSettings.of(config),
+        MeasuredOrder(compose.prefill_order(config), metrics),
+        compose.placement(config),
+        compose.late_binding(config),
+        context.clock.now_s(),
+    )
 
 
 class ManagerService:
     def __init__(self, context: ServiceContext) -> None:
-        config = context.config
         self._context = context
         self._metrics = SchedulerMetrics(context.metrics)
-        self.machine = ManagerMachine(
-            context.instance,
-            context.incarnation,
-            ManagerSettings.of(config),
-            MeasuredOrder(compose.prefill_order(config), self._metrics),
-            compose.placement(config),
-            compose.late_binding(config),
-            context.clock.now_s(),
-        )
+        self.machine = make_machine(context, self._metrics)
+        self._undelivered: list[Undelivered] = []
+        self._wake_s = 0.0
+        self._wake_moved = asyncio.Event()
 
     async def run(self) -> None:
         context = self._context
@@ -46,46 +61,61 @@ class ManagerService:
                 task.cancel()
 
     async def _receive(self) -> None:
-        context = self._context
+        """All messages that are there already reach the machine together: it decides once after the last."""
+        bus = self._context.bus
         while True:
-            sender, message = await context.bus.receive()
-            if not self.machine.on_message(context.clock.now_s(), sender, message):
-                context.log.warning("message not for the manager", sender=sender, type=type(message).__name__)
-            self._perform()
+            arrived = [await bus.receive()]
+            while len(arrived) < _MOST_EVENTS and (more := bus.take()) is not None:
+                arrived.append(more)
+            events = [Received(sender, message) for sender, message in arrived if self._is_ours(sender, message)]
+            self._handle(*events)
+
+    def _is_ours(self, sender: InstanceId, message: Message) -> bool:
+        if isinstance(message, ToManager):
+            return True
+        self._context.log.warning("message not for the manager", sender=sender, type=type(message).__name__)
+        return False
 
     async def _tick(self) -> None:
+        """Every `_TICK_S`, or earlier where the machine asked for it."""
+        clock = self._context.clock
         while True:
-            now_s = self._context.clock.now_s()
-            self.machine.tick(now_s)
-            self._perform()
+            self._handle(Tick())
             self._context.ready = self.machine.workers > 0
             self._metrics.buckets().set(self.machine.figures().get("buckets", 0.0))
             self._metrics.requests_waiting("all").set(self.machine.waiting)
-            wait_s = self.machine.next_wake_s(now_s) - self._context.clock.now_s()
-            await asyncio.sleep(min(_TICK_S, max(0.001, wait_s)))
+            ticked_s = clock.now_s()
+            # A wake in the past must not turn this into a busy loop.
+            while (due_s := min(ticked_s + _TICK_S, max(ticked_s + _LEAST_S, self._wake_s))) > clock.now_s():
+                self._wake_moved.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(due_s - clock.now_s()):
+                        await self._wake_moved.wait()
 
-    def _perform(self) -> None:
-        for effect in self.machine.take_effects():
-            match effect:
-                case Send(peer=peer, message=message):
-                    self._note(message)
-                    self._send(peer, message)
-                case Dial(peer=peer, endpoint=endpoint):
-                    self._context.bus.connect(peer, endpoint)
-                case _:
-                    raise TypeError(f"the manager moves no KV: {effect}")
+    def _handle(self, *events: ManagerEvent) -> None:
+        """Until no message of the round before was undeliverable: the machine hears of those together."""
+        while events:
+            for effect in self.machine.handle(self._context.clock.now_s(), *events):
+                self._perform(effect)
+            events, self._undelivered = tuple(self._undelivered), []
 
-    def _send(self, peer: str, message: Message) -> None:
+    def _perform(self, effect: ManagerEffect) -> None:
+        match effect:
+            case Send(peer=peer, message=message):
+                self._note(message)
+                self._send(peer, message)
+            case Wake(at_s=at_s):
+                self._wake_s = at_s
+                self._wake_moved.set()
+            case _:
+                assert_never(effect)
+
+    def _send(self, peer: InstanceId, message: Message) -> None:
         try:
             self._context.bus.send(peer, message)
         except PeerUnreachable as error:
             self._context.log.warning("peer unreachable", peer=peer, type=type(message).__name__, error=str(error))
-            # After this round of effects: the machine must not change while they are performed.
-            asyncio.get_running_loop().call_soon(self._unreachable, peer)
-
-    def _unreachable(self, peer: str) -> None:
-        self.machine.peer_unreachable(self._context.clock.now_s(), peer)
-        self._perform()
+            self._undelivered.append(Undelivered(peer, message))
 
     def _note(self, message: Message) -> None:
         """Decisions become metrics and log lines."""

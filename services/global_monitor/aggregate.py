@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cohort.common.messages import ClusterFigures, Farewell, Heartbeat, InstanceFigures
+from cohort.common.messages import ClusterFigures, Farewell, Heartbeat
 from cohort.common.types import InstanceId
 from cohort.services.global_monitor.demand import Counters, Demand
 
@@ -161,12 +161,8 @@ class Cluster:
             self._sample(now_s, now_s - self._sampled_s)
         return self._note(events)
 
-    def figures_for_manager(self, now_s: float) -> ClusterFigures:
+    def figures_for_manager(self) -> ClusterFigures:
         return ClusterFigures(
-            instances=[
-                InstanceFigures(p.instance, p.role, p.age_s(now_s), p.status is Status.UP, p.figures)
-                for p in self.processes.values()
-            ],
             arrival_rate=self.demand.rate,
             arrival_rate_forecast=self.demand.forecast(),
             mean_prompt_tokens=self.demand.mean_prompt_tokens,

@@ -77,7 +77,7 @@ class GlobalMonitor:
         self._report(self.cluster.heard(now_s, self._own_heartbeat()))
         self._report(self.cluster.tick(now_s))
         with contextlib.suppress(PeerUnreachable):  # it is away; the next one will be fresher anyway
-            self._bus.send(MANAGER, self.cluster.figures_for_manager(now_s))
+            self._bus.send(MANAGER, self.cluster.figures_for_manager())
 
     def read_state(self, history_s: float) -> ClusterState:
         now_s = self._clock.now_s()

@@ -113,6 +113,8 @@ class SlackPacking(IterationScheduler):
         self._average_s = 0.0
         # Insertion order = who was served longest ago, per class.
         self._served: dict[TrafficClass, dict[Attempt, tuple[float, Sequence]]] = {"rt": {}, "be": {}}
+        self._resubmitted: dict[Attempt, Sequence] = {}
+        """Here for a repeated attempt."""
         self._since_starving: dict[TrafficClass, int] = {"rt": 0, "be": 0}
         self._slots_beside = 0
         self._sharing: BlockSharing | None = None
@@ -123,11 +125,14 @@ class SlackPacking(IterationScheduler):
         traffic_class = sequence.request.traffic_class
         (self._rt if traffic_class == "rt" else self._be).add(sequence)
         self._served[traffic_class][sequence.key] = (now_s, sequence)
+        if sequence.request.waited_s:
+            self._resubmitted[sequence.key] = sequence
 
     def remove(self, now_s: float, sequence: Sequence) -> None:
         traffic_class = sequence.request.traffic_class
         (self._rt if traffic_class == "rt" else self._be).remove(sequence)
         self._served[traffic_class].pop(sequence.key, None)
+        self._resubmitted.pop(sequence.key, None)
 
     # -- Algorithm 1 -------------------------------------------------------------------------------------------
 
@@ -137,6 +142,7 @@ class SlackPacking(IterationScheduler):
         self._sharing = kv.sharing if kv.sharing is not None and kv.sharing.on_demand else None
         batch = _Batch(min(self._batch_size.value, self._limits.max_rows), self._limits.max_tokens)
         self._starving_first(now_s, kv, batch)
+        self._resubmitted_first(kv, batch)
         least_s = self._least_s()
         self._keep(kv, batch)
         urgent = self._rt.urgent_first(now_s, self._average_s, least_s)
@@ -185,6 +191,15 @@ class SlackPacking(IterationScheduler):
                 self._since_starving[traffic_class] = 0
                 sequence = served[key][1]
                 self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False))
+
+    def _resubmitted_first(self, kv: KvAllocator, batch: _Batch) -> None:
+        """The oldest request that another worker, or an earlier life of this one, had begun: by the deadlines of its
+        first attempt it is late for good, and every newcomer on time would be served before it. One an iteration, and
+        only as long as it has to compute what was computed once."""
+        behind = (s for s in self._resubmitted.values() if s.phase is not Phase.RUNNING or s.uncomputed > 1)
+        sequence = min(behind, key=lambda s: (s.arrived_s, s.key), default=None)
+        if sequence is not None and sequence.key not in batch.safe:
+            self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False))
 
     def _least_s(self) -> float:
         """How long the iteration of all real-time requests takes that draw tokens."""

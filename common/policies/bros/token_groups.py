@@ -27,6 +27,10 @@ class TokenGroups:
     def due_s(self, sequence: Sequence) -> float:
         """When the current group has to be complete."""
         slo = sequence.request.slo
+        if sequence.request.waited_s and sequence.last_token_s is None:
+            # Resubmitted: by its first attempt's deadlines it is late for good, and everything on time would be served
+            # before it. It has the time of a first token, from its arrival here on.
+            return sequence.arrived_s + sequence.request.waited_s + (slo.ttft_s or self._ttft_s)
         output = len(sequence.tokens) - sequence.request.prompt_tokens
         if output == 0:
             return sequence.arrived_s + (slo.ttft_s or self._ttft_s)

@@ -1,0 +1,300 @@
+"""The manager's memory: which gateways and workers are there, and which attempt is where.
+
+    gateway says outstanding ──┐                       ┌── worker says held, awaiting
+                               ▼                       ▼
+                 requests: attempt ── live on ──▶ workers: live, held, fresh
+                               │
+        in requests  = claimed │ held by a worker, in no request = unclaimed, since when
+
+Called by `ManagerMachine` alone. Keeps the books and answers questions about them: which attempts are lost with a
+worker, which are held although no gateway claims them. Sends nothing, asks no policy, decides nothing about a request.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from cohort.common.errors import InvariantViolated
+from cohort.common.messages import GatewayHello, RegisterWorker, WorkerReport
+from cohort.common.policies.interface import InstanceView, WaitingRequest
+from cohort.common.types import Attempt, InstanceId, RequestId, Segment
+
+_HOLD_GRACE_S = 2.0
+"""A worker's report may miss what was sent to it so recently."""
+_FINISHED_GRACE_S = 5.0
+"""A finished request's last tokens travel on another connection and may reach its gateway later than the manager hears
+of the end."""
+
+
+@dataclass(slots=True)
+class Gateway:
+    incarnation: int
+    endpoint: str
+    last_seen_s: float
+
+
+@dataclass(slots=True)
+class Worker:
+    incarnation: int
+    endpoint: str
+    view: InstanceView
+    last_report_s: float
+    held: set[Attempt] = field(default_factory=set)
+    """Every attempt it named."""
+    awaiting: set[Attempt] = field(default_factory=set)
+    """Of these, the ones whose KV it merely waits for."""
+    live: dict[RequestId, Managed] = field(default_factory=dict)
+    """Mirror of `Managed.live`."""
+    fresh: dict[RequestId, tuple[int, int]] = field(default_factory=dict)
+    """Sent to it but in no report yet: prefill tokens, context tokens."""
+
+    def count_fresh(self) -> None:
+        """What was sent to a worker but is not in its last report counts as load already."""
+        self.view.assigned_requests = len(self.fresh)
+        self.view.assigned_prefill_tokens = sum(prefill for prefill, _ in self.fresh.values())
+        self.view.assigned_context_tokens = sum(context for _, context in self.fresh.values())
+
+
+@dataclass(slots=True, eq=False)
+class Managed:
+    """One live attempt. `item`: its request as the policies see it, None for one adopted from workers after a restart.
+    `live`: instances whose segment has not ended, and since when they are expected to hold it."""
+
+    attempt: Attempt
+    gateway: InstanceId
+    item: WaitingRequest | None = None
+    waiting: bool = False
+    """In the queue."""
+    segments: tuple[Segment, ...] = ()
+    live: dict[InstanceId, float] = field(default_factory=dict)
+    parked_at: InstanceId = ""
+    """The worker that said that it waits there for late binding, with `parked_positions` computed."""
+    parked_positions: int = 0
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.attempt.request_id
+
+
+class Roster:
+    def __init__(self, report_timeout_s: float) -> None:
+        self.gateways: dict[InstanceId, Gateway] = {}
+        self.workers: dict[InstanceId, Worker] = {}
+        self.requests: dict[RequestId, Managed] = {}
+        self.expected: set[InstanceId] = set()
+        """Workers that a gateway knew of when it greeted."""
+        self._report_timeout_s = report_timeout_s
+        self._views: dict[InstanceId, InstanceView] | None = None
+        self._claimed: set[Attempt] = set()
+        """Attempts of `requests`."""
+        self._unclaimed: dict[Attempt, float] = {}
+        """Held by a worker, claimed by no gateway, since when."""
+        self._finished: deque[tuple[float, Attempt]] = deque()
+        self._finished_attempts: set[Attempt] = set()
+
+    # -- gateways ----------------------------------------------------------------------------------------------
+
+    def greeted(self, now_s: float, hello: GatewayHello) -> bool:
+        """True if a gateway of this name was known and has restarted: what it had asked for is void."""
+        known = self.gateways.get(hello.instance)
+        self.gateways[hello.instance] = Gateway(hello.incarnation, hello.endpoint, now_s)
+        self.expected.update(hello.workers)
+        return known is not None and known.incarnation != hello.incarnation
+
+    def heard(self, now_s: float, sender: InstanceId) -> bool:
+        """False if this gateway has not greeted yet."""
+        gateway = self.gateways.get(sender)
+        if gateway is None:
+            return False
+        gateway.last_seen_s = now_s
+        return True
+
+    def silent_gateways(self, now_s: float) -> list[InstanceId]:
+        return [name for name, it in self.gateways.items() if now_s - it.last_seen_s > self._report_timeout_s]
+
+    def requests_of(self, gateway: InstanceId) -> list[Managed]:
+        return [managed for managed in self.requests.values() if managed.gateway == gateway]
+
+    # -- workers -----------------------------------------------------------------------------------------------
+
+    def is_new_incarnation(self, message: RegisterWorker) -> bool:
+        known = self.workers.get(message.instance)
+        return known is not None and known.incarnation != message.incarnation
+
+    def registered(self, now_s: float, message: RegisterWorker) -> None:
+        """A worker is there. One of another incarnation must have been removed before."""
+        known = self.workers.get(message.instance)
+        awaiting = set(message.awaiting)
+        held = set(message.held) | awaiting
+        view = InstanceView(message.instance, message.capacity)
+        self._views = None
+        worker = Worker(message.incarnation, message.endpoint, view, now_s, held, awaiting)
+        self.workers[message.instance] = worker
+        if known is not None:  # the same process once more: it keeps what it was given
+            worker.live = known.live
+            worker.fresh = {name: load for name, load in known.fresh.items() if known.live[name].attempt not in held}
+            worker.count_fresh()
+        self.note_unclaimed(now_s, held)
+
+    def reported(self, now_s: float, report: WorkerReport) -> list[Managed] | None:
+        """Attempts it should hold and does not; None if this worker is thought dead, or was never met."""
+        worker = self.workers.get(report.instance)
+        if worker is None or worker.incarnation != report.incarnation:
+            return None
+        worker.last_report_s = now_s
+        worker.awaiting = set(report.awaiting)
+        worker.held = set(report.held) | worker.awaiting
+        view = worker.view
+        view.figures = report.figures
+        view.report_age_s = 0.0
+        if view.draining is not report.draining:
+            view.draining = report.draining
+            self._views = None
+        missing = []
+        for managed in worker.live.values():
+            if managed.attempt in worker.held:
+                worker.fresh.pop(managed.request_id, None)
+            elif now_s - managed.live[report.instance] > _HOLD_GRACE_S:
+                missing.append(managed)
+        worker.count_fresh()
+        self.note_unclaimed(now_s, worker.held)
+        return missing
+
+    def silent_workers(self, now_s: float) -> list[tuple[InstanceId, float]]:
+        """Name and silence of those that count as dead. Notes the age of every report on the way."""
+        silent = []
+        for name, worker in self.workers.items():
+            worker.view.report_age_s = now_s - worker.last_report_s
+            if worker.view.report_age_s > self._report_timeout_s:
+                silent.append((name, worker.view.report_age_s))
+        return silent
+
+    def remove_worker(self, instance: InstanceId) -> list[Managed]:
+        """It is gone; returns the attempts that were live there."""
+        worker = self.workers.pop(instance)
+        self._views = None
+        self.expected.discard(instance)
+        for managed in worker.live.values():
+            del managed.live[instance]
+        return list(worker.live.values())
+
+    def serving(self) -> dict[InstanceId, InstanceView]:
+        """Workers that take requests. Built anew only when a worker came, went or drains: policies may keep nothing of
+        it, and every event asks."""
+        if self._views is None:
+            self._views = {name: worker.view for name, worker in self.workers.items() if not worker.view.draining}
+        return self._views
+
+    def computing(self, attempt: Attempt) -> list[InstanceId]:
+        """All workers that hold an attempt, if one of them has state of it; none if they all merely wait for its KV."""
+        holders = [name for name, worker in self.workers.items() if attempt in worker.held]
+        return holders if any(attempt not in self.workers[name].awaiting for name in holders) else []
+
+    # -- attempts ----------------------------------------------------------------------------------------------
+
+    def add(self, managed: Managed) -> None:
+        """Also in place of an older attempt of the same request."""
+        known = self.requests.get(managed.request_id)
+        if known is not None:
+            self._claimed.discard(known.attempt)
+        self.requests[managed.request_id] = managed
+        self._claimed.add(managed.attempt)
+
+    def adopt(self, now_s: float, attempt: Attempt, gateway: InstanceId, holders: Iterable[InstanceId]) -> None:
+        """A former manager placed it; workers still compute it."""
+        adopted = Managed(attempt, gateway)
+        self.add(adopted)
+        for name in holders:
+            self.engage(now_s, adopted, name)
+        self._unclaimed.pop(attempt, None)
+
+    def remove(self, managed: Managed) -> list[InstanceId]:
+        """The attempt is over; returns the workers that may still hold it."""
+        self.requests.pop(managed.request_id, None)
+        self._claimed.discard(managed.attempt)
+        holders = list(managed.live)
+        for instance in holders:
+            self.disengage(managed, instance)
+        return [instance for instance in holders if instance in self.workers]
+
+    def engage(self, now_s: float, managed: Managed, instance: InstanceId) -> None:
+        managed.live[instance] = now_s
+        worker = self.workers[instance]
+        worker.live[managed.request_id] = managed
+        if managed.item is not None:
+            tokens = len(managed.item.request.tokens)
+            first = bool(managed.segments) and managed.segments[0].instance == instance
+            worker.fresh[managed.request_id] = (tokens if first else 0, tokens)
+            worker.count_fresh()
+
+    def disengage(self, managed: Managed, instance: InstanceId) -> None:
+        managed.live.pop(instance, None)
+        worker = self.workers.get(instance)
+        if worker is not None and worker.live.get(managed.request_id) is managed:
+            del worker.live[managed.request_id]
+            if worker.fresh.pop(managed.request_id, None) is not None:
+                worker.count_fresh()
+
+    def finished(self, now_s: float, attempt: Attempt) -> None:
+        self._finished.append((now_s, attempt))
+        self._finished_attempts.add(attempt)
+
+    def has_finished(self, attempt: Attempt) -> bool:
+        """Lately: a report older than the end must not bring it back."""
+        return attempt in self._finished_attempts
+
+    def forget_finished(self, now_s: float) -> None:
+        while self._finished and now_s - self._finished[0][0] > _FINISHED_GRACE_S:
+            self._finished_attempts.discard(self._finished.popleft()[1])
+
+    # -- what no gateway claims --------------------------------------------------------------------------------
+
+    def note_unclaimed(self, now_s: float, held: Iterable[Attempt]) -> None:
+        claimed = self._claimed
+        for attempt in held:
+            if attempt not in claimed:
+                self._unclaimed.setdefault(attempt, now_s)
+        for attempt in [attempt for attempt in self._unclaimed if attempt in claimed]:
+            del self._unclaimed[attempt]
+
+    def ownerless(self, now_s: float) -> list[tuple[Attempt, list[InstanceId]]]:
+        """Attempts that no gateway has named for as long as one would need to, and their holders; named once."""
+        patience_s = max(_HOLD_GRACE_S, self._report_timeout_s)
+        found = []
+        for attempt, since_s in list(self._unclaimed.items()):
+            holders = [name for name, worker in self.workers.items() if attempt in worker.held]
+            if holders and now_s - since_s <= patience_s:
+                continue
+            del self._unclaimed[attempt]
+            if holders:
+                found.append((attempt, holders))
+        return found
+
+    # -- the books ---------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise `InvariantViolated` if two of the books disagree."""
+        for request_id, managed in self.requests.items():
+            if managed.request_id != request_id:
+                raise InvariantViolated(f"{managed.attempt} is filed under {request_id}")
+            if managed.waiting and (managed.live or managed.item is None):
+                raise InvariantViolated(f"{managed.attempt} waits in the queue and is on {sorted(managed.live)}")
+            if not managed.waiting and not managed.live:
+                raise InvariantViolated(f"{managed.attempt} neither waits nor is on any worker")
+            for instance in managed.live:
+                worker = self.workers.get(instance)
+                if worker is None or worker.live.get(request_id) is not managed:
+                    raise InvariantViolated(f"{managed.attempt} is on {instance}, which does not know of it")
+        for instance, worker in self.workers.items():
+            for request_id, managed in worker.live.items():
+                if self.requests.get(request_id) is not managed or instance not in managed.live:
+                    raise InvariantViolated(f"{instance} has {managed.attempt}, which is not there")
+            if not worker.fresh.keys() <= worker.live.keys():
+                raise InvariantViolated(f"{instance} counts load of {sorted(worker.fresh.keys() - worker.live.keys())}")
+        claimed = {managed.attempt for managed in self.requests.values()}
+        if claimed != self._claimed:
+            raise InvariantViolated(f"claimed: {len(self._claimed)} attempts, live: {len(claimed)}")
+        if self._finished_attempts != {attempt for _, attempt in self._finished}:
+            raise InvariantViolated("the finished attempts and their times differ")

@@ -77,6 +77,9 @@ from cohort.common.types import Attempt, FinishReason, InstanceId, Request, Requ
 BEAT_S = 1.0
 """Between two looks at all deadlines, and two times that everything outstanding is named."""
 
+_STALL_TIMEOUT_S = 600.0
+"""Placed but no token for so long, whatever the queue on its worker: resubmitted."""
+
 
 STALL_TIMEOUT_S = 600.0
 """Placed but no token for so long, whatever the queue on its worker: the attempt is resubmitted."""
@@ -86,7 +89,6 @@ STALL_TIMEOUT_S = 600.0
 class GatewaySettings:
     """`load_interval_s` is the manager's, by which its silence is told. SLO defaults are for real-time requests."""
 
-    stall_timeout_s: float
     request_timeout_s: float
     max_attempts: int
     predictor_wait_s: float
@@ -95,12 +97,16 @@ class GatewaySettings:
     rt_tpot_slo_s: float
     load_interval_s: float
     drain_s: float
+    stall_timeout_s: float = _STALL_TIMEOUT_S
 
     @classmethod
     def of(cls, config: Config) -> GatewaySettings:
         gateway = config.gateway
         return cls(
+<<<<<<< HEAD
             stall_timeout_s=STALL_TIMEOUT_S,
+=======
+>>>>>>> gateway
             request_timeout_s=gateway.request_timeout_s,
             max_attempts=gateway.max_attempts,
             predictor_wait_s=gateway.predictor_wait_s,

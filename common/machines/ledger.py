@@ -35,7 +35,7 @@ class SubmitAttempt:
 
 @dataclass(frozen=True, slots=True)
 class CancelAttempt:
-    """Whoever holds this attempt should free it: the manager and these workers."""
+    """The manager and these workers should free whatever they hold of this attempt."""
 
     attempt: Attempt
     holders: tuple[InstanceId, ...]
@@ -56,7 +56,7 @@ class Ledger:
         self.waiting_requests = 0
         """Never placed so far; what admission bounds."""
         self.waiting_online = 0
-        """Those of them that somebody waits for; batch work starts nothing new meanwhile."""
+        """Those of them that are online requests; batch work starts nothing new meanwhile."""
         self.waiting_tokens = 0.0
 
     def __len__(self) -> int:
@@ -311,7 +311,7 @@ class Ledger:
     # -- Within ----------------------------------------------------------------------------------------------------
 
     def _note(self, entry: Entry, sender: InstanceId, update: TokenUpdate) -> None:
-        """Who works on it, what it took there, and how much the prefix cache saved."""
+        """Which workers have it, what it took there, and how much the prefix cache saved."""
         entry.holders.add(sender)
         if sender not in entry.instances:
             entry.instances.append(sender)
@@ -321,7 +321,7 @@ class Ledger:
             entry.cached_tokens = max(entry.cached_tokens, min(update.cached_tokens, entry.request.prompt_tokens))
 
     def _lost(self, entry: Entry, now_s: float, kind: str, reason: str) -> list[Action]:
-        """Nobody works on the current attempt any more, or not in a way that helps: the next one takes over."""
+        """No worker serves the current attempt any more, or not in a way that helps: the next one takes over."""
         cancel = self._release(entry, reason)
         finish = _finish_by_tokens(entry)
         if finish is not None:  # only the word of its end was lost

@@ -160,12 +160,6 @@ class MemoryBus:
         sender, data = self._inbox.popleft()
         return self._name_of(sender), decode(data)
 
-    def take(self) -> tuple[InstanceId, Message] | None:
-        if self._dead or not self._inbox:
-            return None
-        sender, data = self._inbox.popleft()
-        return self._name_of(sender), decode(data)
-
     async def close(self) -> None:
         if not self._closed:
             self._closed = True

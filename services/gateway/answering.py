@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from cohort.common.types import FinishReason
 from cohort.services.gateway.choice import Choice, Piece, ScoredToken, prompt_scores
 from cohort.services.gateway.detokenizer import TokenText
+from cohort.services.gateway.mailbox import Delta, Generation
 from cohort.services.gateway.parsing import Call
 from cohort.services.gateway.responses import Extras, Shape, Usage, extras_of, usage_of
-from cohort.services.gateway.streams import Delta, Generation
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Running figures of the gateway for its heartbeat: totals, and percentiles over the latest requests.
 
-Touched by `streams.py` and `openai_api.py`, read by `service.py` twice a second. The exact distributions are in the
-metrics; this is what a person watching wants at a glance.
+Touched by `request_stats.py` and `openai_api.py`, read by `service.py` twice a second. The exact distributions are in
+the metrics; this is what a person watching wants at a glance.
 """
 
 from __future__ import annotations

@@ -337,7 +337,7 @@ class OpenAiApi:
         await events.done()
 
     def _count_rejection(self, error: RequestError) -> None:
-        self._streams.recent.rejected()
+        self._streams.stats.recent.rejected()
         reason = {429: "busy", 503: "draining"}.get(error.status, "invalid")
         self._metrics.rejections(self._config.default_class, str(error.status), reason).inc()
 

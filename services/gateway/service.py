@@ -207,7 +207,7 @@ class Gateway:
         ledger = self._machine.ledger
         waiting = ledger.waiting_requests
         return {
-            **self.streams.recent.figures(),
+            **self.streams.stats.recent.figures(),
             "requests_waiting": waiting,
             "requests_running": len(ledger) - waiting,
             "open_streams": len(self.streams),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
@@ -98,7 +99,7 @@ class SimCluster:
             shared_prompts=shared,
             predicted=options.predictor != "none",
             placement=placement,
-            profile=self._profile(longest) if options.profiled else None,
+            profile=partial(self._profile, longest) if options.profiled else None,
             seed=options.seed,
         )
         self.wall = {"worker": WallTime(), "manager": WallTime(), "gateway": WallTime()}

@@ -195,7 +195,7 @@ def _instance(sim: SimCluster, worker: SimWorker, duration_s: float) -> Instance
     computed = tally.useful_tokens + tally.padded_tokens
     return InstanceReport(
         instance=worker.name,
-        role=worker.role.value,
+        role=worker.machine.setup.capacity.role.value,
         steps=tally.steps,
         busy=tally.busy_s / duration_s,
         compute=tally.flops / (duration_s * sim.cost.peak_flops_per_s),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -69,9 +70,9 @@ class Gateway:
     """A machine and a clock; what it does is kept in `effects`."""
 
     def __init__(self, *, predictor: str = "predictor", greeted: bool = True, **options: Any) -> None:
-        config = Config(gateway=GatewayConfig(**{"predictor_wait_s": 0.02, "stall_timeout_s": 10.0, **options}))
+        config = Config(gateway=GatewayConfig(**{"predictor_wait_s": 0.02, **options}))
         admission = compose.admission(config)
-        made = GatewaySettings.of(config)
+        made = replace(GatewaySettings.of(config), stall_timeout_s=10.0)
         self.machine = GatewayMachine("gateway", 1, "inbox", made, admission, 0.0, predictor=predictor)
         self.now_s = 0.0
         self.effects: list[GatewayEffect] = []

@@ -62,6 +62,22 @@ async def test_order_holds(new_bus: Open) -> None:
     assert received == [("a", Registered(number)) for number in range(2000)]
 
 
+async def test_what_is_there_already_can_be_taken_without_waiting(new_bus: Open) -> None:
+    a, b = new_bus("a"), new_bus("b")
+    a.connect("b", b.endpoint)
+    assert b.take() is None
+    for number in range(200):
+        a.send("b", Registered(number))
+    received: list[tuple[str, object] | None] = []
+    while len(received) < 200:
+        received.append(await soon(b))
+        while (arrived := b.take()) is not None:
+            received.append(arrived)
+    assert received == [("a", Registered(number)) for number in range(200)]
+    await b.close()
+    assert b.take() is None
+
+
 async def test_many_senders_each_get_their_turn(new_bus: Open) -> None:
     hub = new_bus("hub")
     peers = [new_bus(f"w-{index}") for index in range(4)]

@@ -1,0 +1,71 @@
+"""Between the host of the gateway machine and the handler that waits for tokens: one mailbox per HTTP request.
+
+Filled by `streams.py`, emptied by `openai_api.py`. What waits here is bounded by the request's own max_tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cohort.common.errors import RequestError
+from cohort.common.machines.entry import Entry
+from cohort.common.messages import TokenLogprob
+from cohort.common.types import FinishReason, RequestId
+from cohort.services.gateway.timing import GatewayTimes
+
+
+@dataclass(slots=True)
+class Delta:
+    """What arrived for one choice since its handler last looked."""
+
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: RequestError | None = None
+
+
+class Mailbox:
+    """Deltas of one HTTP request's choices, merged per choice until the handler takes them."""
+
+    def __init__(self) -> None:
+        self._ready: dict[int, Delta] = {}  # insertion order: the choice that waits longest first
+        self._something = asyncio.Event()
+
+    def put(
+        self,
+        index: int,
+        *,
+        tokens: Sequence[int] = (),
+        logprobs: Sequence[TokenLogprob] = (),
+        finish: FinishReason | None = None,
+        error: RequestError | None = None,
+    ) -> None:
+        delta = self._ready.setdefault(index, Delta(index))
+        delta.tokens += tokens
+        delta.logprobs += logprobs
+        delta.finish = finish or delta.finish
+        delta.error = error or delta.error
+        self._something.set()
+
+    async def next(self) -> Delta:
+        """Waits without a deadline of its own: the ledger ends every request by its deadline at the latest."""
+        while not self._ready:
+            self._something.clear()
+            await self._something.wait()
+        return self._ready.pop(next(iter(self._ready)))
+
+
+@dataclass(slots=True)
+class Generation:
+    """All choices of one HTTP request. Without entries until it is admitted."""
+
+    times: GatewayTimes
+    mailbox: Mailbox = field(default_factory=Mailbox)
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def request_ids(self) -> list[RequestId]:
+        return [entry.request_id for entry in self.entries]

@@ -1,0 +1,111 @@
+"""What one gateway measures of its requests: metrics, the figures of its heartbeat, a log line per request.
+
+Told by `streams.py` of every admitted request, its tokens and its end, and by `openai_api.py` of refusals. Decides
+nothing.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from cohort.common.machines.entry import Entry
+from cohort.common.metrics import RequestMetrics
+from cohort.common.types import FinishReason, Request
+from cohort.services.gateway.figures import Recent
+from cohort.services.gateway.timing import GatewayTimes, slo_outcomes, tpot_s, ttft_stages
+
+
+class RequestStats:
+    def __init__(self, metrics: RequestMetrics, log: structlog.stdlib.BoundLogger) -> None:
+        self.recent = Recent()
+        self._metrics = metrics
+        self._log = log
+        self._dropped_tokens = self._default_predictions = 0
+        """Of the machine's totals, what the metrics have already."""
+
+    def admitted(self, request: Request) -> None:
+        self._metrics.in_flight(request.traffic_class).inc()
+        self._metrics.prompt_tokens(request.traffic_class).inc(request.prompt_tokens)
+        self.recent.accepted(request.prompt_tokens)
+
+    def totals(self, dropped_tokens: int, default_predictions: int) -> None:
+        """The machine's counters as they are now."""
+        if more := dropped_tokens - self._dropped_tokens:
+            self._dropped_tokens = dropped_tokens
+            self._metrics.stale_tokens().inc(more)
+        if more := default_predictions - self._default_predictions:
+            self._default_predictions = default_predictions
+            self._metrics.default_predictions().inc(more)
+
+    def resubmitted(self, entry: Entry) -> None:
+        self._log.info(
+            "resubmitting",
+            request_id=entry.request_id,
+            attempt=entry.attempt.number,
+            tokens=len(entry.output),
+            reason=entry.lost_because,
+        )
+        self._metrics.resubmissions(entry.lost_kind).inc()
+
+    def tokens(self, now_s: float, entry: Entry, times: GatewayTimes, before_s: float | None, count: int) -> None:
+        """`count` tokens came; the ones before them at `before_s`, None for the first."""
+        traffic_class = entry.request.traffic_class
+        self._metrics.generation_tokens(traffic_class).inc(count)
+        if before_s is None:
+            ttft_s = now_s - times.arrived_s
+            self._metrics.ttft_seconds(traffic_class).observe(ttft_s)
+            self._metrics.observe_ttft_stages(traffic_class, ttft_stages(times, entry))
+            self.recent.first_token(ttft_s, count)
+        else:
+            # Tokens that came together share the time since the last one.
+            gap_s = (now_s - before_s) / count
+            histogram = self._metrics.itl_seconds(traffic_class)
+            for _ in range(count):
+                histogram.observe(gap_s)
+            self.recent.tokens(gap_s, count)
+
+    def ended(self, now_s: float, entry: Entry, times: GatewayTimes, finish: FinishReason, reason: str) -> None:
+        """The request is over: count it, log it."""
+        e2e_s = now_s - times.arrived_s
+        ttft_s = None if entry.first_token_s is None else entry.first_token_s - times.arrived_s
+        self._count(entry, finish, ttft_s, e2e_s)
+        write = self._log.warning if finish is FinishReason.FAILED else self._log.info
+        write(
+            "request finished",
+            request_id=entry.request_id,
+            status=finish.value,
+            reason=reason or None,
+            prompt_tokens=entry.request.prompt_tokens,
+            output_tokens=len(entry.output),
+            cached_tokens=entry.cached_tokens,
+            ttft_s=None if ttft_s is None else round(ttft_s, 6),
+            e2e_s=round(e2e_s, 6),
+            attempts=entry.attempt.number + 1,
+            instances=entry.instances,
+            traffic_class=entry.request.traffic_class,
+        )
+
+    def _count(self, entry: Entry, finish: FinishReason, ttft_s: float | None, e2e_s: float) -> None:
+        request, metrics = entry.request, self._metrics
+        traffic_class = request.traffic_class
+        metrics.in_flight(traffic_class).dec()
+        metrics.request_success(traffic_class, finish.value).inc()
+        self.recent.ended(finish)
+        if finish is FinishReason.CANCELLED:
+            return  # its times say when the client left, not how fast we were
+        metrics.e2e_seconds(traffic_class).observe(e2e_s)
+        metrics.request_prompt_tokens(traffic_class).observe(request.prompt_tokens)
+        metrics.request_generation_tokens(traffic_class).observe(len(entry.output))
+        if entry.first_times is not None:
+            metrics.queue_seconds(traffic_class).observe(entry.bucket_s + entry.first_times.queue_s)
+            metrics.prefill_seconds(traffic_class).observe(entry.first_times.prefill_s)
+        if entry.first_token_s is not None and entry.last_token_s is not None:
+            metrics.decode_seconds(traffic_class).observe(entry.last_token_s - entry.first_token_s)
+        per_token_s = tpot_s(entry)
+        if per_token_s is not None:
+            metrics.tpot_seconds(traffic_class).observe(per_token_s)
+        outcomes = slo_outcomes(
+            request.slo, ttft_s=ttft_s, per_token_s=per_token_s, e2e_s=None if finish is FinishReason.FAILED else e2e_s
+        )
+        for objective, met in outcomes.items():
+            metrics.slo(traffic_class, objective, "met" if met else "missed").inc()

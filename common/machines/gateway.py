@@ -103,10 +103,6 @@ class GatewaySettings:
     def of(cls, config: Config) -> GatewaySettings:
         gateway = config.gateway
         return cls(
-<<<<<<< HEAD
-            stall_timeout_s=STALL_TIMEOUT_S,
-=======
->>>>>>> gateway
             request_timeout_s=gateway.request_timeout_s,
             max_attempts=gateway.max_attempts,
             predictor_wait_s=gateway.predictor_wait_s,

@@ -33,7 +33,7 @@ import numpy as np
 from cohort.common.policies.cost_model import CostModel, StepWork, prefill_pairs
 from cohort.services.simulator.hardware import Cluster, load_cluster, load_model
 
-_ROW = re.compile(r"\[(\d+), (\d+)\)$")
+_ROW = re.compile(r"\[(\d+), (\d+)\)(?:;|$)")
 _AT_ONCE_S = 0.005
 """A plan that follows an iteration by less was waited for by nobody."""
 _STALLED_S = 0.2
@@ -63,16 +63,13 @@ class Iteration:
 def iterations(path: Path) -> Iterator[Iteration]:
     planned_s = 0.0
     rows: tuple[tuple[int, int], ...] = ()
-    entries = _entries(path)
-    next(entries)  # what the machine is made of
-    for entry in entries:
-        if entry["kind"] == "plan":
-            planned_s = entry["now_s"]
-        elif entry["kind"] == "planned" and entry["answer"][0] != "nothing":
-            found = (_ROW.search(text) for text in entry["answer"])
-            rows = tuple((int(match[1]), int(match[2])) for match in found if match)
-        elif entry["kind"] == "completed":
-            yield Iteration(planned_s, entry["now_s"], rows)
+    for call in _calls(path):
+        if any(event["event"] == "StepEnded" for event in call["events"]):
+            yield Iteration(planned_s, call["now_s"], rows)
+        for effect in call["effects"]:
+            if effect.startswith("StartStep "):
+                planned_s = call["now_s"]
+                rows = tuple((int(start), int(end)) for start, end in _ROW.findall(effect))
 
 
 def overlap(iteration: Iteration, others: Sequence[Iteration], starts: Sequence[float]) -> float:
@@ -96,25 +93,27 @@ def beside(iteration: Iteration, others: Sequence[Iteration], starts: Sequence[f
 def hand_overs(sender: Path, receiver: Path) -> Iterator[tuple[int, int, float]]:
     """Of prompts computed in one iteration whose KV went to this receiver: runs of blocks, blocks, seconds until all
     of it was there. What took longer than `_STALLED_S` waited for something else."""
-    entries = _entries(sender)
-    block_size = next(entries)["capacity"]["block_size"]
+    block_size = _setup(sender)["capacity"]["block_size"]
     computed: list[float] = []
     blocks: list[tuple[int, int]] = []
     leases: set[int] = set()
     held = 0
-    for entry in entries:
-        if entry["kind"] == "planned" and entry["answer"][0] != "nothing":
-            held = sum(-(-int(match[2]) // block_size) for text in entry["answer"] if (match := _ROW.search(text)))
-        elif entry["kind"] == "completed" and entry.get("draws"):
-            computed.append(entry["now_s"])
-            blocks.append((held, len(entry["draws"])))
-        elif entry["kind"] == "sent":
-            leases.add(entry["lease_id"])
+    for call in _calls(sender):
+        for event in call["events"]:
+            if event["event"] == "StepEnded" and event["sampled"]:
+                computed.append(call["now_s"])
+                blocks.append((held, len(event["sampled"])))
+            elif event["event"] == "RunsSent":
+                leases.add(event["lease_id"])
+        for effect in call["effects"]:
+            if effect.startswith("StartStep "):
+                held = sum(-(-int(end) // block_size) for _, end in _ROW.findall(effect))
     arrivals: dict[int, tuple[float, float, int]] = {}
-    for entry in _entries(receiver):
-        if entry.get("kind") == "received" and entry["lease_id"] in leases:
-            start_s, _, runs = arrivals.get(entry["lease_id"], (entry["now_s"], 0.0, 0))
-            arrivals[entry["lease_id"]] = (start_s, entry["now_s"], runs + entry.get("runs", 1))
+    for call in _calls(receiver):
+        for event in call["events"]:
+            if event["event"] == "RunsReceived" and event["lease_id"] in leases:
+                start_s, _, runs = arrivals.get(event["lease_id"], (call["now_s"], 0.0, 0))
+                arrivals[event["lease_id"]] = (start_s, call["now_s"], runs + event.get("runs", 1))
     together: dict[int, list[tuple[float, int]]] = {}
     for start_s, end_s, runs in arrivals.values():
         together.setdefault(bisect_right(computed, start_s) - 1, []).append((end_s, runs))
@@ -124,8 +123,16 @@ def hand_overs(sender: Path, receiver: Path) -> Iterator[tuple[int, int, float]]
             yield sum(runs for _, runs in ends), blocks[index][0], seconds
 
 
-def _entries(path: Path) -> Iterator[dict[str, Any]]:
+def _setup(path: Path) -> dict[str, Any]:
+    """What the machine is made of."""
     with path.open(encoding="utf-8") as lines:
+        setup: dict[str, Any] = json.loads(next(lines))["setup"]
+        return setup
+
+
+def _calls(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        next(lines)
         yield from map(json.loads, lines)
 
 
@@ -168,7 +175,7 @@ def main() -> None:
         smaller = shared_s(shared, own_s, msgspec.structs.replace(cluster, service_step_s=middle)) < real_s
         low, high = (middle, high) if smaller else (low, middle)
     print(f"service_step_s: {low:.5f}  (in the file: {cluster.service_step_s})")
-    role = {path: next(_entries(path))["capacity"]["role"] for path in options.recordings}
+    role = {path: _setup(path)["capacity"]["role"] for path in options.recordings}
     pairs = product((p for p in role if role[p] == "prefill"), (p for p in role if role[p] == "decode"))
     found = np.array([each for sender, receiver in pairs for each in hand_overs(sender, receiver)])
     if len(found):

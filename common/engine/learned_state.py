@@ -1,8 +1,8 @@
 """What a worker's scheduler has learned of its machine, kept on disk over a restart.
 
-Hosted by `worker_loop`: loaded once before serving, saved now and then and at the end. The scheduler itself stays pure
-(`Learned`). One file per instance, model, device, precision, thread count and kind of scheduler: what was
-learned holds for nothing else.
+Made by `worker_process`, kept by `worker_loop`: loaded once before serving, saved now and then and at the end. The
+scheduler itself stays pure (`Learned`). One file per instance, model, device, precision, thread count and kind of
+scheduler: what was learned holds for nothing else.
 """
 
 from __future__ import annotations

@@ -13,10 +13,9 @@ from cohort.common.machines.effects import Send
 from cohort.common.machines.worker_state import Held, WorkerState
 from cohort.common.messages import Leaving, RegisterWorker, WorkerReport
 from cohort.common.policies.interface import Learned
-from cohort.common.sequence import Phase, Sequence
+from cohort.common.sequence import Phase
 from cohort.common.types import Attempt, QueuedWork, WorkerFigures
 
-_WAITING_HERE = (Phase.AWAITING_KV, Phase.PARKED)
 _REPORTED_QUEUE = 512
 """Entries of the progress list in a report (D4); beyond, an execution predictor sees totals only."""
 
@@ -47,7 +46,11 @@ def _queue(everything: Iterable[Held]) -> dict[str, Any]:
             prefill_tokens += prefill_left if prefill_left > 1 else 0
             context_tokens += computed
         if len(work) < _REPORTED_QUEUE:
-            left = _decode_left(sequence, known, prompt)
+            # A sequence that has outlived its prediction is expected to sample as many again as it is beyond it (D8).
+            sampled = known - request.prompt_tokens
+            left = max(1, min(abs(round(sequence.predicted) - sampled), request.sampling.max_tokens - sampled))
+            if sequence.end is not None:  # the rest is sampled by the next segment's worker
+                left = min(left, max(0, sequence.end - max(known, prompt)))
             work.append(QueuedWork(request.request_id, prefill_left, computed, left))
     return {
         "running": running,
@@ -58,17 +61,6 @@ def _queue(everything: Iterable[Held]) -> dict[str, Any]:
         "running_context_tokens": context_tokens,
         "queue": work,
     }
-
-
-def _decode_left(sequence: Sequence, known: int, prompt: int) -> int:
-    """Output tokens still expected here. A sequence that has outlived its prediction is expected to sample as many
-    again as it is beyond it (D8)."""
-    request = sequence.request
-    sampled = known - request.prompt_tokens
-    left = max(1, min(abs(round(sequence.predicted) - sampled), request.sampling.max_tokens - sampled))
-    if sequence.end is not None:  # the rest is sampled by the next segment's worker
-        left = min(left, max(0, sequence.end - max(known, prompt)))
-    return left
 
 
 class WorkerReports:
@@ -128,11 +120,13 @@ class WorkerReports:
         """Attempts that are computed here or on their way from here; and those that wait for another process: for the
         worker that should hand their state over or, parked, for a manager that binds them. A manager that does not know
         of it never will, and has them placed anew."""
-        sequences = [held.sequence for held in self._state.held.values()]
-        return (
-            [sequence.key for sequence in sequences if sequence.phase not in _WAITING_HERE],
-            [sequence.key for sequence in sequences if sequence.phase in _WAITING_HERE],
-        )
+        computed: list[Attempt] = []
+        awaiting: list[Attempt] = []
+        for held in self._state.held.values():
+            phase = held.sequence.phase
+            waits = phase is Phase.AWAITING_KV or phase is Phase.PARKED
+            (awaiting if waits else computed).append(held.sequence.key)
+        return computed, awaiting
 
     def _say(self, message: RegisterWorker | WorkerReport | Leaving) -> None:
         self._state.effects.append(Send(self._state.setup.manager, message))

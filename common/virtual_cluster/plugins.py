@@ -28,7 +28,7 @@ class Node:
     handle: Callable[..., list[Any]] = field(init=False)
     """The machine's verb, as the host wants it called."""
     alive: bool = True
-    frozen_until_s: float = 0.0
+    frozen_until_s: float = float("-inf")
     """Stopped, not killed: what comes before then is handled then."""
     wake_s: float = float("inf")
     """When its machine's last `Wake` asks for a tick."""

@@ -143,8 +143,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     request and is where tokens go. `arrival_s` is wall-clock seconds at the gateway (hosts keep synchronised clocks
     to within what a latency figure needs; no decision about correctness depends on it). Lower `priority` is served
     first. `online` False marks batch work (B10). `waited_s`: of a resubmitted request, seconds from its arrival at the
-    gateway until this attempt was sent on, by the gateway or by the manager; a first attempt says 0. A duration, so that
-    the request keeps its place in line on hosts whose monotonic clocks differ.
+    gateway until this attempt was sent on, by the gateway or by the manager; a first attempt says 0. A duration, so
+    that the request keeps its place in line on hosts whose monotonic clocks differ.
     """
 
     attempt: Attempt

@@ -137,13 +137,14 @@ class Owned:
     """0 = the workers' default."""
     finishes: int = 0
     opened_s: float = 0.0
-    last_news_s: float = 0.0
-    first_token_s: float | None = None
-    finished_s: float | None = None
-    longest_gap_s: float = 0.0
-    """Between two arrivals of tokens, or before the first."""
+    times_s: list[float] = field(default_factory=list)
+    """Of every arrival of tokens."""
     placed: bool = False
     """A worker is known for the current attempt."""
+
+    def next_token_s(self, from_s: float) -> float:
+        """When its first token from then on came."""
+        return next((at_s for at_s in self.times_s if at_s >= from_s), float("inf"))
 
 
 @dataclass
@@ -594,13 +595,7 @@ class World:
         self, name: str, prompt: list[int], max_tokens: int, traffic_class: TrafficClass = "rt", predicted: float = 0.0
     ) -> None:
         self.owned[name] = Owned(
-            prompt,
-            max_tokens,
-            list(prompt),
-            traffic_class=traffic_class,
-            predicted=predicted,
-            opened_s=self.now_s,
-            last_news_s=self.now_s,
+            prompt, max_tokens, list(prompt), traffic_class=traffic_class, predicted=predicted, opened_s=self.now_s
         )
         self._submit(name)
 
@@ -663,14 +658,10 @@ class World:
                     owned.tokens.extend(fresh)
                     owned.placed = True
                     if fresh:
-                        owned.longest_gap_s = max(owned.longest_gap_s, self.now_s - owned.last_news_s)
-                        owned.last_news_s = self.now_s
-                        if owned.first_token_s is None:
-                            owned.first_token_s = self.now_s
+                        owned.times_s.append(self.now_s)
                     if update.finish is not None:
                         owned.finish = update.finish
                         owned.finishes += 1
-                        owned.finished_s = self.now_s
             case Placed(attempt=attempt):
                 owned = self.owned[attempt.request_id]
                 owned.placed |= owned.attempt == attempt.number

@@ -26,6 +26,7 @@ from typing import assert_never
 import msgspec
 
 from cohort.common.errors import InvariantViolated
+from cohort.common.machines.cluster_load import DrainRate, cluster_load
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
 from cohort.common.machines.events import ManagerEvent, Received, Tick, Undelivered
 from cohort.common.machines.roster import Managed, Roster
@@ -33,7 +34,6 @@ from cohort.common.messages import (
     BindSegment,
     Cancel,
     ClusterFigures,
-    ClusterLoad,
     Displaced,
     GatewayHello,
     Leaving,
@@ -107,9 +107,7 @@ class ManagerMachine:
         self._cluster_figures: ClusterFigures | None = None
         self._cluster_figures_at_s = 0.0
         self._next_load_s = 0.0
-        self._drain_rate = 0.0
-        self._finished_at_s = now_s
-        self._finished_before = 0
+        self._drain_rate = DrainRate(now_s)
         self._told_wake_s: float | None = None
         self._effects: list[ManagerEffect] = []
 
@@ -527,22 +525,14 @@ class ManagerMachine:
         )
 
     def _send_load(self, now_s: float) -> None:
-        interval = now_s - self._finished_at_s
-        if interval >= 1.0:
-            rate = (self.counters.finished - self._finished_before) / interval
-            self._drain_rate = rate if self._drain_rate == 0.0 else 0.8 * self._drain_rate + 0.2 * rate
-            self._finished_at_s, self._finished_before = now_s, self.counters.finished
-        views = list(self._roster.serving().values())
-        load = ClusterLoad(
-            ready=bool(views) and self._has_listened(now_s),
-            instances=[view.instance for view in views],
+        self._drain_rate.finished(now_s, self.counters.finished)
+        load = cluster_load(
+            self._roster.serving().values(),
+            ready=self._has_listened(now_s),
             waiting=self.waiting,
             waiting_tokens=self._order.waiting_tokens,
             running=self.live - self.waiting,
-            free_tokens=sum(view.free_blocks * view.capacity.block_size for view in views),
-            total_tokens=sum(view.capacity.num_blocks * view.capacity.block_size for view in views),
-            max_model_len=max((view.capacity.max_model_len for view in views), default=0),
-            drain_rate=self._drain_rate,
+            drain_rate=self._drain_rate.per_s,
         )
         for gateway in self._roster.gateways:
             self._send(gateway, load)

@@ -59,7 +59,7 @@ def test_lost_requests_go_before_those_that_came_while_their_worker_was_away(pre
     """The worker is told of the newcomers first: the gateway has yet to resubmit what was lost."""
     overtaken = pairs = 0
     waits_s: list[float] = []
-    for seed in (1, 2, 3, 4):
+    for seed in (1, 2):
         lost, later = killed_once(seed, preset)
         assert len(lost) >= 4
         assert len(later) >= 10

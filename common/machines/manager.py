@@ -27,6 +27,7 @@ import msgspec
 
 from cohort.common.config import Config
 from cohort.common.errors import InvariantViolated
+from cohort.common.machines.cluster_load import DrainRate, cluster_load
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
 from cohort.common.machines.events import ManagerEvent, Received, Tick, Undelivered
 from cohort.common.machines.roster import Managed, Roster
@@ -34,7 +35,6 @@ from cohort.common.messages import (
     BindSegment,
     Cancel,
     ClusterFigures,
-    ClusterLoad,
     Displaced,
     GatewayHello,
     Leaving,
@@ -55,10 +55,12 @@ from cohort.common.messages import (
 )
 from cohort.common.policies import interface as seats
 from cohort.common.policies.interface import ClusterView, WaitingRequest
-from cohort.common.types import Attempt, InstanceId, Outcome, Request, Segment
+from cohort.common.types import Attempt, InstanceId, Outcome, Request, RequestId, Segment
 
 _LISTEN_S = 0.5
 """The longest a new manager waits with placements for workers to register; they try several times a second."""
+_RESUBMIT_S = 0.1
+"""The longest that placements wait for lost attempts to be submitted again: far more than the way there and back."""
 
 
 _SETTLE_S = 2.0
@@ -111,12 +113,12 @@ class ManagerMachine:
         self._listened_at_s = now_s + min(_LISTEN_S, settings.settle_s)
         self._settled_at_s = now_s + settings.settle_s
         self._roster = Roster(settings.report_timeout_s)
+        self._resubmits: dict[RequestId, float] = {}
+        """Lost attempts whose next one is on its way here, and until when placements wait for it."""
         self._cluster_figures: ClusterFigures | None = None
         self._cluster_figures_at_s = 0.0
         self._next_load_s = 0.0
-        self._drain_rate = 0.0
-        self._finished_at_s = now_s
-        self._finished_before = 0
+        self._drain_rate = DrainRate(now_s)
         self._told_wake_s: float | None = None
         self._effects: list[ManagerEffect] = []
 
@@ -199,6 +201,7 @@ class ManagerMachine:
                 return self._submit(now_s, sender, request)
             case Cancel(attempts=attempts, reason=reason):
                 for attempt in attempts:
+                    self._resubmits.pop(attempt.request_id, None)
                     managed = self._roster.requests.get(attempt.request_id)
                     if managed is not None and managed.attempt == attempt:
                         self._forget(now_s, managed, reason)
@@ -239,11 +242,19 @@ class ManagerMachine:
         order_s = self._order.next_wake_s(now_s)
         if order_s is not None:
             wake_s = min(wake_s, order_s)
-        if now_s < self._listened_at_s and len(self._order):
-            wake_s = min(wake_s, self._listened_at_s)
+        if len(self._order):
+            if now_s < self._listened_at_s:
+                wake_s = min(wake_s, self._listened_at_s)
+            wake_s = min(wake_s, max(self._resubmits.values(), default=wake_s))
         return wake_s
 
     def _may_place(self, now_s: float) -> bool:
+        """What was lost is in the queue again, where it is before all that came later."""
+        if self._resubmits:
+            self._resubmits = {name: until_s for name, until_s in self._resubmits.items() if now_s < until_s}
+        return not self._resubmits and self._has_listened(now_s)
+
+    def _has_listened(self, now_s: float) -> bool:
         """A worker that registers a moment later must not find all the work with the first one."""
         roster = self._roster
         return now_s >= self._listened_at_s or (bool(roster.expected) and roster.expected <= roster.workers.keys())
@@ -265,6 +276,7 @@ class ManagerMachine:
     def _submit(self, now_s: float, sender: InstanceId, request: Request) -> bool:
         if not self._heard(now_s, sender):
             return False
+        self._resubmits.pop(request.request_id, None)
         known = self._roster.requests.get(request.request_id)
         if known is not None:
             if known.attempt >= request.attempt:
@@ -313,6 +325,7 @@ class ManagerMachine:
             elif now_s >= self._settled_at_s:
                 lost.append(attempt)
         if lost:
+            self._resubmits.update((attempt.request_id, now_s + _RESUBMIT_S) for attempt in lost)
             self.counters.displaced += len(lost)
             self._send(sender, Displaced(lost, "unknown to the manager and to all workers"))
 
@@ -488,6 +501,7 @@ class ManagerMachine:
         self.counters.displaced += 1
         self._forget(now_s, managed, "displaced")
         if managed.gateway in self._roster.gateways:
+            self._resubmits[managed.request_id] = now_s + _RESUBMIT_S
             self._send(managed.gateway, Displaced([managed.attempt], reason))
 
     def _forget(self, now_s: float, managed: Managed, reason: str) -> None:
@@ -521,22 +535,14 @@ class ManagerMachine:
         )
 
     def _send_load(self, now_s: float) -> None:
-        interval = now_s - self._finished_at_s
-        if interval >= 1.0:
-            rate = (self.counters.finished - self._finished_before) / interval
-            self._drain_rate = rate if self._drain_rate == 0.0 else 0.8 * self._drain_rate + 0.2 * rate
-            self._finished_at_s, self._finished_before = now_s, self.counters.finished
-        views = list(self._roster.serving().values())
-        load = ClusterLoad(
-            ready=bool(views) and self._may_place(now_s),
-            instances=[view.instance for view in views],
+        self._drain_rate.finished(now_s, self.counters.finished)
+        load = cluster_load(
+            self._roster.serving().values(),
+            ready=self._has_listened(now_s),
             waiting=self.waiting,
             waiting_tokens=self._order.waiting_tokens,
             running=self.live - self.waiting,
-            free_tokens=sum(view.free_blocks * view.capacity.block_size for view in views),
-            total_tokens=sum(view.capacity.num_blocks * view.capacity.block_size for view in views),
-            max_model_len=max((view.capacity.max_model_len for view in views), default=0),
-            drain_rate=self._drain_rate,
+            drain_rate=self._drain_rate.per_s,
         )
         for gateway in self._roster.gateways:
             self._send(gateway, load)

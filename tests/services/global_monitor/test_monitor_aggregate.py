@@ -5,6 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pytest
+
 from cohort.common.messages import Farewell, Heartbeat
 from cohort.services.global_monitor.aggregate import MAX_INSTANCES, Cluster, Event, Status
 
@@ -85,14 +87,15 @@ def test_the_number_of_processes_is_bounded() -> None:
 
 def test_what_the_manager_is_told() -> None:
     watched = cluster()
-    watched.heard(0.0, beat("decode-0", running=2))
-    watched.heard(2.0, beat("prefill-0", "prefill_worker", running=1))
-    watched.tick(4.0)
-    told = watched.figures_for_manager(4.0)
-    assert [(i.instance, i.role, i.age_s, i.alive, i.figures) for i in told.instances] == [
-        ("decode-0", "decode_worker", 4.0, False, {"running": 2}),
-        ("prefill-0", "prefill_worker", 2.0, True, {"running": 1}),
-    ]
+    watched.heard(0.0, beat("gateway", "gateway", requests_total=0, prompt_tokens_total=0))
+    for second in range(1, 31):
+        watched.heard(
+            float(second), beat("gateway", "gateway", requests_total=4 * second, prompt_tokens_total=80 * second)
+        )
+        watched.tick(float(second))
+    told = watched.figures_for_manager()
+    assert told.arrival_rate == watched.demand.rate > 0.0
+    assert told.mean_prompt_tokens == watched.demand.mean_prompt_tokens == pytest.approx(20.0)
 
 
 def test_samples_show_rates_and_cache_use() -> None:

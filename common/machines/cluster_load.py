@@ -1,0 +1,47 @@
+"""What the manager tells gateways of the cluster, for admission and readiness. Called by `ManagerMachine` every load
+interval; knows workers' reports and counts, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from cohort.common.messages import ClusterLoad
+from cohort.common.policies.interface import InstanceView
+
+_WINDOW_S = 1.0
+_WEIGHT = 0.2
+"""Of the newest window in the average."""
+
+
+class DrainRate:
+    """Requests finished a second, moving average; 0 until the first second with one has passed."""
+
+    def __init__(self, now_s: float) -> None:
+        self.per_s = 0.0
+        self._at_s = now_s
+        self._finished = 0
+
+    def finished(self, now_s: float, total: int) -> None:
+        """So many have finished in all by now."""
+        passed_s = now_s - self._at_s
+        if passed_s >= _WINDOW_S:
+            rate = (total - self._finished) / passed_s
+            self.per_s = rate if self.per_s == 0.0 else (1 - _WEIGHT) * self.per_s + _WEIGHT * rate
+            self._at_s, self._finished = now_s, total
+
+
+def cluster_load(
+    views: Collection[InstanceView], *, ready: bool, waiting: int, waiting_tokens: int, running: int, drain_rate: float
+) -> ClusterLoad:
+    """`views`: of the workers that take requests."""
+    return ClusterLoad(
+        ready=ready and bool(views),
+        instances=[view.instance for view in views],
+        waiting=waiting,
+        waiting_tokens=waiting_tokens,
+        running=running,
+        free_tokens=sum(view.free_blocks * view.capacity.block_size for view in views),
+        total_tokens=sum(view.capacity.num_blocks * view.capacity.block_size for view in views),
+        max_model_len=max((view.capacity.max_model_len for view in views), default=0),
+        drain_rate=drain_rate,
+    )

@@ -1,0 +1,248 @@
+"""The manager's verb: events in, whole lists of effects out."""
+
+from __future__ import annotations
+
+import pytest
+
+from cohort.common.errors import InvariantViolated
+from cohort.common.machines.effects import ManagerEffect, Send, Wake
+from cohort.common.machines.events import Received, Tick, Undelivered
+from cohort.common.machines.manager import ManagerMachine, ManagerSettings
+from cohort.common.messages import (
+    Cancel,
+    ClusterLoad,
+    Displaced,
+    Drain,
+    GatewayHello,
+    ManagerHello,
+    Message,
+    Outstanding,
+    Placed,
+    Refused,
+    Registered,
+    RegisterWorker,
+    SegmentEnded,
+    StartSegment,
+    Submit,
+    WorkerReport,
+)
+from cohort.common.policies.baselines.first_come import FirstCome
+from cohort.common.policies.baselines.placements import Colocated
+from cohort.common.policies.interface import ClusterView, Dispatch
+from cohort.common.types import (
+    Attempt,
+    InstanceId,
+    Outcome,
+    Request,
+    Role,
+    SamplingParams,
+    Segment,
+    WorkerCapacity,
+    WorkerFigures,
+)
+
+CAPACITY = WorkerCapacity(Role.UNIFIED, "m", 1000, 1, 1, 1, 1, 16, 100, 0, 64, 512)
+HELLO = GatewayHello("g", 1, "at-g", ["u"])
+
+
+class CountedOrder(FirstCome):
+    decisions = 0
+
+    def decide(self, now_s: float, cluster: ClusterView) -> list[Dispatch]:
+        self.decisions += 1
+        return super().decide(now_s, cluster)
+
+
+def machine(order: FirstCome | None = None) -> ManagerMachine:
+    if order is None:
+        order = FirstCome(dispatch_ahead_tokens=1000)
+    return ManagerMachine("manager", 7, ManagerSettings(3.0, 2.0, 0.5, 2), order, Colocated(), None, 0.0)
+
+
+def request(name: str, number: int = 1, arrival_s: float = 0.0, waited_s: float = 0.0) -> Request:
+    return Request(Attempt(name, number), "g", [1, 2, 3], 3, SamplingParams(max_tokens=5), arrival_s, waited_s=waited_s)
+
+
+def register(held: list[Attempt] | None = None, incarnation: int = 1) -> Received:
+    return Received("u", RegisterWorker("u", incarnation, "at-u", CAPACITY, held or []))
+
+
+def from_gateway(message: Message) -> Received:
+    return Received("g", message)
+
+
+def start(wanted: Request) -> Send:
+    return Send("u", StartSegment(wanted, [Segment(0, None, "u")], 0, "at-g", batch_id=1))
+
+
+def sends(effects: list[ManagerEffect], kind: type[Message] | None = None) -> list[tuple[InstanceId, Message]]:
+    return [
+        (it.peer, it.message)
+        for it in effects
+        if isinstance(it, Send) and (kind is None or isinstance(it.message, kind))
+    ]
+
+
+def ready() -> ManagerMachine:
+    found = machine()
+    found.handle(0.0, from_gateway(HELLO), register(), Tick())
+    return found
+
+
+def placed(name: str = "a") -> ManagerMachine:
+    found = ready()
+    assert sends(found.handle(0.1, from_gateway(Submit(request(name)))), StartSegment)
+    return found
+
+
+def test_a_first_tick_says_what_is_there_and_when_the_next_one_is_wanted() -> None:
+    found = machine()
+    assert found.handle(0.0, from_gateway(HELLO), register(), Tick()) == [
+        Send("g", ManagerHello(7)),
+        Send("u", Registered(7)),
+        Send("g", ClusterLoad(True, ["u"], 0, 0, 0, 0, 1600, 1000, 0.0)),
+        Wake(0.5),
+    ]
+    assert found.handle(0.1, Tick()) == []  # the wake of before still holds
+    found.check()
+
+
+def test_a_request_is_placed_and_its_end_frees_it() -> None:
+    found = ready()
+    wanted = request("a")
+    assert found.handle(0.1, from_gateway(Submit(wanted))) == [
+        start(wanted),
+        Send("g", Placed(wanted.attempt, ["u"], 0.0, "colocated on the least loaded instance")),
+    ]
+    assert found.live == 1
+    found.check()
+    assert found.handle(0.2, Received("u", SegmentEnded("u", wanted.attempt, Outcome.FINISHED, 8))) == []
+    assert found.live == 0
+    found.check()
+
+
+def test_events_that_arrive_together_are_decided_on_once() -> None:
+    order = CountedOrder(dispatch_ahead_tokens=1000)
+    found = machine(order)
+    found.handle(0.0, from_gateway(HELLO), register(), Tick())
+    effects = found.handle(0.1, *(from_gateway(Submit(request(name))) for name in ("a", "b")))
+    assert [message.request.request_id for _, message in sends(effects, StartSegment)] == ["a", "b"]  # type: ignore[union-attr]
+    assert order.decisions == 1
+
+
+def test_a_manager_that_does_not_know_a_gateway_or_a_worker_asks_for_them() -> None:
+    found = machine()
+    report = WorkerReport("u", 1, 1, WorkerFigures(), [])
+    events = [from_gateway(Submit(request("a"))), from_gateway(Outstanding([])), Received("u", report)]
+    assert sends(found.handle(0.0, *events)) == [("g", ManagerHello(7)), ("g", ManagerHello(7)), ("u", ManagerHello(7))]
+
+
+def test_a_new_manager_places_when_the_workers_are_there_that_its_gateway_named() -> None:
+    found = machine()
+    wanted = request("a", 2)
+    assert sends(found.handle(0.0, from_gateway(HELLO), from_gateway(Submit(wanted)), Tick()), StartSegment) == []
+    found.handle(0.1, register())
+    assert sends(found.handle(0.15, Tick()), StartSegment) == [("u", start(wanted).message)]
+
+
+def test_a_new_manager_waits_half_a_second_for_a_worker_that_does_not_come() -> None:
+    found = machine()
+    hello = GatewayHello("g", 1, "at-g", ["u", "gone"])
+    effects = found.handle(0.0, from_gateway(hello), register(), from_gateway(Submit(request("a"))), Tick())
+    assert sends(effects, StartSegment) == []
+    assert effects[-1] == Wake(0.5)
+    load = sends(effects, ClusterLoad)[0][1]
+    assert isinstance(load, ClusterLoad)
+    assert not load.ready
+    assert len(sends(found.handle(0.5, Tick()), StartSegment)) == 1
+
+
+def test_what_no_worker_holds_is_displaced_only_after_settling() -> None:
+    found = ready()
+    named = from_gateway(Outstanding([Attempt("x", 1)]))
+    assert found.handle(1.9, named) == []
+    assert sends(found.handle(2.0, named)) == [
+        ("g", Displaced([Attempt("x", 1)], "unknown to the manager and to all workers"))
+    ]
+
+
+def test_a_new_manager_takes_over_what_workers_compute() -> None:
+    found = machine()
+    held = Attempt("x", 1)
+    effects = found.handle(0.0, from_gateway(HELLO), register([held]), from_gateway(Outstanding([held])))
+    assert sends(effects, Displaced) == []
+    assert found.live == 1
+    found.check()
+    assert found.handle(0.1, from_gateway(Submit(request("x")))) == []  # said again: it is there
+    assert found.handle(0.2, from_gateway(Cancel([held], "enough"))) == [Send("u", Cancel([held], "enough"))]
+    assert found.live == 0
+
+
+def test_a_worker_that_cannot_be_reached_is_lost() -> None:
+    found = placed()
+    lost = Attempt("a", 1)
+    assert found.handle(0.2, Undelivered("u", Registered(7))) == [Send("g", Displaced([lost], "u: cannot be reached"))]
+    assert (found.workers, found.live) == (0, 0)
+    found.check()
+    assert found.handle(0.3, Undelivered("g", Placed(lost, [], 0.0, ""))) == []  # a gateway will greet again
+
+
+def test_lost_requests_are_placed_before_those_that_waited_meanwhile() -> None:
+    """b came after a was lost; a is submitted again later than b, and placed before it, as old as it is."""
+    found = placed("a")
+    found.handle(1.0, Undelivered("u", Registered(7)))
+    found.handle(1.0, from_gateway(Submit(request("b", arrival_s=1.0))))
+    assert sends(found.handle(1.02, register(incarnation=2), Tick()), StartSegment) == []
+    effects = found.handle(1.05, from_gateway(Submit(request("a", 2, waited_s=0.95))))
+    started = [message for _, message in sends(effects, StartSegment)]
+    assert [(it.request.attempt, it.request.waited_s) for it in started if isinstance(it, StartSegment)] == [
+        (Attempt("a", 2), 0.95),
+        (Attempt("b", 1), 0.0),
+    ]
+
+
+def test_the_age_of_a_resubmitted_request_counts_until_it_is_placed() -> None:
+    found = ready()
+    found.handle(0.5, Undelivered("u", Registered(7)))
+    found.handle(1.0, from_gateway(Submit(request("a", 2, waited_s=0.75))))
+    (started,) = sends(found.handle(2.0, register(incarnation=2), Tick()), StartSegment)
+    assert isinstance(started[1], StartSegment)
+    assert started[1].request.waited_s == 1.75
+
+
+def test_a_lost_request_that_does_not_come_back_holds_the_others_up_for_a_moment_only() -> None:
+    found = placed("a")
+    found.handle(1.0, Undelivered("u", Registered(7)), from_gateway(Submit(request("b"))))
+    effects = found.handle(1.0, register(incarnation=2), Tick())
+    assert sends(effects, StartSegment) == []
+    assert effects[-1] == Wake(1.1)
+    assert len(sends(found.handle(1.1, Tick()), StartSegment)) == 1
+
+
+def test_a_full_queue_refuses() -> None:
+    found = machine()
+    events = [from_gateway(Submit(request(name))) for name in ("a", "b", "c")]
+    assert sends(found.handle(0.0, from_gateway(HELLO), *events), Refused) == [
+        ("g", Refused(Attempt("c", 1), 429, "the manager's queue is full"))
+    ]
+
+
+def test_a_cancelled_request_leaves_queue_and_worker() -> None:
+    found = placed()
+    attempt = Attempt("a", 1)
+    assert found.handle(0.2, from_gateway(Cancel([attempt], "gone"))) == [Send("u", Cancel([attempt], "gone"))]
+    assert (found.live, found.waiting) == (0, 0)
+    found.check()
+
+
+def test_a_message_that_is_not_to_a_manager_is_refused() -> None:
+    with pytest.raises(InvariantViolated, match="Drain of u is not for a manager"):
+        machine().handle(0.0, Received("u", Drain(1.0)))
+
+
+def test_check_sees_books_that_disagree() -> None:
+    found = placed()
+    found.check()
+    del found._roster.workers["u"].live["a"]
+    with pytest.raises(InvariantViolated, match="does not know of it"):
+        found.check()

@@ -63,6 +63,10 @@ _RESUBMIT_S = 0.1
 """The longest that placements wait for lost attempts to be submitted again: far more than the way there and back."""
 
 
+_LOOK_AGAIN_S = 0.05
+"""While requests wait: between two looks at the queue that no message calls for. Policies go by the age of reports."""
+_LEAST_WAIT_S = 0.001
+"""Between two ticks, however far in the past a policy wanted to be asked."""
 _SETTLE_S = 2.0
 """After a restart: how long to collect what workers and gateways hold; each of them reports several times in it."""
 _MAX_WAITING_REQUESTS = 100_000
@@ -120,6 +124,7 @@ class ManagerMachine:
         self._next_load_s = 0.0
         self._drain_rate = DrainRate(now_s)
         self._told_wake_s: float | None = None
+        self._look_again_s = float("inf")
         self._effects: list[ManagerEffect] = []
 
     # -- the host's side ---------------------------------------------------------------------------------------
@@ -136,6 +141,7 @@ class ManagerMachine:
                     if peer in self._roster.workers:
                         self._worker_lost(now_s, peer, "cannot be reached")
                 case Tick():
+                    self._told_wake_s = None
                     self._tick(now_s)
                     schedule = load_due = True
                 case _:
@@ -146,6 +152,8 @@ class ManagerMachine:
             self._next_load_s = now_s + self._settings.load_interval_s
             self._send_load(now_s)
         wake_s = self._wake_s(now_s)
+        if wake_s <= now_s:
+            wake_s = now_s + _LEAST_WAIT_S
         if wake_s != self._told_wake_s:
             self._told_wake_s = wake_s
             self._effects.append(Wake(wake_s))
@@ -235,10 +243,11 @@ class ManagerMachine:
                 for holder in holders:
                     self._send(holder, Cancel([attempt], "no gateway owns it"))
         self._roster.forget_finished(now_s)
+        self._look_again_s = now_s + _LOOK_AGAIN_S if len(self._order) else float("inf")
 
     def _wake_s(self, now_s: float) -> float:
         """The next time something is due that no message brings about."""
-        wake_s = self._next_load_s
+        wake_s = min(self._next_load_s, self._look_again_s)
         order_s = self._order.next_wake_s(now_s)
         if order_s is not None:
             wake_s = min(wake_s, order_s)

@@ -52,6 +52,9 @@ class SimOptions:
     horizon_s: float = float("inf")
     warmup_s: float = 0.0
     jump: bool = True
+    slo_defaults: bool = False
+    """Real-time requests that name no SLO get the gateway's default, as live ones do (`cohort simulate`, `advise`).
+    Without: an SLO is what the workload says and nothing else, as in the papers' figures."""
     profiled: bool = True
     """Schedulers that learn step times start from a profile of their instance, as after `cohort profile`."""
 
@@ -98,6 +101,7 @@ class SimCluster:
             named,
             shared_prompts=shared,
             predicted=options.predictor != "none",
+            slo_defaults=options.slo_defaults,
             placement=placement,
             profile=partial(self._profile, longest) if options.profiled else None,
             seed=options.seed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from random import Random
 
 import msgspec
@@ -39,6 +40,7 @@ class Deployment:
         *,
         shared_prompts: bool,
         predicted: bool,
+        slo_defaults: bool,
         placement: Placement | None,
         profile: Callable[[], bytes] | None,
         seed: int,
@@ -52,6 +54,7 @@ class Deployment:
         self._longest = longest
         self._roles = roles
         self._predicted = predicted
+        self._slo_defaults = slo_defaults
         self._placement = placement
         self._profile = profile
         self._random = Random(seed)
@@ -59,11 +62,12 @@ class Deployment:
 
     def make_gateway(self, name: InstanceId, incarnation: int, now_s: float) -> GatewayMachine:
         config = self._config
+        settings = GatewaySettings.of(config)
         return GatewayMachine(
             name,
             incarnation,
             "",
-            GatewaySettings.of(config),
+            settings if self._slo_defaults else replace(settings, rt_ttft_slo_s=0.0, rt_tpot_slo_s=0.0),
             compose.admission(config),
             now_s,
             predictor="predictor" if self._predicted else "",

@@ -195,7 +195,9 @@ class CostEngine:
         tally.mixed_steps += worker.aligned_batches > 1
 
     def _sample_kv(self, worker: SimWorker) -> None:
-        """How full the cache is, at every report."""
+        """How full the cache is, at every report since the first moment that counts."""
+        if self._events.now_s < 1e-6:
+            return
         tally, kv = worker.tally, worker.machine.kv
         used = 1.0 - (kv.free_blocks + kv.cached_blocks) / max(1, kv.total_blocks)
         tally.kv_samples += 1

@@ -62,6 +62,7 @@ def simulation_options(options: argparse.Namespace) -> SimOptions:
         horizon_s=getattr(options, "horizon", None) or float("inf"),
         warmup_s=getattr(options, "warmup", 0.0),
         jump=not getattr(options, "step_by_step", False),
+        slo_defaults=True,
     )
 
 

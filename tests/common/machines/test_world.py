@@ -212,7 +212,7 @@ def test_tight_caches_that_hand_over_both_ways(seed: int, preemption: str) -> No
 
 
 def test_a_ring_of_waiting_caches_gives_one_hand_over_back() -> None:
-    world = World(39, PD_TWICE, lambda: SplitAnywhere(39), blocks=20, preemption="swap", message_delay_s=0.002)
+    world = World(4, PD_TWICE, lambda: SplitAnywhere(4), blocks=20, preemption="swap", message_delay_s=0.002)
     offer(world, 30, shared=9)
     world.run(4.0)
     world.run_until_quiet()

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from cohort.common import paths
+from tests.examples import register_profiles
+
+register_profiles()
 
 # Triton decides when it is imported whether kernels are compiled or interpreted. Without a GPU nothing compiled runs.
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):

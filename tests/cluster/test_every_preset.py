@@ -1,0 +1,53 @@
+"""Every preset in the virtual cluster, with its own policies and settings, tiny caches, and anything breaking.
+
+Which requests come, how wrong their predictions are, what fails and when is drawn by hypothesis; the world checks every
+slot of KV that is read, every plan and allocator, that each request ends once with exactly its tokens, and that nothing
+is left anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cluster.cases import OPTIONS, PRESETS, Case, cases
+from tests.examples import of_worlds
+
+
+def _every_preset(check: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.parametrize("preset", PRESETS)(check)
+
+
+@_every_preset
+def test_as_it_is_configured_anything_may_break(preset: str) -> None:
+    @of_worlds(0.03)
+    @given(case=cases(preset))
+    def check(case: Case) -> None:
+        case.live()
+
+    check()
+
+
+@_every_preset
+def test_with_other_options_and_placements_anything_may_break(preset: str) -> None:
+    """Preemption, prefix caching, allocation, the paper's own switches; segments that meet at any position."""
+
+    @of_worlds(0.03)
+    @given(case=cases(preset, options=OPTIONS.get(preset, st.just({})), elsewhere=True))
+    def check(case: Case) -> None:
+        case.live()
+
+    check()
+
+
+FOUND: dict[str, Any] = {}
+"""What this suite has found, each as small as it got; one that still fails is marked with why."""
+
+
+@pytest.mark.parametrize("case", FOUND.values(), ids=FOUND.keys())
+def test_found_before(case: Case) -> None:
+    case.live()

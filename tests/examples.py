@@ -1,10 +1,10 @@
 """How many examples a property tries: a share of the profile's number, so that one option scales the whole suite.
 
-Profiles (`--hypothesis-profile`, which `scripts/test --quick` and `--nightly` pass): `quick` 20 examples, `default` 100,
-`nightly` 2,000. A property without settings of its own tries exactly so many. No profile has a deadline: how long an
-example takes is the machine's business. `quick` and `default` are derandomized: unchanged code gives an unchanged
-verdict, and no database is kept. `nightly` draws anew each time, shrinks also what shrinks slowly, and prints what
-reproduces a failure, to be written down as an `@example`.
+Profiles, chosen by `--hypothesis-profile` (`scripts/test --quick` and `--nightly` pass it): `quick` tries 20 examples,
+`default` 100, `nightly` 2,000. A property without settings of its own tries exactly so many. No profile has a deadline:
+how long an example takes is the machine's business. `quick` and `default` are derandomized: unchanged code gives an
+unchanged verdict, and no database is kept. `nightly` samples anew each time, shrinks also what shrinks slowly, and
+prints what reproduces a failure, to be written down as an `@example`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-from engine_driver import BLOCK_SIZE, VOCAB, make_runner
 
 from cohort.common.engine.batch_builder import build_batch
 from cohort.common.engine.model_runner import ModelRunner
@@ -16,6 +15,7 @@ from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.bucketserve.padded_prefill import PaddedPrefill
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, Row, Sequence
 from cohort.common.types import KvGeometry, Request, SamplingParams
+from tests.common.engine.driver import BLOCK_SIZE, VOCAB, make_runner
 
 OUTPUTS = 5
 

@@ -9,7 +9,6 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from engine_driver import VOCAB
 from transformers import AutoModelForCausalLM
 
 from cohort.common.engine.batch import ScoringRow, TokenLogprobs
@@ -19,6 +18,7 @@ from cohort.common.engine.prompt_scores import AT_ONCE, score
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.interface import IterationPlan, Row, Sequence
 from cohort.common.types import Request, SamplingParams
+from tests.common.engine.driver import VOCAB
 
 MAX_ROWS = 4
 SIZE = 16

@@ -112,9 +112,7 @@ def offer(world: World, count: int, stream: Stream, *, over_s: float = 2.0) -> N
 
 
 def submit_at(world: World, at_s: float, name: str, asked: Asked) -> None:
-    world.at(
-        at_s, partial(world.submit, name, asked.prompt, asked.max_tokens, asked.traffic_class, asked.predicted)
-    )
+    world.at(at_s, partial(world.submit, name, asked.prompt, asked.max_tokens, asked.traffic_class, asked.predicted))
 
 
 def strike(world: World, faults: Sequence[Fault], **options: Any) -> None:

@@ -15,6 +15,7 @@ from cohort.common.policies.interface import Placement
 from cohort.common.types import Role
 from tests.common.machines.faults import any_faults
 from tests.common.machines.world import VOCABULARY, SplitAnywhere, World
+from tests.examples import examples
 
 PD = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
 PD_TWICE = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
@@ -153,8 +154,7 @@ def test_cancelled_requests_leave_nothing() -> None:
 
 
 @settings(
-    max_examples=40,
-    deadline=None,
+    max_examples=examples(0.4),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 
@@ -37,7 +37,6 @@ def real_pair(real_model_dir: Path) -> tuple[Tokenizer, Any]:
     return Tokenizer(real_model_dir), reference(real_model_dir)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.text(max_size=60) | st.sampled_from(["<|im_end|>", "a<|im_start|>b <|endoftext|>", " ", ""]))
 def test_encodes_and_decodes_like_transformers(real_pair: tuple[Tokenizer, Any], text: str) -> None:
     ours, theirs = real_pair

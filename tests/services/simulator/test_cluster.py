@@ -12,6 +12,7 @@ from cohort.common.types import Role, Slo
 from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload
 from cohort.services.simulator.cluster import _FORESEEN, SimCluster, SimOptions, spread_roles
 from cohort.services.simulator.report import make_report
+from tests.examples import examples
 from tests.services.simulator.lab import MODEL, Recorded, cache_of, cluster, config, run, workload
 
 
@@ -143,7 +144,7 @@ lengths = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(0.4))
 @given(
     lengths=lengths,
     preset=st.sampled_from(["unified", "disaggregated"]),

@@ -20,6 +20,7 @@ from cohort.common.policies.interface import IterationScheduler, KvAllocator, Pl
 from cohort.common.types import KvGeometry, Role, TrafficClass
 from tests.common.machines.faults import any_faults
 from tests.common.machines.world import VOCABULARY, SplitAnywhere, World
+from tests.examples import examples
 
 UNIFIED = {"unified-0": Role.UNIFIED}
 UNIFIED_TWICE = {"unified-0": Role.UNIFIED, "unified-1": Role.UNIFIED}
@@ -148,8 +149,7 @@ def test_requests_go_to_instances_in_turn() -> None:
 
 
 @settings(
-    max_examples=40,
-    deadline=None,
+    max_examples=examples(0.4),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -14,6 +14,7 @@ from cohort.common.policies import compose
 from cohort.common.policies.interface import ForeseesDecisions, IterationScheduler, KvAllocator, Phase, Sequence
 from cohort.common.types import TrafficClass
 from tests.common.policies.baselines.drive import GEOMETRY, leave, rows, run, sequence
+from tests.examples import examples
 
 SCHEDULERS = compose.BASELINE_ITERATIONS
 Load = tuple[int, int, float, int, int]
@@ -69,7 +70,7 @@ def ended(alive: list[Sequence]) -> list[Sequence]:
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(0.5))
 @given(
     loads=LOADS,
     allocation=st.sampled_from(["paged", "max", "predicted"]),
@@ -130,7 +131,7 @@ def test_everything_ends_within_bounds(
 
 
 @pytest.mark.parametrize("name", ["orca", "vllm", "chunked_prefill"])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(0.5))
 @given(
     loads=LOADS,
     allocation=st.sampled_from(["paged", "max", "predicted"]),

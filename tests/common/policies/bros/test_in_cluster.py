@@ -20,6 +20,7 @@ from cohort.common.policies.interface import IterationScheduler, KvAllocator, Pl
 from cohort.common.types import KvGeometry, Role
 from tests.common.machines.faults import any_faults
 from tests.common.machines.world import VOCABULARY, SplitAnywhere, World
+from tests.examples import examples
 
 UNIFIED = {"unified-0": Role.UNIFIED}
 PD_TWICE = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
@@ -137,8 +138,7 @@ def test_hand_overs_at_any_position_are_of_exclusive_blocks() -> None:
 
 
 @settings(
-    max_examples=30,
-    deadline=None,
+    max_examples=examples(0.3),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
     suppress_health_check=[HealthCheck.too_slow],
 )

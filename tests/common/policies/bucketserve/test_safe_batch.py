@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.policies.bucketserve.safe_batch import (
@@ -48,7 +48,6 @@ def test_the_expected_batch_is_equation_6_at_the_mean() -> None:
     assert expected_safe_batch(300.0, 0, LLAMA_2_13B) == 1
 
 
-@settings(max_examples=100)
 @given(
     spans=st.lists(st.integers(1, 500), max_size=12), blocks=st.integers(0, 100), block_size=st.sampled_from([1, 8, 16])
 )

@@ -30,6 +30,7 @@ from cohort.common.policies.interface import (
 from cohort.common.types import FinishReason, KvGeometry, Role, Segment
 from tests.common.machines.faults import any_faults
 from tests.common.machines.world import STOP_TOKEN, VOCABULARY, World, expected_output
+from tests.examples import examples
 
 TWO = {"unified-0": Role.UNIFIED, "unified-1": Role.UNIFIED}
 THREE = {**TWO, "unified-2": Role.UNIFIED}
@@ -147,8 +148,7 @@ def test_random_load_with_wrong_predictions(blocks: int, preemption: Literal["sw
 
 
 @settings(
-    max_examples=25,
-    deadline=None,
+    max_examples=examples(0.25),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -23,6 +23,7 @@ from cohort.common.types import Prediction, Role
 from tests.common.machines.faults import any_faults
 from tests.common.machines.world import VOCABULARY, SplitAnywhere, World, expected_output
 from tests.common.policies.baselines.test_in_cluster import PD_TWICE, UNIFIED, finish, preemptions
+from tests.examples import examples
 
 WRONG = ("one", "max", "random", "right")
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -152,8 +153,7 @@ def test_prefill_and_decode_apart() -> None:
 
 
 @settings(
-    max_examples=20,
-    deadline=None,
+    max_examples=examples(0.2),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
     suppress_health_check=[HealthCheck.too_slow],
 )

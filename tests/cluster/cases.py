@@ -104,7 +104,7 @@ OPTIONS: dict[str, st.SearchStrategy[Overrides]] = {
         engine=_PREEMPTION,
         kv=_CACHING,
         dynaserve={
-            "balance": st.sampled_from(["work", "ends"]),
+            "balance": st.sampled_from(["work", "end"]),
             "await_arrivals": st.booleans(),
             "tbt_slo_s": st.sampled_from([0.012, 0.1]),
         },

@@ -103,12 +103,14 @@ def test_one_observation_is_refused(world: World) -> None:
 
 
 def test_a_prediction_runs_a_few_lines_whatever_the_model_knows(model: LengthModel, world: World) -> None:
-    """Trees are walked together, by numpy: neither their number nor what they were trained on costs Python a line."""
+    """Trees are walked together, by numpy: only their depth costs Python a line."""
     little = train(world.dataset(64), version=1)
+    deeper = model.forest.depth - little.forest.depth
     for row in held_out(world, 20):
         count = lines_run(lambda vector=row.vector: to_prediction(model.predict_log(vector), 4096))
         assert count <= 150
-        assert count == lines_run(lambda vector=row.vector: to_prediction(little.predict_log(vector), 4096))
+        least = lines_run(lambda vector=row.vector: to_prediction(little.predict_log(vector), 4096))
+        assert count - least <= 20 * deeper
 
 
 @pytest.mark.parametrize("max_tokens", [-5, 0, 1, 2, 100, 10**9])

@@ -55,7 +55,7 @@ def _sections(**sections: Mapping[str, st.SearchStrategy[Any]]) -> st.SearchStra
     return st.fixed_dictionaries({name: st.fixed_dictionaries(dict(values)) for name, values in sections.items()})
 
 
-_PREEMPTION = {"preemption": st.sampled_from(["swap", "recompute"])}
+_PREEMPTION = {"preemption": st.sampled_from(["swap", "recompute"]), "prefill_chunk": st.sampled_from([3, 8, 32])}
 _CACHING = {"prefix_caching": st.booleans()}
 _ECOSERVE = _sections(
     policies={"allocation": st.sampled_from(["nested", "paged", "predicted"])},
@@ -121,8 +121,8 @@ class Case:
     arrivals: list[Arrival]
     seed: int = 0
     faults: list[Fault] = field(default_factory=list)
-    times: int = 1
-    """As many workers as the preset has, times this."""
+    workers: Mapping[str, int] = field(default_factory=dict)
+    """Number by role; {} = the preset's."""
     blocks: int = 64
     host_blocks: int = 16
     failures: float = 0.0
@@ -133,7 +133,8 @@ class Case:
 
     @property
     def config(self) -> Config:
-        return small(self.preset, self.options, {"workers": workers(self.preset, self.times)})
+        groups = [{"role": role, "count": count} for role, count in self.workers.items()]
+        return small(self.preset, self.options, {"workers": groups} if groups else {})
 
     def live(self) -> World:
         """Raises AssertionError if anything goes wrong, is answered wrongly or is left."""
@@ -165,27 +166,31 @@ class Case:
             submit_at(world, at_s, f"r{index}", Asked(prompt, most, traffic_class, predicted))
 
 
-def workers(preset: str, times: int = 1) -> list[dict[str, Any]]:
-    """The preset's groups of workers, each `times` as large."""
-    return [{"role": group.role.value, "count": group.count * times} for group in small(preset).workers]
+def own_workers(preset: str, times: int = 1) -> dict[str, int]:
+    return {group.role.value: group.count * times for group in small(preset).workers}
 
 
 def cases(
     preset: str, *, options: st.SearchStrategy[Overrides] | None = None, elsewhere: bool = False
 ) -> st.SearchStrategy[Case]:
-    """Cases of a preset as it is, or with options and, `elsewhere`, with another placement.
+    """Cases of a preset's own workers once or twice and its own settings; or with options and, `elsewhere`, on other
+    roles and under another placement, which may be any that computes all a request needs.
 
-    Placement stays where something binds KV later: nothing else would place what it parks.
+    Two placements stay: late binding, which alone places what was parked, and on workers of one role only, splitting.
     """
-    moves = elsewhere and small(preset).policies.waiting_kv == "none"
-    return st.sampled_from([1, 2]).flatmap(
-        lambda times: st.builds(
+    policies = small(preset).policies
+    pools: list[dict[str, int]] = [own_workers(preset), own_workers(preset, 2)]
+    if elsewhere and policies.placement != "split":
+        pools += [{"unified": 2}, {"prefill": 2, "decode": 2}]
+    moves = elsewhere and policies.waiting_kv == "none"
+    return st.sampled_from(pools).flatmap(
+        lambda pool: st.builds(
             Case,
             preset=st.just(preset),
             arrivals=ARRIVALS,
             seed=st.integers(0, 2**32),
-            faults=any_faults(sorted(small(preset, {"workers": workers(preset, times)}).instance_roles), most=5),
-            times=st.just(times),
+            faults=any_faults([f"{role}-{index}" for role in pool for index in range(pool[role])], most=5),
+            workers=st.just(pool),
             blocks=st.sampled_from(CACHES),
             host_blocks=st.sampled_from([0, 6, 60]),
             failures=st.sampled_from([0.0, 0.1]),

@@ -24,7 +24,7 @@ def _every_preset(check: Callable[..., None]) -> Callable[..., None]:
 
 @_every_preset
 def test_as_it_is_configured_anything_may_break(preset: str) -> None:
-    @of_worlds(0.03)
+    @of_worlds(0.1)
     @given(case=cases(preset))
     def check(case: Case) -> None:
         case.live()
@@ -36,7 +36,7 @@ def test_as_it_is_configured_anything_may_break(preset: str) -> None:
 def test_with_other_options_and_placements_anything_may_break(preset: str) -> None:
     """Preemption, prefix caching, allocation, the paper's own switches; segments that meet at any position."""
 
-    @of_worlds(0.03)
+    @of_worlds(0.1)
     @given(case=cases(preset, options=OPTIONS.get(preset, st.just({})), elsewhere=True))
     def check(case: Case) -> None:
         case.live()

@@ -19,6 +19,8 @@ from tests.common.engine.driver import (
     run_together,
 )
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [
     "The largest planet of the solar system is",
     "Once upon a time, in a village at the foot of a mountain, there lived",

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -91,6 +92,7 @@ def _saved_model(path: Path) -> bool:
     return saved is not None and saved.model is not None
 
 
+@pytest.mark.pipeline
 async def test_first_default_then_learned_then_remembered(world: World, tmp_path: Path) -> None:
     async with running(tmp_path) as rig:
         facts, _ = world.request()
@@ -124,6 +126,7 @@ async def test_corrupt_state_starts_afresh(world: World, tmp_path: Path) -> None
         await rig.until(lambda: (tmp_path / "state.npz").exists())  # and it learns on
 
 
+@pytest.mark.pipeline
 async def test_a_killed_child_comes_back_with_what_it_knew(world: World, tmp_path: Path) -> None:
     async with running(tmp_path) as rig:
         await rig.until(lambda: rig.service.child.pid is not None)
@@ -141,6 +144,7 @@ async def test_a_killed_child_comes_back_with_what_it_knew(world: World, tmp_pat
         await rig.until(lambda: rig.service.model is not None and rig.service.model.trained_on >= 100)
 
 
+@pytest.mark.pipeline
 async def test_the_child_ends_with_its_parent(world: World, tmp_path: Path) -> None:
     async with running(tmp_path) as rig:
         await rig.until(lambda: rig.service.child.pid is not None)
@@ -154,6 +158,7 @@ async def test_the_child_ends_with_its_parent(world: World, tmp_path: Path) -> N
     assert (tmp_path / "state.npz").exists()
 
 
+@pytest.mark.pipeline
 async def test_predictions_do_not_wait_for_training(world: World, tmp_path: Path) -> None:
     async with running(tmp_path, min_observations=1000, retrain_every=1000) as rig:
         requests = [world.request() for _ in range(1000)]

@@ -159,6 +159,7 @@ def overtakers(found: World, *, patience_s: float, limit_s: float) -> int:
     return sum(owned.finish is not None for owned in later)
 
 
+@pytest.mark.slow
 def test_an_adversary_cannot_starve_a_lone_long_request() -> None:
     """Whoever came after the long one was due does not overtake it, but for what ran or was chosen already."""
     bounded = adversary(1.0)

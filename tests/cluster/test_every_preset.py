@@ -8,7 +8,6 @@ is left anywhere.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -44,10 +43,34 @@ def test_with_other_options_and_placements_anything_may_break(preset: str) -> No
     check()
 
 
-FOUND: dict[str, Any] = {}
+FOUND = [
+    pytest.param(
+        Case(
+            preset="bros",
+            arrivals=[
+                (0.7, 1, True, 6, "rt", 0.0),
+                (0.7, 23, False, 4, "rt", 0.1),
+                (0.0, 24, False, 10, "be", 1.0),
+                (0.0, 9, True, 1, "rt", 0.5),
+                (0.0, 20, False, 1, "be", 1.0),
+                (0.0, 8, False, 6, "rt", 1.0),
+                (0.0, 27, True, 4, "rt", 1.0),
+            ],
+            blocks=30,
+            host_blocks=0,
+        ),
+        marks=pytest.mark.xfail(
+            strict=True,
+            raises=AssertionError,
+            reason="BROS without host memory drops and recomputes r2 for ever, with 9 blocks free: r6 and r4 hold one "
+            "block together and neither runs",
+        ),
+        id="bros, no host memory: three requests never end",
+    )
+]
 """What this suite has found, each as small as it got; one that still fails is marked with why."""
 
 
-@pytest.mark.parametrize("case", FOUND.values(), ids=FOUND.keys())
+@pytest.mark.parametrize("case", FOUND)
 def test_found_before(case: Case) -> None:
     case.live()

@@ -130,6 +130,8 @@ class Case:
     placement: str = ""
     """One of `PLACEMENTS`; "" = the preset's."""
     options: Overrides = field(default_factory=dict)
+    limit_s: float = 400.0
+    """Virtual seconds, after second 6, by which every request has ended."""
 
     @property
     def config(self) -> Config:
@@ -153,7 +155,7 @@ class Case:
         self._submit(world)
         strike(world, self.faults, leaving=names[self.seed % len(names)], cancelled=max(1, len(self.arrivals) // 3))
         world.run(6.0)
-        world.run_until_quiet()
+        world.run_until_quiet(self.limit_s)
         world.check_outputs()
         return world
 

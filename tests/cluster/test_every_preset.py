@@ -58,6 +58,7 @@ FOUND = [
             ],
             blocks=30,
             host_blocks=0,
+            limit_s=40.0,
         ),
         marks=pytest.mark.xfail(
             strict=True,

@@ -64,15 +64,22 @@ Stream = Callable[[Random], Iterator[Asked]]
 def small(preset: str = "", *overrides: Mapping[str, Any]) -> Config:
     """A preset at the world's size; later overrides win. What a preset says itself about dispatch is kept."""
     own = load_config(preset=preset) if preset else load_config()
-    merged: dict[str, Any] = {section: dict(values) for section, values in SMALL.items()}
+    merged: dict[str, Any] = _over({}, SMALL)
     if own.manager.dispatch_ahead_tokens != load_config().manager.dispatch_ahead_tokens:
         del merged["manager"]
     for more in overrides:
-        for section, values in more.items():
-            merged[section] = {**merged.get(section, {}), **values} if isinstance(values, Mapping) else values
+        merged = _over(merged, more)
     config = load_config(preset=preset, overrides=merged)
     compose.check_names(config)
     return config
+
+
+def _over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested options, those of `upper` first; anything but a mapping is replaced whole."""
+    merged = dict(lower)
+    for name, value in upper.items():
+        merged[name] = _over(merged.get(name, {}), value) if isinstance(value, Mapping) else value
+    return merged
 
 
 def of_config(

@@ -67,7 +67,27 @@ FOUND = [
             "block together and neither runs",
         ),
         id="bros, no host memory: three requests never end",
-    )
+    ),
+    pytest.param(
+        Case(
+            preset="bros",
+            arrivals=[
+                (1.5, 2, False, 29, "rt", 30.0),
+                (0.1, 10, False, 6, "rt", 1.0),
+                (0.3, 2, False, 26, "be", 2.0),
+                (0.0, 19, True, 15, "rt", 0.5),
+                (0.0, 12, True, 8, "be", 0.5),
+            ],
+            blocks=20,
+            host_blocks=0,
+            options={"engine": {"prefill_chunk": 3}},
+            limit_s=40.0,
+        ),
+        marks=pytest.mark.xfail(
+            strict=True, raises=AssertionError, reason="BROS without host memory: the same standstill in small chunks"
+        ),
+        id="bros, no host memory, chunks of three",
+    ),
 ]
 """What this suite has found, each as small as it got; one that still fails is marked with why."""
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from cohort.common import paths
+from tests.examples import register_profiles
+
+if TYPE_CHECKING:
+    from tests.e2e.pipeline import Pipeline
+
+register_profiles()
 
 # Triton decides when it is imported whether kernels are compiled or interpreted. Without a GPU nothing compiled runs.
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
@@ -21,3 +29,14 @@ def default_model() -> Path:
     if not (path / "config.json").is_file():
         pytest.skip(f"no model in {path}; scripts/setup makes it")
     return path
+
+
+@pytest.fixture(scope="session")
+def standard(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Iterator[Pipeline]:
+    """A running pipeline as it is configured by default, for all live tests that need no other: to start one takes
+    seconds. Whoever breaks a part of it starts it again and leaves nothing behind."""
+    from tests.e2e.pipeline import CONTEXT_LIMIT, Pipeline
+
+    overrides = {"model": {"max_model_len": CONTEXT_LIMIT}, "kv": {"memory_bytes": 200 << 20}}
+    with Pipeline(tmp_path_factory.mktemp("standard"), default_model, overrides) as running:
+        yield running

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -38,15 +37,19 @@ def bodies() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Iterator[Pipeline]:
-    with Pipeline(tmp_path_factory.mktemp("kills"), default_model) as running:
-        yield running
+@pytest.fixture
+def pipeline(standard: Pipeline) -> Pipeline:
+    """All of it: also what an earlier test here killed and, failing, did not start again."""
+    for name in standard.names:
+        if name not in standard.processes:
+            standard.start(name)
+    standard.wait_ready()
+    return standard
 
 
 @pytest.fixture(scope="module")
-def undisturbed(pipeline: Pipeline) -> list[Answer]:
-    answers = pipeline.complete_all(bodies(), concurrency=STREAMS)
+def undisturbed(standard: Pipeline) -> list[Answer]:
+    answers = standard.complete_all(bodies(), concurrency=STREAMS)
     assert [answer.error for answer in answers] == [""] * STREAMS
     return answers
 
@@ -103,8 +106,11 @@ def test_the_monitor_may_die(pipeline: Pipeline, undisturbed: list[Answer], gree
 def test_a_killed_gateway_breaks_its_streams_visibly_and_leaves_nothing(pipeline: Pipeline) -> None:
     async def run() -> list[Answer | BaseException]:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-            tasks = [asyncio.create_task(pipeline.complete(session, **body)) for body in bodies()[:30]]
-            await asyncio.sleep(1.5)
+            produced = pipeline.figures("gateway")["generation_tokens_total"]
+            # So long that no machine is done when the first heartbeat tells of their tokens.
+            long = [{**body, "max_tokens": 500} for body in bodies()[:30]]
+            tasks = [asyncio.create_task(pipeline.complete(session, **body)) for body in long]
+            await asyncio.to_thread(pipeline.wait_for, "gateway", "generation_tokens_total", produced + 1, 60.0)
             pipeline.kill("gateway")
             return await asyncio.gather(*tasks, return_exceptions=True)
 

@@ -16,6 +16,7 @@ from cohort.common import messages
 from cohort.common.codec import decode, encode
 from cohort.common.errors import WireError
 from cohort.common.messages import Message, Registered
+from tests.examples import examples
 
 MEMBERS: tuple[type[msgspec.Struct], ...] = typing.get_args(Message)
 
@@ -64,7 +65,7 @@ def test_every_declared_message_is_in_the_union() -> None:
 
 @pytest.mark.parametrize("kind", MEMBERS, ids=lambda kind: kind.__name__)
 def test_round_trip_and_plain_msgpack(kind: type[msgspec.Struct]) -> None:
-    @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+    @settings(max_examples=examples(0.15), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
     @given(strategy_of(kind))
     def check(message: Any) -> None:
         data = encode(message)
@@ -114,7 +115,7 @@ def test_what_is_no_message(data: bytes) -> None:
         decode(data)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(2))
 @given(st.binary(max_size=200))
 def test_random_bytes_are_a_message_or_a_wire_error(data: bytes) -> None:
     try:
@@ -124,7 +125,7 @@ def test_random_bytes_are_a_message_or_a_wire_error(data: bytes) -> None:
     assert isinstance(message, MEMBERS)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(2))
 @given(st.data())
 def test_damaged_messages_are_a_message_or_a_wire_error(data: st.DataObject) -> None:
     whole = bytearray(encode(data.draw(strategy_of(messages.WorkerReport))))

@@ -102,10 +102,14 @@ def test_console_lines_are_for_people() -> None:
     assert "ready" in stream.getvalue() and "port=8000" in stream.getvalue() and "\x1b" not in stream.getvalue()
 
 
-def test_a_broken_stream_does_not_break_the_service() -> None:
+def test_a_broken_stream_does_not_break_the_service(capsys: pytest.CaptureFixture[str]) -> None:
     log, stream = configured()
+    other = io.StringIO()
+    logging.getLogger().addHandler(logging.StreamHandler(other))
     stream.close()
     log.error("nobody reads this")
+    assert "nobody reads this" in other.getvalue(), "who still listens hears of it"
+    assert capsys.readouterr() == ("", ""), "and no traceback of the logging itself appears"
 
 
 async def test_lost_task_errors_are_logged() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from random import Random
 
@@ -10,10 +9,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.e2e.golden import Golden, golden_outputs
+from tests.e2e.pipeline import CONTEXT_LIMIT
 
 NEW_TOKENS = 16
-CONTEXT_LIMIT = int(os.environ.get("COHORT_TEST_CONTEXT", "2048"))
-"""The pipeline under test serves so many positions; 8192 is the model's own limit and takes minutes on two cores."""
 
 SENTENCES = (
     "The harbour was quiet when the last ship came in, and nobody asked where it had been.",

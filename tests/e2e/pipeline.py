@@ -23,6 +23,9 @@ import aiohttp
 from cohort.common.config import Config, dump_config, load_config
 from cohort.common.types import Role
 
+CONTEXT_LIMIT = int(os.environ.get("COHORT_TEST_CONTEXT", "2048"))
+"""The pipeline under test serves so many positions; 8192 is the model's own limit and takes minutes on two cores."""
+
 START_TIMEOUT_S = 120.0
 _FOLDERS = {
     "gateway": "gateway",

@@ -25,18 +25,12 @@ pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Iterator[Pipeline]:
-    with Pipeline(tmp_path_factory.mktemp("clients"), default_model, {"kv": {"memory_bytes": 200 << 20}}) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(pipeline: Pipeline) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{pipeline.url}/v1", api_key="none", max_retries=0) as opened:
+def client(standard: Pipeline) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{standard.url}/v1", api_key="none", max_retries=0) as opened:
         yield opened
 
 
-def test_chat_streamed_and_whole_say_the_same(pipeline: Pipeline, client: openai.OpenAI) -> None:
+def test_chat_streamed_and_whole_say_the_same(client: openai.OpenAI) -> None:
     model = client.models.list().data[0].id
     ask = {
         "model": model,
@@ -83,20 +77,20 @@ def test_refusals_name_what_is_wrong(client: openai.OpenAI) -> None:
         client.completions.create(model=model, prompt="x", temperature=9.0)
 
 
-def test_every_process_has_metrics_and_the_monitor_has_all(pipeline: Pipeline) -> None:
-    pipeline.complete_all([{"prompt": "Hello", "max_tokens": 4}])
-    text = pipeline.get("/metrics")
+def test_every_process_has_metrics_and_the_monitor_has_all(standard: Pipeline) -> None:
+    standard.complete_all([{"prompt": "Hello", "max_tokens": 4}])
+    text = standard.get("/metrics")
     assert "cohort_time_to_first_token_seconds_bucket" in text
     assert 'cohort_request_success_total{class="rt",finished_reason="length"' in text
     time.sleep(1.5)
-    merged = pipeline.get("/metrics", pipeline.config.monitor.port)
+    merged = standard.get("/metrics", standard.config.monitor.port)
     for instance in ("gateway", "predictor", "manager", "prefill-0", "decode-0"):
         assert f'instance="{instance}"' in merged
     for family in ("kv_cache_usage_perc", "kv_transfer_bytes_total", "up", "step_seconds_sum"):
         assert f"cohort_{family}" in merged
 
 
-def test_a_drained_worker_finishes_what_it_has(tmp_path: Path, default_model: Path) -> None:
+def test_a_drained_worker_finishes_what_it_has(standard: Pipeline) -> None:
     async def run(pipeline: Pipeline) -> None:
         async with aiohttp.ClientSession() as session:
             asked = [
@@ -112,9 +106,14 @@ def test_a_drained_worker_finishes_what_it_has(tmp_path: Path, default_model: Pa
         assert [answer.error for answer in [*answers, later]] == [""] * 7
         assert all(answer.finish == "length" for answer in answers)
 
-    with Pipeline(tmp_path, default_model) as pipeline:
-        asyncio.run(run(pipeline))
-        assert pipeline.terminate("prefill-0") == 0
+    try:
+        asyncio.run(run(standard))
+        assert standard.terminate("prefill-0") == 0
+    finally:
+        for name in standard.config.instance_roles:
+            if name not in standard.processes:
+                standard.start(name)
+        standard.wait_ready()
 
 
 def test_an_encrypted_pipeline_serves_and_strangers_cannot_talk(tmp_path: Path, default_model: Path) -> None:

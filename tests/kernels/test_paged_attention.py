@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cohort.kernels.paged_attention import AttentionMeta, paged_attention, write_kv
+from tests.examples import examples
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 MIXED_ROWS = [(40, 40), (70, 33), (19, 2), (1, 1), (16, 1), (133, 1)]  # whole prompt, chunks, decode
@@ -117,7 +118,7 @@ def test_rows_without_queries_are_skipped(implementation, make_step, assert_clos
     assert_close(attend(step), step.expected())
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(0.4), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_shape(implementation, make_step, assert_close, data):
     rows = data.draw(

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from cohort.kernels import native, panels
 from cohort.kernels.panels import Arena, Panels
+from tests.examples import examples
 
 pytestmark = pytest.mark.skipif(native.operators() is None, reason="no compiled kernels here")
 DTYPES = [torch.float32] + ([torch.bfloat16] if panels.available(torch.bfloat16, 2) else [])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(0.8))
 @given(
     rows=st.integers(1, 40),
     outputs=st.integers(1, 100),

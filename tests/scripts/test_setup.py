@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -68,11 +67,9 @@ def finished(tmp_path: Path) -> dict[str, str]:
     return environment
 
 
-def test_the_second_run_does_nothing_and_is_quick(finished: dict[str, str], tmp_path: Path):
-    started_s = time.monotonic()
+def test_the_second_run_does_nothing(finished: dict[str, str], tmp_path: Path):
     again = setup(**finished)
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
-    assert time.monotonic() - started_s < 1.0
     assert not (tmp_path / "calls").exists()
 
 

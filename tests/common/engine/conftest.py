@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from engine_driver import VOCAB, save_random_model
 
 from cohort.common.paths import default_model_dir
+from tests.common.engine.driver import VOCAB, save_random_model
 
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from engine_driver import make_runner
 
 from cohort.common.config import load_config
 from cohort.common.errors import ConfigError
 from cohort.services.prefill_worker.answer_states import Asked, as_served, read_asked, states_of
 from cohort.services.prefill_worker.in_process import InProcessEngine
+from tests.common.engine.driver import make_runner
 
 
 def test_every_prompt_has_the_state_it_ends_in(model_folder: Callable[[str], Path]) -> None:

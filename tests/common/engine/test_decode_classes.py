@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.common.engine.decode_classes import CaptureBudget, batch_classes, capture_order, class_for
+from tests.examples import examples
 
 
 def test_classes_of_the_default_number_of_rows() -> None:
@@ -15,7 +16,7 @@ def test_classes_of_the_default_number_of_rows() -> None:
     assert batch_classes(400)[-3:] == (320, 384, 400)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(0.6))
 @given(st.integers(1, 3000), st.data())
 def test_every_batch_has_a_class_and_little_padding(max_rows: int, data: st.DataObject) -> None:
     classes = batch_classes(max_rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.engine.device_memory import SAMPLER_BYTES, STAGING_TOKENS, Placement, kv_bytes, place, step_bytes
@@ -61,7 +61,6 @@ def test_a_full_device_leaves_nothing() -> None:
     assert kv_bytes(total=16 * GIB, free=GIB, own=14 * GIB, sharers=1, fraction=0.9, reserved=2 * GIB) == 0
 
 
-@settings(max_examples=100)
 @given(
     sharers=st.integers(1, 4),
     fraction=st.floats(0.1, 1.0),

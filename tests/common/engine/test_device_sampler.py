@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.engine import device_sampler
@@ -49,7 +49,6 @@ ROWS = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(rows=st.lists(ROWS, max_size=6), seed=st.integers(0, 1000))
 def test_the_same_as_row_by_row(rows: list[SamplingRow], seed: int) -> None:
     logits = 3 * torch.randn(len(rows), VOCABULARY, generator=torch.Generator().manual_seed(seed))

@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_driver import (
+
+from cohort.common.engine.batch import SamplingRow
+from cohort.common.engine.decode_classes import CaptureBudget
+from cohort.common.engine.device_memory import DeviceShare
+from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.static_decode import DecodeOutput, PlainRecorder, Recorded
+from cohort.common.errors import ConfigError
+from tests.common.engine.driver import (
     Driver,
     check_schedule,
     make_runner,
@@ -20,13 +27,6 @@ from engine_driver import (
     run_chunked,
     run_together,
 )
-
-from cohort.common.engine.batch import SamplingRow
-from cohort.common.engine.decode_classes import CaptureBudget
-from cohort.common.engine.device_memory import DeviceShare
-from cohort.common.engine.model_runner import ModelRunner
-from cohort.common.engine.static_decode import DecodeOutput, PlainRecorder, Recorded
-from cohort.common.errors import ConfigError
 
 GRAPHS = DeviceShare(graphs=1 << 40)
 

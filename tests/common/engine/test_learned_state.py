@@ -67,4 +67,23 @@ def test_nothing_learned_is_not_written_and_saving_is_rare(tmp_path: Path) -> No
 
 def test_a_folder_that_cannot_be_written_does_not_end_a_worker(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    LearnedState(Learner(b"ok"), tmp_path / "file", "w", "").save()
+    state = LearnedState(Learner(b"ok"), tmp_path / "file", "w", "")
+    state.save()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing half written is left"
+    assert (tmp_path / "file").read_text() == ""
+    assert state.load() == "nothing"
+
+
+def test_a_save_that_fails_keeps_what_was_saved_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = Learner(b"ok 1")
+    state = LearnedState(learner, tmp_path, "w", "")
+    state.save()
+    learner.state = b"ok 2"
+
+    def full(path: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    state.save()
+    assert [path.name for path in tmp_path.iterdir()] == ["w.json"]
+    assert (tmp_path / "w.json").read_bytes() == b"ok 1"

@@ -7,7 +7,6 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-from engine_driver import BLOCK_SIZE, VOCAB, make_runner
 
 from cohort.common.engine.batch_builder import build_batch
 from cohort.common.engine.model_runner import ModelRunner
@@ -17,6 +16,7 @@ from cohort.common.policies.bucketserve.padded_prefill import PaddedPrefill
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, Row
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
+from tests.common.engine.driver import BLOCK_SIZE, VOCAB, make_runner
 from tests.common.policies.baselines.drive import decide
 
 OUTPUTS = 5

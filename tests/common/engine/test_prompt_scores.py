@@ -9,7 +9,6 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from engine_driver import VOCAB
 from transformers import AutoModelForCausalLM
 
 from cohort.common.engine.batch import ScoringRow, TokenLogprobs
@@ -20,6 +19,7 @@ from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.interface import IterationPlan, Row
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, Request, SamplingParams
+from tests.common.engine.driver import VOCAB
 
 MAX_ROWS = 4
 SIZE = 16

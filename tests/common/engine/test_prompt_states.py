@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from engine_driver import BLOCK_SIZE, Driver, make_runner
 
 from cohort.common.engine.batch_builder import build_batch
 from cohort.common.engine.prompt_states import prompt_states
@@ -17,6 +16,7 @@ from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.interface import IterationPlan, Row
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
+from tests.common.engine.driver import BLOCK_SIZE, Driver, make_runner
 
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [27, 18, 28, 18])
 

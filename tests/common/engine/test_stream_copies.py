@@ -17,6 +17,7 @@ from cohort.common.engine.streams import HostStream, Mark
 from cohort.common.errors import InvariantViolated
 from cohort.common.policies.kv_interface import KvCopy
 from cohort.common.types import KvGeometry
+from tests.examples import examples
 
 GEOMETRY = KvGeometry(num_layers=2, num_kv_heads=1, head_dim=4, dtype_bytes=4, block_size=8)
 BLOCKS, HOST_BLOCKS = 6, 4
@@ -122,7 +123,7 @@ COPIES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(0.6))
 @given(COPIES)
 def test_the_same_memory_as_one_after_the_other(copies: list[KvCopy]) -> None:
     """Copies that come first, in any mixture and with any overlap; slots' host part is done late and still in time."""

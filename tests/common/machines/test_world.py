@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
 from cohort.common.policies.interface import Placement
 from cohort.common.types import Role
-from tests.common.machines.faults import any_faults
-from tests.common.machines.world import VOCABULARY, SplitAnywhere, World
+from tests.common.machines import clusters
+from tests.common.machines.clusters import PD, PD_TWICE, UNIFIED, Asked, finish, strike, tokens, total
+from tests.common.machines.faults import Fault, any_faults
+from tests.common.machines.world import SplitAnywhere, World
+from tests.examples import of_worlds
 
-PD = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
-PD_TWICE = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
-UNIFIED = {"unified-0": Role.UNIFIED}
+
+def requests(random: Random, shared: int = 0) -> Iterator[Asked]:
+    """Half of them share a prefix of so many tokens."""
+    prefix = tokens(random, shared)
+    while True:
+        prompt = (prefix if random.random() < 0.5 else []) + tokens(random, random.randint(1, 40))
+        yield Asked(prompt, random.randint(1, 30))
 
 
-def offer(world: World, count: int, *, over_s: float = 3.0, shared: int = 0) -> None:
-    """Requests at random times, some sharing a prefix."""
-    random = Random(world.random.getrandbits(32))
-    prefix = [random.randrange(VOCABULARY) for _ in range(shared)]
-    for index in range(count):
-        prompt = (prefix if random.random() < 0.5 else []) + [
-            random.randrange(VOCABULARY) for _ in range(random.randint(1, 40))
-        ]
-        max_tokens = random.randint(1, 30)
-        world.at(random.random() * over_s, lambda i=index, p=prompt, m=max_tokens: world.submit(f"r{i}", p, m))
+def offer(world: World, count: int, *, shared: int = 0) -> None:
+    clusters.offer(world, count, partial(requests, shared=shared), over_s=3.0)
 
 
 @pytest.mark.parametrize(
@@ -39,12 +38,10 @@ def offer(world: World, count: int, *, over_s: float = 3.0, shared: int = 0) -> 
 def test_undisturbed(roles: dict[str, Role], placement: type[Colocated] | type[Disaggregated]) -> None:
     world = World(1, roles, placement)
     offer(world, 60, shared=12)
-    world.run(4.0)
-    world.run_until_quiet()
-    world.check_outputs()
+    finish(world)
     assert world.displaced == 0
     if placement is Disaggregated:
-        assert sum(node.machine.counters.transfers_in for node in world.workers.values()) > 30
+        assert total(world, "transfers_in") > 30
     hits = sum(node.machine.kv.metrics()["prefix_hits_total"] for node in world.workers.values())
     assert hits > 0
 
@@ -72,10 +69,8 @@ def test_a_small_cache_preempts_and_stays_exact(
 ) -> None:
     world = World(2, roles, placement, blocks=22, preemption=preemption, host_blocks=40)
     offer(world, 60)
-    world.run(4.0)
-    world.run_until_quiet()
-    world.check_outputs()
-    assert sum(node.machine.counters.preemptions for node in world.workers.values()) > 0
+    finish(world)
+    assert total(world, "preemptions") > 0
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
@@ -85,12 +80,10 @@ def test_segments_may_meet_anywhere_even_when_the_cache_is_tight(seed: int, pree
         seed, PD_TWICE, lambda: SplitAnywhere(seed), blocks=24, preemption=preemption, host_blocks=60, caching=seed > 1
     )
     offer(world, 90)
-    world.run(4.0)
-    world.run_until_quiet()
-    world.check_outputs()
+    finish(world)
     assert world.displaced == 0
-    assert sum(node.machine.counters.preemptions for node in world.workers.values()) > 0
-    assert sum(node.machine.counters.transfers_in for node in world.workers.values()) > 20
+    assert total(world, "preemptions") > 0
+    assert total(world, "transfers_in") > 20
 
 
 def test_a_request_that_fits_nowhere_is_refused() -> None:
@@ -107,10 +100,8 @@ def test_a_request_that_fits_nowhere_is_refused() -> None:
 def test_failed_runs_are_sent_again_over_the_second_path() -> None:
     world = World(4, PD, Disaggregated, run_failure_rate=0.3)
     offer(world, 60)
-    world.run(4.0)
-    world.run_until_quiet()
-    world.check_outputs()
-    assert sum(node.machine.counters.transfer_retries for node in world.workers.values()) > 5
+    finish(world)
+    assert total(world, "transfer_retries") > 5
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
@@ -118,9 +109,7 @@ def test_a_dead_worker_loses_nothing(victim: str) -> None:
     world = World(5, PD_TWICE, Disaggregated)
     offer(world, 80)
     world.at(2.5, lambda: world.kill_worker(victim, None))
-    world.run(4.0)
-    world.run_until_quiet()
-    world.check_outputs()
+    finish(world)
     assert world.displaced > 0
 
 
@@ -128,18 +117,14 @@ def test_the_only_decode_worker_dies_and_the_prefill_worker_stands_in() -> None:
     world = World(6, PD, Disaggregated)
     offer(world, 40)
     world.at(2.5, lambda: world.kill_worker("decode-0", None))
-    world.run(4.0)
-    world.run_until_quiet()
-    world.check_outputs()
+    finish(world)
 
 
 def test_a_restarted_manager_takes_over_what_workers_hold() -> None:
     world = World(7, PD, Disaggregated)
     offer(world, 40)
     world.at(2.3, lambda: world.kill_manager(0.4))
-    world.run(4.0)
-    world.run_until_quiet()
-    world.check_outputs()
+    finish(world)
 
 
 def test_cancelled_requests_leave_nothing() -> None:
@@ -147,17 +132,10 @@ def test_cancelled_requests_leave_nothing() -> None:
     offer(world, 60)
     for index in range(0, 60, 2):
         world.at(1.5 + 0.07 * index, lambda i=index: world.cancel(f"r{i}") if f"r{i}" in world.owned else None)
-    world.run(6.0)
-    world.run_until_quiet()
-    world.check_outputs()
+    finish(world, 6.0)
 
 
-@settings(
-    max_examples=40,
-    deadline=None,
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a world shrinks slowly
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@of_worlds(0.4)
 @given(
     seed=st.integers(0, 2**32),
     placement=st.sampled_from([Colocated, Disaggregated, SplitAnywhere]),
@@ -178,7 +156,7 @@ def test_anything_may_break_at_any_time(
     caching: bool,
     failures: float,
     delay: float,
-    faults: list[tuple[str, float, float]],
+    faults: list[Fault],
 ) -> None:
     world = World(
         seed,
@@ -192,11 +170,8 @@ def test_anything_may_break_at_any_time(
         message_delay_s=delay,
     )
     offer(world, 30, shared=9)
-    for kind, at_s, back_s in faults:
-        world.at(at_s, partial(world.inflict, kind, back_s))
-    world.run(6.0)
-    world.run_until_quiet()
-    world.check_outputs()
+    strike(world, faults)
+    finish(world, 6.0)
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
@@ -206,9 +181,7 @@ def test_tight_caches_that_hand_over_both_ways(seed: int, preemption: str) -> No
     other worker's cache, which is full of KV that waits for this one."""
     world = World(seed, PD_TWICE, lambda: SplitAnywhere(seed), blocks=20, preemption=preemption, message_delay_s=0.002)
     offer(world, 30, shared=9)
-    world.run(4.0)
-    world.run_until_quiet()
-    world.check_outputs()
+    finish(world)
 
 
 def test_a_ring_of_waiting_caches_gives_one_hand_over_back() -> None:
@@ -216,7 +189,7 @@ def test_a_ring_of_waiting_caches_gives_one_hand_over_back() -> None:
     offer(world, 30, shared=9)
     world.run(4.0)
     world.run_until_quiet()
-    assert sum(node.machine.counters.stalls for node in world.workers.values()) == world.displaced == 1
+    assert total(world, "stalls") == world.displaced == 1
 
 
 def test_a_worker_killed_twice_at_one_instant_amid_tight_caches() -> None:
@@ -234,6 +207,4 @@ def test_a_worker_killed_twice_at_one_instant_amid_tight_caches() -> None:
     offer(world, 30, shared=9)
     for _ in range(2):
         world.at(3.18, lambda: world.kill_worker("decode-1", 5.45))
-    world.run(6.0)
-    world.run_until_quiet()
-    world.check_outputs()
+    finish(world, 6.0)

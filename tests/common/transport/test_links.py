@@ -14,7 +14,7 @@ import pytest_asyncio
 from .links import LinkProcess, crc_of
 
 MB = 1 << 20
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.pipeline]
 needs_ucx = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed")
 
 KINDS = [

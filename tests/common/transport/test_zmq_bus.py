@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -152,9 +151,8 @@ async def test_close_is_quick_with_an_absent_peer(tmp_path: Path) -> None:
     bus = ZmqBus("a")
     bus.connect("absent", ipc(tmp_path))
     bus.send("absent", Registered(1))
-    begun_s = time.monotonic()
-    await bus.close()
-    assert time.monotonic() - begun_s < 1.5
+    async with asyncio.timeout(10):
+        await bus.close()
 
 
 async def test_no_descriptor_is_left(tmp_path: Path) -> None:
@@ -173,24 +171,21 @@ async def test_no_descriptor_is_left(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-async def test_throughput_and_latency(tmp_path: Path) -> None:
-    """Far below what the bus does, so that a busy machine passes; enough to catch a poll that sleeps."""
+async def test_messages_wait_for_no_timer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one or thousands at once: what arrives is told by its socket, never found by a poll that sleeps."""
     a, b = ZmqBus("a", ipc(tmp_path, "a")), ZmqBus("b", ipc(tmp_path, "b"))
     a.connect("b", b.endpoint)
     message = TokenBatch("decode-0", [TokenUpdate("req-1", 1, 100, [5])])
-    count = 5000
-    begun_s = time.perf_counter()
-    for _ in range(count):
-        a.send("b", message)
-    for _ in range(count):
-        await b.receive()
-    assert count / (time.perf_counter() - begun_s) > 2000
-    took_s = []
-    for _ in range(200):
-        begun_s = time.perf_counter()
-        a.send("b", message)
-        await b.receive()
-        took_s.append(time.perf_counter() - begun_s)
-    assert sorted(took_s)[len(took_s) // 2] < 0.005
+    loop, timers = asyncio.get_running_loop(), []
+    call_at = loop.call_at
+    async with asyncio.timeout(60):
+        monkeypatch.setattr(loop, "call_at", lambda *given, **more: timers.append(given) or call_at(*given, **more))
+        for together in (5000, *[1] * 200):
+            for _ in range(together):
+                a.send("b", message)
+            for _ in range(together):
+                assert await b.receive() == ("a", message)
+        monkeypatch.undo()
+    assert timers == []
     await a.close()
     await b.close()

@@ -22,6 +22,8 @@ from cohort.services.cli import bench as cli_bench
 
 from .conftest import FakeServer
 
+pytestmark = pytest.mark.slow
+
 
 def bench(server: FakeServer, *args: str, expect: int = 0) -> None:
     assert main(["--url", server.url, *args]) == expect

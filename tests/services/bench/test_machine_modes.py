@@ -54,6 +54,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- --engine ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pipeline
 def test_the_engine_is_measured_end_to_end(
     tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +95,7 @@ def test_the_engine_is_measured_end_to_end(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.pipeline
 def test_growth_alone_needs_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--engine", "--only", "growth", "--quick", "--model", str(tmp_path)]
     assert main([*arguments, "--json", "-"]) == 0
@@ -262,6 +264,7 @@ def test_exponents_are_fitted_on_logarithms() -> None:
 # -- --kv-link ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pipeline
 def test_the_links_are_measured_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     report, picture = tmp_path / "links.json", tmp_path / "links.png"

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -86,30 +85,24 @@ def url(monitor: Monitor) -> str:
     return f"http://127.0.0.1:{monitor.server_port}"
 
 
-def test_help_names_every_command_and_is_fast() -> None:
-    times_s = []
-    for _ in range(3):
-        started_s = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-m", "cohort.services.cli", "--help"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        )
-        times_s.append(time.perf_counter() - started_s)
+def test_help_names_every_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cohort.services.cli", "--help"], capture_output=True, text=True, timeout=60, check=True
+    )
     assert all(name in done.stdout for name in (*cli.COMMANDS, "curl", "first steps"))
-    assert min(times_s) < 0.3
 
 
 def test_nothing_heavy_is_imported_for_help() -> None:
     code = (
         "import sys, cohort.services.cli.__main__ as c\n"
         "try: c.main(['--help'])\nexcept SystemExit: pass\n"
-        "print([m for m in ('torch', 'rich', 'aiohttp', 'numpy', 'zmq', 'transformers') if m in sys.modules])"
+        "print([m for m in sys.modules if m.startswith('cohort.') and m not in BASE], len(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True)
-    assert done.stdout.strip().endswith("[]")
+    code = f"BASE = {('cohort.common', 'cohort.common.errors', 'cohort.services', 'cohort.services.cli')}\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    told = done.stdout.splitlines()[-1]
+    assert told.startswith("['cohort.services.cli.__main__'] ")
+    assert int(told.split()[-1]) < 200, "of the standard library too: each costs the user's time"
 
 
 def test_without_a_command_it_helps(capsys: pytest.CaptureFixture[str]) -> None:

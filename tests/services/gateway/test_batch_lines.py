@@ -14,6 +14,7 @@ from cohort.common.errors import RequestError
 from cohort.services.gateway import batch_lines
 from cohort.services.gateway.batch_lines import InputReader, answered, not_run, read_body, refused
 from cohort.services.gateway.batch_store import LineError, PendingLine
+from tests.examples import examples
 
 ENDPOINT = "/v1/completions"
 
@@ -122,7 +123,7 @@ def test_the_first_line_names_the_model(tmp_path: Path) -> None:
         reader.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(0.6))
 @given(
     lines=st.lists(
         st.one_of(

@@ -21,6 +21,7 @@ from cohort.services.gateway.batch_store import (
     StoredBatch,
     StoredFile,
 )
+from tests.examples import examples
 
 NOW_S = 1000.5
 LINES = [PendingLine(number, number * 10, 9, f"c{number}") for number in range(1, 6)]
@@ -309,4 +310,4 @@ class Batches(RuleBasedStateMachine):
 
 
 TestBatches = Batches.TestCase
-TestBatches.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
+TestBatches.settings = settings(max_examples=examples(0.3), stateful_step_count=15)

@@ -10,6 +10,7 @@ from cohort.common.types import FinishReason
 from cohort.services.gateway.choice import Choice, Piece, ScoredToken
 from cohort.services.gateway.detokenizer import TokenText
 from cohort.services.gateway.tokenizer import Tokenizer
+from tests.examples import examples
 
 
 def choice(tokenizer: Tokenizer, stops: Sequence[str] = (), *, min_tokens: int = 0, scored: bool = False) -> Choice:
@@ -61,7 +62,7 @@ def test_scores_of_tokens_without_text_come_in_the_end(tokenizer: Tokenizer) -> 
     assert (piece.text, len(piece.scores)) == ("", 1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(2))
 @given(data=st.data())
 def test_any_split_gives_the_same_text_scores_and_count(data: st.DataObject, tokenizer: Tokenizer) -> None:
     tokens = data.draw(st.lists(st.integers(3, tokenizer.vocab_size - 1), max_size=25))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cohort.services.gateway.detokenizer import TokenText
 from cohort.services.gateway.tokenizer import Tokenizer
+from tests.examples import examples
 from tests.services.gateway import tiny_model
 
 
@@ -53,7 +54,7 @@ def test_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None:
     assert "".join([stream.feed(token) for token in ids]) == "a<|end|>b"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(2))
 @given(data=st.data())
 def test_byte_level_pieces_are_the_whole_decode_for_any_ids(data: st.DataObject, tokenizer: Tokenizer) -> None:
     """Also for bytes that are no UTF-8: all ids, many of them single bytes."""
@@ -61,7 +62,6 @@ def test_byte_level_pieces_are_the_whole_decode_for_any_ids(data: st.DataObject,
     assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids, skip_special=True)
 
 
-@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_the_same_with_a_real_vocabulary(data: st.DataObject, real_model_dir: Path) -> None:
     tokenizer = _real(real_model_dir)
@@ -74,7 +74,6 @@ def _real(path: Path) -> Tokenizer:
     return Tokenizer(path)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.text("abc hello world é,🦊\n", max_size=20))
 def test_byte_fallback_pieces_are_the_whole_decode(fallback: Tokenizer, text: str) -> None:
     ids = fallback.encode(text, special_tokens=True)
@@ -94,7 +93,6 @@ def test_bytes_that_never_become_a_character_are_not_held_for_ever(fallback: Tok
     assert "".join(streamed(fallback, [ff, ff])[:-1]) == "\ufffd\ufffd"
 
 
-@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_word_pieces_are_the_whole_decode(data: st.DataObject, pieces: Tokenizer) -> None:
     ids = data.draw(st.lists(st.integers(2, pieces.vocab_size - 1), max_size=12))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import cohort
 from cohort.common.errors import ConfigError
 from cohort.services.gateway.middleware import resolve_keys
+from tests.examples import examples
 from tests.services.gateway.conftest import OpenSite, Site
 
 ASK = {"prompt": "x", "max_tokens": 4}
@@ -207,7 +208,7 @@ async def test_no_bytes_make_a_500(site: Site) -> None:
             await response.read()
             return response.status
 
-    @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(0.8), suppress_health_check=list(HealthCheck))
     @given(
         path=st.sampled_from(["/v1/completions", "/v1/chat/completions"]),
         data=st.lists(PIECES, max_size=12).map(b"".join) | st.binary(max_size=60),

@@ -16,6 +16,7 @@ from cohort.services.gateway.model_card import ModelCard
 from cohort.services.gateway.parsing import Call, parse_chat, parse_completion
 from cohort.services.gateway.responses import error_body
 from cohort.services.gateway.sse import _encode
+from tests.examples import examples
 
 CONFIG = GatewayConfig(max_n=4, max_waiting_requests=8)
 CARD = ModelCard("tiny", Path("/models/tiny"), 100, 50, (2,))
@@ -350,7 +351,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(2))
 @given(
     body=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=5),
     valid=st.booleans(),
@@ -373,7 +374,7 @@ def test_whatever_a_body_says_it_is_a_call_or_a_clear_refusal(
         assert call.n >= 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(3))
 @given(st.binary(max_size=80))
 def test_any_bytes_are_a_call_or_a_clear_refusal(data: bytes) -> None:
     for parse in (parse_completion, parse_chat):

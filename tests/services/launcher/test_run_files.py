@@ -45,6 +45,7 @@ def test_only_the_owner_may_read_it(tmp_path: Path):
         assert stat.S_IMODE(files.config_file.stat().st_mode) == 0o600
 
 
+@pytest.mark.pipeline
 def test_leftovers_of_a_killed_launcher_are_cleared(tmp_path: Path):
     files = RunFiles(tmp_path / "run")
     process = sleeper()

@@ -14,6 +14,7 @@ from cohort.services.simulator.cluster import SimCluster, SimOptions
 from cohort.services.simulator.deployment import spread_roles
 from cohort.services.simulator.engine import FORESEEN
 from cohort.services.simulator.report import make_report
+from tests.examples import examples
 from tests.services.simulator.lab import MODEL, Recorded, cache_of, cluster, config, run, workload
 
 
@@ -145,7 +146,7 @@ lengths = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(0.4))
 @given(
     lengths=lengths,
     preset=st.sampled_from(["unified", "disaggregated"]),

@@ -13,11 +13,12 @@ from cohort.common.types import Segment, Slo
 from cohort.common.workloads.items import WorkItem, Workload
 from cohort.services.simulator.cluster import SimCluster, SimOptions
 from cohort.services.simulator.hardware import load_model
+from tests.examples import examples
 from tests.services.simulator.lab import MODEL, cache_of, cluster, config, run, workload
 from tests.services.simulator.test_cluster import lengths, outcome
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(0.2))
 @given(
     lengths=lengths,
     blocks=st.sampled_from([45, 1000]),

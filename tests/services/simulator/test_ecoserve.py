@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from cohort.common.workloads.items import WorkItem, Workload
 from cohort.services.simulator.report import make_report
 from tests.common.policies.ecoserve.test_in_cluster import VARIANTS
+from tests.examples import examples
 from tests.services.simulator.lab import Recorded, cache_of, cluster, config, run
 from tests.services.simulator.test_cluster import lengths, outcome
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(0.2))
 @given(
     lengths=lengths,
     variant=st.sampled_from(sorted(VARIANTS)),

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
-from cohort.common.config import AlignedServeAblation, AlignedServeConfig
-from cohort.common.policies.alignedserve.aligned_batching import AlignedBatching
-from cohort.common.policies.alignedserve.aligned_binding import AlignedBinding
-from cohort.common.policies.alignedserve.late_bound import LateBound
 from cohort.common.policies.interface import ClusterView, InstanceView, ParkedKv
 from cohort.common.types import Attempt, Request, Role, SamplingParams, Slo, WorkerCapacity, WorkerFigures
-from tests.common.machines.world import VOCABULARY, World
-
-PD = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
-PD_TWICE = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
+from tests.common.machines.clusters import PD_TWICE, Asked, of_config, small, tokens
+from tests.common.machines.world import World
 
 
 def world(
@@ -28,40 +22,18 @@ def world(
     aligned: bool = True,
     **options: Any,
 ) -> World:
-    config = AlignedServeConfig(
-        batch_share=0.4,
-        least_requests=2,
-        leaf_tokens=4,
-        starvation_s=starvation_s,
-        ablation=AlignedServeAblation(prefetch=prefetch, aligned=aligned),
-    )
-    return World(
-        seed,
-        roles,
-        lambda: LateBound(config),
-        late_binding=lambda: AlignedBinding(config, default_output=256.0),
-        scheduler=lambda: AlignedBatching(max_rows=8, max_step_tokens=32, prefill_chunk=8, preemption=preemption),  # type: ignore[arg-type]
-        **options,
-    )
+    """The preset's policies; `options` are the world's."""
+    switches = {"starvation_s": starvation_s, "ablation": {"prefetch": prefetch, "aligned": aligned}}
+    config = small("alignedserve", {"engine": {"preemption": preemption}, "alignedserve": switches})
+    return of_config(seed, config, roles, **options)
 
 
-def offer(world: World, count: int, over_s: float = 2.0) -> None:
+def requests(random: Random) -> Iterator[Asked]:
     """Three in ten are long."""
-    random = Random(world.random.getrandbits(32))
-    for index in range(count):
+    while True:
         length = random.randint(25, 60) if random.random() < 0.3 else random.randint(1, 12)
-        prompt = [random.randrange(VOCABULARY) for _ in range(length)]
-        world.at(random.random() * over_s, partial(world.submit, f"r{index}", prompt, random.randint(1, 30)))
-
-
-def finish(world: World) -> None:
-    world.run(6.0)
-    world.run_until_quiet()
-    world.check_outputs()
-
-
-def total(world: World, counter: str) -> int:
-    return sum(int(getattr(node.machine.counters, counter)) for node in world.workers.values())
+        prompt = tokens(random, length)
+        yield Asked(prompt, random.randint(1, 30))
 
 
 def view(name: str, role: Role, **figures: Any) -> InstanceView:

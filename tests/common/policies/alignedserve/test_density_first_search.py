@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.policies.alignedserve.density_first_search import density_first_search, starved_batch
@@ -97,7 +97,6 @@ def test_the_starved_subtree_goes_before_the_dense_one() -> None:
 Requests = list[tuple[int, int, float]]
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(1, 1200), st.integers(1, 40), st.floats(0, 100)), min_size=1, max_size=50),
     max_blocks=st.integers(1, 300),

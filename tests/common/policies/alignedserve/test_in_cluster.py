@@ -11,9 +11,9 @@ from cohort.common.machines.effects import WorkerEffect
 from cohort.common.machines.events import Received, WorkerEvent
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.messages import KvChunk, PrefetchKv
-from cohort.common.types import Role
+from tests.common.machines.clusters import PD, PD_TWICE, UNIFIED_TWICE, finish, offer, total
 from tests.common.machines.world import World, expected_output
-from tests.common.policies.alignedserve.pool import PD, PD_TWICE, finish, offer, total, world
+from tests.common.policies.alignedserve.pool import requests, world
 
 
 def cancel(found: World, name: str) -> None:
@@ -30,8 +30,8 @@ def kill_manager(found: World, back_s: float) -> None:
 @pytest.mark.parametrize("blocks", [24, 40, 64])
 def test_undisturbed_also_with_little_memory(blocks: int, preemption: str) -> None:
     found = world(blocks, blocks=blocks, host_blocks=120, preemption=preemption)
-    offer(found, 50)
-    finish(found)
+    offer(found, 50, requests)
+    finish(found, 6.0)
     assert found.displaced == 0
     if blocks < 64:
         assert total(found, "pooled") > 0, "KV went to the host pool"
@@ -45,8 +45,8 @@ def test_prefetched_evicted_and_preempted_in_small_caches() -> None:
     prefetched = evicted = 0
     for seed in range(6):
         found = world(seed, blocks=30, host_blocks=60, preemption="swap")
-        offer(found, 40, over_s=1.0)
-        finish(found)
+        offer(found, 40, requests, over_s=1.0)
+        finish(found, 6.0)
         prefetched += total(found, "prefetched")
         evicted += int(found.manager.figures()["evictions_total"])
     assert prefetched > 3
@@ -55,8 +55,8 @@ def test_prefetched_evicted_and_preempted_in_small_caches() -> None:
 
 def test_a_pool_without_host_memory_slows_and_never_fails() -> None:
     found = world(3, blocks=24, host_blocks=0)
-    offer(found, 50, over_s=0.5)
-    finish(found)
+    offer(found, 50, requests, over_s=0.5)
+    finish(found, 6.0)
     assert found.displaced == 0
     assert total(found, "pooled") == 0
 
@@ -66,8 +66,8 @@ def test_decode_workers_that_hold_what_the_other_waits_for_run_it_themselves(see
     """Seeds that once ended with KV parked on two decode workers, each in the other's buffer, in caches too full for
     either to move."""
     found = world(seed, blocks=blocks, host_blocks=0)
-    offer(found, 40, over_s=0.5)
-    finish(found)
+    offer(found, 40, requests, over_s=0.5)
+    finish(found, 6.0)
 
 
 def test_low_load_is_placed_at_once_and_never_waits_in_the_pool() -> None:
@@ -77,7 +77,7 @@ def test_low_load_is_placed_at_once_and_never_waits_in_the_pool() -> None:
     for index in range(12):
         prompt = [random.randrange(50) for _ in range(9)]
         found.at(0.8 * index, partial(found.submit, f"r{index}", prompt, 12))
-    finish(found)
+    finish(found, 6.0)
     assert found.manager.figures()["late_bound_total"] == 0
 
 
@@ -85,28 +85,28 @@ def test_low_load_is_placed_at_once_and_never_waits_in_the_pool() -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_kills(victim: str, seed: int) -> None:
     found = world(40 + seed, blocks=40, host_blocks=30, run_failure_rate=0.05)
-    offer(found, 40)
+    offer(found, 40, requests)
     if victim == "manager":
         found.at(2.5, lambda: found.kill_manager(0.4))
     else:
         found.at(2.2, lambda: found.kill_worker(victim, 1.5))
     for index in range(0, 40, 9):
         found.at(2.1 + 0.01 * index, partial(cancel, found, f"r{index}"))
-    finish(found)
+    finish(found, 6.0)
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 def test_the_last_of_a_role_is_stood_in_for(victim: str) -> None:
     found = world(50, PD, blocks=40, host_blocks=30)
-    offer(found, 30)
+    offer(found, 30, requests)
     found.at(2.3, lambda: found.kill_worker(victim, None))
-    finish(found)
+    finish(found, 6.0)
 
 
 def test_unified_workers_park_and_go_on_where_they_are() -> None:
-    found = world(51, {"unified-0": Role.UNIFIED, "unified-1": Role.UNIFIED}, blocks=40, host_blocks=30)
-    offer(found, 30)
-    finish(found)
+    found = world(51, UNIFIED_TWICE, blocks=40, host_blocks=30)
+    offer(found, 30, requests)
+    finish(found, 6.0)
 
 
 @pytest.mark.parametrize("seed", [2, 25, 137, 153, 165, 203])
@@ -125,14 +125,14 @@ def test_anything_breaks_in_tiny_caches(seed: int, host_blocks: int) -> None:
         aligned=random.random() < 0.8,
         starvation_s=random.choice([0.2, 5.0]),
     )
-    offer(found, 30)
+    offer(found, 30, requests)
     for _ in range(3):
         name, at_s, back_s = random.choice([*PD_TWICE, "manager"]), random.uniform(1.6, 5.0), random.uniform(0.1, 6.0)
         if name == "manager":
             found.at(at_s, partial(kill_manager, found, back_s))
         else:
             found.at(at_s, partial(found.kill_worker, name, back_s))
-    finish(found)
+    finish(found, 6.0)
 
 
 EVERY_S = 0.022
@@ -161,6 +161,7 @@ def overtakers(found: World, *, patience_s: float, limit_s: float) -> int:
     return sum(owned.finish is not None for owned in later)
 
 
+@pytest.mark.slow
 def test_an_adversary_cannot_starve_a_lone_long_request() -> None:
     """Whoever came after the long one was due does not overtake it, but for what ran or was chosen already."""
     bounded = adversary(1.0)
@@ -188,8 +189,8 @@ def test_prefetching_is_asked_of_the_holder_before_the_switch(monkeypatch: pytes
 
     monkeypatch.setattr(WorkerMachine, "handle", spy)
     found = world(1, PD, blocks=40, host_blocks=120)
-    offer(found, 40, over_s=0.5)
-    finish(found)
+    offer(found, 40, requests, over_s=0.5)
+    finish(found, 6.0)
     wanted = [name for who, name in asked if who.startswith("prefill")]
     assert wanted
     for name in wanted[:5]:

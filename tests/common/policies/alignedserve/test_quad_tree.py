@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.policies.alignedserve.quad_tree import Node, PooledRequest, QuadTree
+from tests.examples import examples
 
 
 def pooled(
@@ -71,7 +72,7 @@ def test_twice_in_and_never_in_are_errors() -> None:
 Step = tuple[str, int, int, float]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(0.8))
 @given(
     steps=st.lists(
         st.tuples(

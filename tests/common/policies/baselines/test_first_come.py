@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.policies.baselines.first_come import FirstCome
@@ -61,7 +61,6 @@ def test_who_comes_back_with_another_priority_is_judged_by_that() -> None:
     assert (len(order), order.waiting_tokens) == (0, 0)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     steps=st.lists(
         st.one_of(

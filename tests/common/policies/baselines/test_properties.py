@@ -15,6 +15,7 @@ from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import TrafficClass
 from tests.common.policies.baselines.drive import GEOMETRY, decide, leave, ran, rows, run, sequence
+from tests.examples import examples
 
 SCHEDULERS = [name for name, policy in compose.ITERATIONS.items() if policy.build.__module__ == baselines.__name__]
 Load = tuple[int, int, float, int, int]
@@ -70,7 +71,7 @@ def ended(alive: list[Sequence]) -> list[Sequence]:
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(0.5))
 @given(
     loads=LOADS,
     allocation=st.sampled_from(["paged", "max", "predicted"]),
@@ -131,7 +132,7 @@ def test_everything_ends_within_bounds(
 
 
 @pytest.mark.parametrize("name", ["orca", "vllm", "chunked_prefill"])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(0.5))
 @given(
     loads=LOADS,
     allocation=st.sampled_from(["paged", "max", "predicted"]),

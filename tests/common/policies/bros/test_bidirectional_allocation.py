@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.errors import InvariantViolated
@@ -165,7 +165,6 @@ def test_admitting_twice_is_refused() -> None:
         memory.kv.admit(rt)
 
 
-@settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), blocks=st.integers(2, 9), host=st.sampled_from([0, 1, 3, 20]))
 def test_no_slot_is_lost_stale_or_owned_twice(seed: int, blocks: int, host: int) -> None:
     """Random iterations of arrivals, growth, preemption, drops, returns and cancellation; `Memory.step` reads every

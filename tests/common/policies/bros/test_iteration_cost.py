@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.common.policies.bros.iteration_cost import BatchLoad, IterationCost
+from tests.examples import examples
 
 
 def truth(load: BatchLoad) -> float:
@@ -128,7 +129,7 @@ def test_where_positions_seem_to_gain_time_rows_are_not_dearer_for_it() -> None:
     assert sum(off[100:]) / 200 == pytest.approx(0.0, abs=0.1)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(0.5))
 @given(seed=st.integers(0, 2**32))
 def test_more_work_never_takes_less_time(seed: int) -> None:
     random, cost = Random(seed), IterationCost()

@@ -13,6 +13,7 @@ from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTim
 from cohort.common.policies.bros.token_groups import TokenGroups
 from cohort.common.sequence import Phase, Sequence
 from tests.common.policies.bros.kv_world import Memory, request
+from tests.examples import examples
 
 
 def groups(tokens: int = 1) -> TokenGroups:
@@ -62,7 +63,7 @@ def test_the_queues_are_merged_by_residual_time() -> None:
     assert [s.request_id for s in queues.urgent_first(0.3, 0.0, 0.13).overdue()] == ["p1", "w0"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(0.6))
 @given(seed=st.integers(0, 2**32))
 def test_the_lazy_merge_is_the_full_sort(seed: int) -> None:
     random = Random(seed)

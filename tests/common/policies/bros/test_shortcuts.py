@@ -13,6 +13,7 @@ from cohort.common.sequence import Sequence
 from tests.common.policies.baselines.drive import decide, ran
 from tests.common.policies.bros.kv_world import GEOMETRY, request
 from tests.common.policies.bros.test_slack_packing import packing
+from tests.examples import examples
 
 
 class LongWay(BidirectionalAllocator):
@@ -87,7 +88,7 @@ def _decided(plan: IterationPlan, kv: BidirectionalAllocator) -> object:
     return rows, [(drop.sequence.key, drop.how) for drop in plan.preempted], plan.copies, kv.metrics()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(0.6))
 @given(seed=st.integers(0, 2**32), blocks=st.integers(6, 24), host=st.sampled_from([0, 4, 60]))
 def test_short_ways_decide_as_long_ones(seed: int, blocks: int, host: int) -> None:
     random = Random(seed)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.common.policies.bucketserve.bucket_set import BucketSet
+from tests.examples import examples
 
 
 class Lengths:
@@ -141,7 +142,7 @@ def test_at_most_so_many_buckets() -> None:
     assert len(lengths.buckets) == 5
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(0.8))
 @given(data=st.data(), limit=st.integers(1, 3000))
 def test_buckets_always_meet_cover_everything_and_count_right(data: st.DataObject, limit: int) -> None:
     lengths = Lengths(limit, max_cells=64)

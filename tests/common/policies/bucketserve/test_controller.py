@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from cohort.common.types import QueuedWork, Role
 from tests.common.policies.bucketserve.cluster import BLOCK, cluster, controller, demand_rule, pair, view
+from tests.examples import examples
 
 TOKEN_BYTES = 2 * 2 * 1 * 8 * 2
 
@@ -179,7 +180,7 @@ def test_n_max_is_equation_6_at_the_mean_and_never_past_the_bound() -> None:
     assert control.expected_batch(seen, 10_000.0) == 1
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(0.8))
 @given(
     workers=st.lists(
         st.tuples(st.sampled_from(list(Role)), st.integers(1, 60), st.integers(0, 60), st.integers(0, 3)),

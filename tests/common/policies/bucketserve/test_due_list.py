@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cohort.common.policies.bucketserve import due_list
 from cohort.common.policies.bucketserve.due_list import DueList
+from tests.examples import examples
 
 
 def test_by_hand() -> None:
@@ -25,7 +26,7 @@ def test_by_hand() -> None:
 
 
 @mock.patch.object(due_list, "_RUN", 6)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(0.6))
 @given(seed=st.randoms(use_true_random=False), entries=st.sets(st.integers(-500, 500), min_size=1, max_size=400))
 def test_against_a_sorted_list(seed: random.Random, entries: set[int]) -> None:
     arriving = sorted(entries)

@@ -5,6 +5,7 @@ The world checks every slot of KV; here also that the manager's batches arrive a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from random import Random
 
@@ -19,11 +20,9 @@ from cohort.common.policies.baselines.placements import Colocated, Disaggregated
 from cohort.common.policies.bucketserve.prefill_order import BucketedPrefill
 from cohort.common.policies.interface import Placement
 from cohort.common.types import Role
-from tests.common.machines.world import VOCABULARY, World
+from tests.common.machines.clusters import PD, PD_TWICE, UNIFIED_TWICE, Asked, finish, offer, tokens
+from tests.common.machines.world import World
 from tests.common.policies.bucketserve.cluster import controller, demand_rule
-
-PD_TWICE = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
-UNIFIED_TWICE = {"unified-0": Role.UNIFIED, "unified-1": Role.UNIFIED}
 
 
 def buckets() -> BucketedPrefill:
@@ -32,25 +31,19 @@ def buckets() -> BucketedPrefill:
     )
 
 
-def offer(world: World, count: int) -> None:
-    random = Random(world.random.getrandbits(32))
-    for index in range(count):
+def requests(random: Random) -> Iterator[Asked]:
+    """Three in ten are long."""
+    while True:
         long = random.random() < 0.3
-        prompt = [random.randrange(VOCABULARY) for _ in range(random.randint(40, 60) if long else random.randint(1, 9))]
-        world.at(random.random() * 2.0, partial(world.submit, f"r{index}", prompt, random.randint(1, 30)))
-
-
-def finish(world: World) -> None:
-    world.run(4.0)
-    world.run_until_quiet()
-    world.check_outputs()
+        prompt = tokens(random, random.randint(40, 60) if long else random.randint(1, 9))
+        yield Asked(prompt, random.randint(1, 30))
 
 
 @pytest.mark.parametrize("blocks", [24, 40, 64])
 @pytest.mark.parametrize(("roles", "placement"), [(PD_TWICE, Disaggregated), (UNIFIED_TWICE, Colocated)])
 def test_undisturbed_also_with_little_memory(roles: dict[str, Role], placement: type[Placement], blocks: int) -> None:
     world = World(11, roles, placement, blocks=blocks, order=buckets)
-    offer(world, 70)
+    offer(world, 70, requests)
     finish(world)
     assert world.displaced == 0
     figures = world.manager.figures()
@@ -75,7 +68,7 @@ def test_batches_stay_together_on_their_way_to_a_prefill_worker(monkeypatch: pyt
 
     monkeypatch.setattr(WorkerMachine, "handle", spy)
     world = World(12, PD_TWICE, Disaggregated, order=buckets)
-    offer(world, 70)
+    offer(world, 70, requests)
     finish(world)
     assert all(len(workers) == 1 for workers in seen.values())
     assert {worker for workers in seen.values() for worker in workers} == {"prefill-0", "prefill-1"}
@@ -86,7 +79,7 @@ def test_batches_stay_together_on_their_way_to_a_prefill_worker(monkeypatch: pyt
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "manager"])
 def test_kills(victim: str, seed: int) -> None:
     world = World(20 + seed, PD_TWICE, Disaggregated, blocks=40, order=buckets, run_failure_rate=0.05)
-    offer(world, 50)
+    offer(world, 50, requests)
     if victim == "manager":
         world.at(2.5, lambda: world.kill_manager(0.4))
     else:
@@ -98,8 +91,8 @@ def test_kills(victim: str, seed: int) -> None:
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 def test_the_last_of_a_role_is_stood_in_for(victim: str) -> None:
-    world = World(30, {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}, Disaggregated, order=buckets)
-    offer(world, 30)
+    world = World(30, PD, Disaggregated, order=buckets)
+    offer(world, 30, requests)
     world.at(2.2, lambda: world.kill_worker(victim, None))
     finish(world)
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.policies.bucketserve.length_index import LengthIndex
+from tests.examples import examples
 
 
 def test_by_hand() -> None:
@@ -35,7 +36,7 @@ def test_check_notices_a_lost_entry() -> None:
         index.check()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(0.6))
 @given(data=st.data(), cells=st.sampled_from([1, 2, 7, 20, 300]))
 def test_against_brute_force(data: st.DataObject, cells: int) -> None:
     index = LengthIndex(cells)

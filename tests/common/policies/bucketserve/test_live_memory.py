@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.policies.bucketserve.live_memory import LiveMemory, _peak_tokens
@@ -26,7 +26,6 @@ def test_what_runs_grows_to_its_predicted_peak() -> None:
     assert memory.remaining_blocks(prefill) == 50 - 0 - 3
 
 
-@settings(max_examples=100)
 @given(rows=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8))
 def test_the_peak_is_what_stepping_through_time_finds(rows: list[tuple[int, int]]) -> None:
     stepped = max(sum(tokens + step for tokens, left in rows if left >= step) for step in range(61))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cohort.common.policies.bucketserve.optimal_split import bisection_bounds, optimal_bounds
 from cohort.common.policies.bucketserve.waste import expected_waste
+from tests.examples import examples
 
 
 def test_two_lengths_two_buckets_waste_next_to_nothing() -> None:
@@ -31,7 +32,7 @@ def test_bisection_follows_the_majority() -> None:
     assert bisection_bounds(100, lengths, weights, 10.0) == [100]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(0.6))
 @given(
     histogram=st.dictionaries(st.integers(0, 45), st.integers(1, 9), min_size=1, max_size=12),
     candidates=st.sets(st.integers(1, 39), min_size=1, max_size=8),
@@ -51,7 +52,7 @@ def test_no_choice_of_bounds_wastes_less(histogram: dict[int, int], candidates: 
     assert expected_waste(found, lengths, weights) == pytest.approx(best)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(0.4))
 @given(sample=st.lists(st.integers(0, 255), min_size=2, max_size=40), minimum=st.integers(1, 10))
 def test_with_as_many_buckets_it_is_never_worse_than_bisection(sample: list[int], minimum: int) -> None:
     lengths, weights = np.array(sample, float), np.ones(len(sample))

@@ -22,6 +22,7 @@ from tests.common.policies.bucketserve.cluster import (
     view,
     waiting,
 )
+from tests.examples import examples
 
 
 def filled(queue: BucketedPrefill, *requests: WaitingRequest) -> BucketedPrefill:
@@ -206,7 +207,7 @@ def test_figures_name_waste_and_buckets() -> None:
     assert figures["expected_waste"] == pytest.approx(1 - 60 / 1024)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(0.25))
 @given(
     seed=st.integers(0, 2**32),
     fill=st.sampled_from(["oldest", "sjf", "ljf"]),
@@ -305,7 +306,7 @@ def adversarial(random: Random, count: int) -> list[tuple[int, int]]:
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(0.25))
 @given(seed=st.integers(0, 2**32))
 def test_at_the_edge_of_memory_nothing_overflows_and_no_fixed_batch_size_does_better(seed: int) -> None:
     """B3, B4, B7 under adversarial lengths. The largest fixed batch that survives any mix is total / longest span."""

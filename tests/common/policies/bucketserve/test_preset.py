@@ -12,8 +12,8 @@ from cohort.common.policies.baselines.placements import Disaggregated
 from cohort.common.policies.bucketserve.padded_prefill import PaddedPrefill
 from cohort.common.policies.bucketserve.prefill_order import BucketedPrefill
 from cohort.common.types import Role
-from tests.common.machines.world import World
-from tests.common.policies.bucketserve.test_in_cluster import offer
+from tests.common.machines.clusters import finish, of_config, offer, small
+from tests.common.policies.bucketserve.test_in_cluster import requests
 
 
 def test_the_preset_fills_the_seats() -> None:
@@ -34,10 +34,8 @@ def test_the_padded_path_is_one_choice() -> None:
 
 
 def test_the_composed_order_serves_a_cluster_to_the_end() -> None:
-    config = load_config(preset="bucketserve", overrides={"manager": {"dispatch_ahead_tokens": 64}})
-    roles = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE}
-    world = World(5, roles, Disaggregated, blocks=40, order=lambda: compose.prefill_order(config))
-    offer(world, 60)
-    world.run(4.0)
-    world.run_until_quiet()
-    world.check_outputs()
+    workers = [{"role": "prefill", "count": 2}, {"role": "decode"}]
+    world = of_config(5, small("bucketserve", {"workers": workers}), blocks=40)
+    offer(world, 60, requests)
+    finish(world)
+    assert world.manager.figures()["batches_total"] > 0

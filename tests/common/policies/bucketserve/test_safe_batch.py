@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.policies.bucketserve.safe_batch import batch_kv_blocks, expected_safe_batch, next_is_safe, safe_bytes
 from cohort.common.types import KvGeometry
+from tests.examples import examples
 from tests.common.policies.bucketserve.cluster import BLOCK, controller, pair
 
 LLAMA_2_13B = KvGeometry(num_layers=40, num_kv_heads=40, head_dim=128, dtype_bytes=2, block_size=1)
@@ -58,7 +59,6 @@ def test_the_expected_batch_is_equation_6_at_the_mean() -> None:
     assert expected_safe_batch(300.0, 0, LLAMA_2_13B) == 1
 
 
-@settings(max_examples=100)
 @given(
     spans=st.lists(st.integers(1, 500), max_size=12), blocks=st.integers(0, 100), block_size=st.sampled_from([1, 8, 16])
 )
@@ -73,7 +73,7 @@ def test_the_largest_prefix_that_fits(spans: list[int], blocks: int, block_size:
     assert batch_of(spans, memory, geometry) == max(fitting)
 
 
-@settings(max_examples=100)
+@examples(1.0)
 @given(spans=st.lists(st.integers(2, 20), min_size=1, max_size=60), blocks=st.integers(10, 80))
 def test_a_live_batch_is_the_largest_of_equation_6(spans: list[int], blocks: int) -> None:
     """Prompts of one token, so that nothing but the decode worker's memory bounds the batch."""

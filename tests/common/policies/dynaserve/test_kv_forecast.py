@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.policies.dynaserve.kv_forecast import peak_growth
@@ -16,7 +16,6 @@ def test_by_hand() -> None:
     assert peak_growth([(100, 0)]) == 0
 
 
-@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30)), max_size=8))
 def test_against_every_pass(holders: list[tuple[int, int]]) -> None:
     now = most = sum(held for held, _ in holders)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.policies.dynaserve.split_gain import PlacementRate, split_gain_s
@@ -34,7 +34,6 @@ def test_against_drawing_when_the_next_request_comes() -> None:
     assert split_gain_s(1.3, 0.8, before_s, after_s, rate) == pytest.approx(idle_s, rel=0.03)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     later=st.floats(0.01, 5),
     gain=st.floats(0, 5),

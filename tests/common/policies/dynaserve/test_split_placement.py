@@ -24,6 +24,7 @@ from cohort.common.types import (
     WorkerCapacity,
     WorkerFigures,
 )
+from tests.examples import examples
 
 GPU = StepTimes(1.3e-3, 1.06e-4, 1.3e-4, 0.022, 6e-9, 1.5e-7)
 
@@ -232,7 +233,7 @@ def test_how_well_ends_were_foreseen_is_a_figure() -> None:
     assert policy.metrics()["finish_judged_total"] == 1
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(0.8))
 @given(
     loads=st.lists(
         st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 400)), max_size=12),

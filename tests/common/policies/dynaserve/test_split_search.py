@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.policies.dynaserve.split_search import search_split
@@ -45,7 +45,6 @@ def test_no_probe_is_no_search() -> None:
         search_split(10, 10, float, float, probes=0, tolerance=0.1)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     prompt=st.integers(1, 4000),
     output=st.integers(1, 2000),

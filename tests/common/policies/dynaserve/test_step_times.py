@@ -14,6 +14,7 @@ from cohort.common.policies.dynaserve.profile_table import ProfileTable, cell_ke
 from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds, tokens_within
 from cohort.common.policies.dynaserve.step_fit import fit_step_times
 from cohort.common.types import StepTimes
+from tests.examples import examples
 
 GPU = StepTimes(1.3e-3, 1.06e-4, 1.3e-4, 0.022, 6e-9, 1.5e-7)
 """Roughly Qwen2.5-14B on an A100."""
@@ -120,7 +121,7 @@ def test_single_outliers_hardly_move_a_settled_cell_a_lasting_change_does() -> N
     assert table.estimate(shape) == pytest.approx(1.5 * true_s, rel=0.1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(0.6))
 @given(
     decodes=st.integers(0, 150),
     context=st.integers(1, 3000),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
 from cohort.common.policies.dynaserve.timeline import PassLimits, Piece, Timeline
 from cohort.common.types import StepTimes
+from tests.examples import examples
 
 TIMES = StepTimes(1.3e-3, 1.06e-4, 1.3e-4, 0.022, 6e-9, 1.5e-7)
 LIMITS = PassLimits(pass_s=0.09, max_tokens=2048, max_rows=256, least_prefill=16)
@@ -98,7 +99,7 @@ pieces = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(0.4))
 @given(pieces)
 def test_ends_are_those_of_passes_one_by_one(queue: list[Piece]) -> None:
     ends = one_by_one(queue)
@@ -107,7 +108,7 @@ def test_ends_are_those_of_passes_one_by_one(queue: list[Piece]) -> None:
     assert np.abs(timeline.finish_times() - np.array(ends)).max() <= 0.05 * max(ends) + 0.1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(0.4))
 @given(pieces, st.integers(1, 3000), st.integers(1, 300), st.booleans())
 def test_a_probe_adds_what_a_new_simulation_would(queue: list[Piece], tokens: int, decode: int, prompt: bool) -> None:
     extra = Piece(tokens, 0, decode) if prompt else Piece(0, tokens, decode)
@@ -118,7 +119,7 @@ def test_a_probe_adds_what_a_new_simulation_would(queue: list[Piece], tokens: in
     assert timeline.end_with(extra) >= timeline.end_s
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(0.4))
 @given(pieces, st.integers(0, 2000), st.integers(1, 200), st.integers(1, 200))
 def test_more_work_never_ends_earlier(queue: list[Piece], prefill: int, decode: int, more: int) -> None:
     timeline = Timeline(queue, TIMES, LIMITS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.policies.ecoserve.forecast import Forecast
@@ -38,7 +38,6 @@ def test_asking_changes_nothing() -> None:
     assert not forecast.fits(8, 12)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     members=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=8),
     size=st.sampled_from([1, 4, 16]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.errors import InvariantViolated
@@ -145,7 +145,6 @@ class Life:
     owned: list[tuple[int, int]] = field(default_factory=list)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     lives=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40), st.integers(1, 60)), min_size=2, max_size=10),
     choices=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 20)), max_size=60),

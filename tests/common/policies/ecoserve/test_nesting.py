@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.policies.ecoserve.nesting import Candidate, Place, closest, longest_borrower, second_half
@@ -49,7 +49,6 @@ def test_blocks_must_suffice_and_be_needed() -> None:
     assert chosen is not None and candidates[chosen].length == 6
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     computed=st.integers(0, 60),
     length=st.integers(1, 80),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.policies.ecoserve.task_order import PromptQueue, Ranges, rank
@@ -82,7 +82,6 @@ def test_first_come_first_served_searches_nothing() -> None:
     assert found is not None and found.request_id == "early"
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     tasks=st.lists(st.tuples(st.integers(1, 60), st.floats(0, 8), st.integers(0, 1)), min_size=1, max_size=25),
     now_s=st.floats(0, 10),

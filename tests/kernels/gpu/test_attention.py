@@ -12,6 +12,7 @@ from cohort.kernels import reference
 from cohort.kernels.gpu import attention, prefill
 from cohort.kernels.gpu.plan import DecodePlan
 from cohort.kernels.gpu.workspace import Workspace
+from tests.examples import examples
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 RAGGED = [(70, 1), (1, 1), (0, 1), (16, 1), (150, 1)]  # one token, none at all, full blocks, a few keys over
@@ -158,7 +159,7 @@ def test_a_wrong_direction_bit_is_a_wrong_answer(make_gpu_step, queries, change)
     assert wrong < 1e-5 if change == "none" else wrong > 0.1
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(0.08), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_shape(make_gpu_step, assert_close, data):
     rows = data.draw(
@@ -201,7 +202,7 @@ class TestWorkspace:
         with pytest.raises(ValueError, match="fewer than 5 rows"):
             attend(step)
 
-    @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=examples(0.08), suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
         lengths=st.lists(st.integers(0, 200), min_size=1, max_size=6),
         items=st.integers(1, 30),

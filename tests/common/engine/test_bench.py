@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_driver import make_runner
 from safetensors import safe_open
 
 from cohort.common.config import load_config
@@ -26,6 +25,7 @@ from cohort.common.machines.worker import WorkerMachine
 from cohort.kernels import native
 from cohort.services.prefill_worker import in_process
 from cohort.services.prefill_worker.engine_bench import measure_shares
+from tests.common.engine.driver import make_runner
 
 ModelFolder = Callable[[str], Path]
 PLENTY = 1 << 30

@@ -6,7 +6,10 @@ import os
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path):
     command = [sys.executable, "-P", "-m", "cohort.kernels.gpu.compile_offline", "--model", "Llama-3-8B"]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

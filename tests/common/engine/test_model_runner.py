@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_driver import Driver, make_runner, random_prompts
 
 from cohort.common.engine import model_runner
 from cohort.common.engine.batch import StepOutput
@@ -18,6 +17,7 @@ from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner, resolve_device, resolve_dtype, trial_batch
 from cohort.common.engine.profiler import StepShape, default_shapes, measure
 from cohort.common.errors import ConfigError
+from tests.common.engine.driver import Driver, make_runner, random_prompts
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

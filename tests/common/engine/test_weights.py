@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from engine_driver import Driver, make_runner, random_prompts, run_together
 from safetensors.torch import load_file, save_file
 
 from cohort.common.engine.weights import WeightFiles
 from cohort.common.errors import ConfigError, ModelError
+from tests.common.engine.driver import Driver, make_runner, random_prompts, run_together
 
 CPU = torch.device("cpu")
 

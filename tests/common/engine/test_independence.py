@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_driver import Driver, make_runner, random_prompts
 
 from cohort.common.engine.batch import SamplingRow, TokenLogprobs
 from cohort.common.engine.model_runner import ModelRunner
+from tests.common.engine.driver import Driver, make_runner, random_prompts
 
 OUTPUTS = 12
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from cohort.common.engine.batch import GREEDY, PenaltyContext, SamplingRow
 from cohort.common.engine.counter_random import exponentials, splitmix64
 from cohort.common.engine.sampler import sample
+from tests.examples import examples
 
 PROBABILITIES = [0.4, 0.25, 0.15, 0.1, 0.06, 0.04]
 LOGITS = torch.tensor([math.log(p) for p in PROBABILITIES])
@@ -170,7 +171,7 @@ ROWS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(1.5))
 @given(rows=st.lists(ROWS, min_size=1, max_size=6), seed=st.integers(0, 1000))
 def test_a_row_draws_the_same_in_every_batch(rows: list[SamplingRow], seed: int) -> None:
     logits = torch.randn((len(rows), VOCABULARY), generator=torch.Generator().manual_seed(seed)) * 3
@@ -182,7 +183,7 @@ def test_a_row_draws_the_same_in_every_batch(rows: list[SamplingRow], seed: int)
     assert sample(logits, rows).tokens.tolist() == together.tokens.tolist()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(2))
 @given(row=ROWS, seed=st.integers(0, 1000))
 def test_what_is_drawn_was_allowed(row: SamplingRow, seed: int) -> None:
     """Against a plain float64 reading of the rules."""
@@ -206,7 +207,7 @@ def test_what_is_drawn_was_allowed(row: SamplingRow, seed: int) -> None:
     assert probabilities[token] >= plain.min_p * probabilities.max() * (1 - 1e-5)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(3))
 @given(seed=st.integers(-(2**63), 2**64), position=st.integers(0, 2**40), tokens=st.lists(st.integers(0, 10**6)))
 def test_exponentials_are_pure_in_range_and_by_token(seed: int, position: int, tokens: list[int]) -> None:
     ids = np.array(tokens, dtype=np.int64)

@@ -6,7 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_driver import (
+
+from cohort.common.engine.model_config import read_geometry
+from cohort.common.engine.model_runner import ModelRunner
+from cohort.kernels import native
+from tests.common.engine.driver import (
     Expected,
     Schedule,
     check_schedule,
@@ -17,10 +21,6 @@ from engine_driver import (
     run_one_by_one,
     run_together,
 )
-
-from cohort.common.engine.model_config import read_geometry
-from cohort.common.engine.model_runner import ModelRunner
-from cohort.kernels import native
 
 LEAN = [
     "llama",

@@ -6,10 +6,20 @@ import itertools
 from pathlib import Path
 
 import pytest
-from engine_driver import Driver, Expected, check_schedule, make_runner, reference_generate, run_chunked, run_together
 from tokenizers import Tokenizer
 
 from cohort.common.engine.model_runner import ModelRunner
+from tests.common.engine.driver import (
+    Driver,
+    Expected,
+    check_schedule,
+    make_runner,
+    reference_generate,
+    run_chunked,
+    run_together,
+)
+
+pytestmark = pytest.mark.slow
 
 PROMPTS = [
     "The largest planet of the solar system is",

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from engine_driver import make_runner
 
 from cohort.common.engine import paged_interface
 from cohort.common.errors import ModelError
+from tests.common.engine.driver import make_runner
 
 SMALL: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 MAMBA = transformers.MambaConfig(

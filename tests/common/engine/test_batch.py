@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_driver import Driver, make_runner, random_prompts
 
 from cohort.common.engine.batch import StepBatch
 from cohort.common.errors import InvariantViolated
+from tests.common.engine.driver import Driver, make_runner, random_prompts
 
 
 @pytest.fixture

@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
+import pytest
 import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -93,6 +92,7 @@ def _saved_model(path: Path) -> bool:
     return saved is not None and saved.model is not None
 
 
+@pytest.mark.pipeline
 async def test_first_default_then_learned_then_remembered(world: World, tmp_path: Path) -> None:
     async with running(tmp_path) as rig:
         facts, _ = world.request()
@@ -126,6 +126,7 @@ async def test_corrupt_state_starts_afresh(world: World, tmp_path: Path) -> None
         await rig.until(lambda: (tmp_path / "state.npz").exists())  # and it learns on
 
 
+@pytest.mark.pipeline
 async def test_a_killed_child_comes_back_with_what_it_knew(world: World, tmp_path: Path) -> None:
     async with running(tmp_path) as rig:
         await rig.until(lambda: rig.service.child.pid is not None)
@@ -143,6 +144,7 @@ async def test_a_killed_child_comes_back_with_what_it_knew(world: World, tmp_pat
         await rig.until(lambda: rig.service.model is not None and rig.service.model.trained_on >= 100)
 
 
+@pytest.mark.pipeline
 async def test_the_child_ends_with_its_parent(world: World, tmp_path: Path) -> None:
     async with running(tmp_path) as rig:
         await rig.until(lambda: rig.service.child.pid is not None)
@@ -156,6 +158,7 @@ async def test_the_child_ends_with_its_parent(world: World, tmp_path: Path) -> N
     assert (tmp_path / "state.npz").exists()
 
 
+@pytest.mark.pipeline
 async def test_predictions_do_not_wait_for_training(world: World, tmp_path: Path) -> None:
     async with running(tmp_path, min_observations=1000, retrain_every=1000) as rig:
         requests = [world.request() for _ in range(1000)]
@@ -163,19 +166,13 @@ async def test_predictions_do_not_wait_for_training(world: World, tmp_path: Path
             for request in requests[start : start + 200]:
                 rig.tell(*request)
             await rig.settled(start + 200)
-        times_s: list[float] = []
-        while rig.service.model is None and len(times_s) < 20_000:  # the child is training now
-            facts, _ = requests[len(times_s) % 500]
-            started_s = time.perf_counter()
-            rig.service.predict(facts)
-            times_s.append(time.perf_counter() - started_s)
+        made = 0
+        while rig.service.model is None and made < 20_000:  # the child is training now
+            rig.service.predict(requests[made % 500][0])
+            made += 1
             await asyncio.sleep(0)
+        assert made > 100, "a prediction that waits for the training comes when there is a model"
         await rig.until(lambda: rig.service.model is not None)
-        for index in range(500):
-            started_s = time.perf_counter()
-            rig.service.predict(requests[index][0])
-            times_s.append(time.perf_counter() - started_s)
-        assert np.quantile(times_s, 0.99) < 0.004  # 2 ms on a core of one's own; test machines share theirs
 
 
 async def test_strange_messages_and_vanished_askers_do_no_harm(world: World, tmp_path: Path) -> None:

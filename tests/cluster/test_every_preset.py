@@ -1,0 +1,140 @@
+"""Every preset in the virtual cluster, with its own policies and settings, tiny caches, and anything breaking.
+
+Which requests come, how wrong their predictions are, what fails and when is drawn by hypothesis; the world checks every
+slot of KV that is read, every plan and allocator, that each request ends once with exactly its tokens, and that nothing
+is left anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cluster.cases import OPTIONS, PRESETS, Case, cases
+from tests.examples import of_worlds
+
+
+def _every_preset(check: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.parametrize("preset", PRESETS)(check)
+
+
+@_every_preset
+def test_as_it_is_configured_anything_may_break(preset: str) -> None:
+    @of_worlds(0.1)
+    @given(case=cases(preset))
+    def check(case: Case) -> None:
+        case.live()
+
+    check()
+
+
+@_every_preset
+def test_with_other_options_and_placements_anything_may_break(preset: str) -> None:
+    """Preemption, prefix caching, allocation, the paper's own switches; segments that meet at any position."""
+
+    @of_worlds(0.1)
+    @given(case=cases(preset, options=OPTIONS.get(preset, st.just({})), elsewhere=True))
+    def check(case: Case) -> None:
+        case.live()
+
+    check()
+
+
+FOUND = [
+    pytest.param(
+        Case(
+            preset="bros",
+            arrivals=[
+                (0.7, 1, True, 6, "rt", 0.0),
+                (0.7, 23, False, 4, "rt", 0.1),
+                (0.0, 24, False, 10, "be", 1.0),
+                (0.0, 9, True, 1, "rt", 0.5),
+                (0.0, 20, False, 1, "be", 1.0),
+                (0.0, 8, False, 6, "rt", 1.0),
+                (0.0, 27, True, 4, "rt", 1.0),
+            ],
+            blocks=30,
+            host_blocks=0,
+            limit_s=40.0,
+        ),
+        marks=pytest.mark.xfail(
+            strict=True,
+            raises=AssertionError,
+            reason="BROS without host memory drops and recomputes r2 for ever, with 9 blocks free: r6 and r4 hold one "
+            "block together and neither runs",
+        ),
+        id="bros, no host memory: three requests never end",
+    ),
+    pytest.param(
+        Case(
+            preset="bros",
+            arrivals=[
+                (1.5, 2, False, 29, "rt", 30.0),
+                (0.1, 10, False, 6, "rt", 1.0),
+                (0.3, 2, False, 26, "be", 2.0),
+                (0.0, 19, True, 15, "rt", 0.5),
+                (0.0, 12, True, 8, "be", 0.5),
+            ],
+            blocks=20,
+            host_blocks=0,
+            options={"engine": {"prefill_chunk": 3}},
+            limit_s=40.0,
+        ),
+        marks=pytest.mark.xfail(
+            strict=True, raises=AssertionError, reason="BROS without host memory: the same standstill in small chunks"
+        ),
+        id="bros, no host memory, chunks of three",
+    ),
+    pytest.param(
+        Case(
+            preset="alignedserve",
+            arrivals=[
+                (2.2, 36, True, 4, "be", 1.0),
+                (2.5, 20, True, 20, "be", 0.5),
+                (0.03, 34, True, 22, "rt", 0.0),
+                (1.0, 17, False, 5, "be", 2.0),
+                (2.9, 31, True, 18, "rt", 0.5),
+                (0.5, 13, True, 2, "rt", 0.1),
+                (0.5, 30, True, 12, "rt", 30.0),
+                (0.0, 29, False, 30, "rt", 0.0),
+                (3.0, 15, False, 3, "be", 1.0),
+                (1.3, 24, False, 20, "rt", 2.0),
+                (1.54, 15, True, 14, "be", 2.0),
+                (5.960464477539063e-08, 23, True, 1, "be", 30.0),
+                (0.3, 8, True, 18, "rt", 0.1),
+                (1.3, 12, True, 4, "rt", 2.0),
+            ],
+            seed=4194303,
+            faults=[("decode-0", 4.0, 1.9), ("prefill-0", 2.072, 2.475), ("leave", 3.48, 0.1), ("decode-0", 2.87, 0.7)],
+            workers={"prefill": 2, "decode": 2},
+            blocks=20,
+            host_blocks=6,
+            failures=0.0,
+            delay_s=0.05,
+            placement="",
+            options={
+                "engine": {"prefill_chunk": 3, "preemption": "swap"},
+                "alignedserve": {
+                    "ablation": {"prefetch": True, "fill_memory": False, "aligned": True},
+                    "starvation_s": 0.2,
+                },
+            },
+            limit_s=60.0,
+        ),
+        marks=pytest.mark.xfail(
+            strict=True,
+            raises=AssertionError,
+            reason="AlignedServe after kills: r13 stays parked on prefill-0 while decode-1 awaits its KV for ever",
+        ),
+        id="alignedserve, bound and never moved",
+    ),
+]
+"""What this suite has found, each as small as it got; one that still fails is marked with why."""
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_found_before(case: Case) -> None:
+    case.live()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.common.policies.bucketserve.safe_batch import batch_kv_blocks, expected_safe_batch, next_is_safe, safe_bytes
 from cohort.common.types import KvGeometry
-from tests.examples import examples
 from tests.common.policies.bucketserve.cluster import BLOCK, controller, pair
+from tests.examples import examples
 
 LLAMA_2_13B = KvGeometry(num_layers=40, num_kv_heads=40, head_dim=128, dtype_bytes=2, block_size=1)
 LLAMA_3_8B = KvGeometry(num_layers=32, num_kv_heads=8, head_dim=128, dtype_bytes=2, block_size=1)
@@ -73,7 +73,7 @@ def test_the_largest_prefix_that_fits(spans: list[int], blocks: int, block_size:
     assert batch_of(spans, memory, geometry) == max(fitting)
 
 
-@examples(1.0)
+@settings(max_examples=examples(1))
 @given(spans=st.lists(st.integers(2, 20), min_size=1, max_size=60), blocks=st.integers(10, 80))
 def test_a_live_batch_is_the_largest_of_equation_6(spans: list[int], blocks: int) -> None:
     """Prompts of one token, so that nothing but the decode worker's memory bounds the batch."""

@@ -1,19 +1,21 @@
-"""Pipelines for the comparisons in `scripts/bench_*`: started, loaded, asked for their figures, and always stopped.
+"""Pipelines to be compared: started, loaded, asked for their stats, and always stopped.
 
     with pipeline("bucketserve", overlay, port) as served:
-        run = served.bench("--rate", "5", "--num-requests", "80")
-        figures = served.figures()
+        observed = served.load([ClientCommand("client", ("--rate=5", "--num-requests=80"), after_s=0.0)])
+        stats = served.stats()
 
-Runs the `cohort` command as a person would; decides nothing.
+Runs the `cohort` command as a person would; decides nothing. Called by `runs` and `fidelity`.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,13 +27,32 @@ import yaml
 
 from cohort.common.config import load_config
 from cohort.common.paths import run_dir
+from cohort.services.bench.child import MeasurementFailed
+from cohort.services.bench.live.spec import NUMBERS_OF_A_REQUEST, ClientCommand
 
-Figures = dict[str, float]
+Stats = dict[str, float]
+
+_POLL_S = 0.1
 
 
 def cohort(*arguments: str) -> None:
-    """Run it to its end, without its output. Raises `subprocess.CalledProcessError` when it fails."""
-    subprocess.run([sys.executable, "-m", "cohort.services.cli", *arguments], check=True, stdout=subprocess.DEVNULL)
+    """Run it to its end, without its output. Raises `MeasurementFailed`."""
+    done = start_cohort(*arguments).wait()
+    if done:
+        raise MeasurementFailed(f"`cohort {' '.join(arguments)}` ended with {done}")
+
+
+def start_cohort(*arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "cohort.services.cli", *arguments], stdout=subprocess.DEVNULL)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a client saw: its report of all its requests, and the numbers of each that was answered; one that does not
+    exist (TPOT of a single token) is 0."""
+
+    overall: dict[str, Any]
+    rows: list[dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +62,27 @@ class Served:
     url: str
     monitor_url: str
 
-    def bench(self, *arguments: str) -> dict[str, Any]:
-        """What `cohort bench` with these arguments reports of its run."""
+    def load(self, clients: Sequence[ClientCommand]) -> dict[str, Observed]:
+        """All clients to their end, each begun when it says; what each saw, by name. Raises `MeasurementFailed`."""
         with tempfile.TemporaryDirectory() as folder:
-            report = Path(folder) / "report.json"
-            cohort("bench", "--url", self.url, *arguments, "--quiet", "--json", str(report))
-            run: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))["runs"][0]
-        return run
+            reports = {client.name: Path(folder) / f"{number}.json" for number, client in enumerate(clients)}
+            running: dict[str, subprocess.Popen[bytes]] = {}
+            begun_s = time.monotonic()
+            try:
+                for client in sorted(clients, key=lambda client: client.after_s):
+                    time.sleep(max(0.0, begun_s + client.after_s - time.monotonic()))
+                    report = reports[client.name]
+                    written = ("--quiet", "--json", str(report), "--csv", str(report.with_suffix(".csv")))
+                    running[client.name] = start_cohort("bench", "--url", self.url, *client.arguments, *written)
+                _wait_for(running)
+            finally:
+                for process in running.values():
+                    process.kill()
+                    process.wait()
+            return {name: _observed(report) for name, report in reports.items()}
 
-    def figures(self) -> dict[str, Figures]:
-        """Every process's own figures by instance, as of its last heartbeat."""
+    def stats(self) -> dict[str, Stats]:
+        """Every process's own, by instance, as of its last heartbeat."""
         processes = json.loads(_get(f"{self.monitor_url}/api/state"))["processes"]
         return {process["instance"]: process["figures"] for process in processes}
 
@@ -65,7 +97,7 @@ def pipeline(preset: str, overlay: Mapping[str, Any], port: int, settings: Seque
     (SECTION.OPTION=VALUE) over it, on `port` of this machine; stopped in the end, also when a measurement fails or is
     interrupted or terminated. For the main thread only.
 
-    Raises `subprocess.CalledProcessError` when it does not start.
+    Raises `MeasurementFailed` when it does not start.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "overlay.yaml"
@@ -79,6 +111,30 @@ def pipeline(preset: str, overlay: Mapping[str, Any], port: int, settings: Seque
         finally:
             signal.signal(signal.SIGTERM, before)
             cohort("serve", "--stop", "--port", str(port))
+
+
+def _wait_for(clients: Mapping[str, subprocess.Popen[bytes]]) -> None:
+    """Until all are done, or one has failed: the others measure nothing that counts then."""
+    waiting = dict(clients)
+    while waiting:
+        for name, process in list(waiting.items()):
+            if (status := process.poll()) is None:
+                continue
+            if status:
+                raise MeasurementFailed(f"the client {name} ended with {status}")
+            del waiting[name]
+        if waiting:
+            time.sleep(_POLL_S)
+
+
+def _observed(report: Path) -> Observed:
+    with report.with_suffix(".csv").open(newline="", encoding="utf-8") as lines:
+        rows = [
+            {name: float(row[name] or 0.0) for name in NUMBERS_OF_A_REQUEST}
+            for row in csv.DictReader(lines)
+            if row["status"] == "completed"
+        ]
+    return Observed(json.loads(report.read_text(encoding="utf-8"))["runs"][0]["overall"], rows)
 
 
 def _leave(*_: object) -> None:

@@ -8,9 +8,9 @@ from typing import assert_never
 from cohort.common.errors import ConfigError
 from cohort.common.workloads.arrivals import ClosedLoop, TraceTimes
 from cohort.common.workloads.generate import FromTrace
+from cohort.services.bench.http.arguments import SweepKey
 from cohort.services.bench.http.export import BenchResult
 from cohort.services.bench.http.harness import Harness, Interrupted, Measurement, derive_salt
-from cohort.services.bench.http.arguments import SweepKey
 from cohort.services.bench.http.workload import WorkloadSpec, at_rate
 
 

@@ -1,7 +1,8 @@
 """`cohort bench live SPEC`: configurations in turn, each a live pipeline, under the same requests.
 
 Starts and stops pipelines itself (`cohort serve --detach`), so nothing else should run. SPEC is a YAML file, or the
-name of one that comes with Cohort (configs/benchmarks). Prints medians over the rounds, with the smallest and the largest.
+name of one that comes with Cohort (configs/benchmarks). Prints medians over the rounds, with the smallest and the
+largest.
 """
 
 from __future__ import annotations

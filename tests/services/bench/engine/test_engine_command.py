@@ -1,5 +1,4 @@
-"""`cohort bench --engine` and `--kv-link` end to end with a tiny model and tiny messages, and what they derive from
-what they measured. How fast anything is, is not tested."""
+"""`cohort bench`: its commands, and `engine` end to end with a tiny model. How fast anything is, is not tested."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from cohort.common.errors import ConfigError
 from cohort.services.bench.fit import cost_model, shared_cores
 
 
@@ -21,5 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the chosen one. Raises `CohortError`."""
-    code: int = args.execute(args)
+    try:
+        code: int = args.execute(args)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from error
     return code

@@ -1,12 +1,13 @@
-"""Builds the C++ extension once per source, torch and processor, into the cache folder.
+"""Builds the C++ extension once per source, torch and processor, into a cache folder that the caller names.
 
-Called by `native` at first use and by the set-up (`python -m cohort.kernels.build`). Compiles with the compiler
+Called by `native` at first use and by the set-up (`python -m cohort.kernels.build FOLDER`). Compiles with the compiler
 directly: four files need no build system. Two processes that build at once are serialised by a file lock, and the
 library appears by an atomic rename, so a reader never sees half of one. Never loads what it built.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import hashlib
@@ -23,8 +24,7 @@ from pathlib import Path
 
 import torch
 
-from cohort.common.errors import CohortError
-from cohort.common.paths import cache_dir
+from cohort.kernels.errors import KernelBuildError
 
 SOURCE_DIR = Path(__file__).resolve().parent / "csrc"
 LIBRARY_NAME = "cohort_kernels.so"
@@ -42,10 +42,6 @@ COMPILE_FLAGS = (
 )
 BUILD_TIMEOUT_S = 900.0  # half a minute on two idle cores; a loaded machine takes many times that
 _LOCK_RETRY_S = 0.1
-
-
-class KernelBuildError(CohortError):
-    """The extension could not be built; the message carries the compiler's last lines."""
 
 
 def _quiet(_: str) -> None:
@@ -77,9 +73,9 @@ def build_key() -> str:
     return digest.hexdigest()[:24]
 
 
-def library_path() -> Path:
-    """Where the library of this source, torch and processor lies once built."""
-    return cache_dir() / "kernels" / build_key() / LIBRARY_NAME
+def library_path(cache: Path) -> Path:
+    """Where in the cache folder the library of this source, torch and processor lies once built."""
+    return cache / "kernels" / build_key() / LIBRARY_NAME
 
 
 @contextlib.contextmanager
@@ -135,12 +131,12 @@ def _compile(compiler: str, work: Path, report: Callable[[str], None]) -> Path:
     return library
 
 
-def build(report: Callable[[str], None] = _quiet, *, force: bool = False) -> Path:
-    """Path of the built library; builds it unless it is there. `report` hears a few words at each step.
+def build(cache: Path, report: Callable[[str], None] = _quiet, *, force: bool = False) -> Path:
+    """Path of the built library in `cache`; builds it unless it is there. `report` hears a few words at each step.
 
     Raises KernelBuildError when there is no compiler or it fails.
     """
-    target = library_path()
+    target = library_path(cache)
     if target.exists() and not force:
         return target
     compiler = find_compiler()
@@ -160,6 +156,9 @@ def build(report: Callable[[str], None] = _quiet, *, force: bool = False) -> Pat
 
 def main() -> int:
     """Builds with one line of progress, for people and set-up scripts."""
+    parser = argparse.ArgumentParser(prog="python -m cohort.kernels.build", description="Build the C++ kernels.")
+    parser.add_argument("cache", type=Path, metavar="FOLDER", help="Cohort's cache folder")
+    cache = parser.parse_args().cache
     started_s = time.monotonic()
 
     def show(words: str) -> None:
@@ -168,7 +167,7 @@ def main() -> int:
         print(f"{start}kernels: {words} ({time.monotonic() - started_s:.0f} s)", end=end, flush=True)
 
     try:
-        path = build(show)
+        path = build(cache, show)
     except KernelBuildError as error:
         show("not built; the torch reference will be used")
         print(f"\n{error}", file=sys.stderr)

@@ -1,21 +1,23 @@
 """Which implementation runs: the compiled extension or the torch reference. Decided once per process, at first use.
 
-Called by the dispatching modules on every call, so the decided case is a few attribute reads. A missing compiler, a
-failed build or a wrong result is one warning, and the reference takes over; only a wrong `COHORT_KERNELS` is an error.
+Called by the dispatching modules on every call, so the decided case is a few attribute reads. Whoever computes says
+first where built kernels are kept (`keep_in`). A missing compiler, a failed build or a wrong result is one warning, and
+the reference takes over; only a wrong `COHORT_KERNELS` is an error.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from typing import Any, Literal
 
 import structlog
 import torch
 from torch import Tensor
 
-from cohort.common.errors import ConfigError
-from cohort.kernels.build import KernelBuildError, build
+from cohort.kernels.build import build
+from cohort.kernels.errors import KernelBuildError, KernelChoiceError
 from cohort.kernels.self_check import first_difference
 
 ENVIRONMENT = "COHORT_KERNELS"
@@ -51,21 +53,44 @@ class Operators:
             setattr(self, name, getattr(torch.ops.cohort, name).default)
 
 
+_cache: Path | None = None
 _decided = False
 _operators: Any = None
 _deciding = threading.Lock()
 
 
+def keep_in(cache: Path) -> None:
+    """Names the folder of built kernels; to be called before the first use. Nothing is built yet.
+
+    Raises `KernelChoiceError` for a wrong `COHORT_KERNELS`.
+    """
+    global _cache
+    _mode()
+    _cache = cache
+
+
+def _mode() -> Literal["auto", "reference"]:
+    match os.environ.get(ENVIRONMENT, "auto"):
+        case "auto":
+            return "auto"
+        case "reference":
+            return "reference"
+        case other:
+            raise KernelChoiceError(f"{ENVIRONMENT}={other!r}: must be 'auto' or 'reference'")
+
+
 def load() -> Operators | None:
-    """The extension's operators, built if need be; None (and the reason logged) when the reference must do."""
-    mode = os.environ.get(ENVIRONMENT, "auto")
-    if mode == "reference":
+    """The extension's operators, built if need be; None (and the reason logged) when the reference must do.
+
+    Raises `KernelChoiceError` for a wrong `COHORT_KERNELS`, and where `keep_in` was not called.
+    """
+    if _mode() == "reference":
         _log.info("kernels", implementation="reference", reason=f"{ENVIRONMENT}=reference")
         return None
-    if mode != "auto":
-        raise ConfigError(f"{ENVIRONMENT}={mode!r}: must be 'auto' or 'reference'")
+    if _cache is None:
+        raise KernelChoiceError("no folder for built kernels: native.keep_in(FOLDER) comes before the first use")
     try:
-        path = build()
+        path = build(_cache)
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
         if not torch.ops.cohort.processor_suffices():
             raise KernelBuildError(f"{path} was built for another processor")

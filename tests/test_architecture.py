@@ -98,12 +98,9 @@ def test_no_pickle():
 PRINTERS = {
     "common/service.py",  # one line on stderr before logging exists
     "kernels/build.py",
-    "kernels/bench.py",
     "kernels/gpu/compile_offline.py",
-    "common/transport/bench_links.py",
-    "services/prefill_worker/in_process.py",
 }
-TERMINAL_PROGRAMS = ("services/cli/", "services/bench/", "services/launcher/", "services/prefill_worker/gpu_check/")
+TERMINAL_PROGRAMS = ("services/cli/", "services/bench/", "services/launcher/")
 
 
 def test_services_log_and_do_not_print():
@@ -181,9 +178,11 @@ def test_nothing_is_left_for_later():
     assert found == []
 
 
-@pytest.mark.parametrize("module", ["gateway", "bucketing_manager", "global_monitor", "length_predictor", "launcher"])
+@pytest.mark.parametrize(
+    "module", ["gateway", "bucketing_manager", "global_monitor", "length_predictor", "launcher", "bench"]
+)
 def test_processes_without_tensors_start_without_torch(module: str):
-    entry = "main" if module == "launcher" else "service"
+    entry = {"launcher": "main", "bench": "http.command"}.get(module, "service")
     code = f"import sys, cohort.services.{module}.{entry}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60, check=False).returncode == 0
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import structlog
 import torch
 
+from cohort.common.engine import compiled_kernels
 from cohort.common.engine.batch import GREEDY, StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.device_memory import DeviceShare, kv_bytes, step_bytes
 from cohort.common.engine.device_steps import DeviceSteps
@@ -88,6 +89,7 @@ class ModelRunner:
         `num_blocks` 0: as many KV blocks as `share` has memory for once the weights are there; only on a GPU.
         `max_context`: no request is longer; 0 = what the model allows. `device_steps`: run as on a GPU; None = on one.
         """
+        compiled_kernels.keep_in_cache()
         self.geometry: ModelGeometry = read_geometry(model_dir)
         self.device = resolve_device(device)
         if self.device.type == "cuda" and self.device.index is None:

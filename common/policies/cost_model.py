@@ -2,7 +2,7 @@
 
 One formula for every device; the simulator turns plans into virtual time with it, and a policy that predicts (D4, R3)
 may ask it too. Pure arithmetic on numbers that `configs/models` and `configs/devices` hold and
-`scripts/fit_cost_model.py` fits; nothing here is tuned to a result of a paper.
+`cohort bench fit cost-model` fits; nothing here is tuned to a result of a paper.
 
     step  =  max(host, device) + fixed + per_row · rows
     host  =  launch · layers                                     the host issuing kernels; 0 where graphs are replayed

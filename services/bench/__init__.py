@@ -1,7 +1,15 @@
-"""`cohort bench`: drives any OpenAI-style URL with a stated workload and reports what a client saw.
+"""The measuring wing: `cohort bench WHAT`, whatever is measured and by whatever means; nothing here serves.
 
-Pure: `lengths`, `arrivals`, `traces` (reads files), `workload`, `prompts`, `sse`, `report`, `capacity`.
-Network: `target` (what serves there, and what it accepts), `client` (one request), `driver` (all of them).
-Outside: `options` (command line), `harness` (one measurement), `modes/` (single, compare, sweep, capacity), `render`,
-`plots`, `export`. Nothing here knows Cohort's insides: a server is a URL.
+    http        any OpenAI-style server, seen from a client; what `cohort bench` without a WHAT measures
+    live        configurations in turn as live pipelines, from a specification; also `fidelity` and `overhead`
+    engine      the CPU engine's steps; `inside` is the measuring process, where torch is
+    kernels     the C++ kernels alone
+    links       the KV links between two processes
+    decisions   what one decision of a policy costs, without model or processes
+    gpu_check   everything that only a GPU can prove, for `scripts/gpu_check`
+    study       how well lengths can be predicted
+    fit         the simulator's constants from measurements
+
+Every package has a module with `add_arguments(parser)` and `run(args)` that is cheap to import; what needs torch is
+imported, or started as a process, only when it runs. `spread`, `tables`, `picture` and `child` are shared by all.
 """

@@ -1,147 +1,95 @@
-"""`python -m cohort.services.bench`, and what `cohort bench` runs: read options, measure, print and write the result.
+"""`python -m cohort.services.bench`, and what `cohort bench` runs: finds what is to be measured and hands over to it.
 
-Exit status: 0 something completed, 1 nothing did, 2 wrong options or no usable server, 130 Ctrl-C (the partial report
-is printed and written all the same).
+The first word says what; where there is none, a server is measured over HTTP. To add a measurement: a module with
+`add_arguments(parser)` and `run(args) -> int`, and a line in `COMMANDS`. Called by `services/cli/bench.py`.
+
+Exit status: 0 measured, 1 nothing could be, 2 wrong options or no usable server, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
-import signal
+import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Literal
-
-import aiohttp
-from rich.console import Console
+from collections.abc import Sequence
 
 from cohort.common.errors import CohortError
-from cohort.services.bench import options as options_
-from cohort.services.bench import plots
-from cohort.services.bench.export import BenchResult, to_json, write_csv
-from cohort.services.bench.harness import Harness, Interrupted, Measurement
-from cohort.services.bench.modes import run_mode
-from cohort.services.bench.options import BenchOptions
-from cohort.services.bench.render import print_result
 
-EXIT_NOTHING_COMPLETED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-IDLE_CONNECTION_S = 3.0
-"""Shorter than servers keep an idle connection (5 s is common): a request must not meet one that is just being
-closed."""
-READ_BUFFER_BYTES = 1 << 18
-PIPED_WIDTH = 120
+
+HTTP = "http"
+_HERE = "cohort.services.bench"
+COMMANDS = {
+    HTTP: (f"{_HERE}.http.command", "any OpenAI-style server (the same as without a command)"),
+    "live": (f"{_HERE}.live.command", "configurations in turn, each a live pipeline, from a specification"),
+    "fidelity": (f"{_HERE}.live.fidelity", "the live pipeline beside its simulation"),
+    "overhead": (f"{_HERE}.live.overhead", "the pipeline beside the same engine called in process"),
+    "engine": (f"{_HERE}.engine.command", "the CPU engine's steps against their floors, taken apart, their growth"),
+    "in-process": (f"{_HERE}.engine.in_process_command", "the engine without the pipeline, in a closed loop"),
+    "mixed-lengths": (f"{_HERE}.engine.mixed_lengths_command", "what mixed prefix lengths cost in one step"),
+    "kernels": (f"{_HERE}.kernels.command", "the C++ kernels against memory and plain torch"),
+    "links": (f"{_HERE}.links.command", "the KV links of this machine against ucx_perftest"),
+    "decisions": (f"{_HERE}.decisions.command", "what one decision of a policy costs"),
+    "gpu-check": (f"{_HERE}.gpu_check.runner", "prove and measure everything that needs a GPU"),
+    "study": (f"{_HERE}.study.command", "how well lengths can be predicted for the model that is served"),
+    "fit": (f"{_HERE}.fit.command", "the simulator's constants from measurements"),
+}
+_FORMER = {"--engine": "engine", "--kv-link": "links"}
 
 
-def execute(args: argparse.Namespace) -> int:
-    """For the command line: options are already parsed."""
-    errors = Console(stderr=True)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `cohort bench` with these words; its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if (mode := options_.machine_mode(args)) is not None:
-            return _measure_machine(mode, args, errors)
-        options = options_.from_args(args)
-        if options.plot_path is not None:
-            plots.check_available()
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            result, measurements, interrupted = runner.run(_measure(options, errors))
-        _publish(options, result, measurements, errors)
+        name = _named(words)
+        command = importlib.import_module(COMMANDS[name][0])
+        parser = _parser(name, given=words[:1] == [name])
+        command.add_arguments(parser)
+        if words[:1] != [name]:
+            parser.epilog = f"{parser.epilog}\n{_others()}"
+        code: int = command.run(parser.parse_args(words[1:] if words[:1] == [name] else words))
+        return code
     except CohortError as error:
-        errors.print(f"[red]error:[/red] {error}", markup=True, highlight=False)
+        _complain(error)
         return EXIT_USAGE
-    except (Interrupted, KeyboardInterrupt, asyncio.CancelledError):
-        errors.print("interrupted before anything was measured")
+    except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    if interrupted:
-        return EXIT_INTERRUPTED
-    return 0 if any(run.overall.completed for run in result.runs) else EXIT_NOTHING_COMPLETED
 
 
-def _measure_machine(mode: Literal["engine", "kv_link"], args: argparse.Namespace, errors: Console) -> int:
-    """What needs no server."""
-    from cohort.services.bench import engine, kv_link
-
-    measured = engine.execute if mode == "engine" else kv_link.execute
-    return measured(args, errors, _console())
-
-
-def _console() -> Console:
-    console = Console()
-    # A file or a pipe has no width; 80 would wrap tables for nobody.
-    return console if console.is_terminal else Console(width=PIPED_WIDTH)
+def _named(words: Sequence[str]) -> str:
+    """Which command is meant. Raises `CohortError` for a first word that is none."""
+    first = words[0] if words else ""
+    for flag in _FORMER.keys() & set(words):
+        raise CohortError(f"{flag} is a command of its own: cohort bench {_FORMER[flag]}")
+    if not first or first.startswith("-"):
+        return HTTP
+    if first not in COMMANDS:
+        raise CohortError(f"cohort bench {first}: no such measurement; there are {', '.join(COMMANDS)}")
+    return first
 
 
-async def _measure(options: BenchOptions, errors: Console) -> tuple[BenchResult, list[Measurement], bool]:
-    stop = asyncio.Event()
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
-    # No limits here: the deadline is the request's own, and a queue in the client would hide the server's.
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=READ_BUFFER_BYTES) as session:
-        harness = Harness(options, session, stop, Console(quiet=True) if options.quiet else errors)
-        with _ctrl_c_sets(stop):
-            await harness.connect()
-            result, measurements = await run_mode(harness)
-    return result, measurements, stop.is_set()
+def _parser(name: str, *, given: bool) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"cohort bench {name}" if given else "cohort bench",
+        description=COMMANDS[name][1],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
-def _publish(options: BenchOptions, result: BenchResult, measurements: list[Measurement], errors: Console) -> None:
-    if not options.quiet:
-        print_result(result, _console())
-    if options.json_path == "-":
-        sys.stdout.buffer.write(to_json(result))
-        sys.stdout.flush()
-    elif options.json_path is not None:
-        Path(options.json_path).write_bytes(to_json(result))
-    if options.csv_path is not None:
-        write_csv(options.csv_path, measurements)
-    if options.plot_path is not None:
-        plots.write_plot(options.plot_path, result, measurements)
-    written = [str(path) for path in (options.json_path, options.csv_path, options.plot_path) if path and path != "-"]
-    if written and not options.quiet:
-        errors.print(f"written: {', '.join(written)}", highlight=False)
+def _others() -> str:
+    """For the help of `cohort bench` itself."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  cohort bench {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(["what else can be measured (each with --help):", *lines])
 
 
-@contextlib.contextmanager
-def _ctrl_c_sets(stop: asyncio.Event) -> Iterator[None]:
-    """First signal: end the run and report. Second: give up."""
-    loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
+def _complain(error: CohortError) -> None:
+    """In colour, where there is one: a wrong option is what a person most often meets here."""
+    from rich.console import Console
+    from rich.markup import escape
 
-    def on_signal() -> None:
-        if stop.is_set() and task is not None:
-            task.cancel()
-        stop.set()
-
-    signals = (signal.SIGINT, signal.SIGTERM)
-    installed = []
-    for number in signals:
-        # Only the main thread may, and not every platform can; Ctrl-C then ends the program without a report.
-        with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
-            loop.add_signal_handler(number, on_signal)
-            installed.append(number)
-    try:
-        yield
-    finally:
-        for number in installed:
-            loop.remove_signal_handler(number)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where there is one: it halves the client's own work per chunk."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="cohort bench")
-    options_.add_arguments(parser)
-    return execute(parser.parse_args(argv))
+    Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
 
 
 if __name__ == "__main__":

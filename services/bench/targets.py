@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from cohort.common.engine_report import EngineReport
+from cohort.services.bench.engine.report import EngineReport
 
 DECODE_OVER_PREPACKED = {(16, 128): 1.5, (64, 128): 1.4}
 """(rows, context): a step is at most so many times the prepacked products alone."""

@@ -4,6 +4,7 @@ Subcommands are listed here and imported when the command line names them (help 
 `cohort --help` answers at once and a part that is not installed breaks only itself.
 
 To add one: a module beside this one with `add_parser(subparsers)` and `run(options) -> int`, and a line in `COMMANDS`.
+A module with `main(words) -> int` instead has commands of its own and parses the words after its name itself (`bench`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from cohort import __version__
 from cohort.common.errors import CohortError
@@ -20,7 +22,7 @@ from cohort.common.errors import CohortError
 COMMANDS = {
     "serve": "start a whole pipeline on this machine and watch over it",
     "status": "what is running: processes, queues, KV use",
-    "bench": "measure any OpenAI-style server",
+    "bench": "measure any OpenAI-style server, and everything of ours that can be measured",
     "simulate": "replay traffic on a cluster that need not exist",
     "advise": "which preset, roles and settings suit a traffic and a cluster",
     "reproduce": "the papers' figures beside ours",
@@ -50,12 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     named = next((word for word in given if not word.startswith("-")), None)
     try:
+        if named is not None and given[0] == named in COMMANDS and hasattr(front := _module(named), "main"):
+            code: int = front.main(given[1:])
+            return code
         options = _parser(named).parse_args(given)
         if not hasattr(options, "command") or options.command is None:
             _parser(None).print_help()
             return 0
-        module = importlib.import_module(f"cohort.services.cli.{options.command}")
-        code: int = module.run(options)
+        code = _module(options.command).run(options)
         return code
     except CohortError as error:
         print(f"cohort: {error}", file=sys.stderr)
@@ -77,16 +81,23 @@ def _parser(named: str | None) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name, summary in COMMANDS.items():
         if name == named:
-            try:
-                importlib.import_module(f"cohort.services.cli.{name}").add_parser(subparsers)
-            except ImportError as error:
-                raise CohortError(
-                    f"`cohort {name}` is not usable in this installation: {error} "
-                    "(install the missing part, or run the repository's ./scripts/setup)"
-                ) from error
-        else:
-            subparsers.add_parser(name, help=summary, add_help=False)
+            module = _module(name)
+            if hasattr(module, "add_parser"):
+                module.add_parser(subparsers)
+                continue
+        subparsers.add_parser(name, help=summary, add_help=False)
     return parser
+
+
+def _module(name: str) -> Any:
+    """The subcommand's module. Raises `CohortError` where this installation lacks a part of it."""
+    try:
+        return importlib.import_module(f"cohort.services.cli.{name}")
+    except ImportError as error:
+        raise CohortError(
+            f"`cohort {name}` is not usable in this installation: {error} "
+            "(install the missing part, or run the repository's ./scripts/setup)"
+        ) from error
 
 
 if __name__ == "__main__":

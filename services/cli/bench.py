@@ -1,21 +1,14 @@
-"""`cohort bench`: adds the benchmark's options to the command line and hands over to `services.bench`.
+"""`cohort bench`: hands its words over to the measuring wing, which has commands of its own (`services.bench`).
 
-The benchmark itself is imported only when it runs, so that `cohort --help` stays fast.
+The wing is imported only when it runs, so that `cohort --help` stays fast.
 """
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
-
-from cohort.services.bench.options import add_arguments
+from collections.abc import Sequence
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
-    add_arguments(subparsers.add_parser("bench", help="measure a server: throughput, latency, SLO, capacity"))
+def main(words: Sequence[str]) -> int:
+    from cohort.services.bench.__main__ import main as bench
 
-
-def run(args: argparse.Namespace) -> int:
-    from cohort.services.bench.__main__ import execute
-
-    return execute(args)
+    return bench(words)

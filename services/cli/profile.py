@@ -1,7 +1,8 @@
 """`cohort profile`: measure this machine's engine, for the simulator's cost model.
 
 Starts a process that loads the model as a worker does (this one never loads torch), and waits for its file of points.
-`scripts/fit_cost_model.py profile FILE` makes a device of it. Prints the target forward size (E1) of what was measured.
+`cohort bench fit cost-model profile FILE` makes a device of it. Prints the target forward size (E1) of what was
+measured.
 """
 
 from __future__ import annotations

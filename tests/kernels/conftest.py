@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from cohort.common.paths import cache_dir
 from cohort.kernels import native
 from cohort.kernels.attention_meta import AttentionMeta
 from cohort.kernels.build import find_compiler
+
+native.keep_in(cache_dir())
 
 
 @dataclass

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from cohort.kernels import build as build_module
-from cohort.kernels.build import KernelBuildError, build, build_key, find_compiler, library_path
+from cohort.kernels.build import build, build_key, find_compiler, library_path
+from cohort.kernels.errors import KernelBuildError
 
 
 @pytest.fixture
@@ -26,7 +27,6 @@ def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CXX", str(script))
-    monkeypatch.setenv("COHORT_CACHE_DIR", str(tmp_path / "cache"))
     return log
 
 
@@ -34,27 +34,27 @@ def calls(log: Path) -> int:
     return len(log.read_text().splitlines()) if log.exists() else 0
 
 
-def test_builds_once_and_reports_each_step(fake_compiler):
+def test_builds_once_and_reports_each_step(fake_compiler, tmp_path):
     words: list[str] = []
     sources = len(list(build_module.SOURCE_DIR.glob("*.cpp")))
-    path = build(words.append)
-    assert path == library_path()
+    path = build(tmp_path, words.append)
+    assert path == library_path(tmp_path)
     assert path.read_text() == "built\n"
     assert words == [f"compiling {done}/{sources}" for done in range(sources + 1)]
     assert calls(fake_compiler) == sources + 1
-    assert build() == path
+    assert build(tmp_path) == path
     assert calls(fake_compiler) == sources + 1
     assert sorted(entry.name for entry in path.parent.iterdir()) == sorted([path.name, "lock"])  # no leftovers
 
 
-def test_two_builds_at_once_compile_once(fake_compiler):
+def test_two_builds_at_once_compile_once(fake_compiler, tmp_path):
     paths: list[Path] = []
-    threads = [threading.Thread(target=lambda: paths.append(build())) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: paths.append(build(tmp_path))) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    assert paths == [library_path()] * 2
+    assert paths == [library_path(tmp_path)] * 2
     assert calls(fake_compiler) == len(list(build_module.SOURCE_DIR.glob("*.cpp"))) + 1
 
 
@@ -78,23 +78,21 @@ def test_a_failing_compiler_is_named_with_its_words(monkeypatch, tmp_path):
     script.write_text("#!/bin/sh\necho 'no such instruction' >&2\nexit 3\n")
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
-    monkeypatch.setenv("COHORT_CACHE_DIR", str(tmp_path / "cache"))
     with pytest.raises(KernelBuildError, match=r"(?s)broken-c\+\+ ended with 3.*no such instruction"):
-        build()
-    assert not library_path().exists()
+        build(tmp_path)
+    assert not library_path(tmp_path).exists()
 
 
 def test_no_compiler_at_all(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("COHORT_CACHE_DIR", str(tmp_path / "cache"))
     assert find_compiler() is None
     with pytest.raises(KernelBuildError, match="no C\\+\\+ compiler"):
-        build()
+        build(tmp_path)
 
 
-def test_a_lock_that_is_never_released_has_a_deadline(fake_compiler, monkeypatch):
-    lock = library_path().parent / "lock"
+def test_a_lock_that_is_never_released_has_a_deadline(fake_compiler, monkeypatch, tmp_path):
+    lock = library_path(tmp_path).parent / "lock"
     lock.parent.mkdir(parents=True)
     holder = subprocess.Popen(
         [
@@ -112,8 +110,8 @@ def test_a_lock_that_is_never_released_has_a_deadline(fake_compiler, monkeypatch
         assert holder.stdout.readline() == b"held\n"
         monkeypatch.setattr(build_module, "BUILD_TIMEOUT_S", 0.3)
         with pytest.raises(KernelBuildError, match="another build"):
-            build()
+            build(tmp_path)
     finally:
         holder.communicate(timeout=10)
     monkeypatch.setattr(build_module, "BUILD_TIMEOUT_S", 30.0)
-    assert build().exists()  # the holder's end freed the lock
+    assert build(tmp_path).exists()  # the holder's end freed the lock

@@ -10,9 +10,12 @@ import pytest
 import structlog
 import torch
 
+from cohort.common.engine import compiled_kernels
 from cohort.common.errors import ConfigError
+from cohort.common.paths import cache_dir
 from cohort.kernels import native
-from cohort.kernels.build import KernelBuildError, find_compiler, library_path
+from cohort.kernels.build import find_compiler, library_path
+from cohort.kernels.errors import KernelBuildError, KernelChoiceError
 from cohort.kernels.self_check import first_difference
 
 
@@ -23,12 +26,25 @@ def test_the_environment_forces_the_reference(monkeypatch):
 
 def test_an_unknown_choice_is_named(monkeypatch):
     monkeypatch.setenv("COHORT_KERNELS", "fast")
-    with pytest.raises(ConfigError, match=r"COHORT_KERNELS='fast': must be 'auto' or 'reference'"):
+    with pytest.raises(KernelChoiceError, match=r"COHORT_KERNELS='fast': must be 'auto' or 'reference'"):
+        native.load()
+
+
+def test_to_the_engine_a_wrong_choice_is_a_wrong_option(monkeypatch):
+    monkeypatch.setenv("COHORT_KERNELS", "fast")
+    with pytest.raises(ConfigError, match="COHORT_KERNELS='fast'"):
+        compiled_kernels.keep_in_cache()
+
+
+def test_without_a_folder_for_them_no_kernels_are_built(monkeypatch):
+    monkeypatch.delenv("COHORT_KERNELS", raising=False)
+    monkeypatch.setattr(native, "_cache", None)
+    with pytest.raises(KernelChoiceError, match="keep_in"):
         native.load()
 
 
 def test_a_failed_build_is_one_warning(monkeypatch):
-    def fail() -> None:
+    def fail(cache) -> None:
         raise KernelBuildError("no C++ compiler found")
 
     monkeypatch.delenv("COHORT_KERNELS", raising=False)
@@ -46,7 +62,7 @@ def test_a_file_that_is_no_library_is_one_warning(monkeypatch, tmp_path):
     path = tmp_path / "cohort_kernels.so"
     path.write_bytes(b"half a file")
     monkeypatch.delenv("COHORT_KERNELS", raising=False)
-    monkeypatch.setattr(native, "build", lambda: path)
+    monkeypatch.setattr(native, "build", lambda cache: path)
     with structlog.testing.capture_logs() as logs:
         assert native.load() is None
     assert [entry["log_level"] for entry in logs] == ["warning"]
@@ -61,7 +77,7 @@ def test_other_dtypes_go_to_the_reference():
 class TestWithTheExtension:
     def test_it_is_what_runs(self):
         assert native.implementation() == "native"
-        assert library_path().exists()
+        assert library_path(cache_dir()).exists()
 
     def test_the_self_check_finds_a_wrong_kernel(self):
         operators = native.ops_for(torch.ones(1))
@@ -88,7 +104,8 @@ class TestWithTheExtension:
         """Loading must be quick: nothing of torch's extension builder, and no compiler, may be touched."""
         native.implementation()
         program = (
-            "import sys; from cohort.kernels import native; assert native.implementation() == 'native'; "
+            "import sys; from cohort.common.engine import compiled_kernels; compiled_kernels.keep_in_cache(); "
+            "from cohort.kernels import native; assert native.implementation() == 'native'; "
             "assert 'torch.utils.cpp_extension' not in sys.modules"
         )
         environment = {**os.environ, "CXX": "/nonexistent", "PATH": ""}

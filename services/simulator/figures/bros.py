@@ -269,5 +269,5 @@ REMARKS: tuple[str, ...] = (
     "The foreseen iteration time (R3) was off by 0.3 to 1.7 % in these runs (`cost_error`).",
     "Best-effort requests come 128 at a time, and 50 s see one or two such batches: their single cases are coarse.",
     "Fig. 14 is wall time and wants a machine that does nothing else; its rows are of a busy one. "
-    "`python -m cohort.services.bench.iteration_scheduling` measures a decision alone.",
+    "`cohort bench decisions iteration` measures a decision alone.",
 )

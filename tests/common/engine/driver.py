@@ -17,41 +17,11 @@ import transformers
 
 from cohort.common.engine.batch import GREEDY, SamplingRow, StepBatch, StepOutput
 from cohort.common.engine.model_runner import ModelRunner
+from tests.engine_models import BLOCK_SIZE, VOCAB, make_runner, save_random_model
 
-VOCAB = 199
+__all__ = ["BLOCK_SIZE", "VOCAB", "make_runner", "save_random_model"]
+
 NEAR_TIE = 1e-3
-BLOCK_SIZE = 8
-
-
-def save_random_model(config: Any, folder: Path, *, seed: int = 0) -> Path:
-    """A model of this configuration with weights large enough that its logits differ clearly."""
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                offset = 1.0 if ("norm" in name or "ln_" in name) and name.endswith("weight") else 0.0
-                parameter.normal_(0.0, 0.2).add_(offset)
-            else:  # learned positions weigh as much as the rest of a layer, or answers repeat one token
-                scale = 6.0 if "embed_positions" in name else 1.5
-                parameter.normal_(0.0, scale / parameter.shape[-1] ** 0.5)
-    model.tie_weights()
-    model.save_pretrained(folder)
-    return folder
-
-
-def make_runner(folder: Path, **overrides: Any) -> ModelRunner:
-    options: dict[str, Any] = {
-        "dtype": "float32",
-        "device": "cpu",
-        "threads": 1,
-        "block_size": BLOCK_SIZE,
-        "num_blocks": 96,
-        "host_blocks": 8,
-        "max_rows": 16,
-        "max_step_tokens": 256,
-    }
-    return ModelRunner(folder, **{**options, **overrides})
 
 
 @dataclass(slots=True)

@@ -1,1 +1,0 @@
-"""Measurements of the engine for `cohort bench --engine`. Never imported by a service that serves."""

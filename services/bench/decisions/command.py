@@ -1,0 +1,27 @@
+"""`cohort bench decisions WHICH`: what one decision costs, by the policy that makes it."""
+
+from __future__ import annotations
+
+import argparse
+
+from cohort.services.bench.decisions import bucket_waste, iteration_scheduling, placement, scheduling
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_subparsers(dest="which", metavar="WHICH", required=True)
+    for name, module, summary in (
+        ("prefill-order", scheduling, "a request's way through the manager's prefill order"),
+        ("placement", placement, "placing a request on instances with so much queued"),
+        ("iteration", iteration_scheduling, "deciding a worker's iteration"),
+        ("buckets", bucket_waste, "padding waste against the number of buckets, for the lengths of a trace"),
+    ):
+        one = which.add_parser(name, help=summary, description=module.__doc__)
+        one.formatter_class = argparse.RawDescriptionHelpFormatter
+        module.add_arguments(one)
+        one.set_defaults(execute=module.execute)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the chosen one. Raises `CohortError`."""
+    code: int = args.execute(args)
+    return code

@@ -1,0 +1,162 @@
+"""What deciding one iteration costs a worker: `cohort bench decisions iteration`.
+
+Measures an `IterationScheduler` with its allocator as the worker machine uses them, without model or processes: so many
+requests are on the worker all the time, half real-time, half best-effort; those that end are replaced. Iterations take
+virtual time (`_STEP_S` and `_TOKEN_S` a token), so that deadlines and the learned costs mean something. Prints the wall
+time of a decision, the collected copies included. One core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+
+from rich.console import Console
+from rich.table import Table
+
+from cohort.common.config import load_config
+from cohort.common.policies import compose
+from cohort.common.policies.interface import IterationPlan, News, Ran
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Sequence
+from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
+
+_STEP_S = 0.02
+_TOKEN_S = 0.0001
+_BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionCost:
+    """Microseconds per decision over `decisions` of them; `rows` and `shared_blocks` are means."""
+
+    preset: str
+    queued: int
+    blocks: int
+    decisions: int
+    rows: float
+    shared_blocks: float
+    median_us: float
+    p99_us: float
+
+
+class _Load:
+    """Requests that come, run and are replaced."""
+
+    def __init__(self, preset: str, queued: int, blocks: int, seed: int) -> None:
+        config = load_config(preset=preset, overrides={"kv": {"prefix_caching": False}})
+        self.scheduler = compose.iteration(config)
+        geometry = KvGeometry(1, 1, 1, 1, _BLOCK)
+        self.kv: KvAllocator = compose.allocation(config, geometry, blocks, blocks)
+        self._random = random.Random(seed)
+        self._serial = 0
+        self._ran: Ran | None = None
+        self.now_s = 0.0
+        for _ in range(queued):
+            self._arrive()
+
+    def _arrive(self) -> None:
+        draw = self._random
+        self._serial += 1
+        prompt = min(1000, max(4, int(draw.lognormvariate(5.0, 0.8))))
+        request = Request(
+            Attempt(f"r{self._serial}", 1),
+            "gateway",
+            [0] * prompt,
+            prompt,
+            SamplingParams(max_tokens=draw.randint(16, 256)),
+            self.now_s,
+            traffic_class="rt" if self._serial % 2 else "be",
+        )
+        self.scheduler.add(self.now_s, Sequence(request, list(request.tokens), None, 0, self.now_s))
+
+    def decide(self) -> IterationPlan:
+        plan = self.scheduler.decide(self.now_s, self.kv, News(self._ran))
+        plan.copies = self.kv.take_copies()
+        return plan
+
+    def perform(self, plan: IterationPlan) -> None:
+        latency_s = _STEP_S + _TOKEN_S * plan.tokens
+        self.now_s += latency_s
+        self._ran = Ran(plan, self.now_s, (latency_s,))
+        for row in plan.rows:
+            sequence = row.sequence
+            sequence.computed = row.start + row.count
+            self.kv.committed(sequence)
+            if sequence.computed == sequence.known:
+                sequence.tokens.append(1)
+                sequence.last_token_s = self.now_s
+            if sequence.output_tokens >= sequence.request.sampling.max_tokens:
+                self.scheduler.remove(self.now_s, sequence)
+                self.kv.release(sequence.key)
+                self._arrive()
+
+
+def measure(preset: str, queued: int, blocks: int, decisions: int, seed: int = 0) -> DecisionCost:
+    load = _Load(preset, queued, blocks, seed)
+    for _ in range(decisions // 4):
+        load.perform(load.decide())
+    seconds: list[float] = []
+    rows: list[int] = []
+    shared: list[float] = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(decisions):
+            started = time.perf_counter()
+            plan = load.decide()
+            seconds.append(time.perf_counter() - started)
+            rows.append(len(plan.rows))
+            shared.append(load.kv.metrics().get("shared_blocks", 0.0))
+            load.perform(plan)
+    finally:
+        gc.enable()
+    seconds.sort()
+    return DecisionCost(
+        preset,
+        queued,
+        blocks,
+        decisions,
+        fmean(rows),
+        fmean(shared),
+        median(seconds) * 1e6,
+        seconds[int(0.99 * len(seconds))] * 1e6,
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--preset", nargs="*", default=["bros", "baseline-vllm", "baseline-round-robin"])
+    parser.add_argument("--queued", nargs="*", type=int, default=[100, 1000], help="requests on the worker")
+    parser.add_argument("--blocks", type=int, default=1500, help="KV blocks of 16 tokens on the device and on the host")
+    parser.add_argument("--decisions", type=int, default=400, help="iterations measured, after a quarter as many")
+    parser.add_argument("--json", action="store_true", help="a list of objects instead of the table")
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Everything from parsed options."""
+    costs = [
+        measure(preset, queued, options.blocks, options.decisions)
+        for preset in options.preset
+        for queued in options.queued
+    ]
+    if options.json:
+        json.dump([asdict(cost) for cost in costs], sys.stdout, indent=1)
+        return 0
+    table = Table("preset", "queued", "rows", "shared blocks", "µs/decision", "p99")
+    for cost in costs:
+        table.add_row(
+            cost.preset,
+            f"{cost.queued:,}",
+            f"{cost.rows:.0f}",
+            f"{cost.shared_blocks:.0f}",
+            f"{cost.median_us:.0f}",
+            f"{cost.p99_us:.0f}",
+        )
+    Console().print(table)
+    return 0

@@ -1,0 +1,148 @@
+"""What placing one request costs, whatever is queued: `cohort bench decisions placement`.
+
+D9: the split search as the manager uses it. So many requests, prompts and decodes, are queued on so many instances; a
+request is placed, half of the instances report, the next one is placed, … Prints microseconds of processor time per
+placement. One core, no processes, no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from cohort.common.config import load_config
+from cohort.common.policies import compose
+from cohort.common.policies.interface import ClusterView, InstanceView, WaitingRequest
+from cohort.common.types import (
+    Attempt,
+    Prediction,
+    QueuedWork,
+    Request,
+    Role,
+    SamplingParams,
+    StepTimes,
+    WorkerCapacity,
+    WorkerFigures,
+)
+
+_TIMES = StepTimes(1.3e-3, 1.06e-4, 1.3e-4, 0.022, 6e-9, 1.5e-7)
+"""Roughly Qwen2.5-14B on an A100."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Microseconds of processor time per placement: what other processes take of the wall clock is not in it."""
+
+    preset: str
+    balance: str
+    instances: int
+    queued: int
+    median_us: float
+    p99_us: float
+    worst_us: float
+    splits: int
+
+
+def measure(preset: str, balance: str, instances: int, queued: int, rounds: int, seed: int = 0) -> Cost:
+    draw = random.Random(seed)
+    placement = compose.placement(
+        load_config(preset=preset, overrides={"dynaserve": {"ablation": {"balance": balance}}})
+    )
+    capacity = WorkerCapacity(Role.UNIFIED, "m", 32_768, 48, 8, 128, 2, 16, 100_000, 0, 256, 2048)
+    views = {f"u{index}": InstanceView(f"u{index}", capacity) for index in range(instances)}
+    for index, view in enumerate(views.values()):
+        view.figures = _report(draw, view.instance, queued // instances + (index < queued % instances))
+    cluster = ClusterView(views)
+    taken: list[float] = []
+    splits = 0
+    gc.collect()
+    gc.disable()
+    try:
+        for round_ in range(rounds):
+            prompt, output = draw.randint(16, 8000), float(draw.randint(1, 1500))
+            prediction = Prediction(output, output, output, output)
+            request = Request(
+                Attempt(f"r{round_}", 1),
+                "gateway",
+                [0] * prompt,
+                prompt,
+                SamplingParams(max_tokens=4096),
+                0.0,
+                prediction=prediction,
+            )
+            waiting = WaitingRequest(request, 0.0, prediction)
+            started = time.thread_time()
+            placed = placement.place(0.2 * round_, waiting, cluster, None)
+            taken.append((time.thread_time() - started) * 1e6)
+            splits += len(getattr(placed, "segments", ())) == 2
+            placement.finished(0.2 * round_, request.request_id)
+            for view in draw.sample(list(views.values()), max(1, instances // 2)):
+                view.figures = _report(draw, view.instance, queued // instances)
+    finally:
+        gc.enable()
+    settled = sorted(taken[len(taken) // 10 :])
+    return Cost(
+        preset, balance, instances, queued, median(settled), settled[int(0.99 * len(settled))], settled[-1], splits
+    )
+
+
+def _report(draw: random.Random, name: str, count: int) -> WorkerFigures:
+    """A loaded instance: a third of its requests still wait for their prompts."""
+    queue = [
+        QueuedWork(f"{name}-{index}", draw.randint(16, 4000), 0, draw.randint(1, 800))
+        if draw.random() < 0.33
+        else QueuedWork(f"{name}-{index}", 0, draw.randint(16, 4000), draw.randint(1, 800))
+        for index in range(count)
+    ]
+    return WorkerFigures(
+        total_blocks=100_000,
+        free_blocks=80_000,
+        running=count,
+        queue=queue,
+        step_times=_TIMES,
+        queued_prefill_tokens=sum(work.prefill_left for work in queue),
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--preset", default="dynaserve", help="whose placement is measured (default: %(default)s)")
+    parser.add_argument("--instances", nargs="*", type=int, default=[2, 16])
+    parser.add_argument("--queued", nargs="*", type=int, default=[100, 1000], help="requests on all instances together")
+    parser.add_argument("--rounds", type=int, default=2000)
+    parser.add_argument("--json", action="store_true", help="a list of objects instead of the table")
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Everything from parsed options."""
+    costs = [
+        measure(options.preset, balance, instances, queued, options.rounds)
+        for balance in ("work", "end")
+        for instances in options.instances
+        for queued in options.queued
+    ]
+    if options.json:
+        json.dump([asdict(cost) for cost in costs], sys.stdout, indent=1)
+        return 0
+    table = Table("preset", "balance", "instances", "queued", "µs/request", "p99", "worst", "split")
+    for cost in costs:
+        table.add_row(
+            cost.preset,
+            cost.balance,
+            str(cost.instances),
+            f"{cost.queued:,}",
+            f"{cost.median_us:.0f}",
+            f"{cost.p99_us:.0f}",
+            f"{cost.worst_us:.0f}",
+            f"{cost.splits}",
+        )
+    Console().print(table)
+    return 0

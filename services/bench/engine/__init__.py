@@ -1,0 +1,1 @@
+"""The engine of this machine, measured. What loads torch is in `inside`."""

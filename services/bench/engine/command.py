@@ -1,0 +1,107 @@
+"""`cohort bench engine`: what the engine's CPU path costs on this machine, against what it cannot be faster than.
+
+Starts the measuring process (torch lives there), measures the growth of decisions itself (pure policies, no torch), and
+publishes tables, JSON and a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+from rich.console import Console
+
+from cohort.common.config import dump_config, load_config
+from cohort.common.errors import ConfigError
+from cohort.services.bench.child import Report, Steps, run_child
+from cohort.services.bench.decisions.growth import QUICK, Curve, Sizes
+from cohort.services.bench.decisions.growth import tasks as growth_tasks
+from cohort.services.bench.engine.plot import write_engine_plot
+from cohort.services.bench.engine.render import print_engine
+from cohort.services.bench.engine.report import EngineReport, Section
+from cohort.services.bench.engine.result import EngineBench, encode, step_curves
+from cohort.services.bench.output import add_output_arguments, check_output, output_console, publish_json
+from cohort.services.bench.targets import engine_targets
+
+_CHILD = "cohort.services.bench.engine.inside.measuring"
+
+
+ENGINE_SECTIONS = ("decode", "prefill", "shares", "attention", "allocations", "growth")
+"""Parts that can be had alone."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="FOLDER", help="in Hugging Face format (default: the default model)")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="default: auto")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: as a worker has)")
+    parser.add_argument(
+        "--only", nargs="+", choices=ENGINE_SECTIONS, metavar="PART", help=f"some of {', '.join(ENGINE_SECTIONS)}"
+    )
+    parser.add_argument("--quick", action="store_true", help="small and few: shows that it runs")
+    add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Everything from parsed options. Raises `CohortError`."""
+    if args.threads is not None and args.threads < 1:
+        raise ConfigError("--threads must be above 0")
+    check_output(args)
+    quiet = args.quiet or args.json == "-"
+    with Steps(Console(stderr=True, quiet=quiet)) as steps:
+        result = measure(args, steps.report)
+    if not quiet:
+        print_engine(result, output_console())
+    publish_json(args.json, msgspec.json.format(encode(result), indent=2) + b"\n")
+    if args.plot is not None:
+        write_engine_plot(args.plot, result)
+    return 0
+
+
+def measure(args: argparse.Namespace, report: Report) -> EngineBench:
+    sections = args.only or list(ENGINE_SECTIONS)
+    inside = [section for section in sections if section in get_args(Section)]
+    engine = _engine(args, inside, report) if inside else None
+    growth: list[Curve] = []
+    if "growth" in sections:
+        wanted = list(growth_tasks(QUICK if args.quick else Sizes()))
+        for done, (what, task) in enumerate(wanted):
+            report(done, len(wanted), what)
+            growth += task()
+    if engine is not None:
+        growth += step_curves(engine)
+    targets = list(engine_targets(engine)) if engine is not None else []
+    notes = engine.notes if engine is not None else []
+    findings = [*notes, *(each.sentence for each in growth if each.sentence)]
+    if args.quick:
+        findings.append("--quick shows that everything runs; its memory is small enough for caches and its rounds few")
+    return EngineBench(quick=args.quick, engine=engine, growth=growth, targets=targets, findings=findings)
+
+
+def _engine(args: argparse.Namespace, sections: list[str], report: Report) -> EngineReport:
+    overrides: dict[str, dict[str, str]] = {"engine": {"device": "cpu"}, "logging": {"level": "warning"}}
+    model = {name: value for name, value in (("path", args.model), ("dtype", args.dtype)) if value}
+    if model:
+        overrides["model"] = model
+    config = load_config(overrides=overrides)
+    if args.model and not Path(args.model).is_dir():
+        raise ConfigError(f"--model {args.model}: a folder in Hugging Face format")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with tempfile.TemporaryDirectory() as folder:
+        merged, output = Path(folder) / "config.yaml", Path(folder) / "report.json"
+        merged.write_text(dump_config(config), encoding="utf-8")
+        arguments = [
+            "--config",
+            str(merged),
+            "--threads",
+            str(args.threads or config.default_threads(cores)),
+            "--output",
+            str(output),
+            "--sections",
+            *sections,
+        ]
+        run_child(_CHILD, [*arguments, "--quick"] if args.quick else arguments, report)
+        return msgspec.json.decode(output.read_bytes(), type=EngineReport)

@@ -1,0 +1,160 @@
+"""The engine without the pipeline: scheduler, cache and model in one process, driven by a closed loop.
+
+What remains when gateway, manager, wire and streams are taken away: `cohort bench in-process`, which `cohort bench
+overhead` compares with the same workload over HTTP. Same policies, same `WorkerMachine`, same `ModelRunner` as a
+worker; nothing of the network. All of the measuring wing's uses of the machine are here.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from dataclasses import dataclass
+
+from cohort.common.config import Config
+from cohort.common.engine.batch import StepOutput
+from cohort.common.engine.batch_builder import build_batch
+from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.worker_process import capacity_of
+from cohort.common.machines.effects import StartStep
+from cohort.common.machines.events import Received, Sampled, StepEnded, WorkerEvent
+from cohort.common.machines.worker import WorkerMachine
+from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
+from cohort.common.messages import StartSegment
+from cohort.common.policies import compose
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.sequence import Sequence
+from cohort.common.types import Attempt, Request, Role, SamplingParams, Segment
+from cohort.services.bench.engine.inside.clocks import Target
+
+_FIRST_ID = 1000  # prompts are drawn from here up: ordinary tokens in every vocabulary we know
+
+
+@dataclass(frozen=True, slots=True)
+class LoopFigures:
+    """One run. Times in seconds; `outside_engine` is the share of the wall time not spent in the forward."""
+
+    requests: int
+    concurrency: int
+    output_tokens: int
+    wall_s: float
+    output_tokens_per_s: float
+    ttft_p50_s: float
+    tpot_p50_s: float
+    outside_engine: float
+
+
+class InProcessEngine:
+    """One unified worker's inside."""
+
+    def __init__(self, config: Config, runner: ModelRunner) -> None:
+        capacity = capacity_of(config, Role.UNIFIED, runner, "in-process")
+        self._runner = runner
+        self._machine = WorkerMachine(
+            WorkerSetup("in-process", 1, "", "manager", capacity, WorkerSettings((), 30.0, 30.0, 30.0, 256.0)),
+            compose.iteration(config),
+            compose.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks),
+            random.Random(0),
+        )
+        self._submitted: list[WorkerEvent] = []
+        self._next: IterationPlan | None = None
+        self.engine_s = 0.0
+
+    @property
+    def free_blocks(self) -> int:
+        """Of the cache, that nothing is kept in."""
+        return self._machine.figures(0).free_blocks
+
+    def submit(self, request_id: str, prompt: list[int], output_tokens: int) -> None:
+        """It is scheduled with the next decision: of the next `step`, unless that one has been decided already."""
+        request = Request(
+            Attempt(request_id, 1),
+            "gateway",
+            prompt,
+            len(prompt),
+            SamplingParams(max_tokens=output_tokens, temperature=0.0),
+            time.time(),
+        )
+        self._submitted.append(Received("manager", StartSegment(request, [Segment(0, None, "in-process")], 0, "")))
+
+    def step(self) -> list[Sequence]:
+        """One iteration; the sequences that got a token."""
+        if self._submitted:
+            submitted, self._submitted = self._submitted, []
+            self._tell(*submitted)
+        plan, self._next = self._next, None
+        if plan is None:
+            return []
+        batch, sampling = build_batch(plan, self._machine.kv)
+        started = time.monotonic()
+        output = self._runner.execute(batch)
+        latency_s = time.monotonic() - started
+        self.engine_s += latency_s
+        self._tell(StepEnded(_sampled(sampling, output), latency_s))
+        return sampling
+
+    def _tell(self, *events: WorkerEvent) -> None:
+        """Of the machine's effects only the step is performed: there is no peer to send anything to."""
+        effects = self._machine.handle(time.monotonic(), *events)
+        if effects and isinstance(effects[-1], StartStep):
+            self._next = effects[-1].plan
+
+
+def machine_targets() -> list[Target]:
+    """The machine's part of a step, for a clock."""
+    return [Target(WorkerMachine, "_plan", "plan"), Target(WorkerMachine, "_completed", "completed")]
+
+
+def closed_loop(
+    config: Config,
+    runner: ModelRunner,
+    *,
+    concurrency: int,
+    requests: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    seed: int,
+) -> LoopFigures:
+    """`concurrency` requests at a time, the next as soon as one ends."""
+    engine = InProcessEngine(config, runner)
+    draw = random.Random(seed)
+    highest = runner.geometry.vocab_size - 1
+    prompts = [[draw.randint(min(_FIRST_ID, highest), highest) for _ in range(prompt_tokens)] for _ in range(requests)]
+    submitted: dict[str, float] = {}
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    waiting = iter(range(requests))
+
+    def submit_next() -> None:
+        for index in waiting:
+            name = str(index)
+            submitted[name] = time.monotonic()
+            engine.submit(name, prompts[index], output_tokens)
+            return
+
+    started = time.monotonic()
+    for _ in range(concurrency):
+        submit_next()
+    while len(last) < requests:
+        for sequence in engine.step():
+            now, name = time.monotonic(), sequence.request_id
+            first.setdefault(name, now)
+            if sequence.output_tokens >= output_tokens:
+                last[name] = now
+                submit_next()
+    wall_s = time.monotonic() - started
+    return LoopFigures(
+        requests=requests,
+        concurrency=concurrency,
+        output_tokens=requests * output_tokens,
+        wall_s=wall_s,
+        output_tokens_per_s=requests * output_tokens / wall_s,
+        ttft_p50_s=statistics.median(first[name] - submitted[name] for name in first),
+        tpot_p50_s=statistics.median((last[n] - first[n]) / max(1, output_tokens - 1) for n in last),
+        outside_engine=1 - engine.engine_s / wall_s,
+    )
+
+
+def _sampled(sampling: list[Sequence], output: StepOutput) -> list[Sampled]:
+    return [Sampled(sequence.key, token) for sequence, token in zip(sampling, output.tokens.tolist(), strict=True)]

@@ -1,0 +1,285 @@
+"""The measuring side of `cohort bench engine`: load the model as a worker would, measure, write an `EngineReport`.
+
+    python -m cohort.services.bench.engine.inside.measuring --config FILE --threads N --output FILE [--quick]
+
+A process of its own because the command line never loads torch. Says on stderr what it is measuring, one line
+`progress DONE TOTAL WHAT` each; serves nothing. The CPU path is what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import get_args
+
+import msgspec
+
+from cohort.common import paths
+from cohort.common.config import Config, load_config
+from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.worker_process import load_runner
+from cohort.common.errors import CohortError
+from cohort.services.bench.engine.inside import in_process
+from cohort.services.bench.engine.inside.allocations import decode_allocations, profiler_available
+from cohort.services.bench.engine.inside.attention import measure_attention
+from cohort.services.bench.engine.inside.clocks import StepClock, Target, clocked, engine_targets
+from cohort.services.bench.engine.inside.contests import decode_contest, prefill_contest
+from cohort.services.bench.engine.inside.floors import Floors, model_products
+from cohort.services.bench.engine.inside.in_process import InProcessEngine
+from cohort.services.bench.engine.inside.resident import available_bytes, machine, rss_bytes, weights_and_buffers
+from cohort.services.bench.engine.report import (
+    KERNEL_PARTS,
+    Allocations,
+    AttentionPoint,
+    Contest,
+    EngineReport,
+    MemoryUse,
+    ModelFacts,
+    Section,
+    StepPart,
+    StepShares,
+)
+from cohort.services.bench.kernels.measuring import READ_BYTES
+
+_OUTSIDE_EXECUTE: frozenset[StepPart] = frozenset({"plan", "build", "completed", "glue"})
+_FEWER_ROUNDS_FROM_TOKENS = 512  # a prefill of so many takes its time
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is measured."""
+
+    rounds: int
+    decode_rows: tuple[int, ...]
+    contexts: tuple[int, ...]
+    prefill_tokens: tuple[int, ...]
+    shares_rows: tuple[int, ...]
+    shares_context: int
+    shares_steps: int
+    attention: tuple[tuple[int, int], ...]
+    read_bytes: int
+
+
+FULL = Scale(
+    rounds=7,
+    decode_rows=(1, 4, 16, 64, 256),
+    contexts=(32, 128, 512, 2048),
+    prefill_tokens=(64, 128, 512, 1024, 2048),
+    shares_rows=(1, 16, 64),
+    shares_context=128,
+    shares_steps=20,
+    attention=((16, 512), (1, 2048)),
+    read_bytes=READ_BYTES,
+)
+QUICK = Scale(
+    rounds=2,
+    decode_rows=(1, 4),
+    contexts=(32, 64),
+    prefill_tokens=(64,),
+    shares_rows=(1, 4),
+    shares_context=32,
+    shares_steps=3,
+    attention=((2, 64),),
+    read_bytes=1 << 23,
+)
+
+
+@dataclass(slots=True)
+class _Found:
+    contests: list[Contest] = field(default_factory=list)
+    shares: list[StepShares] = field(default_factory=list)
+    attention: list[AttentionPoint] = field(default_factory=list)
+    allocations: list[Allocations] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def measure(config: Config, threads: int, scale: Scale, sections: frozenset[Section]) -> EngineReport:
+    """Everything in `sections`, in one process, one after the other."""
+    load_before = os.getloadavg()[0]
+    rss_before = rss_bytes()
+    runner = load_runner(config, threads)
+    rss_loaded = rss_bytes()
+    runner.warm_up()
+    rss_stepped = rss_bytes()
+    found = _Found()
+    dtype = runner.kv.blocks.dtype
+    products = model_products(runner.geometry)
+    if products is None:
+        found.notes.append(f"no floors: a model of family {runner.geometry.family} does not say what it multiplies")
+    compared = products is not None and sections & {"decode", "prefill"}
+    floors = Floors(products, dtype, available_bytes()) if products is not None and compared else None
+    tasks = _tasks(config, runner, floors, scale, sections, found)
+    for done, (what, task) in enumerate(tasks):
+        sys.stderr.write(f"progress {done} {len(tasks)} {what}\n")
+        sys.stderr.flush()
+        gc.collect()  # between two tasks, not within one
+        task()
+    weights, buffers = weights_and_buffers(runner)
+    geometry = runner.geometry
+    return EngineReport(
+        machine=machine(threads, runner.dtype, load_before),
+        model=ModelFacts(
+            name=(Path(config.model.path) if config.model.path else paths.default_model_dir()).name,
+            family=geometry.family,
+            layers=geometry.num_layers,
+            hidden=geometry.hidden_size,
+            query_size=geometry.num_heads * geometry.head_dim,
+            vocabulary=geometry.vocab_size,
+            layer_parameters=products.layer_parameters if products is not None else 0,
+            product_bytes=products.parameters * dtype.itemsize if products is not None else 0,
+            block_size=runner.block_size,
+            kv_blocks=len(runner.kv.blocks),
+            kv_token_bytes=runner.kv.geometry.token_bytes,
+        ),
+        contests=found.contests,
+        shares=found.shares,
+        attention=found.attention,
+        allocations=found.allocations,
+        memory=MemoryUse(
+            rss_before=rss_before,
+            rss_loaded=rss_loaded,
+            rss_stepped=rss_stepped,
+            weights=weights,
+            buffers=buffers,
+            kv_reserved=len(runner.kv.blocks) * runner.kv.block_bytes,
+            host_reserved=len(runner.kv.host_blocks) * runner.kv.block_bytes,
+        ),
+        notes=found.notes,
+    )
+
+
+def _tasks(
+    config: Config,
+    runner: ModelRunner,
+    floors: Floors | None,
+    scale: Scale,
+    sections: frozenset[Section],
+    found: _Found,
+) -> list[tuple[str, Callable[[], None]]]:
+    tasks: list[tuple[str, Callable[[], None]]] = []
+
+    def decode(rows: int) -> None:
+        found.contests.append(decode_contest(runner, floors, rows, scale.contexts, scale.rounds, scale.read_bytes))
+
+    def prefill(tokens: int) -> None:
+        rounds = scale.rounds if tokens < _FEWER_ROUNDS_FROM_TOKENS else max(2, scale.rounds // 2)
+        found.contests.append(prefill_contest(runner, floors, tokens, rounds, scale.read_bytes))
+
+    def shares(rows: int) -> None:
+        one = measure_shares(config, runner, rows, scale.shares_context, scale.shares_steps)
+        if one is None:
+            found.notes.append(f"no shares of a step of {rows} rows: more than the cache or a step can hold")
+        else:
+            found.shares.append(one)
+
+    def attention(rows: int, context: int) -> None:
+        found.attention.append(measure_attention(runner, rows, context, scale.rounds, scale.read_bytes))
+
+    def allocations(rows: int, context: int) -> None:
+        if not profiler_available():
+            found.notes.append("no allocations: this torch has no profiler")
+        elif (one := decode_allocations(runner, rows, context)) is not None:
+            found.allocations.append(one)
+
+    # What a worker of this configuration can be given at all
+    max_rows = min(config.engine.max_rows, config.engine.max_step_tokens)
+    longest = min(config.engine.max_step_tokens, runner.geometry.max_positions)
+    if "decode" in sections:
+        tasks += [(f"decode, {n} rows", partial(decode, n)) for n in scale.decode_rows if n <= max_rows]
+    if "prefill" in sections:
+        tasks += [(f"prefill, {n} tokens", partial(prefill, n)) for n in scale.prefill_tokens if n <= longest]
+    if "shares" in sections:
+        tasks += [(f"where a step of {n} rows goes", partial(shares, n)) for n in scale.shares_rows]
+    if "attention" in sections:
+        tasks += [(f"attention, {r} x {c}", partial(attention, r, c)) for r, c in scale.attention]
+    if "allocations" in sections:
+        rows = next((n for n in (16, *scale.decode_rows) if n <= max_rows), 1)
+        tasks.append((f"allocations of a step of {rows} rows", partial(allocations, rows, scale.shares_context)))
+    return tasks
+
+
+def measure_shares(config: Config, runner: ModelRunner, rows: int, context: int, steps: int) -> StepShares | None:
+    """Decode steps of the whole worker at `rows` sequences of `context` tokens and a few more: with clocks and without
+    in turn. None where they do not fit."""
+    spare = 2 * steps + 4
+    blocks = rows * runner.kv.geometry.blocks_for(context + spare)
+    if rows > config.engine.max_rows or blocks > 0.9 * len(runner.kv.blocks):
+        return None
+    if context + spare > runner.geometry.max_positions:
+        return None
+    engine = InProcessEngine(config, runner)
+    draw = random.Random(rows)
+    vocabulary = runner.geometry.vocab_size
+    for index in range(rows):
+        engine.submit(str(index), [draw.randrange(vocabulary) for _ in range(context)], spare + 2)
+    drawn: Counter[str] = Counter()
+    while len(drawn) < rows:
+        drawn.update(sequence.request_id for sequence in engine.step())
+    engine.step()
+    targets = [
+        *engine_targets(),
+        *in_process.machine_targets(),
+        Target(in_process, "build_batch", "build"),
+        Target(InProcessEngine, "step", "glue"),
+    ]
+    plain_s, parts = [], list[dict[StepPart, float]]()
+    for _ in range(steps):
+        begin_s = time.perf_counter()
+        engine.step()
+        plain_s.append(time.perf_counter() - begin_s)
+        clock = StepClock()
+        with runner.one_by_one(), clocked(clock, targets):
+            engine.step()
+        parts.append(dict(clock.seconds))
+    whole_s = [sum(each.values()) for each in parts]
+
+    def share_outside(inside: frozenset[StepPart]) -> float:
+        shares = [
+            1 - sum(each.get(part, 0.0) for part in inside) / whole for each, whole in zip(parts, whole_s, strict=True)
+        ]
+        return median(shares)
+
+    every: tuple[StepPart, ...] = get_args(StepPart)
+    return StepShares(
+        rows=rows,
+        context=context,
+        steps=steps,
+        step_s=median(plain_s),
+        clocked_s=median(whole_s),
+        parts_s={part: median(each.get(part, 0.0) for each in parts) for part in every},
+        outside_kernels=share_outside(frozenset(KERNEL_PARTS)),
+        outside_execute=share_outside(frozenset(every) - _OUTSIDE_EXECUTE),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="engine.inside.measuring")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true", help="fewer shapes and rounds: that it runs, not how fast")
+    parser.add_argument("--sections", nargs="+", choices=get_args(Section), default=get_args(Section))
+    options = parser.parse_args()
+    try:
+        config = load_config([options.config])
+        sections: frozenset[Section] = frozenset(options.sections)
+        report = measure(config, options.threads, QUICK if options.quick else FULL, sections)
+    except CohortError as error:
+        sys.stderr.write(f"cohort bench: {error}\n")
+        return 2
+    options.output.write_bytes(msgspec.json.encode(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""One measurement: workload → prepared requests → warm-up → run → report. What every mode is built from.
+
+Called by the modes. Owns the HTTP session's use and the negotiated servers; a mode decides only what is measured next.
+Draws prompts before the clock starts and keeps the garbage collector out of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from hashlib import blake2b
+
+import aiohttp
+from rich.console import Console
+
+from cohort.common.errors import ConfigError
+from cohort.common.workloads.arrivals import ClosedLoop
+from cohort.services.bench.http import prompts as prompts_
+from cohort.services.bench.http import report as report_
+from cohort.services.bench.http import target as target_
+from cohort.services.bench.http import workload as workload_
+from cohort.services.bench.http.client import HttpStreamClient, PreparedRequest
+from cohort.services.bench.http.driver import Driver, Progress, RunLog
+from cohort.services.bench.http.options import BenchOptions
+from cohort.services.bench.http.progress import show_progress
+from cohort.services.bench.http.prompts import PromptFactory, Vocabulary
+from cohort.services.bench.http.records import RequestRecord
+from cohort.services.bench.http.report import RunReport
+from cohort.services.bench.http.target import Dialect, RequestBuilder, Target, Wishes
+from cohort.services.bench.http.workload import FromDataset, RequestPlan, Workload, WorkloadSpec
+
+DISCOVER_TIMEOUT_S = 10.0
+WARMUP_CONCURRENCY = 4
+WARMUP_MAX_OUTPUT_TOKENS = 32
+MAX_PROMPT_TOKENS_PREPARED = 300_000_000
+"""Prompts are drawn before the run; this many tokens take about 2 GB."""
+_YIELD_EVERY = 64
+
+
+class Interrupted(Exception):
+    """Ctrl-C before there was anything to report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    target: Target
+    dialect: Dialect
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    report: RunReport
+    records: tuple[RequestRecord, ...]
+
+
+class Harness:
+    """`stop` ends the run in progress early; its partial report is still made."""
+
+    def __init__(
+        self, options: BenchOptions, session: aiohttp.ClientSession, stop: asyncio.Event, console: Console
+    ) -> None:
+        self.options = options
+        self.stop = stop
+        self.console = console
+        self.servers: tuple[Server, ...] = ()
+        self._session = session
+        self._builder = RequestBuilder(options.temperature, options.extra_body, options.api_key)
+        self._vocabulary: Vocabulary | None = None
+        self._warm: set[str] = set()
+
+    async def connect(self) -> None:
+        """Meets every server: model, context, dialect. Servers that are compared get prompts in one common form."""
+        options = self.options
+        targets = [
+            await target_.discover(self._session, name, url, options.model, DISCOVER_TIMEOUT_S)
+            for name, url in options.servers
+        ]
+        self._vocabulary = self._choose_vocabulary(targets)
+        dialects = [await self._negotiate(target, options.prompt_format) for target in targets]
+        if len({dialect.prompt_format for dialect in dialects}) > 1:
+            dialects = [await self._negotiate(target, "text") for target in targets]
+        self.servers = tuple(Server(t, d) for t, d in zip(targets, dialects, strict=True))
+
+    async def measure(self, server: Server, spec: WorkloadSpec, *, label: str, salt: int) -> Measurement:
+        """One run. Equal spec and salt are equal requests, byte for byte but for the model's name."""
+        planned = workload_.build(spec)
+        if not planned.plans:
+            raise ConfigError("the workload has no request; raise --duration-s, --rate or --num-requests")
+        target_.check_context(server.target, planned.plans)
+        await self._warm_up(server, spec, salt)
+        requests = await self._prepare(server, planned, salt, label)
+        started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        log = await self._drive(server, planned, requests, label)
+        report = report_.summarise(
+            log,
+            planned.facts,
+            server.dialect,
+            self.options.slo,
+            name=server.target.name,
+            model=server.target.model,
+            url=server.target.base_url,
+            prompt_salt=salt,
+            started_at=started_at,
+            ignore_eos_wanted=self.options.ignore_eos,
+            bounded_concurrency=self.options.max_concurrency is not None,
+        )
+        return Measurement(report, log.records)
+
+    async def _negotiate(self, target: Target, prompt_format: target_.PromptFormat | None) -> Dialect:
+        assert self._vocabulary is not None
+        options = self.options
+        plan = target_.PROBE_PLAN
+        source = options.workload.source
+        if isinstance(source, FromDataset):
+            plan = replace(plan, row=source.rows[0])
+            prompt_format = "text"
+        wishes = Wishes(
+            options.endpoint,
+            prompt_format,
+            options.ignore_eos,
+            text_possible=isinstance(source, FromDataset) or bool(self._vocabulary.words),
+        )
+        return await target_.negotiate(
+            self._session,
+            target,
+            wishes,
+            self._prompts(derive_salt(options.prompt_salt, "probe")),
+            self._builder,
+            options.request_timeout_s,
+            plan,
+        )
+
+    def _choose_vocabulary(self, targets: list[Target]) -> Vocabulary:
+        options = self.options
+        folder = options.tokenizer or next((t.local_tokenizer for t in targets if t.local_tokenizer), None)
+        found = prompts_.from_tokenizer(folder) if folder is not None else None
+        if options.token_range is not None:
+            ranged = prompts_.from_range(*options.token_range)
+            return replace(found, token_ids=ranged.token_ids, origin=ranged.origin) if found else ranged
+        return found or prompts_.from_range(*prompts_.DEFAULT_TOKEN_RANGE)
+
+    def _prompts(self, salt: int) -> PromptFactory:
+        assert self._vocabulary is not None
+        return PromptFactory(
+            self._vocabulary,
+            seed=self.options.workload.seed,
+            salt=salt,
+            hash_block_tokens=self.options.hash_block_tokens,
+        )
+
+    async def _warm_up(self, server: Server, spec: WorkloadSpec, salt: int) -> None:
+        """Once per server; drawn from the workload's own lengths but with other words, and forgotten."""
+        if server.target.name in self._warm or not self.options.warmup_requests:
+            return
+        self._warm.add(server.target.name)
+        short = WARMUP_MAX_OUTPUT_TOKENS
+        planned = workload_.build(
+            replace(
+                spec,
+                num_requests=self.options.warmup_requests,
+                duration_s=None,
+                arrivals=ClosedLoop(WARMUP_CONCURRENCY),
+                max_output_tokens=min(spec.max_output_tokens or short, short),
+            )
+        )
+        requests = await self._prepare(server, planned, derive_salt(salt, "warm-up"), "warm-up")
+        await self._drive(server, planned, requests, "warm-up")
+
+    async def _prepare(self, server: Server, planned: Workload, salt: int, label: str) -> list[PreparedRequest]:
+        if planned.facts.prompt_tokens > MAX_PROMPT_TOKENS_PREPARED:
+            raise ConfigError(
+                f"the workload's prompts have {planned.facts.prompt_tokens} tokens in all, at most "
+                f"{MAX_PROMPT_TOKENS_PREPARED} can be prepared; use --limit or --num-requests"
+            )
+        prompts = self._prompts(salt)
+        requests = []
+        run_label = f"{label.replace(' ', '-')}-{salt:x}"
+        for index, plan in enumerate(planned.plans):
+            if index % _YIELD_EVERY == 0:
+                await asyncio.sleep(0)  # lets Ctrl-C through
+                if self.stop.is_set():
+                    raise Interrupted
+            requests.append(self._build(server, prompts, plan, run_label))
+        return requests
+
+    def _build(self, server: Server, prompts: PromptFactory, plan: RequestPlan, run_label: str) -> PreparedRequest:
+        return self._builder.build(server.target, server.dialect, prompts, plan, run_label)
+
+    async def _drive(self, server: Server, planned: Workload, requests: list[PreparedRequest], label: str) -> RunLog:
+        progress = Progress()
+        client = HttpStreamClient(
+            self._session, server.target.base_url + server.dialect.path, self.options.request_timeout_s
+        )
+        driver = Driver(
+            client,
+            requests,
+            planned.arrivals,
+            max_concurrency=self.options.max_concurrency,
+            duration_s=self.options.workload.duration_s,
+            stop=self.stop,
+            progress=progress,
+        )
+        async with asyncio.TaskGroup() as group:
+            title = f"{server.target.name} · {label}" if len(self.servers) > 1 else label
+            bar = group.create_task(show_progress(progress, len(requests), title, self.console))
+            with _garbage_collector_idle():
+                log = await driver.run()
+            bar.cancel()
+        return log
+
+
+def derive_salt(salt: int, label: str) -> int:
+    """Another salt for another part of a benchmark: same label, same prompts; other label, no common prefix."""
+    return int.from_bytes(blake2b(f"{salt}/{label}".encode(), digest_size=4).digest(), "big")
+
+
+@contextmanager
+def _garbage_collector_idle() -> Iterator[None]:
+    """Prepared bodies leave the collector's sight, so that no collection walks over them during the run."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,111 @@
+"""`cohort bench` against a server: read options, measure, print and write the result.
+
+Exit status: 0 something completed, 1 nothing did, 2 wrong options or no usable server, 130 Ctrl-C (the partial report
+is printed and written all the same).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+
+import aiohttp
+from rich.console import Console
+
+from cohort.services.bench.http import options as options_
+from cohort.services.bench.http import plots
+from cohort.services.bench.http.export import BenchResult, to_json, write_csv
+from cohort.services.bench.http.harness import Harness, Interrupted, Measurement
+from cohort.services.bench.http.modes import run_mode
+from cohort.services.bench.http.options import BenchOptions
+from cohort.services.bench.http.render import print_result
+from cohort.services.bench.output import output_console, publish_json
+from cohort.services.bench.picture import check_available
+
+EXIT_NOTHING_COMPLETED = 1
+EXIT_INTERRUPTED = 130
+IDLE_CONNECTION_S = 3.0
+"""Shorter than servers keep an idle connection (5 s is common): a request must not meet one that is just being
+closed."""
+READ_BUFFER_BYTES = 1 << 18
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Everything from parsed options; the exit status. Raises `CohortError`."""
+    errors = Console(stderr=True)
+    options = options_.from_args(args)
+    if options.plot_path is not None:
+        check_available()
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            result, measurements, interrupted = runner.run(_measure(options, errors))
+        _publish(options, result, measurements, errors)
+    except (Interrupted, KeyboardInterrupt, asyncio.CancelledError):
+        errors.print("interrupted before anything was measured")
+        return EXIT_INTERRUPTED
+    if interrupted:
+        return EXIT_INTERRUPTED
+    return 0 if any(run.overall.completed for run in result.runs) else EXIT_NOTHING_COMPLETED
+
+
+async def _measure(options: BenchOptions, errors: Console) -> tuple[BenchResult, list[Measurement], bool]:
+    stop = asyncio.Event()
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
+    # No limits here: the deadline is the request's own, and a queue in the client would hide the server's.
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=READ_BUFFER_BYTES) as session:
+        harness = Harness(options, session, stop, Console(quiet=True) if options.quiet else errors)
+        with _ctrl_c_sets(stop):
+            await harness.connect()
+            result, measurements = await run_mode(harness)
+    return result, measurements, stop.is_set()
+
+
+def _publish(options: BenchOptions, result: BenchResult, measurements: list[Measurement], errors: Console) -> None:
+    if not options.quiet:
+        print_result(result, output_console())
+    publish_json(options.json_path, to_json(result))
+    if options.csv_path is not None:
+        write_csv(options.csv_path, measurements)
+    if options.plot_path is not None:
+        plots.write_plot(options.plot_path, result, measurements)
+    written = [str(path) for path in (options.json_path, options.csv_path, options.plot_path) if path and path != "-"]
+    if written and not options.quiet:
+        errors.print(f"written: {', '.join(written)}", highlight=False)
+
+
+@contextlib.contextmanager
+def _ctrl_c_sets(stop: asyncio.Event) -> Iterator[None]:
+    """First signal: end the run and report. Second: give up."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+
+    def on_signal() -> None:
+        if stop.is_set() and task is not None:
+            task.cancel()
+        stop.set()
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    installed = []
+    for number in signals:
+        # Only the main thread may, and not every platform can; Ctrl-C then ends the program without a report.
+        with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+            loop.add_signal_handler(number, on_signal)
+            installed.append(number)
+    try:
+        yield
+    finally:
+        for number in installed:
+            loop.remove_signal_handler(number)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where there is one: it halves the client's own work per chunk."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

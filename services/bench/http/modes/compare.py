@@ -1,0 +1,37 @@
+"""Several servers in turn, round by round: A B A B …, the same requests for all within a round.
+
+Rounds repeat lengths and arrivals but not words, so that spread is the servers' and no round meets a warm prefix cache.
+"""
+
+from __future__ import annotations
+
+from cohort.services.bench.http.export import BenchResult
+from cohort.services.bench.http.figures import compare
+from cohort.services.bench.http.harness import Harness, Interrupted, Measurement, derive_salt
+from cohort.services.bench.http.report import RunReport
+
+
+async def run(harness: Harness, rounds: int) -> tuple[BenchResult, list[Measurement]]:
+    options = harness.options
+    measured: list[Measurement] = []
+    by_name: dict[str, list[RunReport]] = {server.target.name: [] for server in harness.servers}
+    try:
+        for number in range(1, rounds + 1):
+            label = f"round {number}"
+            for server in harness.servers:
+                if harness.stop.is_set():
+                    raise Interrupted
+                found = await harness.measure(
+                    server, options.workload, label=label, salt=derive_salt(options.prompt_salt, label)
+                )
+                measured.append(found)
+                if not found.report.interrupted:
+                    by_name[server.target.name].append(found.report)
+    except Interrupted:
+        if not measured:
+            raise
+    # After Ctrl-C the last round may lack a server: only whole rounds are compared.
+    whole = min(len(reports) for reports in by_name.values())
+    compared = compare({name: reports[:whole] for name, reports in by_name.items()}) if whole else []
+    reports = [m.report for m in measured]
+    return BenchResult(mode="compare", settings=options.settings, runs=reports, comparison=compared), measured

@@ -1,0 +1,1 @@
+"""How fast the C++ kernels are on this machine. `measuring` loads torch; `engine.inside` measures with it too."""

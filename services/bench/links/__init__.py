@@ -1,0 +1,1 @@
+"""The KV links of this machine, measured between two processes."""

@@ -1,0 +1,146 @@
+"""Pipelines to be compared: started, loaded, asked for their stats, and always stopped.
+
+    with pipeline("bucketserve", overlay, port) as served:
+        observed = served.load([ClientCommand("client", ("--rate=5", "--num-requests=80"), after_s=0.0)])
+        stats = served.stats()
+
+Runs the `cohort` command as a person would; decides nothing. Called by `runs` and `fidelity`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cohort.common.config import load_config
+from cohort.common.paths import run_dir
+from cohort.services.bench.child import MeasurementFailed
+from cohort.services.bench.live.spec import NUMBERS_OF_A_REQUEST, ClientCommand
+
+Stats = dict[str, float]
+
+_POLL_S = 0.1
+
+
+def cohort(*arguments: str) -> None:
+    """Run it to its end, without its output. Raises `MeasurementFailed`."""
+    done = start_cohort(*arguments).wait()
+    if done:
+        raise MeasurementFailed(f"`cohort {' '.join(arguments)}` ended with {done}")
+
+
+def start_cohort(*arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "cohort.services.cli", *arguments], stdout=subprocess.DEVNULL)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a client saw: its report of all its requests, and the numbers of each that was answered; one that does not
+    exist (TPOT of a single token) is 0."""
+
+    overall: dict[str, Any]
+    rows: list[dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running pipeline, seen from outside."""
+
+    url: str
+    monitor_url: str
+
+    def load(self, clients: Sequence[ClientCommand]) -> dict[str, Observed]:
+        """All clients to their end, each begun when it says; what each saw, by name. Raises `MeasurementFailed`."""
+        with tempfile.TemporaryDirectory() as folder:
+            reports = {client.name: Path(folder) / f"{number}.json" for number, client in enumerate(clients)}
+            running: dict[str, subprocess.Popen[bytes]] = {}
+            begun_s = time.monotonic()
+            try:
+                for client in sorted(clients, key=lambda client: client.after_s):
+                    time.sleep(max(0.0, begun_s + client.after_s - time.monotonic()))
+                    report = reports[client.name]
+                    written = ("--quiet", "--json", str(report), "--csv", str(report.with_suffix(".csv")))
+                    running[client.name] = start_cohort("bench", "--url", self.url, *client.arguments, *written)
+                _wait_for(running)
+            finally:
+                for process in running.values():
+                    process.kill()
+                    process.wait()
+            return {name: _observed(report) for name, report in reports.items()}
+
+    def stats(self) -> dict[str, Stats]:
+        """Every process's own, by instance, as of its last heartbeat."""
+        processes = json.loads(_get(f"{self.monitor_url}/api/state"))["processes"]
+        return {process["instance"]: process["figures"] for process in processes}
+
+    def metrics(self) -> str:
+        """The Prometheus text of all processes."""
+        return _get(f"{self.monitor_url}/metrics")
+
+
+@contextmanager
+def pipeline(preset: str, overlay: Mapping[str, Any], port: int, settings: Sequence[str] = ()) -> Iterator[Served]:
+    """One pipeline of `preset` with `overlay` (a mapping like a configuration file's) and `settings`
+    (SECTION.OPTION=VALUE) over it, on `port` of this machine; stopped in the end, also when a measurement fails or is
+    interrupted or terminated. For the main thread only.
+
+    Raises `MeasurementFailed` when it does not start.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "overlay.yaml"
+        file.write_text(yaml.safe_dump(dict(overlay)), encoding="utf-8")
+        assignments = [part for text in settings for part in ("--set", text)]
+        cohort("serve", "--detach", "--preset", preset, "--config", str(file), "--port", str(port), *assignments)
+        before = signal.signal(signal.SIGTERM, _leave)  # by default it would end us and leave the pipeline running
+        try:
+            monitor = load_config([run_dir(port) / "resolved.yaml"]).monitor
+            yield Served(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{monitor.port}")
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            cohort("serve", "--stop", "--port", str(port))
+
+
+def _wait_for(clients: Mapping[str, subprocess.Popen[bytes]]) -> None:
+    """Until all are done, or one has failed: the others measure nothing that counts then."""
+    waiting = dict(clients)
+    while waiting:
+        for name, process in list(waiting.items()):
+            if (status := process.poll()) is None:
+                continue
+            if status:
+                raise MeasurementFailed(f"the client {name} ended with {status}")
+            del waiting[name]
+        if waiting:
+            time.sleep(_POLL_S)
+
+
+def _observed(report: Path) -> Observed:
+    with report.with_suffix(".csv").open(newline="", encoding="utf-8") as lines:
+        rows = [
+            {name: float(row[name] or 0.0) for name in NUMBERS_OF_A_REQUEST}
+            for row in csv.DictReader(lines)
+            if row["status"] == "completed"
+        ]
+    return Observed(json.loads(report.read_text(encoding="utf-8"))["runs"][0]["overall"], rows)
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def _get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return str(answer.read().decode())

@@ -1,0 +1,69 @@
+"""What every measurement is written as: tables for a terminal or as Markdown, JSON, and the options for them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from cohort.common.errors import ConfigError
+from cohort.services.bench.picture import check_available
+
+PIPED_WIDTH = 120
+
+
+def plain_table(first: str, *columns: str) -> Table:
+    """Words left, figures right; no frames, so that it fits a terminal of 80 columns."""
+    table = Table(first, box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def markdown_table(words: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells under two kinds of columns: `words` to the left, `numbers` to the right."""
+    head = "| " + " | ".join([*words, *numbers]) + " |\n" + "|---" * len(words) + "|---:" * len(numbers) + "|\n"
+    return head + "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+def output_console() -> Console:
+    """Stdout. A file or a pipe has no width; 80 columns would wrap tables for no reader."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPED_WIDTH)
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """For a measurement of this machine."""
+    parser.add_argument("--json", metavar="FILE", help="everything as JSON ('-': to stdout, instead of the tables)")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="the same as a picture")
+    parser.add_argument("--quiet", action="store_true", help="no tables, no progress")
+
+
+def check_output(args: argparse.Namespace) -> None:
+    """Before the measurement, not after it. Raises `ConfigError`."""
+    if args.json not in (None, "-"):
+        check_writable(Path(args.json), "--json")
+    check_writable(args.plot, "--plot")
+    if args.plot is not None:
+        check_available()
+
+
+def check_writable(path: Path | None, option: str) -> Path | None:
+    """A result that cannot be written should fail before the run, not after it. Raises `ConfigError`."""
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: no folder {path.parent}")
+    return path
+
+
+def publish_json(path: str | None, document: bytes) -> None:
+    """To a file, or to stdout for "-"."""
+    if path == "-":
+        sys.stdout.buffer.write(document)
+        sys.stdout.flush()
+    elif path is not None:
+        Path(path).write_bytes(document)

@@ -1,6 +1,0 @@
-"""Sections of `scripts/gpu_check`: each proves or measures one thing on a GPU, in a process of its own.
-
-`python -m cohort.services.prefill_worker.gpu_check SECTION` runs one; the script runs all, with deadlines, and prints
-the table. With `--device cpu` a section does the same with tiny shapes on the processor: nothing of that is a
-measurement, but no line of it waits for a GPU to be run for the first time.
-"""

@@ -1,0 +1,131 @@
+"""Models the tests of the engine and of its measurements share: tiny random ones, and the real default model.
+
+A folder's conftest imports the fixtures it wants.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from cohort.common.engine import compiled_kernels
+from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.paths import default_model_dir
+
+compiled_kernels.keep_in_cache()  # some tests ask for the implementation while they are collected
+
+VOCAB = 199
+BLOCK_SIZE = 8
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 256,
+}
+_LLAMA: dict[str, Any] = {**_SMALL, "intermediate_size": 80, "num_key_value_heads": 2}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**_LLAMA, head_dim=16, tie_word_embeddings=True),
+    "llama-bias-llama3": lambda: transformers.LlamaConfig(
+        **_LLAMA, attention_bias=True, mlp_bias=True, rope_parameters=_LLAMA3_ROPE
+    ),
+    "llama-yarn": lambda: transformers.LlamaConfig(**_LLAMA, rope_parameters=_YARN_ROPE),
+    "llama-linear": lambda: transformers.LlamaConfig(**_LLAMA, rope_parameters=_LINEAR_ROPE),
+    "mistral-window": lambda: transformers.MistralConfig(**_LLAMA, sliding_window=11),
+    "qwen2": lambda: transformers.Qwen2Config(**_LLAMA),
+    "qwen2-window": lambda: transformers.Qwen2Config(
+        **_LLAMA, use_sliding_window=True, sliding_window=9, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**_LLAMA, head_dim=16, tie_word_embeddings=True),
+    "opt": lambda: transformers.OPTConfig(**_SMALL, ffn_dim=80),
+    "opt-350m-like": lambda: transformers.OPTConfig(
+        **_SMALL, ffn_dim=80, word_embed_proj_dim=32, do_layer_norm_before=False
+    ),
+    "opt-plain": lambda: transformers.OPTConfig(
+        **_SMALL, ffn_dim=80, enable_bias=False, layer_norm_elementwise_affine=False, tie_word_embeddings=False
+    ),
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(**_SMALL, intermediate_size=80),
+    "stablelm": lambda: transformers.StableLmConfig(**_LLAMA),
+    "gemma": lambda: transformers.GemmaConfig(**_LLAMA, head_dim=16),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**_LLAMA, head_dim=16, sliding_window=7, query_pre_attn_scalar=16),
+    "phi": lambda: transformers.PhiConfig(**_SMALL, intermediate_size=80),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=48, n_layer=3, n_head=6, n_positions=256, bos_token_id=0, eos_token_id=0
+    ),
+}
+
+
+def save_random_model(config: Any, folder: Path, *, seed: int = 0) -> Path:
+    """A model of this configuration with weights large enough that its logits differ clearly."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                offset = 1.0 if ("norm" in name or "ln_" in name) and name.endswith("weight") else 0.0
+                parameter.normal_(0.0, 0.2).add_(offset)
+            else:  # learned positions weigh as much as the rest of a layer, or answers repeat one token
+                scale = 6.0 if "embed_positions" in name else 1.5
+                parameter.normal_(0.0, scale / parameter.shape[-1] ** 0.5)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_runner(folder: Path, **overrides: Any) -> ModelRunner:
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": 1,
+        "block_size": BLOCK_SIZE,
+        "num_blocks": 96,
+        "host_blocks": 8,
+        "max_rows": 16,
+        "max_step_tokens": 256,
+    }
+    return ModelRunner(folder, **{**options, **overrides})
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_threads() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny random model of the named configuration; made once."""
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = save_random_model(CONFIGS[name](), tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """The real default model, or a skip."""
+    folder = Path(os.environ.get("COHORT_TEST_MODEL") or default_model_dir())
+    if not (folder / "config.json").is_file():
+        pytest.skip(f"no model in {folder}: run the set-up, or name a folder in COHORT_TEST_MODEL")
+    return folder

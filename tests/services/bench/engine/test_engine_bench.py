@@ -1,0 +1,209 @@
+"""The engine's measurements: what they count and compare is right, and they leave no trace. How fast is not tested."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from cohort.common.config import load_config
+from cohort.common.engine import model_runner
+from cohort.common.engine.model_config import read_geometry
+from cohort.common.machines.worker import WorkerMachine
+from cohort.kernels import native
+from cohort.services.bench.engine.inside import in_process
+from cohort.services.bench.engine.inside.allocations import allocations_in, decode_allocations, profiler_available
+from cohort.services.bench.engine.inside.attention import measure_attention
+from cohort.services.bench.engine.inside.clocks import StepClock, Target, clocked, engine_targets
+from cohort.services.bench.engine.inside.contests import decode_contest, prefill_contest
+from cohort.services.bench.engine.inside.floors import Floors, Product, Products, model_products
+from cohort.services.bench.engine.inside.measuring import measure_shares
+from cohort.services.bench.engine.inside.resident import weights_and_buffers
+from cohort.services.bench.engine.report import KERNEL_PARTS
+from tests.engine_models import make_runner
+
+ModelFolder = Callable[[str], Path]
+PLENTY = 1 << 30
+needs_kernels = pytest.mark.skipif(native.implementation() != "native", reason="no compiled kernels here")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "opt"])
+def test_the_floors_multiply_every_matrix_of_the_checkpoint(model_folder: ModelFolder, name: str) -> None:
+    folder = model_folder(name)
+    products = model_products(read_geometry(folder))
+    assert products is not None
+    with safe_open(str(folder / "model.safetensors"), framework="pt") as file:
+        matrices = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    weights = sum(
+        tensor.numel() for key, tensor in matrices.items() if tensor.dim() == 2 and "embed_positions" not in key
+    )
+    assert products.parameters == weights
+
+
+def test_a_model_that_runs_through_transformers_has_no_floors(model_folder: ModelFolder) -> None:
+    assert model_products(read_geometry(model_folder("gemma"))) is None
+
+
+def test_layers_share_no_weights_and_memory_bounds_their_number() -> None:
+    products = Products((Product(64, 32), Product(64, 32, "gated"), Product(32, 32, "added")), Product(100, 32), 5)
+    floors = Floors(products, torch.float32, PLENTY)
+    assert floors.layers == 5
+    pointers = {weight.data_ptr() for layer in floors._plain for weight in layer}
+    assert len(pointers) == 15
+    layer_bytes = 3 * (2 * 64 * 32 + 32 * 32) * 4
+    vocabulary_bytes = 3 * 100 * 32 * 4
+    assert Floors(products, torch.float32, 2 * (vocabulary_bytes + 2 * layer_bytes)).layers == 2
+    assert Floors(products, torch.float32, 0).layers == 1
+
+
+def test_every_form_multiplies_the_same_weights() -> None:
+    """Otherwise a ratio compares two different things."""
+    products = Products((Product(48, 32),), Product(70, 32), 1)
+    floors = Floors(products, torch.float32, PLENTY)
+    x = torch.ones(3, 32)
+    expected = x @ floors._plain[0][0].T
+    out = torch.empty(3, 48)
+    floors._ours[0][0].into(x, out)
+    assert torch.allclose(out, expected, atol=1e-5)
+    forms = floors.calls(3, 1)
+    assert next(iter(forms)) == "linear" and list(forms)[-1] == "ours"
+    for layers, vocabulary in forms.values():
+        layers()
+        vocabulary()
+
+
+def test_a_contest_measures_what_model_and_cache_can_hold(model_folder: ModelFolder) -> None:
+    runner = make_runner(model_folder("llama"), num_blocks=64)  # 512 positions; the model knows 256
+    products = model_products(runner.geometry)
+    assert products is not None
+    floors = Floors(products, torch.float32, PLENTY)
+    contest = decode_contest(runner, floors, 4, (16, 128, 256), rounds=3, read_bytes=1 << 20)
+    assert [(point.rows, point.context) for point in contest.steps] == [(4, 16), (4, 128)]
+    assert (contest.tokens, contest.sampled, contest.floor_layers) == (4, 4, 3)
+    assert {"linear", "ours", "memory"} <= set(contest.floors)
+    for point in contest.steps:
+        assert set(point.ratios) == set(contest.floors)
+        assert 0 < point.step.min_s <= point.step.median_s <= point.step.max_s
+        for form, ratio in point.ratios.items():
+            floor = contest.floors[form]
+            assert point.step.min_s / floor.max_s <= ratio <= point.step.max_s / floor.min_s
+    alone = decode_contest(runner, None, 1, (512,), rounds=1, read_bytes=1 << 20)
+    assert alone.floors == {} and alone.steps == []
+    prefill = prefill_contest(runner, floors, 32, rounds=2, read_bytes=1 << 20)
+    assert (prefill.kind, prefill.tokens, prefill.sampled) == ("prefill", 32, 1)
+
+
+def test_layers_that_were_not_timed_are_taken_to_cost_as_much(
+    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner(model_folder("llama"))
+    products = model_products(runner.geometry)
+    assert products is not None
+    floors = Floors(products, torch.float32, 0)
+    assert floors.layers == 1
+    seconds = [[2.0], [0.5], [3.0], [0.5]]  # two forms, layers and vocabulary
+    monkeypatch.setattr(Floors, "calls", lambda self, tokens, sampled: {"linear": (id, id), "ours": (id, id)})
+    monkeypatch.setattr(
+        "cohort.services.bench.engine.inside.contests.each_s", lambda calls, rounds: [*seconds, [1.0], [0.5], [13.0]]
+    )
+    contest = decode_contest(runner, floors, 1, (16,), rounds=1, read_bytes=1 << 20)
+    assert contest.floors["linear"].median_s == 3 * 2.0 + 0.5
+    assert contest.floors["ours"].median_s == 3 * 3.0 + 0.5
+    assert contest.steps[0].ratios["linear"] == 2.0
+    assert contest.bandwidth == (1 << 20) / 0.5
+    assert contest.floors["memory"].median_s == pytest.approx(products.parameters * 4 / ((1 << 20) / 0.5))
+
+
+def test_time_inside_another_clocked_function_counts_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr("cohort.services.bench.engine.inside.clocks.time.perf_counter", lambda: float(next(ticks)))
+    clock = StepClock()
+    inner = clock.wrap("products", lambda: None)
+    middle = clock.wrap("dispatch", lambda: (inner(), inner()))
+    outer = clock.wrap("glue", lambda: (middle(), inner()))
+    outer()
+    # Every reading of the clock advances it by 1: inner 1 each, middle 5 with two inside, outer 9 with middle and one.
+    assert dict(clock.seconds) == {"products": 3.0, "dispatch": 3.0, "glue": 3.0}
+
+
+def test_clocks_leave_no_trace_even_after_an_error() -> None:
+    targets = [*engine_targets(), Target(WorkerMachine, "_plan", "plan"), Target(in_process, "build_batch", "build")]
+    before = [getattr(target.owner, target.name) for target in targets]
+    with pytest.raises(RuntimeError), clocked(StepClock(), targets):
+        assert all(
+            getattr(target.owner, target.name) is not function for target, function in zip(targets, before, strict=True)
+        )
+        raise RuntimeError
+    assert all(getattr(target.owner, target.name) is function for target, function in zip(targets, before, strict=True))
+
+
+@needs_kernels
+def test_a_step_is_the_sum_of_its_parts(model_folder: ModelFolder) -> None:
+    runner = make_runner(model_folder("llama"), num_blocks=256)
+    execute = model_runner.ModelRunner.execute
+    shares = measure_shares(load_config(), runner, rows=3, context=20, steps=4)
+    assert shares is not None and model_runner.ModelRunner.execute is execute
+    assert set(KERNEL_PARTS) <= set(shares.parts_s)
+    assert all(seconds > 0 for seconds in shares.parts_s.values())
+    assert 0 < shares.outside_execute < shares.outside_kernels < 1
+    assert measure_shares(load_config(), runner, rows=300, context=20, steps=4) is None
+    assert measure_shares(load_config(), runner, rows=1, context=256, steps=4) is None
+
+
+def test_allocations_belong_to_the_innermost_operator() -> None:
+    def operator(name: str, begin: float, duration: float, thread: int = 1) -> dict[str, Any]:
+        return {"ph": "X", "cat": "cpu_op", "name": name, "ts": begin, "dur": duration, "tid": thread}
+
+    def memory(at: float, size: int, thread: int = 1) -> dict[str, Any]:
+        return {"ph": "i", "name": "[memory]", "ts": at, "tid": thread, "args": {"Bytes": size}}
+
+    events = [
+        operator("outer", 0, 10),
+        operator("inner", 2, 4),
+        operator("elsewhere", 0, 10, thread=2),
+        memory(3, 64),
+        memory(4, -64),
+        memory(8, 16),
+        memory(9, 16),
+        memory(20, 8),
+    ]
+    count, sizes = allocations_in(events)
+    assert count == {"inner": 1, "outer": 2, "outside operators": 1}
+    assert sizes == {"inner": 64, "outer": 32, "outside operators": 8}
+
+
+@needs_kernels
+@pytest.mark.skipif(not profiler_available(), reason="torch without its profiler")
+def test_a_decode_step_allocates_nothing_but_the_drawn_tokens(model_folder: ModelFolder) -> None:
+    found = decode_allocations(make_runner(model_folder("llama")), rows=5, context=16)
+    assert found is not None
+    assert {each.operator for each in found.by_operator} <= {"aten::argmax"}
+    assert found.total_bytes <= 5 * 8
+    assert decode_allocations(make_runner(model_folder("llama"), num_blocks=4), rows=5, context=16) is None
+
+
+def test_weights_and_buffers_are_told_apart(model_folder: ModelFolder) -> None:
+    """hidden 48, inner 80, heads of 16: 6 and 2; vocabulary 199, tied; 3 layers, 256 positions."""
+    runner = make_runner(model_folder("llama"), max_rows=4, max_step_tokens=32)
+    products = model_products(runner.geometry)
+    assert products is not None
+    weights, buffers = weights_and_buffers(runner)
+    norms = 2 * 3 * 48
+    assert weights >= 4 * (products.parameters + norms)
+    assert weights <= 4 * (1.6 * products.parameters + norms)  # panels are filled up to whole vectors
+    step_buffers = 32 * (48 + 48 + (96 + 2 * 32) + 96 + 80) + 4 * 199
+    rotation = 2 * 256 * 8
+    assert buffers == 4 * (step_buffers + rotation + 48)
+
+
+def test_attention_of_the_models_own_heads(model_folder: ModelFolder) -> None:
+    point = measure_attention(make_runner(model_folder("llama")), rows=2, context=32, rounds=2, cache_bytes=1 << 20)
+    # 2 rows x 32 positions x K and V x 2 heads x 16 x 4 bytes in every layer
+    assert point.read_bytes == point.layers * 2 * 32 * 2 * 2 * 16 * 4
+    assert point.rate > 0 and point.bandwidth > 0 and point.share > 0
+    assert point.gathered_ratio > 0

@@ -1,0 +1,284 @@
+"""`cohort bench`: its commands, and `engine` end to end with a tiny model. How fast anything is, is not tested."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cohort.services.bench.__main__ import COMMANDS, main
+from cohort.services.bench.child import MeasurementFailed, run_child
+from cohort.services.bench.decisions import growth
+from cohort.services.bench.engine.report import (
+    Allocations,
+    AttentionPoint,
+    Contest,
+    EngineReport,
+    Machine,
+    MemoryUse,
+    ModelFacts,
+    StepPoint,
+    StepShares,
+    Timing,
+)
+from cohort.services.bench.engine.result import EngineBench, encode, step_curves
+from cohort.services.bench.targets import engine_targets
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    config = transformers.LlamaConfig(
+        vocab_size=199,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_the_engine_is_measured_end_to_end(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    report, picture = tmp_path / "engine.json", tmp_path / "engine.png"
+    arguments = ["engine", "--quick", "--model", str(tiny_llama), "--dtype", "float32", "--threads", "1"]
+    assert main([*arguments, "--json", str(report), "--plot", str(picture)]) == 0
+    shown = capsys.readouterr()
+    for part in (
+        "decode: products alone",
+        "decode step",
+        "prefill step",
+        "where a decode step goes",
+        "growth",
+        "decode attention",
+        "allocations in a decode step",
+        "memory: weights",
+        "--quick",
+    ):
+        assert part in shown.out
+    assert "1/7 decode, 1 rows" in shown.err
+
+    found = json.loads(report.read_text())
+    assert (found["mode"], found["quick"]) == ("engine", True)
+    machine, model = found["engine"]["machine"], found["engine"]["model"]
+    assert (machine["dtype"], machine["threads"], len(machine["load_1m"])) == ("float32", 1, 2)
+    assert (model["layers"], model["vocabulary"]) == (2, 199)
+    layer = (96 + 2 * 32) * 48 + 48 * 96 + 2 * 80 * 48 + 48 * 80
+    assert (model["layer_parameters"], model["product_bytes"]) == (2 * layer, 4 * (2 * layer + 199 * 48))
+    contests = found["engine"]["contests"]
+    assert [(each["kind"], each["tokens"]) for each in contests] == [("decode", 1), ("decode", 4), ("prefill", 64)]
+    assert all({"linear", "ours", "memory"} <= set(each["floors"]) for each in contests)
+    assert all(set(step["ratios"]) == set(each["floors"]) for each in contests for step in each["steps"])
+    assert [each["rows"] for each in found["engine"]["shares"]] == [1, 4]
+    assert found["engine"]["memory"]["rss_loaded"] > 0
+    assert all(each["sizes"] == sorted(each["sizes"]) for each in found["growth"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.pipeline
+def test_growth_alone_needs_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["engine", "--only", "growth", "--quick", "--model", str(tmp_path)]
+    assert main([*arguments, "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["engine"] is None and len(found["growth"]) == 6
+    assert [each["work_exponent"] for each in found["growth"]] == [0.0] * 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--engine"], "--engine is a command of its own: cohort bench engine"),
+        (["--kv-link", "--quick"], "--kv-link is a command of its own: cohort bench links"),
+        (["engine", "--threads", "0"], "--threads must be above 0"),
+        (["links", "--sizes", "4", "-1"], "--sizes must be above 0"),
+        (["engine", "--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["engine", "--json", "/nowhere/at/all/x.json"], "no folder"),
+        (["kernel"], "cohort bench kernel: no such measurement; there are http, live"),
+    ],
+)
+def test_options_that_make_no_sense_are_named(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stray"),
+    [
+        (["engine", "--rate", "4"], "--rate"),
+        (["engine", "--sizes", "1"], "--sizes"),
+        (["links", "--dtype", "float32"], "--dtype"),
+        (["--threads", "2"], "--threads"),
+    ],
+)
+def test_options_of_another_measurement_are_refused(
+    arguments: list[str], stray: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert f"unrecognized arguments: {stray}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_measurement_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: cohort bench {name}" in capsys.readouterr().out
+
+
+def test_the_help_names_every_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert "--concurrency" in shown and all(f"cohort bench {name}" in shown for name in COMMANDS)
+
+
+def test_a_measuring_process_that_fails_says_why() -> None:
+    with pytest.raises(MeasurementFailed, match="no_such_measurement"):
+        run_child("no_such_measurement", [], lambda done, total, what: None)
+
+
+def _report(**changes: Any) -> EngineReport:
+    fields: dict[str, Any] = {
+        "machine": Machine(
+            processor="p",
+            features=[],
+            cores=2,
+            threads=2,
+            dtype="bfloat16",
+            kernels="native",
+            cohort="0",
+            torch="2",
+            python="3",
+            omp_wait_policy="",
+            load_1m=[0.0, 0.0],
+        ),
+        "model": ModelFacts(
+            name="m",
+            family="llama",
+            layers=2,
+            hidden=8,
+            query_size=10,
+            vocabulary=9,
+            layer_parameters=1000,
+            product_bytes=1,
+            block_size=16,
+            kv_blocks=4,
+            kv_token_bytes=1,
+        ),
+        "contests": [],
+        "shares": [],
+        "attention": [],
+        "allocations": [],
+        "memory": MemoryUse(
+            rss_before=0, rss_loaded=0, rss_stepped=0, weights=0, buffers=0, kv_reserved=0, host_reserved=0
+        ),
+        "notes": [],
+    }
+    return EngineReport(**{**fields, **changes})
+
+
+def _contest(kind: Any, tokens: int, steps: list[tuple[int, int, float, float]]) -> Contest:
+    """steps: rows, context, seconds, ratio to the prepacked products."""
+    points = [
+        StepPoint(
+            rows=rows,
+            tokens_per_row=tokens // rows,
+            context=context,
+            step=Timing(seconds, seconds, seconds),
+            ratios={"prepacked": ratio},
+        )
+        for rows, context, seconds, ratio in steps
+    ]
+    return Contest(
+        kind=kind, tokens=tokens, sampled=1, rounds=1, floor_layers=2, bandwidth=1.0, floors={}, steps=points
+    )
+
+
+def test_targets_are_judged_where_they_were_measured() -> None:
+    report = _report(
+        contests=[
+            _contest("decode", 16, [(16, 32, 1.0, 9.0), (16, 128, 1.0, 1.5)]),
+            _contest("decode", 64, [(64, 128, 1.0, 1.41)]),
+            _contest("prefill", 512, [(1, 512, 1.0, 1.2)]),
+        ],
+        shares=[
+            StepShares(
+                rows=rows,
+                context=128,
+                steps=1,
+                step_s=1.0,
+                clocked_s=1.0,
+                parts_s={},
+                outside_kernels=0.2,
+                outside_execute=0.1,
+            )
+            for rows in (1, 16)
+        ],
+        attention=[
+            AttentionPoint(
+                rows=16,
+                context=512,
+                layers=1,
+                read_bytes=1,
+                paged=Timing(1.0, 1.0, 1.0),
+                rate=1.0,
+                bandwidth=1.0,
+                share=0.61,
+                gathered_ratio=2.0,
+            )
+        ],
+        allocations=[Allocations(rows=16, context=128, count=0, total_bytes=0, by_operator=[])],
+    )
+    targets = list(engine_targets(report))
+    assert [(target.wanted, target.found, target.met) for target in targets] == [
+        (1.5, 1.5, True),
+        (1.4, 1.41, False),
+        (1.25, 1.2, True),
+        (0.15, 0.2, False),
+        (0.6, 0.61, True),
+        (0.0, 0.0, True),
+    ]
+    document = json.loads(encode(EngineBench(quick=False, engine=report, growth=[], targets=targets, findings=[])))
+    assert [target["met"] for target in document["targets"]] == [True, False, True, False, True, True]
+
+
+def test_steps_grow_with_their_work() -> None:
+    """Prefill work by hand: T · 1000 weights + 2 layers · 10 · T (T + 1) for scores and values."""
+    report = _report(
+        contests=[
+            _contest("prefill", 10, [(1, 10, 1e-3, 1.0)]),
+            _contest("prefill", 100, [(1, 100, 6e-2, 1.0)]),
+            _contest("decode", 4, [(4, 32, 1e-3, 1.0), (4, 128, 2e-3, 1.0)]),
+        ]
+    )
+    decode, prefill = step_curves(report)
+    assert decode.exponent == pytest.approx(0.5) and not decode.too_steep
+    assert prefill.sizes == [10 * 1000 + 20 * 10 * 11, 100 * 1000 + 20 * 100 * 101]
+    assert prefill.too_steep and "grows faster than its work" in prefill.sentence
+
+
+def test_exponents_are_fitted_on_logarithms() -> None:
+    assert growth.fit_exponent([(size, 3 * size**0.5) for size in (1.0, 10.0, 1000.0)]) == pytest.approx(0.5)
+    assert growth.fit_exponent([(5.0, 1.0), (5.0, 2.0)]) == 0.0
+    flat_then_linear = growth.curve("thing", "items", [(1e5, 1e-3), (10, 1e-5), (100, 1e-5), (1000, 1e-5), (1e4, 1e-4)])
+    assert flat_then_linear.sizes == [10, 100, 1000, 1e4, 1e5]
+    assert flat_then_linear.late_exponent == pytest.approx(1.0)
+    assert flat_then_linear.sentence == (
+        "thing grows faster than its work: as items^1.00 from 1,000 on, the work as items^0"
+    )
+    assert growth.curve("thing", "items", [(10, 1.0), (100, 1.1)]).sentence == ""

@@ -87,7 +87,7 @@ class PredictorConfig(_Section, frozen=True):
 
 class ManagerConfig(_Section, frozen=True):
     report_timeout_s: Seconds = 3.0  # no report for so long: the worker is dead, its requests are displaced
-    settle_s: Seconds = 2.0  # after a restart: how long to collect what workers and gateways hold
+    settle_s: Seconds = 2.0  # after a restart, until requests that no worker holds are displaced
     load_interval_s: Seconds = 0.2  # between two ClusterLoad messages
     dispatch_ahead_tokens: Positive = 8192  # prefill tokens sent ahead to a worker; the rest waits here
     max_waiting_requests: Positive = 100_000

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-import pytest
 
 from cohort.common.messages import Farewell, Heartbeat
 from cohort.services.global_monitor.aggregate import MAX_INSTANCES, Cluster, Event, Status

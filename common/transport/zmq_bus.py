@@ -40,7 +40,7 @@ log = structlog.get_logger(__name__)
 HIGH_WATER_MESSAGES = 8192  # per direction and peer; beyond it a peer counts as unreachable
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # prompts of millions of tokens fit; a stray peer cannot fill our memory
 LINGER_MS = 300  # last words to a connected peer need a few; one that is away is not waited for longer
-RECONNECT_MS, RECONNECT_MAX_MS = 20, 500
+RECONNECT_MS, RECONNECT_MAX_MS = 20, 200  # the most that a peer's restart costs beyond its start
 PING_MS, PING_TIMEOUT_MS = 1000, 3000
 YIELD_EVERY_MESSAGES = 32
 

@@ -68,7 +68,7 @@ _LOOK_AGAIN_S = 0.05
 _LEAST_WAIT_S = 0.001
 """Between two ticks, however far in the past a policy wanted to be asked."""
 _SETTLE_S = 2.0
-"""After a restart, until requests that no worker holds are rescheduled: workers and gateways report several times in it.
+"""After a restart, until requests that no worker holds are rescheduled: workers and gateways report several times.
 New requests are placed sooner."""
 _MAX_WAITING_REQUESTS = 100_000
 """Of all gateways together. Each bounds what it lets in; this only keeps a mistake there from filling memory."""

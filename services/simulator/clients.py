@@ -251,12 +251,12 @@ class TraceClients:
             live.gaps_within += 1
         self.classes[live.item.traffic_class].tbt.add(gap_s)
 
-    def repeated(self, worker: Node, rows: Iterable[Row], times_s: list[float], at_s: float) -> None:
-        """Steps were run as one: a token for each row reached the gateway at each of these times. It hears of them
-        together, `at_s`. To be called once the rows' sequences hold those tokens."""
+    def repeated(self, worker: Node, rows: Iterable[Row], times_s: list[float]) -> None:
+        """Steps were run as one: a token for each row reaches the gateway at each of these times. It hears of them
+        together, with the last one. To be called once the rows' sequences hold those tokens."""
         tokens = [OUTPUT_TOKEN] * len(times_s)
         updates = [TokenUpdate(row.sequence.key, row.start + 1, tokens) for row in rows]
-        self._virtual.events.at(at_s, self._deliver_repeated, worker, TokenBatch(worker.name, updates), times_s)
+        self._virtual.events.at(times_s[-1], self._deliver_repeated, worker, TokenBatch(worker.name, updates), times_s)
 
     def _deliver_repeated(self, worker: Node, batch: TokenBatch, times_s: list[float]) -> None:
         self._times_s, self._rows_of = times_s, {}

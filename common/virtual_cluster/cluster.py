@@ -12,9 +12,9 @@ the network is, if it wants.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, assert_never
 
-from cohort.common.machines.effects import CancelRuns, Dial, ReceiveRuns, Send, SendRuns, StartStep, Wake
+from cohort.common.machines.effects import CancelRuns, Dial, ReceiveRuns, Send, SendRuns, StartStep, Wake, WorkerEffect
 from cohort.common.machines.events import Received, ReportDue, Tick
 from cohort.common.messages import Message
 from cohort.common.types import InstanceId
@@ -155,35 +155,41 @@ class VirtualCluster:
         if node.frozen_until_s > self.events.now_s:
             self.events.at(node.frozen_until_s, self.tell, node, *events)
             return
+        now_s = self.events.now_s
         if isinstance(node, WorkerNode):
             self.engine.about_to_tell(node, events)
-            effects = node.handle(self.events.now_s, *events)
+            effects = node.handle(now_s, *events)
             self.engine.told(node, events, effects)
+            self._perform_of_worker(node, effects)
         else:
-            effects = node.handle(self.events.now_s, *events)
-        self.perform(node, effects)
+            self._perform(node, node.handle(now_s, *events))
 
-    def perform(self, node: Node, effects: Iterable[Any]) -> None:
+    def _perform_of_worker(self, node: WorkerNode, effects: Iterable[WorkerEffect]) -> None:
         for effect in effects:
             match effect:
                 case Send(peer=peer, message=message):
                     self.post(node, peer, message)
                 case StartStep():
-                    assert isinstance(node, WorkerNode)
                     self.engine.begin(node, effect)
                 case SendRuns():
-                    assert isinstance(node, WorkerNode)
                     self.flights.send(node, effect)
                 case ReceiveRuns():
-                    assert isinstance(node, WorkerNode)
                     self.flights.receive(node, effect)
                 case CancelRuns(lease_id=lease_id):
-                    assert isinstance(node, WorkerNode)
                     self.flights.cancel(node, lease_id)
-                case Wake(at_s=at_s):
-                    self._wake(node, at_s)
                 case Dial():
                     pass
+                case _:
+                    assert_never(effect)
+
+    def _perform(self, node: Node, effects: Iterable[Any]) -> None:
+        """Of a gateway or the manager. What a gateway tells its own process, its clients hear."""
+        for effect in effects:
+            match effect:
+                case Send(peer=peer, message=message):
+                    self.post(node, peer, message)
+                case Wake(at_s=at_s):
+                    self._wake(node, at_s)
                 case _:
                     self.clients.hear(node, effect)
 

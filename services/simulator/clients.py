@@ -82,6 +82,27 @@ class ClassFigures:
                 setattr(self, entry.name, mine + theirs)
 
 
+@dataclass(slots=True)
+class _Run:
+    """Steps that were run as one: when the tokens of each row really came, and the gaps between them."""
+
+    times_s: list[float]
+    gaps_s: list[float]
+    rows_of: dict[str, int] = field(default_factory=dict)
+    """Rows that were delivered so far, by class."""
+    longest_gap_s: float = field(init=False)
+    _within: dict[float, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.longest_gap_s = max(self.gaps_s, default=0.0)
+
+    def within(self, limit_s: float) -> int:
+        """Gaps no longer than the limit; 0 = there is none."""
+        if limit_s not in self._within:
+            self._within[limit_s] = sum(1 for gap in self.gaps_s if gap <= limit_s) if limit_s else len(self.gaps_s)
+        return self._within[limit_s]
+
+
 class TraceClients:
     def __init__(
         self,
@@ -107,10 +128,8 @@ class TraceClients:
         self._distinct = distinct_prompts
         self._random = Random(seed)
         self._count = 0
-        self._times_s: list[float] | None = None
-        """When the tokens that are being delivered really came: of steps that were run as one."""
-        self._rows_of: dict[str, int] = {}
-        """Rows of those steps that were delivered so far, by class."""
+        self._run: _Run | None = None
+        """While tokens of steps that were run as one are being delivered."""
 
     @property
     def all(self) -> ClassFigures:
@@ -194,10 +213,10 @@ class TraceClients:
             case Deliver(entry, tokens, _, finish):
                 live = self.live[entry.request_id]
                 if tokens:
-                    if self._times_s is None:
+                    if self._run is None:
                         self._tokens(self._virtual.now_s, live, len(tokens))
                     else:
-                        self._repeated(live, self._times_s)
+                        self._repeated(live, self._run)
                 if finish is not None:
                     del self.live[entry.request_id]
                     self._finished(self._virtual.now_s, live)
@@ -259,27 +278,24 @@ class TraceClients:
         self._virtual.events.at(times_s[-1], self._deliver_repeated, worker, TokenBatch(worker.name, updates), times_s)
 
     def _deliver_repeated(self, worker: Node, batch: TokenBatch, times_s: list[float]) -> None:
-        self._times_s, self._rows_of = times_s, {}
+        self._run = run = _Run(times_s, [after - before for before, after in itertools.pairwise(times_s)])
         self._virtual.tell(self._virtual.nodes[GATEWAY], Received(worker.name, batch))
-        self._times_s = None
-        gaps = [after - before for before, after in itertools.pairwise(times_s)]
-        for group, number in self._rows_of.items():
+        self._run = None
+        for group, number in run.rows_of.items():
             histogram = self.classes[group].tbt
-            for gap in gaps:
+            for gap in run.gaps_s:
                 histogram.add(gap, number)
 
-    def _repeated(self, live: InFlight, times_s: list[float]) -> None:
+    def _repeated(self, live: InFlight, run: _Run) -> None:
         """A token at each of these times. Gaps between them are counted for all rows together, afterwards."""
-        first_gap_s = times_s[0] - live.last_s
+        item = live.item
+        first_gap_s = run.times_s[0] - live.last_s
         self._gap(live, first_gap_s)
-        gaps = [after - before for before, after in itertools.pairwise(times_s)]
-        live.longest_gap_s = max(live.longest_gap_s, first_gap_s, *gaps)
-        limit_s = live.item.slo.tpot_s
-        live.gaps_within += sum(1 for gap in gaps if gap <= limit_s) if limit_s else len(gaps)
-        live.produced += len(times_s)
-        live.last_s = times_s[-1]
-        name = live.item.traffic_class
-        self._rows_of[name] = self._rows_of.get(name, 0) + 1
+        live.longest_gap_s = max(live.longest_gap_s, first_gap_s, run.longest_gap_s)
+        live.gaps_within += run.within(item.slo.tpot_s)
+        live.produced += len(run.times_s)
+        live.last_s = run.times_s[-1]
+        run.rows_of[item.traffic_class] = run.rows_of.get(item.traffic_class, 0) + 1
 
     # -- endings -----------------------------------------------------------------------------------------------
 

@@ -106,7 +106,7 @@ class SimCluster:
             profile=partial(self._profile, longest) if options.profiled else None,
             seed=options.seed,
         )
-        self.wall = {"worker": WallTime(), "manager": WallTime(), "gateway": WallTime()}
+        self.wall = {"worker": WallTime(), "manager": WallTime()}
         network = SimNetwork(cluster, self.geometry)
         self.ports = network.ports
         cadence = Cadence(report_s=REPORT_INTERVAL_S, worker_tick_s=0.0, manager_tick_s=0.0, gateway_tick_s=0.0)
@@ -185,7 +185,9 @@ class SimCluster:
         return not self._arrivals_left and not self._parts_to_start and not self.clients.live
 
     def _time(self, node: Node) -> None:
-        node.handle = timed(node.handle, self.wall["worker" if isinstance(node, SimWorker) else node.name])
+        name = "worker" if isinstance(node, SimWorker) else node.name
+        if name in self.wall:
+            node.handle = timed(node.handle, self.wall[name])
 
     def _profile(self, longest: int) -> bytes:
         """What `cohort profile` would measure on such an instance."""

@@ -47,9 +47,9 @@ class Recorded(SimCluster):
             self.token_times.setdefault(f"r{live.index}", []).extend([now_s] * count)
             one_by_one(now_s, live, count)
 
-        def repeated(live: Any, times_s: list[float]) -> None:
-            self.token_times[f"r{live.index}"].extend(times_s)
-            together(live, times_s)
+        def repeated(live: Any, run: Any) -> None:
+            self.token_times[f"r{live.index}"].extend(run.times_s)
+            together(live, run)
 
         def end(now_s: float, live: Any) -> None:
             self.ended.append(live.index)

@@ -39,6 +39,8 @@ class Incoming:
     """Granted as cached, or announced by the sender; with a retry too many, which does not matter."""
     largest_chunk: int = 0
     in_flight: int = 0
+    last_tag: int = -1
+    """Of the runs that were posted. Tags count up within a lease: a chunk that comes twice is known by them."""
     hand_over: KvHandOver | None = None
     hand_over_at_s: float = 0.0
     retry_link: str = ""
@@ -177,12 +179,15 @@ class KvReceiver:
         if chunk.attempt != incoming.sequence.key:
             self._lost(now_s, incoming.sequence, f"{incoming.sender} sent KV of another request under this lease")
             return
+        if not chunk.runs or chunk.runs[0].tag <= incoming.last_tag:
+            return  # said twice
         own = set(self._state.kv.blocks(incoming.sequence.key))
         for run in chunk.runs:
             if not own.issuperset(range(run.first_block, run.first_block + run.num_blocks)):
                 self._lost(now_s, incoming.sequence, f"{incoming.sender} sent KV to blocks it was not granted")
                 return
         self.leases.renew(now_s, chunk.lease_id)
+        incoming.last_tag = chunk.runs[-1].tag
         incoming.in_flight += len(chunk.runs)
         incoming.announced(sum(run.num_blocks for run in chunk.runs))
         runs = tuple(Run(run.tag, 0, run.first_block, run.num_blocks, run.checksum) for run in chunk.runs)

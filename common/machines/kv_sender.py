@@ -198,6 +198,8 @@ class KvSender:
         outgoing = self._outgoing.get(message.attempt)
         if outgoing is None or outgoing.transfer_id != message.transfer_id:
             return False
+        if message.retry_link and message.round <= outgoing.round:
+            return True  # said twice
         if message.retry_link and message.retry_link in outgoing.links:
             self._state.counters.transfer_retries += 1
             outgoing.restart(message.retry_link, message.round)

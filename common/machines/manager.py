@@ -468,6 +468,8 @@ class ManagerMachine:
                 self._forget(now_s, managed, "finished")
             case Outcome.HANDED_OVER:
                 self._handed_over(now_s, managed, message.instance)
+            case Outcome.PARKED if managed.parked_at == message.instance:
+                return False  # said twice
             case Outcome.PARKED:
                 managed.parked_at, managed.parked_positions = message.instance, message.positions
                 self._tell_parked(now_s, managed)
@@ -483,6 +485,8 @@ class ManagerMachine:
         return True
 
     def _handed_over(self, now_s: float, managed: Managed, instance: InstanceId) -> None:
+        if instance not in managed.live:
+            return  # said twice
         self._roster.disengage(managed, instance)
         if not managed.live:  # adopted before the receiver was there
             for holder in self._roster.computing(managed.attempt):

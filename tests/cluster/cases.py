@@ -130,6 +130,8 @@ class Case:
     host_blocks: int = 16
     failures: float = 0.0
     delay_s: float = 0.01
+    loss: float = 0.0
+    repeat: float = 0.0
     placement: str = ""
     """One of `PLACEMENTS`; "" = the preset's."""
     options: Overrides = field(default_factory=dict)
@@ -154,6 +156,8 @@ class Case:
             host_blocks=self.host_blocks,
             run_failure_rate=self.failures,
             message_delay_s=self.delay_s,
+            loss_rate=self.loss,
+            repeat_rate=self.repeat,
         )
         self._submit(world)
         strike(world, self.faults, leaving=names[self.seed % len(names)], cancelled=max(1, len(self.arrivals) // 3))
@@ -200,6 +204,8 @@ def cases(
             host_blocks=st.sampled_from([0, 6, 60]),
             failures=st.sampled_from([0.0, 0.1]),
             delay_s=st.sampled_from([0.002, 0.01, 0.05]),
+            loss=st.sampled_from([0.0, 0.0, 0.01]),
+            repeat=st.sampled_from([0.0, 0.0, 0.1]),
             placement=st.sampled_from(["", *PLACEMENTS]) if moves else st.just(""),
             options=st.just({}) if options is None else options,
         )

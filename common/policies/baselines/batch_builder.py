@@ -155,11 +155,12 @@ class BatchBuilder:
         return min(sequence.uncomputed, self._limits.chunk, self.tokens_left)
 
     def _fits_beside(self, count: int) -> bool:
-        """Padded prompts are a rectangle, which must not have more tokens than an iteration."""
-        if not self._limits.padded or count == 1:
+        """Padded prompts are a rectangle; with the rows beside it it has no more tokens than an iteration."""
+        if not self._limits.padded:
             return True
-        widest = max([count, *(row.count for row in self._prefill)])
-        return (len(self._prefill) + 1) * widest + len(self._decode) <= self._limits.max_tokens
+        prompts = [row.count for row in self._prefill] + ([count] if count > 1 else [])
+        tokens = len(prompts) * max(prompts, default=0) + len(self._decode) + (count == 1)
+        return tokens <= self._limits.max_tokens
 
     def _add(self, sequence: Sequence, count: int) -> None:
         row = Row(sequence, sequence.computed, count)

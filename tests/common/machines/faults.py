@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 
 from hypothesis import strategies as st
+
+from cohort.common.virtual_cluster.cluster import GATEWAY, MANAGER
 
 Fault = tuple[str, float, float]
 """Kind, second of the run, seconds until it is over."""
@@ -15,6 +18,11 @@ PREFILL_AND_DECODE_TWICE = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 def any_faults(
     workers: Sequence[str] = PREFILL_AND_DECODE_TWICE, *, latest_s: float = 4.0, longest_s: float = 4.0, most: int = 4
 ) -> st.SearchStrategy[list[Fault]]:
-    """Up to `most` faults from second 1.6 to `latest_s`, each over after up to `longest_s`."""
-    kinds = st.sampled_from([*workers, "manager", "leave", "cancel"])
+    """Up to `most` faults from second 1.6 to `latest_s`, each over after up to `longest_s`: half of them end processes
+    or requests, half stop a process for a while or cut a pair off from each other."""
+    everybody = (*workers, MANAGER, GATEWAY)
+    ends = st.sampled_from([*workers, "manager", "leave", "cancel"])
+    pauses = st.sampled_from([f"freeze {name}" for name in everybody])
+    cuts = st.sampled_from([f"cut {one} {other}" for one, other in combinations(everybody, 2)])
+    kinds = ends | ends | pauses | cuts
     return st.lists(st.tuples(kinds, st.floats(1.6, latest_s), st.floats(0.1, longest_s)), max_size=most)

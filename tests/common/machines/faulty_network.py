@@ -36,16 +36,21 @@ class FaultyNetwork:
         self._random = random
         self._last_s: dict[tuple[InstanceId, InstanceId], float] = {}
         self._cut_until_s: dict[frozenset[InstanceId], float] = {}
+        self._asked_s = 0.0
+        """When the flight started that `breaks` is asked about."""
 
     def cut(self, one: InstanceId, other: InstanceId, until_s: float) -> None:
         """Neither hears the other before then: messages are lost, runs break."""
         pair = frozenset((one, other))
         self._cut_until_s[pair] = max(until_s, self._cut_until_s.get(pair, 0.0))
 
+    def _is_cut(self, now_s: float, one: InstanceId, other: InstanceId) -> bool:
+        return now_s < self._cut_until_s.get(frozenset((one, other)), 0.0)
+
     def arrivals(self, now_s: float, source: InstanceId, target: InstanceId, message: Message) -> Iterable[float]:
         weather, random = self.weather, self._random
         self.watch("sent", message)
-        if now_s < self._cut_until_s.get(frozenset((source, target)), 0.0):
+        if self._is_cut(now_s, source, target):
             return
         if weather.loss_rate and random.random() < weather.loss_rate:
             return
@@ -62,6 +67,7 @@ class FaultyNetwork:
         return decode(encode(message))
 
     def landing_s(self, now_s: float, flight: Flight) -> float:
+        self._asked_s = now_s
         return now_s + self._random.random() * 0.05
 
     def breaks(self, flight: Flight) -> bool:
@@ -70,8 +76,7 @@ class FaultyNetwork:
         sender, receiver = flight.sender, flight.receiver
         if sender is None or receiver is None:
             return False
-        cut = self._cut_until_s.get(frozenset((sender.name, receiver.name)), 0.0)
-        return cut > 0.0 and self._random.random() < 0.5
+        return self._is_cut(self._asked_s, sender.name, receiver.name)
 
     def break_delay_s(self) -> float:
         return self._random.random() * 0.3

@@ -303,24 +303,26 @@ class World:
     # -- faults ------------------------------------------------------------------------------------------------
 
     def inflict(self, kind: str, back_s: float, *, leaving: str = "decode-1", cancelled: int = 5) -> None:
-        """One fault: "manager" (killed, back after `back_s`), "leave" (the worker `leaving` drains), "cancel" (of the
-        first `cancelled` requests), "cut" (manager and `leaving` do not hear each other for `back_s`), "freeze" (of
-        `leaving`, for `back_s`), or the name of a worker to kill."""
-        match kind:
-            case "manager":
+        """One fault, as `tests.common.machines.faults` names them: "manager" (killed, back after `back_s`), the name of
+        a worker to kill, "leave" (the worker `leaving` drains), "cancel" (of the first `cancelled` requests), "freeze
+        NAME" (stopped and, `back_s` later, continued), "cut NAME NAME" (the two do not hear each other for `back_s`)."""
+        match kind.split():
+            case ["manager"]:
                 self.kill_manager(back_s)
-            case "leave":
+            case ["leave"]:
                 self.leave_worker(leaving)
-            case "cancel":
+            case ["cancel"]:
                 for name in [f"r{index}" for index in range(cancelled)]:
                     if name in self.owned:
                         self.cancel(name)
-            case "cut":
-                self.network.cut(MANAGER, leaving, self.now_s + back_s)
-            case "freeze":
-                self.cluster.freeze(leaving, back_s)
-            case worker:
+            case ["cut", one, other]:
+                self.network.cut(one, other, self.now_s + back_s)
+            case ["freeze", name]:
+                self.cluster.freeze(name, back_s)
+            case [worker]:
                 self.kill_worker(worker, back_s)
+            case _:
+                raise ValueError(f"no such fault: {kind}")
 
     def kill_manager(self, back_after_s: float) -> None:
         if self.cluster.nodes[MANAGER].alive:

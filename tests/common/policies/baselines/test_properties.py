@@ -6,7 +6,7 @@ And for those that foresee their decisions: what they foresee is what they decid
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cohort.common.config import Config, load_config
@@ -82,6 +82,18 @@ def ended(alive: list[Sequence]) -> list[Sequence]:
     swap=st.booleans(),
     caching=st.booleans(),
     padded=st.booleans(),
+)
+@example(  # a prompt of one token beside padded ones that have no tokens to spare
+    loads=[(1, 1, 0.3, 0, 0), (1, 1, 0.3, 0, 0), (1, 1, 3.0, 0, 2), (1, 2, 0.3, 0, 0), (6, 1, 3.0, 0, 1)]
+    + [(14, 1, 3.0, 0, 0)],
+    allocation="paged",
+    blocks=11,
+    host=0,
+    max_rows=3,
+    budget=12,
+    swap=False,
+    caching=False,
+    padded=True,
 )
 def test_everything_ends_within_bounds(
     name: str,

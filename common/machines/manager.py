@@ -25,14 +25,14 @@ from typing import assert_never
 
 import msgspec
 
-from cohort.common.config import Config
 from cohort.common.errors import InvariantViolated
 from cohort.common.machines.cluster_load import DrainRate, cluster_load
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
 from cohort.common.machines.events import ManagerEvent, Received, Tick, Undelivered
+from cohort.common.machines.manager_settings import ManagerSettings
+from cohort.common.machines.parked_requests import ParkedRequests
 from cohort.common.machines.roster import Managed, Roster
 from cohort.common.messages import (
-    BindSegment,
     Cancel,
     ClusterFigures,
     Displaced,
@@ -42,7 +42,6 @@ from cohort.common.messages import (
     Message,
     Outstanding,
     Placed,
-    PrefetchKv,
     Refused,
     Registered,
     RegisterWorker,
@@ -55,7 +54,7 @@ from cohort.common.messages import (
 )
 from cohort.common.policies import interface as seats
 from cohort.common.policies.interface import ClusterView, WaitingRequest
-from cohort.common.types import Attempt, InstanceId, Outcome, Request, RequestId, Segment
+from cohort.common.types import Attempt, InstanceId, Outcome, Request, RequestId
 
 _LISTEN_S = 0.5
 """The longest a new manager waits with placements for workers to register; they try several times a second."""
@@ -67,24 +66,6 @@ _LOOK_AGAIN_S = 0.05
 """While requests wait: between two looks at the queue that no message calls for. Policies go by the age of reports."""
 _LEAST_WAIT_S = 0.001
 """Between two ticks, however far in the past a policy wanted to be asked."""
-_SETTLE_S = 2.0
-"""After a restart, until requests that no worker holds are rescheduled: workers and gateways report several times.
-New requests are placed sooner."""
-_MAX_WAITING_REQUESTS = 100_000
-"""Of all gateways together. Each bounds what it lets in; this only keeps a mistake there from filling memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class ManagerSettings:
-    report_timeout_s: float
-    settle_s: float
-    load_interval_s: float
-    max_waiting_requests: int
-
-    @classmethod
-    def of(cls, config: Config) -> ManagerSettings:
-        manager = config.manager
-        return cls(manager.report_timeout_s, _SETTLE_S, manager.load_interval_s, _MAX_WAITING_REQUESTS)
 
 
 @dataclass(slots=True)
@@ -114,10 +95,10 @@ class ManagerMachine:
         self._settings = settings
         self._order = order
         self._placement = placement
-        self._late_binding = late_binding
         self._listened_at_s = now_s + min(_LISTEN_S, settings.settle_s)
         self._settled_at_s = now_s + settings.settle_s
         self._roster = Roster(settings.report_timeout_s)
+        self._parked = ParkedRequests(self._roster, late_binding, self._send, self._start, self._displace)
         self._resubmits: dict[RequestId, float] = {}
         """Lost attempts whose next one is on its way here, and until when placements wait for it."""
         self._cluster_figures: ClusterFigures | None = None
@@ -192,7 +173,7 @@ class ManagerMachine:
             "workers_lost_total": float(self.counters.workers_lost),
             **self._order.metrics(),
             **self._placement.metrics(),
-            **(self._late_binding.metrics() if self._late_binding is not None else {}),
+            **self._parked.metrics(),
         }
 
     # -- events ------------------------------------------------------------------------------------------------
@@ -373,15 +354,7 @@ class ManagerMachine:
                     managed = self._roster.requests.get(request_id)
                     if managed is not None and managed.item is not None and managed.waiting:
                         self._place(now_s, managed, managed.item, dispatch, cluster)
-        if self._late_binding is not None:
-            for action in self._late_binding.decide(now_s, cluster):
-                match action:
-                    case seats.Bind():
-                        self._bind(now_s, action)
-                    case seats.Prefetch():
-                        self._prefetch(action)
-                    case _:
-                        assert_never(action)
+        self._parked.decide(now_s, cluster)
 
     def _place(
         self, now_s: float, managed: Managed, item: WaitingRequest, dispatch: seats.Dispatch, cluster: ClusterView
@@ -426,33 +399,6 @@ class ManagerMachine:
             ),
         )
 
-    def _bind(self, now_s: float, action: seats.Bind) -> None:
-        managed = self._roster.requests.get(action.request_id)
-        worker = self._roster.workers.get(action.instance)
-        if managed is None or managed.item is None or worker is None or list(managed.live) != [managed.parked_at]:
-            return
-        holder, at = managed.parked_at, managed.parked_positions
-        managed.parked_at = ""
-        # What was parked ends where it was parked; an open end only has the segment that goes on.
-        done = [msgspec.structs.replace(each, end=at if each.end is None else each.end) for each in managed.segments]
-        if done[-1].instance is None:
-            del done[-1]
-        following = Segment(at, at if action.parks else None, action.instance)
-        managed.segments = (*done, following, Segment(at, None, None)) if action.parks else (*done, following)
-        if holder != action.instance:
-            self._start(now_s, managed, managed.item, len(done), action.batch_id)
-        self._send(holder, BindSegment(managed.attempt, following, worker.endpoint, action.batch_id))
-
-    def _prefetch(self, action: seats.Prefetch) -> None:
-        """To each holder its own, in the order wished for."""
-        attempts: dict[InstanceId, list[Attempt]] = {}
-        for request_id in action.request_ids:
-            managed = self._roster.requests.get(request_id)
-            if managed is not None and managed.parked_at:
-                attempts.setdefault(managed.parked_at, []).append(managed.attempt)
-        for holder, wanted in attempts.items():
-            self._send(holder, PrefetchKv(wanted))
-
     # -- endings -----------------------------------------------------------------------------------------------
 
     def _segment_ended(self, now_s: float, message: SegmentEnded) -> bool:
@@ -468,11 +414,8 @@ class ManagerMachine:
                 self._forget(now_s, managed, "finished")
             case Outcome.HANDED_OVER:
                 self._handed_over(now_s, managed, message.instance)
-            case Outcome.PARKED if managed.parked_at == message.instance:
-                return False  # said twice
             case Outcome.PARKED:
-                managed.parked_at, managed.parked_positions = message.instance, message.positions
-                self._tell_parked(now_s, managed)
+                return self._parked.came(now_s, managed, message.instance, message.positions)
             case Outcome.CANCELLED:
                 self._roster.disengage(managed, message.instance)
                 if not managed.live:
@@ -495,20 +438,7 @@ class ManagerMachine:
             if not managed.live:
                 self._displace(now_s, managed, f"{instance}: handed over to an unknown worker")
                 return
-        if self._late_binding is not None:
-            self._late_binding.moved(now_s, managed.request_id)
-            self._tell_parked(now_s, managed)
-
-    def _tell_parked(self, now_s: float, managed: Managed) -> None:
-        """Once no other worker holds any of it: one on the way here may not have let go yet."""
-        if self._late_binding is None or list(managed.live) != [managed.parked_at]:
-            return
-        if managed.item is None:  # placed by a former manager: nothing to tell the next worker
-            self._displace(now_s, managed, "parked for a former manager")
-            return
-        self._late_binding.parked(
-            now_s, seats.ParkedKv(managed.item.request, managed.parked_at, managed.parked_positions, now_s)
-        )
+        self._parked.moved(now_s, managed)
 
     def _displace(self, now_s: float, managed: Managed, reason: str) -> None:
         """This attempt is lost; its gateway decides how it goes on."""
@@ -523,8 +453,7 @@ class ManagerMachine:
         if managed.waiting:
             self._order.remove(now_s, managed.request_id)
         self._placement.finished(now_s, managed.request_id)
-        if self._late_binding is not None:
-            self._late_binding.removed(now_s, managed.request_id)
+        self._parked.removed(now_s, managed.request_id)
         for instance in holders:
             self._send(instance, Cancel([managed.attempt], reason))
 

@@ -15,7 +15,8 @@ from typing import assert_never
 from cohort.common.errors import PeerUnreachable
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
 from cohort.common.machines.events import ManagerEvent, Received, Tick, Undelivered
-from cohort.common.machines.manager import ManagerMachine, ManagerSettings
+from cohort.common.machines.manager import ManagerMachine
+from cohort.common.machines.manager_settings import ManagerSettings
 from cohort.common.messages import Displaced, Message, Placed, ToManager
 from cohort.common.metrics import SchedulerMetrics
 from cohort.common.policies import compose

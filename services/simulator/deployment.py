@@ -13,7 +13,8 @@ from cohort.common.config import Config
 from cohort.common.errors import ConfigError
 from cohort.common.machines.events import LinkAddresses
 from cohort.common.machines.gateway import GatewayMachine, GatewaySettings
-from cohort.common.machines.manager import ManagerMachine, ManagerSettings
+from cohort.common.machines.manager import ManagerMachine
+from cohort.common.machines.manager_settings import ManagerSettings
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.policies import compose

@@ -7,7 +7,8 @@ import pytest
 from cohort.common.errors import InvariantViolated
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
 from cohort.common.machines.events import Received, Tick, Undelivered
-from cohort.common.machines.manager import ManagerMachine, ManagerSettings
+from cohort.common.machines.manager import ManagerMachine
+from cohort.common.machines.manager_settings import ManagerSettings
 from cohort.common.messages import (
     Cancel,
     ClusterLoad,

@@ -13,7 +13,8 @@ from typing import Any
 from cohort.common.machines.effects import Admitted, Deliver, Ended, Fail, GatewayEffect, ManagerFound, Rejected
 from cohort.common.machines.events import Closed, DrainEnded, DrainStarted, LinkAddresses, Offered
 from cohort.common.machines.gateway import GatewayMachine, GatewaySettings
-from cohort.common.machines.manager import ManagerMachine, ManagerSettings
+from cohort.common.machines.manager import ManagerMachine
+from cohort.common.machines.manager_settings import ManagerSettings
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.messages import Message

@@ -14,6 +14,7 @@ PAPERS = {"B": "bucketserve", "R": "bros", "A": "alignedserve", "D": "dynaserve"
 LIMITS = {
     "README.md": 900,
     "docs/benchmarks.md": 1_500,
+    "docs/tutorials/your-own-scheduler.md": 1_200,
     **{f"docs/papers/{name}.md": 2_500 for name in (*PAPERS.values(), "baselines")},
 }
 

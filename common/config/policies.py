@@ -14,7 +14,8 @@ from cohort.common.config.kinds import Fraction, NotNegative, NotNegativeReal, P
 
 
 class PolicyConfig(Section, frozen=True):
-    """One policy per interface; `common/policies/compose.py` knows the names and what goes together."""
+    """One policy per interface; `common/policies/compose.py` knows the names and what goes together. A policy of your
+    own is named by its import path, `module:function` (docs/tutorials/your-own-scheduler.md)."""
 
     admission: str = "bounded"  # at the gateway: may a request come in
     placement: str = "disaggregated"  # at the manager: which worker computes which part of a request

@@ -1,7 +1,8 @@
 """Configuration → policies. The only file that knows all systems; live services and the simulator both build here.
 
 One table per policy interface: name → how it is built (by its own package) and what it cannot be combined with. Every
-process calls `check_names` at start, so a combination that would not do what it says is refused before any request.
+process that decides calls `check_names` at start, so a combination that would not do what it says is refused before any
+request.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Tables of policies: what an entry declares, and how a configuration is checked against all of them.
 
-`compose.py` holds the tables. Nothing here knows a policy by name.
+`compose.py` holds the tables. Nothing here knows a policy by name. A policy from outside the tree is named by its
+import path, "package.module:function"; the function is called as the table's builders are.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Generic, TypeVar
+from importlib import import_module
+from typing import Any, Generic, TypeVar, cast
 
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
@@ -35,10 +37,26 @@ class Policy(Generic[Builder]):
 
 
 def chosen(interface: str, name: str, table: Mapping[str, Policy[Builder]]) -> Policy[Builder]:
-    """Raises `ConfigError` with the known names."""
-    if name not in table:
-        raise ConfigError(f"policies.{interface}: no policy named {name!r}; there are: {', '.join(table)}")
-    return table[name]
+    """The entry of this name, or one for an import path. Raises `ConfigError` with the option, and the known names or
+    what was wrong with the import."""
+    if name in table:
+        return table[name]
+    if ":" in name:
+        return Policy(cast(Builder, _imported(f"policies.{interface} {name}", *name.split(":", 1))))
+    raise ConfigError(
+        f"policies.{interface}: no policy named {name!r}; there are: {', '.join(table)}, "
+        "and any import path module:function"
+    )
+
+
+def _imported(subject: str, module: str, attribute: str) -> object:
+    try:
+        found: object = getattr(import_module(module), attribute)
+    except Exception as error:  # the module is not the project's: importing it may raise anything
+        raise ConfigError(f"{subject}: cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"{subject}: {attribute} is of type {type(found).__name__}, not a function")
+    return found
 
 
 def check(config: Config, tables: Mapping[str, Mapping[str, Policy[Any]]]) -> None:

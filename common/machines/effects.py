@@ -135,5 +135,3 @@ class ManagerFound(msgspec.Struct, frozen=True):
 WorkerEffect = Send | Dial | StartStep | SendRuns | ReceiveRuns | CancelRuns
 ManagerEffect = Send | Wake
 GatewayEffect = Send | Wake | Admitted | Rejected | Deliver | Fail | Ended | ManagerFound
-Effect = WorkerEffect
-"""Until every host asks by name."""

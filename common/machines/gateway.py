@@ -81,10 +81,6 @@ _STALL_TIMEOUT_S = 600.0
 """Placed but no token for so long, whatever the queue on its worker: resubmitted."""
 
 
-STALL_TIMEOUT_S = 600.0
-"""Placed but no token for so long, whatever the queue on its worker: the attempt is resubmitted."""
-
-
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
     """`load_interval_s` is the manager's, by which its silence is told. SLO defaults are for real-time requests."""

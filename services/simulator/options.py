@@ -1,4 +1,4 @@
-"""The options of `cohort simulate`, `advise`, `reproduce` and `replay`. Imported by the command line: loads nothing heavy."""
+"""The options of `cohort simulate`, `advise`, `reproduce` and `replay`. Loads nothing heavy, for `cohort --help`."""
 
 from __future__ import annotations
 

@@ -48,7 +48,9 @@ def _step(step: Step, began_s: float) -> Iterator[str]:
     yield f"line {step.line}, {step.call.now_s - began_s:+.6f} s"
     for event in msgspec.json.decode(step.call.events):
         yield f"    told     {_event(event)}"
-    for name, call in [("answered", step.call)] if step.equal else [("recorded", step.call), ("replayed", step.replayed)]:
+    for name, call in (
+        [("answered", step.call)] if step.equal else [("recorded", step.call), ("replayed", step.replayed)]
+    ):
         yield from (f"    {name} {text}" for text in _answers(call))
 
 

@@ -142,7 +142,7 @@ class Case:
         return small(self.preset, self.options, {"workers": groups} if groups else {})
 
     def live(self, kind: type[World] = World, **more: Any) -> World:
-        """Raises AssertionError if anything goes wrong, is answered wrongly or is left. `more` is for another `kind`."""
+        """Raises AssertionError if anything goes wrong, is answered wrongly or is left. `more`: of another `kind`."""
         config = self.config
         names = sorted(config.instance_roles)
         other = PLACEMENTS.get(self.placement)

@@ -18,6 +18,7 @@ _RENAMED = {
     "ecoserve.target_forward_tokens": "engine.target_forward_tokens",
     "bros.profile": "engine.profile",
     "dynaserve.profile": "engine.profile",
+    "engine.record_dir": "recording.folder",
 }
 
 _FIXED = {

@@ -24,6 +24,7 @@ from cohort.common.config.serving import (
     ModelConfig,
     MonitorConfig,
     PredictorConfig,
+    RecordingConfig,
     SecurityConfig,
     TransferConfig,
     WorkerGroup,
@@ -55,6 +56,7 @@ class Config(Section, frozen=True):
     security: SecurityConfig = SecurityConfig()
     logging: LoggingConfig = LoggingConfig()
     metrics: MetricsConfig = MetricsConfig()
+    recording: RecordingConfig = RecordingConfig()
 
     @property
     def instance_roles(self) -> dict[str, Role]:

@@ -110,7 +110,6 @@ class EngineConfig(Section, frozen=True):
     # slo_batching, slack_packing: file of `cohort profile` that a worker without learned times starts from; "" = none
     profile: str = ""
     state_dir: str = ""  # folder where what schedulers learn of this machine is kept; "" = inside the cache folder
-    record_dir: str = ""  # folder for a recording of everything a worker decides, to replay it; "" = none
 
 
 class WorkerGroup(Section, frozen=True):
@@ -147,3 +146,9 @@ class LoggingConfig(Section, frozen=True):
 class MetricsConfig(Section, frozen=True):
     host: str = "127.0.0.1"  # address of every process's /metrics and /health
     base_port: Annotated[int, msgspec.Meta(ge=0, le=65000)] = 8010  # predictor, manager, then one per worker; 0 = any
+
+
+class RecordingConfig(Section, frozen=True):
+    """Everything that gateway, manager and workers are told and answer, for `cohort replay`."""
+
+    folder: str = ""  # where each of these processes writes a file, for its owner alone; "" = none is written

@@ -26,22 +26,29 @@ class LearnedState:
         self._path = folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}.json"
         self._profile = profile
         self._saved_s = 0.0
+        self.imported = b""
+        """What the scheduler started from; nothing, if from nothing."""
 
     def load(self) -> str:
         """What it started from: "kept", "profile" or "nothing". A kept file that cannot be read is passed over: it
         is rewritten anyway. Raises `ConfigError` for a profile that was asked for and is none."""
         try:
-            self._learned.import_state(self._path.read_bytes())
+            self._import(self._path)
             return "kept"
         except (OSError, ValueError):
             pass
         if not self._profile:
             return "nothing"
         try:
-            self._learned.import_state(Path(self._profile).read_bytes())
+            self._import(Path(self._profile))
         except (OSError, ValueError) as error:
             raise ConfigError(f"profile: {self._profile}: {error}") from error
         return "profile"
+
+    def _import(self, path: Path) -> None:
+        data = path.read_bytes()
+        self._learned.import_state(data)
+        self.imported = data
 
     def save_if_due(self, now_s: float) -> None:
         if now_s - self._saved_s >= SAVE_EVERY_S:

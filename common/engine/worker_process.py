@@ -6,7 +6,6 @@ Called by the worker services. Decides where the engine runs and how large the c
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import random
 import time
@@ -17,21 +16,19 @@ from typing import Protocol
 import torch
 
 from cohort.common import paths
-from cohort.common.config import Config, dump_config
+from cohort.common.config import Config
 from cohort.common.engine.device_memory import DeviceShare, place
 from cohort.common.engine.learned_state import LearnedState
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner, resolve_device, resolve_dtype
 from cohort.common.engine.worker_loop import WorkerLoop
 from cohort.common.errors import ConfigError
-from cohort.common.machines.effects import WorkerEffect
-from cohort.common.machines.events import WorkerEvent
-from cohort.common.machines.machine import Machine
-from cohort.common.machines.recorder import Recorded, WorkerHeader
+from cohort.common.machines.recorder import WorkerHeader, config_text
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.policies.interface import IterationScheduler
 from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.recording import recorded
 from cohort.common.service import MANAGER, ServiceContext, bind_address
 from cohort.common.transport.kv_link import KvLink
 from cohort.common.transport.links import open_links
@@ -140,13 +137,6 @@ def _data_endpoint(context: ServiceContext) -> str:
     return f"ipc://{context.run_dir / context.instance}.kv.sock"
 
 
-def _recording(config: Config, instance: str) -> io.BufferedWriter:
-    """A new file per worker process, closed with it."""
-    folder = Path(config.engine.record_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    return (folder / f"{instance}-{time.time_ns()}.jsonl").open("wb")
-
-
 def _learned_state(
     context: ServiceContext, runner: ModelRunner, scheduler: IterationScheduler, threads: int
 ) -> LearnedState | None:
@@ -188,13 +178,9 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     setup = WorkerSetup(context.instance, context.incarnation, context.bus.endpoint, MANAGER, capacity, settings)
     seed = random.SystemRandom().getrandbits(53)
     machine = WorkerMachine(setup, scheduler, kv, random.Random(seed))
-    told: Machine[WorkerEvent, WorkerEffect] = machine
-    learned: LearnedState | None = None
-    if config.engine.record_dir:  # a recording starts from nothing learned: its replay knows no files
-        write = _recording(config, context.instance).write
-        told = Recorded(machine, WorkerHeader(setup, seed, dump_config(config)), write)
-    else:
-        learned = _learned_state(context, runner, scheduler, threads)
+    learned = _learned_state(context, runner, scheduler, threads)
+    start = learned.imported if learned is not None else b""
+    told = recorded(context, machine, lambda: WorkerHeader(setup, seed, config_text(config), start))
     loop = WorkerLoop(context, runner, links, machine, told, learned, engine)
     context.log.info(
         "worker ready",

@@ -1,6 +1,6 @@
 """A machine that writes down everything it is told and everything it answers, so that a run can be replayed.
 
-Live hosts use it when `engine.record_dir` is set; `replayer.py` feeds a recording to a fresh machine with the same
+Live hosts use it when `recording.folder` is set; `replayer.py` feeds a recording to a fresh machine with the same
 policies and demands the same effects. That is the proof that simulator and live system decide alike, and a way to look
 at a decision again.
 
@@ -14,30 +14,65 @@ from typing import Generic
 
 import msgspec
 
-from cohort.common.machines.effects import StartStep
+from cohort.common.config import Config, dump_config
+from cohort.common.machines.effects import Admitted, Deliver, Ended, Fail, ManagerFound, Rejected, StartStep
+from cohort.common.machines.gateway import GatewaySettings
 from cohort.common.machines.machine import Effect, Event, Machine
+from cohort.common.machines.manager_settings import ManagerSettings
 from cohort.common.machines.worker_state import WorkerSetup
 from cohort.common.policies.interface import IterationPlan
+from cohort.common.types import InstanceId
 
 
-class WorkerHeader(msgspec.Struct, frozen=True, tag_field="machine", tag="worker"):
-    """What a worker's machine is made of; `config` is the whole configuration as YAML."""
+class _Header(msgspec.Struct, frozen=True, tag_field="machine"):
+    """What a machine is made of, as data: the arguments of its constructor. Policies are built from `config`, the whole
+    configuration as YAML (`config_text`)."""
 
+
+class WorkerHeader(_Header, frozen=True, tag="worker"):
     setup: WorkerSetup
     seed: int
     config: str
+    learned: bytes = b""
+    """What its scheduler knew of the machine before (`Learned.import_state`)."""
 
 
-Header = WorkerHeader
+class ManagerHeader(_Header, frozen=True, tag="manager"):
+    instance: InstanceId
+    incarnation: int
+    settings: ManagerSettings
+    now_s: float
+    config: str
+
+
+class GatewayHeader(_Header, frozen=True, tag="gateway"):
+    instance: InstanceId
+    incarnation: int
+    endpoint: str
+    settings: GatewaySettings
+    now_s: float
+    manager: InstanceId
+    predictor: InstanceId
+    config: str
+
+
+Header = WorkerHeader | ManagerHeader | GatewayHeader
 """Of any machine; each has one, and a builder in `replayer.py`."""
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One `handle`: its events as they were, its effects as text."""
+    """One `handle`: its events as they were, its effects as text. `raised`: the error that ended it, if one did."""
 
     now_s: float
     events: msgspec.Raw
     effects: list[str]
+    raised: str = ""
+
+
+def config_text(config: Config) -> str:
+    """For a header. API keys decide nothing in a machine and do not belong in a file that is passed on."""
+    gateway = msgspec.structs.replace(config.gateway, api_keys=())
+    return dump_config(msgspec.structs.replace(config, gateway=gateway))
 
 
 def describe_plan(plan: IterationPlan) -> list[str]:
@@ -48,12 +83,22 @@ def describe_plan(plan: IterationPlan) -> list[str]:
 
 
 def describe(effects: Iterable[object]) -> list[str]:
-    return [
-        f"StartStep {'; '.join(describe_plan(effect.plan))}"
-        if isinstance(effect, StartStep)
-        else f"{type(effect).__name__} {msgspec.json.encode(effect).decode()}"
-        for effect in effects
-    ]
+    """Must be called before the machine is told anything else: entries of a gateway change."""
+    return [_describe(effect) for effect in effects]
+
+
+def _describe(effect: object) -> str:
+    match effect:
+        case StartStep(plan):
+            return f"StartStep {'; '.join(describe_plan(plan))}"
+        case Admitted() | Rejected() | Deliver() | Fail() | Ended() | ManagerFound():
+            return repr(effect)
+        case _:
+            return f"{type(effect).__name__} {msgspec.json.encode(effect).decode()}"
+
+
+def describe_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class Recorded(Generic[Event, Effect]):
@@ -67,6 +112,13 @@ class Recorded(Generic[Event, Effect]):
 
     def handle(self, now_s: float, *events: Event) -> list[Effect]:
         told = msgspec.Raw(msgspec.json.encode(events))  # before they are handled: a machine keeps what it is given
-        effects = self._handle(now_s, *events)
-        self._write(msgspec.json.encode(Call(now_s, told, describe(effects))) + b"\n")
+        try:
+            effects = self._handle(now_s, *events)
+        except Exception as error:
+            self._note(Call(now_s, told, [], describe_error(error)))
+            raise
+        self._note(Call(now_s, told, describe(effects)))
         return effects
+
+    def _note(self, call: Call) -> None:
+        self._write(msgspec.json.encode(call) + b"\n")

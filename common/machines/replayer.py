@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any, assert_never
@@ -12,9 +13,19 @@ import msgspec
 
 from cohort.common.config import Config, load_config
 from cohort.common.errors import ConfigError
-from cohort.common.machines.events import WorkerEvent
+from cohort.common.machines.events import GatewayEvent, ManagerEvent, WorkerEvent
+from cohort.common.machines.gateway import GatewayMachine
 from cohort.common.machines.machine import Machine
-from cohort.common.machines.recorder import Call, Header, WorkerHeader, describe
+from cohort.common.machines.manager import ManagerMachine
+from cohort.common.machines.recorder import (
+    Call,
+    GatewayHeader,
+    Header,
+    ManagerHeader,
+    WorkerHeader,
+    describe,
+    describe_error,
+)
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.policies import compose
 
@@ -22,7 +33,8 @@ _ROW = re.compile(r"\[\d+, \d+\)$")
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """`difference` is "" when everything was equal, else the first thing that was not."""
+    """`plans`: steps a worker began, `rows`: theirs. `difference` is "" when everything was equal, else the first thing
+    that was not."""
 
     instance: str
     calls: int
@@ -30,34 +42,79 @@ class Replayed(msgspec.Struct, frozen=True):
     rows: int
     effects: int
     difference: str
+    machine: str = "worker"
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One call of a recording, replayed. `line` counts from 1, the header's."""
+
+    line: int
+    call: Call
+    replayed: Call
+
+    @property
+    def equal(self) -> bool:
+        return self.replayed.effects == self.call.effects and self.replayed.raised == self.call.raised
+
+    @property
+    def difference(self) -> str:
+        if self.equal:
+            return ""
+        return f"line {self.line}: recorded {_outcome(self.call)}, replayed {_outcome(self.replayed)}"
+
+
+class Replay:
+    """A recording and the machine that is told it again. Raises `ConfigError` for a file that is no recording."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            first, *self._lines = path.read_bytes().splitlines()
+            header = msgspec.json.decode(first, type=Header)
+            self.instance, self._machine, events_type = _build(header)
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            raise ConfigError(f"{path}: not a recording: {error}") from error
+        self.machine = str(type(header).__struct_config__.tag)
+        self._events = msgspec.json.Decoder(list[events_type])  # type: ignore[valid-type]
+
+    def steps(self) -> Iterator[Step]:
+        """Every call in order, once. After the first difference the machine is another one than was recorded."""
+        calls = msgspec.json.Decoder(Call)
+        for number, line in enumerate(self._lines, start=2):
+            try:
+                call = calls.decode(line)
+                events = self._events.decode(call.events)
+            except msgspec.MsgspecError as error:
+                if number == len(self._lines) + 1:
+                    return  # a killed process's last line may be half written
+                raise ConfigError(f"{self._path}:{number}: not a call of a recording: {error}") from error
+            yield Step(number, call, self._told(call, events))
+
+    def _told(self, call: Call, events: list[Any]) -> Call:
+        try:
+            return Call(call.now_s, call.events, describe(self._machine.handle(call.now_s, *events)))
+        except Exception as error:
+            return Call(call.now_s, call.events, [], describe_error(error))
 
 
 def replay(path: Path) -> Replayed:
     """Stops at the first difference. Raises `ConfigError` for a file that is no recording."""
-    try:
-        first, *lines = path.read_bytes().splitlines()
-        instance, machine, events_type = _build(msgspec.json.decode(first, type=Header))
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{path}: not a recording: {error}") from error
-    calls, events_of = msgspec.json.Decoder(Call), msgspec.json.Decoder(list[events_type])  # type: ignore[valid-type]
+    replayed = Replay(path)
     told = plans = rows = effects = 0
     difference = ""
-    for number, line in enumerate(lines, start=2):
-        try:
-            call = calls.decode(line)
-            events = events_of.decode(call.events)
-        except msgspec.MsgspecError as error:
-            if number == len(lines) + 1:
-                break  # a killed process's last line may be half written
-            raise ConfigError(f"{path}:{number}: not a call of a recording: {error}") from error
+    for step in replayed.steps():
         told += 1
-        found = describe(machine.handle(call.now_s, *events))
-        steps = [effect for effect in found if effect.startswith("StartStep ")]
-        plans, rows, effects = plans + len(steps), rows + sum(_rows(step) for step in steps), effects + len(found)
-        if found != call.effects:
-            difference = f"line {number}: recorded {call.effects}, replayed {found}"
+        found = step.replayed.effects
+        begun = [effect for effect in found if effect.startswith("StartStep ")]
+        plans, rows, effects = plans + len(begun), rows + sum(_rows(text) for text in begun), effects + len(found)
+        difference = step.difference
+        if difference:
             break
-    return Replayed(instance, told, plans, rows, effects, difference)
+    return Replayed(replayed.instance, told, plans, rows, effects, difference, replayed.machine)
+
+
+def _outcome(call: Call) -> str:
+    return call.raised or str(call.effects)
 
 
 def _rows(step: str) -> int:
@@ -66,12 +123,30 @@ def _rows(step: str) -> int:
 
 def _build(header: Header) -> tuple[str, Machine[Any, Any], Any]:
     """The instance's name, its machine made anew, and the type of its events."""
+    config = _config(header.config)
     match header:
         case WorkerHeader(setup=setup, seed=seed):
-            config, capacity = _config(header.config), setup.capacity
+            capacity = setup.capacity
             kv = compose.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks)
-            machine = WorkerMachine(setup, compose.iteration(config), kv, Random(seed))
-            return setup.instance, machine, WorkerEvent
+            scheduler = compose.iteration(config)
+            if header.learned and scheduler.learned is not None:
+                scheduler.learned.import_state(header.learned)
+            return setup.instance, WorkerMachine(setup, scheduler, kv, Random(seed)), WorkerEvent
+        case ManagerHeader(instance=instance, incarnation=incarnation, settings=settings, now_s=now_s):
+            policies = compose.prefill_order(config), compose.placement(config), compose.late_binding(config)
+            return instance, ManagerMachine(instance, incarnation, settings, *policies, now_s), ManagerEvent
+        case GatewayHeader(instance=instance):
+            gateway = GatewayMachine(
+                instance,
+                header.incarnation,
+                header.endpoint,
+                header.settings,
+                compose.admission(config),
+                header.now_s,
+                manager=header.manager,
+                predictor=header.predictor,
+            )
+            return instance, gateway, GatewayEvent
         case _:
             assert_never(header)
 

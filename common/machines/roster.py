@@ -136,7 +136,7 @@ class Roster:
             worker.live = known.live
             worker.fresh = {name: load for name, load in known.fresh.items() if known.live[name].attempt not in held}
             worker.count_fresh()
-        self.note_unclaimed(now_s, held)
+        self._note_unclaimed(now_s, message.held, message.awaiting)
 
     def reported(self, now_s: float, report: WorkerReport) -> list[Managed] | None:
         """Attempts it should hold and does not; None if this worker is thought dead, or was never met."""
@@ -159,7 +159,7 @@ class Roster:
             elif now_s - managed.live[report.instance] > _HOLD_GRACE_S:
                 missing.append(managed)
         worker.count_fresh()
-        self.note_unclaimed(now_s, worker.held)
+        self._note_unclaimed(now_s, report.held, report.awaiting)
         return missing
 
     def silent_workers(self, now_s: float) -> list[tuple[InstanceId, float]]:
@@ -251,9 +251,10 @@ class Roster:
 
     # -- what no gateway claims --------------------------------------------------------------------------------
 
-    def note_unclaimed(self, now_s: float, held: Iterable[Attempt]) -> None:
+    def _note_unclaimed(self, now_s: float, held: Iterable[Attempt], awaiting: Iterable[Attempt]) -> None:
+        """In the worker's order, which is that of the cancels that may follow."""
         claimed = self._claimed
-        for attempt in held:
+        for attempt in (*held, *awaiting):
             if attempt not in claimed:
                 self._unclaimed.setdefault(attempt, now_s)
         for attempt in [attempt for attempt in self._unclaimed if attempt in claimed]:

@@ -15,11 +15,14 @@ from typing import assert_never
 from cohort.common.errors import PeerUnreachable
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
 from cohort.common.machines.events import ManagerEvent, Received, Tick, Undelivered
+from cohort.common.machines.machine import Machine
 from cohort.common.machines.manager import ManagerMachine
 from cohort.common.machines.manager_settings import ManagerSettings
+from cohort.common.machines.recorder import ManagerHeader, config_text
 from cohort.common.messages import Displaced, Message, Placed, ToManager
 from cohort.common.metrics import SchedulerMetrics
 from cohort.common.policies import compose
+from cohort.common.recording import recorded
 from cohort.common.service import ServiceContext
 from cohort.common.types import InstanceId
 from cohort.services.bucketing_manager.measured import MeasuredOrder
@@ -30,16 +33,25 @@ _MOST_EVENTS = 256
 """Messages of one `handle` call at most: the other tasks of the process get their turn."""
 
 
-def make_machine(context: ServiceContext, metrics: SchedulerMetrics) -> ManagerMachine:
-    config = context.config
-    return ManagerMachine(
+def make_machine(
+    context: ServiceContext, metrics: SchedulerMetrics
+) -> tuple[ManagerMachine, Machine[ManagerEvent, ManagerEffect]]:
+    """The machine to look at, and what is told events: itself, or what records it."""
+    config, now_s = context.config, context.clock.now_s()
+    settings = ManagerSettings.of(config)
+    machine = ManagerMachine(
         context.instance,
         context.incarnation,
-        ManagerSettings.of(config),
+        settings,
         MeasuredOrder(compose.prefill_order(config), metrics),
         compose.placement(config),
         compose.late_binding(config),
-        context.clock.now_s(),
+        now_s,
+    )
+    return machine, recorded(
+        context,
+        machine,
+        lambda: ManagerHeader(context.instance, context.incarnation, settings, now_s, config_text(config)),
     )
 
 
@@ -47,7 +59,7 @@ class ManagerService:
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
         self._metrics = SchedulerMetrics(context.metrics)
-        self.machine = make_machine(context, self._metrics)
+        self.machine, self._told = make_machine(context, self._metrics)
         self._undelivered: list[Undelivered] = []
         self._wake_s = 0.0
         self._wake_moved = asyncio.Event()
@@ -96,7 +108,7 @@ class ManagerService:
     def _handle(self, *events: ManagerEvent) -> None:
         """Until no message of the round before was undeliverable: the machine hears of those together."""
         while events:
-            for effect in self.machine.handle(self._context.clock.now_s(), *events):
+            for effect in self._told.handle(self._context.clock.now_s(), *events):
                 self._perform(effect)
             events, self._undelivered = tuple(self._undelivered), []
 

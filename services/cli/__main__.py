@@ -26,6 +26,7 @@ COMMANDS = {
     "simulate": "replay traffic on a cluster that need not exist",
     "advise": "which preset, roles and settings suit a traffic and a cluster",
     "reproduce": "the papers' figures beside ours",
+    "replay": "check or step through what live processes recorded",
     "profile": "measure this machine's engine: points for the simulator's cost model",
 }
 

@@ -21,9 +21,11 @@ from cohort.common.config import Config
 from cohort.common.errors import ConfigError
 from cohort.common.machines.events import DrainEnded, DrainStarted, Received, Tick
 from cohort.common.machines.gateway import GatewayMachine, GatewaySettings
+from cohort.common.machines.recorder import GatewayHeader, config_text
 from cohort.common.messages import Message, ToGateway
 from cohort.common.metrics import RequestMetrics
 from cohort.common.policies import compose
+from cohort.common.recording import recorded
 from cohort.common.service import MANAGER, PREDICTOR, ServiceContext, named_host
 from cohort.common.types import InstanceId
 from cohort.services.gateway.batches import Batches
@@ -48,20 +50,21 @@ class Gateway:
         self._config = config
         self._card = card
         self._keys = resolve_keys(config.gateway.api_keys)
+        now_s = context.clock.now_s()
         self._machine = GatewayMachine(
             context.instance,
             context.incarnation,
             context.bus.endpoint,
             GatewaySettings.of(config),
             compose.admission(config),
-            context.clock.now_s(),
+            now_s,
             manager=MANAGER,
             predictor=PREDICTOR,
         )
         self._metrics = RequestMetrics(context.metrics)
         self.streams = Streams(
             self._machine,
-            self._machine,
+            recorded(context, self._machine, lambda: _header(context, now_s)),
             send=context.bus.send,
             clock=context.clock,
             metrics=self._metrics,
@@ -214,6 +217,19 @@ class Gateway:
             "resubmitted_total": ledger.resubmitted_total,
             "asyncio_tasks": len(asyncio.all_tasks()),
         }
+
+
+def _header(context: ServiceContext, now_s: float) -> GatewayHeader:
+    return GatewayHeader(
+        context.instance,
+        context.incarnation,
+        context.bus.endpoint,
+        GatewaySettings.of(context.config),
+        now_s,
+        MANAGER,
+        PREDICTOR,
+        config_text(context.config),
+    )
 
 
 def load_model(config: Config) -> tuple[ModelCard, Tokenizer]:

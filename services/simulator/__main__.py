@@ -1,13 +1,13 @@
-"""`cohort simulate`, `cohort advise` and `cohort reproduce`: parsed options in, tables and JSON out, exit code back.
+"""`cohort simulate`, `advise`, `reproduce` and `replay`: parsed options in, tables and JSON out, exit code back.
 
-Also `python -m cohort.services.simulator simulate|advise|reproduce|replay …`; `replay` checks recorded live workers.
+Also `python -m cohort.services.simulator simulate|advise|reproduce|replay …`.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,7 +18,7 @@ from cohort.common.machines.replayer import replay
 from cohort.common.types import Slo
 from cohort.services.simulator import advise as advise_
 from cohort.services.simulator import options as options_
-from cohort.services.simulator import plots, render, reproduce
+from cohort.services.simulator import plots, render, replays, reproduce
 from cohort.services.simulator.hardware import load_model
 from cohort.services.simulator.report import SimReport
 from cohort.services.simulator.run import find_capacity, simulate
@@ -129,17 +129,15 @@ def run_reproduce(options: argparse.Namespace) -> int:
 
 def run_replay(options: argparse.Namespace) -> int:
     console, equal = _console(), True
-    for name in options.recordings:
-        found = replay(Path(name))
-        equal &= not found.difference
-        verdict = found.difference or "all equal"
-        console.print(
-            f"{found.instance}: {found.calls} calls, {found.plans} plans with {found.rows} rows, "
-            f"{found.effects} effects: {verdict}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+    for path in map(Path, options.recordings):
+        if options.show is not None:
+            lines: Iterable[str] = replays.show(path, options.show, options.around)
+        else:
+            found = replay(path)
+            equal &= not found.difference
+            lines = [replays.summary(found)]
+        for line in lines:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0 if equal else 1
 
 

@@ -1,4 +1,4 @@
-"""The options of `cohort simulate`, `advise` and `reproduce`. Imported by the command line: loads nothing heavy."""
+"""The options of `cohort simulate`, `advise`, `reproduce` and `replay`. Loads nothing heavy, for `cohort --help`."""
 
 from __future__ import annotations
 
@@ -85,4 +85,6 @@ def add_reproduce_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recordings", nargs="+", metavar="FILE", help="what live workers wrote to engine.record_dir")
+    parser.add_argument("recordings", nargs="+", metavar="FILE", help="what live processes wrote to recording.folder")
+    parser.add_argument("--show", type=int, metavar="LINE", help="print the calls around this line instead")
+    parser.add_argument("--around", type=int, default=3, metavar="N", help="calls before and after it (default: 3)")

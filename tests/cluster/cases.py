@@ -143,8 +143,8 @@ class Case:
         groups = [{"role": role, "count": count} for role, count in self.workers.items()]
         return small(self.preset, self.options, {"workers": groups} if groups else {})
 
-    def live(self) -> World:
-        """Raises AssertionError if anything goes wrong, is answered wrongly or is left."""
+    def live(self, kind: type[World] = World, **more: Any) -> World:
+        """Raises AssertionError if anything goes wrong, is answered wrongly or is left. `more`: of another `kind`."""
         config = self.config
         names = sorted(config.instance_roles)
         other = PLACEMENTS.get(self.placement)
@@ -158,6 +158,8 @@ class Case:
             message_delay_s=self.delay_s,
             loss_rate=self.loss,
             repeat_rate=self.repeat,
+            kind=kind,
+            **more,
         )
         self._submit(world)
         strike(world, self.faults, leaving=names[self.seed % len(names)], cancelled=max(1, len(self.arrivals) // 3))

@@ -2,7 +2,7 @@
 
     cohort bench fit shared-cores RECORDING… --cluster cpu-2x1
 
-RECORDINGs are those of all workers of one run (`engine.record_dir`). Iterations are told apart by whether another
+RECORDINGs are those of all workers of one run (`recording.folder`). Iterations are told apart by whether another
 engine ran meanwhile (for less than a tenth of the time, for more than nine tenths). Prints for both: how many, their
 seconds from plan to tokens, what the model says for them, and the two constants that follow:
 

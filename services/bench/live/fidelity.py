@@ -101,8 +101,8 @@ def write_trace(source: Path, target: Path, args: argparse.Namespace, rate: floa
 
 def _live(args: argparse.Namespace, arrangement: str, trace: Path) -> tuple[float, ...]:
     preset, workers, _ = ARRANGEMENTS[arrangement]
-    engine = {"record_dir": str(args.record)} if args.record else {}
-    over = {"workers": workers, "kv": _WITHOUT_PREFIXES, "engine": engine}
+    recording = {"folder": str(args.record)} if args.record else {}
+    over = {"workers": workers, "kv": _WITHOUT_PREFIXES, "recording": recording}
     options = (f"--trace={trace}", "--time-scale=1", "--warmup=4", f"--seed={args.seed}")
     with pipeline(preset, over, args.port) as served:
         return _columns(served.load([ClientCommand("client", options, 0.0)])["client"].overall)

@@ -74,6 +74,7 @@ GATEWAY_SETTINGS = GatewaySettings(
     load_interval_s=0.5,
     drain_s=30.0,
 )
+MANAGER_SETTINGS = ManagerSettings(3.0, 1.5, 0.5, 10_000)
 
 
 class SplitAnywhere(Placement):
@@ -270,9 +271,8 @@ class World:
         return GatewayMachine(name, incarnation, name, GATEWAY_SETTINGS, admission, now_s, predictor="")
 
     def make_manager(self, name: str, incarnation: int, now_s: float) -> ManagerMachine:
-        settings = ManagerSettings(3.0, 1.5, 0.5, 10_000)
         return ManagerMachine(
-            name, incarnation, settings, self._order(), self._placement(), self._late_binding(), now_s
+            name, incarnation, MANAGER_SETTINGS, self._order(), self._placement(), self._late_binding(), now_s
         )
 
     def make_worker(self, name: str, incarnation: int, now_s: float) -> WorkerNode:
@@ -280,14 +280,20 @@ class World:
         geometry = KvGeometry(1, 1, 1, 1, BLOCK)
         capacity = WorkerCapacity(self.roles[name], "m", 10_000, 1, 1, 1, 1, BLOCK, blocks, host_blocks, 8, 32)
         settings = WorkerSettings(("ucx", "zmq"), 5.0, 5.0, 2.0, 8.0, 2.0)
+        seed = self.random.getrandbits(32)
         machine = WorkerMachine(
             WorkerSetup(name, incarnation, name, MANAGER, capacity, settings),
             self._scheduler(),
             self._allocator(geometry, blocks, host_blocks),
-            Random(self.random.getrandbits(32)),
+            Random(seed),
         )
-        machine.handle(now_s, LinkAddresses({"ucx": name.encode(), "zmq": name.encode()}))
-        return WorkerNode(name, machine)
+        node = WorkerNode(name, machine)
+        self._worker_made(node, seed)
+        node.handle(now_s, LinkAddresses({"ucx": name.encode(), "zmq": name.encode()}))
+        return node
+
+    def _worker_made(self, node: WorkerNode, seed: int) -> None:
+        """Before it is told anything: `node.handle` may be wrapped."""
 
     def _checked(self, node: Node) -> None:
         """Every machine's invariants hold after every word it is told."""

@@ -12,7 +12,6 @@ from cohort.common.messages import (
     Cancel,
     ClusterLoad,
     Displaced,
-    Drain,
     GatewayHello,
     ManagerHello,
     Message,
@@ -236,8 +235,8 @@ def test_a_cancelled_request_leaves_queue_and_worker() -> None:
 
 
 def test_a_message_that_is_not_to_a_manager_is_refused() -> None:
-    with pytest.raises(InvariantViolated, match="Drain of u is not for a manager"):
-        machine().handle(0.0, Received("u", Drain(1.0)))
+    with pytest.raises(InvariantViolated, match="Registered of u is not for a manager"):
+        machine().handle(0.0, Received("u", Registered(1)))
 
 
 def test_check_sees_books_that_disagree() -> None:

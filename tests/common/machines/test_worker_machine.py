@@ -337,27 +337,15 @@ def test_what_only_waits_is_reported_as_awaiting() -> None:
 
 
 class Collecting(PagedAllocator):
-    """Names host blocks, as a pool needs, and collects its copies instead of returning them."""
+    """Has a copy to make before anything else moves, as of a decision that moved slots."""
 
     def __init__(self) -> None:
         super().__init__(GEOMETRY, BLOCKS, 16, prefix_caching=False)
         self.collected: list[KvCopy] = []
 
-    def swap_out(self, sequence: Sequence) -> KvCopy | None:
-        return self._collect(super().swap_out(sequence))
-
-    def swap_in(self, sequence: Sequence) -> KvCopy | None:
-        return self._collect(super().swap_in(sequence))
-
     def take_copies(self) -> list[KvCopy]:
-        taken, self.collected = self.collected, []
+        taken, self.collected = [*self.collected, *super().take_copies()], []
         return taken
-
-    def _collect(self, copy: KvCopy | None) -> KvCopy | None:
-        if copy is None:
-            return None
-        self.collected.append(copy)
-        return KvCopy(copy.direction, copy.unit, (), ())
 
 
 def parked(kv: PagedAllocator) -> WorkerMachine:

@@ -28,7 +28,8 @@ def submit_at(world: World, at_s: float, name: str, tokens: list[int], max_token
 def killed_once(seed: int, preset: str) -> tuple[list[Owned], list[Owned]]:
     """A worker of a preset dies with 8 requests and is back after a second, in which 40 more have come: more than is
     sent ahead to a worker. Returns those that it had lost, and those that had waited in the manager."""
-    config = load_config(preset=preset, overrides={"manager": {"dispatch_ahead_tokens": 400}})
+    overrides = {"manager": {"dispatch_ahead_tokens": 400}, "policies": {"prefill_order": "fcfs"}}
+    config = load_config(preset=preset, overrides=overrides)
     random = Random(seed)
     world = World(
         seed,

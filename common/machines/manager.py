@@ -134,8 +134,8 @@ class ManagerMachine:
             self._next_load_s = now_s + self._settings.load_interval_s
             self._send_load(now_s)
         wake_s = self._wake_s(now_s)
-        if wake_s <= now_s:
-            wake_s = now_s + _LEAST_WAIT_S
+        if wake_s <= now_s:  # a wake that is due stands: each message would put it off by as much again
+            wake_s = min(now_s + _LEAST_WAIT_S, self._told_wake_s or float("inf"))
         if wake_s != self._told_wake_s:
             self._told_wake_s = wake_s
             self._effects.append(Wake(wake_s))

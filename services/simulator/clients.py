@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from random import Random
 from typing import Literal
+
+import msgspec
 
 from cohort.common.machines.effects import Admitted, Deliver, Ended, Fail, GatewayEffect, ManagerFound, Rejected
 from cohort.common.machines.events import Offered, Received, Sampled
@@ -128,6 +132,8 @@ class TraceClients:
         self._distinct = distinct_prompts
         self._random = Random(seed)
         self._count = 0
+        self._under_way: deque[tuple[Node, list[TokenUpdate], list[float]]] = deque()
+        """Tokens of steps run as one that the gateway has yet to hear of."""
         self._run: _Run | None = None
         """While tokens of steps that were run as one are being delivered."""
 
@@ -270,12 +276,27 @@ class TraceClients:
             live.gaps_within += 1
         self.classes[live.item.traffic_class].tbt.add(gap_s)
 
-    def repeated(self, worker: Node, rows: Iterable[Row], times_s: list[float]) -> None:
-        """Steps were run as one: a token for each row reaches the gateway at each of these times. It hears of them
-        together, with the last one. To be called once the rows' sequences hold those tokens."""
+    def repeated(self, worker: Node, rows: Iterable[Row], times_s: list[float], at_s: float) -> None:
+        """Steps were run as one: a token for each row reached the gateway at each of these times. It hears of them
+        together, `at_s`. To be called once the rows' sequences hold those tokens."""
         tokens = [OUTPUT_TOKEN] * len(times_s)
         updates = [TokenUpdate(row.sequence.key, row.start + 1, tokens) for row in rows]
-        self._virtual.events.at(times_s[-1], self._deliver_repeated, worker, TokenBatch(worker.name, updates), times_s)
+        self._under_way.append((worker, updates, times_s))
+        self._virtual.events.at(at_s, self._deliver_next)
+
+    def end_at(self, horizon_s: float) -> None:
+        """Nothing happens after this. Of tokens that the gateway was to hear of together later, it hears now of those
+        that one by one would have reached it by then."""
+        while self._under_way:
+            worker, updates, times_s = self._under_way.popleft()
+            count = bisect_right(times_s, horizon_s)
+            if count:
+                heard = [msgspec.structs.replace(update, tokens=update.tokens[:count]) for update in updates]
+                self._deliver_repeated(worker, TokenBatch(worker.name, heard), times_s[:count])
+
+    def _deliver_next(self) -> None:
+        worker, updates, times_s = self._under_way.popleft()  # all travel equally long: in the order they were sent
+        self._deliver_repeated(worker, TokenBatch(worker.name, updates), times_s)
 
     def _deliver_repeated(self, worker: Node, batch: TokenBatch, times_s: list[float]) -> None:
         self._run = run = _Run(times_s, [after - before for before, after in itertools.pairwise(times_s)])

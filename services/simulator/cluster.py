@@ -170,7 +170,7 @@ class SimCluster:
         if not self._done():
             for worker in self.workers:
                 self.engine.catch_up(worker, self.options.horizon_s)
-            self.events.run(self.options.horizon_s, self._done)
+            self.clients.end_at(self.options.horizon_s)
 
     def _begin_counting(self) -> None:
         """The cluster is warm: what came before is no result."""

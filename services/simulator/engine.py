@@ -7,7 +7,6 @@ worker. Decisions and times are the same as one by one; a test demands it. On co
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import islice
@@ -230,7 +229,7 @@ class CostEngine:
         done_s = ends_s[:count]
         worker.fast_forward.repeat(done_s, latencies_s[:count], OUTPUT_TOKEN)
         delay_s = self._cluster.control_latency_s
-        self._clients.repeated(worker, rows, [end_s + delay_s for end_s in done_s])
+        self._clients.repeated(worker, rows, [end_s + delay_s for end_s in done_s], self._events.now_s + delay_s)
         number = len(rows)
         first_context = sum(row.start + 1 for row in rows)
         tally = worker.tally
@@ -247,9 +246,7 @@ class CostEngine:
         del latencies_s[:count]
 
     def catch_up(self, worker: SimWorker, until_s: float) -> None:
-        """Apply the steps run ahead that end before then: what ends at that very moment comes after. First those whose
-        tokens are delivered by then, so that these are told apart from the ones under way."""
-        self._catch_up(worker, math.nextafter(until_s - self._cluster.control_latency_s, math.inf))
+        """Apply the steps run ahead that end before then: what ends at that very moment comes after."""
         self._catch_up(worker, until_s)
 
     def _catch_up(self, worker: SimWorker, until_s: float) -> None:

@@ -57,7 +57,7 @@ def test_one_message_per_first_token_only(model_folder: Callable[[str], Path]) -
         each.computed = each.known
         each.tokens.append(token)
     (message,) = prompt_states(runner, drawing)
-    assert (message.request_id, message.attempt) == ("new", 2)
+    assert message.attempt == Attempt("new", 2)
     assert len(message.hidden) == 2 * 48
     assert kv.extend(first, 5)
     batch, drawing = build_batch(IterationPlan(rows=[Row(first, 4, 1)]), kv)

@@ -13,7 +13,6 @@ from cohort.common.messages import (
     Cancel,
     ClusterLoad,
     Displaced,
-    Drain,
     GatewayHello,
     ManagerHello,
     Message,
@@ -104,7 +103,8 @@ def test_a_first_tick_says_what_is_there_and_when_the_next_one_is_wanted() -> No
         Send("g", ClusterLoad(True, ["u"], 0, 0, 0, 0, 1600, 1000, 0.0)),
         Wake(0.5),
     ]
-    assert found.handle(0.1, Tick()) == []  # the wake of before still holds
+    assert found.handle(0.1, Tick()) == [Wake(0.5)]  # whichever wake brought it about is used up
+    assert found.handle(0.2, from_gateway(Outstanding([]))) == []  # this one still holds
     found.check()
 
 
@@ -151,11 +151,19 @@ def test_a_new_manager_waits_half_a_second_for_a_worker_that_does_not_come() -> 
     hello = GatewayHello("g", 1, "at-g", ["u", "gone"])
     effects = found.handle(0.0, from_gateway(hello), register(), from_gateway(Submit(request("a"))), Tick())
     assert sends(effects, StartSegment) == []
-    assert effects[-1] == Wake(0.5)
+    assert effects[-1] == Wake(0.05), "policies look at what waits again"
+    assert found.handle(0.48, Tick()) == [Wake(0.5)]
     load = sends(effects, ClusterLoad)[0][1]
     assert isinstance(load, ClusterLoad)
     assert not load.ready
     assert len(sends(found.handle(0.5, Tick()), StartSegment)) == 1
+
+
+def test_messages_do_not_put_off_a_wake_that_is_due() -> None:
+    found = ready()
+    for index in range(5):
+        assert found.handle(0.5 + 0.0004 * index, from_gateway(Outstanding([]))) == []
+    assert found.handle(0.51, Tick())[-1] == Wake(1.01)
 
 
 def test_what_no_worker_holds_is_displaced_only_after_settling() -> None:
@@ -216,7 +224,8 @@ def test_a_lost_request_that_does_not_come_back_holds_the_others_up_for_a_moment
     found.handle(1.0, Undelivered("u", Registered(7)), from_gateway(Submit(request("b"))))
     effects = found.handle(1.0, register(incarnation=2), Tick())
     assert sends(effects, StartSegment) == []
-    assert effects[-1] == Wake(1.1)
+    assert effects[-1] == Wake(1.05), "policies look at what waits again"
+    assert found.handle(1.08, Tick()) == [Wake(1.1)]
     assert len(sends(found.handle(1.1, Tick()), StartSegment)) == 1
 
 
@@ -237,8 +246,8 @@ def test_a_cancelled_request_leaves_queue_and_worker() -> None:
 
 
 def test_a_message_that_is_not_to_a_manager_is_refused() -> None:
-    with pytest.raises(InvariantViolated, match="Drain of u is not for a manager"):
-        machine().handle(0.0, Received("u", Drain(1.0)))
+    with pytest.raises(InvariantViolated, match="Registered of u is not for a manager"):
+        machine().handle(0.0, Received("u", Registered(1)))
 
 
 def test_check_sees_books_that_disagree() -> None:

@@ -69,11 +69,12 @@ GATEWAY_SETTINGS = GatewaySettings(
     max_attempts=10_000,
     predictor_wait_s=0.01,
     default_prediction_tokens=8,
-    rt_ttft_slo_s=0.3,
-    rt_tpot_slo_s=0.08,
+    rt_ttft_slo_s=0.0,
+    rt_tpot_slo_s=0.0,
     load_interval_s=0.5,
     drain_s=30.0,
 )
+"""No SLO defaults: what a policy assumes for a request without an SLO is the policy's own option here."""
 MANAGER_SETTINGS = ManagerSettings(3.0, 1.5, 0.5, 10_000)
 
 
@@ -112,10 +113,21 @@ class Owned:
     refused: bool = False
     cancelled: bool = False
     submitted_s: float = 0.0
-    first_token_s: float | None = None
+    attempt: Attempt | None = None
+    """Whose tokens came last."""
+    times_s: list[float] = field(default_factory=list)
+    """Of every arrival of tokens."""
     ended_s: float | None = None
     ends: int = 0
     """How often the gateway said that it is over."""
+
+    @property
+    def first_token_s(self) -> float | None:
+        return self.times_s[0] if self.times_s else None
+
+    def next_token_s(self, from_s: float) -> float:
+        """When its first token from then on came."""
+        return next((at_s for at_s in self.times_s if at_s >= from_s), float("inf"))
 
     @property
     def over(self) -> bool:
@@ -135,8 +147,9 @@ class Clients:
                 owned = self.owned[entry.request_id]
                 assert owned.finish is None and not owned.refused, "tokens after the end"
                 owned.tokens.extend(tokens)
-                if tokens and owned.first_token_s is None:
-                    owned.first_token_s = self.world.now_s
+                if tokens:
+                    owned.times_s.append(self.world.now_s)
+                    owned.attempt = entry.attempt
                 if finish is not None:
                     owned.finish, owned.ended_s = finish, self.world.now_s
             case Fail(entry, error):

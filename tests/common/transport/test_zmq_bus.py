@@ -175,7 +175,7 @@ async def test_messages_wait_for_no_timer(tmp_path: Path, monkeypatch: pytest.Mo
     """One by one or thousands at once: what arrives is told by its socket, never found by a poll that sleeps."""
     a, b = ZmqBus("a", ipc(tmp_path, "a")), ZmqBus("b", ipc(tmp_path, "b"))
     a.connect("b", b.endpoint)
-    message = TokenBatch("decode-0", [TokenUpdate("req-1", 1, 100, [5])])
+    message = TokenBatch("decode-0", [TokenUpdate(Attempt("req-1", 1), 100, [5])])
     loop, timers = asyncio.get_running_loop(), []
     call_at = loop.call_at
     async with asyncio.timeout(60):

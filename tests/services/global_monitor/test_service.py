@@ -19,6 +19,7 @@ from cohort.common.clock import VirtualClock
 from cohort.common.config import Config
 from cohort.common.messages import ClusterFigures, Farewell, Heartbeat
 from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
+from cohort.services.global_monitor.aggregate import Status
 from cohort.services.global_monitor.exporter import ClusterCollector, Exporter
 from cohort.services.global_monitor.server import application
 from cohort.services.global_monitor.service import GlobalMonitor
@@ -75,7 +76,7 @@ def beat(instance: str, role: str, url: str = "", **figures: float) -> Heartbeat
     return Heartbeat(instance, role, 1, 1, True, url, figures)
 
 
-async def test_the_manager_hears_of_demand(rig: Rig) -> None:
+async def test_the_manager_hears_of_demand_and_the_state_holds_everybody(rig: Rig) -> None:
     rig.monitor.tick()  # no manager yet: harmless
     manager = rig.peer("manager")
     rig.peer("decode-0").send("monitor", beat("decode-0", "decode_worker", running=3))
@@ -87,6 +88,10 @@ async def test_the_manager_hears_of_demand(rig: Rig) -> None:
         sender, told = await manager.receive()
     assert sender == "monitor" and isinstance(told, ClusterFigures)
     assert told == rig.monitor.cluster.figures_for_manager()
+    processes = rig.monitor.cluster.processes
+    assert set(processes) == {"monitor", "decode-0"}
+    assert (processes["decode-0"].age_s(rig.clock.now_s()), processes["decode-0"].status) == (1.0, Status.UP)
+    assert processes["decode-0"].figures == {"running": 3}
 
 
 async def test_silence_and_farewell_show_in_the_state(rig: Rig) -> None:

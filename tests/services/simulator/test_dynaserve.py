@@ -51,13 +51,13 @@ def large(**sections: dict[str, Any]) -> SimCluster:
     """A model of which a prompt of 1,500 tokens takes a fifth of a second."""
     sim = SimCluster(config("dynaserve", **sections), cluster(2), load_model("qwen2.5-14b"), busy(), SimOptions())
     sim.run()
-    assert sim.gateway.all.finished == 32
+    assert sim.clients.all.finished == 32
     return sim
 
 
 def test_iterations_stay_within_the_bound_that_plain_chunks_break() -> None:
-    aware = large().gateway.all
-    plain = large(policies={"iteration": "continuous_batching", "prefill_order": "fcfs"}).gateway.all
+    aware = large().clients.all
+    plain = large(policies={"iteration": "continuous_batching", "prefill_order": "fcfs"}).clients.all
     assert aware.tokens_within_tbt / aware.promised_output_tokens > 0.97
     assert plain.tbt.quantile(0.99) > 0.1 > aware.tbt.quantile(0.99)
 

@@ -22,7 +22,7 @@ from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_state import WorkerSetup
 from cohort.common.types import Slo
 from cohort.services.cli.__main__ import main
-from cohort.services.simulator import cluster as cluster_module
+from cohort.services.simulator import deployment
 from cohort.services.simulator.figures.figure import Figure
 from cohort.services.simulator.reproduce import all_figures, markdown, reproduce, select
 from cohort.services.simulator.run import find_capacity
@@ -61,9 +61,9 @@ def record(monkeypatch: pytest.MonkeyPatch, folder: Path, **sections: Any) -> li
         monkeypatch.setattr(made, "handle", recorded.handle)
         return made
 
-    monkeypatch.setattr(cluster_module, "WorkerMachine", machine)
+    monkeypatch.setattr(deployment, "WorkerMachine", machine)
     sim = run(chosen, cluster(2), workload(*((0.002 * i, 100, 120) for i in range(10))), jump=False)
-    assert sim.gateway.all.finished == 10
+    assert sim.clients.all.finished == 10
     for file in files.values():
         file.close()
     return sorted(folder.glob("*.jsonl"))

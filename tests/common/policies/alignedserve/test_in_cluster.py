@@ -21,11 +21,6 @@ def cancel(found: World, name: str) -> None:
         found.cancel(name)
 
 
-def kill_manager(found: World, back_s: float) -> None:
-    if found.manager_alive:
-        found.kill_manager(back_s)
-
-
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("blocks", [24, 40, 64])
 def test_undisturbed_also_with_little_memory(blocks: int, preemption: str) -> None:
@@ -129,7 +124,7 @@ def test_anything_breaks_in_tiny_caches(seed: int, host_blocks: int) -> None:
     for _ in range(3):
         name, at_s, back_s = random.choice([*PD_TWICE, "manager"]), random.uniform(1.6, 5.0), random.uniform(0.1, 6.0)
         if name == "manager":
-            found.at(at_s, partial(kill_manager, found, back_s))
+            found.at(at_s, partial(found.kill_manager, back_s))
         else:
             found.at(at_s, partial(found.kill_worker, name, back_s))
     finish(found, 6.0)

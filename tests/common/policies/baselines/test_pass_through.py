@@ -7,13 +7,12 @@ from random import Random
 from cohort.common.policies.baselines.first_come import FirstCome
 from cohort.common.policies.baselines.pass_through import PassThrough
 from cohort.common.policies.interface import ClusterView, InstanceView, WaitingRequest
-from cohort.common.types import Request, Role, SamplingParams, WorkerCapacity, WorkerFigures
+from cohort.common.types import Attempt, Request, Role, SamplingParams, WorkerCapacity, WorkerFigures
 
 
 def waiting(name: str, random: Random) -> WaitingRequest:
     request = Request(
-        name,
-        1,
+        Attempt(name, 1),
         "gateway",
         [0] * random.randint(1, 5000),
         1,

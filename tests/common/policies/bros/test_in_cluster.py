@@ -57,7 +57,7 @@ def figures_of(world: World) -> dict[str, float]:
 
 @pytest.mark.parametrize("blocks", [22, 40, 200])
 def test_real_time_requests_move_into_best_effort_blocks(blocks: int) -> None:
-    world = bros_world(31, UNIFIED, Colocated, blocks=blocks)
+    world = bros_world(38, UNIFIED, Colocated, blocks=blocks)
     offer(world, 60, requests)
     figures = figures_of(world)
     assert world.displaced == 0

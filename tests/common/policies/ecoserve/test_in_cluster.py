@@ -16,6 +16,7 @@ from cohort.common.messages import RevisePrediction
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
 from cohort.common.policies.interface import Placement
 from cohort.common.types import Prediction, Role
+from cohort.common.virtual_cluster.cluster import MANAGER
 from tests.common.machines.clusters import PD_TWICE, UNIFIED, Asked, finish, of_config, offer, small, tokens, total
 from tests.common.machines.world import World, expected_output
 
@@ -100,7 +101,7 @@ def test_every_variant(variant: str) -> None:
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_forecast_costs_time_and_never_an_answer(kind: str) -> None:
-    cluster = world(36, blocks=18, lending="forecast")
+    cluster = world(39, blocks=18, lending="forecast")
     offer(cluster, 45, partial(requests, kind=kind))
     finish(cluster)
     assert cluster.displaced == 0
@@ -114,7 +115,8 @@ def test_predictions_that_arrive_late(lending: str) -> None:
     offer(cluster, 45, partial(requests, kind="one"))
     for index in range(45):
         revised = RevisePrediction(f"r{index}", Prediction(20.0, 20.0, 20.0, 20.0))
-        cluster.at(2.1 + 0.01 * index, partial(cluster.post, "manager", "unified-0", revised))
+        manager = cluster.cluster.nodes[MANAGER]
+        cluster.at(2.1 + 0.01 * index, partial(cluster.cluster.post, manager, "unified-0", revised))
     finish(cluster)
 
 

@@ -39,7 +39,9 @@ PRESETS = [
 BLOCK_BYTES = 12_288
 """Of the tiny model: 16 positions, 3 layers, 2 heads of 16, float32."""
 CACHE_BLOCKS = 36
-"""One request of the longest kind and little more: the 20 requests below need some 250."""
+"""One request of the longest kind and little more: all requests together need three times as many."""
+QUESTIONS = 14
+"""Beside them: one that a stop string ends, one that scores its prompt, one whose client leaves."""
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,7 @@ async def walk_away(pipeline: Pipeline) -> None:
 async def ask_all(pipeline: Pipeline) -> list[Answer]:
     stopped = question(3) | {"stop": list("aeinorst"), "max_tokens": 100}
     scored = question(4) | {"echo": True, "logprobs": 1}
-    bodies = [*(question(number) for number in range(18)), stopped, scored]
+    bodies = [*(question(number) for number in range(QUESTIONS)), stopped, scored]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
         answers = [pipeline.complete(session, **body) for body in bodies]
         *found, _ = await asyncio.gather(*answers, walk_away(pipeline))
@@ -129,8 +131,10 @@ def test_every_recorded_process_replays_to_the_same_decisions(
 ) -> None:
     with serving(pipeline, recordings, preset):
         *answers, stopped, scored = asyncio.run(ask_all(pipeline))
-        assert [answer.error for answer in [*answers, stopped, scored]] == [""] * 20
-        assert [len(answer.tokens) for answer in answers] == [question(number)["max_tokens"] for number in range(18)]
+        assert [answer.error for answer in [*answers, stopped, scored]] == [""] * (QUESTIONS + 2)
+        assert [len(answer.tokens) for answer in answers] == [
+            question(number)["max_tokens"] for number in range(QUESTIONS)
+        ]
         assert stopped.finish == "stop"
         pipeline.assert_nothing_left()
         workers = list(pipeline.config.instance_roles)
@@ -141,32 +145,23 @@ def test_every_recorded_process_replays_to_the_same_decisions(
     assert sorted(paths) == sorted(["gateway", "manager", *workers])
     found = {name: replay(path) for name, path in paths.items()}
     for name, it in found.items():
-        text = paths[name].read_text()
-        import re
-
-        print(
-            it,
-            len(re.findall(r"; (?:swap|recompute) ", text)),
-            "preempted",
-            text.count('"Undelivered"'),
-            "undelivered",
-            effects_of(paths[name]),
-        )
         assert it.difference == "", f"{name}: {it.difference}"
     check_counts(paths, found, workers)
 
 
 def check_counts(paths: dict[str, Path], found: dict[str, Replayed], workers: list[str]) -> None:
-    """What was replayed is all that was asked: 20 answers, and the client that left."""
+    """What was replayed is all that was asked."""
+    asked = QUESTIONS + 3
     gateway, manager = effects_of(paths["gateway"]), effects_of(paths["manager"])
     told = paths["gateway"].read_bytes()
     assert (found["gateway"].machine, found["manager"].machine) == ("gateway", "manager")
-    assert (gateway["Admitted"], gateway["Ended"]) == (42, 21)  # an estimate, then the offer
-    assert gateway["Submit"] >= 21
+    assert (gateway["Admitted"], gateway["Ended"]) == (2 * asked, asked)  # an estimate, then the offer
+    assert gateway["Submit"] >= asked
     assert b'"finish":"cancelled"' in told and b'"finish":"stop"' in told
     assert gateway["Deliver"] > 100
-    assert manager["Placed"] >= 21 and manager["StartSegment"] >= 21
+    assert manager["Placed"] >= asked and manager["StartSegment"] >= asked
     for name in workers:
         assert found[name].machine == "worker"
-        assert found[name].plans >= 10 and found[name].rows >= 21
+        assert found[name].plans > 2 and found[name].rows >= asked
+    assert sum(found[name].plans for name in workers) >= 50
     assert any(b'"scores":[[' in paths[name].read_bytes() for name in workers)

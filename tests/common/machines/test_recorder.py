@@ -28,6 +28,7 @@ from cohort.common.messages import KvAccepted, KvGrant, Registered, TokenLogprob
 from cohort.common.policies import compose
 from cohort.common.types import Attempt, Role
 from tests.common.machines.small_worker import segment, setup
+from tests.common.policies.dynaserve.test_slo_batching import scheduler as slo_batching
 
 R = Attempt("r", 1)
 
@@ -97,6 +98,27 @@ def test_every_difference_is_noticed(tmp_path: Path, line: int, old: str, new: s
     lines[line - 1] = lines[line - 1].replace(old, new)
     path.write_text("\n".join(lines))
     assert "recorded" in replay(path).difference
+
+
+def test_what_a_scheduler_had_learned_before_is_part_of_the_recording(tmp_path: Path) -> None:
+    """A recorded worker is no other one than it would be: its reports carry the step times it kept over a restart."""
+    config, made, path = load_config(preset="dynaserve"), setup(Role.UNIFIED), tmp_path / "unified.jsonl"
+    scheduler = compose.iteration(config)
+    assert scheduler.learned is not None
+    state = slo_batching().learned.export_state()
+    scheduler.learned.import_state(state)
+    capacity = made.capacity
+    kv = compose.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks)
+    with path.open("wb") as file:
+        header = WorkerHeader(made, 5, dump_config(config), state)
+        recorded = Recorded(WorkerMachine(made, scheduler, kv, Random(5)), header, file.write)
+        recorded.handle(0.0, LinkAddresses({"link": b"here"}), ReportDue(7))
+        recorded.handle(0.1, Received("manager", Registered(1)), ReportDue(7))
+    assert (replay(path).calls, replay(path).difference) == (2, "")
+    first, *calls = path.read_bytes().splitlines()
+    forgot = msgspec.json.decode(first) | {"learned": ""}
+    path.write_bytes(b"\n".join([msgspec.json.encode(forgot), *calls]))
+    assert replay(path).difference.startswith("line 3: recorded")
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", '{"machine":"toaster"}\n', "not json\n"])

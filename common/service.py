@@ -7,13 +7,12 @@ that runs until `context.stopping` is set, drains within its own drain time and 
          │                      │                                │
     ConfigError: exit 2     exception: exit 1          hard deadline: build is cancelled; a second signal: exit at once
 
-Decides exit codes, where inboxes are, which port metrics take, and that a process reports to the monitor without ever
-depending on it. Never knows what a service does.
+Decides exit codes, and that a process reports to the monitor without ever depending on it. Where inboxes are and which
+port metrics take: `addresses.py`, whose names services find here, too. Never knows what a service does.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -33,38 +32,59 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from cohort.common import paths
+from cohort.common.addresses import (
+    GATEWAY,
+    MANAGER,
+    MONITOR,
+    PREDICTOR,
+    ROLES,
+    EndpointName,
+    bind_address,
+    endpoint_of,
+    inbox_of,
+    metrics_port,
+    model_name,
+    named_host,
+)
 from cohort.common.clock import Clock, SystemClock
 from cohort.common.config import Config, load_config
 from cohort.common.errors import ConfigError, ModelError, PeerUnreachable
 from cohort.common.logs import configure_logging, log_loop_errors
 from cohort.common.messages import Farewell, Heartbeat
 from cohort.common.metrics import CONTENT_TYPE, MetricFactory, exposition
+from cohort.common.service_options import option_parser
 from cohort.common.transport.bus import Bus
 from cohort.common.transport.security import load_keys
 from cohort.common.transport.zmq_bus import ZmqBus
 
-EndpointName = Literal["manager", "predictor", "monitor", "gateway"]
+__all__ = [
+    "CANCEL_S",
+    "DRAIN_MARGIN_S",
+    "FAREWELL_QUEUE_MESSAGES",
+    "GATEWAY",
+    "MANAGER",
+    "MONITOR",
+    "PREDICTOR",
+    "ROLES",
+    "Build",
+    "BusCollector",
+    "EndpointName",
+    "LoopKind",
+    "ServiceContext",
+    "bind_address",
+    "drain_time_s",
+    "endpoint_of",
+    "inbox_of",
+    "logging_done",
+    "metrics_port",
+    "metrics_routes",
+    "model_name",
+    "named_host",
+    "process_figures",
+    "service_main",
+]
+
 LoopKind = Literal["auto", "asyncio", "uvloop"]
-
-MANAGER, PREDICTOR, MONITOR, GATEWAY = "manager", "predictor", "monitor", "gateway"
-"""Names under which every process dials the others; also the instance names of the ones there is one of."""
-
-ROLES: dict[str, str] = {
-    "gateway": GATEWAY,
-    "length_predictor": PREDICTOR,
-    "bucketing_manager": MANAGER,
-    "global_monitor": MONITOR,
-    "prefill_worker": "prefill-0",
-    "decode_worker": "decode-0",
-}
-"""Roles (the folders under services/) and the instance name of a process that is started without one."""
-
-_ENDPOINTS: dict[str, EndpointName] = {
-    "gateway": "gateway",
-    "length_predictor": "predictor",
-    "bucketing_manager": "manager",
-    "global_monitor": "monitor",
-}
 
 DRAIN_MARGIN_S = 3.0  # beyond a service's own drain time, before its build is cancelled
 CANCEL_S = 3.0  # the longest a cancelled build may take to clean up
@@ -115,36 +135,6 @@ class ServiceContext:
 Build = Callable[[ServiceContext], Awaitable[None]]
 
 
-def model_name(config: Config) -> str:
-    return config.model.served_name or Path(config.model.path or paths.DEFAULT_MODEL_NAME).name
-
-
-def endpoint_of(config: Config, name: EndpointName, run_dir: Path) -> str:
-    """Where to dial one of the four: the configured endpoint, else a Unix socket in the run folder."""
-    configured: str = getattr(config.endpoints, name)
-    return configured or f"ipc://{run_dir / name}.sock"
-
-
-def inbox_of(config: Config, role: str, instance: str, run_dir: Path) -> tuple[str, str]:
-    """(bind, advertise) of a process's own inbox. Over TCP a process binds `endpoints.bind_host` and is dialled under
-    the host that the configuration names."""
-    name = _ENDPOINTS.get(role)
-    if name is not None:
-        advertise = endpoint_of(config, name, run_dir)
-    else:
-        advertise = config.endpoints.worker or f"ipc://{run_dir / instance}.sock"
-    return bind_address(advertise, config.endpoints.bind_host), advertise
-
-
-def bind_address(endpoint: str, bind_host: str) -> str:
-    if not endpoint.startswith("tcp://"):
-        return endpoint
-    _, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if not colon or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"endpoints: {endpoint!r} is no endpoint; write tcp://HOST:PORT")
-    return f"tcp://{bind_host}:{port}"
-
-
 def service_main(
     role: str, build: Build, *, inbox: bool | str = True, serve_metrics: bool = True, loop: LoopKind = "auto"
 ) -> NoReturn:
@@ -153,7 +143,7 @@ def service_main(
     `inbox`: True binds the role's own, False none, a string that endpoint. `serve_metrics` False: the service serves
     `metrics_routes(context)` on an application of its own and sets `context.metrics_url`.
     """
-    options = _parser(role).parse_args()
+    options = option_parser(role).parse_args()
     try:
         config = load_config(options.config, preset=options.preset)
         instance = options.instance or ROLES.get(role, role)
@@ -432,18 +422,6 @@ def drain_time_s(config: Config, role: str) -> float:
             return 5.0
 
 
-def metrics_port(config: Config, role: str, instance: str) -> int:
-    """From metrics.base_port on: predictor, manager, then the configured workers in order; 0 (any) for others."""
-    base = config.metrics.base_port
-    if base == 0:
-        return 0
-    order = ["length_predictor", "bucketing_manager"]
-    if role in order:
-        return base + order.index(role)
-    workers = list(config.instance_roles)
-    return base + len(order) + workers.index(instance) if instance in workers else 0
-
-
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -454,13 +432,6 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def named_host(host: str) -> str:
-    """A host that others can dial, for one that binds everywhere."""
-    if host in ("0.0.0.0", "::"):
-        return socket.gethostname()
-    return f"[{host}]" if ":" in host else host
 
 
 def _loop_factory(kind: LoopKind) -> Callable[[], asyncio.AbstractEventLoop]:
@@ -483,43 +454,3 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
             yield from _leaves(inner)
     else:
         yield error
-
-
-def _parser(role: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m cohort.services.{role}",
-        description=f"Run Cohort's {role.replace('_', ' ')} as one process. `cohort serve` starts a whole pipeline; "
-        "by hand, give all its processes the same configuration.",
-        epilog="Exit codes: 0 ended on request, 1 failed, 2 a wrong option or configuration. SIGTERM or Ctrl-C drains "
-        "and ends; a second one ends at once.",
-    )
-    parser.add_argument(
-        "--config",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="YAML configuration; may be repeated, later files win",
-    )
-    parser.add_argument("--preset", default="", metavar="NAME", help="preset from configs/presets, beneath the files")
-    parser.add_argument(
-        "--instance",
-        default="",
-        metavar="NAME",
-        help=f"name of this process in the pipeline (default: {ROLES.get(role, role)})",
-    )
-    parser.add_argument(
-        "--run-dir",
-        type=Path,
-        default=None,
-        metavar="DIR",
-        help="folder of the pipeline's sockets (default: in the cache folder, by gateway port)",
-    )
-    parser.add_argument(
-        "--metrics-port",
-        type=int,
-        default=None,
-        metavar="PORT",
-        help="port of /metrics and /health (default: from metrics.base_port; 0 = any)",
-    )
-    return parser

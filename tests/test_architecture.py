@@ -167,6 +167,22 @@ def test_every_module_says_what_it_is():
     assert found == []
 
 
+LINES = 500
+LONGER = {
+    "common/messages.py",  # the protocol, read as one
+    "common/policies/interface.py",  # the contract of all policies, likewise
+}
+
+
+def test_files_can_be_read_at_one_sitting():
+    lengths = {
+        str(file.relative_to(ROOT)): len(file.read_text(encoding="utf-8").splitlines())
+        for file in sources(*CODE, "cohort", "scripts", "tests")  # its links are not followed: each file once
+    }
+    assert set(lengths) >= LONGER
+    assert [f"{name}: {lines} lines" for name, lines in lengths.items() if lines > LINES and name not in LONGER] == []
+
+
 def test_nothing_is_left_for_later():
     words = re.compile(r"\b(TODO|FIXME|XXX|HACK|raise NotImplementedError)\b")
     found = [

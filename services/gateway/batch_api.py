@@ -3,7 +3,7 @@
     upload ─▶ chunks to disk ─▶ file row          create batch ─▶ batch row ─▶ runner          content ◀─ disk
 
 Called by aiohttp through `middleware.py`; whoever's API key made a file or a batch sees it, nobody else. Checks what a
-client says and stores it; what happens to a batch then is `batch_runner.py`'s business.
+client says (`batch_objects.py`) and stores it; what happens to a batch then is `batch_runner.py`'s business.
 
 Differs from OpenAI: only files of purpose `batch` are taken; `completion_window` may be any number of minutes, hours or
 days ("30m", "24h", "7d"), not "24h" alone; an input file that batches still read cannot be deleted (409).
@@ -12,11 +12,10 @@ days ("30m", "24h", "7d"), not "24h" alone; an input file that batches still rea
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 import structlog
@@ -27,8 +26,19 @@ from cohort.common.config import BatchConfig
 from cohort.common.errors import RequestError
 from cohort.services.gateway.batch_files import BatchFolder, ContentWriter
 from cohort.services.gateway.batch_lines import ENDPOINTS
+from cohort.services.gateway.batch_objects import (
+    LEAST_EXPIRY_S,
+    LONGEST_EXPIRY_S,
+    Deleted,
+    ExpiresAfter,
+    Page,
+    batch_object,
+    decode_batch,
+    file_object,
+    window_s,
+)
 from cohort.services.gateway.batch_runner import BatchRunner
-from cohort.services.gateway.batch_store import BatchStore, LineError, StoredBatch, StoredFile, StoreThread
+from cohort.services.gateway.batch_store import BatchStore, StoredBatch, StoredFile, StoreThread
 from cohort.services.gateway.middleware import OWNER
 from cohort.services.gateway.parsing import printable
 
@@ -38,113 +48,9 @@ WRITE_AT_ONCE_BYTES = 1 << 20
 FORM_BYTES = 1 << 16  # of an upload besides its content: boundaries, headers, the other fields
 FIELD_BYTES = 1 << 10
 LONGEST_NAME = 255
-LEAST_EXPIRY_S, LONGEST_EXPIRY_S = 3600, 2_592_000
-LONGEST_WINDOW_S = 30 * 86_400
 BATCH_BODY_BYTES = 1 << 17
 
-_WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])")
-_WINDOW_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _encode = msgspec.json.Encoder().encode
-
-Key = Annotated[str, msgspec.Meta(max_length=64)]
-Value = Annotated[str, msgspec.Meta(max_length=512)]
-ExpirySeconds = Annotated[int, msgspec.Meta(ge=LEAST_EXPIRY_S, le=LONGEST_EXPIRY_S)]
-
-
-class ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    anchor: Literal["created_at"]
-    seconds: ExpirySeconds
-
-
-class BatchBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/batches."""
-
-    input_file_id: str
-    endpoint: str
-    completion_window: str
-    metadata: Annotated[dict[Key, Value], msgspec.Meta(max_length=16)] | None = None
-    output_expires_after: ExpiresAfter | None = None
-
-
-_body_decoder = msgspec.json.Decoder(BatchBody)
-
-
-class FileObject(msgspec.Struct, frozen=True):
-    id: str
-    bytes: int
-    created_at: int
-    filename: str
-    purpose: str
-    expires_at: int
-    object: str = "file"
-    status: str = "processed"
-    status_details: None = None
-
-
-class Counts(msgspec.Struct, frozen=True):
-    total: int
-    completed: int
-    failed: int
-
-
-class InputTokens(msgspec.Struct, frozen=True):
-    cached_tokens: int
-
-
-class OutputTokens(msgspec.Struct, frozen=True):
-    reasoning_tokens: int = 0
-
-
-class BatchUsage(msgspec.Struct, frozen=True):
-    input_tokens: int
-    input_tokens_details: InputTokens
-    output_tokens: int
-    output_tokens_details: OutputTokens
-    total_tokens: int
-
-
-class Errors(msgspec.Struct, frozen=True):
-    data: list[LineError]
-    object: str = "list"
-
-
-class BatchObject(msgspec.Struct, frozen=True):
-    id: str
-    endpoint: str
-    model: str | None
-    errors: Errors | None
-    input_file_id: str
-    completion_window: str
-    status: str
-    output_file_id: str | None
-    error_file_id: str | None
-    created_at: int
-    in_progress_at: int | None
-    expires_at: int
-    finalizing_at: int | None
-    completed_at: int | None
-    failed_at: int | None
-    expired_at: int | None
-    cancelling_at: int | None
-    cancelled_at: int | None
-    request_counts: Counts
-    usage: BatchUsage
-    metadata: dict[str, str] | None
-    object: str = "batch"
-
-
-class Page(msgspec.Struct, frozen=True):
-    data: list[FileObject] | list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: str = "list"
-
-
-class Deleted(msgspec.Struct, frozen=True):
-    id: str
-    object: str = "file"
-    deleted: bool = True
 
 
 class BatchApi:
@@ -214,7 +120,7 @@ class BatchApi:
             )
         )
         self._log.info("file stored", file_id=file_id, bytes=file.bytes)
-        return _json(_file_object(file))
+        return _json(file_object(file))
 
     async def _read_form(
         self, request: web.Request, writer: ContentWriter, file_id: str, stored: int
@@ -284,10 +190,10 @@ class BatchApi:
                 newest_first=order == "desc",
             )
         )
-        return _page([_file_object(file) for file in files], limit)
+        return _page([file_object(file) for file in files], limit)
 
     async def get_file(self, request: web.Request) -> web.Response:
-        return _json(_file_object(await self._file(request)))
+        return _json(file_object(await self._file(request)))
 
     async def delete_file(self, request: web.Request) -> web.Response:
         file = await self._file(request)
@@ -328,13 +234,13 @@ class BatchApi:
     # -- Batches ---------------------------------------------------------------------------------------------------
 
     async def create_batch(self, request: web.Request) -> web.Response:
-        body = _decode(await _small_body(request))
+        body = decode_batch(await _small_body(request))
         if body.endpoint not in ENDPOINTS:
             raise RequestError(
                 f"endpoint: {printable(body.endpoint)!r} cannot be used in a batch, only {' and '.join(ENDPOINTS)}.",
                 param="endpoint",
             )
-        window_s = _window_s(body.completion_window)
+        expires_in_s = window_s(body.completion_window)
         owner, now_s = request[OWNER], self._clock.wall_s()
         expiry = body.output_expires_after
         batch = StoredBatch(
@@ -346,7 +252,7 @@ class BatchApi:
             input_file_id=body.input_file_id,
             completion_window=body.completion_window,
             created_at=int(now_s),
-            expires_at=int(now_s) + window_s,
+            expires_at=int(now_s) + expires_in_s,
             output_retention_s=int(self._config.retention_s) if expiry is None else expiry.seconds,
             metadata=body.metadata,
         )
@@ -372,17 +278,17 @@ class BatchApi:
         self._log.info(
             "batch created", batch_id=stored.id, input_file_id=stored.input_file_id, endpoint=stored.endpoint
         )
-        return _json(_batch_object(stored))
+        return _json(batch_object(stored))
 
     async def list_batches(self, request: web.Request) -> web.Response:
         query = _query(request, "limit", "after")
         limit = _limit(query, default=20, most=100)
         owner = request[OWNER]
         batches = await self._store.run(lambda store: store.batches(owner, after=query.get("after"), limit=limit + 1))
-        return _page([_batch_object(batch) for batch in batches], limit)
+        return _page([batch_object(batch) for batch in batches], limit)
 
     async def get_batch(self, request: web.Request) -> web.Response:
-        return _json(_batch_object(await self._batch(request)))
+        return _json(batch_object(await self._batch(request)))
 
     async def cancel_batch(self, request: web.Request) -> web.Response:
         batch = await self._batch(request)
@@ -393,7 +299,7 @@ class BatchApi:
         batch = await self._batch(request)
         if batch.status not in ("cancelling", "cancelled"):
             raise RequestError(f"A batch whose status is '{batch.status}' cannot be cancelled.", status=409)
-        return _json(_batch_object(batch))
+        return _json(batch_object(batch))
 
     async def _batch(self, request: web.Request) -> StoredBatch:
         batch_id, owner = request.match_info["id"], request[OWNER]
@@ -439,29 +345,6 @@ async def _small_body(request: web.Request) -> bytes:
         raise RequestError(f"The body cannot be read: {error}") from error
 
 
-def _decode(data: bytes) -> BatchBody:
-    try:
-        return _body_decoder.decode(data)
-    except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `")  # "$.metadata[...]", or "key` in `$.metadata"
-        param = where.rstrip("`").rpartition("$")[2].lstrip(".")
-        raise RequestError(f"{param}: {what}" if param else what, param=param or None) from error
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise RequestError(f"The body is not valid JSON: {error}") from error
-
-
-def _window_s(text: str) -> int:
-    found = _WINDOW.fullmatch(text)
-    seconds = int(found[1]) * _WINDOW_UNIT_S[found[2]] if found else 0
-    if not 0 < seconds <= LONGEST_WINDOW_S:
-        raise RequestError(
-            f"completion_window: {printable(text)!r} is no time such as '24h' (at most {LONGEST_WINDOW_S // 86_400} "
-            "days).",
-            param="completion_window",
-        )
-    return seconds
-
-
 def _query(request: web.Request, *known: str) -> dict[str, str]:
     query = dict(request.query)
     if unknown := next((name for name in query if name not in known), None):
@@ -488,42 +371,6 @@ def _page(found: list[Any], limit: int) -> web.Response:
     """`found` has one more than `limit` when there are more."""
     data = found[:limit]
     return _json(Page(data, data[0].id if data else None, data[-1].id if data else None, has_more=len(found) > limit))
-
-
-def _file_object(file: StoredFile) -> FileObject:
-    return FileObject(file.id, file.bytes, file.created_at, file.filename, file.purpose, file.expires_at)
-
-
-def _batch_object(batch: StoredBatch) -> BatchObject:
-    return BatchObject(
-        id=batch.id,
-        endpoint=batch.endpoint,
-        model=batch.model,
-        errors=None if batch.errors is None else Errors(batch.errors),
-        input_file_id=batch.input_file_id,
-        completion_window=batch.completion_window,
-        status=batch.status,
-        output_file_id=batch.output_file_id,
-        error_file_id=batch.error_file_id,
-        created_at=batch.created_at,
-        in_progress_at=batch.in_progress_at,
-        expires_at=batch.expires_at,
-        finalizing_at=batch.finalizing_at,
-        completed_at=batch.completed_at,
-        failed_at=batch.failed_at,
-        expired_at=batch.expired_at,
-        cancelling_at=batch.cancelling_at,
-        cancelled_at=batch.cancelled_at,
-        request_counts=Counts(batch.total, batch.completed, batch.failed),
-        usage=BatchUsage(
-            batch.input_tokens,
-            InputTokens(batch.cached_tokens),
-            batch.output_tokens,
-            OutputTokens(),
-            batch.input_tokens + batch.output_tokens,
-        ),
-        metadata=batch.metadata,
-    )
 
 
 def _header_safe(name: str) -> str:

@@ -8,83 +8,32 @@
     6. best-effort, least to bring back first      likewise; in a full batch, instead of real-time that can wait
 
 The worker's `IterationScheduler` of the preset. Blocks come from whatever allocator there is; with the bidirectional
-one real-time requests share best-effort blocks (R8), with another one best-effort requests are dropped for them (R11).
+one real-time requests share best-effort blocks (R8), with another one best-effort requests are dropped for them (R11,
+`drops.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import chain
 
 from cohort.common.config import BrosConfig
 from cohort.common.policies.baselines.batch_builder import IterationLimits
+from cohort.common.policies.bros.batch import NO_DEADLINE_S, Batch
 from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
+from cohort.common.policies.bros.drops import Drops
 from cohort.common.policies.bros.iteration_cost import BatchLoad, IterationCost, load_of
 from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTimeQueues, UrgentFirst, slots_away
 from cohort.common.policies.bros.token_groups import TokenGroups
-from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Ran, Row
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Ran
 from cohort.common.policies.kv_interface import BlockSharing, KvAllocator
 from cohort.common.policies.sequences import preempt, resume, start
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, TrafficClass
 
-_NO_DEADLINE = float("inf")
 _SMALLEST_CUT = 16
 """Tokens of a prompt that are worth a row of their own."""
-
-
-@dataclass(slots=True)
-class _Batch:
-    """The iteration in the making. `limit_s`: it must end before (t_min)."""
-
-    most_rows: int
-    tokens_left: int
-    plan: IterationPlan = field(default_factory=IterationPlan)
-    rows: dict[Attempt, Row] = field(default_factory=dict)
-    prefill_tokens: int = 0
-    decode_rows: int = 0
-    context: int = 0
-    slots: int = 0
-    limit_s: float = _NO_DEADLINE
-    safe: set[Attempt] = field(default_factory=set)
-    """In the batch, or being brought back: not to be dropped now."""
-    kept: list[Sequence] = field(default_factory=list)
-    """Best-effort requests whose share of the cache nobody takes."""
-    reserved: int = 0
-    """Blocks that those still need."""
-    dropped: int = 0
-
-    @property
-    def full(self) -> bool:
-        return len(self.rows) >= self.most_rows or self.tokens_left <= 0
-
-    @property
-    def load(self) -> BatchLoad:
-        return BatchLoad(self.prefill_tokens, self.decode_rows, self.context)
-
-    def add(self, sequence: Sequence, count: int) -> None:
-        key, first = sequence.key, sequence.computed
-        self.rows[key] = Row(sequence, first, count)
-        self.safe.add(key)
-        self.tokens_left -= count
-        if count == 1:
-            self.decode_rows += 1
-            self.context += first + 1
-        else:
-            self.prefill_tokens += count
-            self.context += first
-
-    def take_away(self, sequence: Sequence) -> None:
-        row = self.rows.pop(sequence.key)
-        self.tokens_left += row.count
-        if row.count == 1:
-            self.decode_rows -= 1
-            self.context -= row.start + 1
-        else:
-            self.prefill_tokens -= row.count
-            self.context -= row.start
 
 
 class SlackPacking(IterationScheduler):
@@ -106,10 +55,10 @@ class SlackPacking(IterationScheduler):
     def __init__(self, options: BrosConfig, limits: IterationLimits, groups: TokenGroups, cost: IterationCost) -> None:
         self._options, self._limits = options, limits
         self._batch_size = AdaptiveBatchSize(first=options.first_batch, step=options.batch_step, most=limits.max_rows)
-        self._groups = groups
         self._cost = cost
         self._rt = RealTimeQueues(groups)
         self._be = BestEffortQueues()
+        self._drops = Drops(self._rt, self._be, groups)
         self._average_s = 0.0
         # Insertion order = who was served longest ago, per class.
         self._served: dict[TrafficClass, dict[Attempt, tuple[float, Sequence]]] = {"rt": {}, "be": {}}
@@ -140,7 +89,7 @@ class SlackPacking(IterationScheduler):
         if news.ran is not None:
             self._learn(news.ran, kv)
         self._sharing = kv.sharing if kv.sharing is not None and kv.sharing.on_demand else None
-        batch = _Batch(min(self._batch_size.value, self._limits.max_rows), self._limits.max_tokens)
+        batch = Batch(min(self._batch_size.value, self._limits.max_rows), self._limits.max_tokens)
         self._starving_first(now_s, kv, batch)
         self._resubmitted_first(kv, batch)
         least_s = self._least_s()
@@ -153,7 +102,7 @@ class SlackPacking(IterationScheduler):
         self._pack_overdue(chain(urgent.overdue(), hopeless), kv, batch)
         self._pack_best_effort(kv, batch, chosen)
         if not batch.rows and not batch.slots:
-            batch.limit_s = _NO_DEADLINE  # of somebody for whom there are no blocks
+            batch.limit_s = NO_DEADLINE_S  # of somebody for whom there are no blocks
             self._pack_kept(kv, batch, chosen)
         if not batch.rows and not batch.slots:
             self._force_oldest(kv, batch)
@@ -165,7 +114,7 @@ class SlackPacking(IterationScheduler):
             served[key] = (now_s, row.sequence)
         return self._finished(batch)
 
-    def _finished(self, batch: _Batch) -> IterationPlan:
+    def _finished(self, batch: Batch) -> IterationPlan:
         self._dropped += batch.dropped
         self._slots_beside = batch.slots
         plan, rows = batch.plan, list(batch.rows.values())
@@ -176,7 +125,7 @@ class SlackPacking(IterationScheduler):
         plan.reason = f"{len(prefill)} prefill, {len(decode)} decode, {len(plan.preempted)} preempted"
         return plan
 
-    def _starving_first(self, now_s: float, kv: KvAllocator, batch: _Batch) -> None:
+    def _starving_first(self, now_s: float, kv: KvAllocator, batch: Batch) -> None:
         limits: tuple[tuple[TrafficClass, float], ...] = (
             ("rt", self._options.rt_starvation_s),
             ("be", self._options.be_starvation_s),
@@ -192,7 +141,7 @@ class SlackPacking(IterationScheduler):
                 sequence = served[key][1]
                 self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False))
 
-    def _resubmitted_first(self, kv: KvAllocator, batch: _Batch) -> None:
+    def _resubmitted_first(self, kv: KvAllocator, batch: Batch) -> None:
         """The oldest request that another worker, or an earlier life of this one, had begun: by the deadlines of its
         first attempt it is late for good, and every newcomer on time would be served before it. One an iteration, and
         only as long as it has to compute what was computed once."""
@@ -208,7 +157,7 @@ class SlackPacking(IterationScheduler):
         return max(self._cost.least_s, self._cost.exec_of(0, rows, sum(decoding) + rows))
 
     def _pack_real_time(
-        self, urgent: UrgentFirst, kv: KvAllocator, batch: _Batch
+        self, urgent: UrgentFirst, kv: KvAllocator, batch: Batch
     ) -> tuple[list[tuple[float, Sequence]], list[Sequence], bool]:
         """Lines 3–15. Who was taken, most urgent first; who cannot make it even alone; whether a deadline cut it short
         (lines 11–12)."""
@@ -267,7 +216,7 @@ class SlackPacking(IterationScheduler):
                 no_room = True
         return chosen, hopeless, cut_short
 
-    def _keep(self, kv: KvAllocator, batch: _Batch) -> None:
+    def _keep(self, kv: KvAllocator, batch: Batch) -> None:
         """Who keeps blocks in this iteration, and what they still need."""
         share = self._options.best_effort_share
         most = math.ceil(share * self._limits.max_rows)
@@ -278,14 +227,14 @@ class SlackPacking(IterationScheduler):
             self._sharing.spare(sequence.key for sequence in batch.kept)
         self._reserve(kv, batch)
 
-    def _reserve(self, kv: KvAllocator, batch: _Batch) -> None:
+    def _reserve(self, kv: KvAllocator, batch: Batch) -> None:
         batch.reserved = sum(
             kv.geometry.blocks_for(sequence.target + 1)
             - (len(kv.blocks(sequence.key)) if sequence.phase is Phase.RUNNING else 0)
             for sequence in batch.kept
         )
 
-    def _pack_kept(self, kv: KvAllocator, batch: _Batch, chosen: list[tuple[float, Sequence]]) -> None:
+    def _pack_kept(self, kv: KvAllocator, batch: Batch, chosen: list[tuple[float, Sequence]]) -> None:
         """What is reserved is for them; the oldest may also take blocks from the youngest."""
         batch.reserved = 0
         for sequence in batch.kept:
@@ -299,7 +248,7 @@ class SlackPacking(IterationScheduler):
                 break
         self._reserve(kv, batch)
 
-    def _pack_overdue(self, late: Iterable[Sequence], kv: KvAllocator, batch: _Batch) -> None:
+    def _pack_overdue(self, late: Iterable[Sequence], kv: KvAllocator, batch: Batch) -> None:
         """Served after those who can make it, within the time those leave."""
         for sequence in late:
             if batch.tokens_left <= 0 or len(batch.rows) >= self._limits.max_rows:
@@ -317,7 +266,7 @@ class SlackPacking(IterationScheduler):
             elif waiting:
                 return  # the next of them would not find blocks either
 
-    def _pack_best_effort(self, kv: KvAllocator, batch: _Batch, chosen: list[tuple[float, Sequence]]) -> None:
+    def _pack_best_effort(self, kv: KvAllocator, batch: Batch, chosen: list[tuple[float, Sequence]]) -> None:
         """Lines 17–33."""
         whole, apart = self._be.by_slots(self._sharing)
         kept = {sequence.key for sequence in batch.kept}
@@ -346,7 +295,7 @@ class SlackPacking(IterationScheduler):
         self,
         sequence: Sequence,
         kv: KvAllocator,
-        batch: _Batch,
+        batch: Batch,
         chosen: list[tuple[float, Sequence]],
         victims: Iterator[Sequence] | None,
     ) -> bool:
@@ -361,7 +310,7 @@ class SlackPacking(IterationScheduler):
         self._place(sequence, kv, batch, victims, fitting)
         return True
 
-    def _bring_back(self, sequence: Sequence, slots: int, sharing: BlockSharing, batch: _Batch) -> bool:
+    def _bring_back(self, sequence: Sequence, slots: int, sharing: BlockSharing, batch: Batch) -> bool:
         """R9, R12 · Its slots return while this batch runs, as far as that hides behind it; it runs in the next."""
         hidden = self._cost.swap_s(batch.slots + slots) <= max(self._cost.exec_s(batch.load), self._cost.least_s)
         if not hidden or not sharing.restore(sequence):
@@ -371,7 +320,7 @@ class SlackPacking(IterationScheduler):
         batch.safe.add(sequence.key)
         return True
 
-    def _make_way(self, count: int, sequence: Sequence, batch: _Batch, chosen: list[tuple[float, Sequence]]) -> bool:
+    def _make_way(self, count: int, sequence: Sequence, batch: Batch, chosen: list[tuple[float, Sequence]]) -> bool:
         """Lines 25–32 · The least urgent real-time request leaves the batch, if it can wait for the next one."""
         while chosen and chosen[-1][1].key not in batch.rows:
             chosen.pop()
@@ -389,7 +338,7 @@ class SlackPacking(IterationScheduler):
         self._replaced += 1
         return True
 
-    def _force_oldest(self, kv: KvAllocator, batch: _Batch) -> None:
+    def _force_oldest(self, kv: KvAllocator, batch: Batch) -> None:
         """Nobody could run although somebody is here: pending requests hold each other's blocks. The oldest takes what
         it needs from the others."""
         for queue in (self._rt, self._be):
@@ -403,7 +352,7 @@ class SlackPacking(IterationScheduler):
     def _count(self, sequence: Sequence, tokens_left: int) -> int:
         return min(sequence.uncomputed, self._limits.chunk, tokens_left)
 
-    def _fitting(self, sequence: Sequence, batch: _Batch) -> int:
+    def _fitting(self, sequence: Sequence, batch: Batch) -> int:
         """Tokens of it that this batch can take in time; 0 = none."""
         count = self._count(sequence, batch.tokens_left)
         if count < 1 or self._cost.iteration_s(batch.load.plus(sequence.computed, count), batch.slots) <= batch.limit_s:
@@ -414,7 +363,7 @@ class SlackPacking(IterationScheduler):
         return cut if cut >= _SMALLEST_CUT else 0
 
     def _place(
-        self, sequence: Sequence, kv: KvAllocator, batch: _Batch, victims: Iterator[Sequence] | None, count: int = 0
+        self, sequence: Sequence, kv: KvAllocator, batch: Batch, victims: Iterator[Sequence] | None, count: int = 0
     ) -> bool:
         """Blocks and a row of `count` tokens (0: as many as can be); where blocks are missing, `victims` are dropped
         one after the other."""
@@ -432,7 +381,7 @@ class SlackPacking(IterationScheduler):
         batch.add(sequence, count if count == 1 else min(count, sequence.uncomputed))  # less what a prefix cache had
         return True
 
-    def _take(self, sequence: Sequence, kv: KvAllocator, batch: _Batch, count: int) -> bool:
+    def _take(self, sequence: Sequence, kv: KvAllocator, batch: Batch, count: int) -> bool:
         """Blocks for its next `count` tokens, however it stands."""
         if sequence.phase is Phase.RUNNING:
             return kv.extend(sequence, sequence.computed + count)
@@ -444,40 +393,11 @@ class SlackPacking(IterationScheduler):
         return True
 
     def _droppable(
-        self, kv: KvAllocator, batch: _Batch, sequence: Sequence, *, real_time: bool, desperate: bool = False
+        self, kv: KvAllocator, batch: Batch, sequence: Sequence, *, real_time: bool, desperate: bool = False
     ) -> Iterator[Sequence]:
-        """R11 · Who gives way when no block can be had: best-effort requests, latest first; then, for somebody who can
-        make it, the real-time request with most time left. Nobody who drew no token since it came in, so that every
-        drop is paid for by progress; `desperate`: even those. Evaluated only when blocks are missing."""
+        return self._drops.victims(sequence, kv, batch, self._sharing, real_time=real_time, desperate=desperate)
 
-        kept = () if desperate else {other.key for other in batch.kept}
-
-        def may_go(other: Sequence) -> bool:
-            holds = other.phase is Phase.RUNNING and not other.pinned and (desperate or other.uncomputed <= 1)
-            return holds and other is not sequence and other.key not in batch.safe and other.key not in kept
-
-        own_class, room = sequence.request.traffic_class, kv.free_blocks + kv.cached_blocks
-        from_best_effort = True
-        if own_class == "rt" and self._sharing is not None:
-            # Best-effort blocks can be had without a drop, unless there is nowhere to put what is overwritten.
-            room += self._sharing.lendable_blocks
-            wanted = kv.geometry.blocks_for(sequence.target) - kv.held(sequence.key)
-            from_best_effort = desperate or kv.host_free_blocks <= wanted
-        victims: list[Sequence] = []
-        if from_best_effort:
-            be = (s for s in self._be.pending() if own_class == "rt" or s.arrived_s >= sequence.arrived_s)
-            victims = sorted(filter(may_go, be), key=lambda s: (-s.arrived_s, s.key))
-        if own_class == "rt" and real_time and (desperate or sequence.phase is Phase.RUNNING):
-            own = (self._groups.due_s(sequence), sequence.key)
-            rt = [(self._groups.due_s(s), s.key, s) for s in self._rt.pending() if may_go(s)]
-            victims += [s for due_s, key, s in sorted(rt, reverse=True) if (due_s, key) > own]
-        if victims:
-            held = kv.owners()
-            wanted = kv.geometry.blocks_for(sequence.target) - held.get(sequence.key, 0)
-            if room + sum(held.get(s.key, 0) for s in victims) >= wanted:
-                yield from victims
-
-    def _has_room(self, sequence: Sequence, kv: KvAllocator, batch: _Batch) -> bool:
+    def _has_room(self, sequence: Sequence, kv: KvAllocator, batch: Batch) -> bool:
         """Somebody starts only where everybody running keeps its next block, and the oldest best-effort their share."""
         spare = kv.free_blocks + kv.cached_blocks - batch.reserved - kv.geometry.blocks_for(sequence.target)
         if sequence.request.traffic_class == "rt" and self._sharing is not None:

@@ -1,108 +1,26 @@
-"""Files and batches over HTTP, with the openai package's own client where it can say what is meant."""
+"""Batches over HTTP, with the openai package's own client where it can say what is meant."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
-from openai.types import Batch
 
 from cohort.common.errors import ConfigError
 from cohort.common.messages import Refused
 from cohort.common.types import Attempt
+from tests.services.gateway.batch_client import ENDED, ask, begin, client_of, ended, job, lines, until
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site, eventually
-
-PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions"}
-ENDED = ("completed", "failed", "cancelled", "expired")
-
-
-def job(*bodies: dict[str, Any], kind: str = "text") -> bytes:
-    """An input file; custom ids count from 0."""
-    return b"".join(
-        json.dumps({"custom_id": str(index), "method": "POST", "url": PATHS[kind], "body": body}).encode() + b"\n"
-        for index, body in enumerate(bodies)
-    )
-
-
-def ask(prompt: str = "x", **more: Any) -> dict[str, Any]:
-    return {"model": "tiny", "prompt": prompt, "max_tokens": 100, **more}
-
-
-@asynccontextmanager
-async def client_of(site: Site, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=site.url + "/v1", api_key=key, max_retries=0) as client:
-        yield client
 
 
 @pytest.fixture
 async def client(site: Site) -> AsyncIterator[openai.AsyncOpenAI]:
     async with client_of(site) as client:
         yield client
-
-
-async def begin(client: openai.AsyncOpenAI, data: bytes, kind: str = "text", window: Any = "24h", **more: Any) -> Batch:
-    file = await client.files.create(file=("job.jsonl", data), purpose="batch")
-    return await client.batches.create(
-        input_file_id=file.id,
-        endpoint=PATHS[kind],
-        completion_window=window,
-        **more,  # type: ignore[arg-type]
-    )
-
-
-async def until(
-    client: openai.AsyncOpenAI, batch: Batch, condition: Callable[[Batch], bool], timeout_s: float = 60.0
-) -> Batch:
-    async with asyncio.timeout(timeout_s):
-        while not condition(batch := await client.batches.retrieve(batch.id)):  # noqa: ASYNC110 -- as a client polls
-            await asyncio.sleep(0.01)
-    return batch
-
-
-async def ended(client: openai.AsyncOpenAI, batch: Batch, timeout_s: float = 60.0) -> Batch:
-    return await until(client, batch, lambda now: now.status in ENDED, timeout_s)
-
-
-async def lines(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, Any]:
-    """By custom id."""
-    assert file_id is not None
-    text = (await client.files.content(file_id)).text
-    found = [json.loads(line) for line in text.splitlines()]
-    assert len({line["custom_id"] for line in found}) == len(found)
-    return {line["custom_id"]: line for line in found}
-
-
-def contents(site: Site) -> list[str]:
-    """Names in the folder, half-written ones included."""
-    return [path.name for path in (Path(site.context.config.batch.folder) / "files").iterdir()]
-
-
-async def test_files(client: openai.AsyncOpenAI, site: Site) -> None:
-    data = "Köln\n".encode() * 100_000
-    file = await client.files.create(file=("ä job.jsonl", data), purpose="batch")
-    assert (file.bytes, file.filename, file.purpose, file.object) == (len(data), "ä job.jsonl", "batch", "file")
-    assert file.expires_at == file.created_at + 2_592_000
-    assert (await client.files.content(file.id)).content == data
-    short = await client.files.create(
-        file=b"x", purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
-    )
-    assert short.expires_at == short.created_at + 3600
-    assert [found.id async for found in client.files.list(limit=1)] == [short.id, file.id]
-    assert [found.id async for found in client.files.list(order="asc", purpose="batch")] == [file.id, short.id]
-    assert await client.files.retrieve(file.id) == file
-    gone = await client.files.delete(file.id)
-    assert (gone.deleted, gone.id, gone.object) == (True, file.id, "file")
-    for call in (client.files.retrieve, client.files.delete, client.files.content):
-        with pytest.raises(openai.NotFoundError):
-            await call(file.id)
-    assert file.id not in contents(site)
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
@@ -222,113 +140,6 @@ async def test_an_interrupted_batch_goes_on_and_repeats_nothing(open_site: OpenS
         assert (batch.status, len(await lines(client, batch.output_file_id))) == ("completed", 30)
         again = len(site.manager.submitted)
         assert 0 < again <= 30 - 8, f"{again} lines ran after the restart"
-
-
-async def test_uploads_cut_off_leave_nothing(open_site: OpenSite, tmp_path: Path) -> None:
-    folder = tmp_path / "batches" / "files"
-    folder.mkdir(parents=True)
-    (folder / "file-1.part").write_bytes(b"half")
-    (folder / "file-2").write_bytes(b"whole, but its row was never written")
-    async with open_site() as site:
-        assert list(folder.iterdir()) == []
-        form = aiohttp.FormData()
-
-        async def slowly() -> AsyncIterator[bytes]:
-            yield b"x" * 3_000_000
-            await asyncio.sleep(60)
-
-        form.add_field("purpose", "batch")
-        form.add_field("file", slowly(), filename="f")
-        posting = asyncio.create_task(site.session.post(site.url + "/v1/files", data=form))
-        await eventually(lambda: any(folder.iterdir()))
-        posting.cancel()
-        with suppress(asyncio.CancelledError):
-            await posting
-        await eventually(lambda: not list(folder.iterdir()))
-
-
-async def test_an_upload_that_stalls_is_given_up(open_site: OpenSite) -> None:
-    async with open_site(batch={"upload_idle_s": 0.1}) as site:
-        form = aiohttp.FormData()
-
-        async def stalling() -> AsyncIterator[bytes]:
-            yield b"x" * 1000
-            await asyncio.sleep(2)
-
-        form.add_field("file", stalling(), filename="f")
-        async with site.session.post(site.url + "/v1/files", data=form) as response:
-            assert response.status == 408
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_a_file_too_large_is_413(open_site: OpenSite, streamed: bool) -> None:
-    """By its announced length at once, else when the limit is passed."""
-    async with open_site(batch={"max_file_bytes": 3_000_000}) as site:
-
-        async def pieces() -> AsyncIterator[bytes]:
-            for _ in range(40):
-                yield b"x" * 100_000
-
-        form = aiohttp.FormData()
-        form.add_field("purpose", "batch")
-        form.add_field("file", pieces() if streamed else b"x" * 4_000_000, filename="f")
-        with suppress(aiohttp.ClientOSError):  # the server closes while we still send: the answer may be lost
-            async with site.session.post(site.url + "/v1/files", data=form) as response:
-                assert (response.status, (await response.json())["error"]["code"]) == (413, 413)
-        status, body = await site.get("/v1/files")
-        assert (status, body["data"]) == (200, [])
-
-
-async def test_the_folder_has_a_limit(open_site: OpenSite) -> None:
-    async with open_site(batch={"storage_bytes": 1000}) as site, client_of(site) as client:
-        first = await client.files.create(file=b"x" * 900, purpose="batch")
-        with pytest.raises(openai.APIStatusError, match="1000 bytes together"):
-            await client.files.create(file=b"x" * 200, purpose="batch")
-        await client.files.delete(first.id)
-        await client.files.create(file=b"x" * 200, purpose="batch")
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"file": b"x"}, "purpose"),
-        ({"purpose": "batch"}, "file"),
-        ({"purpose": "fine-tune", "file": b"x"}, "purpose"),
-        ({"purpose": "batch", "file": b"x", "more": "1"}, "more"),
-        ({"purpose": "batch", "file": b"x", "expires_after[seconds]": "5000"}, "expires_after"),
-        (
-            {"purpose": "batch", "file": b"x", "expires_after[anchor]": "created_at", "expires_after[seconds]": "5"},
-            "expires_after",
-        ),
-        (
-            {"purpose": "batch", "file": b"x", "expires_after[anchor]": "created_at", "expires_after[seconds]": "many"},
-            "expires_after",
-        ),
-        ({"purpose": "x" * 2000, "file": b"x"}, "purpose"),
-    ],
-)
-async def test_bad_uploads_are_400(site: Site, fields: dict[str, Any], param: str) -> None:
-    form = aiohttp.FormData(default_to_multipart=True)
-    for name, value in fields.items():
-        form.add_field(name, value, filename="f" if name == "file" else None)
-    async with site.session.post(site.url + "/v1/files", data=form) as response:
-        assert (response.status, (await response.json())["error"]["param"]) == (400, param)
-    assert contents(site) == []
-
-
-@pytest.mark.parametrize(
-    ("content_type", "body"),
-    [
-        ("application/json", b"{}"),
-        ("multipart/form-data", b"x"),
-        ("multipart/form-data; boundary=b", b"no form"),
-        ("multipart/form-data; boundary=b", b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nhalf'),
-        ("multipart/form-data; boundary=b", b"--b\r\n\r\nx\r\n--b--\r\n"),
-    ],
-)
-async def test_bodies_that_are_no_form_are_400(site: Site, content_type: str, body: bytes) -> None:
-    async with site.session.post(site.url + "/v1/files", data=body, headers={"Content-Type": content_type}) as response:
-        assert response.status == 400, await response.text()
 
 
 @pytest.mark.parametrize(

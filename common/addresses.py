@@ -1,0 +1,86 @@
+"""Names and addresses of a pipeline's processes: who is called what, where to dial it, where it binds.
+
+Called by `service.py` for every process, and by whoever plans or dials one. Decides from the configuration and the run
+folder alone; opens nothing.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Literal
+
+from cohort.common import paths
+from cohort.common.config import Config
+from cohort.common.errors import ConfigError
+
+EndpointName = Literal["manager", "predictor", "monitor", "gateway"]
+
+MANAGER, PREDICTOR, MONITOR, GATEWAY = "manager", "predictor", "monitor", "gateway"
+"""Names under which every process dials the others; also the instance names of the ones there is one of."""
+
+ROLES: dict[str, str] = {
+    "gateway": GATEWAY,
+    "length_predictor": PREDICTOR,
+    "bucketing_manager": MANAGER,
+    "global_monitor": MONITOR,
+    "prefill_worker": "prefill-0",
+    "decode_worker": "decode-0",
+}
+"""Roles (the folders under services/) and the instance name of a process that is started without one."""
+
+_ENDPOINTS: dict[str, EndpointName] = {
+    "gateway": "gateway",
+    "length_predictor": "predictor",
+    "bucketing_manager": "manager",
+    "global_monitor": "monitor",
+}
+
+
+def model_name(config: Config) -> str:
+    return config.model.served_name or Path(config.model.path or paths.DEFAULT_MODEL_NAME).name
+
+
+def endpoint_of(config: Config, name: EndpointName, run_dir: Path) -> str:
+    """Where to dial one of the four: the configured endpoint, else a Unix socket in the run folder."""
+    configured: str = getattr(config.endpoints, name)
+    return configured or f"ipc://{run_dir / name}.sock"
+
+
+def inbox_of(config: Config, role: str, instance: str, run_dir: Path) -> tuple[str, str]:
+    """(bind, advertise) of a process's own inbox. Over TCP a process binds `endpoints.bind_host` and is dialled under
+    the host that the configuration names."""
+    name = _ENDPOINTS.get(role)
+    if name is not None:
+        advertise = endpoint_of(config, name, run_dir)
+    else:
+        advertise = config.endpoints.worker or f"ipc://{run_dir / instance}.sock"
+    return bind_address(advertise, config.endpoints.bind_host), advertise
+
+
+def bind_address(endpoint: str, bind_host: str) -> str:
+    if not endpoint.startswith("tcp://"):
+        return endpoint
+    _, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not colon or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"endpoints: {endpoint!r} is no endpoint; write tcp://HOST:PORT")
+    return f"tcp://{bind_host}:{port}"
+
+
+def metrics_port(config: Config, role: str, instance: str) -> int:
+    """From metrics.base_port on: predictor, manager, then the configured workers in order; 0 (any) for others."""
+    base = config.metrics.base_port
+    if base == 0:
+        return 0
+    order = ["length_predictor", "bucketing_manager"]
+    if role in order:
+        return base + order.index(role)
+    workers = list(config.instance_roles)
+    return base + len(order) + workers.index(instance) if instance in workers else 0
+
+
+def named_host(host: str) -> str:
+    """A host that others can dial, for one that binds everywhere."""
+    if host in ("0.0.0.0", "::"):
+        return socket.gethostname()
+    return f"[{host}]" if ":" in host else host

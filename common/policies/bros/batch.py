@@ -1,0 +1,68 @@
+"""The iteration that the packing of BROS is making (R4): rows so far, their load, what may not be dropped.
+
+Filled by `slack_packing.py`, read by `drops.py`. Counts; decides nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cohort.common.policies.bros.iteration_cost import BatchLoad
+from cohort.common.policies.interface import IterationPlan, Row
+from cohort.common.sequence import Sequence
+from cohort.common.types import Attempt
+
+NO_DEADLINE_S = float("inf")
+
+
+@dataclass(slots=True)
+class Batch:
+    """`most_rows` and `tokens_left` bound it; `limit_s`: it must end before (t_min), in seconds from now."""
+
+    most_rows: int
+    tokens_left: int
+    plan: IterationPlan = field(default_factory=IterationPlan)
+    rows: dict[Attempt, Row] = field(default_factory=dict)
+    prefill_tokens: int = 0
+    decode_rows: int = 0
+    context: int = 0
+    slots: int = 0
+    limit_s: float = NO_DEADLINE_S
+    safe: set[Attempt] = field(default_factory=set)
+    """In the batch, or being brought back: not to be dropped now."""
+    kept: list[Sequence] = field(default_factory=list)
+    """Best-effort requests whose share of the cache nobody takes."""
+    reserved: int = 0
+    """Blocks that those still need."""
+    dropped: int = 0
+
+    @property
+    def full(self) -> bool:
+        return len(self.rows) >= self.most_rows or self.tokens_left <= 0
+
+    @property
+    def load(self) -> BatchLoad:
+        return BatchLoad(self.prefill_tokens, self.decode_rows, self.context)
+
+    def add(self, sequence: Sequence, count: int) -> None:
+        """A row of its next `count` tokens."""
+        key, first = sequence.key, sequence.computed
+        self.rows[key] = Row(sequence, first, count)
+        self.safe.add(key)
+        self.tokens_left -= count
+        if count == 1:
+            self.decode_rows += 1
+            self.context += first + 1
+        else:
+            self.prefill_tokens += count
+            self.context += first
+
+    def take_away(self, sequence: Sequence) -> None:
+        row = self.rows.pop(sequence.key)
+        self.tokens_left += row.count
+        if row.count == 1:
+            self.decode_rows -= 1
+            self.context -= row.start + 1
+        else:
+            self.prefill_tokens -= row.count
+            self.context -= row.start

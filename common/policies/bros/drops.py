@@ -1,0 +1,62 @@
+"""Drops of BROS (R11): which requests lose their blocks when another one needs blocks and none can be had.
+
+Asked by `slack_packing.py`, which does the dropping. Changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cohort.common.policies.bros.batch import Batch
+from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTimeQueues
+from cohort.common.policies.bros.token_groups import TokenGroups
+from cohort.common.policies.kv_interface import BlockSharing, KvAllocator
+from cohort.common.sequence import Phase, Sequence
+
+
+class Drops:
+    """R11 (§5.2), for one worker's queues."""
+
+    def __init__(self, real_time: RealTimeQueues, best_effort: BestEffortQueues, groups: TokenGroups) -> None:
+        self._rt, self._be, self._groups = real_time, best_effort, groups
+
+    def victims(
+        self,
+        sequence: Sequence,
+        kv: KvAllocator,
+        batch: Batch,
+        sharing: BlockSharing | None,
+        *,
+        real_time: bool,
+        desperate: bool = False,
+    ) -> Iterator[Sequence]:
+        """Who gives way when no block can be had: best-effort requests, latest first; then, for somebody who can
+        make it, the real-time request with most time left. Nobody who drew no token since it came in, so that every
+        drop is paid for by progress; `desperate`: even those. Evaluated only when blocks are missing.
+        `sharing`: the allocator's, where real-time requests take best-effort blocks without a drop (R8)."""
+        kept = () if desperate else {other.key for other in batch.kept}
+
+        def may_go(other: Sequence) -> bool:
+            holds = other.phase is Phase.RUNNING and not other.pinned and (desperate or other.uncomputed <= 1)
+            return holds and other is not sequence and other.key not in batch.safe and other.key not in kept
+
+        own_class, room = sequence.request.traffic_class, kv.free_blocks + kv.cached_blocks
+        from_best_effort = True
+        if own_class == "rt" and sharing is not None:
+            # Best-effort blocks can be had without a drop, unless there is nowhere to put what is overwritten.
+            room += sharing.lendable_blocks
+            wanted = kv.geometry.blocks_for(sequence.target) - kv.held(sequence.key)
+            from_best_effort = desperate or kv.host_free_blocks <= wanted
+        victims: list[Sequence] = []
+        if from_best_effort:
+            be = (s for s in self._be.pending() if own_class == "rt" or s.arrived_s >= sequence.arrived_s)
+            victims = sorted(filter(may_go, be), key=lambda s: (-s.arrived_s, s.key))
+        if own_class == "rt" and real_time and (desperate or sequence.phase is Phase.RUNNING):
+            own = (self._groups.due_s(sequence), sequence.key)
+            rt = [(self._groups.due_s(s), s.key, s) for s in self._rt.pending() if may_go(s)]
+            victims += [s for due_s, key, s in sorted(rt, reverse=True) if (due_s, key) > own]
+        if victims:
+            held = kv.owners()
+            wanted = kv.geometry.blocks_for(sequence.target) - held.get(sequence.key, 0)
+            if room + sum(held.get(s.key, 0) for s in victims) >= wanted:
+                yield from victims

@@ -115,6 +115,8 @@ class SlackPacking(IterationScheduler):
         self._served: dict[TrafficClass, dict[Attempt, tuple[float, Sequence]]] = {"rt": {}, "be": {}}
         self._resubmitted: dict[Attempt, Sequence] = {}
         """Here for a repeated attempt."""
+        self._known_before: dict[Attempt, int] = {}
+        """Tokens known of a sequence when it started here, or came back to the device."""
         self._since_starving: dict[TrafficClass, int] = {"rt": 0, "be": 0}
         self._slots_beside = 0
         self._sharing: BlockSharing | None = None
@@ -133,6 +135,7 @@ class SlackPacking(IterationScheduler):
         (self._rt if traffic_class == "rt" else self._be).remove(sequence)
         self._served[traffic_class].pop(sequence.key, None)
         self._resubmitted.pop(sequence.key, None)
+        self._known_before.pop(sequence.key, None)
 
     # -- Algorithm 1 -------------------------------------------------------------------------------------------
 
@@ -367,6 +370,7 @@ class SlackPacking(IterationScheduler):
         if not hidden or not sharing.restore(sequence):
             return False
         sequence.phase = Phase.RUNNING
+        self._known_before[sequence.key] = sequence.known
         batch.slots += slots
         batch.safe.add(sequence.key)
         return True
@@ -437,9 +441,11 @@ class SlackPacking(IterationScheduler):
         if sequence.phase is Phase.RUNNING:
             return kv.extend(sequence, sequence.computed + count)
         if sequence.phase is Phase.SWAPPED:
+            self._known_before[sequence.key] = sequence.known
             return resume(sequence, kv)
         if not self._has_room(sequence, kv, batch) or not start(sequence, kv):
             return False
+        self._known_before[sequence.key] = sequence.known
         (self._rt if sequence.request.traffic_class == "rt" else self._be).started(sequence)
         return True
 
@@ -448,17 +454,22 @@ class SlackPacking(IterationScheduler):
     ) -> Iterator[Sequence]:
         """R11 · Who gives way when no block can be had: best-effort requests, latest first; then, for somebody who can
         make it, the real-time request with most time left. Nobody who drew no token since it came in, so that every
-        drop is paid for by progress; `desperate`: even those. Evaluated only when blocks are missing."""
+        drop is paid for by progress; `desperate`: even those. Before all of them, best-effort requests whose slots it
+        must write over while host memory has no place for them: neither could go on. Evaluated only when blocks are
+        missing."""
 
         kept = () if desperate else {other.key for other in batch.kept}
 
         def may_go(other: Sequence) -> bool:
-            holds = other.phase is Phase.RUNNING and not other.pinned and (desperate or other.uncomputed <= 1)
+            drew = other.uncomputed <= 1 and other.known > self._known_before.get(other.key, 0)
+            holds = other.phase is Phase.RUNNING and not other.pinned and (desperate or drew)
             return holds and other is not sequence and other.key not in batch.safe and other.key not in kept
 
         own_class, room = sequence.request.traffic_class, kv.free_blocks + kv.cached_blocks
         from_best_effort = True
         if own_class == "rt" and self._sharing is not None:
+            crowding = self._sharing.crowding(sequence)
+            yield from [other for other in self._be.pending() if other.key in crowding and other.key not in batch.safe]
             # Best-effort blocks can be had without a drop, unless there is nowhere to put what is overwritten.
             room += self._sharing.lendable_blocks
             wanted = kv.geometry.blocks_for(sequence.target) - kv.held(sequence.key)

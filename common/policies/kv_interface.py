@@ -7,7 +7,7 @@ Asked by the worker machine and, while it decides, by its `IterationScheduler` (
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
@@ -61,6 +61,11 @@ class BlockSharing(ABC):
         """R12 · Bring back what is checkpointed while an iteration runs that the sequence has no row in. False: no
         blocks for it, nothing changed."""
         return False
+
+    def crowding(self, sequence: Sequence) -> Set[Attempt]:
+        """R9 · Owners of slots that this sequence would write over next, if host memory has no place for them: it can
+        go on only without them."""
+        return frozenset()
 
     # By the scheduler (E7).
 

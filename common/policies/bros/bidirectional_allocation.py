@@ -15,7 +15,7 @@ change hands cannot be known by its content.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
@@ -336,6 +336,15 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         self._spared = {tenant for key in keys if (tenant := self._reversed.get(key)) is not None}
         self._count_spared()
         self._preemptable = None
+
+    def crowding(self, sequence: Sequence) -> Set[Attempt]:
+        tenant = self._tenants.get(sequence.key)
+        if tenant is None or tenant.reversed or not tenant.blocks:
+            return frozenset()
+        end = min(sequence.target, len(tenant.blocks) * self._size)
+        lost = self._overwritten(tenant, end, []) or []
+        missing = sum(1 for victim, index, _ in lost if index not in victim.host) > len(self._host_free)
+        return {victim.name for victim, _, _ in lost} if missing else frozenset()
 
     def _count_spared(self) -> None:
         self._spared_blocks = sum(len(tenant.blocks) - tenant.shared for tenant in self._spared)

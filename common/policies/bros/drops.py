@@ -5,13 +5,14 @@ Asked by `slack_packing.py`, which does the dropping. Changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from cohort.common.policies.bros.batch import Batch
 from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTimeQueues
 from cohort.common.policies.bros.token_groups import TokenGroups
 from cohort.common.policies.kv_interface import BlockSharing, KvAllocator
 from cohort.common.sequence import Phase, Sequence
+from cohort.common.types import Attempt
 
 
 class Drops:
@@ -26,23 +27,29 @@ class Drops:
         kv: KvAllocator,
         batch: Batch,
         sharing: BlockSharing | None,
+        known_before: Mapping[Attempt, int],
         *,
         real_time: bool,
         desperate: bool = False,
     ) -> Iterator[Sequence]:
         """Who gives way when no block can be had: best-effort requests, latest first; then, for somebody who can
         make it, the real-time request with most time left. Nobody who drew no token since it came in, so that every
-        drop is paid for by progress; `desperate`: even those. Evaluated only when blocks are missing.
+        drop is paid for by progress; `desperate`: even those. Before all of them, best-effort requests whose slots it
+        must write over while host memory has no place for them: neither could go on. Evaluated only when blocks are
+        missing. `known_before`: tokens known of a sequence when it started here, or came back to the device.
         `sharing`: the allocator's, where real-time requests take best-effort blocks without a drop (R8)."""
         kept = () if desperate else {other.key for other in batch.kept}
 
         def may_go(other: Sequence) -> bool:
-            holds = other.phase is Phase.RUNNING and not other.pinned and (desperate or other.uncomputed <= 1)
+            sampled = other.uncomputed <= 1 and other.known > known_before.get(other.key, 0)
+            holds = other.phase is Phase.RUNNING and not other.pinned and (desperate or sampled)
             return holds and other is not sequence and other.key not in batch.safe and other.key not in kept
 
         own_class, room = sequence.request.traffic_class, kv.free_blocks + kv.cached_blocks
         from_best_effort = True
         if own_class == "rt" and sharing is not None:
+            crowding = sharing.crowding(sequence)
+            yield from [other for other in self._be.pending() if other.key in crowding and other.key not in batch.safe]
             # Best-effort blocks can be had without a drop, unless there is nowhere to put what is overwritten.
             room += sharing.lendable_blocks
             wanted = kv.geometry.blocks_for(sequence.target) - kv.held(sequence.key)

@@ -64,6 +64,8 @@ class SlackPacking(IterationScheduler):
         self._served: dict[TrafficClass, dict[Attempt, tuple[float, Sequence]]] = {"rt": {}, "be": {}}
         self._resubmitted: dict[Attempt, Sequence] = {}
         """Here for a repeated attempt."""
+        self._known_before: dict[Attempt, int] = {}
+        """Tokens known of a sequence when it started here, or came back to the device."""
         self._since_starving: dict[TrafficClass, int] = {"rt": 0, "be": 0}
         self._slots_beside = 0
         self._sharing: BlockSharing | None = None
@@ -82,6 +84,7 @@ class SlackPacking(IterationScheduler):
         (self._rt if traffic_class == "rt" else self._be).remove(sequence)
         self._served[traffic_class].pop(sequence.key, None)
         self._resubmitted.pop(sequence.key, None)
+        self._known_before.pop(sequence.key, None)
 
     # -- Algorithm 1 -------------------------------------------------------------------------------------------
 
@@ -316,6 +319,7 @@ class SlackPacking(IterationScheduler):
         if not hidden or not sharing.restore(sequence):
             return False
         sequence.phase = Phase.RUNNING
+        self._known_before[sequence.key] = sequence.known
         batch.slots += slots
         batch.safe.add(sequence.key)
         return True
@@ -386,16 +390,20 @@ class SlackPacking(IterationScheduler):
         if sequence.phase is Phase.RUNNING:
             return kv.extend(sequence, sequence.computed + count)
         if sequence.phase is Phase.SWAPPED:
+            self._known_before[sequence.key] = sequence.known
             return resume(sequence, kv)
         if not self._has_room(sequence, kv, batch) or not start(sequence, kv):
             return False
+        self._known_before[sequence.key] = sequence.known
         (self._rt if sequence.request.traffic_class == "rt" else self._be).started(sequence)
         return True
 
     def _droppable(
         self, kv: KvAllocator, batch: Batch, sequence: Sequence, *, real_time: bool, desperate: bool = False
     ) -> Iterator[Sequence]:
-        return self._drops.victims(sequence, kv, batch, self._sharing, real_time=real_time, desperate=desperate)
+        return self._drops.victims(
+            sequence, kv, batch, self._sharing, self._known_before, real_time=real_time, desperate=desperate
+        )
 
     def _has_room(self, sequence: Sequence, kv: KvAllocator, batch: Batch) -> bool:
         """Somebody starts only where everybody running keeps its next block, and the oldest best-effort their share."""

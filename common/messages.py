@@ -21,7 +21,7 @@ from cohort.common.types import (
     RequestId,
     Segment,
     WorkerCapacity,
-    WorkerFigures,
+    WorkerStats,
 )
 
 
@@ -35,7 +35,7 @@ class _Base(msgspec.Struct, frozen=True, tag_field="type", tag=True, omit_defaul
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of the drawn token and of the likeliest ones, from the raw logits."""
+    """Log-probability of the sampled token and of the likeliest ones, from the raw logits."""
 
     logprob: float
     top_ids: list[int] = []
@@ -46,7 +46,7 @@ class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where a request's time went on a worker, in seconds; the gateway adds its own part and exports the whole.
 
     `queue_s`: from arrival at the worker until first scheduled. `prefill_s`: from then until its segment's prompt
-    part was computed. `transfer_s`: exposed KV hand-over time (nothing computed for the request meanwhile).
+    part was computed. `transfer_s`: exposed KV transfer time (nothing computed for the request meanwhile).
     """
 
     instance: InstanceId = ""
@@ -102,7 +102,7 @@ class Placed(_Base, frozen=True):
     reason: str
 
 
-class Displaced(_Base, frozen=True):
+class AttemptsLost(_Base, frozen=True):
     """These attempts are lost (worker dead, transfer failed, unknown): resubmit with the tokens known so far."""
 
     attempts: list[Attempt]
@@ -179,7 +179,7 @@ class RevisePrediction(_Base, frozen=True):
 
 
 class Outstanding(_Base, frozen=True):
-    """What a gateway believes is being served, once a second; the manager answers `Displaced` for the unknown."""
+    """What a gateway believes is being served, once a second; the manager answers `AttemptsLost` for the unknown."""
 
     attempts: list[Attempt]
 
@@ -200,12 +200,12 @@ class RegisterWorker(_Base, frozen=True):
 
 
 class WorkerReport(_Base, frozen=True):
-    """A worker's heartbeat and figures, several times a second and whenever it turns idle."""
+    """A worker's heartbeat and stats, several times a second and whenever it turns idle."""
 
     instance: InstanceId
     incarnation: int
     sequence: int
-    figures: WorkerFigures
+    stats: WorkerStats
     held: list[Attempt]
     awaiting: list[Attempt] = []
     draining: bool = False
@@ -222,7 +222,7 @@ class SegmentEnded(_Base, frozen=True):
 
 
 class Leaving(_Base, frozen=True):
-    """An instance ends on purpose: place nothing there; what it still holds is displaced."""
+    """An instance ends on purpose: place nothing there; what it still holds is rescheduled."""
 
     instance: InstanceId
     incarnation: int
@@ -231,7 +231,7 @@ class Leaving(_Base, frozen=True):
 # To the bucketing manager, from the global monitor.
 
 
-class ClusterFigures(_Base, frozen=True):
+class ClusterStats(_Base, frozen=True):
     """The monitor's summary, pushed to the manager: arrival rate, its forecast, mean lengths (B9)."""
 
     arrival_rate: float
@@ -285,7 +285,7 @@ class PrefetchKv(_Base, frozen=True):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# To a worker, from another worker: the KV hand-over. DEALER at the sender → inbox of the receiver.
+# To a worker, from another worker: the KV transfer. DEALER at the sender → inbox of the receiver.
 #
 #   sender                                   receiver
 #     │ KvOffer (positions, blocks)             │
@@ -294,7 +294,7 @@ class PrefetchKv(_Base, frozen=True):
 #     │◀────────────────────────────────────────┤
 #     │ KvChunk (runs)  ═══ bytes over link ═══▶│ posts receives into the granted blocks, checks   (repeated
 #     │                                         │                                     while computing)
-#     │ KvHandOver (tokens, position)           │
+#     │ KvHandoff (tokens, position)            │
 #     ├────────────────────────────────────────▶│ all runs there? the request runs here
 #     │                KvAccepted               │
 #     │◀────────────────────────────────────────┤ sender frees its blocks
@@ -345,7 +345,7 @@ class KvChunk(_Base, frozen=True):
     runs: list[KvRun]
 
 
-class KvHandOver(_Base, frozen=True):
+class KvHandoff(_Base, frozen=True):
     """Everything was sent: the request continues at `computed` with these tokens on the receiver.
 
     `total_runs` have been announced over all chunks of this round; the receiver starts when it has that many.
@@ -443,7 +443,7 @@ class PromptState(_Base, frozen=True):
 
 
 class Heartbeat(_Base, frozen=True):
-    """`figures` are the process's own numbers by metric name; `metrics_url` is where Prometheus text can be read."""
+    """`stats` are the process's own numbers by metric name; `metrics_url` is where Prometheus text can be read."""
 
     instance: InstanceId
     role: str
@@ -451,7 +451,7 @@ class Heartbeat(_Base, frozen=True):
     pid: int
     ready: bool
     metrics_url: str
-    figures: dict[str, float]
+    stats: dict[str, float]
 
 
 class Farewell(_Base, frozen=True):
@@ -465,7 +465,7 @@ class Farewell(_Base, frozen=True):
 # Who is told what. A match over the messages of one receiver ends in `assert_never`.
 # --------------------------------------------------------------------------------------------------------------
 
-ToGateway = TokenBatch | ManagerHello | Placed | Displaced | Refused | ClusterLoad | Predicted
+ToGateway = TokenBatch | ManagerHello | Placed | AttemptsLost | Refused | ClusterLoad | Predicted
 ToManager = (
     GatewayHello
     | Submit
@@ -476,7 +476,7 @@ ToManager = (
     | WorkerReport
     | SegmentEnded
     | Leaving
-    | ClusterFigures
+    | ClusterStats
 )
 ToWorker = (
     ManagerHello
@@ -489,7 +489,7 @@ ToWorker = (
     | KvOffer
     | KvGrant
     | KvChunk
-    | KvHandOver
+    | KvHandoff
     | KvAccepted
     | KvAbort
     | KvRenew

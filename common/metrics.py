@@ -102,7 +102,7 @@ class Labelled(Generic[M]):
 
 
 class MetricFactory:
-    """Makes metrics named `cohort_…` with the constant labels; for families here and for a service's own figures."""
+    """Makes metrics named `cohort_…` with the constant labels; for families here and for a service's own stats."""
 
     def __init__(self, registry: CollectorRegistry, *, model_name: str, instance: str) -> None:
         self._registry = registry
@@ -204,8 +204,8 @@ class EngineMetrics:
         self.requests_waiting = make.gauge("num_requests_waiting", "Requests waiting to be scheduled", ("class",))
         self.requests_awaiting_kv = make.gauge("num_requests_awaiting_kv", "Requests whose KV is under way to here")
         self.requests_parked = make.gauge("num_requests_parked", "Prefilled requests whose KV waits for a decoder")
-        self.policy_figures = make.gauge(
-            "worker_policy", "The worker's policies' own figures, by seat and name", ("seat", "figure")
+        self.policy_stats = make.gauge(
+            "worker_policy", "The worker's policies' own metrics, by policy interface and name", ("interface", "metric")
         )
         self.kv_cache_usage = make.gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1")
         self.kv_blocks = make.gauge("kv_blocks", "KV blocks by state: used, cached, free", ("state",))
@@ -246,12 +246,12 @@ class TransferMetrics:
             "kv_transfer_failures", "Runs that failed: timeout, checksum, error, aborted", ("link", "reason")
         )
         self.retries = make.counter("kv_transfer_retries", "Runs sent again over a second path", ("link",))
-        self.hand_overs = make.counter("kv_hand_overs", "Sequences taken over from another worker")
+        self.kv_transfers = make.counter("kv_transfers", "Sequences taken over from another worker")
         self.exposed_seconds = make.counter(
-            "kv_transfer_exposed_seconds", "Part of hand-overs during which nothing was computed for the request"
+            "kv_transfer_exposed_seconds", "Part of KV transfers during which nothing was computed for the request"
         )
         self.leases = make.gauge("kv_leases", "Leases open now")
-        self.expired_leases = make.counter("kv_expired_leases", "Leases that nobody renewed in time")
+        self.expired_leases = make.counter("kv_expired_leases", "Leases that were not renewed in time")
         self.quarantined_blocks = make.gauge(
             "kv_quarantined_blocks", "Blocks kept out of use because a link could not promise silence"
         )
@@ -268,16 +268,16 @@ class SchedulerMetrics:
         self.buckets = make.gauge("buckets", "Buckets in use")
         self.placements = make.counter("placements", "Requests placed, by reason", ("reason",))
         self.migrations = make.counter("migrations", "Requests moved between workers while running", ("reason",))
-        self.displaced = make.counter("displaced", "Attempts lost and given back to their gateway", ("reason",))
+        self.attempts_lost = make.counter("attempts_lost", "Attempts lost and given back to their gateway", ("reason",))
         self.queue_seconds = make.histogram("placement_queue_seconds", "Submitted to placed", ("class",))
         self.decision_seconds = make.histogram(
-            "decision_seconds", "One call of a policy, by seat", ("seat",), SHORT_BUCKETS_S
+            "decision_seconds", "One call of a policy, by policy interface", ("interface",), SHORT_BUCKETS_S
         )
         self.batch_size = make.histogram("placed_batch_size", "Requests in a batch the manager formed", (), ROW_BUCKETS)
         self.padding_waste = make.histogram(
             "padding_waste_ratio", "Share of a batch that would be padding", (), FRACTION_BUCKETS
         )
-        self.order_figures = make.gauge("prefill_order", "The prefill order's own figures, by name", ("figure",))
+        self.order_stats = make.gauge("prefill_order", "The prefill order's own metrics, by name", ("metric",))
         self.prediction_ratio = make.histogram(
             "prediction_ratio", "Predicted over real output length", (), RATIO_BUCKETS
         )

@@ -62,12 +62,12 @@ class Sequence:
     """Output tokens that left this worker."""
     preemptions: int = 0
     repeat_from: int | None = None
-    """The next update to the gateway starts at this position: after a hand-over it repeats what the former worker
+    """The next update to the gateway starts at this position: after a KV transfer it repeats what the former worker
     said, because that worker's last words may come later over their own connection, or never."""
     pinned: bool = False
     """Its blocks are being read by a transfer: it must not be preempted now."""
     transfer_s: float = 0.0
-    """Hand-over time on the way here that nothing was computed in."""
+    """KV transfer time on the way here that nothing was computed in."""
     key: Attempt = field(init=False)
     """The attempt it computes; the allocator's owner id."""
 

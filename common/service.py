@@ -80,7 +80,7 @@ __all__ = [
     "metrics_routes",
     "model_name",
     "named_host",
-    "process_figures",
+    "process_stats",
     "service_main",
 ]
 
@@ -91,13 +91,13 @@ CANCEL_S = 3.0  # the longest a cancelled build may take to clean up
 FAREWELL_QUEUE_MESSAGES = 4  # a monitor that comes back wants the latest heartbeats, not all it missed
 
 
-def _no_figures() -> dict[str, float]:
+def _no_stats() -> dict[str, float]:
     return {}
 
 
 @dataclass(slots=True)
 class ServiceContext:
-    """What a service is given. `figures` and `ready` are the service's to set: they ride in every heartbeat and
+    """What a service is given. `stats` and `ready` are the service's to set: they ride in every heartbeat and
     answer /ready. `metrics_url` too, by a service that serves its metrics on its own application.
 
     `drain_s` is the service's own drain time; the hard deadline lies `DRAIN_MARGIN_S` beyond it.
@@ -112,7 +112,7 @@ class ServiceContext:
     clock: Clock
     registry: CollectorRegistry
     run_dir: Path
-    figures: Callable[[], dict[str, float]] = _no_figures
+    stats: Callable[[], dict[str, float]] = _no_stats
     ready: bool = False
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     metrics_url: str = ""
@@ -189,14 +189,14 @@ def metrics_routes(context: ServiceContext) -> list[web.RouteDef]:
     return [web.get("/metrics", metrics), web.get("/health", health), web.get("/ready", ready)]
 
 
-def process_figures() -> dict[str, float]:
+def process_stats() -> dict[str, float]:
     """What every process says of itself: memory, open files, tasks."""
-    figures = {"asyncio_tasks": float(len(asyncio.all_tasks()))}
+    stats = {"asyncio_tasks": float(len(asyncio.all_tasks()))}
     with contextlib.suppress(OSError, ValueError, IndexError):
         with open("/proc/self/statm", encoding="ascii") as statm:
-            figures["rss_bytes"] = float(int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-        figures["open_fds"] = float(len(os.listdir("/proc/self/fd")))
-    return figures
+            stats["rss_bytes"] = float(int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+        stats["open_fds"] = float(len(os.listdir("/proc/self/fd")))
+    return stats
 
 
 class BusCollector(Collector):
@@ -385,10 +385,10 @@ class _Service:
         while True:
             lag.set(max(0.0, loop.time() - due_s))
             try:
-                figures = {**process_figures(), **context.figures()}
+                stats = {**process_stats(), **context.stats()}
             except Exception:
-                self._log.exception("figures for the heartbeat could not be read")
-                figures = {}
+                self._log.exception("stats for the heartbeat could not be read")
+                stats = {}
             with contextlib.suppress(PeerUnreachable):
                 bus.send(
                     MONITOR,
@@ -399,7 +399,7 @@ class _Service:
                         pid=os.getpid(),
                         ready=context.ready and not context.stopping.is_set(),
                         metrics_url=context.metrics_url,
-                        figures=figures,
+                        stats=stats,
                     ),
                 )
             due_s = loop.time() + self._config.monitor.heartbeat_s

@@ -75,7 +75,7 @@ class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a request was promised.
 
     `ttft_s`: seconds from arrival to the first token. `tpot_s`: seconds between later tokens.
-    `deadline_s`: seconds from arrival to the last token (E9 fills it when the client gives none). 0 = no promise.
+    `deadline_s`: seconds from arrival to the last token (E9 fills it when the client gives none). 0 = no SLO.
     """
 
     ttft_s: float = 0.0
@@ -97,7 +97,7 @@ class Prediction(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the next token is drawn. Defaults are OpenAI's.
+    """How the next token is sampled. Defaults are OpenAI's.
 
     `seed` is always set by the gateway: the random number of position t depends only on (seed, t), so a request
     that moves, is preempted or recovered continues exactly. `stop_token_ids` includes the model's end tokens
@@ -230,7 +230,7 @@ class StepTimes(msgspec.Struct, frozen=True, array_like=True):
     position_s: float
 
 
-class WorkerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
+class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an instance says of itself with every report; policies decide on it (B9).
 
     Blocks are of the device's KV cache; `cached_blocks` hold reusable prefixes and count as free too.

@@ -17,6 +17,7 @@ _RENAMED = {
     "baselines.target_forward_tokens": "engine.target_forward_tokens",
     "ecoserve.target_forward_tokens": "engine.target_forward_tokens",
     "bros.profile": "engine.profile",
+    "dynaserve.hand_over_s": "dynaserve.kv_transfer_s",
     "dynaserve.profile": "engine.profile",
     "engine.record_dir": "recording.folder",
 }

@@ -59,7 +59,7 @@ class DynaServeConfig(Section, frozen=True):
     headroom: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05  # share of that bound that iterations leave free
     search_tolerance: Fraction = 0.05  # the two ends may differ by this share; a split must gain more than it
     margin_tokens: NotNegative = 20  # added to every predicted length
-    hand_over_s: NotNegativeReal = 0.005  # a split must bring the end forward by more than this
+    kv_transfer_s: NotNegativeReal = 0.005  # a split must bring the end forward by more than this
     least_segment: Positive = 32  # tokens; a shorter segment is not worth a KV transfer
     least_prefill: Positive = 16  # prompt tokens in every iteration that prompts wait for, whatever decodes take
     ablation: DynaServeAblation = DynaServeAblation()

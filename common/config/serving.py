@@ -61,7 +61,7 @@ class PredictorConfig(Section, frozen=True):
 
 
 class ManagerConfig(Section, frozen=True):
-    report_timeout_s: Seconds = 3.0  # no report for so long: the worker is dead, its requests are displaced
+    report_timeout_s: Seconds = 3.0  # no report for so long: the worker is dead, its requests are rescheduled
     load_interval_s: Seconds = 0.2  # between two ClusterLoad messages
     dispatch_ahead_tokens: Positive = 8192  # prefill tokens sent ahead to a worker; the rest waits here
 

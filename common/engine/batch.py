@@ -29,11 +29,11 @@ class PenaltyContext:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """How one row's next token is drawn; `position` is where that token will stand.
+    """How one row's next token is sampled; `position` is where that token will stand.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the neutral penalties switch themselves off.
     `banned` are ids that must not come yet (the end tokens while min_tokens is not reached). `logprobs`: -1 none,
-    k ≥ 0 the drawn token's log-probability and the k likeliest ones.
+    k ≥ 0 the sampled token's log-probability and the k likeliest ones.
     """
 
     seed: int
@@ -82,7 +82,7 @@ class StepBatch:
     """Rows of one forward: prefill rows first, then decode rows, concatenated (R14).
 
     T tokens in R rows, S of which are sampled. A row's tokens are the last ones of its context. On the padded path the
-    last `padding[r]` tokens of a row are padding: computed, written behind its context, seen by nobody.
+    last `padding[r]` tokens of a row are padding: computed, written behind its context, attended to by no row.
     """
 
     token_ids: Int64Array  # [T]
@@ -171,7 +171,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The drawn tokens, in the order of `StepBatch.sample_rows`; prompt scores, in the order of `StepBatch.scoring`."""
+    """The sampled tokens, in the order of `StepBatch.sample_rows`; prompt scores, in the order of
+    `StepBatch.scoring`."""
 
     tokens: Int64Array  # [S]
     logprobs: tuple[TokenLogprobs | None, ...]  # [S]

@@ -15,7 +15,7 @@ from cohort.common.sequence import Sequence
 
 
 def build_batch(plan: IterationPlan, kv: KvAllocator) -> tuple[StepBatch, list[Sequence]]:
-    """The batch of `plan.rows`, and the sequences whose next token it draws, in the order of `sample_rows`.
+    """The batch of `plan.rows`, and the sequences whose next token it samples, in the order of `sample_rows`.
 
     With `plan.padded_to` (B2) every prefill row is filled up to that many tokens, as far as its blocks reach.
     """
@@ -58,7 +58,7 @@ def build_batch(plan: IterationPlan, kv: KvAllocator) -> tuple[StepBatch, list[S
         offsets = np.where(directions[row_of_token, blocks] == 1, size - 1 - offsets, offsets)
     slot_mapping = tables[row_of_token, blocks].astype(np.int64) * size + offsets
 
-    drawing = [index for index, row in enumerate(rows) if row.start + row.count == row.sequence.known]
+    sampled = [index for index, row in enumerate(rows) if row.start + row.count == row.sequence.known]
     batch = StepBatch(
         token_ids=np.array(token_ids, dtype=np.int64),
         positions=positions,
@@ -67,8 +67,8 @@ def build_batch(plan: IterationPlan, kv: KvAllocator) -> tuple[StepBatch, list[S
         block_tables=tables,
         directions=directions,
         slot_mapping=slot_mapping,
-        sample_rows=np.array(drawing, dtype=np.int32),
-        sampling=tuple(_sampling(rows[index]) for index in drawing),
+        sample_rows=np.array(sampled, dtype=np.int32),
+        sampling=tuple(_sampling(rows[index]) for index in sampled),
         padding=padding,
         scoring=tuple(
             _scoring(index, row, int(query_start[index]))
@@ -76,7 +76,7 @@ def build_batch(plan: IterationPlan, kv: KvAllocator) -> tuple[StepBatch, list[S
             if row.sequence.scores_prompt
         ),
     )
-    return batch, [rows[index].sequence for index in drawing]
+    return batch, [rows[index].sequence for index in sampled]
 
 
 def _scoring(index: int, row: Row, first: int) -> ScoringRow:

@@ -21,8 +21,8 @@ def splitmix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def draw_key(seed: int, position: int) -> int:
-    """What all random numbers of one draw start from, 64 bits.
+def sample_key(seed: int, position: int) -> int:
+    """What all random numbers of one sample start from, 64 bits.
 
     The seed is scrambled before the position enters, so that neighbouring seeds do not walk through the same
     sequence shifted by one.
@@ -35,7 +35,7 @@ def exponentials(seed: int, position: int, tokens: npt.NDArray[np.int64]) -> npt
 
     53 random bits each; values in [0, 36.8].
     """
-    key = draw_key(seed, position)
+    key = sample_key(seed, position)
     with np.errstate(over="ignore"):
         value = (tokens.astype(np.uint64) ^ np.uint64(key)) + np.uint64(GOLDEN)
         value = (value ^ (value >> np.uint64(30))) * np.uint64(MIX_1)

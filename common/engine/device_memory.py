@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cohort.common.engine.model_config import ModelGeometry
 
 SAMPLER_BYTES = 1 << 29
-"""What drawing tokens may take beside the logits; `device_sampler` cuts its batch into pieces of this size."""
+"""What sampling tokens may take beside the logits; `device_sampler` cuts its batch into pieces of this size."""
 
 STAGING_TOKENS = 32768
 """Positions of prefill rows whose keys and values are gathered for flash attention; more read the paged cache."""

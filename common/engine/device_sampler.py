@@ -2,7 +2,8 @@
 
 Called by `device_steps`. Same order (penalties, bias, bans, temperature, top_k, top_p, min_p, the race), same random
 numbers, so the same tokens as `sampler.sample` on the same logits, up to the last bits of a logarithm. Asks the device
-for nothing: what a row wants is known on the host, and the answer stays where the logits are until `Drawn.download`.
+for nothing: what a row wants is known on the host, and the answer stays where the logits are until
+`SampledOnDevice.download`.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import torch
 from torch import Tensor
 
 from cohort.common.engine.batch import SamplingRow, StepOutput, TokenLogprobs
-from cohort.common.engine.counter_random import GOLDEN, MIX_1, MIX_2, draw_key
+from cohort.common.engine.counter_random import GOLDEN, MIX_1, MIX_2, sample_key
 from cohort.common.engine.device_memory import SAMPLER_BYTES
-from cohort.common.engine.sampler import GREEDY_BELOW, HOPELESS
+from cohort.common.engine.sampler import GREEDY_BELOW, NEGLIGIBLE
 from cohort.common.engine.uploads import Uploads, host_bytes
 
 _BYTES_PER_LOGIT = 64  # working copy, distance, weights, sorted weights, order, sums, random bits, times
 
 
 @dataclass(slots=True)
-class Drawn:
+class SampledOnDevice:
     """A batch's tokens, on their way to the host. `wait` what was launched before reading `output`."""
 
     rows: Sequence[SamplingRow]
@@ -48,29 +49,31 @@ class Drawn:
         return StepOutput(tokens=self.tokens.numpy().copy(), logprobs=tuple(logprobs))
 
 
-def draw(logits: Tensor, likeliest: Tensor, rows: Sequence[SamplingRow], uploads: Uploads) -> Drawn:
+def sample_on_device(
+    logits: Tensor, likeliest: Tensor, rows: Sequence[SamplingRow], uploads: Uploads
+) -> SampledOnDevice:
     """One token per row of float32 logits [S, vocabulary], whose largest are `likeliest` [S]; copies to the host are
     launched, not awaited."""
     tokens = likeliest
-    drawing = [index for index, row in enumerate(rows) if not row.plain_greedy]
-    if drawing:
+    stochastic = [index for index, row in enumerate(rows) if not row.plain_greedy]
+    if stochastic:
         tokens = tokens.clone()
         at_once = max(1, SAMPLER_BYTES // (_BYTES_PER_LOGIT * logits.shape[1]))
-        for start in range(0, len(drawing), at_once):
-            part = drawing[start : start + at_once]
+        for start in range(0, len(stochastic), at_once):
+            part = stochastic[start : start + at_once]
             (index,) = uploads.put([np.array(part, dtype=np.int64)])
-            tokens[index] = _draw(logits.index_select(0, index), [rows[each] for each in part], uploads)
+            tokens[index] = _sample(logits.index_select(0, index), [rows[each] for each in part], uploads)
     scored = [index for index, row in enumerate(rows) if row.logprobs >= 0]
-    drawn = Drawn(rows, _to_host(tokens), scored, None, None, None)
+    sampled = SampledOnDevice(rows, _to_host(tokens), scored, None, None, None)
     if scored:
         (index,) = uploads.put([np.array(scored, dtype=np.int64)])
         chosen, ids, values = _score(logits, tokens, index, max(rows[each].logprobs for each in scored))
-        drawn.logprobs, drawn.top_ids, drawn.top_logprobs = _to_host(chosen), _to_host(ids), _to_host(values)
-    return drawn
+        sampled.logprobs, sampled.top_ids, sampled.top_logprobs = _to_host(chosen), _to_host(ids), _to_host(values)
+    return sampled
 
 
 def _score(logits: Tensor, tokens: Tensor, index: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the rows `index`: the drawn token's log-probability, and the `top` likeliest ids with theirs."""
+    """Of the rows `index`: the sampled token's log-probability, and the `top` likeliest ids with theirs."""
     logprobs = logits.index_select(0, index).log_softmax(dim=-1)
     values, ids = logprobs.topk(min(top, logprobs.shape[1]), dim=-1)
     return logprobs.gather(1, tokens.index_select(0, index)[:, None])[:, 0], ids, values
@@ -81,14 +84,14 @@ def _to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _draw(logits: Tensor, rows: Sequence[SamplingRow], uploads: Uploads) -> Tensor:
+def _sample(logits: Tensor, rows: Sequence[SamplingRow], uploads: Uploads) -> Tensor:
     """int64 [n] for logits [n, vocabulary], which are ours to change."""
     vocab = logits.shape[1]
     _adjust(logits, rows, uploads)
     numbers = np.array([(max(row.temperature, GREEDY_BELOW), row.min_p) for row in rows], dtype=np.float32).reshape(
         len(rows), 2
     )
-    keys = np.array([draw_key(row.seed, row.position) for row in rows], dtype=np.uint64).view(np.int64)
+    keys = np.array([sample_key(row.seed, row.position) for row in rows], dtype=np.uint64).view(np.int64)
     hot = np.array([row.temperature >= GREEDY_BELOW for row in rows])
     device_numbers, device_keys, device_hot = uploads.put([numbers, keys, hot])
     temperature, min_p = device_numbers[:, :1], device_numbers[:, 1:]
@@ -200,7 +203,7 @@ def _race(weights: Tensor, keys: Tensor) -> Tensor:
     value.bitwise_xor_(_shifted(value, 31))
     times = _shifted(value, 11).double().add_(1.0).mul_(2.0**-53).log_().neg_()
     wide = weights.double()
-    return torch.where(wide > HOPELESS, times / wide, float("inf")).argmin(dim=-1)
+    return torch.where(wide > NEGLIGIBLE, times / wide, float("inf")).argmin(dim=-1)
 
 
 def _shifted(value: Tensor, bits: int) -> Tensor:

@@ -2,7 +2,7 @@
 
     host                                          device (one stream)
     batch ─▶ page-locked buffers ── launch ──▶    copy in · recorded decode step, or the forward kernel by kernel
-                                                  · draw tokens · copy out · mark
+                                                  · sample tokens · copy out · mark
     free for other work … wait for the mark  ◀──────────────────────────┘
     ─▶ StepOutput
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from cohort.common.engine.batch import StepBatch, StepOutput
 from cohort.common.engine.decode_classes import CaptureBudget
 from cohort.common.engine.device_memory import STAGING_TOKENS
-from cohort.common.engine.device_sampler import Drawn, draw
+from cohort.common.engine.device_sampler import SampledOnDevice, sample_on_device
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.static_decode import PlainRecorder, Recorder, StaticDecode
@@ -35,14 +35,14 @@ log = structlog.get_logger(__name__)
 class Launched:
     """A step under way."""
 
-    def __init__(self, drawn: Drawn, mark: Mark) -> None:
-        self._drawn = drawn
+    def __init__(self, sampled: SampledOnDevice, mark: Mark) -> None:
+        self._sampled = sampled
         self._mark = mark
 
     def finish(self) -> StepOutput:
         """Wait for the device, then its answer. Everything the step wrote is there afterwards, KV included."""
         self._mark.wait()
-        return self._drawn.output()
+        return self._sampled.output()
 
 
 class DeviceSteps:
@@ -129,8 +129,8 @@ class DeviceSteps:
                     logits, likeliest = logits.index_select(0, index), likeliest.index_select(0, index)
                     states = None if states is None else states.index_select(0, index)
             self._states = states
-            drawn = draw(logits, likeliest, batch.sampling, self._uploads)
-            return Launched(drawn, self.stream.mark())
+            sampled = sample_on_device(logits, likeliest, batch.sampling, self._uploads)
+            return Launched(sampled, self.stream.mark())
 
     def scoring_inputs(self, batch: StepBatch) -> StepInputs:
         """The inputs of a step that the caller runs itself, on `stream`."""

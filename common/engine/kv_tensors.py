@@ -1,7 +1,7 @@
 """The KV cache's memory: one tensor of blocks on the device, one of the same blocks on the host for swapping.
 
 Owned by the model runner; the worker loop moves blocks with it, the transfer agent sends and receives its bytes.
-Decides nothing: which block belongs to whom is the block pool's knowledge. One block over all layers is one contiguous
+Decides nothing: the block pool knows which request owns a block. One block over all layers is one contiguous
 piece of memory, so a block travels (to the host, to another worker) in one copy, and neighbouring blocks in one run.
 """
 
@@ -136,7 +136,7 @@ class KvTensors:
 
 
 def _copy_blocks(source: Tensor, target: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy blocks; neighbouring pairs go as one piece."""
+    """Copy blocks; neighbouring pairs go as one copy."""
     start = 0
     while start < len(pairs):
         first_source, first_target = pairs[start]

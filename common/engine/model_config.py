@@ -1,6 +1,6 @@
 """Reads a model folder's config.json into the frozen facts the engine and the gateway need.
 
-Called by the model runner, by whoever plans KV memory, and by gateway-side code: hence no torch and no transformers
+Called by the model runner, by planners of KV memory and by code of the gateway: hence no torch and no transformers
 here. Never reads weights. Which of the engine's three forms of a model runs (lean Llama shape, lean OPT, generic
 through transformers) is decided here, because it follows from the configuration alone.
 """

@@ -1,6 +1,6 @@
 """One model on one device with its KV cache: executes a step, and nothing else.
 
-On a GPU the steps are `device_steps`' business: recorded decode steps, tokens drawn there, one wait a step.
+On a GPU the steps are `device_steps`' business: recorded decode steps, tokens sampled there, one wait a step.
 
 Owned by a worker's engine thread, which calls `execute` once per iteration; also used by the profiler. Decides nothing
 about requests, blocks or order. torch releases the GIL inside its operators, so the worker's event loop runs on while a
@@ -142,7 +142,7 @@ class ModelRunner:
 
     @property
     def stream(self) -> Stream:
-        """Where steps run; whoever works on the same device orders its work against it."""
+        """The stream of the steps; other work on the device is ordered against it."""
         return HostStream() if self._device_steps is None else self._device_steps.stream
 
     @staticmethod
@@ -151,7 +151,7 @@ class ModelRunner:
         return memory_bytes // geometry.kv_geometry(dtype, block_size).block_bytes
 
     def execute(self, batch: StepBatch) -> StepOutput:
-        """Compute one step: write its tokens' KV, draw the sampled rows' next tokens."""
+        """Compute one step: write its tokens' KV, sample the next tokens of their rows."""
         self._prepare_thread()
         try:
             with torch.inference_mode():

@@ -1,6 +1,6 @@
 """Measures what a step costs at chosen shapes: the points that cost models are fitted to.
 
-Called by the `profile` command and by whoever fits a cost model. Returns plain data; fits nothing, stores nothing.
+Called by the `profile` command and by programs that fit a cost model. Returns plain data; fits nothing, stores nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Log-probabilities of a prompt's own tokens, from the logits of the positions before them.
 
 Called by the model runner for the rows of a step that ask for it (`StepBatch.scoring`). Raw logits, before temperature
-and penalties, as for drawn tokens.
+and penalties, as for sampled tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cohort.common.engine.batch import ScoringRow, TokenLogprobs
 
-# Probabilities of so many positions exist at a time, beside the logits they come from.
+# The number of positions whose probabilities exist at a time, beside the logits they come from.
 AT_ONCE = 64
 
 

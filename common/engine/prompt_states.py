@@ -12,13 +12,13 @@ from cohort.common.messages import PromptState
 from cohort.common.sequence import Sequence
 
 
-def prompt_states(runner: ModelRunner, drawing: Seq[Sequence]) -> list[PromptState]:
-    """One message per sequence that has just drawn its very first token; `drawing` as the batch builder named them.
+def prompt_states(runner: ModelRunner, sampled: Seq[Sequence]) -> list[PromptState]:
+    """One message per sequence that has just sampled its very first token; `sampled` as the batch builder named them.
 
     Empty for models that keep no states and for steps that ran in parts.
     """
-    first = [index for index, each in enumerate(drawing) if each.output_tokens == 1 and not each.request.output_known]
-    states = runner.sampled_states(len(drawing)) if first else None
+    first = [index for index, each in enumerate(sampled) if each.output_tokens == 1 and not each.request.output_known]
+    states = runner.sampled_states(len(sampled)) if first else None
     if states is None:
         return []
-    return [PromptState(drawing[index].key, states[index].tobytes()) for index in first]
+    return [PromptState(sampled[index].key, states[index].tobytes()) for index in first]

@@ -1,7 +1,7 @@
 """Draws the next token of every sampled row from its logits.
 
-Called by the model runner after the forward. Rows never influence each other, and a row's draw depends only on its own
-logits, its parameters and (seed, position): the same whatever the batch, the worker or the attempt.
+Called by the model runner after the forward. Rows never influence each other, and a row's sample depends only on its
+own logits, its parameters and (seed, position): the same whatever the batch, the worker or the attempt.
 
 Order: penalties, bias, bans, temperature, top_k, top_p, min_p, then a race: every token left runs for an exponential
 time divided by its weight, and the first one wins (the Gumbel-max trick in another form; it draws with exactly the
@@ -26,8 +26,9 @@ from cohort.common.engine.counter_random import exponentials
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them leaves nothing but the maximum in float32."""
 
-HOPELESS = 2.0**-53 / 37.0
-"""Lighter tokens lose any race in which the likeliest weighs 1: it needs 36.8 at most and nobody less than 2**-53."""
+NEGLIGIBLE = 2.0**-53 / 37.0
+"""Lighter tokens lose any race in which the likeliest weighs 1: that token needs 36.8 at most, any token 2**-53 at
+least."""
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> StepOutput:
@@ -35,7 +36,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> StepOutput:
     tokens = _likeliest(logits) if rows else np.empty(0, dtype=np.int64)
     for index, row in enumerate(rows):
         if not row.plain_greedy:
-            tokens[index] = _draw(_adjusted(logits[index], row), row)
+            tokens[index] = _sample(_adjusted(logits[index], row), row)
     return StepOutput(
         tokens=tokens,
         logprobs=tuple(
@@ -82,7 +83,7 @@ def _penalise(logits: Tensor, row: SamplingRow, context: PenaltyContext) -> None
         logits[torch.from_numpy(unique).to(logits.device)] -= torch.from_numpy(penalty).to(logits)
 
 
-def _draw(logits: Tensor, row: SamplingRow) -> int:
+def _sample(logits: Tensor, row: SamplingRow) -> int:
     """The token of one row."""
     if row.temperature < GREEDY_BELOW:
         return int(logits.argmax())
@@ -105,7 +106,7 @@ def _draw(logits: Tensor, row: SamplingRow) -> int:
 def _reach(distance: Tensor, mass: Tensor, wanted: float) -> float:
     """The distance of the last token in the smallest set of nearest tokens whose mass is `wanted`.
 
-    Everything at exactly that distance belongs to the set: which of equals a sort puts first is nobody's promise.
+    Everything at exactly that distance belongs to the set: no sort guarantees which of equals comes first.
     Sorting a whole vocabulary for every row would cost more than the forward's share of a row. The bits of floats that
     are not negative order like the floats, so their upper half sorts tokens into buckets in one pass, and only the
     bucket in which the mass is reached is sorted. (On a GPU sorting is cheap, and summing into buckets would add in no
@@ -128,7 +129,7 @@ def _reach(distance: Tensor, mass: Tensor, wanted: float) -> float:
 def _race(weights: Tensor, row: SamplingRow) -> int:
     """The index whose exponential time, divided by its weight, is smallest."""
     every = weights.double().cpu().numpy()
-    runners = np.flatnonzero(every > HOPELESS)
+    runners = np.flatnonzero(every > NEGLIGIBLE)
     return int(runners[np.argmin(exponentials(row.seed, row.position, runners) / every[runners])])
 
 

@@ -6,7 +6,7 @@ GPU; plain repetition of the forward elsewhere, which is how tests hold this log
 nothing about requests.
 
 Padding rows are ordinary rows of one token that lie in the spare block, which no request ever owns: every kernel
-computes them like any other row, finite and read by nobody. (Rows with an empty context would ask each kernel for a
+computes them like any other row, finite and never read. (Rows with an empty context would ask each kernel for a
 special case instead.)
 """
 
@@ -75,7 +75,7 @@ class StaticDecode:
         device: torch.device,
         workspace: Workspace | None = None,
     ) -> None:
-        """`kv` [blocks, layers, 2, kv heads, block size, head dim], of which `spare_block` belongs to nobody."""
+        """`kv` [blocks, layers, 2, kv heads, block size, head dim], of which `spare_block` belongs to no request."""
         self._model, self._kv = model, kv
         self._spare = spare_block
         self._block_size = kv.shape[4]
@@ -189,7 +189,7 @@ class StaticDecode:
         self._directed = batch.directions is not None
 
     def _write_padding(self, first: int, end: int) -> None:
-        """Token 0 at position 0 of the spare block; the rows share its slots, whose content nobody needs."""
+        """Token 0 at position 0 of the spare block; the rows share its slots, whose content is never read."""
         self._host["token_ids"][first:end] = 0
         self._host["positions"][first:end] = 0
         self._host["slots"][first:end] = self._spare * self._block_size

@@ -49,7 +49,7 @@ def step_inputs(
     uploads: Uploads | None = None,
     workspace: Workspace | None = None,
 ) -> StepInputs:
-    """Put a batch on the device: array by array, or through `uploads` in one copy that nobody waits for."""
+    """Put a batch on the device: array by array, or through `uploads` in one asynchronous copy."""
     lengths = np.diff(batch.query_start)
     last_token = batch.query_start[1:].astype(np.int64) - 1
     if batch.padding is not None:

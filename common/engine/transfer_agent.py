@@ -220,7 +220,7 @@ class TransferAgent:
         return str(failure)
 
     async def _quarantine(self, run: Run, failure: BufferStranded) -> None:
-        """Nobody is told about this run until the link has let go of its blocks; so they stay out of use."""
+        """This run is reported once the link has released its blocks; until then they stay out of use."""
         self.quarantined_blocks += run.num_blocks
         self._metrics.quarantined_blocks().set(self.quarantined_blocks)
         structlog.get_logger(__name__).error(

@@ -1,6 +1,6 @@
 """Host arrays to the device: through page-locked memory, many arrays in one copy, without waiting.
 
-Called once or a few times per step, by whoever prepares a step's inputs. The page-locked memory of a step is written
+Called once or a few times per step, where a step's inputs are prepared. The page-locked memory of a step is written
 again only after `restart`, which its owner calls when the step before is over.
 """
 

@@ -133,7 +133,7 @@ class WeightFiles:
 
 
 class RandomWeights:
-    """Every tensor anybody asks for, drawn from its name: workers on devices of one kind draw the same model.
+    """Every tensor that is asked for, generated from its name: workers on devices of one kind generate the same model.
 
     Norms are ones; matrices have rows of length about one, so that values stay finite through any number of layers.
     """

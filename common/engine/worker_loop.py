@@ -122,7 +122,7 @@ class WorkerLoop:
         self._bus.connect(MANAGER, self._context.endpoint_of("manager"))
         if self._config.predictor.refine_after_prefill:
             self._bus.connect(PREDICTOR, self._context.endpoint_of("predictor"))
-        self._context.figures = self._heartbeat
+        self._context.stats = self._heartbeat
         self._context.ready = True
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -286,8 +286,8 @@ class WorkerLoop:
                 match effect:
                     case Send(message=RegisterWorker()):
                         pause_s = _REGISTER_EVERY_S
-                    case Send(message=WorkerReport(figures=figures)):
-                        self._metrics.export(figures, self._agent.quarantined_blocks)
+                    case Send(message=WorkerReport(stats=stats)):
+                        self._metrics.export(stats, self._agent.quarantined_blocks)
                         if self._learned is not None:
                             self._learned.save_if_due(self._clock.now_s())
                     case _:
@@ -295,7 +295,7 @@ class WorkerLoop:
             await asyncio.sleep(pause_s)
 
     async def _drain(self) -> None:
-        """Finish what is here; what is left at the deadline is displaced by the leave."""
+        """Finish what is here; what is left at the deadline is rescheduled by the leave."""
         self._tell(DrainStarted())
         deadline_s = self._clock.now_s() + self._config.engine.drain_s
         while not self._machine.idle and self._clock.now_s() < deadline_s:
@@ -306,8 +306,8 @@ class WorkerLoop:
         self._tell(DrainEnded())
 
     def _heartbeat(self) -> dict[str, float]:
-        figures = self._machine.figures(self._memory_free_bytes())
-        return self._metrics.heartbeat(figures, self._agent.quarantined_blocks)
+        stats = self._machine.stats(self._memory_free_bytes())
+        return self._metrics.heartbeat(stats, self._agent.quarantined_blocks)
 
     def _memory_free_bytes(self) -> int:
         if self._runner.device.type == "cuda":

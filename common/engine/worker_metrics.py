@@ -16,14 +16,14 @@ from cohort.common.machines.worker_counters import WorkerCounters
 from cohort.common.metrics import EngineMetrics, MetricFactory, TransferMetrics
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.sequence import Phase
-from cohort.common.types import WorkerFigures
+from cohort.common.types import WorkerStats
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """What a worker's stats are read from. `used_blocks` are neither free nor reusable."""
 
-    figures: WorkerFigures
+    stats: WorkerStats
     counters: WorkerCounters
     running: dict[str, int]
     waiting: dict[str, int]
@@ -34,7 +34,7 @@ class Snapshot:
 
     @property
     def used_blocks(self) -> int:
-        return self.figures.total_blocks - self.figures.free_blocks - self.figures.cached_blocks
+        return self.stats.total_blocks - self.stats.free_blocks - self.stats.cached_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,31 +56,31 @@ def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
         Stat("", "gauge", lambda s: s.running["be"], engine.requests_running("be")),
         Stat("", "gauge", lambda s: s.waiting["rt"], engine.requests_waiting("rt")),
         Stat("", "gauge", lambda s: s.waiting["be"], engine.requests_waiting("be")),
-        Stat("running", "gauge", lambda s: s.figures.running),
-        Stat("waiting", "gauge", lambda s: s.figures.waiting),
-        Stat("awaiting_kv", "gauge", lambda s: s.figures.awaiting_kv, engine.requests_awaiting_kv()),
-        Stat("parked", "gauge", lambda s: s.figures.parked, engine.requests_parked()),
-        Stat("", "gauge", lambda s: s.used_blocks / max(1, s.figures.total_blocks), engine.kv_cache_usage()),
-        Stat("kv_total_blocks", "gauge", lambda s: s.figures.total_blocks),
+        Stat("running", "gauge", lambda s: s.stats.running),
+        Stat("waiting", "gauge", lambda s: s.stats.waiting),
+        Stat("awaiting_kv", "gauge", lambda s: s.stats.awaiting_kv, engine.requests_awaiting_kv()),
+        Stat("parked", "gauge", lambda s: s.stats.parked, engine.requests_parked()),
+        Stat("", "gauge", lambda s: s.used_blocks / max(1, s.stats.total_blocks), engine.kv_cache_usage()),
+        Stat("kv_total_blocks", "gauge", lambda s: s.stats.total_blocks),
         Stat("", "gauge", lambda s: s.used_blocks, engine.kv_blocks("used")),
-        Stat("kv_cached_blocks", "gauge", lambda s: s.figures.cached_blocks, engine.kv_blocks("cached")),
-        Stat("kv_free_blocks", "gauge", lambda s: s.figures.free_blocks, engine.kv_blocks("free")),
-        Stat("", "gauge", lambda s: s.figures.host_blocks - s.figures.host_free_blocks, engine.host_kv_blocks("used")),
-        Stat("host_free_blocks", "gauge", lambda s: s.figures.host_free_blocks, engine.host_kv_blocks("free")),
-        Stat("leases", "gauge", lambda s: s.figures.leases, transfer.leases()),
-        Stat("expired_leases_total", "total", lambda s: s.figures.expired_leases, transfer.expired_leases()),
+        Stat("kv_cached_blocks", "gauge", lambda s: s.stats.cached_blocks, engine.kv_blocks("cached")),
+        Stat("kv_free_blocks", "gauge", lambda s: s.stats.free_blocks, engine.kv_blocks("free")),
+        Stat("", "gauge", lambda s: s.stats.host_blocks - s.stats.host_free_blocks, engine.host_kv_blocks("used")),
+        Stat("host_free_blocks", "gauge", lambda s: s.stats.host_free_blocks, engine.host_kv_blocks("free")),
+        Stat("leases", "gauge", lambda s: s.stats.leases, transfer.leases()),
+        Stat("expired_leases_total", "total", lambda s: s.stats.expired_leases, transfer.expired_leases()),
         Stat("held_blocks", "gauge", lambda s: s.held_blocks),
         Stat("quarantined_blocks", "gauge", lambda s: s.quarantined_blocks),
-        Stat("step_ms", "gauge", lambda s: s.figures.step_s * 1000),
+        Stat("step_ms", "gauge", lambda s: s.stats.step_s * 1000),
         Stat("steps_total", "total", lambda s: s.counters.steps),
-        Stat("", "total", lambda s: s.figures.prefix_queries, engine.prefix_cache_queries()),
-        Stat("", "total", lambda s: s.figures.prefix_hits, engine.prefix_cache_hits()),
+        Stat("", "total", lambda s: s.stats.prefix_queries, engine.prefix_cache_queries()),
+        Stat("", "total", lambda s: s.stats.prefix_hits, engine.prefix_cache_hits()),
         Stat("prefill_tokens_total", "total", lambda s: s.counters.prefill_tokens, engine.prefill_tokens()),
         Stat("decode_tokens_total", "total", lambda s: s.counters.decode_tokens, engine.decode_tokens()),
         Stat("", "total", lambda s: s.memory_retries, engine.out_of_memory()),
         Stat("preemptions_total", "total", lambda s: s.counters.preemptions),
         Stat("transfers_total", "total", lambda s: s.counters.transfers_in + s.counters.transfers_out),
-        Stat("hand_overs_in_total", "total", lambda s: s.counters.transfers_in, transfer.hand_overs()),
+        Stat("kv_transfers_in_total", "total", lambda s: s.counters.transfers_in, transfer.kv_transfers()),
         Stat(
             "exposed_transfer_seconds_total",
             "total",
@@ -92,8 +92,8 @@ def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
         Stat("transfer_stalls_total", "total", lambda s: s.counters.stalls),
         Stat("pool_offloads_total", "total", lambda s: s.counters.pooled),
         Stat("pool_prefetches_total", "total", lambda s: s.counters.prefetched),
-        Stat("pool_direct_hand_overs_total", "total", lambda s: s.counters.from_host),
-        Stat("device_memory_free_bytes", "gauge", lambda s: s.figures.memory_free_bytes),
+        Stat("pool_direct_transfers_total", "total", lambda s: s.counters.from_host),
+        Stat("device_memory_free_bytes", "gauge", lambda s: s.stats.memory_free_bytes),
     )
 
 
@@ -107,9 +107,9 @@ class WorkerMetrics:
         self._exported: dict[int, float] = {}
         """Totals as last exported, by their place in the table: a counter only ever grows by what is new."""
 
-    def export(self, figures: WorkerFigures, quarantined_blocks: int) -> None:
+    def export(self, stats: WorkerStats, quarantined_blocks: int) -> None:
         """Into this process's metrics."""
-        now = self._snapshot(figures, quarantined_blocks)
+        now = self._snapshot(stats, quarantined_blocks)
         for place, stat in enumerate(self._stats):
             match stat.metric:
                 case Gauge() as gauge:
@@ -120,11 +120,11 @@ class WorkerMetrics:
                     self._exported[place] = total
                 case None:
                     pass
-        for seat, name, value in self._policy_stats():
-            self.engine.policy_figures(seat, name).set(value)
+        for interface, name, value in self._policy_stats():
+            self.engine.policy_stats(interface, name).set(value)
 
-    def heartbeat(self, figures: WorkerFigures, quarantined_blocks: int) -> dict[str, float]:
-        now = self._snapshot(figures, quarantined_blocks)
+    def heartbeat(self, stats: WorkerStats, quarantined_blocks: int) -> dict[str, float]:
+        now = self._snapshot(stats, quarantined_blocks)
         shown = {stat.name: stat.get(now) for stat in self._stats if stat.name}
         return shown | {name: value for _, name, value in self._policy_stats()}
 
@@ -143,16 +143,16 @@ class WorkerMetrics:
             moved = engine.swapped_blocks if copy.unit == "block" else engine.swapped_slots
             moved(copy.direction).inc(len(copy.device))
 
-    def _snapshot(self, figures: WorkerFigures, quarantined_blocks: int) -> Snapshot:
+    def _snapshot(self, stats: WorkerStats, quarantined_blocks: int) -> Snapshot:
         machine = self._machine
         waiting, running = {"rt": 0, "be": 0}, {"rt": 0, "be": 0}
         for sequence in machine.sequences():
             group = running if sequence.phase is Phase.RUNNING else waiting
             group[sequence.request.traffic_class] += 1
         held = sum(machine.kv.owners().values())
-        return Snapshot(figures, machine.counters, running, waiting, held, quarantined_blocks, self._memory_retries())
+        return Snapshot(stats, machine.counters, running, waiting, held, quarantined_blocks, self._memory_retries())
 
     def _policy_stats(self) -> Iterator[tuple[str, str, float]]:
-        for seat, policy in (("iteration", self._machine.scheduler), ("allocation", self._machine.kv)):
+        for interface, policy in (("iteration", self._machine.scheduler), ("allocation", self._machine.kv)):
             for name, value in policy.metrics().items():
-                yield seat, name, value
+                yield interface, name, value

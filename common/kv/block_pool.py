@@ -61,7 +61,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks an allocation can have: free ones, and cached ones that nobody owns."""
+        """Blocks an allocation can have: free ones, and cached ones without an owner."""
         return len(self._free) + len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
@@ -100,7 +100,7 @@ class BlockPool:
             self._references[block] += 1
 
     def owned_among(self, blocks: Sequence[int]) -> int:
-        """How many of these blocks somebody owns already (reusing them costs no available block)."""
+        """The number of these blocks that are owned already; reusing one costs no available block."""
         return sum(1 for block in blocks if self._references[block] > 0)
 
     def remember(self, block: int, digest: BlockHash) -> None:

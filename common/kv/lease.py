@@ -1,4 +1,4 @@
-"""Leases: blocks promised to somebody else's transfer, freed when nobody comes for them.
+"""Leases: blocks reserved for a transfer, freed when it does not come.
 
 Pure bookkeeping, one table per worker. The receiver of a KV transfer grants a lease; chunks and renewals extend it;
 `expire` names those whose deadline passed, once each.

@@ -23,7 +23,7 @@ from cohort.common.types import Attempt
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """`exclusive`: its blocks are read or written as a whole by transfers, so nobody shares them.
+    """`exclusive`: its blocks are read or written as a whole by transfers, so they are not shared.
 
     `claimed`: positions whose slots are its own from now on. `stored`: positions that have KV. `host`: block index →
     host block, exactly where offsets [resident, used) are in host memory and nowhere else.
@@ -40,7 +40,7 @@ class Tenant:
     away: int = 0
     """Positions in host memory only."""
     shared: int = 0
-    """Of its blocks, those whose other side somebody else has."""
+    """Of its blocks, those whose other side belongs to another tenant."""
 
 
 Side = tuple[Tenant, int]
@@ -100,7 +100,7 @@ class SharedBlocks:
         return best
 
     def find_preemptable(self, tenants: Iterable[Tenant]) -> Iterator[int]:
-        """R8 · FindPreemptBlock: right tenants' blocks nobody shares yet, those with most empty slots first.
+        """R8 · FindPreemptBlock: right tenants' blocks that are not shared yet, those with most empty slots first.
 
         Differs from the paper: it does not say which of many full blocks comes first. Here tenants that miss slots
         already and then those with least KV, so that few requests are hit and little has to come back.

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from cohort.common.errors import InvariantViolated
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_counters import mix
-from cohort.common.messages import KvChunk, KvHandOver, KvRenew, Message, StartSegment
+from cohort.common.messages import KvChunk, KvHandoff, KvRenew, Message, StartSegment
 from cohort.common.policies.interface import Row
 from cohort.common.sequence import Phase
 
@@ -32,7 +32,7 @@ class FastForward:
         plan = self._state.in_flight
         if not self._state.kv.grows_by_block or plan is None or not plan.rows:
             return False
-        if self._receiver.offers or self._state.doomed or not self._machine.pool.quiet:
+        if self._receiver.offers or self._state.aborting or not self._machine.pool.quiet:
             return False
         for row in plan.rows:
             sequence = row.sequence
@@ -57,7 +57,7 @@ class FastForward:
                 return index > 0 and not self._receiver.offers
             case KvChunk():  # how far a transfer has come is what some schedulers expect by
                 return not self._scheduler.wants_arriving
-            case KvHandOver(lease_id=lease_id):
+            case KvHandoff(lease_id=lease_id):
                 incoming = self._receiver.lease_of(lease_id)
                 return incoming is not None and incoming.in_flight > 0
             case KvRenew():
@@ -68,7 +68,7 @@ class FastForward:
     def undisturbed_by_runs(self, lease_id: int, runs: int) -> bool:
         """The same of so many runs received well: others of this transfer are still to come."""
         incoming = self._receiver.lease_of(lease_id)
-        return incoming is not None and (incoming.hand_over is None or incoming.in_flight > runs)
+        return incoming is not None and (incoming.handoff is None or incoming.in_flight > runs)
 
     def fitting_repetitions(self, wanted: int) -> int:
         """How many of `wanted` iterations after the one in flight repeat it for certain and find blocks without any

@@ -2,7 +2,7 @@
 
     Offered ─▶ admission ─▶ ledger ─▶ prediction ─▶ Submit ─▶ manager
                               │ ▲                     TokenBatch ◀─ workers
-    Deliver, Fail, Ended ◀────┘ └──── Placed, Displaced, Refused ◀─ manager
+    Deliver, Fail, Ended ◀────┘ └──── Placed, AttemptsLost, Refused ◀─ manager
 
 What is not HTTP, text or metrics is decided here; four parts keep what it takes:
 
@@ -53,9 +53,9 @@ from cohort.common.machines.ledger import Action, CancelAttempt, Ledger, SubmitA
 from cohort.common.machines.manager_link import ManagerLink
 from cohort.common.machines.prediction_desk import PredictionDesk
 from cohort.common.messages import (
+    AttemptsLost,
     Cancel,
     ClusterLoad,
-    Displaced,
     GatewayHello,
     LengthFacts,
     ManagerHello,
@@ -285,8 +285,8 @@ class GatewayMachine:
                         self._act(now_s, actions)
             case Placed():
                 self._act(now_s, self.ledger.placed(now_s, message))
-            case Displaced(attempts, reason):
-                self._act(now_s, self.ledger.displaced(now_s, attempts, reason))
+            case AttemptsLost(attempts, reason):
+                self._act(now_s, self.ledger.attempts_lost(now_s, attempts, reason))
             case Refused(attempt, status, reason):
                 self._act(now_s, self.ledger.refused(attempt, status, reason))
             case Predicted():

@@ -1,6 +1,6 @@
 """The receiving end of KV transfers: the queue of offers, grants under leases, runs received and checked.
 
-    queued ─blocks free─▶ granted ─chunks─▶ receiving ─hand-over and all runs checked─▶ arrived
+    queued ─blocks free─▶ granted ─chunks─▶ receiving ─handoff and all runs checked─▶ arrived
 
 Driven by `WorkerMachine`, which it tells `arrived` (the sequence can run here) and `lost` (its KV will not come). A
 transfer may turn dead at any moment (cancelled, failed, expired): then it only waits for its runs in flight to settle
@@ -19,7 +19,7 @@ from cohort.common.kv.lease import LeaseTable
 from cohort.common.machines.effects import CancelRuns, ReceiveRuns, Run, Send
 from cohort.common.machines.events import RunsReceived
 from cohort.common.machines.worker_state import WorkerState
-from cohort.common.messages import KvAbort, KvAccepted, KvChunk, KvGrant, KvHandOver, KvOffer
+from cohort.common.messages import KvAbort, KvAccepted, KvChunk, KvGrant, KvHandoff, KvOffer
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, InstanceId
 
@@ -41,8 +41,8 @@ class Incoming:
     in_flight: int = 0
     last_tag: int = -1
     """Of the runs that were posted. Tags count up within a lease: a chunk that comes twice is known by them."""
-    hand_over: KvHandOver | None = None
-    hand_over_at_s: float = 0.0
+    handoff: KvHandoff | None = None
+    handoff_at_s: float = 0.0
     retry_link: str = ""
     """Set while a failed round drains; the retry is asked for when nothing is in flight any more."""
     dead: bool = False
@@ -67,10 +67,10 @@ class Incoming:
     @property
     def complete(self) -> bool:
         return (
-            self.hand_over is not None
-            and self.hand_over.round == self.round
+            self.handoff is not None
+            and self.handoff.round == self.round
             and self.in_flight == 0
-            and self.received_runs == self.hand_over.total_runs
+            and self.received_runs == self.handoff.total_runs
             and not self.retry_link
         )
 
@@ -115,9 +115,9 @@ class KvReceiver:
 
     def offered(self, now_s: float, sender: InstanceId, offer: KvOffer) -> None:
         self.offers.append(QueuedOffer(sender, offer.attempt, offer.transfer_id, offer.positions, now_s))
-        self.room_changed(now_s)
+        self.headroom_changed(now_s)
 
-    def room_changed(self, now_s: float) -> None:
+    def headroom_changed(self, now_s: float) -> None:
         """Grant what fits, FCFS. Not while a step with copies runs: blocks it frees are still being read."""
         if not self.offers:
             return
@@ -170,7 +170,7 @@ class KvReceiver:
         )
         self._state.effects.append(Send(offer.sender, grant))
 
-    # -- chunks, runs, the hand-over ---------------------------------------------------------------------------
+    # -- chunks, runs, the KV transfer ---------------------------------------------------------------------------
 
     def announced(self, now_s: float, chunk: KvChunk) -> None:
         incoming = self._by_lease.get(chunk.lease_id)
@@ -214,7 +214,7 @@ class KvReceiver:
         if incoming.dead:
             return
         if incoming.retry_link and incoming.in_flight == 0:
-            self._ask_again(now_s, incoming)
+            self._retry_transfer(now_s, incoming)
         elif incoming.complete:
             self._accept(now_s, incoming)
 
@@ -228,42 +228,42 @@ class KvReceiver:
         if incoming.in_flight:
             self._state.effects.append(CancelRuns(incoming.lease_id))
 
-    def _ask_again(self, now_s: float, incoming: Incoming) -> None:
+    def _retry_transfer(self, now_s: float, incoming: Incoming) -> None:
         incoming.round += 1
         incoming.received_runs = 0
-        incoming.hand_over = None
+        incoming.handoff = None
         link, incoming.retry_link = incoming.retry_link, ""
         self.leases.renew(now_s, incoming.lease_id)
         again = KvAbort(incoming.sequence.key, incoming.transfer_id, "transfer failed", link, incoming.round)
         self._state.effects.append(Send(incoming.sender, again))
 
-    def handed_over(self, now_s: float, message: KvHandOver) -> None:
+    def handed_over(self, now_s: float, message: KvHandoff) -> None:
         incoming = self._by_lease.get(message.lease_id)
         if incoming is None or message.round != incoming.round:
             return
         if message.computed != incoming.positions or len(message.tokens) < message.computed:
             self._lost(now_s, incoming.sequence, f"{incoming.sender} handed over {message.computed} positions")
             return
-        incoming.hand_over = message
-        incoming.hand_over_at_s = now_s
+        incoming.handoff = message
+        incoming.handoff_at_s = now_s
         self.leases.renew(now_s, message.lease_id)
         if incoming.complete:
             self._accept(now_s, incoming)
 
     def _accept(self, now_s: float, incoming: Incoming) -> None:
-        state, hand_over, sequence = self._state, incoming.hand_over, incoming.sequence
-        if hand_over is None:
-            raise InvariantViolated("accepted without a hand-over")
-        sequence.tokens = list(hand_over.tokens)
-        sequence.computed = hand_over.computed
-        sequence.cached_tokens = hand_over.cached_tokens
+        state, handoff, sequence = self._state, incoming.handoff, incoming.sequence
+        if handoff is None:
+            raise InvariantViolated("accepted without a handoff")
+        sequence.tokens = list(handoff.tokens)
+        sequence.computed = handoff.computed
+        sequence.cached_tokens = handoff.cached_tokens
         sequence.delivered = sequence.output_tokens
         if sequence.known > len(sequence.request.tokens):
             sequence.repeat_from = len(sequence.request.tokens)
         held = state.held[sequence.key]
-        held.logprobs = list(hand_over.logprobs)
-        held.prompt_logprobs = list(hand_over.prompt_logprobs)
-        sequence.transfer_s = hand_over.exposed_s + (now_s - incoming.hand_over_at_s)
+        held.logprobs = list(handoff.logprobs)
+        held.prompt_logprobs = list(handoff.prompt_logprobs)
+        sequence.transfer_s = handoff.exposed_s + (now_s - incoming.handoff_at_s)
         del self._incoming[sequence.key]
         del self._by_lease[incoming.lease_id]
         self.leases.end(incoming.lease_id)
@@ -328,7 +328,7 @@ class KvReceiver:
 
     def unfinished(self) -> list[Sequence]:
         """Granted, and their sender has more to compute or to send."""
-        return [incoming.sequence for incoming in self._incoming.values() if incoming.hand_over is None]
+        return [incoming.sequence for incoming in self._incoming.values() if incoming.handoff is None]
 
     def arriving(self, chunk: int) -> int:
         """Sequences in the middle of their output that will be here shortly. `chunk`: prompt tokens of an iteration."""

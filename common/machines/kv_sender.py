@@ -19,7 +19,7 @@ from cohort.common.kv.lease import tag_of
 from cohort.common.machines.effects import CancelRuns, Run, Send, SendRuns
 from cohort.common.machines.events import RunsSent
 from cohort.common.machines.worker_state import Held, WorkerState
-from cohort.common.messages import KvAbort, KvGrant, KvHandOver, KvOffer
+from cohort.common.messages import KvAbort, KvGrant, KvHandoff, KvOffer
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, InstanceId
@@ -248,7 +248,7 @@ class KvSender:
     # -- pushing -----------------------------------------------------------------------------------------------
 
     def _push(self, now_s: float, outgoing: Outgoing) -> None:
-        """Send the blocks that are complete; at the segment's end also the last, partial one, and the hand-over."""
+        """Send the blocks that are complete; at the segment's end also the last, partial one, and the handoff."""
         state, sequence = self._state, outgoing.sequence
         if not outgoing.granted or outgoing.dead:
             return
@@ -281,14 +281,14 @@ class KvSender:
                 )
             )
         if leaving and not outgoing.handed_over:
-            self._hand_over(now_s, outgoing, held, computed)
+            self._handoff(now_s, outgoing, held, computed)
 
-    def _hand_over(self, now_s: float, outgoing: Outgoing, held: Held, computed: int) -> None:
+    def _handoff(self, now_s: float, outgoing: Outgoing, held: Held, computed: int) -> None:
         outgoing.handed_over = True
         outgoing.deadline_s = now_s + self._settings.accept_timeout_s
         exposed_s = now_s - outgoing.computed_at_s if outgoing.computed_at_s is not None else 0.0
         sequence = outgoing.sequence
-        message = KvHandOver(
+        message = KvHandoff(
             sequence.key,
             outgoing.lease_id,
             outgoing.round,

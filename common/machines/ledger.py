@@ -199,8 +199,8 @@ class Ledger:
                         type_="server_error",
                     ),
                 )
-        room = entry.request.sampling.max_tokens - len(entry.output)
-        tokens, logprobs = tokens[:room], logprobs[:room]
+        headroom = entry.request.sampling.max_tokens - len(entry.output)
+        tokens, logprobs = tokens[:headroom], logprobs[:headroom]
         if tokens:
             if entry.first_token_s is None:
                 entry.first_token_s = now_s
@@ -235,7 +235,7 @@ class Ledger:
         entry.instances.extend(name for name in message.instances if name not in entry.instances)
         return []
 
-    def displaced(self, now_s: float, attempts: Iterable[Attempt], reason: str) -> list[Action]:
+    def attempts_lost(self, now_s: float, attempts: Iterable[Attempt], reason: str) -> list[Action]:
         """These attempts are lost; they are submitted again in the order their requests came."""
         lost = {
             attempt: entry
@@ -244,7 +244,7 @@ class Ledger:
         }
         actions: list[Action] = []
         for entry in sorted(lost.values(), key=lambda entry: entry.request.arrival_s):
-            actions += self._lost(entry, now_s, "displaced", reason)
+            actions += self._lost(entry, now_s, "lost", reason)
         return actions
 
     def refused(self, attempt: Attempt, status: int, reason: str) -> list[Action]:

@@ -3,9 +3,9 @@
 Its state is soft. Gateways own the requests, workers own what they compute; every second both say what they have, and
 whatever one side misses is repaired:
 
-    gateway says outstanding, no worker holds it   → Displaced: the gateway submits it again (attempt + 1)
+    gateway says outstanding, no worker holds it   → AttemptsLost: the gateway submits it again (attempt + 1)
     worker holds it, no gateway says so            → Cancel: the worker frees it
-    worker silent, restarted or leaving            → Displaced for everything it held
+    worker silent, restarted or leaving            → AttemptsLost for everything it held
 
 so a lost message, a dead worker and a restarted manager are one case. A restarted manager first listens:
 
@@ -33,9 +33,9 @@ from cohort.common.machines.manager_settings import ManagerSettings
 from cohort.common.machines.parked_requests import ParkedRequests
 from cohort.common.machines.roster import Managed, Roster
 from cohort.common.messages import (
+    AttemptsLost,
     Cancel,
-    ClusterFigures,
-    Displaced,
+    ClusterStats,
     GatewayHello,
     Leaving,
     ManagerHello,
@@ -52,7 +52,7 @@ from cohort.common.messages import (
     ToManager,
     WorkerReport,
 )
-from cohort.common.policies import interface as seats
+from cohort.common.policies import interface as policies
 from cohort.common.policies.interface import ClusterView, WaitingRequest
 from cohort.common.types import Attempt, InstanceId, Outcome, Request, RequestId
 
@@ -73,7 +73,7 @@ class ManagerCounters:
     submitted: int = 0
     dispatched: int = 0
     finished: int = 0
-    displaced: int = 0
+    attempts_lost: int = 0
     refused: int = 0
     workers_lost: int = 0
 
@@ -84,9 +84,9 @@ class ManagerMachine:
         instance: InstanceId,
         incarnation: int,
         settings: ManagerSettings,
-        order: seats.PrefillOrder,
-        placement: seats.Placement,
-        late_binding: seats.LateBinding | None,
+        order: policies.PrefillOrder,
+        placement: policies.Placement,
+        late_binding: policies.LateBinding | None,
         now_s: float,
     ) -> None:
         self.instance = instance
@@ -98,11 +98,11 @@ class ManagerMachine:
         self._listened_at_s = now_s + min(_LISTEN_S, settings.settle_s)
         self._settled_at_s = now_s + settings.settle_s
         self._roster = Roster(settings.report_timeout_s)
-        self._parked = ParkedRequests(self._roster, late_binding, self._send, self._start, self._displace)
+        self._parked = ParkedRequests(self._roster, late_binding, self._send, self._start, self._reschedule)
         self._resubmits: dict[RequestId, float] = {}
         """Lost attempts whose next one is on its way here, and until when placements wait for it."""
-        self._cluster_figures: ClusterFigures | None = None
-        self._cluster_figures_at_s = 0.0
+        self._cluster_stats: ClusterStats | None = None
+        self._cluster_stats_at_s = 0.0
         self._next_load_s = 0.0
         self._drain_rate = DrainRate(now_s)
         self._told_wake_s: float | None = None
@@ -161,14 +161,14 @@ class ManagerMachine:
         if waiting != len(self._order):
             raise InvariantViolated(f"{waiting} requests wait, the queue has {len(self._order)}")
 
-    def figures(self) -> dict[str, float]:
+    def stats(self) -> dict[str, float]:
         return {
             "waiting": float(self.waiting),
             "live": float(self.live),
             "workers": float(self.workers),
             "dispatched_total": float(self.counters.dispatched),
             "finished_total": float(self.counters.finished),
-            "displaced_total": float(self.counters.displaced),
+            "attempts_lost_total": float(self.counters.attempts_lost),
             "refused_total": float(self.counters.refused),
             "workers_lost_total": float(self.counters.workers_lost),
             **self._order.metrics(),
@@ -209,8 +209,8 @@ class ManagerMachine:
                 worker = self._roster.workers.get(instance)
                 if worker is not None and worker.incarnation == incarnation:
                     self._worker_lost(now_s, instance, "left")
-            case ClusterFigures():
-                self._cluster_figures, self._cluster_figures_at_s = message, now_s
+            case ClusterStats():
+                self._cluster_stats, self._cluster_stats_at_s = message, now_s
             case _:
                 assert_never(message)
         return False
@@ -317,8 +317,8 @@ class ManagerMachine:
                 lost.append(attempt)
         if lost:
             self._resubmits.update((attempt.request_id, now_s + _RESUBMIT_S) for attempt in lost)
-            self.counters.displaced += len(lost)
-            self._send(sender, Displaced(lost, "unknown to the manager and to all workers"))
+            self.counters.attempts_lost += len(lost)
+            self._send(sender, AttemptsLost(lost, "unknown to the manager and to all workers"))
 
     # -- workers -----------------------------------------------------------------------------------------------
 
@@ -335,13 +335,13 @@ class ManagerMachine:
             self._send(report.instance, ManagerHello(self._incarnation))  # asks it to register
             return False
         for managed in missing:
-            self._displace(now_s, managed, f"{report.instance} does not hold it any more")
+            self._reschedule(now_s, managed, f"{report.instance} does not hold it any more")
         return True
 
     def _worker_lost(self, now_s: float, instance: InstanceId, reason: str) -> None:
         self.counters.workers_lost += 1
         for managed in self._roster.remove_worker(instance):
-            self._displace(now_s, managed, f"{instance}: {reason}")
+            self._reschedule(now_s, managed, f"{instance}: {reason}")
 
     # -- placement ---------------------------------------------------------------------------------------------
 
@@ -357,16 +357,16 @@ class ManagerMachine:
         self._parked.decide(now_s, cluster)
 
     def _place(
-        self, now_s: float, managed: Managed, item: WaitingRequest, dispatch: seats.Dispatch, cluster: ClusterView
+        self, now_s: float, managed: Managed, item: WaitingRequest, dispatch: policies.Dispatch, cluster: ClusterView
     ) -> None:
         decision = self._placement.place(now_s, item, cluster, dispatch.instance)
         match decision:
-            case seats.Wait():
+            case policies.Wait():
                 self._order.add(now_s, item)
-            case seats.Impossible(reason=reason):
+            case policies.Impossible(reason=reason):
                 self._roster.remove(managed)
                 self._refuse(item.request, managed.gateway, 400, reason)
-            case seats.Placed(segments=segments, reason=reason):
+            case policies.Placed(segments=segments, reason=reason):
                 managed.waiting = False
                 managed.segments = segments
                 self.counters.dispatched += 1
@@ -419,10 +419,10 @@ class ManagerMachine:
             case Outcome.CANCELLED:
                 self._roster.disengage(managed, message.instance)
                 if not managed.live:
-                    self._displace(now_s, managed, message.reason)
+                    self._reschedule(now_s, managed, message.reason)
             case Outcome.FAILED:
                 self._roster.disengage(managed, message.instance)
-                self._displace(now_s, managed, f"{message.instance}: {message.reason}")
+                self._reschedule(now_s, managed, f"{message.instance}: {message.reason}")
             case _:
                 assert_never(message.outcome)
         return True
@@ -436,17 +436,17 @@ class ManagerMachine:
                 if holder != instance:
                     self._roster.engage(now_s, managed, holder)
             if not managed.live:
-                self._displace(now_s, managed, f"{instance}: handed over to an unknown worker")
+                self._reschedule(now_s, managed, f"{instance}: handed over to an unknown worker")
                 return
         self._parked.moved(now_s, managed)
 
-    def _displace(self, now_s: float, managed: Managed, reason: str) -> None:
+    def _reschedule(self, now_s: float, managed: Managed, reason: str) -> None:
         """This attempt is lost; its gateway decides how it goes on."""
-        self.counters.displaced += 1
-        self._forget(now_s, managed, "displaced")
+        self.counters.attempts_lost += 1
+        self._forget(now_s, managed, "lost")
         if managed.gateway in self._roster.gateways:
             self._resubmits[managed.request_id] = now_s + _RESUBMIT_S
-            self._send(managed.gateway, Displaced([managed.attempt], reason))
+            self._send(managed.gateway, AttemptsLost([managed.attempt], reason))
 
     def _forget(self, now_s: float, managed: Managed, reason: str) -> None:
         holders = self._roster.remove(managed)
@@ -467,14 +467,14 @@ class ManagerMachine:
         self._effects.append(Send(peer, message))
 
     def _cluster(self, now_s: float) -> ClusterView:
-        figures = self._cluster_figures
+        stats = self._cluster_stats
         return ClusterView(
             instances=self._roster.serving(),
-            arrival_rate=figures.arrival_rate if figures else 0.0,
-            arrival_rate_forecast=figures.arrival_rate_forecast if figures else 0.0,
-            mean_prompt_tokens=figures.mean_prompt_tokens if figures else 0.0,
-            mean_output_tokens=figures.mean_output_tokens if figures else 0.0,
-            forecast_age_s=now_s - self._cluster_figures_at_s if figures else float("inf"),
+            arrival_rate=stats.arrival_rate if stats else 0.0,
+            arrival_rate_forecast=stats.arrival_rate_forecast if stats else 0.0,
+            mean_prompt_tokens=stats.mean_prompt_tokens if stats else 0.0,
+            mean_output_tokens=stats.mean_output_tokens if stats else 0.0,
+            forecast_age_s=now_s - self._cluster_stats_at_s if stats else float("inf"),
         )
 
     def _send_load(self, now_s: float) -> None:

@@ -147,7 +147,7 @@ class Roster:
         worker.awaiting = set(report.awaiting)
         worker.held = set(report.held) | worker.awaiting
         view = worker.view
-        view.figures = report.figures
+        view.stats = report.stats
         view.report_age_s = 0.0
         if view.draining is not report.draining:
             view.draining = report.draining

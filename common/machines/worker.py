@@ -2,8 +2,8 @@
 
 Hosted by the live worker loop (`common/engine/worker_loop.py`) and by virtual-time hosts. After the last event of a
 `handle` call the next iteration is decided, if none is in flight: its effects follow those of the events, `StartStep`
-comes last. While a step is in flight nothing it reads or writes is freed: cancellations mark their sequences as doomed
-and take effect when the step ends.
+comes last. While a step is in flight nothing it reads or writes is freed: cancellations mark their sequences as
+aborting and take effect when the step ends.
 
 The parts: `KvSender` and `KvReceiver` move KV between workers, `ParkedPool` between device and host memory. Only this
 file talks to the scheduler. Messages that are no worker's business are refused by the host; here they are an error.
@@ -46,7 +46,7 @@ from cohort.common.messages import (
     KvAccepted,
     KvChunk,
     KvGrant,
-    KvHandOver,
+    KvHandoff,
     KvOffer,
     KvRenew,
     ManagerHello,
@@ -60,7 +60,7 @@ from cohort.common.messages import (
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence
-from cohort.common.types import Attempt, FinishReason, InstanceId, Outcome, WorkerFigures
+from cohort.common.types import Attempt, FinishReason, InstanceId, Outcome, WorkerStats
 
 
 class WorkerMachine:
@@ -137,8 +137,8 @@ class WorkerMachine:
     def sequences(self) -> Iterable[Sequence]:
         return (held.sequence for held in self._held.values())
 
-    def figures(self, memory_free_bytes: int) -> WorkerFigures:
-        return self._reports.figures(memory_free_bytes)
+    def stats(self, memory_free_bytes: int) -> WorkerStats:
+        return self._reports.stats(memory_free_bytes)
 
     def check(self) -> None:
         """Raise `InvariantViolated` if anything is held by no request, or by two."""
@@ -161,7 +161,7 @@ class WorkerMachine:
                 self.sender.granted(now_s, message)
             case KvChunk():
                 self.receiver.announced(now_s, message)
-            case KvHandOver():
+            case KvHandoff():
                 self.receiver.handed_over(now_s, message)
             case KvAccepted(lease_id=lease_id):
                 self.sender.accepted(now_s, lease_id)
@@ -213,7 +213,7 @@ class WorkerMachine:
             leases, transfers = self.sender.leases(), self.receiver.waiting_transfers()
             for peer in dict.fromkeys((*leases, *transfers)):
                 self._effects.append(Send(peer, KvRenew(leases.get(peer, []), transfers.get(peer, []))))
-        self.receiver.room_changed(now_s)
+        self.receiver.headroom_changed(now_s)
         if now_s - self.state.moved_s >= settings.stall_timeout_s:
             self.state.moved_s = now_s  # one at a time: its blocks may be what all others waited for
             stalled = holds_up(self.state, self.sender, self.receiver)
@@ -241,7 +241,7 @@ class WorkerMachine:
         self._held[key] = held
         if message.index > 0:
             sequence.phase = Phase.AWAITING_KV
-            self.receiver.room_changed(now_s)
+            self.receiver.headroom_changed(now_s)
         else:
             self.scheduler.add(now_s, sequence)
 
@@ -320,7 +320,7 @@ class WorkerMachine:
         for scores in event.scores:
             self._scored(scores)
         plan, self.state.in_flight = self.plan_in_flight, None
-        counters, kv, held_of, doomed = self.counters, self.kv, self._held, self.state.doomed
+        counters, kv, held_of, aborting = self.counters, self.kv, self._held, self.state.aborting
         counters.steps += 1
         if plan.rows:
             self.state.averages.note(plan, event.latency_s)
@@ -328,7 +328,7 @@ class WorkerMachine:
         self.state.skipped_s = []
         for row in plan.rows:
             sequence = row.sequence
-            if doomed and held_of[sequence.key].doomed:
+            if aborting and held_of[sequence.key].aborting:
                 continue
             sequence.computed = row.start + row.count
             if row.count == 1 and sequence.output_tokens > 0:
@@ -341,7 +341,7 @@ class WorkerMachine:
         add = self._tokens.add
         for sampled in event.sampled:
             held = held_of[sampled.attempt]
-            finish = None if held.doomed else add(now_s, held, sampled)
+            finish = None if held.aborting else add(now_s, held, sampled)
             if finish is not None:
                 self._finished(now_s, held.sequence, finish)
         for row in plan.rows:
@@ -349,13 +349,13 @@ class WorkerMachine:
             if sequence.end is None:
                 continue  # no other worker takes over from here
             known = held_of.get(sequence.key)
-            if known is not None and known.sequence is sequence and not known.doomed:
+            if known is not None and known.sequence is sequence and not known.aborting:
                 self._after_row(now_s, sequence)
         if self.pool.settle() or brings_back(plan):  # pushes that were put off
             self.sender.push_all(now_s)
-        if self.state.doomed:
-            self._drop_doomed(now_s)
-        self.receiver.room_changed(now_s)
+        if self.state.aborting:
+            self._drop_aborting(now_s)
+        self.receiver.headroom_changed(now_s)
         self._tokens.flush()
 
     def _scored(self, scores: PromptScores) -> None:
@@ -372,11 +372,11 @@ class WorkerMachine:
             self._fail(now_s, held.sequence, reason)
         for row in plan.rows:
             self._fail(now_s, row.sequence, reason)
-        self._drop_doomed(now_s)
+        self._drop_aborting(now_s)
 
-    def _drop_doomed(self, now_s: float) -> None:
-        doomed, self.state.doomed = self.state.doomed, []
-        for held in doomed:
+    def _drop_aborting(self, now_s: float) -> None:
+        aborting, self.state.aborting = self.state.aborting, []
+        for held in aborting:
             self._drop(now_s, held.sequence, "cancelled")
 
     def _after_row(self, now_s: float, sequence: Sequence) -> None:
@@ -395,20 +395,20 @@ class WorkerMachine:
     def _finished(self, now_s: float, sequence: Sequence, finish: FinishReason) -> None:
         self.counters.finished[finish.value] = self.counters.finished.get(finish.value, 0) + 1
         self._ended(sequence, Outcome.FINISHED, finish.value)
-        self._drop(now_s, sequence, "finished before the hand-over")
+        self._drop(now_s, sequence, "finished before the handoff")
 
     def _cancel(self, now_s: float, key: Attempt, reason: str) -> None:
         self.receiver.forget_offers(key)
         held = self._held.get(key)
-        if held is None or held.doomed:
+        if held is None or held.aborting:
             return
         self._ended(held.sequence, Outcome.CANCELLED, reason)
         self._end(now_s, held, reason)
 
     def _fail(self, now_s: float, sequence: Sequence, reason: str) -> None:
-        """Give the request back: the manager displaces it, its gateway resubmits it."""
+        """Give the request back: the manager reschedules it, its gateway resubmits it."""
         held = self._held.get(sequence.key)
-        if held is None or held.sequence is not sequence or held.doomed:
+        if held is None or held.sequence is not sequence or held.aborting:
             return
         if sequence.key in self.sender or sequence.key in self.receiver:
             self.counters.transfer_failures += 1
@@ -420,8 +420,8 @@ class WorkerMachine:
         sequence, plan = held.sequence, self.state.in_flight
         if plan is not None and any(row.sequence is sequence for row in plan.rows):
             self.scheduler.remove(now_s, sequence)
-            held.doomed = True
-            self.state.doomed.append(held)
+            held.aborting = True
+            self.state.aborting.append(held)
         else:
             self._drop(now_s, sequence, reason)
 

@@ -14,14 +14,14 @@ from cohort.common.machines.worker_state import Held, WorkerState
 from cohort.common.messages import Leaving, RegisterWorker, WorkerReport
 from cohort.common.policies.interface import Learned
 from cohort.common.sequence import Phase
-from cohort.common.types import Attempt, QueuedWork, WorkerFigures
+from cohort.common.types import Attempt, QueuedWork, WorkerStats
 
 _REPORTED_QUEUE = 512
 """Entries of the progress list in a report (D4); beyond, an execution predictor sees totals only."""
 
 
 def _queue(everything: Iterable[Held]) -> dict[str, Any]:
-    """What the sequences of a worker add up to, by field of `WorkerFigures`."""
+    """What the sequences of a worker add up to, by field of `WorkerStats`."""
     running = waiting = awaiting_kv = parked = prefill_tokens = context_tokens = 0
     work: list[QueuedWork] = []
     for held in everything:
@@ -81,10 +81,8 @@ class WorkerReports:
             self.register()
             return
         self._sequence += 1
-        setup, figures, (held, awaiting) = self._state.setup, self.figures(memory_free_bytes), self._attempts()
-        self._say(
-            WorkerReport(setup.instance, setup.incarnation, self._sequence, figures, held, awaiting, self.draining)
-        )
+        setup, stats, (held, awaiting) = self._state.setup, self.stats(memory_free_bytes), self._attempts()
+        self._say(WorkerReport(setup.instance, setup.incarnation, self._sequence, stats, held, awaiting, self.draining))
 
     def register(self) -> None:
         self.registered = False
@@ -94,10 +92,10 @@ class WorkerReports:
     def leave(self) -> None:
         self._say(Leaving(self._state.setup.instance, self._state.setup.incarnation))
 
-    def figures(self, memory_free_bytes: int) -> WorkerFigures:
+    def stats(self, memory_free_bytes: int) -> WorkerStats:
         kv, averages = self._state.kv, self._state.averages
         cache = kv.metrics()
-        return WorkerFigures(
+        return WorkerStats(
             total_blocks=kv.total_blocks,
             free_blocks=kv.free_blocks,
             cached_blocks=kv.cached_blocks,

@@ -80,7 +80,7 @@ class Held:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """Of this attempt's output tokens, where asked for: they move with the request."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    doomed: bool = False
+    aborting: bool = False
     """Cancelled or failed while its rows are computed: dropped when the step ends."""
     parked_s: float = 0.0
     pooled: bool = False
@@ -111,13 +111,13 @@ class Held:
 
 @dataclass(slots=True, eq=False)
 class WorkerState:
-    """Shared by the parts of one machine. Only the machine changes `held`, `doomed` and `in_flight`."""
+    """Shared by the parts of one machine. Only the machine changes `held`, `aborting` and `in_flight`."""
 
     setup: WorkerSetup
     kv: KvAllocator
     random: Random
     held: dict[Attempt, Held] = field(default_factory=dict)
-    doomed: list[Held] = field(default_factory=list)
+    aborting: list[Held] = field(default_factory=list)
     """Of `held`, those that are dropped when the step in flight has ended."""
     in_flight: IterationPlan | None = None
     effects: list[WorkerEffect] = field(default_factory=list)

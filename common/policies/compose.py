@@ -36,7 +36,7 @@ PLACEMENTS: Table[Placement] = {
 }
 
 PREFILL_ORDERS: Table[PrefillOrder] = {
-    "fcfs": Policy(baselines.build_first_come),
+    "fcfs": Policy(baselines.build_fcfs),
     "pass_through": Policy(lambda config: PassThrough()),
     "buckets": Policy(bucketserve.build_prefill_order),
     "pressure_gate": Policy(

@@ -122,7 +122,7 @@ class StackShape:
 class StepWork:
     """One iteration in numbers.
 
-    `tokens`: computed. `rows`: sequences in it. `drawn`: of these, how many draw a token (the output head runs for
+    `tokens`: computed. `rows`: sequences in it. `sampled`: of these, how many sample a token (the output head runs for
     them). `pairs`: query-key pairs of rows with more than one token. `prefill_context`: KV positions those rows read.
     `decode_rows`, `decode_context`, `longest_context`: rows of one token, the KV positions they read together, and
     the most that one reads.
@@ -130,7 +130,7 @@ class StepWork:
 
     tokens: int
     rows: int
-    drawn: int
+    sampled: int
     pairs: int = 0
     prefill_context: int = 0
     decode_rows: int = 0
@@ -164,7 +164,7 @@ class CostModel:
         bandwidth = device.memory_bytes_per_s * device.memory_efficiency * tensor_parallel
         compute = peak * device.compute_efficiency
         self._token_s = 2.0 * model.layers * model.layer_parameters / compute
-        self._draw_s = 2.0 * model.head_parameters / compute
+        self._sample_s = 2.0 * model.head_parameters / compute
         weights = model.layers * model.layer_parameters + model.head_parameters
         self._weights_s = weights * model.weight_bytes / bandwidth
         self._pair_s = 4.0 * model.layers * model.heads * model.head_dim / (peak * device.attention_efficiency)
@@ -217,7 +217,7 @@ class CostModel:
         pairs = work.pairs + work.decode_context
         return (
             2.0 * model.layers * model.layer_parameters * work.tokens
-            + 2.0 * model.head_parameters * work.drawn
+            + 2.0 * model.head_parameters * work.sampled
             + 4.0 * model.layers * model.heads * model.head_dim * pairs
         )
 
@@ -233,7 +233,7 @@ class CostModel:
         return fixed + prefill + self._decode_s(work.decode_context, work.longest_context)
 
     def _linear_s(self, work: StepWork) -> float:
-        compute = self._token_s * work.tokens + self._draw_s * work.drawn
+        compute = self._token_s * work.tokens + self._sample_s * work.sampled
         return float((compute**_CORNER + self._weights_s**_CORNER) ** (1.0 / _CORNER))
 
     def _decode_s(self, context: int, longest: int) -> float:

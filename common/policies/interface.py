@@ -26,7 +26,7 @@ stay together (B5, A4: `Dispatch.batch_id`, `Sequence.batch_id`); deadlines per 
 device and host slots as part of a plan (R9–R12, E8: `KvAllocator.take_copies`); fill direction per block (R13:
 `KvAllocator.directions`); blocks that two requests use at once (R8–R12, E7: `BlockSharing`); KV that waits without
 running (R1 pending, E5 offload-free, A2 pool: a `Sequence` holds blocks while in no plan); progress of every queued
-request (D4: `InstanceView.figures.queue`); revised predictions (E4: `News.revised`); hand-over at any position (D1, D7:
+request (D4: `InstanceView.stats.queue`); revised predictions (E4: `News.revised`); KV transfer at any position (D1, D7:
 `Segment`), also back from a decode worker (A6 eviction: `IterationPlan.evicted`, a `Bind` towards any instance).
 
 Every decision carries a `reason` and, where there is one, an estimated cost; both become metrics and log fields.
@@ -55,7 +55,7 @@ from cohort.common.types import (
     StepTimes,
     TrafficClass,
     WorkerCapacity,
-    WorkerFigures,
+    WorkerStats,
 )
 
 # -- Admission (gateway) -----------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class InstanceView:
 
     instance: InstanceId
     capacity: WorkerCapacity
-    figures: WorkerFigures = field(default_factory=WorkerFigures)
+    stats: WorkerStats = field(default_factory=WorkerStats)
     report_age_s: float = 0.0
     draining: bool = False
     assigned_requests: int = 0
@@ -127,11 +127,11 @@ class InstanceView:
     @property
     def queued_prefill_tokens(self) -> int:
         """Prompt tokens this worker still has to compute: reported, and assigned since."""
-        return self.figures.queued_prefill_tokens + self.assigned_prefill_tokens
+        return self.stats.queued_prefill_tokens + self.assigned_prefill_tokens
 
     @property
     def free_blocks(self) -> int:
-        return self.figures.free_blocks + self.figures.cached_blocks
+        return self.stats.free_blocks + self.stats.cached_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,8 @@ class WaitingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Send these waiting requests to placement now, as one batch. `instance` is a wish (None: placement chooses)."""
+    """Send these waiting requests to placement now, as one batch. `instance` is a preference (None: placement
+    chooses)."""
 
     request_ids: tuple[RequestId, ...]
     batch_id: int
@@ -240,7 +241,7 @@ class Impossible:
 class Placement(ABC):
     @abstractmethod
     def place(
-        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: InstanceId | None
+        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None
     ) -> Placed | Wait | Impossible: ...
 
     def completed(self, now_s: float, request_id: RequestId) -> None:
@@ -297,7 +298,7 @@ class LateBinding(ABC):
 
     @abstractmethod
     def moved(self, now_s: float, request_id: RequestId) -> None:
-        """A hand-over of this request has arrived; also of requests that never were parked."""
+        """A KV transfer of this request has arrived; also of requests that never were parked."""
 
     @abstractmethod
     def removed(self, now_s: float, request_id: RequestId) -> None:
@@ -378,7 +379,7 @@ class News(msgspec.Struct, frozen=True):
     revised: Seq[Sequence] = ()
     """Their `predicted` has changed (E4); some may have been removed since."""
     arriving: int = 0
-    """Requests that already draw tokens and are on their way here: they wait for the iteration that is decided now
+    """Requests that already decode and are on their way here: they wait for the iteration that is decided now
     between two of their tokens (D5). Counted only for schedulers with `wants_arriving`."""
 
 
@@ -415,11 +416,11 @@ class IterationScheduler(ABC):
     """
 
     wants_arriving = False
-    """`News.arriving` is to be counted: hand-overs on their way here then disturb what was foreseen."""
+    """`News.arriving` is to be counted: KV transfers on their way here then disturb what was foreseen."""
 
     @abstractmethod
     def add(self, now_s: float, sequence: Sequence) -> None:
-        """It may be scheduled from now on (WAITING, SWAPPED, or RUNNING after a hand-over)."""
+        """It may be scheduled from now on (WAITING, SWAPPED, or RUNNING after a KV transfer)."""
 
     @abstractmethod
     def remove(self, now_s: float, sequence: Sequence) -> None:

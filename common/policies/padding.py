@@ -21,9 +21,9 @@ def row_padding(rows: Seq[Row], padded_to: int, kv: KvAllocator) -> list[int]:
     end = max((row.start + row.count for row in rows if row.count > 1), default=0)
     padding = []
     for row in rows:
-        room = 0
+        headroom = 0
         if row.count > 1:
             reach = min(end, len(kv.blocks(row.sequence.key)) * size) - row.start - row.count
-            room = max(0, min(padded_to - row.count, reach))
-        padding.append(room)
+            headroom = max(0, min(padded_to - row.count, reach))
+        padding.append(headroom)
     return padding

@@ -1,4 +1,4 @@
-"""Workload → workload: rate, window, clipping, classes, promises, templates, mixing. What is lost is counted.
+"""Workload → workload: rate, window, clipping, classes, SLOs, templates, mixing. What is lost is counted.
 
 Pure. Each returns a new workload whose facts say what was done.
 """
@@ -133,7 +133,7 @@ def with_class_share(workload: Workload, best_effort: float, *, seed: int = 0) -
     return replace(workload, items=items)
 
 
-def promise(workload: Workload, rule: Callable[[WorkItem], Slo]) -> Workload:
+def with_slos(workload: Workload, rule: Callable[[WorkItem], Slo]) -> Workload:
     """Every item with what `rule` (see `slos`) promises it."""
     return _each(workload, lambda item: replace(item, slo=rule(item)))
 

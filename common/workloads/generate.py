@@ -24,7 +24,7 @@ from cohort.common.workloads.arrivals import (
     due_times,
     enough_for,
 )
-from cohort.common.workloads.items import NO_PROMISE, ClosedLoopPart, WorkItem, Workload, WorkloadFacts
+from cohort.common.workloads.items import NO_SLO, ClosedLoopPart, WorkItem, Workload, WorkloadFacts
 from cohort.common.workloads.lengths import LengthDistribution, Shape, describe_length, draw, draw_shapes
 from cohort.common.workloads.traces import Trace, TraceRow
 
@@ -108,7 +108,7 @@ def generate(
     duration_s: float | None = None,
     seed: int = 0,
     traffic_class: TrafficClass = "rt",
-    slo: Slo = NO_PROMISE,
+    slo: Slo = NO_SLO,
     hash_block: int | None = None,
 ) -> Workload:
     """`count` requests, or as many as arrive within `duration_s`, or a whole trace.

@@ -1,7 +1,7 @@
 """The nouns: `WorkItem` (one request to come), `ClosedLoopPart` (users who ask again when answered), `Workload`.
 
 Made by the readers and generators beside this file, consumed by the simulator. Never changed in place: every step
-(arrivals, clipping, classes, promises, mixing) returns a new workload and adds to its facts.
+(arrivals, clipping, classes, SLOs, mixing) returns a new workload and adds to its facts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from cohort.common.errors import ConfigError
 from cohort.common.types import Slo, TrafficClass
 
-NO_PROMISE = Slo()
+NO_SLO = Slo()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class WorkItem:
     prompt_tokens: int
     output_tokens: int
     traffic_class: TrafficClass = "rt"
-    slo: Slo = NO_PROMISE
+    slo: Slo = NO_SLO
     hash_ids: tuple[int, ...] = ()
     hash_block: int = 0
     session: str = ""

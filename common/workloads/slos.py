@@ -1,6 +1,6 @@
 """What each paper promises its requests: rules item → `Slo`, for `changes.promise`.
 
-Pure. A rule sees the true output length, because E9 is defined by it; policies see the promise only.
+Pure. A rule sees the true output length, because E9 is defined by it; policies see the SLO only.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cohort.common.types import Slo
-from cohort.common.workloads.items import NO_PROMISE, WorkItem
+from cohort.common.workloads.items import NO_SLO, WorkItem
 
 SloRule = Callable[[WorkItem], Slo]
 
 
 def per_token(ttft_s: float = 0.0, tpot_s: float = 0.0, *, scale: float = 1.0) -> SloRule:
-    """First token and tokens after it, both times `scale`; 0 = no promise.
+    """First token and tokens after it, both times `scale`; 0 = no SLO.
 
     BucketServe (§V-B) varies "SLO requirements" without naming figures: its experiments are this rule over several
     scales, with targets the caller must choose and state.
@@ -25,7 +25,7 @@ def per_token(ttft_s: float = 0.0, tpot_s: float = 0.0, *, scale: float = 1.0) -
 
 def bros(item: WorkItem) -> Slo:
     """Real-time: TTFT 0.4 s, TPOT 0.2 s (BROS §7.1). Best-effort: nothing."""
-    return Slo(ttft_s=0.4, tpot_s=0.2) if item.traffic_class == "rt" else NO_PROMISE
+    return Slo(ttft_s=0.4, tpot_s=0.2) if item.traffic_class == "rt" else NO_SLO
 
 
 def dynaserve(item: WorkItem) -> Slo:

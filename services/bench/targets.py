@@ -35,10 +35,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 def engine_targets(report: EngineReport) -> Iterator[Target]:
     """Those whose figure was measured."""
-    for contest in report.contests:
-        for point in contest.steps:
+    for comparison in report.comparisons:
+        for point in comparison.steps:
             ratio = point.ratios.get("prepacked")
-            if contest.kind == "decode":
+            if comparison.kind == "decode":
                 name = f"decode, {point.rows} rows x {point.context}: step / prepacked products"
                 wanted = DECODE_OVER_PREPACKED.get((point.rows, point.context))
             else:

@@ -13,7 +13,7 @@ from cohort.common.types import Prediction, RequestId
 
 
 class MeasuredOrder(PrefillOrder):
-    """B9, B11 · time per decision, batch sizes and the order's own figures (bucket count, Eq. 2, Eq. 3 …)."""
+    """B9, B11 · time per decision, batch sizes and the order's own stats (bucket count, Eq. 2, Eq. 3 …)."""
 
     def __init__(self, order: PrefillOrder, metrics: SchedulerMetrics) -> None:
         self._order = order
@@ -59,5 +59,5 @@ class MeasuredOrder(PrefillOrder):
     def metrics(self) -> dict[str, float]:
         metrics = self._order.metrics()
         for name, value in metrics.items():
-            self._metrics.order_figures(name).set(value)
+            self._metrics.order_stats(name).set(value)
         return metrics

@@ -1,5 +1,5 @@
 """Bucketing manager: requests from gateways, reports from workers, demand from the monitor → `ManagerMachine` →
-segments to workers, displacements and load to gateways.
+segments to workers, lost attempts and load to gateways.
 
 The machine decides through the policies of the configuration. This host tells it what arrived and when time has passed,
 performs its effects in their order, and turns its decisions into log lines and metrics.
@@ -19,7 +19,7 @@ from cohort.common.machines.machine import Machine
 from cohort.common.machines.manager import ManagerMachine
 from cohort.common.machines.manager_settings import ManagerSettings
 from cohort.common.machines.recorder import ManagerHeader, config_text
-from cohort.common.messages import Displaced, Message, Placed, ToManager
+from cohort.common.messages import AttemptsLost, Message, Placed, ToManager
 from cohort.common.metrics import SchedulerMetrics
 from cohort.common.policies import compose
 from cohort.common.recording import recorded
@@ -66,7 +66,7 @@ class ManagerService:
 
     async def run(self) -> None:
         context = self._context
-        context.figures = self.machine.figures
+        context.stats = self.machine.stats
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._receive(), name="receive"), tasks.create_task(self._tick(), name="tick")]
             await context.stopping.wait()
@@ -95,7 +95,7 @@ class ManagerService:
         while True:
             self._handle(Tick())
             self._context.ready = self.machine.workers > 0
-            self._metrics.buckets().set(self.machine.figures().get("buckets", 0.0))
+            self._metrics.buckets().set(self.machine.stats().get("buckets", 0.0))
             self._metrics.requests_waiting("all").set(self.machine.waiting)
             ticked_s = clock.now_s()
             # A wake in the past must not turn this into a busy loop.
@@ -144,10 +144,10 @@ class ManagerService:
                     instances=message.instances,
                     reason=message.reason,
                 )
-            case Displaced(attempts=attempts, reason=reason):
-                self._metrics.displaced(reason.partition(":")[2].strip() or reason).inc(len(attempts))
+            case AttemptsLost(attempts=attempts, reason=reason):
+                self._metrics.attempts_lost(reason.partition(":")[2].strip() or reason).inc(len(attempts))
                 log.warning(
-                    "displaced",
+                    "attempts lost",
                     requests=[attempt.request_id for attempt in attempts][:8],
                     count=len(attempts),
                     reason=reason,

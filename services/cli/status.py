@@ -114,18 +114,18 @@ def render(state: State) -> RenderableType:
     for name in ("step", "memory", "restarts"):
         table.add_column(name, justify="right", no_wrap=True)
     for process in state["processes"]:
-        figures = process["figures"]
+        stats = process["stats"]
         restarts = process["restarts"]
         table.add_row(
             process["instance"],
             process["role"].replace("_", " "),
             _state(process),
             _duration(process["since_s"]),
-            _count(figures, "requests_running", "running"),
-            _count(figures, "requests_waiting", "waiting"),
-            _kv_bar(figures),
-            f"{figures['step_ms']:.1f} ms" if "step_ms" in figures else "",
-            f"{figures['rss_bytes'] / 2**20:.0f} MiB" if "rss_bytes" in figures else "",
+            _count(stats, "requests_running", "running"),
+            _count(stats, "requests_waiting", "waiting"),
+            _kv_bar(stats),
+            f"{stats['step_ms']:.1f} ms" if "step_ms" in stats else "",
+            f"{stats['rss_bytes'] / 2**20:.0f} MiB" if "rss_bytes" in stats else "",
             Text(str(restarts), style="yellow") if restarts else "0",
         )
     return Group(_headline(state), table)
@@ -160,15 +160,15 @@ def _state(process: Mapping[str, Any]) -> RenderableType:
             return Text(str(other), "dim")
 
 
-def _count(figures: Mapping[str, float], *names: str) -> str:
-    return next((f"{figures[name]:.0f}" for name in names if name in figures), "")
+def _count(stats: Mapping[str, float], *names: str) -> str:
+    return next((f"{stats[name]:.0f}" for name in names if name in stats), "")
 
 
-def _kv_bar(figures: Mapping[str, float]) -> str:
-    total = figures.get("kv_total_blocks", 0.0)
+def _kv_bar(stats: Mapping[str, float]) -> str:
+    total = stats.get("kv_total_blocks", 0.0)
     if not total:
         return ""
-    used = 1 - figures.get("kv_free_blocks", 0.0) / total
+    used = 1 - stats.get("kv_free_blocks", 0.0) / total
     cells = round(used * _BAR_CELLS)
     return f"{'█' * cells}{'░' * (_BAR_CELLS - cells)} {100 * used:3.0f} %"
 

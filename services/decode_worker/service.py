@@ -1,6 +1,6 @@
 """Decode worker: takes over computed prompts and generates.
 
-Messages: StartSegment, Cancel, KV hand-over (from manager, gateways, workers) → `WorkerMachine` → tokens to gateways,
+Messages: StartSegment, Cancel, KV transfer (from manager, gateways, workers) → `WorkerMachine` → tokens to gateways,
 acceptances to prefill workers, reports to the manager. It can compute prompts too: after a preemption, and for
 requests placed here when no prefill worker lives.
 """

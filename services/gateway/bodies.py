@@ -35,7 +35,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CohortOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Our own part of a body: class and promises. The x-cohort-… headers say the same and win."""
+    """Our own part of a body: class and SLO. The x-cohort-… headers say the same and win."""
 
     traffic_class: TrafficClass | None = msgspec.field(default=None, name="class")
     ttft_slo_ms: Milliseconds | None = None

@@ -81,22 +81,22 @@ def _output_limit(call: Call, prompt_tokens: int, config: GatewayConfig, max_mod
     param = "messages" if call.chat else "prompt"
     if not prompt_tokens:
         raise RequestError("The prompt is empty: it has no tokens.", param=param)
-    room = max_model_len - prompt_tokens
-    if room < (0 if call.max_tokens == 0 else 1):
+    headroom = max_model_len - prompt_tokens
+    if headroom < (0 if call.max_tokens == 0 else 1):
         raise RequestError(
             f"This model's maximum context length is {max_model_len} tokens, but the prompt alone has "
             f"{prompt_tokens} tokens.",
             param=param,
         )
     if call.max_tokens is not None:
-        if call.max_tokens > room:
+        if call.max_tokens > headroom:
             raise RequestError(
                 f"This model's maximum context length is {max_model_len} tokens, but {prompt_tokens + call.max_tokens} "
                 f"were requested: {prompt_tokens} in the prompt and {call.max_tokens} for the answer.",
                 param=param,
             )
         return call.max_tokens
-    limit = min(room, config.default_max_tokens) if config.default_max_tokens else room
+    limit = min(headroom, config.default_max_tokens) if config.default_max_tokens else headroom
     if call.min_tokens > limit:
         raise RequestError(f"min_tokens ({call.min_tokens}) exceeds the {limit} tokens that fit.", param="min_tokens")
     return limit

@@ -11,7 +11,7 @@ import structlog
 from cohort.common.machines.entry import Entry
 from cohort.common.metrics import RequestMetrics
 from cohort.common.types import FinishReason, Request
-from cohort.services.gateway.figures import Recent
+from cohort.services.gateway.stats import Recent
 from cohort.services.gateway.timing import GatewayTimes, slo_outcomes, tpot_s, ttft_stages
 
 

@@ -2,7 +2,7 @@
 
     HTTP ─▶ openai_api ─▶ streams ─▶ GatewayMachine ─▶ streams ─▶ Submit, Cancel, Outstanding ─▶ manager
                                           ▲              └──▶ PredictLength, ObserveLength ─▶ length predictor
-                                          └── TokenBatch ◀─ workers;  Placed, Displaced, Refused, ClusterLoad ◀─ manager
+                                       └── TokenBatch ◀─ workers;  Placed, AttemptsLost, Refused, ClusterLoad ◀─ manager
 
 Makes the machine and its host (`streams.py`), gives it every message and serves HTTP beside. The machine owns every
 request until its last token: a manager, predictor or worker that dies costs a pause.
@@ -89,7 +89,7 @@ class Gateway:
             not_ready_because=self._not_ready_because,
             max_model_len=self._max_model_len,
         )
-        context.figures = self._figures
+        context.stats = self._stats
 
     def application(self, batches: Batches) -> web.Application:
         application = web.Application(
@@ -206,11 +206,11 @@ class Gateway:
         own = self._card.max_model_len
         return min(own, load.max_model_len) if load and load.max_model_len else own
 
-    def _figures(self) -> dict[str, float]:
+    def _stats(self) -> dict[str, float]:
         ledger = self._machine.ledger
         waiting = ledger.waiting_requests
         return {
-            **self.streams.stats.recent.figures(),
+            **self.streams.stats.recent.stats(),
             "requests_waiting": waiting,
             "requests_running": len(ledger) - waiting,
             "open_streams": len(self.streams),

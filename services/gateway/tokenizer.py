@@ -63,7 +63,7 @@ class Tokenizer:
             return 0
         return max(map(len, self._backend.get_vocab()), default=0)
 
-    def refuse_hopeless(self, text: str, limit: int, param: str) -> None:
+    def refuse_too_long(self, text: str, limit: int, param: str) -> None:
         """Raise before encoding a text that has more than `limit` tokens however it is cut: megabytes of a prompt that
         cannot fit cost nothing."""
         if self._longest_token and len(text) > limit * self._longest_token:
@@ -75,7 +75,7 @@ class Tokenizer:
 
     async def encode_soon(self, text: str, *, special_tokens: bool, limit: int) -> list[int]:
         """Like `encode`, off the event loop when the text is long. Raises `RequestError` when it is hopelessly long."""
-        self.refuse_hopeless(text, limit, "prompt")
+        self.refuse_too_long(text, limit, "prompt")
         if len(text) <= INLINE_CHARACTERS:
             return self.encode(text, special_tokens=special_tokens)
         return await asyncio.to_thread(self.encode, text, special_tokens=special_tokens)
@@ -100,7 +100,7 @@ class Tokenizer:
 
         def work() -> list[int]:
             text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, variables=variables)
-            self.refuse_hopeless(text, limit, "messages")
+            self.refuse_too_long(text, limit, "messages")
             return self.encode(text, special_tokens=False)
 
         size = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))

@@ -19,7 +19,7 @@ async def build(context: ServiceContext) -> None:
     """Listen, push and serve until asked to stop."""
     config = context.config
     if isinstance(context.bus, ZmqBus):
-        # A manager that comes back wants the latest figures, not all it missed.
+        # A manager that comes back wants the latest stats, not all it missed.
         context.bus.connect(MANAGER, context.endpoint_of("manager"), high_water_messages=2)
     monitor = GlobalMonitor(
         config,

@@ -1,4 +1,4 @@
-"""The state of the whole pipeline, from heartbeats: who is up, their latest figures, what failed, what is coming.
+"""The state of the whole pipeline, from heartbeats: who is up, their latest stats, what failed, what is coming.
 
 Pure: no I/O, time is an argument. Called by `service.py` for every message and tick; read by page, exporter and the
 push to the manager. Decides what "down" means; never acts on it.
@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cohort.common.messages import ClusterFigures, Farewell, Heartbeat
+from cohort.common.messages import ClusterStats, Farewell, Heartbeat
 from cohort.common.types import InstanceId
 from cohort.services.global_monitor.demand import Counters, Demand
 
@@ -45,7 +45,7 @@ class Process:
     pid: int
     ready: bool
     metrics_url: str
-    figures: dict[str, float]
+    stats: dict[str, float]
     status: Status
     heard_s: float
     since_s: float
@@ -110,7 +110,7 @@ class Cluster:
                 beat.pid,
                 beat.ready,
                 beat.metrics_url,
-                dict(beat.figures),
+                dict(beat.stats),
                 Status.UP,
                 now_s,
                 now_s,
@@ -131,7 +131,7 @@ class Cluster:
             if events:
                 process.since_s = now_s
             process.role, process.incarnation, process.pid = beat.role, beat.incarnation, beat.pid
-            process.ready, process.metrics_url, process.figures = beat.ready, beat.metrics_url, dict(beat.figures)
+            process.ready, process.metrics_url, process.stats = beat.ready, beat.metrics_url, dict(beat.stats)
             process.status, process.heard_s = Status.UP, now_s
         if process.role == "gateway":
             self._count(now_s, process)
@@ -161,8 +161,8 @@ class Cluster:
             self._sample(now_s, now_s - self._sampled_s)
         return self._note(events)
 
-    def figures_for_manager(self) -> ClusterFigures:
-        return ClusterFigures(
+    def stats_for_manager(self) -> ClusterStats:
+        return ClusterStats(
             arrival_rate=self.demand.rate,
             arrival_rate_forecast=self.demand.forecast(),
             mean_prompt_tokens=self.demand.mean_prompt_tokens,
@@ -174,10 +174,10 @@ class Cluster:
 
     def total(self, name: str, role: str | None = None) -> float:
         """Sum of one figure over the processes that are up."""
-        return sum(p.figures.get(name, 0.0) for p in self.up() if role is None or p.role == role)
+        return sum(p.stats.get(name, 0.0) for p in self.up() if role is None or p.role == role)
 
     def _count(self, now_s: float, gateway: Process) -> None:
-        grown = {name: gateway.counters.increase(gateway.incarnation, gateway.figures, name) for name in _COUNTED}
+        grown = {name: gateway.counters.increase(gateway.incarnation, gateway.stats, name) for name in _COUNTED}
         for name, amount in grown.items():
             self._grown[name] += amount
         self.demand.arrived(now_s, grown["requests_total"], grown["prompt_tokens_total"])

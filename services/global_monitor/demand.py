@@ -1,6 +1,6 @@
 """How much is coming: arrival rate, its forecast, and mean lengths, from the gateways' counters.
 
-Pure: time is an argument. Called by `aggregate.py`; its numbers reach the manager in `ClusterFigures` (B9).
+Pure: time is an argument. Called by `aggregate.py`; its numbers reach the manager in `ClusterStats` (B9).
 
 Arrivals are counted in bins of one second. Each full bin updates
   - an exponentially weighted mean, the *rate*:                 rate ← rate + w·(bin - rate),  w from a 10 s half-life
@@ -28,13 +28,13 @@ class Counters:
         self._incarnation = -1
         self._last: dict[str, float] = {}
 
-    def increase(self, incarnation: int, figures: dict[str, float], name: str) -> float:
+    def increase(self, incarnation: int, stats: dict[str, float], name: str) -> float:
         if incarnation != self._incarnation:
             # What a process had counted before we first heard of it did not happen now.
             first_ever = self._incarnation == -1
             self._incarnation = incarnation
-            self._last = dict(figures) if first_ever else {}
-        value = figures.get(name, 0.0)
+            self._last = dict(stats) if first_ever else {}
+        value = stats.get(name, 0.0)
         grown = max(0.0, value - self._last.get(name, 0.0))
         self._last[name] = value
         return grown

@@ -1,7 +1,7 @@
 """`/metrics` for the whole pipeline: the monitor's own view, then every process's exposition merged into it.
 
 Called by `server.py`. All processes are asked at once, each with a deadline; one that is down or slow costs nothing
-but its own figures. An answer is kept for a moment, so that several scrapers cost no more than one. Decides no state
+but its own stats. An answer is kept for a moment, so that several scrapers cost no more than one. Decides no state
 of its own: who is up is `aggregate.py`'s word.
 """
 

@@ -29,7 +29,7 @@ class ProcessState(msgspec.Struct, frozen=True):
     since_s: float
     restarts: int
     metrics_url: str
-    figures: dict[str, float]
+    stats: dict[str, float]
 
 
 class EventState(msgspec.Struct, frozen=True):
@@ -90,7 +90,7 @@ def _process(process: Process, now_s: float) -> ProcessState:
         round(max(0.0, now_s - process.since_s), 3),
         process.restarts,
         process.metrics_url,
-        process.figures,
+        process.stats,
     )
 
 

@@ -1,4 +1,4 @@
-"""The monitor's loop: Heartbeat, Farewell → aggregate → ClusterFigures to the manager, page and metrics to people.
+"""The monitor's loop: Heartbeat, Farewell → aggregate → ClusterStats to the manager, page and metrics to people.
 
 Hosted by `__main__.py`, and by tests on an in-process bus under a virtual clock. Reports; never restarts or stops
 anything.
@@ -16,7 +16,7 @@ from cohort.common.clock import Clock
 from cohort.common.config import Config
 from cohort.common.errors import PeerUnreachable
 from cohort.common.messages import Farewell, Heartbeat
-from cohort.common.service import process_figures
+from cohort.common.service import process_stats
 from cohort.common.transport.bus import Bus
 from cohort.services.global_monitor.aggregate import Cluster, Event
 from cohort.services.global_monitor.page import ClusterState, state
@@ -77,7 +77,7 @@ class GlobalMonitor:
         self._report(self.cluster.heard(now_s, self._own_heartbeat()))
         self._report(self.cluster.tick(now_s))
         with contextlib.suppress(PeerUnreachable):  # it is away; the next one will be fresher anyway
-            self._bus.send(MANAGER, self.cluster.figures_for_manager())
+            self._bus.send(MANAGER, self.cluster.stats_for_manager())
 
     def read_state(self, history_s: float) -> ClusterState:
         now_s = self._clock.now_s()
@@ -92,7 +92,7 @@ class GlobalMonitor:
 
     def _own_heartbeat(self) -> Heartbeat:
         """The monitor is a process of the pipeline too, and hears itself."""
-        return Heartbeat(self._instance, "global_monitor", self._incarnation, os.getpid(), True, "", process_figures())
+        return Heartbeat(self._instance, "global_monitor", self._incarnation, os.getpid(), True, "", process_stats())
 
     def _report(self, events: list[Event]) -> None:
         for event in events:

@@ -13,7 +13,7 @@ async def build(context: ServiceContext) -> None:
     service = LengthPredictor(context.config, context.bus, context.log, context.registry)
     if context.config.predictor.refine_after_prefill:
         context.bus.connect(MANAGER, context.endpoint_of("manager"))
-    context.figures = service.figures
+    context.stats = service.stats
     async with asyncio.TaskGroup() as tasks:
         running = [
             tasks.create_task(service.serve(), name="serve"),

@@ -51,11 +51,11 @@ def judge(name: str, predicted: Floats, p90: Floats, real: Floats) -> Judgement:
     error = np.abs(predicted - real)
     enough, hit, over = {}, {}, {}
     for padding in PADDINGS:
-        promised = np.ceil(np.round(predicted * (1.0 + padding), 6))  # whole tokens
+        allocated = np.ceil(np.round(predicted * (1.0 + padding), 6))  # whole tokens
         key = f"{padding:.0%}"
-        enough[key] = float(np.mean(real <= promised))
-        hit[key] = float(np.mean(np.searchsorted(BUCKETS, promised) == np.searchsorted(BUCKETS, real)))
-        over[key] = float(np.maximum(0.0, promised - real).sum() / promised.sum())
+        enough[key] = float(np.mean(real <= allocated))
+        hit[key] = float(np.mean(np.searchsorted(BUCKETS, allocated) == np.searchsorted(BUCKETS, real)))
+        over[key] = float(np.maximum(0.0, allocated - real).sum() / allocated.sum())
     return Judgement(
         name,
         len(real),

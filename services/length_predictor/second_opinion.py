@@ -98,7 +98,7 @@ class SecondOpinions:
             except OSError as error:
                 self._log.warning("predictor_refinement_not_saved", error=str(error))
 
-    def figures(self) -> dict[str, float]:
+    def stats(self) -> dict[str, float]:
         """Errors are moving averages of |log predicted − log real|, on the same requests."""
         if self.refiner is None or not self.refiner.learned:
             return {}

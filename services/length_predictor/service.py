@@ -151,16 +151,16 @@ class LengthPredictor:
             self._calibration.observe(log_lengths, math.log(output_tokens), math.log(max(1, facts.max_tokens)))
         self.child.observe(Observation(vector, output_tokens, max(1, facts.max_tokens), truncated))
 
-    def figures(self) -> dict[str, float]:
+    def stats(self) -> dict[str, float]:
         """What rides in heartbeats; the error only once there is one."""
-        figures = {
+        stats = {
             "observations": float(self.child.remembered + self._observations),
             "predictions_total": float(self._predictions),
             "trainings_total": float(self.child.trainings),
         }
         if not math.isnan(self._error_tokens):
-            figures["mae_tokens"] = self._error_tokens
-        return figures | self.second.figures()
+            stats["mae_tokens"] = self._error_tokens
+        return stats | self.second.stats()
 
     def _log_lengths(self, model: LengthModel, vector: FeatureVector) -> NDArray[np.float64]:
         return self._calibration.adjusted(model.predict_log(vector))

@@ -1,7 +1,7 @@
 """Prefill worker: computes prompts and hands their KV over.
 
-Messages: StartSegment, Cancel, KV hand-over (from manager, gateways, workers) → `WorkerMachine` → tokens to gateways,
-KV and hand-overs to decode workers, reports to the manager. The configuration may give this process the unified
+Messages: StartSegment, Cancel, KV transfer (from manager, gateways, workers) → `WorkerMachine` → tokens to gateways,
+KV and KV transfers to decode workers, reports to the manager. The configuration may give this process the unified
 role; then it decodes as well: the engine is the same.
 """
 

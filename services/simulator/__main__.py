@@ -68,7 +68,7 @@ def _capacity(options: argparse.Namespace, console: Console) -> int:
     if not 0 < options.capacity <= 1:
         raise ConfigError(f"--capacity {options.capacity}: a share between 0 and 1")
     if parse_slo(options.slo) == Slo():
-        raise ConfigError("--capacity needs a promise to keep: give --slo")
+        raise ConfigError("--capacity needs an SLO to attain: give --slo")
     model, traffic, sim_options = load_model(options.model), traffic_of(options), simulation_options(options)
     cluster, config = cluster_of(options, options.cluster), configuration(options, options.preset)
     roles = parse_roles(options.roles)

@@ -127,6 +127,6 @@ def _splits(base: Config, instances: int) -> Iterator[dict[Role, int]]:
 
 def _merit(report: SimReport) -> tuple[float, float, float]:
     whole = report.overall
-    kept = round(whole.promises.attainment, 3) if whole.promises else 0.0
-    goodput = whole.promises.goodput_tokens_per_s if whole.promises else whole.output_tokens_per_s
+    kept = round(whole.slo.attainment, 3) if whole.slo else 0.0
+    goodput = whole.slo.goodput_tokens_per_s if whole.slo else whole.output_tokens_per_s
     return (kept, round(goodput, 1), -(whole.ttft_ms.p99 if whole.ttft_ms else float("inf")))

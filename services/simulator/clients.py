@@ -51,7 +51,7 @@ class InFlight:
 
 
 @dataclass(slots=True)
-class ClassFigures:
+class ClassStats:
     """Everything about the requests of one class, or (`absorb`) of several."""
 
     sent: int = 0
@@ -59,22 +59,22 @@ class ClassFigures:
     refused: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
     output_tokens: int = 0
-    promised: int = 0
-    """Finished or refused requests that had a promise."""
-    kept: int = 0
-    kept_ttft: int = 0
-    kept_tpot: int = 0
-    kept_deadline: int = 0
-    kept_output_tokens: int = 0
+    with_slo: int = 0
+    """Finished or refused requests that had an SLO."""
+    attained: int = 0
+    attained_ttft: int = 0
+    attained_tpot: int = 0
+    attained_deadline: int = 0
+    attained_output_tokens: int = 0
     tokens_within_tbt: int = 0
-    promised_output_tokens: int = 0
+    slo_output_tokens: int = 0
     ttft: Histogram = field(default_factory=Histogram)
     tpot: Histogram = field(default_factory=Histogram)
     tbt: Histogram = field(default_factory=Histogram)
     jct: Histogram = field(default_factory=Histogram)
     normalised: Histogram = field(default_factory=Histogram)
 
-    def absorb(self, other: ClassFigures) -> None:
+    def absorb(self, other: ClassStats) -> None:
         for entry in fields(self):
             mine, theirs = getattr(self, entry.name), getattr(other, entry.name)
             if isinstance(mine, Histogram):
@@ -119,7 +119,7 @@ class TraceClients:
         distinct_prompts: bool,
         seed: int,
     ) -> None:
-        self.classes: dict[str, ClassFigures] = {}
+        self.classes: dict[str, ClassStats] = {}
         self.live: dict[str, InFlight] = {}
         self.first_arrival_s = math.inf
         self.last_end_s = 0.0
@@ -138,16 +138,16 @@ class TraceClients:
         """While tokens of steps that were run as one are being delivered."""
 
     @property
-    def all(self) -> ClassFigures:
+    def all(self) -> ClassStats:
         """The figures of all classes together."""
-        together = ClassFigures()
-        for figures in self.classes.values():
-            together.absorb(figures)
+        together = ClassStats()
+        for stats in self.classes.values():
+            together.absorb(stats)
         return together
 
     def begin_counting(self, now_s: float) -> None:
-        """Forget the figures so far, not the requests."""
-        self.classes = {name: ClassFigures() for name in self.classes}
+        """Forget the stats so far, not the requests."""
+        self.classes = {name: ClassStats() for name in self.classes}
         self.first_arrival_s = now_s
 
     # -- requests ----------------------------------------------------------------------------------------------
@@ -158,13 +158,13 @@ class TraceClients:
         self._count += 1
         self.first_arrival_s = min(self.first_arrival_s, now_s)
         self._class(item).sent += 1
-        room = self._max_model_len - item.prompt_tokens
-        if room < 1:
+        headroom = self._max_model_len - item.prompt_tokens
+        if headroom < 1:
             self._refused(now_s, item, "the prompt exceeds the model's context", answered)
             return
-        output = min(item.output_tokens, room)
+        output = min(item.output_tokens, headroom)
         self.clipped_outputs += output < item.output_tokens
-        cap = room if self._max_tokens == 0 else min(room, max(self._max_tokens, output))
+        cap = headroom if self._max_tokens == 0 else min(headroom, max(self._max_tokens, output))
         prediction = self._predict(output, cap)
         name, live = f"r{index}", InFlight(item, index, output, answered)
         self.live[name] = live
@@ -326,24 +326,24 @@ class TraceClients:
         ttft_s = live.first_s - item.arrival_s
         jct_s = live.last_s - item.arrival_s
         tpot_s = (live.last_s - live.first_s) / (live.produced - 1) if live.produced > 1 else 0.0
-        kept_ttft = not slo.ttft_s or ttft_s <= slo.ttft_s
-        kept_tpot = not slo.tpot_s or tpot_s <= slo.tpot_s
-        kept_deadline = not slo.deadline_s or jct_s <= slo.deadline_s
-        promised = bool(slo.ttft_s or slo.tpot_s or slo.deadline_s)
+        attained_ttft = not slo.ttft_s or ttft_s <= slo.ttft_s
+        attained_tpot = not slo.tpot_s or tpot_s <= slo.tpot_s
+        attained_deadline = not slo.deadline_s or jct_s <= slo.deadline_s
+        with_slo = bool(slo.ttft_s or slo.tpot_s or slo.deadline_s)
         each = self._class(item)
         each.finished += 1
         each.prompt_tokens += item.prompt_tokens
         each.output_tokens += live.produced
-        if promised:
-            each.promised += 1
-            each.kept_ttft += kept_ttft
-            each.kept_tpot += kept_tpot
-            each.kept_deadline += kept_deadline
-            each.tokens_within_tbt += live.gaps_within + kept_ttft
-            each.promised_output_tokens += live.produced
-            if kept_ttft and kept_tpot and kept_deadline:
-                each.kept += 1
-                each.kept_output_tokens += live.produced
+        if with_slo:
+            each.with_slo += 1
+            each.attained_ttft += attained_ttft
+            each.attained_tpot += attained_tpot
+            each.attained_deadline += attained_deadline
+            each.tokens_within_tbt += live.gaps_within + attained_ttft
+            each.slo_output_tokens += live.produced
+            if attained_ttft and attained_tpot and attained_deadline:
+                each.attained += 1
+                each.attained_output_tokens += live.produced
         each.ttft.add(ttft_s)
         each.jct.add(jct_s)
         each.normalised.add(jct_s / live.produced)
@@ -356,14 +356,14 @@ class TraceClients:
         slo = item.slo
         each = self._class(item)
         each.refused[reason] = each.refused.get(reason, 0) + 1
-        each.promised += bool(slo.ttft_s or slo.tpot_s or slo.deadline_s)
+        each.with_slo += bool(slo.ttft_s or slo.tpot_s or slo.deadline_s)
         if answered is not None:
             answered(now_s)
 
-    def _class(self, item: WorkItem) -> ClassFigures:
+    def _class(self, item: WorkItem) -> ClassStats:
         name = item.traffic_class
         if name not in self.classes:
-            self.classes[name] = ClassFigures()
+            self.classes[name] = ClassStats()
         return self.classes[name]
 
 

@@ -219,9 +219,9 @@ class SimCluster:
 
     def _answered(self, users: ClosedLoopUsers) -> None:
         # As an event of its own: an answer ends in the middle of a gateway's effects.
-        self.events.at(self.events.now_s, self._ask_again, users)
+        self.events.at(self.events.now_s, self._send_next, users)
 
-    def _ask_again(self, users: ClosedLoopUsers) -> None:
+    def _send_next(self, users: ClosedLoopUsers) -> None:
         for item in users.answered(self.events.now_s):
             self._arrive(item, users)
 

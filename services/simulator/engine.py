@@ -29,7 +29,7 @@ from cohort.services.simulator.hardware import Cluster
 from cohort.services.simulator.tally import WorkerTally
 from cohort.services.simulator.work import PlanCost, plan_cost
 
-FORESEEN = 64
+MAX_FAST_FORWARD = 64
 """Steps run ahead at once, at most: something will come in between, and the rest was for nothing."""
 
 
@@ -101,7 +101,7 @@ class CostEngine:
             worker.aligned_batches = batches_of(plan.rows)
         self._note_step(worker, cost)
         if self._jump and worker.fast_forward.repeatable():
-            self._foresee(worker, plan, cost)
+            self._fast_forward(worker, plan, cost)
         self._schedule_end(worker)
         if self._cluster.cores:
             worker.slowdown, worker.alone_s = 1.0, latency_s
@@ -208,9 +208,9 @@ class CostEngine:
 
     # -- running ahead ---------------------------------------------------------------------------------------------
 
-    def _foresee(self, worker: SimWorker, plan: IterationPlan, cost: PlanCost) -> None:
+    def _fast_forward(self, worker: SimWorker, plan: IterationPlan, cost: PlanCost) -> None:
         """Append the steps that repeat this one. A sequence's last token is a step of its own."""
-        wanted = min(self._clients.fewest_left(plan.rows) - 1, FORESEEN)
+        wanted = min(self._clients.fewest_left(plan.rows) - 1, MAX_FAST_FORWARD)
         if wanted < 1:
             return
         ends_s, latencies_s = worker.ends_s, worker.latencies_s

@@ -37,7 +37,7 @@ def _traffic(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--time-scale", type=float, default=1.0, help="factor on the trace's times")
     group.add_argument("--sort", action="store_true", help="accept a trace whose times go backwards, and sort it")
     group.add_argument("--best-effort", type=float, default=0.0, metavar="SHARE", help="share of best-effort requests")
-    group.add_argument("--slo", default="", metavar="ttft=S,tpot=S,deadline=S", help="what every request is promised")
+    group.add_argument("--slo", default="", metavar="ttft=S,tpot=S,deadline=S", help="SLO of every request")
     group.add_argument("--max-tokens", type=int, default=0, help="what clients ask for at most; 0 = the context's rest")
     group.add_argument("--predictor", choices=("oracle", "noisy", "lognormal", "none"), default="oracle")
     group.add_argument("--predictor-sigma", type=float, default=0.0, help="tokens (`noisy`) or a factor (`lognormal`)")
@@ -72,7 +72,7 @@ def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
     _configuration(parser)
     parser.add_argument("--preset", default="", metavar="A,B,…", help="candidates (default: all of configs/presets)")
     parser.add_argument("--requests", type=int, default=400, metavar="N", help="of the traffic, for each candidate")
-    parser.add_argument("--capacity", type=float, default=0.9, metavar="SHARE", help="kept promises for the capacity")
+    parser.add_argument("--capacity", type=float, default=0.9, metavar="SHARE", help="attained SLOs for the capacity")
     parser.add_argument("--json", metavar="FILE", help="write everything; - = standard output")
 
 

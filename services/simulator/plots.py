@@ -1,4 +1,4 @@
-"""A sweep as a picture: throughput, latency and kept promises over what was varied. Needs matplotlib."""
+"""A sweep as a picture: throughput, latency and attained SLOs over what was varied. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write_plot(path: Path, label: str, names: Sequence[str], reports: Sequence[S
 
     def line(kind: str, quantile: str) -> list[float]:
         found = [getattr(report.overall, kind) for report in reports]
-        return [float(getattr(figures, quantile)) if figures else float("nan") for figures in found]
+        return [float(getattr(stats, quantile)) if stats else float("nan") for stats in found]
 
     panels: tuple[tuple[str, dict[str, list[float]]], ...] = (
         ("requests/s", {"finished": [r.overall.requests_per_s for r in reports]}),
@@ -38,7 +38,7 @@ def write_plot(path: Path, label: str, names: Sequence[str], reports: Sequence[S
         (
             "share",
             {
-                "promises kept": line("promises", "attainment"),
+                "SLOs attained": line("slo", "attainment"),
                 "KV in use": [sum(i.kv_mean for i in r.instances) / len(r.instances) for r in reports],
             },
         ),

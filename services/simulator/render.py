@@ -44,16 +44,16 @@ def print_report(report: SimReport, console: Console) -> None:
         slices = {"all ": whole} | {f"{name} ": part for name, part in report.by_class.items()}
     latencies = table("ms", "mean", "p50", "p90", "p99", "max")
     for name, part in slices.items():
-        for what, figures in _latencies(part).items():
-            if figures is not None:
-                values = (figures.mean, figures.p50, figures.p90, figures.p99, figures.max)
+        for what, stats in _latencies(part).items():
+            if stats is not None:
+                values = (stats.mean, stats.p50, stats.p90, stats.p99, stats.max)
                 latencies.add_row(f"{name}{what}", *(f"{value:.1f}" for value in values))
     console.print(latencies)
-    if any(part.promises for part in slices.values()):
-        kept = table("promises kept", "all", "TTFT", "TPOT", "deadline", "tokens", "goodput /s", "tokens /s")
+    if any(part.slo for part in slices.values()):
+        kept = table("SLOs attained", "all", "TTFT", "TPOT", "deadline", "tokens", "goodput /s", "tokens /s")
         for name, part in slices.items():
-            if part.promises is not None:
-                p = part.promises
+            if part.slo is not None:
+                p = part.slo
                 shares = (p.attainment, p.ttft, p.tpot, p.deadline, p.tbt)
                 kept.add_row(
                     name.strip() or "all",
@@ -111,7 +111,7 @@ def comparison(label: str, names: Sequence[str], reports: Sequence[SimReport]) -
             _ms(whole.tpot_ms, "p50"),
             _ms(whole.tbt_ms, "p99"),
             _ms(whole.jct_ms, "p50"),
-            f"{whole.promises.attainment:.1%}" if whole.promises else "–",
+            f"{whole.slo.attainment:.1%}" if whole.slo else "–",
             f"{sum(i.kv_mean for i in instances) / len(instances):.0%}",
             f"{sum(i.busy for i in instances) / len(instances):.0%}",
             f"{sum(i.preemptions for i in instances)}",
@@ -122,9 +122,9 @@ def comparison(label: str, names: Sequence[str], reports: Sequence[SimReport]) -
 def capacity_line(capacity: Capacity) -> str:
     tried = ", ".join(f"{rate:.3g}/s {kept:.1%}" for rate, kept in sorted(capacity.tried))
     if not capacity.rate_per_s:
-        return f"capacity: no rate tried keeps {capacity.target:.0%} of the promises ({tried})"
+        return f"capacity: no rate tried keeps {capacity.target:.0%} of the SLOs ({tried})"
     found = f"[bold]{capacity.rate_per_s:.3g}[/bold] requests/s"
-    return f"capacity at {capacity.target:.0%} of promises kept: {found} ({tried})"
+    return f"capacity at {capacity.target:.0%} of SLOs attained: {found} ({tried})"
 
 
 def _instances(report: SimReport) -> Table:
@@ -159,8 +159,8 @@ def _latencies(part: Slice) -> dict[str, Distribution | None]:
     }
 
 
-def _ms(figures: Distribution | None, name: str) -> str:
-    return "–" if figures is None else f"{getattr(figures, name):.0f}"
+def _ms(stats: Distribution | None, name: str) -> str:
+    return "–" if stats is None else f"{getattr(stats, name):.0f}"
 
 
 def advice_table(advice: Advice) -> Table:
@@ -171,8 +171,8 @@ def advice_table(advice: Advice) -> Table:
         roles = ", ".join(f"{count} {role}" for role, count in trial.roles.items())
         lines.add_row(
             f"{trial.preset}: {roles}; {', '.join(trial.settings)}",
-            f"{whole.promises.attainment:.1%}" if whole.promises else "–",
-            f"{whole.promises.goodput_tokens_per_s:.0f}" if whole.promises else "–",
+            f"{whole.slo.attainment:.1%}" if whole.slo else "–",
+            f"{whole.slo.goodput_tokens_per_s:.0f}" if whole.slo else "–",
             _ms(whole.ttft_ms, "p50"),
             _ms(whole.ttft_ms, "p99"),
             _ms(whole.tpot_ms, "p50"),
@@ -187,7 +187,7 @@ def recommendation(advice: Advice) -> str:
     best = advice.best
     roles = ", ".join(f"{count} {role}" for role, count in best.roles.items())
     whole = best.report.overall
-    kept = f"keeps {whole.promises.attainment:.1%} of the promises" if whole.promises else "made no promise"
+    kept = f"keeps {whole.slo.attainment:.1%} of the SLOs" if whole.slo else "had no SLO"
     capacity = ""
     if best.capacity is not None and best.capacity.rate_per_s:
         capacity = f" and up to {best.capacity.rate_per_s:.3g} requests/s at {best.capacity.target:.0%}"

@@ -4,8 +4,8 @@ Everything but `measured` depends on inputs and seed only. Definitions (docs/gui
 
     TTFT   first token − arrival                      JCT    last token − arrival
     TPOT   (last − first token) / (tokens − 1)        TBT    every gap between two tokens of a request
-    normalised latency   JCT / output tokens          goodput   requests that kept every promise, a second
-    attainment           requests that kept every promise / requests that had one and ended or were refused
+    normalised latency   JCT / output tokens          goodput   requests that kept their whole SLO, a second
+    attainment           requests that kept their whole SLO / requests that had one and ended or were refused
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from __future__ import annotations
 import msgspec
 
 from cohort.common.workloads.items import WorkloadFacts
-from cohort.services.simulator.clients import ClassFigures
+from cohort.services.simulator.clients import ClassStats
 from cohort.services.simulator.cluster import SimCluster
 from cohort.services.simulator.engine import SimWorker
 from cohort.services.simulator.statistics import Distribution
 from cohort.services.simulator.tally import WallTime
 
 
-class Promises(msgspec.Struct, frozen=True):
-    """`judged` requests had a promise; shares are of them. `tbt` is the share of tokens within the TPOT promise."""
+class SloAttainment(msgspec.Struct, frozen=True):
+    """`judged` requests had an SLO; shares are of them. `tbt` is the share of tokens within the TPOT objective."""
 
     judged: int
     attainment: float
@@ -47,14 +47,14 @@ class Slice(msgspec.Struct, frozen=True):
     tbt_ms: Distribution | None
     jct_ms: Distribution | None
     normalised_ms: Distribution | None
-    promises: Promises | None
+    slo: SloAttainment | None
 
 
 class InstanceReport(msgspec.Struct, frozen=True):
     """`busy`: share of the duration in iterations. `compute`: model FLOPs over peak. `kv_mean`, `kv_peak`: share of
     blocks in use at reports; `kv_filled`: of slots that hold KV of a request (what a prefix cache shares counts for
-    each that uses it). `mean_rows`: rows of an iteration. `hand_overs` to this instance, and the time in them that no
-    computing of the request hid. `scheduler`: its own figures at the end, counted from the start."""
+    each that uses it). `mean_rows`: rows of an iteration. `kv_transfers` to this instance, and the time in them that no
+    computing of the request hid. `scheduler`: its own stats at the end, counted from the start."""
 
     instance: str
     role: str
@@ -72,7 +72,7 @@ class InstanceReport(msgspec.Struct, frozen=True):
     allocation_failures: int
     padding_waste: float
     swapped_bytes: int
-    hand_overs: int
+    kv_transfers: int
     exposed_transfer_s: float
     scheduler: dict[str, float]
     decode_steps: int = 0
@@ -111,7 +111,7 @@ class SimReport(msgspec.Struct, frozen=True):
     instances: list[InstanceReport]
     moved_bytes: int
     manager: dict[str, float]
-    """The manager's own figures at the end: of its order and its placement."""
+    """The manager's own stats at the end: of its order and its placement."""
     measured: Measured
 
 
@@ -151,42 +151,42 @@ def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
         ended=not clients.live,
         notes=notes,
         overall=_slice(clients.all, duration_s),
-        by_class={name: _slice(figures, duration_s) for name, figures in sorted(clients.classes.items())},
+        by_class={name: _slice(stats, duration_s) for name, stats in sorted(clients.classes.items())},
         instances=[_instance(sim, worker, duration_s) for worker in sim.workers],
         moved_bytes=sim.ports.moved_bytes,
-        manager=sim.manager.figures(),
+        manager=sim.manager.stats(),
         measured=_measured(sim.wall["worker"], sim.wall["manager"]),
     )
 
 
-def _slice(figures: ClassFigures, duration_s: float) -> Slice:
+def _slice(stats: ClassStats, duration_s: float) -> Slice:
     return Slice(
-        sent=figures.sent,
-        finished=figures.finished,
-        refused=dict(figures.refused),
-        requests_per_s=figures.finished / duration_s,
-        prompt_tokens_per_s=figures.prompt_tokens / duration_s,
-        output_tokens_per_s=figures.output_tokens / duration_s,
-        ttft_ms=figures.ttft.figures(),
-        tpot_ms=figures.tpot.figures(),
-        tbt_ms=figures.tbt.figures(),
-        jct_ms=figures.jct.figures(),
-        normalised_ms=figures.normalised.figures(),
-        promises=_promises(figures, duration_s) if figures.promised else None,
+        sent=stats.sent,
+        finished=stats.finished,
+        refused=dict(stats.refused),
+        requests_per_s=stats.finished / duration_s,
+        prompt_tokens_per_s=stats.prompt_tokens / duration_s,
+        output_tokens_per_s=stats.output_tokens / duration_s,
+        ttft_ms=stats.ttft.stats(),
+        tpot_ms=stats.tpot.stats(),
+        tbt_ms=stats.tbt.stats(),
+        jct_ms=stats.jct.stats(),
+        normalised_ms=stats.normalised.stats(),
+        slo=_slo_attainment(stats, duration_s) if stats.with_slo else None,
     )
 
 
-def _promises(figures: ClassFigures, duration_s: float) -> Promises:
-    judged = figures.promised
-    return Promises(
+def _slo_attainment(stats: ClassStats, duration_s: float) -> SloAttainment:
+    judged = stats.with_slo
+    return SloAttainment(
         judged=judged,
-        attainment=figures.kept / judged,
-        ttft=figures.kept_ttft / judged,
-        tpot=figures.kept_tpot / judged,
-        deadline=figures.kept_deadline / judged,
-        tbt=figures.tokens_within_tbt / max(1, figures.promised_output_tokens),
-        goodput_requests_per_s=figures.kept / duration_s,
-        goodput_tokens_per_s=figures.kept_output_tokens / duration_s,
+        attainment=stats.attained / judged,
+        ttft=stats.attained_ttft / judged,
+        tpot=stats.attained_tpot / judged,
+        deadline=stats.attained_deadline / judged,
+        tbt=stats.tokens_within_tbt / max(1, stats.slo_output_tokens),
+        goodput_requests_per_s=stats.attained / duration_s,
+        goodput_tokens_per_s=stats.attained_output_tokens / duration_s,
     )
 
 
@@ -210,7 +210,7 @@ def _instance(sim: SimCluster, worker: SimWorker, duration_s: float) -> Instance
         allocation_failures=int(kv.metrics().get("allocation_failures_total", 0)) - tally.failures_before,
         padding_waste=tally.padded_tokens / max(1, computed),
         swapped_bytes=tally.swapped_bytes,
-        hand_overs=counters.transfers_in - tally.before.transfers_in,
+        kv_transfers=counters.transfers_in - tally.before.transfers_in,
         exposed_transfer_s=counters.exposed_transfer_s - tally.before.exposed_transfer_s,
         scheduler=worker.machine.scheduler.metrics(),
         decode_steps=tally.decode_steps,

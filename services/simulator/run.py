@@ -1,4 +1,4 @@
-"""One simulation from its ingredients, and searches made of many: sweeps, capacity at a promise."""
+"""One simulation from its ingredients, and searches made of many: sweeps, capacity at an SLO."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def simulate(
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """The highest request rate at which the share of kept promises is at least `target`; 0 when none of the rates
+    """The highest request rate at which the share of attained SLOs is at least `target`; 0 when none of the rates
     tried is. `tried`: rate → attainment, in the order of the search."""
 
     target: float
@@ -42,8 +42,8 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 def attainment(report: SimReport) -> float:
-    """0 when nothing had a promise: a capacity without a promise means nothing."""
-    return report.overall.promises.attainment if report.overall.promises else 0.0
+    """0 when nothing had an SLO: a capacity without an SLO means nothing."""
+    return report.overall.slo.attainment if report.overall.slo else 0.0
 
 
 def find_capacity(

@@ -61,7 +61,7 @@ class Histogram:
                 return min(middle, self.max_s) if bucket else 0.0
         return 0.0
 
-    def figures(self) -> Distribution | None:
+    def stats(self) -> Distribution | None:
         """None when there is nothing: a made-up zero would read as very fast."""
         if not self.count:
             return None

@@ -8,7 +8,7 @@ from pathlib import Path
 from cohort.common.errors import ConfigError
 from cohort.common.types import Slo
 from cohort.common.workloads.arrivals import AllAtOnce, Arrivals, ClosedLoop, RandomArrivals, TraceTimes
-from cohort.common.workloads.changes import promise, with_class_share
+from cohort.common.workloads.changes import with_class_share, with_slos
 from cohort.common.workloads.generate import Drawn, FromTrace, Source, generate
 from cohort.common.workloads.items import Workload
 from cohort.common.workloads.lengths import Fixed
@@ -64,7 +64,7 @@ class Traffic:
             arrivals = ClosedLoop(concurrency)
         workload = self._generate(arrivals)
         if self._slo != Slo():
-            workload = promise(workload, lambda item: self._slo)
+            workload = with_slos(workload, lambda item: self._slo)
         if self._best_effort:
             workload = with_class_share(workload, self._best_effort, seed=self._seed)
         return workload
@@ -100,7 +100,7 @@ class Traffic:
 
 
 def parse_slo(text: str) -> Slo:
-    """`ttft=0.4,tpot=0.1,deadline=30` in seconds; "" = no promise. Raises `ConfigError`."""
+    """`ttft=0.4,tpot=0.1,deadline=30` in seconds; "" = no SLO. Raises `ConfigError`."""
     values: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, number = part.partition("=")

@@ -23,13 +23,13 @@ class PlanCost:
 
 
 def plan_cost(plan: IterationPlan, geometry: KvGeometry) -> PlanCost:
-    tokens = useful = pairs = prefill_context = decode_rows = decode_context = longest = drawn = 0
+    tokens = useful = pairs = prefill_context = decode_rows = decode_context = longest = sampled = 0
     padded_to = plan.padded_to
     for row in plan.rows:
         start, count = row.start, row.count
         useful += count
         if start + count == len(row.sequence.tokens):
-            drawn += 1
+            sampled += 1
         if count == 1:
             tokens += 1
             decode_rows += 1
@@ -48,5 +48,5 @@ def plan_cost(plan: IterationPlan, geometry: KvGeometry) -> PlanCost:
             beside += size
         else:
             copied += size
-    work = StepWork(tokens, len(plan.rows), drawn, pairs, prefill_context, decode_rows, decode_context, longest)
+    work = StepWork(tokens, len(plan.rows), sampled, pairs, prefill_context, decode_rows, decode_context, longest)
     return PlanCost(work, useful, tokens - useful, copied, beside)

@@ -65,11 +65,11 @@ async def disturb(pipeline: Pipeline, victim: str, back_after_s: float) -> tuple
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         tasks = [asyncio.create_task(pipeline.complete(session, **body)) for body in bodies()]
-        before = await asyncio.to_thread(pipeline.figures, "gateway")
+        before = await asyncio.to_thread(pipeline.stats, "gateway")
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
-            figures = await asyncio.to_thread(pipeline.figures, "gateway")
-            produced = figures["generation_tokens_total"] - before["generation_tokens_total"]
+            stats = await asyncio.to_thread(pipeline.stats, "gateway")
+            produced = stats["generation_tokens_total"] - before["generation_tokens_total"]
             if produced > STREAMS * NEW_TOKENS // 5:
                 break
             await asyncio.sleep(0.05)
@@ -106,7 +106,7 @@ def test_the_monitor_may_die(pipeline: Pipeline, undisturbed: list[Answer], gree
 def test_a_killed_gateway_breaks_its_streams_visibly_and_leaves_nothing(pipeline: Pipeline) -> None:
     async def run() -> list[Answer | BaseException]:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-            produced = pipeline.figures("gateway")["generation_tokens_total"]
+            produced = pipeline.stats("gateway")["generation_tokens_total"]
             # So long that no machine is done when the first heartbeat tells of their tokens.
             long = [{**body, "max_tokens": 500} for body in bodies()[:30]]
             tasks = [asyncio.create_task(pipeline.complete(session, **body)) for body in long]
@@ -129,7 +129,7 @@ def test_a_killed_gateway_breaks_its_streams_visibly_and_leaves_nothing(pipeline
 def test_no_file_or_socket_is_left_open(pipeline: Pipeline) -> None:
     """Connections of killed peers, finished clients and broken transfers are closed again."""
     pipeline.complete_all(bodies()[:8])
-    before = {name: pipeline.figures(name)["open_fds"] for name in pipeline.names if name != "monitor"}
+    before = {name: pipeline.stats(name)["open_fds"] for name in pipeline.names if name != "monitor"}
     for _ in range(2):
         pipeline.kill("decode-0")
         pipeline.start("decode-0")
@@ -137,7 +137,7 @@ def test_no_file_or_socket_is_left_open(pipeline: Pipeline) -> None:
         pipeline.complete_all(bodies()[:8])
     pipeline.assert_nothing_left()
     time.sleep(1.0)
-    after = {name: pipeline.figures(name)["open_fds"] for name in before}
+    after = {name: pipeline.stats(name)["open_fds"] for name in before}
     grown = {name: (before[name], after[name]) for name in before if after[name] > before[name] + 8}
     assert not grown, f"open files grew: {grown}"
 

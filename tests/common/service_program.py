@@ -56,14 +56,14 @@ async def _echo(context: ServiceContext) -> None:
     """Answers Registered with KvRenew; drains for half a second."""
     beats = 0
 
-    def figures() -> dict[str, float]:
+    def stats() -> dict[str, float]:
         nonlocal beats
         beats += 1
         if beats == 2:
             raise RuntimeError("figures are not ready")
         return {"beats": float(beats)}
 
-    context.figures = figures
+    context.stats = stats
     context.metrics.counter("echoes", "Messages answered")().inc()
     context.ready = True
 

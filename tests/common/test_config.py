@@ -137,13 +137,17 @@ def test_unusual_policies_that_work_together_are_not_refused(overrides: dict[str
     compose.check_names(load_config(overrides=overrides))
 
 
-@pytest.mark.parametrize("seat", ["admission", "placement", "prefill_order", "iteration", "allocation", "waiting_kv"])
-def test_unknown_policies_are_refused_at_start(seat: str) -> None:
-    with pytest.raises(ConfigError, match=rf"policies\.{seat}: no policy named 'magic'; there are: "):
-        compose.check_names(load_config(overrides={"policies": {seat: "magic"}}))
+@pytest.mark.parametrize(
+    "interface", ["admission", "placement", "prefill_order", "iteration", "allocation", "waiting_kv"]
+)
+def test_unknown_policies_are_refused_at_start(interface: str) -> None:
+    with pytest.raises(ConfigError, match=rf"policies\.{interface}: no policy named 'magic'; there are: "):
+        compose.check_names(load_config(overrides={"policies": {interface: "magic"}}))
 
 
-@pytest.mark.parametrize("seat", ["admission", "placement", "prefill_order", "iteration", "allocation", "waiting_kv"])
+@pytest.mark.parametrize(
+    "interface", ["admission", "placement", "prefill_order", "iteration", "allocation", "waiting_kv"]
+)
 @pytest.mark.parametrize(
     ("path", "source", "why"),
     [
@@ -155,14 +159,14 @@ def test_unknown_policies_are_refused_at_start(seat: str) -> None:
     ],
 )
 def test_an_import_path_that_names_no_policy_is_refused_at_start(
-    seat: str, path: str, source: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    interface: str, path: str, source: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if source is not None:
         (tmp_path / "my_policy.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        with pytest.raises(ConfigError, match=rf"^policies\.{seat} {path}: {why}"):
-            compose.check_names(load_config(overrides={"policies": {seat: path}}))
+        with pytest.raises(ConfigError, match=rf"^policies\.{interface} {path}: {why}"):
+            compose.check_names(load_config(overrides={"policies": {interface: path}}))
     finally:
         sys.modules.pop("my_policy", None)
 
@@ -171,11 +175,11 @@ def test_a_policy_of_an_import_path_is_built_with_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = """
-from cohort.common.policies.baselines.first_come import FirstCome
-def build(config): return FirstCome(dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens + 1)
+from cohort.common.policies.baselines.fcfs import Fcfs
+def build(config): return Fcfs(dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens + 1)
 """
     (tmp_path / "my_queue.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     config = load_config(overrides={"policies": {"prefill_order": "my_queue:build"}})
     compose.check_names(config)
-    assert type(compose.prefill_order(config)).__name__ == "FirstCome"
+    assert type(compose.prefill_order(config)).__name__ == "Fcfs"

@@ -61,9 +61,9 @@ def test_names_that_dashboards_know(registry: CollectorRegistry, make: MetricFac
         assert f"cohort_{name}" in names, name
 
 
-def test_a_workers_policies_have_their_own_figures(registry: CollectorRegistry, make: MetricFactory) -> None:
-    EngineMetrics(make).policy_figures("iteration", "cost_error").set(0.02)
-    assert value(registry, "cohort_worker_policy", seat="iteration", figure="cost_error") == 0.02
+def test_a_workers_policies_have_their_own_stats(registry: CollectorRegistry, make: MetricFactory) -> None:
+    EngineMetrics(make).policy_stats("iteration", "cost_error").set(0.02)
+    assert value(registry, "cohort_worker_policy", interface="iteration", metric="cost_error") == 0.02
 
 
 def test_the_manager_has_its_own(registry: CollectorRegistry, make: MetricFactory) -> None:

@@ -116,8 +116,8 @@ async def test_a_whole_life(launch: Launch, tmp_path: Path) -> None:
     assert isinstance(beat, Heartbeat) and peer == beat.instance == "echo"
     assert (beat.role, beat.pid, beat.ready) == ("decode_worker", service.process.pid, True)
     assert (beat.incarnation, beat.metrics_url) == (started["incarnation"], started["metrics_url"])
-    assert beat.figures["beats"] > 2
-    await service.event("figures for the heartbeat could not be read")  # and yet it beat on
+    assert beat.stats["beats"] > 2
+    await service.event("stats for the heartbeat could not be read")  # and yet it beat on
 
     client = ZmqBus("client")
     client.connect("echo", started["endpoint"])

@@ -159,7 +159,7 @@ class Pipeline:
                     raise AssertionError(f"{name} ended with {process.returncode}:\n{self.log(name)}")
             with contextlib.suppress(OSError, urllib.error.URLError, json.JSONDecodeError, KeyError):
                 self.get("/ready")
-                if self.figures("manager").get("workers", 0) >= wanted:
+                if self.stats("manager").get("workers", 0) >= wanted:
                     return
             time.sleep(0.1)
         logs = "\n".join(f"--- {name}\n{self.log(name)}" for name in self.names)
@@ -181,15 +181,15 @@ class Pipeline:
         state = self.get("/api/state", self.config.monitor.port)
         return {process["instance"]: process for process in state["processes"]}
 
-    def figures(self, name: str) -> dict[str, float]:
+    def stats(self, name: str) -> dict[str, float]:
         process = self.state().get(name)  # a monitor that just started has not heard of everybody
-        return dict(process["figures"]) if process is not None and process["status"] == "up" else {}
+        return dict(process["stats"]) if process is not None and process["status"] == "up" else {}
 
-    def wait_for(self, name: str, figure: str, at_least: float, timeout_s: float = 5.0) -> None:
+    def wait_for(self, name: str, stat: str, at_least: float, timeout_s: float = 5.0) -> None:
         """Until a heartbeat says so."""
         deadline = time.monotonic() + timeout_s
-        while (value := self.figures(name).get(figure, 0.0)) < at_least:
-            assert time.monotonic() < deadline, f"{name}: {figure} is {value}, expected {at_least} or more"
+        while (value := self.stats(name).get(stat, 0.0)) < at_least:
+            assert time.monotonic() < deadline, f"{name}: {stat} is {value}, expected {at_least} or more"
             time.sleep(0.1)
 
     def assert_nothing_left(self, timeout_s: float = 20.0) -> None:
@@ -208,15 +208,15 @@ class Pipeline:
         for name in self.config.instance_roles:
             if name not in self.processes:
                 continue
-            figures = self.figures(name)
-            if not figures:
+            stats = self.stats(name)
+            if not stats:
                 left[f"{name} is not up"] = 1.0
             for key in ("held_blocks", "leases", "running", "waiting", "awaiting_kv", "parked", "quarantined_blocks"):
-                if figures.get(key, 0):
-                    left[f"{name}.{key}"] = figures[key]
-        manager = self.figures("manager")
+                if stats.get(key, 0):
+                    left[f"{name}.{key}"] = stats[key]
+        manager = self.stats("manager")
         left |= {f"manager.{key}": manager[key] for key in ("waiting", "live") if manager.get(key, 0)}
-        gateway = self.figures("gateway")
+        gateway = self.stats("gateway")
         left |= {
             f"gateway.{key}": gateway[key]
             for key in ("requests_running", "requests_waiting", "open_streams")

@@ -24,7 +24,7 @@ class SplitInTurn:
         self._places, self._turn = places, 0
 
     def place(
-        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: str | None
+        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: str | None
     ) -> Placed | Wait | Impossible:
         names = sorted(cluster.instances)
         if len(names) < 2:

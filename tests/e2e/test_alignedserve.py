@@ -29,7 +29,7 @@ def test_through_the_pool(tmp_path: Path, default_model: Path, goldens: list[Gol
     with Pipeline(tmp_path, default_model, overrides, preset="alignedserve") as pipeline:
         compare(chosen, pipeline.complete_all([ask(golden) for golden in chosen], concurrency=32))
         pipeline.wait_for("prefill-0", "pool_offloads_total", 3)
-        pipeline.wait_for("prefill-0", "pool_direct_hand_overs_total", 1)
+        pipeline.wait_for("prefill-0", "pool_direct_transfers_total", 1)
         if prefetch:
             pipeline.wait_for("prefill-0", "pool_prefetches_total", 1)
         pipeline.wait_for("decode-0", "transfers_total", len(chosen) // 2)

@@ -33,7 +33,7 @@ def test_buckets_with_second_predictions_and_processes_that_die(
         pipeline.wait_for("manager", "bucket_splits_total", 1)
         pipeline.wait_for("decode-0", "transfers_total", len(goldens) // 2)
         pipeline.wait_for("predictor", "refinement_observations", len(goldens) // 2)
-        finished = pipeline.figures("gateway")["generation_tokens_total"]
+        finished = pipeline.stats("gateway")["generation_tokens_total"]
         answers = other.submit(pipeline.complete_all, bodies, len(bodies))
         for victim in ("manager", "prefill-0"):
             finished += 5 * len(goldens[0].output)

@@ -41,8 +41,8 @@ def compare(goldens: list[Golden], answers: list[Answer]) -> int:
 def test_disaggregated_with_prefix_cache_and_long_prompts(
     standard: Pipeline, goldens: list[Golden], longest_golden: list[Golden]
 ) -> None:
-    before = standard.figures("decode-0").get("transfers_total", 0.0)
-    failed = standard.figures("decode-0").get("transfer_failures_total", 0.0)
+    before = standard.stats("decode-0").get("transfers_total", 0.0)
+    failed = standard.stats("decode-0").get("transfer_failures_total", 0.0)
     compare(goldens, standard.complete_all([ask(g) for g in goldens]))
     compare(longest_golden, standard.complete_all([ask(g) for g in longest_golden]))
     again = [g for g in goldens if len(g.prompt) > 48]
@@ -50,7 +50,7 @@ def test_disaggregated_with_prefix_cache_and_long_prompts(
     compare(again, answers)
     assert sum(answer.cached_tokens > 0 for answer in answers) >= len(again) // 2
     standard.wait_for("decode-0", "transfers_total", before + len(goldens))
-    assert standard.figures("decode-0")["transfer_failures_total"] == failed
+    assert standard.stats("decode-0")["transfer_failures_total"] == failed
     standard.assert_nothing_left()
 
 

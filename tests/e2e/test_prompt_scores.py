@@ -49,11 +49,11 @@ def test_scores_are_those_of_the_reference(tmp_path: Path, default_model: Path) 
             exact = double(torch.tensor([prompt])).logits[0].log_softmax(-1)
         for answer in (first, second):
             scores = answer["choices"][0]["logprobs"]
-            drawn = answer["cohort"]["requests"][0]["token_ids"]
-            assert len(scores["tokens"]) == len(prompt) + len(drawn)
+            sampled = answer["cohort"]["requests"][0]["token_ids"]
+            assert len(scores["tokens"]) == len(prompt) + len(sampled)
             assert scores["token_logprobs"][0] is None and scores["top_logprobs"][0] is None
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-            for position, token in enumerate([*prompt, drawn[0]][1:]):
+            for position, token in enumerate([*prompt, sampled[0]][1:]):
                 reference = float(truth[position, token])
                 rounding = abs(reference - float(exact[position, token])) if kind == "noise" else 0.0
                 difference = abs(scores["token_logprobs"][position + 1] - reference)

@@ -96,20 +96,20 @@ def test_every_split_gives_the_same_answer(tmp_path: Path, default_model: Path) 
 
 def _transfers(pipeline: Pipeline, worker: str) -> float:
     pipeline.wait_for(worker, "transfers_total", 8)
-    return pipeline.figures(worker)["transfers_total"]
+    return pipeline.stats(worker)["transfers_total"]
 
 
 def test_the_preset_itself_is_golden(tmp_path: Path, default_model: Path, goldens: list[Golden]) -> None:
     """Under load, so that it splits by itself; the bound on the time between tokens is tight for this machine."""
     some = [*goldens[::6], *goldens[-4:-1], *goldens[3::6]]
-    options = {"tbt_slo_s": 0.03, "hand_over_s": 0.0, "ablation": {"await_arrivals": False}}
+    options = {"tbt_slo_s": 0.03, "kv_transfer_s": 0.0, "ablation": {"await_arrivals": False}}
     state = {"engine": {"state_dir": str(tmp_path / "learned")}, "dynaserve": options}
     with Pipeline(tmp_path, default_model, state, preset="dynaserve") as pipeline:
         compare(some, pipeline.complete_all([ask(g) for g in some], concurrency=12))
-        pipeline.wait_for("manager", "finish_judged_total", len(some))
+        pipeline.wait_for("manager", "finish_tracked_total", len(some))
         pipeline.assert_nothing_left()
-        figures = pipeline.figures("manager")
-        assert figures["splits_total"] + figures["whole_total"] == len(some)
+        stats = pipeline.stats("manager")
+        assert stats["splits_total"] + stats["whole_total"] == len(some)
         pipeline.wait_for("unified-0", "profile_cells", 6)
         assert pipeline.terminate("unified-0") == 0
         assert list((tmp_path / "learned").glob("*unified-0*.json")), "what it learned is kept"

@@ -1,4 +1,4 @@
-"""A6 · Iterations of an aligned batch: everybody decodes; who gives way when memory runs out is chosen by length.
+"""A6 · Iterations of an aligned batch: every sequence decodes; when memory runs out, the longest is evicted.
 
 The worker's half of batch-level scheduling (who joins, and when, is `AlignedBinding`'s at the manager). Prompts are
 computed first come, first served as in `ContinuousBatching`.
@@ -19,11 +19,11 @@ from cohort.common.types import Attempt
 
 
 class AlignedBatching(ContinuousBatching):
-    """A6 case 3 · AlignedServe Alg. 2: who does not fit goes to the Candidate Requests Buffer, the longest first; while
-    two batches run (a switch), the longest of the older one.
+    """A6 case 3 · AlignedServe Alg. 2: sequences that do not fit go to the Candidate Requests Buffer, the longest
+    first; while two batches run (a switch), the longest of the older one.
 
     Evicted requests leave with their KV, for the manager to bind them to a buffer; that begins while there is
-    still room for the hand-over, so that no iteration waits for it. What comes too fast for that is preempted here.
+    still room for the KV transfer, so that no iteration waits for it. What comes too fast for that is preempted here.
     Differs from the paper: it evicts when the next iteration does not fit, and waits for the transfer.
     `sets_aside` False: only preemption (late binding is off, or this worker stands alone).
     """
@@ -72,7 +72,7 @@ class AlignedBatching(ContinuousBatching):
             self._mixed += (ran.iterations - 1) * self._last_mixed
 
     def _evict(self, kv: KvAllocator) -> list[Sequence]:
-        """Ahead of need: until the low-water mark is free, or will be once those who leave have left."""
+        """Ahead of need: until the low-water mark is free, or will be once the leaving sequences have left."""
         low = self._low_water(kv)
         free = kv.free_blocks + kv.cached_blocks
         if free >= low:
@@ -94,7 +94,8 @@ class AlignedBatching(ContinuousBatching):
         return evicted
 
     def _low_water(self, kv: KvAllocator) -> int:
-        """A block for every running row, but no more than a fiftieth of the cache; room for half a hand-over's time."""
+        """A block for every running row, but no more than a fiftieth of the cache; room for half a KV transfer's
+        time."""
         return min(len(self._running), max(2, kv.total_blocks // 50))
 
     def _victim(self, planned: set[Sequence]) -> Sequence | None:
@@ -102,11 +103,11 @@ class AlignedBatching(ContinuousBatching):
         able = [s for s in self._running if s.output_tokens and not s.pinned and s not in planned]
         return min(able, key=lambda s: (batch_of(s), -s.computed, s.key), default=None)
 
-    def _make_room(
+    def _make_headroom(
         self, sequence: Sequence, positions: int, kv: KvAllocator, plan: IterationPlan, planned: set[Sequence]
     ) -> bool:
         if not sequence.output_tokens:
-            return super()._make_room(sequence, positions, kv, plan, planned)
+            return super()._make_headroom(sequence, positions, kv, plan, planned)
         while not kv.extend(sequence, positions):
             victim = self._victim(planned)
             if victim is None or (victim is sequence and len(self._running) > 1 and not planned):

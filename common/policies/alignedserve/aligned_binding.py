@@ -2,8 +2,8 @@
 
 A `LateBinding`. After every event it looks at every decode worker once:
 
-    A8  is anybody in the pool due?      the batch around it becomes the candidate, and joins before anybody else
-    A7  who matches what runs?           to the Candidate Requests Buffer
+    A8  is a request in the pool due?    the batch around it becomes the candidate, and joins before all others
+    A7  what matches the running batch?  to the Candidate Requests Buffer
     A6  case 1: room, candidate requests → they join           case 2: room, and none of them → the switch
     A4  no candidate batch?              the next one from the quad-tree to the Candidate Batch Buffer, prefetched (A9)
 
@@ -100,7 +100,7 @@ class AlignedBinding(LateBinding):
         self._fresh.clear()
         if not self._tree and not any(b.requests or b.candidate for b in self._batches.values()):
             return actions
-        # Who has most room chooses first.
+        # The batch with most headroom chooses first.
         for view in sorted(decodes, key=lambda v: (-v.free_blocks, v.instance)):
             batch = self._batches.setdefault(view.instance, RunningBatch())
             batch.look(view)
@@ -127,7 +127,7 @@ class AlignedBinding(LateBinding):
         decode = self._decode_of.pop(request_id, None)
         batch, view = self._batches.get(item.instance), views.get(item.instance)
         if batch is not None and (decode == item.instance or (view is not None and view.role is Role.DECODE)):
-            # A decode worker has set it aside: to the buffer of the prefill worker with most room.
+            # A decode worker has evicted it: to the buffer of the prefill worker with most room.
             batch.has_left(request_id, self._block_size)
             prefills = [v for v in views.values() if v.role.prefills and v.instance != item.instance]
             target = max(prefills, key=lambda v: (v.free_blocks, v.instance), default=None)
@@ -189,8 +189,8 @@ class AlignedBinding(LateBinding):
             self._fetch(batch.candidate, "batch", views, actions)
 
     def _unblock(self, view: InstanceView, batch: RunningBatch, actions: list[Bind | Prefetch]) -> None:
-        """Somebody waits for blocks of the worker, and nobody runs: what is parked on it may hold them, in nobody's
-        buffer, in its own, or in that of another worker that waits for the same here. It goes on where it is."""
+        """A request waits for blocks of the worker, and none runs: parked KV may hold them, outside any buffer, in
+        the worker's own, or in that of another worker that waits for the same here. It continues on this worker."""
         buffers = [buffer for each in self._batches.values() for buffer in (each.requests, each.candidate)]
         for item in [*chain.from_iterable(buffers), *self._tree.items(QuadTree.ROOT)]:
             if item.holder == view.instance:
@@ -206,8 +206,8 @@ class AlignedBinding(LateBinding):
                 return
 
     def _too_small(self, view: InstanceView, batch: RunningBatch) -> bool:
-        """What runs there takes less memory than a batch may: whoever is in the pool may join, however few they are.
-        Otherwise they wait until they are enough for a batch."""
+        """The running batch takes less memory than a batch may: any requests of the pool may join, however few they
+        are. Otherwise they wait until they are enough for a batch."""
         used = view.capacity.num_blocks - batch.free_blocks(view)
         return used < self._thresholds.max_blocks(view.capacity)
 
@@ -217,7 +217,7 @@ class AlignedBinding(LateBinding):
         most, least = thresholds.max_blocks(view.capacity), thresholds.min_requests(view.capacity)
         rows = view.capacity.max_rows
         chosen = starved_batch(self._tree, now_s, max_blocks=most, min_requests=least, max_requests=rows)
-        chosen.sort(key=lambda item: (item.due_s, item.since_s, item.request_id))  # who is starved joins first
+        chosen.sort(key=lambda item: (item.due_s, item.since_s, item.request_id))  # starved requests join first
         batch.starved = bool(chosen)
         self._starved += batch.starved
         chosen = chosen or density_first_search(self._tree, max_blocks=most, min_requests=least, max_requests=rows)
@@ -235,7 +235,7 @@ class AlignedBinding(LateBinding):
             batch.candidate.append(item)
 
     def _take_over(self, view: InstanceView, batch: RunningBatch) -> list[PooledRequest]:
-        """Nobody is left in the pool: the candidate batch of another decode worker, which is busy with its own."""
+        """The pool is empty: the candidate batch of another decode worker, which is busy with its own."""
         other = next((b for b in self._batches.values() if b is not batch and b.candidate and not b.switching), None)
         if other is None or batch.rows(view):
             return []
@@ -244,17 +244,17 @@ class AlignedBinding(LateBinding):
         return chosen
 
     def _match(self, view: InstanceView, batch: RunningBatch) -> None:
-        """A7 · Pool requests that the running batch has grown into, who waited longest first. No more than half a
-        batch waits in the buffer: whoever is there is no longer free for a batch of its own."""
+        """A7 · Pool requests that the running batch has grown into, the longest waiting first. No more than half a
+        batch waits in the buffer: its requests are no longer free for a batch of their own."""
         span = batch.span(_SLACK) if self._options.ablation.aligned else (1, _LONGEST_PREFIX)
         if span is None or batch.requests or not len(self._tree):
             return
-        room = self._thresholds.max_blocks(view.capacity) // 2
+        headroom = self._thresholds.max_blocks(view.capacity) // 2
         found = sorted(self._tree.between(*span), key=lambda item: (item.since_s, item.request_id))
         for item in found:
-            if item.blocks > room and batch.requests:
+            if item.blocks > headroom and batch.requests:
                 break
-            room -= item.blocks
+            headroom -= item.blocks
             self._tree.remove(item.request_id)
             self._decode_of[item.request_id] = view.instance
             batch.requests.append(item)
@@ -276,7 +276,7 @@ class AlignedBinding(LateBinding):
             self._switches += 1
             self._give_back(batch.requests)
             batch.requests.clear()
-        batch.members |= candidates  # those who joined now
+        batch.members |= candidates  # requests that joined now
         if not batch.candidate:
             batch.starved = batch.switching = False
 
@@ -292,13 +292,13 @@ class AlignedBinding(LateBinding):
         B_max only, if memory is not to be filled."""
         capacity = view.capacity
         rows, free = batch.rows(view), batch.free_blocks(view)
-        room = capacity.num_blocks if self._options.ablation.fill_memory else self._thresholds.max_blocks(capacity)
-        if view.figures.waiting and rows:  # somebody was preempted there: nobody overtakes
+        headroom = capacity.num_blocks if self._options.ablation.fill_memory else self._thresholds.max_blocks(capacity)
+        if view.stats.waiting and rows:  # a request was preempted there: none overtakes it
             return
         while waiting and rows < capacity.max_rows:
             item = waiting[0]
             left = free - item.blocks
-            if rows and (left < max(rows + 1, capacity.num_blocks // 20) or capacity.num_blocks - left > room):
+            if rows and (left < max(rows + 1, capacity.num_blocks // 20) or capacity.num_blocks - left > headroom):
                 return
             waiting.popleft()
             batch.bound(item)

@@ -11,7 +11,7 @@ FIRST_BATCH = 1 << 32
 
 
 def batch_of(sequence: Sequence) -> int:
-    """The batch it was bound in; 0, the oldest, for whoever came in none."""
+    """The batch it was bound in; 0, the oldest, for a request that came in none."""
     return sequence.batch_id if sequence.batch_id >= FIRST_BATCH else 0
 
 

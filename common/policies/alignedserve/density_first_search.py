@@ -22,7 +22,7 @@ def density_first_search(
     Differs from the paper: a batch has no more than `max_requests` either, as many as an iteration may have rows: a
     pool of short requests fits B_max as a whole long before it fits an iteration, and would never be aligned. Widening
     goes leaf by leaf, the nearest of both sides first, and stops at R_min (the paper scans all left siblings, then all
-    right ones); a leaf that does not fit gives what fits, who is due first (of equal promises who came first); a single
+    right ones); a leaf that does not fit gives what fits, who is due first (of equal SLOs who came first); a single
     request larger than B_max is a batch, or it would never run.
     """
     # Of equally dense children the shorter: it holds more requests a block.
@@ -51,7 +51,7 @@ def _search(
             by_due = sorted(tree.items(node), key=lambda item: (item.due_s, item.since_s, item.request_id))
             return _until_full(by_due, max_blocks)[:max_requests]
         node = max(tree.children(node), key=attraction)  # case 2
-    # Case 1: they fit. At the root also when they are few: low load waits for nobody.
+    # Case 1: they fit. At the root also when they are few: under low load a batch does not wait to fill.
     if tree.requests(node) >= min_requests or node == QuadTree.ROOT:
         return tree.items(node)
     # Case 3: too few to be worth a batch.
@@ -62,14 +62,14 @@ def _widen(
     tree: QuadTree, node: Node, chosen: list[PooledRequest], max_blocks: int, min_requests: int, max_requests: int
 ) -> list[PooledRequest]:
     """Neighbours of the node are added, nearest first, until there are enough or no more fit; then its parent's."""
-    room = max_blocks - sum(item.blocks for item in chosen)
+    headroom = max_blocks - sum(item.blocks for item in chosen)
     while node != QuadTree.ROOT and len(chosen) < min_requests:
         for leaf in _nearest_leaves(tree, node):
             for item in tree.items(leaf):
-                if item.blocks > room or len(chosen) == max_requests:
+                if item.blocks > headroom or len(chosen) == max_requests:
                     return chosen
                 chosen.append(item)
-                room -= item.blocks
+                headroom -= item.blocks
             if len(chosen) >= min_requests:
                 return chosen
         node = tree.parent(node)
@@ -89,10 +89,10 @@ def _nearest_leaves(tree: QuadTree, node: Node) -> Iterator[Node]:
 
 def _until_full(items: Iterable[PooledRequest], max_blocks: int) -> list[PooledRequest]:
     chosen: list[PooledRequest] = []
-    room = max_blocks
+    headroom = max_blocks
     for item in items:
-        if chosen and item.blocks > room:
+        if chosen and item.blocks > headroom:
             break
         chosen.append(item)
-        room -= item.blocks
+        headroom -= item.blocks
     return chosen

@@ -1,4 +1,4 @@
-"""Where AlignedServe's requests run: the prompt on a prefill worker, the answer wherever its KV is bound later (A2).
+"""Where AlignedServe's requests run: the prompt on a prefill worker, the response wherever its KV is bound later (A2).
 
 A `Placement` of the manager. Which decode worker, when and in whose company is `AlignedBinding`'s to say; this only
 decides whether it is asked at all.
@@ -26,15 +26,15 @@ class LateBound(Placement):
         self._by_load = Disaggregated()
 
     def place(
-        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: InstanceId | None
+        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None
     ) -> Placed | Wait | Impossible:
-        placed = self._by_load.place(now_s, waiting, cluster, wish)
+        placed = self._by_load.place(now_s, waiting, cluster, preferred)
         if not isinstance(placed, Placed) or len(placed.segments) == 1:
             return placed
         first, second = placed.segments
         decode = cluster.instances[second.instance] if second.instance is not None else None
-        if decode is not None and not any(view.figures.parked for view in cluster.instances.values()):
-            rows = decode.figures.running + decode.figures.awaiting_kv + decode.assigned_requests
+        if decode is not None and not any(view.stats.parked for view in cluster.instances.values()):
+            rows = decode.stats.running + decode.stats.awaiting_kv + decode.assigned_requests
             blocks = decode.capacity.geometry.blocks_for(len(waiting.request.tokens) + decode.assigned_context_tokens)
             spare = decode.free_blocks - blocks
             if rows < self._thresholds.min_requests(decode.capacity) and spare > decode.capacity.num_blocks // 2:

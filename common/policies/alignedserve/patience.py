@@ -1,6 +1,6 @@
 """A8 · How long a request may wait in the KV pool before its subtree goes first.
 
-Asked by `AlignedBinding` when a request is parked. Pure arithmetic on the request's own promise.
+Asked by `AlignedBinding` when a request is parked. Pure arithmetic on the request's own SLO.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ def patience_s(request: Request, *, share: float, longest_s: float, default_outp
     """A8 · AlignedServe §3.5: the starvation threshold follows the service-level objective.
 
     The wait falls between a request's first and second token, so it comes out of what TPOT promises for all of its
-    expected tokens: `share` of that, at most `longest_s`; `longest_s` for a request without a promise.
+    expected tokens: `share` of that, at most `longest_s`; `longest_s` for a request without an SLO.
     Differs from the paper: a threshold per request instead of one for all.
     """
     if request.slo.tpot_s <= 0.0:

@@ -47,7 +47,7 @@ class QuadTree:
 
     `longest`: prefixes beyond count as this long (the paper's 65,536). `leaf_tokens`: width of a leaf; the paper gives
     none. Differs from the paper: a node's timestamp is not when it last gave a batch but when the first request below
-    it is due, so that who is left over by a batch of its own subtree does not wait anew (A8).
+    it is due, so that a request left over by a batch of its own subtree does not wait anew (A8).
     """
 
     ROOT = Node(0, 0)
@@ -149,7 +149,7 @@ class QuadTree:
         return Node(self._depth, index)
 
     def leaves(self, node: Node, *, backwards: bool = False) -> Iterator[Node]:
-        """Leaves below the node that hold anybody, by length (or from the longest on)."""
+        """Leaves below the node that are not empty, by length (or from the longest on)."""
         if not self.requests(node):
             return
         if self.is_leaf(node):
@@ -160,14 +160,14 @@ class QuadTree:
             yield from self.leaves(child, backwards=backwards)
 
     def items(self, node: Node) -> list[PooledRequest]:
-        """Everybody below the node: leaf by leaf, within a leaf who has waited longest first."""
+        """All requests below the node: leaf by leaf, within a leaf the longest waiting first."""
         found: list[PooledRequest] = []
         for leaf in self.leaves(node):
             found += sorted(self._leaves[leaf.place].values(), key=lambda item: (item.since_s, item.request_id))
         return found
 
     def between(self, shortest: int, longest: int) -> Iterator[PooledRequest]:
-        """Everybody with a prefix in [shortest, longest], by leaf; O(leaves in the range + found)."""
+        """All requests with a prefix in [shortest, longest], by leaf; O(leaves in the range + found)."""
         for index in range(self.leaf_of(shortest).place, self.leaf_of(longest).place + 1):
             for item in self._leaves[index].values():
                 if shortest <= item.positions <= longest:

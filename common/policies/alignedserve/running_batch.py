@@ -3,8 +3,8 @@
     pool (quad-tree) ──A4──▶ candidate batch ──switch──┐
           └──────────A7──▶ candidate requests ─────────┴─▶ running batch ─▶ finished, or evicted to the pool
 
-Owned by `AlignedBinding`, one per decode worker. Counts what a worker's last report cannot know yet: who was bound
-since and has not arrived, who arrived or left since.
+Owned by `AlignedBinding`, one per decode worker. Counts what a worker's last report cannot know yet: requests bound
+since that have not arrived, and requests that arrived or left since.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from dataclasses import dataclass, field
 
 from cohort.common.policies.alignedserve.quad_tree import PooledRequest
 from cohort.common.policies.interface import InstanceView
-from cohort.common.types import RequestId, WorkerFigures
+from cohort.common.types import RequestId, WorkerStats
 
 
 @dataclass(slots=True)
 class RunningBatch:
     batch_id: int = 0
     members: dict[RequestId, int] = field(default_factory=dict)
-    """Prefix lengths, as last reported, of the running batch as it came out of the tree. Who joined because it matched
-    is not among them: a range that grows with all it takes in would end up as everybody's."""
+    """Prefix lengths, as last reported, of the running batch as it came out of the tree. Requests that joined
+    because they matched are not among them: a range that grows with every match would end up covering all lengths."""
     requests: deque[PooledRequest] = field(default_factory=deque)
     """A5 · The Candidate Requests Buffer: they match the running batch."""
     candidate: deque[PooledRequest] = field(default_factory=deque)
     """A5 · The Candidate Batch Buffer: the next batch."""
     candidate_id: int = 0
     starved: bool = False
-    """The candidate batch is due (A8): it joins before anybody else."""
+    """The candidate batch is due (A8): it joins before all other requests."""
     switching: bool = False
     """Part of the candidate batch runs already."""
     due_s: float = math.inf
@@ -40,19 +40,19 @@ class RunningBatch:
     arrived: dict[RequestId, int] = field(default_factory=dict)
     """Arrived since the last report: blocks."""
     left_blocks: int = 0
-    """Of those who ended since the last report."""
+    """Of requests that ended since the last report."""
     left_rows: int = 0
     _contexts: dict[RequestId, int] = field(default_factory=dict)
-    _figures: WorkerFigures | None = None
+    _stats: WorkerStats | None = None
 
     def look(self, view: InstanceView) -> None:
         """Take over a new report, once."""
-        if self._figures is view.figures:
+        if self._stats is view.stats:
             return
-        self._figures = view.figures
+        self._stats = view.stats
         self.arrived.clear()
         self.left_blocks = self.left_rows = 0
-        self._contexts = {work.request_id: work.context for work in view.figures.queue}
+        self._contexts = {work.request_id: work.context for work in view.stats.queue}
         for request_id, positions in self.members.items():
             self.members[request_id] = max(positions, self._contexts.get(request_id, 0))
 
@@ -76,19 +76,19 @@ class RunningBatch:
     def rows(self, view: InstanceView) -> int:
         """Requests that run there or will shortly."""
         fresh = len(self.moving) + len(self.arrived)
-        reported = view.figures.running + view.figures.waiting - self.left_rows
+        reported = view.stats.running + view.stats.waiting - self.left_rows
         return max(0, reported) + fresh
 
     def stuck(self, view: InstanceView) -> bool:
-        """Nobody runs there, and who waits for blocks does not get them: on the worker, or on the way to it."""
-        if view.figures.running or self.arrived:
+        """No request runs there, and a waiting one does not get its blocks: on the worker, or on the way to it."""
+        if view.stats.running or self.arrived:
             return False
         first = next(iter(self.moving.values()), None)  # grants are given in order
-        return view.figures.waiting > 0 if first is None else first > view.free_blocks
+        return view.stats.waiting > 0 if first is None else first > view.free_blocks
 
     def free_blocks(self, view: InstanceView) -> int:
-        promised = sum(self.moving.values()) + sum(self.arrived.values())
-        return min(view.free_blocks + self.left_blocks, view.capacity.num_blocks) - promised
+        reserved = sum(self.moving.values()) + sum(self.arrived.values())
+        return min(view.free_blocks + self.left_blocks, view.capacity.num_blocks) - reserved
 
     def span(self, slack: float) -> tuple[int, int] | None:
         """A7 · Prefix lengths that match the running batch: the range of its middle, and a little beyond. None: nobody

@@ -9,8 +9,8 @@ from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.bounded_admission import BoundedAdmission
 from cohort.common.policies.baselines.class_round_robin import ClassRoundRobin
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
+from cohort.common.policies.baselines.fcfs import Fcfs
 from cohort.common.policies.baselines.feedback_queues import SkipJoinQueues
-from cohort.common.policies.baselines.first_come import FirstCome
 from cohort.common.policies.baselines.multi_resource import MultiResource
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.baselines.predicted_batches import PredictedBatches
@@ -34,8 +34,8 @@ def build_admission(config: Config) -> BoundedAdmission:
     )
 
 
-def build_first_come(config: Config) -> FirstCome:
-    return FirstCome(dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens)
+def build_fcfs(config: Config) -> Fcfs:
+    return Fcfs(dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens)
 
 
 # -- iterations ----------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class BatchBuilder:
     def evicted(self, sequence: Sequence) -> bool:
         return sequence in self._evicted
 
-    def go_on(self, sequence: Sequence) -> bool:
+    def continue_row(self, sequence: Sequence) -> bool:
         """A row for a running sequence. Without a free block, lower ranks give way, at last the sequence itself."""
         if self.full or sequence.phase is not Phase.RUNNING or sequence in self._planned or sequence.uncomputed < 1:
             return False

@@ -49,12 +49,12 @@ class ClassRoundRobin(IterationScheduler):
     def _serve(self, served: TrafficClass, everybody: list[Sequence], kv: KvAllocator, builder: BatchBuilder) -> None:
         for sequence in everybody:
             if sequence.request.traffic_class == served:
-                builder.go_on(sequence)
+                builder.continue_row(sequence)
         alive = sum(1 for s in everybody if s.phase is Phase.RUNNING)
         for sequence in everybody:
             if sequence.phase is not Phase.WAITING and sequence.phase is not Phase.SWAPPED:
                 continue
-            if builder.full or builder.preempted or not self._leaves_room(sequence, kv, alive):
+            if builder.full or builder.preempted or not self._leaves_headroom(sequence, kv, alive):
                 return  # an earlier one of either class stands in the queue for memory
             if sequence.request.traffic_class != served:
                 continue
@@ -62,7 +62,7 @@ class ClassRoundRobin(IterationScheduler):
                 return
             alive += 1
 
-    def _leaves_room(self, sequence: Sequence, kv: KvAllocator, alive: int) -> bool:
+    def _leaves_headroom(self, sequence: Sequence, kv: KvAllocator, alive: int) -> bool:
         """Every running sequence keeps its next block."""
         spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
         return alive == 0 or spare >= min(alive, kv.total_blocks // 50)

@@ -61,7 +61,9 @@ class ContinuousBatching(IterationScheduler):
             if len(decode_rows) == self._max_rows or tokens_left == 0:
                 break
             # An older row may have taken this one's place in the cache meanwhile.
-            if sequence.phase is Phase.RUNNING and self._make_room(sequence, sequence.computed + 1, kv, plan, planned):
+            if sequence.phase is Phase.RUNNING and self._make_headroom(
+                sequence, sequence.computed + 1, kv, plan, planned
+            ):
                 decode_rows.append(Row(sequence, sequence.computed, 1))
                 planned.add(sequence)
                 tokens_left -= 1
@@ -72,7 +74,7 @@ class ContinuousBatching(IterationScheduler):
                 break
             if sequence.phase is not Phase.RUNNING:
                 continue
-            if not self._make_room(sequence, sequence.computed + count, kv, plan, planned):
+            if not self._make_headroom(sequence, sequence.computed + count, kv, plan, planned):
                 break
             prefill_rows.append(Row(sequence, sequence.computed, count))
             planned.add(sequence)
@@ -88,7 +90,7 @@ class ContinuousBatching(IterationScheduler):
                 tokens_left -= self._row(sequence, tokens_left, decode_rows, prefill_rows, planned)
             while self._waiting and not self._swapped and tokens_left and len(planned) < self._max_rows:
                 sequence = self._waiting[0]
-                if not self._has_room(sequence, kv) or not start(sequence, kv):
+                if not self._has_headroom(sequence, kv) or not start(sequence, kv):
                     break
                 self._waiting.pop(0)
                 insort(self._running, sequence, key=_order)
@@ -107,7 +109,7 @@ class ContinuousBatching(IterationScheduler):
         if any(row.count != 1 for row in plan.rows):
             return 0
         full = rows >= min(self._max_rows, self._max_step_tokens)
-        stands = not self._waiting or full or not self._has_room(self._waiting[0], kv)
+        stands = not self._waiting or full or not self._has_headroom(self._waiting[0], kv)
         return UNTIL_DISTURBED if stands else 0
 
     def metrics(self) -> dict[str, float]:
@@ -126,12 +128,12 @@ class ContinuousBatching(IterationScheduler):
         planned.add(sequence)
         return count
 
-    def _has_room(self, sequence: Sequence, kv: KvAllocator) -> bool:
+    def _has_headroom(self, sequence: Sequence, kv: KvAllocator) -> bool:
         """Leave every running sequence its next block, or a newcomer is let in only to push somebody out."""
         spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
         return not self._running or spare >= min(len(self._running), kv.total_blocks // 50)
 
-    def _make_room(
+    def _make_headroom(
         self, sequence: Sequence, positions: int, kv: KvAllocator, plan: IterationPlan, planned: set[Sequence]
     ) -> bool:
         """Extend, preempting younger sequences that are not in this plan; as a last resort the sequence itself."""

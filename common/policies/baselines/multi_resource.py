@@ -44,9 +44,9 @@ class MultiResource(IterationScheduler):
         everybody = sorted(self._sequences.values(), key=by_arrival)
         running = [s for s in everybody if s.phase is Phase.RUNNING]
         builder = BatchBuilder(self._limits, kv, running, by_arrival)
-        # Tokens of running answers first, so that a long prompt cannot take their place in the iteration.
+        # Tokens of running responses first, so that a long prompt cannot take their place in the iteration.
         for sequence in sorted(running, key=lambda s: s.uncomputed > 1):
-            builder.go_on(sequence)
+            builder.continue_row(sequence)
         if builder.preempted:
             return builder.finish()
         for sequence in everybody:

@@ -6,11 +6,11 @@ see all that wait. What is dispatched waits on its worker from then on and canno
 
 from __future__ import annotations
 
-from cohort.common.policies.baselines.first_come import FirstCome
+from cohort.common.policies.baselines.fcfs import Fcfs
 from cohort.common.policies.interface import ClusterView, Dispatch
 
 
-class PassThrough(FirstCome):
+class PassThrough(Fcfs):
     """Requests stay here only while there is no worker, or after placement found none for them (`Wait`)."""
 
     def __init__(self) -> None:

@@ -36,15 +36,15 @@ def _impossible(views: Iterable[InstanceView], request: Request) -> Impossible:
 
 
 def _prefill_load(view: InstanceView) -> tuple[int, int, str]:
-    return (view.queued_prefill_tokens, view.figures.running + view.assigned_requests, view.instance)
+    return (view.queued_prefill_tokens, view.stats.running + view.assigned_requests, view.instance)
 
 
 def _decode_load(view: InstanceView) -> tuple[float, int, str]:
-    """Share of the cache in use or promised, then rows."""
+    """Share of the cache in use or reserved, then rows."""
     block_size = view.capacity.block_size
-    promised = -(-view.assigned_context_tokens // block_size)
-    used = view.capacity.num_blocks - view.free_blocks + promised
-    rows = view.figures.running + view.figures.awaiting_kv + view.assigned_requests
+    reserved = -(-view.assigned_context_tokens // block_size)
+    used = view.capacity.num_blocks - view.free_blocks + reserved
+    rows = view.stats.running + view.stats.awaiting_kv + view.assigned_requests
     return (used / max(1, view.capacity.num_blocks), rows, view.instance)
 
 
@@ -69,33 +69,33 @@ class Colocated(Placement):
     """One segment on the least loaded instance."""
 
     def place(
-        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: InstanceId | None
+        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None
     ) -> Placed | Wait | Impossible:
         unified = _unified(cluster, waiting.request)
         if isinstance(unified, Wait | Impossible):
             return unified
-        chosen = next((view for view in unified if view.instance == wish), None) or min(unified, key=_unified_load)
+        chosen = next((view for view in unified if view.instance == preferred), None) or min(unified, key=_unified_load)
         return Placed((Segment(0, None, chosen.instance),), "colocated on the least loaded instance")
 
 
 class ColocatedInTurn(Placement):
     """One segment, instances in turn whatever their load: how DynaServe routes its colocated baseline (§2.4).
 
-    An instance that could never hold the request is passed over; a wish is granted as elsewhere.
+    An instance that could never hold the request is passed over; a preferred instance is chosen as elsewhere.
     """
 
     def __init__(self) -> None:
         self._last: InstanceId = ""
 
     def place(
-        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: InstanceId | None
+        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None
     ) -> Placed | Wait | Impossible:
         able = _unified(cluster, waiting.request)
         if isinstance(able, Wait | Impossible):
             return able
         unified = sorted(view.instance for view in able)
-        if wish in unified:
-            return Placed((Segment(0, None, wish),), "colocated as wished")
+        if preferred in unified:
+            return Placed((Segment(0, None, preferred),), "colocated as preferred")
         # By name, not by count: instances come and go, and the turn goes on behind the last one served.
         self._last = next((name for name in unified if name > self._last), unified[0])
         return Placed((Segment(0, None, self._last),), "colocated in turn")
@@ -108,20 +108,20 @@ class Disaggregated(Placement):
         self._colocated = Colocated()
 
     def place(
-        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: InstanceId | None
+        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None
     ) -> Placed | Wait | Impossible:
         request = waiting.request
         views = list(cluster.instances.values())
         prefills = [view for view in views if view.role.prefills]
         decodes = [view for view in views if view.role.decodes and fits(view, request)]
         if not prefills or not any(view.role.decodes for view in views):
-            placed = self._colocated.place(now_s, waiting, cluster, wish)
+            placed = self._colocated.place(now_s, waiting, cluster, preferred)
             return Placed(placed.segments, "a role is missing: colocated") if isinstance(placed, Placed) else placed
         split = len(request.tokens)
         able = [view for view in prefills if view.capacity.geometry.blocks_for(split) <= view.capacity.num_blocks]
         if not decodes or not able:
             return _impossible(views, request)
-        prefill = next((view for view in able if view.instance == wish), None) or min(able, key=_prefill_load)
+        prefill = next((view for view in able if view.instance == preferred), None) or min(able, key=_prefill_load)
         if split - request.prompt_tokens + 1 >= request.sampling.max_tokens:
             return Placed((Segment(0, None, prefill.instance),), "its last token comes with the prefill")
         decode = min(decodes, key=_decode_load)

@@ -22,12 +22,12 @@ SPREAD = 1.5
 class PredictedBatches(IterationScheduler):
     """`spread`: predicted outputs of a batch lie within a factor of so much of the oldest one's. With `limits.padded`
     prompts are computed as rectangles, as without variable-length kernels. With `rectangular_kv` a batch is as large
-    as one contiguous cache allows, as long for every row as the longest prompt and the longest answer together
+    as one contiguous cache allows, as long for every row as the longest prompt and the longest response together
     (BucketServe Eq. 1), as without paged attention; the rows themselves still take blocks.
 
     First all prompts, then all tokens; who is done leaves, nobody joins. Differs from UELLM: its device mapping and its
     fine-tuned predictor belong to other policies, its latency term is left out of the grouping, and rows that are done
-    are not computed on. Sequences that came by hand-over join the batch that runs.
+    are not computed on. Sequences that came by KV transfer join the batch that runs.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class PredictedBatches(IterationScheduler):
         builder = BatchBuilder(self._limits, kv, (s for s in members if s.phase is Phase.RUNNING), by_arrival)
         for sequence in members:
             if sequence.uncomputed > 1:
-                builder.go_on(sequence)
+                builder.continue_row(sequence)
         self._admit(members, Phase.WAITING, builder)
         if builder.rows:
             return builder.finish()
         for sequence in members:
-            builder.go_on(sequence)
+            builder.continue_row(sequence)
         self._admit(members, Phase.SWAPPED, builder)
         return builder.finish()
 
@@ -83,7 +83,7 @@ class PredictedBatches(IterationScheduler):
             and wanted / self._spread <= max(1.0, s.predicted) <= wanted * self._spread
         ]
         similar.sort(key=lambda s: abs(s.predicted - wanted))  # stable: of equals the earliest
-        room = kv.free_blocks + kv.cached_blocks
+        headroom = kv.free_blocks + kv.cached_blocks
         batch: set[Attempt] = set()
         taken = prompt = output = 0
         for sequence in [oldest, *similar]:
@@ -93,7 +93,7 @@ class PredictedBatches(IterationScheduler):
                 taken = batch_kv_blocks(prompt + output, len(batch) + 1, kv.geometry)
             else:
                 taken += kv.geometry.blocks_for(positions)
-            if batch and (taken > room or len(batch) >= self._limits.max_rows):
+            if batch and (taken > headroom or len(batch) >= self._limits.max_rows):
                 break
             batch.add(sequence.key)
         return batch

@@ -1,9 +1,9 @@
 """vLLM's first scheduler (Kwon et al., SOSP 2023): batches of whole prompts first, else one decode step for everybody.
 
 The vLLM baseline of BROS and EcoServe: block allocation on demand, first come first served, an iteration is either
-prefill or decode. While somebody is swapped out no new prompt is let in. When a decoding sequence finds no block
+prefill or decode. While a sequence is swapped out no new prompt is admitted. When a decoding sequence finds no block
 the latest gives way, by swap or recomputation. The earliest always advances, so nothing starves; but prompts that keep
-coming stall the tokens of running answers, which is what the comparisons are about.
+coming stall the tokens of running responses, which is what the comparisons are about.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PrefillFirst(IterationScheduler):
     """`limits.max_rows` bounds all running sequences, `limits.max_tokens` the prompts of one prefill batch.
 
     Differs from vLLM: a prompt of more tokens than an iteration may have is computed in several (vLLM refuses it), and
-    sequences that came by hand-over run with the others.
+    sequences that came by KV transfer run with the others.
     """
 
     def __init__(self, limits: IterationLimits) -> None:
@@ -45,10 +45,10 @@ class PrefillFirst(IterationScheduler):
         if builder.rows:
             return builder.finish()
         for sequence in running:
-            builder.go_on(sequence)
+            builder.continue_row(sequence)
         if not builder.preempted:
             for sequence in swapped:
-                if not self._leaves_room(sequence, kv, len(running)) or not builder.admit(sequence):
+                if not self._leaves_headroom(sequence, kv, len(running)) or not builder.admit(sequence):
                     break
         return builder.finish()
 
@@ -58,24 +58,24 @@ class PrefillFirst(IterationScheduler):
         """Prompts begun in an earlier iteration, then waiting ones as a whole, as many as fit."""
         for sequence in running:
             if sequence.uncomputed > 1:
-                builder.go_on(sequence)
+                builder.continue_row(sequence)
         if swapped or builder.preempted:
             return
         alive = len(running)
         for sequence in self._in(Phase.WAITING):
             whole = sequence.target <= builder.tokens_left or builder.rows == 0
-            if alive >= self._limits.max_rows or not whole or not self._leaves_room(sequence, kv, alive):
+            if alive >= self._limits.max_rows or not whole or not self._leaves_headroom(sequence, kv, alive):
                 return
             if not builder.admit(sequence):
                 return
             alive += 1
 
-    def _leaves_room(self, sequence: Sequence, kv: KvAllocator, alive: int) -> bool:
+    def _leaves_headroom(self, sequence: Sequence, kv: KvAllocator, alive: int) -> bool:
         spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
         return alive == 0 or spare >= int(WATERMARK * kv.total_blocks)
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Everybody who runs decodes, and the first who waits finds no place: that stays so while they grow."""
+        """Every running sequence decodes, and the first waiting one finds no place: that stays so while they grow."""
         if plan.preempted or plan.copies or any(row.count != 1 for row in plan.rows):
             return 0
         running, waiting = self._in(Phase.RUNNING), self._in(Phase.WAITING)
@@ -84,7 +84,7 @@ class PrefillFirst(IterationScheduler):
         if any(row.sequence.phase is not Phase.RUNNING for row in plan.rows):
             return 0
         full = len(running) >= self._limits.max_rows
-        stands = not waiting or full or not self._leaves_room(waiting[0], kv, len(running))
+        stands = not waiting or full or not self._leaves_headroom(waiting[0], kv, len(running))
         return UNTIL_DISTURBED if stands else 0
 
     def metrics(self) -> dict[str, float]:

@@ -1,8 +1,8 @@
-"""Iteration-level scheduling by rank: in every iteration the best ranked sequences run, whoever they are.
+"""Iteration-level scheduling by rank: in every iteration the best ranked sequences run.
 
 The frame of three baselines, which differ in their `Ranking` alone: arrival (ORCA), shortest remaining output (SRTF),
 feedback queues (FastServe). A running sequence that is not in the plan keeps its KV. With `evicting`, a better ranked
-newcomer takes the place in the cache of worse ranked sequences; without, it waits until somebody ends.
+newcomer takes the place in the cache of worse ranked sequences; without, it waits until a sequence ends.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RankedBatching(IterationScheduler):
 
     ORCA (Yu et al., OSDI 2022, Algorithm 1) is this with `ArrivalRanking`, max-allocation, its fixed batch size as
     `max_rows`, whole prompts, and no eviction. Differs from ORCA: a prompt of more tokens than an iteration may have is
-    computed in several, and a sequence that came by hand-over and finds no block makes the latest give way.
+    computed in several, and a sequence that came by KV transfer and finds no block makes the latest give way.
     """
 
     def __init__(self, ranking: Ranking, limits: IterationLimits, *, reservation: Reservation, evicting: bool) -> None:
@@ -88,21 +88,21 @@ class RankedBatching(IterationScheduler):
         builder = BatchBuilder(self._limits, kv, (s for s in everybody if s.phase is Phase.RUNNING), self._ranking.key)
         fresh = {
             key for key, known in self._known_when_admitted.items() if self._sequences[key].known <= known
-        }  # no token drawn since
+        }  # no token sampled since
         queue_stands = False
         for sequence in sorted(everybody, key=self._ranking.key):
             if builder.full:
                 break
             if sequence.phase is Phase.RUNNING:
-                builder.go_on(sequence)
+                builder.continue_row(sequence)
             elif not queue_stands:
-                # Nobody of a worse rank overtakes who does not fit, or large requests would wait forever.
+                # No sequence of a worse rank overtakes one that does not fit, or large requests would wait forever.
                 queue_stands = not self._admit(sequence, kv, builder, fresh)
         return builder.finish()
 
     def _admit(self, sequence: Sequence, kv: KvAllocator, builder: BatchBuilder, fresh: set[Attempt]) -> bool:
         if not self._evicting:
-            # Who runs out of blocks must find them next time: no newcomer in such an iteration.
+            # A sequence that runs out of blocks must find them next time: no newcomer in such an iteration.
             return not builder.preempted and builder.admit(sequence)
         admitted = builder.admit_by_force(sequence, kv.geometry.blocks_for(self._reservation(sequence)), fresh)
         if admitted:
@@ -110,7 +110,7 @@ class RankedBatching(IterationScheduler):
         return admitted
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Everybody decodes in this plan, or its rows are all there are and nobody can push anybody out."""
+        """Every sequence decodes in this plan, or its rows are all there are and none can preempt another."""
         if not self._ranking.steady or plan.preempted or plan.copies or any(row.count != 1 for row in plan.rows):
             return 0
         if any(row.sequence.phase is not Phase.RUNNING for row in plan.rows):

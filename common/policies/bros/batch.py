@@ -30,7 +30,7 @@ class Batch:
     limit_s: float = NO_DEADLINE_S
     safe: set[Attempt] = field(default_factory=set)
     """In the batch, or being brought back: not to be dropped now."""
-    kept: list[Sequence] = field(default_factory=list)
+    guaranteed: list[Sequence] = field(default_factory=list)
     """Best-effort requests whose share of the cache nobody takes."""
     reserved: int = 0
     """Blocks that those still need."""

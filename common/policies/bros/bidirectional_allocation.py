@@ -1,12 +1,12 @@
 """Bidirectional KV allocation (R7-R11): real-time requests move into best-effort requests' blocks from the other end.
 
 The `KvAllocator` of BROS. Real-time requests fill blocks left to right, best-effort ones right to left. While blocks
-are free everybody has their own. When none is, a real-time request shares a best-effort one's block (FindPreemptBlock),
-and only when the two fronts meet are the slots about to be overwritten copied to host memory. They come back when that
-best-effort request is to run again: in place if the other is gone, else in another block.
+are free every request has its own. When none is, a real-time request shares a best-effort one's block
+(FindPreemptBlock), and only when the two fronts meet are the slots about to be overwritten copied to host memory. They
+come back when that best-effort request is to run again: in place if the other is gone, else in another block.
 
 Works under any iteration scheduler: `extend` makes a request whole again, `take_copies` yields what has to be copied
-before the rows run. Whoever was served since the last `take_copies` keeps its slots until the next.
+before the rows run. A tenant served since the last `take_copies` keeps its slots until the next.
 
 What travels between workers (a segment with an end, or KV that comes from elsewhere) is exclusive and left to right:
 transfers move whole blocks, and the other end may have another allocator. There is no prefix cache: a block whose slots
@@ -55,10 +55,11 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         self._host_returned: list[int] = []
         """Usable again from the next iteration on: copies of this one may still name them."""
         self._preemptable: Iterator[int] | None = None
-        """Blocks that can be shared, first ones first to go; None until somebody asks in this iteration."""
+        """Blocks that can be shared, in the order in which they are taken; None until the first search of this
+        iteration."""
         self._served: set[Tenant] = set()
         self._spared: set[Tenant] = set()
-        """Nobody moves into their blocks in this iteration."""
+        """No tenant moves into their blocks in this iteration."""
         self._spared_blocks = 0
         self._copies = CopyList(self._size)
         self._checkpointed_total = 0
@@ -89,7 +90,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         """Also brings back whatever of [0, positions) lies in host memory."""
         tenant = self._tenants[sequence.key]
         if positions == tenant.stored + 1 <= len(tenant.blocks) * self._size and not tenant.host:
-            # Almost always: one more slot of the last block, and nobody's.
+            # Almost always: one more slot of the last block, and a free one.
             index = tenant.stored // self._size
             if index == len(tenant.blocks) - 1 and self._fits(tenant, index, positions):
                 tenant.claimed = positions
@@ -98,7 +99,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         return self._grow(tenant, positions)
 
     def _fits(self, tenant: Tenant, index: int, positions: int) -> bool:
-        """Whether positions up to so many of this block lie where nobody else has anything."""
+        """Whether the first `positions` of this block lie outside the other tenant's slots."""
         block, within = tenant.blocks[index], positions - index * self._size
         if tenant.reversed:
             return self._table.left_extent(block) + within <= self._size
@@ -180,7 +181,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         return _Change(moved, found, overwritten)
 
     def _preempt(self, wanted: int) -> list[int]:
-        """R8 · FindPreemptBlock. Ordered once an iteration; who was served or shared since is passed over."""
+        """R8 · FindPreemptBlock. Ordered once an iteration; tenants served or shared since are passed over."""
         table = self._table
         if self._preemptable is None:
             self._preemptable = table.find_preemptable(self._open_to_sharing())
@@ -220,7 +221,8 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         return [] if block is None else [block]
 
     def _overwritten(self, tenant: Tenant, positions: int, found: list[int]) -> list[tuple[Tenant, int, int]] | None:
-        """R9 · Whose slots lie where a left tenant is about to write; None if somebody served this iteration."""
+        """R9 · The tenant whose slots lie where a left tenant is about to write; None if it was served in this
+        iteration."""
         lost = []
         first = min(tenant.claimed // self._size, len(tenant.blocks))
         blocks = [*tenant.blocks[first:], *found]
@@ -332,7 +334,8 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         return self._table.right_blocks - self._table.shared_blocks - self._spared_blocks
 
     def spare(self, keys: Iterable[Attempt]) -> None:
-        """In this iteration nobody moves into the blocks of these; who shares one with them already may go on there."""
+        """In this iteration no tenant moves into the blocks of these; one that shares a block with them already may
+        continue there."""
         self._spared = {tenant for key in keys if (tenant := self._reversed.get(key)) is not None}
         self._count_spared()
         self._preemptable = None

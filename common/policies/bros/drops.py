@@ -38,20 +38,20 @@ class Drops:
         must write over while host memory has no place for them: neither could go on. Evaluated only when blocks are
         missing. `known_before`: tokens known of a sequence when it started here, or came back to the device.
         `sharing`: the allocator's, where real-time requests take best-effort blocks without a drop (R8)."""
-        kept = () if desperate else {other.key for other in batch.kept}
+        kept = () if desperate else {other.key for other in batch.guaranteed}
 
         def may_go(other: Sequence) -> bool:
             sampled = other.uncomputed <= 1 and other.known > known_before.get(other.key, 0)
             holds = other.phase is Phase.RUNNING and not other.pinned and (desperate or sampled)
             return holds and other is not sequence and other.key not in batch.safe and other.key not in kept
 
-        own_class, room = sequence.request.traffic_class, kv.free_blocks + kv.cached_blocks
+        own_class, headroom = sequence.request.traffic_class, kv.free_blocks + kv.cached_blocks
         from_best_effort = True
         if own_class == "rt" and sharing is not None:
             crowding = sharing.crowding(sequence)
             yield from [other for other in self._be.pending() if other.key in crowding and other.key not in batch.safe]
             # Best-effort blocks can be had without a drop, unless there is nowhere to put what is overwritten.
-            room += sharing.lendable_blocks
+            headroom += sharing.lendable_blocks
             wanted = kv.geometry.blocks_for(sequence.target) - kv.held(sequence.key)
             from_best_effort = desperate or kv.host_free_blocks <= wanted
         victims: list[Sequence] = []
@@ -65,5 +65,5 @@ class Drops:
         if victims:
             held = kv.owners()
             wanted = kv.geometry.blocks_for(sequence.target) - held.get(sequence.key, 0)
-            if room + sum(held.get(s.key, 0) for s in victims) >= wanted:
+            if headroom + sum(held.get(s.key, 0) for s in victims) >= wanted:
                 yield from victims

@@ -74,7 +74,7 @@ class IterationCost(Learned):
         self._slot_s = 0.0
         self._known = False
         """There is something to foresee iterations from."""
-        self._seen = self._judged = 0
+        self._seen = self._tracked = 0
         self._error = self._bias = 0.0
         self._set()
 
@@ -105,12 +105,12 @@ class IterationCost(Learned):
 
     def tokens_within(self, load: BatchLoad, seconds: float) -> int:
         """How many prompt tokens can be added to a batch so that it stays within so many seconds."""
-        room = seconds - self.exec_s(load)
+        headroom = seconds - self.exec_s(load)
         if not load.prefill_tokens:
-            room -= max(0.0, self._prefill_s)
-        if room <= 0.0:
+            headroom -= max(0.0, self._prefill_s)
+        if headroom <= 0.0:
             return 0
-        return int(min(room / self._token_s, 1e9)) if self._token_s > 0.0 else 1_000_000_000
+        return int(min(headroom / self._token_s, 1e9)) if self._token_s > 0.0 else 1_000_000_000
 
     # -- learning ----------------------------------------------------------------------------------------------
 
@@ -130,8 +130,8 @@ class IterationCost(Learned):
             return
         if self._known:
             off = self.exec_s(load) / max(latency_s, 1e-9) - 1.0
-            self._judged += 1
-            share = max(_SMOOTH, 1.0 / self._judged)
+            self._tracked += 1
+            share = max(_SMOOTH, 1.0 / self._tracked)
             self._error += share * (abs(off) - self._error)
             self._bias += share * (off - self._bias)
         self._seen += 1

@@ -24,7 +24,7 @@ def _first(candidate: Candidate) -> float:
 
 
 class UrgentFirst:
-    """Fig. 8 · Two ordered queues, merged as far as somebody pulls. Nobody may start or leave meanwhile.
+    """Fig. 8 · Two ordered queues, merged lazily. No request may start or leave meanwhile.
 
     Those before `place` and `at` cannot make it any more. They can be asked for when others have started since.
     """
@@ -35,13 +35,14 @@ class UrgentFirst:
         self._waiting, self._at, self._end = waiting, at, len(waiting)
         self._late_waiting = at
 
-    def overdue_started(self) -> Iterator[Sequence]:
-        """Of `overdue` those who have started before this decision."""
+    def past_due_started(self) -> Iterator[Sequence]:
+        """Of `past_due` those who have started before this decision."""
         return (item[2] for item in self._pending[: self._late])
 
-    def overdue(self) -> Iterator[Sequence]:
-        """Who cannot make it any more: started ones first, each by deadline. Who is yielded may start meanwhile."""
-        yield from self.overdue_started()
+    def past_due(self) -> Iterator[Sequence]:
+        """Requests that miss their deadline in any case: started ones first, each by deadline. A yielded request may
+        start meanwhile."""
+        yield from self.past_due_started()
         yield from (item[2] for item in self._waiting[: self._late_waiting])
 
     def skip_waiting(self) -> None:
@@ -66,7 +67,7 @@ class UrgentFirst:
 
 class RealTimeQueues:
     """R5 · The waiting queue is always in the order of its deadlines; only the pending ones are sorted, and the two are
-    merged as far as somebody pulls.
+    merged lazily.
 
     Differs from the paper: waiting requests are kept by deadline, which is arrival order where all have one target.
     """
@@ -111,7 +112,7 @@ class RealTimeQueues:
         return bool(self._waiting)
 
     def urgent_first(self, now_s: float, average_s: float, least_s: float) -> UrgentFirst:
-        """R4, lines 3–4 · Everybody with at least `least_s` left, most urgent first."""
+        """R4, lines 3–4 · All requests with at least `least_s` left, most urgent first."""
         groups = self._groups
         pending = sorted(
             (groups.residual_s(now_s, sequence, average_s), key, sequence) for key, sequence in self._pending.items()
@@ -159,7 +160,7 @@ class BestEffortQueues:
         return self._pending.values()
 
     def first_within(self, most: int, blocks: int, blocks_for: Callable[[int], int]) -> list[Sequence]:
-        """Up to `most`: who started first, then who arrived first, as far as the KV of all with a next token fits so
+        """Up to `most`: started requests first, then by arrival, as far as the KV of all with a next token fits so
         many blocks."""
         first: list[Sequence] = []
         for sequence in chain(self._pending.values(), (item[2] for item in self._waiting)):
@@ -170,12 +171,12 @@ class BestEffortQueues:
         return first
 
     def waiting(self, most: int) -> list[Sequence]:
-        """Up to `most` of those who wait, by arrival: nothing of theirs is anywhere."""
+        """Up to `most` of the waiting requests, by arrival: they have no KV on any worker."""
         return [item[2] for item in self._waiting[:most]]
 
     def by_slots(self, sharing: BlockSharing | None) -> tuple[list[Sequence], list[tuple[int, Sequence]]]:
         """Pending requests: those whose KV is all here, by arrival; the others with the slots that have to come back,
-        fewest first. Those who wait belong between the two."""
+        fewest first. Waiting requests belong between the two."""
         whole: list[Candidate] = []
         apart: list[tuple[int, float, Attempt, Sequence]] = []
         for key, sequence in self._pending.items():

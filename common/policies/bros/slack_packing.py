@@ -1,8 +1,8 @@
 """The packing of BROS (R4): real-time requests by what their deadlines leave, best-effort ones in the room between.
 
-    1. who has had nothing for too long            one of each class, whatever it costs; not in every iteration
+    1. requests unserved for too long              one of each class, whatever it costs; not in every iteration
     2. real-time, most urgent first                while the iteration ends before the most urgent deadline (t_min)
-    3. real-time that is late and draws tokens     as far as that leaves room
+    3. real-time that is late and samples tokens     as far as that leaves room
     4. best-effort that keeps its blocks           likewise: the oldest, a share of the cache
     5. real-time that is late, prompts             likewise
     6. best-effort, least to bring back first      likewise; in a full batch, instead of real-time that can wait
@@ -40,16 +40,16 @@ class SlackPacking(IterationScheduler):
     """Differs from the paper:
 
     - Requests that can no longer make it are those that would be late alone, or in an iteration with all who decode.
-      Otherwise whoever has a few milliseconds left empties the batch, which makes the next ones late, and so on for
-      ever. They follow the others, and nobody waits beyond the starvation times.
+      Otherwise a request with a few milliseconds left empties the batch, which makes the next ones late, and so on
+      for ever. They follow the others, and no request waits beyond the starvation times.
     - After the first request that does not fit no further prompt is taken, but rows of one token are, or best-effort
       rows would run in their stead. Prompts that need not make it are cut to the room there is (`cut_prompts`).
     - The batch size (R6) holds back best-effort and late requests only: what limits the others are their deadlines.
-    - Who has not started yet drops no real-time request (R11), and leaves those who run their next block: under
-      overload every newcomer on time would make somebody late who has been served already.
+    - A request that has not started yet drops no real-time request (R11), and leaves running ones their next block:
+      under overload every newcomer on time would make a request late that has been served already.
     - The oldest best-effort requests keep a share of the cache (`best_effort_share`), and have it before prompts that
       are late: real-time requests that outnumber what the device can do take all there is, and are not helped by it.
-      Who is not among them does not come back while real-time requests wait, who would take the blocks at once.
+      Others do not come back while real-time requests wait, which would take the blocks at once.
     """
 
     def __init__(self, options: BrosConfig, limits: IterationLimits, groups: TokenGroups, cost: IterationCost) -> None:
@@ -60,7 +60,7 @@ class SlackPacking(IterationScheduler):
         self._be = BestEffortQueues()
         self._drops = Drops(self._rt, self._be, groups)
         self._average_s = 0.0
-        # Insertion order = who was served longest ago, per class.
+        # Insertion order = the longest unserved first, per class.
         self._served: dict[TrafficClass, dict[Attempt, tuple[float, Sequence]]] = {"rt": {}, "be": {}}
         self._resubmitted: dict[Attempt, Sequence] = {}
         """Here for a repeated attempt."""
@@ -70,7 +70,7 @@ class SlackPacking(IterationScheduler):
         self._slots_beside = 0
         self._sharing: BlockSharing | None = None
         """Of the allocator, where it moves real-time requests into best-effort ones' blocks by itself (R8)."""
-        self._replaced = self._overdue_rows = self._dropped = 0
+        self._replaced = self._past_due_rows = self._dropped = 0
 
     def add(self, now_s: float, sequence: Sequence) -> None:
         traffic_class = sequence.request.traffic_class
@@ -98,15 +98,15 @@ class SlackPacking(IterationScheduler):
         least_s = self._least_s()
         self._keep(kv, batch)
         urgent = self._rt.urgent_first(now_s, self._average_s, least_s)
-        chosen, hopeless, cut_short = self._pack_real_time(urgent, kv, batch)
-        drawing = chain(urgent.overdue_started(), hopeless)
-        self._pack_overdue((s for s in drawing if s.phase is Phase.RUNNING and s.uncomputed == 1), kv, batch)
-        self._pack_kept(kv, batch, chosen)
-        self._pack_overdue(chain(urgent.overdue(), hopeless), kv, batch)
+        chosen, infeasible, cut_short = self._pack_real_time(urgent, kv, batch)
+        decoding = chain(urgent.past_due_started(), infeasible)
+        self._pack_past_due((s for s in decoding if s.phase is Phase.RUNNING and s.uncomputed == 1), kv, batch)
+        self._pack_guaranteed(kv, batch, chosen)
+        self._pack_past_due(chain(urgent.past_due(), infeasible), kv, batch)
         self._pack_best_effort(kv, batch, chosen)
         if not batch.rows and not batch.slots:
-            batch.limit_s = NO_DEADLINE_S  # of somebody for whom there are no blocks
-            self._pack_kept(kv, batch, chosen)
+            batch.limit_s = NO_DEADLINE_S  # of a request for which there are no blocks
+            self._pack_guaranteed(kv, batch, chosen)
         if not batch.rows and not batch.slots:
             self._force_oldest(kv, batch)
         if batch.rows:
@@ -154,7 +154,7 @@ class SlackPacking(IterationScheduler):
             self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False))
 
     def _least_s(self) -> float:
-        """How long the iteration of all real-time requests takes that draw tokens."""
+        """How long the iteration of all real-time requests takes that sample tokens."""
         decoding = [sequence.computed for sequence in self._rt.pending() if sequence.phase is Phase.RUNNING]
         rows = min(len(decoding), self._limits.max_rows)
         return max(self._cost.least_s, self._cost.exec_of(0, rows, sum(decoding) + rows))
@@ -162,12 +162,12 @@ class SlackPacking(IterationScheduler):
     def _pack_real_time(
         self, urgent: UrgentFirst, kv: KvAllocator, batch: Batch
     ) -> tuple[list[tuple[float, Sequence]], list[Sequence], bool]:
-        """Lines 3–15. Who was taken, most urgent first; who cannot make it even alone; whether a deadline cut it short
-        (lines 11–12)."""
+        """Lines 3–15. Requests taken, most urgent first; requests that would be late even alone; whether a deadline cut
+        it short (lines 11–12)."""
         cost = self._cost
-        # Starting somebody moves it between queues: the order is pulled before anybody moves.
+        # Starting a request moves it between queues: the order is read before any moves.
         pulled: list[tuple[float, Sequence, int]] = []
-        hopeless: list[Sequence] = []
+        infeasible: list[Sequence] = []
         rows, tokens_left, cut_short = len(batch.rows), batch.tokens_left, False
         prefill, decode, context = batch.prefill_tokens, batch.decode_rows, batch.context
         exec_of, chunk, swap_s = cost.exec_of, self._limits.chunk, cost.swap_s(batch.slots)
@@ -177,7 +177,7 @@ class SlackPacking(IterationScheduler):
             computed = sequence.computed
             count = min(sequence.uncomputed, chunk, tokens_left)
             if count == 1 and rows < self._limits.max_rows:
-                # The usual row: who keeps the deadline among all of them would alone.
+                # The usual row: a request that keeps its deadline among all of them would keep it alone.
                 limit_s = residual_s if residual_s < batch.limit_s else batch.limit_s
                 if exec_of(prefill, decode + 1, context + computed + 1) <= limit_s >= swap_s:
                     batch.limit_s = limit_s
@@ -187,7 +187,7 @@ class SlackPacking(IterationScheduler):
                     continue
             alone_s = exec_of(0, 1, computed + 1) if count <= 1 else exec_of(count, 0, computed)
             if residual_s < alone_s:
-                hopeless.append(sequence)
+                infeasible.append(sequence)
                 continue
             batch.limit_s = min(batch.limit_s, residual_s)
             if rows >= self._limits.max_rows or count < 1:
@@ -208,39 +208,39 @@ class SlackPacking(IterationScheduler):
             prefill, decode, context = grown
             rows, tokens_left = rows + 1, tokens_left - count
         chosen: list[tuple[float, Sequence]] = []
-        no_room = False
+        no_headroom = False
         for residual_s, sequence, count in pulled:
             waiting = sequence.phase is Phase.WAITING
-            if waiting and no_room:
+            if waiting and no_headroom:
                 continue  # where the one before found no blocks, the next would not either
             if self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=True), count):
                 chosen.append((residual_s, sequence))
             elif waiting:
-                no_room = True
-        return chosen, hopeless, cut_short
+                no_headroom = True
+        return chosen, infeasible, cut_short
 
     def _keep(self, kv: KvAllocator, batch: Batch) -> None:
-        """Who keeps blocks in this iteration, and what they still need."""
+        """Requests that keep blocks in this iteration, and the blocks they still need."""
         share = self._options.best_effort_share
         most = math.ceil(share * self._limits.max_rows)
-        batch.kept = self._be.first_within(most, int(share * kv.total_blocks), kv.geometry.blocks_for)
+        batch.guaranteed = self._be.first_within(most, int(share * kv.total_blocks), kv.geometry.blocks_for)
         # They come on top: with memory for many they would fill the batch, and late real-time requests could not start.
-        batch.most_rows = min(self._limits.max_rows, batch.most_rows + len(batch.kept))
+        batch.most_rows = min(self._limits.max_rows, batch.most_rows + len(batch.guaranteed))
         if self._sharing is not None:
-            self._sharing.spare(sequence.key for sequence in batch.kept)
+            self._sharing.spare(sequence.key for sequence in batch.guaranteed)
         self._reserve(kv, batch)
 
     def _reserve(self, kv: KvAllocator, batch: Batch) -> None:
         batch.reserved = sum(
             kv.geometry.blocks_for(sequence.target + 1)
             - (len(kv.blocks(sequence.key)) if sequence.phase is Phase.RUNNING else 0)
-            for sequence in batch.kept
+            for sequence in batch.guaranteed
         )
 
-    def _pack_kept(self, kv: KvAllocator, batch: Batch, chosen: list[tuple[float, Sequence]]) -> None:
+    def _pack_guaranteed(self, kv: KvAllocator, batch: Batch, chosen: list[tuple[float, Sequence]]) -> None:
         """What is reserved is for them; the oldest may also take blocks from the youngest."""
         batch.reserved = 0
-        for sequence in batch.kept:
+        for sequence in batch.guaranteed:
             slots = slots_away(sequence, self._sharing)
             if slots and batch.rows and self._sharing is not None:
                 hosted = self._bring_back(sequence, slots, self._sharing, batch)
@@ -251,8 +251,8 @@ class SlackPacking(IterationScheduler):
                 break
         self._reserve(kv, batch)
 
-    def _pack_overdue(self, late: Iterable[Sequence], kv: KvAllocator, batch: Batch) -> None:
-        """Served after those who can make it, within the time those leave."""
+    def _pack_past_due(self, late: Iterable[Sequence], kv: KvAllocator, batch: Batch) -> None:
+        """Served after feasible requests, within the time those leave."""
         for sequence in late:
             if batch.tokens_left <= 0 or len(batch.rows) >= self._limits.max_rows:
                 return
@@ -265,28 +265,28 @@ class SlackPacking(IterationScheduler):
                 return
             waiting = sequence.phase is Phase.WAITING
             if self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False), fitting):
-                self._overdue_rows += 1
+                self._past_due_rows += 1
             elif waiting:
                 return  # the next of them would not find blocks either
 
     def _pack_best_effort(self, kv: KvAllocator, batch: Batch, chosen: list[tuple[float, Sequence]]) -> None:
         """Lines 17–33."""
         whole, apart = self._be.by_slots(self._sharing)
-        kept = {sequence.key for sequence in batch.kept}
+        guaranteed = {sequence.key for sequence in batch.guaranteed}
         for index, sequence in enumerate(whole):
             # The oldest may take blocks from the youngest, or all could wait for each other's.
             victims = None if index else self._droppable(kv, batch, sequence, real_time=False)
             if not self._offer(sequence, kv, batch, chosen, victims):
                 return
         for sequence in self._be.waiting(batch.most_rows):
-            if batch.dropped or not self._has_room(sequence, kv, batch):
+            if batch.dropped or not self._has_headroom(sequence, kv, batch):
                 break  # the next of them would not find blocks either
             if not self._offer(sequence, kv, batch, chosen, None):
                 return
         if self._rt.anybody_waits or kv.free_blocks < batch.reserved:
             return
         for slots, sequence in apart:
-            if sequence.phase is Phase.WAITING or sequence.key in kept:
+            if sequence.phase is Phase.WAITING or sequence.key in guaranteed:
                 continue  # dropped just now, and nothing of it is there; or had its turn
             if batch.rows and self._sharing is not None:
                 if not self._bring_back(sequence, slots, self._sharing, batch):
@@ -343,7 +343,7 @@ class SlackPacking(IterationScheduler):
         return True
 
     def _force_oldest(self, kv: KvAllocator, batch: Batch) -> None:
-        """Nobody could run although somebody is here: pending requests hold each other's blocks. The oldest takes what
+        """No request could run although some are here: pending requests hold each other's blocks. The oldest takes what
         it needs from the others."""
         for queue in (self._rt, self._be):
             for sequence in sorted(queue.pending(), key=lambda s: s.arrived_s):
@@ -392,7 +392,7 @@ class SlackPacking(IterationScheduler):
         if sequence.phase is Phase.SWAPPED:
             self._known_before[sequence.key] = sequence.known
             return resume(sequence, kv)
-        if not self._has_room(sequence, kv, batch) or not start(sequence, kv):
+        if not self._has_headroom(sequence, kv, batch) or not start(sequence, kv):
             return False
         self._known_before[sequence.key] = sequence.known
         (self._rt if sequence.request.traffic_class == "rt" else self._be).started(sequence)
@@ -405,8 +405,9 @@ class SlackPacking(IterationScheduler):
             sequence, kv, batch, self._sharing, self._known_before, real_time=real_time, desperate=desperate
         )
 
-    def _has_room(self, sequence: Sequence, kv: KvAllocator, batch: Batch) -> bool:
-        """Somebody starts only where everybody running keeps its next block, and the oldest best-effort their share."""
+    def _has_headroom(self, sequence: Sequence, kv: KvAllocator, batch: Batch) -> bool:
+        """A request starts only where every running one keeps its next block, and the oldest best-effort ones their
+        share."""
         spare = kv.free_blocks + kv.cached_blocks - batch.reserved - kv.geometry.blocks_for(sequence.target)
         if sequence.request.traffic_class == "rt" and self._sharing is not None:
             spare += self._sharing.lendable_blocks
@@ -436,7 +437,7 @@ class SlackPacking(IterationScheduler):
             "batch_limit": float(self._batch_size.value),
             "batch_backoffs_total": float(self._batch_size.backoffs),
             "replaced_total": float(self._replaced),
-            "overdue_rows_total": float(self._overdue_rows),
+            "past_due_rows_total": float(self._past_due_rows),
             "dropped_total": float(self._dropped),
             **self._cost.metrics(),
         }

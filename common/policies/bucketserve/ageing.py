@@ -1,8 +1,8 @@
 """In which order waiting requests are due: class, priority and age in one number that never changes.
 
-Every request grows more urgent at the same pace, so whoever leads now leads later: the order of two requests is fixed
-when they arrive, and a heap needs no refresh. Nothing starves: a request is preceded only by requests due before it,
-and all that arrive later than its own due time are due after it.
+Every request grows more urgent at the same pace, so a request that leads now leads later: the order of two requests is
+fixed when they arrive, and a heap needs no refresh. Nothing starves: a request is preceded only by requests due before
+it, and all that arrive later than its own due time are due after it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def due_s(request: Request, *, priority_step_s: float, offline_delay_s: float) -
 
     BucketServe §III: requests that have waited longest go first, online work before offline, higher priorities
     first (a lower number here). One level is worth `priority_step_s` of waiting, being offline costs
-    `offline_delay_s`. Differs from the paper: it names the three wishes but not how they are weighed.
+    `offline_delay_s`. Differs from the paper: it names the three preferences but not how they are weighed.
     """
     level = min(_LEVELS, max(-_LEVELS, request.priority))
     return request.arrival_s + level * priority_step_s + (0.0 if request.online else offline_delay_s)

@@ -22,8 +22,8 @@ from cohort.common.policies.interface import ClusterView, InstanceView
 from cohort.common.types import InstanceId, RequestId
 
 MEMORY_RESERVE = 0.1
-"""Share of the remaining KV memory that no batch may be promised: the paper's 10 % (B3)."""
-_FIGURES_MAX_AGE_S = 1.0
+"""Share of the remaining KV memory that no batch may reserve: the paper's 10 % (B3)."""
+_STATS_MAX_AGE_S = 1.0
 """A worker whose last report is older gets no batch: five reports were lost, and what it said of its memory no longer
 holds."""
 
@@ -31,7 +31,7 @@ holds."""
 @dataclass(slots=True)
 class _Target:
     """A worker that decodes, and the blocks it can safely take in this round; offline work leaves `floor` of them.
-    `staging` blocks more may be promised: those requests' prompts wait, computed, on the prefill workers."""
+    `staging` blocks more may be reserved: those requests' prompts wait, computed, on the prefill workers."""
 
     view: InstanceView
     blocks: int
@@ -63,8 +63,8 @@ class Round:
         self._prefillers = prefillers
         self._targets = {target.view.instance: target for target in targets}
         # The target with most room in O(log targets): (−blocks, instance), checked against the target when read.
-        self._roomiest = [(-target.blocks, target.view.instance) for target in targets]
-        heapify(self._roomiest)
+        self._most_free = [(-target.blocks, target.view.instance) for target in targets]
+        heapify(self._most_free)
         self._now_s = now_s
         self._padded = padded
         self._worker: _Prefiller | None = None
@@ -77,7 +77,7 @@ class Round:
     def next_batch(self) -> InstanceId | None:
         """Begin a batch on the prefill worker with the least work; None when all have enough."""
         if self._padded and self._rows:
-            self.set_aside()  # one batch at a time
+            self.skip_worker()  # one batch at a time
         self._worker = max(self._prefillers, key=lambda p: p.tokens, default=None)
         if self._worker is None or self._worker.tokens <= 0:
             return None
@@ -86,13 +86,13 @@ class Round:
         self._unified = self._targets.get(instance)
         return instance
 
-    def set_aside(self) -> None:
+    def skip_worker(self) -> None:
         """The present worker cannot take the next request: go on without it in this round."""
         self._prefillers = [prefiller for prefiller in self._prefillers if prefiller is not self._worker]
         self._worker = None
 
-    def take(self, request_id: RequestId, prompt_tokens: int, span_tokens: int, *, online: bool) -> bool:
-        """Whether the request still fits the batch; if so it is in, and its memory promised.
+    def take(self, request_id: RequestId, prompt_tokens: int, total_length: int, *, online: bool) -> bool:
+        """Whether the request still fits the batch; if so it is in, and its memory reserved.
 
         Eq. 6 (`next_is_safe`). The first of a batch may exceed the forward, the work ahead and, on a worker
         with nothing else, the 10 % reserve: or a request that needs nearly a whole cache would wait for ever.
@@ -106,8 +106,8 @@ class Round:
         if not first and (tokens > worker.forward_tokens or prompt_tokens > worker.tokens):
             return False
         unified = self._unified
-        target = unified or self._most_room()
-        blocks = -(-span_tokens // target.block_size)
+        target = unified or self._most_headroom()
+        blocks = -(-total_length // target.block_size)
         prompt_blocks = -(-prompt_tokens // worker.block_size)
         kept = (0 if online else target.floor) - target.staging
         if not next_is_safe(target.blocks, blocks, kept) and not target.idle:
@@ -116,23 +116,23 @@ class Round:
             return False
         target.blocks -= blocks
         target.idle = False
-        self._memory.promise(self._now_s, target.view.instance, request_id, blocks)
+        self._memory.reserve(self._now_s, target.view.instance, request_id, blocks)
         if unified is None:
             worker.blocks -= prompt_blocks
             worker.idle = False
-            self._memory.promise(self._now_s, worker.view.instance, request_id, prompt_blocks)
+            self._memory.reserve(self._now_s, worker.view.instance, request_id, prompt_blocks)
         worker.tokens -= prompt_tokens
         self._rows, self._longest, self._tokens = self._rows + 1, longest, self._tokens + prompt_tokens
         return True
 
-    def _most_room(self) -> _Target:
+    def _most_headroom(self) -> _Target:
         """Where placement will most likely put the output."""
         while True:
-            negative, instance = self._roomiest[0]
+            negative, instance = self._most_free[0]
             target = self._targets[instance]
             if target.blocks == -negative:
                 return target
-            heapreplace(self._roomiest, (-target.blocks, instance))
+            heapreplace(self._most_free, (-target.blocks, instance))
 
 
 class BatchController:
@@ -154,14 +154,14 @@ class BatchController:
         self._memory.withdraw(request_id)
 
     def open(self, now_s: float, cluster: ClusterView) -> Round:
-        """B7 · BucketServe §III-IV: the room for batches now, from the newest figures of every worker.
+        """B7 · BucketServe §III-IV: the room for batches now, from the newest stats of every worker.
 
         Differs from the paper: M_remain is what the paged cache can still hand out after the predicted growth of what
         runs (the cache itself was allocated once, so the device cannot run out of it), and the device's own free
-        memory bounds the tokens of one forward. Workers whose report is older than `_FIGURES_MAX_AGE_S` get nothing.
+        memory bounds the tokens of one forward. Workers whose report is older than `_STATS_MAX_AGE_S` get nothing.
         """
         self._memory.update(now_s, cluster)
-        fresh = [v for v in cluster.instances.values() if v.report_age_s <= _FIGURES_MAX_AGE_S]
+        fresh = [v for v in cluster.instances.values() if v.report_age_s <= _STATS_MAX_AGE_S]
         # A role without a living worker is taken over by the other one, as placement does.
         prefilling = [v for v in fresh if v.role.prefills] or fresh
         decoding = [v for v in fresh if v.role.decodes] or fresh
@@ -178,7 +178,7 @@ class BatchController:
         prefillers = [
             _Prefiller(
                 v,
-                self._room(v),
+                self._headroom(v),
                 self._safe_blocks(v),
                 self._memory.idle(v),
                 self._forward_tokens(v),
@@ -188,22 +188,22 @@ class BatchController:
         ]
         return Round(self._memory, prefillers, targets, now_s=now_s, padded=self._padded)
 
-    def has_room(self, cluster: ClusterView) -> bool:
+    def has_headroom(self, cluster: ClusterView) -> bool:
         """Quick no: every prefill worker has work enough."""
         prefilling = False
         for view in cluster.instances.values():
             if view.capacity.role.prefills:
-                if self._room(view) > 0:
+                if self._headroom(view) > 0:
                     return True
                 prefilling = True
         return not prefilling and bool(cluster.instances)  # others take over
 
-    def expected_batch(self, cluster: ClusterView, mean_span_tokens: float) -> int:
-        """B4 · N_max of Alg. 1: Eq. 6 at the mean span of what waits, never past the configured bound."""
+    def expected_batch(self, cluster: ClusterView, mean_total_length: float) -> int:
+        """B4 · N_max of Alg. 1: Eq. 6 at the mean total length of what waits, never past the configured bound."""
         view = next((v for v in cluster.instances.values() if v.role.decodes), None)
         if view is None:
             return self.max_batch
-        expected = expected_safe_batch(mean_span_tokens, self.safe_memory_bytes, view.capacity.geometry)
+        expected = expected_safe_batch(mean_total_length, self.safe_memory_bytes, view.capacity.geometry)
         return min(self.max_batch, expected)
 
     def rectangle_tokens(self, cluster: ClusterView) -> int:
@@ -217,7 +217,7 @@ class BatchController:
         remaining = self._memory.remaining_blocks(view)
         return safe_bytes(remaining, MEMORY_RESERVE) if remaining > 0 else remaining
 
-    def _room(self, view: InstanceView) -> int:
+    def _headroom(self, view: InstanceView) -> int:
         """Prompt tokens the worker may still be sent.
 
         B8 · on a padded path it is sent one whole batch when it has less than half a forward left: whoever is sent as
@@ -226,13 +226,13 @@ class BatchController:
         if not self._padded:
             return self._ahead - view.queued_prefill_tokens
         forward = self._forward_tokens(view)
-        waits = view.assigned_prefill_tokens or view.figures.queued_prefill_tokens > forward // 2
+        waits = view.assigned_prefill_tokens or view.stats.queued_prefill_tokens > forward // 2
         return 0 if waits else forward
 
     def _forward_tokens(self, view: InstanceView) -> int:
         """Tokens of one prefill batch: one iteration, and no more than the device's free memory holds."""
         tokens = view.capacity.max_step_tokens
-        if self._activation_bytes and view.figures.memory_free_bytes:
-            free = safe_bytes(view.figures.memory_free_bytes, MEMORY_RESERVE)
+        if self._activation_bytes and view.stats.memory_free_bytes:
+            free = safe_bytes(view.stats.memory_free_bytes, MEMORY_RESERVE)
             tokens = min(tokens, free // self._activation_bytes)
         return tokens

@@ -12,8 +12,8 @@ from cohort.common.policies.interface import ClusterView
 
 @dataclass(frozen=True, slots=True)
 class DemandRule:
-    """`default_output`: tokens expected of an answer nobody predicted. `horizon_s`: how much expected online work an
-    offline batch must leave room for. `max_age_s`: older forecasts are ignored, several pushes of the monitor are
+    """`default_output`: tokens expected of a response without a prediction. `horizon_s`: how much expected online work
+    an offline batch must leave room for. `max_age_s`: older forecasts are ignored, several pushes of the monitor are
     missing then. `max_share` of the safe memory is the
     most that is ever left free, `blind_share` is what is left free while nothing is known."""
 
@@ -27,7 +27,7 @@ class DemandRule:
         return cluster.forecast_age_s <= self.max_age_s
 
     def expected_output(self, cluster: ClusterView) -> float:
-        """Tokens of an answer without a prediction of its own: the monitor's mean while it is fresh (B9)."""
+        """Tokens of a response without a prediction of its own: the monitor's mean while it is fresh (B9)."""
         if self.known(cluster) and cluster.mean_output_tokens > 0.0:
             return cluster.mean_output_tokens
         return self.default_output

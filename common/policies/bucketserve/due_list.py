@@ -1,8 +1,8 @@
 """The waiting requests of one cell, in the order in which they are due.
 
-Ascending runs of bounded length: who comes last is due last, nearly always, so adding appends and the first is at the
-front. Taking the first of a heap compares two entries on every level instead, and where many wait none of them is in
-the processor's caches. Owned by `length_index.py`; decides nothing.
+Ascending runs of bounded length: the last to arrive is nearly always the last due, so adding appends and the first is
+at the front. Taking the first of a heap compares two entries on every level instead, and where many wait none of them
+is in the processor's caches. Owned by `length_index.py`; decides nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DueList:
         return first
 
     def remove(self, entry: Entry) -> bool:
-        """`entry` must be in it. Whether anybody is left."""
+        """`entry` must be in it. Whether the list is not empty afterwards."""
         runs = self._runs
         index = 0
         run = runs[0]

@@ -14,7 +14,7 @@ from cohort.common.errors import InvariantViolated
 from cohort.common.policies.bucketserve.due_list import DueList, Entry
 
 _NOBODY: Entry = 1 << 200
-"""Due after everybody; told by identity."""
+"""Due after every entry; recognised by identity."""
 _GROUP = 64
 """Cells counted together, so that counting a range adds up a few dozen numbers."""
 
@@ -67,7 +67,7 @@ class LengthIndex:
             del self._waiting[cell]
         best = self._best
         node = cell + self._leaves
-        if best[node] != entry:  # it stood in nobody's way
+        if best[node] != entry:  # another entry was due first
             return
         best[node] = waiting.first if somebody else _NOBODY
         node >>= 1
@@ -88,7 +88,7 @@ class LengthIndex:
         )
 
     def first_due(self, low: int, high: int) -> Entry | None:
-        """The most urgent in cells [low, high); None if nobody is there."""
+        """The most urgent in cells [low, high); None if they are empty."""
         found = _NOBODY
         best = self._best
         for node in self._cover(low, high):

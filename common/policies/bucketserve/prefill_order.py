@@ -1,7 +1,7 @@
 """The bucketing manager's policy: waiting requests in adaptive buckets, dispatched as memory-safe batches.
 
     add ──▶ length → cell → bucket (Alg. 1) ──▶ decide: adjust buckets
-                                                        leader = whoever is due first (priority, class, age)
+                                                        leader = the request due first (priority, class, age)
                                                         its bucket gives the batch, as large as memory is safe for
 
 The `PrefillOrder` of the preset. The leader of every batch is the most urgent of all waiting requests, so nothing
@@ -40,9 +40,9 @@ class _Item:
     name: RequestId
     online: bool
     prompt_tokens: int
-    span_tokens: int
+    total_length: int
     positions: int
-    """The most it may ever hold; kept here, for whoever waited long has left the processor's caches."""
+    """The most it may ever hold; kept here, because a request that waited long has left the processor's caches."""
     cell: int
     entry: Entry
 
@@ -63,7 +63,7 @@ class BucketedPrefill(PrefillOrder):
         self._next_serial = 0
         self._next_batch = 1
         self._prompt_tokens = 0
-        self._span_tokens = 0
+        self._total_length = 0
         self._default_output = controller.demand.default_output
         self._since_resplit = 0
         self._waste = 0.0
@@ -85,11 +85,13 @@ class BucketedPrefill(PrefillOrder):
         self._next_serial += 1
         due = due_s(request, priority_step_s=self._priority_step_s, offline_delay_s=self._offline_delay_s)
         entry = entry_of(due, self._next_serial)
-        item = _Item(waiting, name, request.online, tokens, self._span(waiting), request.max_positions, 0, entry)
+        item = _Item(
+            waiting, name, request.online, tokens, self._total_length_of(waiting), request.max_positions, 0, entry
+        )
         self._items[name] = item
         self._serials[self._next_serial] = item
         self._prompt_tokens += tokens
-        self._span_tokens += item.span_tokens
+        self._total_length += item.total_length
         self._histogram.add(tokens)
         self._since_resplit += 1
         self._insert(item)
@@ -102,9 +104,9 @@ class BucketedPrefill(PrefillOrder):
         item = self._items.get(request_id)
         if item is not None:
             item.waiting.prediction = prediction
-            self._span_tokens -= item.span_tokens
-            item.span_tokens = self._span(item.waiting)
-            self._span_tokens += item.span_tokens
+            self._total_length -= item.total_length
+            item.total_length = self._total_length_of(item.waiting)
+            self._total_length += item.total_length
 
     def __len__(self) -> int:
         return len(self._items)
@@ -120,25 +122,25 @@ class BucketedPrefill(PrefillOrder):
     # -- decisions ---------------------------------------------------------------------------------------------
 
     def decide(self, now_s: float, cluster: ClusterView) -> list[Dispatch]:
-        if not self._items or not self._controller.has_room(cluster):
+        if not self._items or not self._controller.has_headroom(cluster):
             return []
         self._default_output = self._controller.demand.expected_output(cluster)
         self._fit_limit(cluster)
-        room = self._controller.open(now_s, cluster)
+        round_ = self._controller.open(now_s, cluster)
         self._adjust(cluster)
         dispatches = []
         while self._items:
-            instance = room.next_batch()
+            instance = round_.next_batch()
             if instance is None:
                 break
-            dispatch = self._batch(room, instance, cluster)
+            dispatch = self._batch(round_, instance, cluster)
             if dispatch is None:
-                room.set_aside()
+                round_.skip_worker()
             else:
                 dispatches.append(dispatch)
         return dispatches
 
-    def _batch(self, room: Round, instance: InstanceId, cluster: ClusterView) -> Dispatch | None:
+    def _batch(self, round_: Round, instance: InstanceId, cluster: ClusterView) -> Dispatch | None:
         """One batch of one bucket, headed by the most urgent request; None when memory has no room for it now.
 
         B6 · §IV: online, the bucket whose oldest request arrived first, and within it the oldest first; offline
@@ -152,7 +154,7 @@ class BucketedPrefill(PrefillOrder):
         batch: list[_Item] = []
         item: _Item | None = leader
         while item is not None and len(batch) < self._controller.max_batch:
-            if not room.take(item.name, item.prompt_tokens, item.span_tokens, online=item.online):
+            if not round_.take(item.name, item.prompt_tokens, item.total_length, online=item.online):
                 break
             self._forget(item.name)
             batch.append(item)
@@ -204,7 +206,7 @@ class BucketedPrefill(PrefillOrder):
     # -- buckets -----------------------------------------------------------------------------------------------
 
     def _adjust(self, cluster: ClusterView) -> None:
-        safe_batch = self._controller.expected_batch(cluster, self._span_tokens / len(self._items))
+        safe_batch = self._controller.expected_batch(cluster, self._total_length / len(self._items))
         self._safe_batch = safe_batch
         if self._options.ablation.splitter == "bisection":
             rectangle = self._controller.rectangle_tokens(cluster)
@@ -248,7 +250,7 @@ class BucketedPrefill(PrefillOrder):
 
     # -- bookkeeping -------------------------------------------------------------------------------------------
 
-    def _span(self, waiting: WaitingRequest) -> int:
+    def _total_length_of(self, waiting: WaitingRequest) -> int:
         """S_i of Eq. 6: known tokens plus the output still expected, at least one more."""
         request = waiting.request
         limit = request.sampling.max_tokens
@@ -274,7 +276,7 @@ class BucketedPrefill(PrefillOrder):
             return
         del self._serials[item.entry & SERIAL]
         self._prompt_tokens -= item.prompt_tokens
-        self._span_tokens -= item.span_tokens
+        self._total_length -= item.total_length
         (self._online if item.online else self._offline).remove(item.cell, item.entry)
         self._buckets.removed(item.cell)
 

@@ -1,6 +1,6 @@
 """How much memory a batch of requests needs, how much there is, and so how large a batch may be.
 
-Pure arithmetic; `controller.py` asks with live figures, `baselines/predicted_batches.py` for its padded cache. Never
+Pure arithmetic; `controller.py` asks with live stats, `baselines/predicted_batches.py` for its padded cache. Never
 decides which requests.
 """
 
@@ -40,9 +40,9 @@ def next_is_safe(left_blocks: int, span_blocks: int, kept_blocks: int = 0) -> bo
     return span_blocks <= left_blocks - kept_blocks
 
 
-def expected_safe_batch(mean_span_tokens: float, memory_bytes: int, geometry: KvGeometry) -> int:
+def expected_safe_batch(mean_total_length: float, memory_bytes: int, geometry: KvGeometry) -> int:
     """B4 · Eq. 6 for requests of mean length: the N_max of Alg. 1, without looking at each waiting request.
 
     At least 1: a bucket set that may hold nothing cannot be adjusted.
     """
-    return max(1, int(memory_bytes / (geometry.token_bytes * max(1.0, mean_span_tokens))))
+    return max(1, int(memory_bytes / (geometry.token_bytes * max(1.0, mean_total_length))))

@@ -1,6 +1,6 @@
 """What is on an instance, as the manager knows it: the last report, and what was sent there since (D4).
 
-Kept by the placement, one per instance. Turns reported progress into pieces of work for a timeline, and learned step
+Kept by the placement, one per instance. Turns reported progress into segments' work for a timeline, and learned step
 times into the seconds that work costs.
 """
 
@@ -11,13 +11,13 @@ from typing import Literal
 import numpy as np
 
 from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
-from cohort.common.policies.dynaserve.timeline import PassLimits, Piece, Timeline
+from cohort.common.policies.dynaserve.timeline import PassLimits, SegmentWork, Timeline
 from cohort.common.policies.interface import InstanceView
-from cohort.common.types import InstanceId, RequestId, StepTimes, WorkerFigures
+from cohort.common.types import InstanceId, RequestId, StepTimes, WorkerStats
 
 Balance = Literal["work", "end"]
 
-NOTHING = Piece(0, 0, 0)
+NOTHING = SegmentWork(0, 0, 0)
 
 _UNSEEN_S = 2.0
 """What was sent so long ago and is still in no report has ended between two of them."""
@@ -27,7 +27,7 @@ class InstanceWork:
     """D4 · calibrated by the workers' progress: every report replaces what was believed of it.
 
     `pass_s`: what iterations there aim at; `least_prefill`: the prompt tokens in each of them at least; `balance`:
-    which of the two answers `until_done` gives; `margin_tokens`: no answer is believed nearer to its end (D8).
+    which of the two answers `until_done` gives; `margin_tokens`: no response is believed nearer to its end (D8).
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class InstanceWork:
         self._pass_s, self._least_prefill = pass_s, least_prefill
         self._limits = PassLimits(pass_s, 1, 1, least_prefill)
         self.unified = False
-        self._figures: WorkerFigures | None = None
-        self._assigned: dict[RequestId, tuple[float, Piece]] = {}
+        self._stats: WorkerStats | None = None
+        self._assigned: dict[RequestId, tuple[float, SegmentWork]] = {}
         self._timeline: Timeline | None = None
         self._times: StepTimes | None = None
         self._reported = np.empty((3, 0))
@@ -52,15 +52,15 @@ class InstanceWork:
     def refresh(self, now_s: float, view: InstanceView, fallback: StepTimes) -> None:
         """Take the newest report in. Cheap when there is none."""
         self.unified = view.role.prefills and view.role.decodes
-        figures = view.figures
-        if figures is not self._figures:
-            self._figures = figures
+        stats = view.stats
+        if stats is not self._stats:
+            self._stats = stats
             capacity = view.capacity
             self._limits = PassLimits(self._pass_s, capacity.max_step_tokens, capacity.max_rows, self._least_prefill)
             self._timeline = self._load_s = None
-            times = self._times = figures.step_times or _from_averages(figures, fallback)
+            times = self._times = stats.step_times or _from_averages(stats, fallback)
             # As arrays: half of many instances may have reported since the last request.
-            queue = figures.queue
+            queue = stats.queue
             flat = [w.prefill_left for w in queue] + [w.context for w in queue] + [w.decode_left for w in queue]
             prefill, context, decode = work = np.array(flat, dtype=np.float64).reshape(3, -1)
             np.maximum(decode, self._margin_tokens, out=decode, where=decode > 0)
@@ -76,15 +76,15 @@ class InstanceWork:
                 + times.position_s * float(decode @ (context + prefill + 0.5 * decode))
             )
             if self._assigned:
-                reported = {work.request_id for work in figures.queue}
+                reported = {work.request_id for work in stats.queue}
                 self._assigned = {
-                    request_id: (since_s, piece)
-                    for request_id, (since_s, piece) in self._assigned.items()
+                    request_id: (since_s, segment_work)
+                    for request_id, (since_s, segment_work) in self._assigned.items()
                     if request_id not in reported and now_s - since_s < _UNSEEN_S
                 }
 
-    def assign(self, now_s: float, request_id: RequestId, piece: Piece) -> None:
-        self._assigned[request_id] = (now_s, piece)
+    def assign(self, now_s: float, request_id: RequestId, segment_work: SegmentWork) -> None:
+        self._assigned[request_id] = (now_s, segment_work)
         self._timeline = self._load_s = None
 
     def forget(self, request_id: RequestId) -> None:
@@ -101,25 +101,25 @@ class InstanceWork:
     def timeline(self) -> Timeline:
         """Computed once per state."""
         if self._timeline is None:
-            assigned = [piece for _, piece in self._assigned.values()]
-            pieces = np.concatenate((self._reported.T, assigned)) if assigned else self._reported.T
-            self._timeline = Timeline(pieces, self.times, self._limits)
+            assigned = [segment_work for _, segment_work in self._assigned.values()]
+            queued_work = np.concatenate((self._reported.T, assigned)) if assigned else self._reported.T
+            self._timeline = Timeline(queued_work, self.times, self._limits)
         return self._timeline
 
     @property
     def load_s(self) -> float:
         """Seconds of work that is there (`work_seconds`)."""
         if self._load_s is None:
-            assigned_s = sum(work_seconds(self.times, piece) for _, piece in self._assigned.values())
+            assigned_s = sum(work_seconds(self.times, segment_work) for _, segment_work in self._assigned.values())
             self._load_s = self._reported_s + assigned_s
         return self._load_s
 
-    def until_done(self, extra: Piece = NOTHING) -> float:
+    def until_done(self, extra: SegmentWork = NOTHING) -> float:
         """T_α, T_β of Alg. 1 with this much more.
 
         `balance` "end": the predicted end of everything there, as the paper has it. "work": the seconds of work there.
-        The end of an instance is that of its longest answer, however few rows run beside it, and prompts balanced by
-        it pile up where a long answer runs anyway; work counts every row's own share only.
+        The end of an instance is that of its longest response, however few rows run beside it, and prompts balanced by
+        it pile up where a long response runs anyway; work counts every row's own share only.
         """
         if self._balance == "end":
             return self.timeline.end_with(extra)
@@ -132,26 +132,30 @@ class InstanceWork:
 
     @property
     def prefill_backlog_s(self) -> float:
-        return self.times.token_s * (self._prefill + sum(piece.prefill for _, piece in self._assigned.values()))
+        return self.times.token_s * (
+            self._prefill + sum(segment_work.prefill for _, segment_work in self._assigned.values())
+        )
 
 
-def work_seconds(times: StepTimes, piece: Piece) -> float:
-    """What a piece costs an instance that is busy anyway: its tokens, its row and what that row reads, but no share of
-    reading the weights."""
-    context = piece.context + piece.prefill
-    decode_s = piece.decode * (times.row_s + times.token_s + times.position_s * (context + 0.5 * piece.decode))
-    return times.token_s * piece.prefill + times.pair_s * piece.pairs + decode_s
+def work_seconds(times: StepTimes, segment_work: SegmentWork) -> float:
+    """What a segment's work costs an instance that is busy anyway: its tokens, its row and what that row reads, but no
+    share of reading the weights."""
+    context = segment_work.context + segment_work.prefill
+    decode_s = segment_work.decode * (
+        times.row_s + times.token_s + times.position_s * (context + 0.5 * segment_work.decode)
+    )
+    return times.token_s * segment_work.prefill + times.pair_s * segment_work.pairs + decode_s
 
 
-def decoding(figures: WorkerFigures) -> tuple[int, int]:
+def decoding(stats: WorkerStats) -> tuple[int, int]:
     """Requests whose prompt is done or being done elsewhere, and the positions they attend to together."""
-    contexts = [work.context for work in figures.queue if work.prefill_left == 0 and work.decode_left > 0]
+    contexts = [work.context for work in stats.queue if work.prefill_left == 0 and work.decode_left > 0]
     return len(contexts), sum(contexts)
 
 
-def _from_averages(figures: WorkerFigures, fallback: StepTimes) -> StepTimes:
+def _from_averages(stats: WorkerStats, fallback: StepTimes) -> StepTimes:
     """Of an instance whose scheduler learns nothing: two constants from its moving averages, the rest as usual."""
-    decode_s, rate = figures.decode_step_s, figures.prefill_tokens_per_s
+    decode_s, rate = stats.decode_step_s, stats.prefill_tokens_per_s
     floor_s = decode_s or fallback.floor_s
     token_s = 1.0 / rate if rate else fallback.token_s
     return StepTimes(0.0, fallback.row_s, token_s, floor_s, fallback.pair_s, fallback.position_s)

@@ -1,7 +1,7 @@
-"""What the cache of one worker will have to hold at worst, if everybody's answer ends where it is predicted.
+"""What the cache of one worker will have to hold at worst, if every request's response ends where it is predicted.
 
-Asked by the worker's scheduler before it lets a prompt in: whoever is let in and pushed out again is computed twice,
-and between two of its tokens lies a gap that no bound on iterations prevents. Pure arithmetic.
+Asked by the worker's scheduler before it lets a prompt in: a prompt that is admitted and preempted again is computed
+twice, and between two of its tokens lies a gap that no bound on iterations prevents. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 def peak_growth(holders: Iterable[tuple[int, int]]) -> int:
     """The most positions that will be needed on top of what is held now. `holders`: (positions held, positions still to
-    come) of each request; all draw one token a pass, and who has none to come frees what it holds.
+    come) of each request; all sample one token a pass, and a request without a token to come frees what it holds.
 
     D5 · DynaServe §3.1 ("respect the HBM limit"). Differs from the paper: it names no rule for that and leaves memory
     to vLLM, which lets in what fits now.
@@ -20,7 +20,7 @@ def peak_growth(holders: Iterable[tuple[int, int]]) -> int:
     peak = freed = 0
     left = len(by_end)
     for held, coming in by_end:
-        # Just before this one ends everybody who is still there has grown by as much.
+        # Just before this one ends every remaining request has grown by as much.
         peak = max(peak, left * coming - freed)
         left -= 1
         freed += held

@@ -1,7 +1,7 @@
 """Measured iterations by composition, and what follows from them for any other: the profile table of Alg. 2.
 
 Owned by the worker's scheduler, which records every iteration and asks for estimates. Cells hold what was measured
-there; a curve through all cells (`step_fit`) answers for compositions nobody has run yet. Starts empty or from a
+there; a curve through all cells (`step_fit`) answers for compositions that have not run yet. Starts empty or from a
 profile, refines itself while serving, and can be exported: the host keeps it, nothing here does I/O.
 """
 

@@ -25,13 +25,13 @@ _EMPTY = BatchShape(0, 0, 0, 0, 0)
 class SloBatching(IterationScheduler):
     """D5 · DynaServe Alg. 2.
 
-    `tbt_slo_s` holds for rows without a promise of their own; the strictest row of an iteration rules. `headroom` is
+    `tbt_slo_s` holds for rows without an SLO of their own; the strictest row of an iteration rules. `headroom` is
     the share of it that iterations leave free at least; more where they have come late (`Lateness`). `least_prefill`
-    tokens go into every iteration that somebody waits to prefill in, whatever the decodes take: prompts must get on.
+    tokens go into every iteration in which a prompt waits, whatever the decodes take: prompts must progress.
 
-    Differs from the paper: while requests that already draw tokens are on their way here, an iteration aims at half
+    Differs from the paper: while requests that already decode are on their way here, an iteration aims at half
     the bound, because between two of their tokens they wait for the rest of one iteration and then for a whole one;
-    the paper's pauses at hand-overs are not bounded. Prefill rows leave the cache for older ones as in the baselines
+    the paper's pauses at KV transfers are not bounded. Prefill rows leave the cache for older ones as in the baselines
     (the paper relies on vLLM for memory).
     """
 
@@ -72,7 +72,7 @@ class SloBatching(IterationScheduler):
         # 1. Every decode.
         decodes = [s for s in self._running if s.uncomputed == 1]
         for sequence in decodes:
-            builder.go_on(sequence)
+            builder.continue_row(sequence)
         batch = _decode_shape(builder.decode_rows)
         self._bound_s = self._bound(row.sequence for row in builder.decode_rows)
         if batch.decodes and self._exceeds(batch):
@@ -87,7 +87,7 @@ class SloBatching(IterationScheduler):
                 break
         if not builder.preempted:
             for sequence in [*self._swapped, *self._waiting]:
-                if builder.full or not self._has_room(sequence, kv):
+                if builder.full or not self._has_headroom(sequence, kv):
                     break
                 before = builder.rows
                 batch, least = self._chunk(builder, batch, sequence, least, admitted=False)
@@ -116,7 +116,7 @@ class SloBatching(IterationScheduler):
         self.table.record(shape, latency_s)
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Everybody decodes, nobody wants to join or cannot, and the composition is in the table already."""
+        """Every sequence decodes, none waits or none can join, and the composition is in the table already."""
         if plan.preempted or plan.copies or len(plan.rows) != len(self._running) or self._swapped:
             return 0
         if any(row.count != 1 for row in plan.rows) or self._arriving:
@@ -147,12 +147,12 @@ class SloBatching(IterationScheduler):
     # -- one iteration -----------------------------------------------------------------------------------------
 
     def _bound(self, decoding: Iterable[Sequence]) -> float:
-        """The strictest promise of those who draw tokens in this iteration."""
-        promised = [s.request.slo.tpot_s or self._options.tbt_slo_s for s in decoding]
-        return min(promised, default=self._options.tbt_slo_s)
+        """The strictest SLO of the decode rows in this iteration."""
+        bounds_s = [s.request.slo.tpot_s or self._options.tbt_slo_s for s in decoding]
+        return min(bounds_s, default=self._options.tbt_slo_s)
 
     def _target_s(self, decodes: BatchShape) -> float:
-        """What the iteration aims at: the bound, or half of it for those who arrive. Then a quarter of it stays for
+        """What the iteration aims at: the bound, or half of it while decodes arrive. Then a quarter of it stays for
         prompts whatever the decodes take: nothing would be gained for the newcomer and prompts would stand still."""
         whole_s = self._bound_s * min(1.0 - self._options.headroom, 1.0 / self._times.lateness.ratio)
         if not self._arriving:
@@ -167,7 +167,7 @@ class SloBatching(IterationScheduler):
     def _chunk(
         self, builder: BatchBuilder, batch: BatchShape, sequence: Sequence, least: int, *, admitted: bool
     ) -> tuple[BatchShape, int]:
-        """The next prompt's share of the budget; who gets none stops the traversal (`tokens_left` 0)."""
+        """The next prompt's share of the budget; a prompt without one stops the traversal (`tokens_left` 0)."""
         wanted = min(sequence.uncomputed, builder.tokens_left)
         if self.table.step_times is None:
             count = min(wanted, max(0, self._cold_chunk - batch.prefill_tokens))
@@ -175,7 +175,7 @@ class SloBatching(IterationScheduler):
             count = self.table.prefill_budget(batch, sequence.computed, wanted, self._aim_s)
         count = max(count, min(least, wanted))
         left, builder.tokens_left = builder.tokens_left, count
-        added = count > 0 and (builder.go_on(sequence) if admitted else builder.admit(sequence))
+        added = count > 0 and (builder.continue_row(sequence) if admitted else builder.admit(sequence))
         if not added:
             builder.tokens_left = left if count else 0
             return batch, least
@@ -186,23 +186,23 @@ class SloBatching(IterationScheduler):
         return batch.with_prefill(row.start, row.count), max(0, least - row.count)
 
     def _has_blocks(self, sequence: Sequence, kv: KvAllocator) -> bool:
-        """Leave every running sequence its next block, or a newcomer is let in only to push somebody out."""
+        """Leave every running sequence its next block, or a newcomer is admitted only to preempt another."""
         spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
         return not self._running or spare >= min(len(self._running), kv.total_blocks // 50)
 
-    def _has_room(self, sequence: Sequence, kv: KvAllocator) -> bool:
-        """Blocks for it and, as far as answers are foreseen, for what everybody here will hold at worst."""
+    def _has_headroom(self, sequence: Sequence, kv: KvAllocator) -> bool:
+        """Blocks for it and, as far as responses are predicted, for what all sequences here will hold at worst."""
         if not self._running or not self._has_blocks(sequence, kv):
             return not self._running
         holders = [_holder(s) for s in (*self._running, sequence)]
-        # In positions, what is left of everybody's last block included.
+        # In positions; what is left of every last block is included.
         begun = sum(kv.geometry.blocks_for(s.computed if s.uncomputed == 1 else s.target) for s in self._running)
         held = sum(held for held, _ in holders)
         left = (kv.free_blocks + kv.cached_blocks + begun) * kv.geometry.block_size - held
         return sum(coming for _, coming in holders) <= left or peak_growth(holders) <= left
 
     def _sort_out(self) -> None:
-        """Everybody into the queue of its phase, in arrival order."""
+        """Every sequence into the queue of its phase, in arrival order."""
         everybody = [*self._running, *self._waiting, *self._swapped]
         misplaced = (
             any(s.phase is not Phase.RUNNING for s in self._running)

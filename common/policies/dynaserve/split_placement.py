@@ -1,8 +1,8 @@
 """The global scheduler: which two instances serve a request, and at which token it changes hands.
 
 A `Placement` of the manager. Per request: the two instances with the least work, the split that lets both end together
-(`split_search` over `timeline`s), and whether that is worth a hand-over at all. What an instance does with its segment
-is its own scheduler's business.
+(`split_search` over `timeline`s), and whether that is worth a KV transfer at all. What an instance does with its
+segment is its own scheduler's business.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cohort.common.policies.baselines.placements import Colocated, fits
 from cohort.common.policies.dynaserve.instance_work import InstanceWork
 from cohort.common.policies.dynaserve.split_gain import PlacementRate, split_gain_s
 from cohort.common.policies.dynaserve.split_search import Split, search_split
-from cohort.common.policies.dynaserve.timeline import Piece
+from cohort.common.policies.dynaserve.timeline import SegmentWork
 from cohort.common.policies.interface import (
     ClusterView,
     Impossible,
@@ -64,7 +64,8 @@ class SplitPlacement(Placement):
     (`balance`). It routes segments round-robin; here the two least loaded instances share a request, in whichever
     order is better balanced. It splits whenever Alg. 1 says so; here a request stays whole while an instance is idle
     (hardly a prompt waits there and its decodes take less than half the bound), and where the split would gain no more
-    than tolerance and hand-over cost (`split_gain_s`: under load little, because the next request would fill the time).
+    than tolerance and KV transfer cost (`split_gain_s`: under load little, because the next request would fill the
+    time).
     """
 
     def __init__(self, options: DynaServeConfig, *, default_output: float) -> None:
@@ -76,13 +77,13 @@ class SplitPlacement(Placement):
         self._rate = PlacementRate()
         self._colocated = Colocated()
         self._splits = self._whole = self._probes = 0
-        self._judged = 0
+        self._tracked = 0
         self._error = self._bias = 0.0
 
     # -- the policy interface --------------------------------------------------------------------------------------
 
     def place(
-        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: InstanceId | None
+        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None
     ) -> Placed | Wait | Impossible:
         request = waiting.request
         views = cluster.instances
@@ -92,15 +93,15 @@ class SplitPlacement(Placement):
         unified = [view for view in able if view.role.prefills and view.role.decodes]
         firsts = unified or [view for view in able if view.role.prefills]
         seconds = unified or [view for view in able if view.role.decodes]
-        if not firsts or not seconds or wish in views:
-            return self._colocated.place(now_s, waiting, cluster, wish)
+        if not firsts or not seconds or preferred in views:
+            return self._colocated.place(now_s, waiting, cluster, preferred)
         options = self._options
         prompt = len(request.tokens)
         most = request.sampling.max_tokens - request.output_known
         expected = waiting.expected_output(self._default_output) - request.output_known
         output = max(1, min(most, round(expected) + options.margin_tokens))
         slo_s = request.slo.tpot_s or options.tbt_slo_s
-        whole = Piece(prompt, 0, output)
+        whole = SegmentWork(prompt, 0, output)
 
         first, *others = self._by_load(now_s, firsts, slo_s, prompt)
         if not unified:
@@ -117,7 +118,7 @@ class SplitPlacement(Placement):
         choice = self._search([(first, second), (second, first)], prompt, output)
         kept = min((first, second), key=lambda work: self._end_whole(work, (first, second), whole))
         kept_s = self._end_whole(kept, (first, second), whole)
-        if self._gain_s(now_s, choice, kept, kept_s) <= options.hand_over_s + options.search_tolerance * kept_s:
+        if self._gain_s(now_s, choice, kept, kept_s) <= options.kv_transfer_s + options.search_tolerance * kept_s:
             return self._keep(now_s, request.request_id, kept, whole, "no gain from a split")
         return self._share(now_s, request.request_id, choice, whole)
 
@@ -133,8 +134,8 @@ class SplitPlacement(Placement):
             return
         since_s, predicted_s = placed
         real_s = max(now_s - since_s, 1e-6)
-        self._judged += 1
-        share = max(0.02, 1.0 / self._judged)
+        self._tracked += 1
+        share = max(0.02, 1.0 / self._tracked)
         self._error += share * (abs(predicted_s - real_s) / real_s - self._error)
         self._bias += share * (predicted_s / real_s - self._bias)
 
@@ -145,7 +146,7 @@ class SplitPlacement(Placement):
             "split_probes_total": float(self._probes),
             "finish_error": self._error,
             "finish_bias": self._bias,
-            "finish_judged_total": float(self._judged),
+            "finish_tracked_total": float(self._tracked),
         }
 
     # -- instances ---------------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ class SplitPlacement(Placement):
         """Hardly a prompt waits there, and its decodes leave half the bound free."""
         return work.prefill_backlog_s <= 0.5 * slo_s and work.decode_pass_s(1, context) <= 0.5 * slo_s
 
-    def _end_whole(self, work: InstanceWork, pair: tuple[InstanceWork, InstanceWork], whole: Piece) -> float:
+    def _end_whole(self, work: InstanceWork, pair: tuple[InstanceWork, InstanceWork], whole: SegmentWork) -> float:
         """When both instances are done if this one takes the whole request."""
         return max(other.until_done(whole) if other is work else other.until_done() for other in pair)
 
@@ -202,7 +203,7 @@ class SplitPlacement(Placement):
             choices.append(_Choice(first, second, split))
         return min(choices, key=lambda choice: choice.split.later_s)
 
-    def _keep(self, now_s: float, request_id: RequestId, work: InstanceWork, whole: Piece, reason: str) -> Placed:
+    def _keep(self, now_s: float, request_id: RequestId, work: InstanceWork, whole: SegmentWork, reason: str) -> Placed:
         predicted_s = work.timeline.finish_of(whole)
         self._rate.placed(now_s)
         work.assign(now_s, request_id, whole)
@@ -210,7 +211,7 @@ class SplitPlacement(Placement):
         self._expected[request_id] = (now_s, predicted_s)
         return Placed((Segment(0, None, work.instance),), f"whole: {reason}", predicted_s)
 
-    def _share(self, now_s: float, request_id: RequestId, choice: _Choice, whole: Piece) -> Placed:
+    def _share(self, now_s: float, request_id: RequestId, choice: _Choice, whole: SegmentWork) -> Placed:
         options, position = self._options, choice.split.position
         total = whole.prefill + whole.decode
         if min(position, total - position) < options.least_segment:
@@ -218,7 +219,7 @@ class SplitPlacement(Placement):
             if larger.unified:
                 return self._keep(now_s, request_id, larger, whole, "a segment would be too short")
         first, second = _parts(whole.prefill, whole.decode, position)
-        handed_s = choice.first.timeline.finish_of(first) + options.hand_over_s
+        handed_s = choice.first.timeline.finish_of(first) + options.kv_transfer_s
         predicted_s = choice.second.timeline.finish_of(second, handed_s)
         self._rate.placed(now_s)
         choice.first.assign(now_s, request_id, first)
@@ -231,10 +232,10 @@ class SplitPlacement(Placement):
         return Placed(segments, f"split {where}", predicted_s)
 
 
-def _parts(prompt: int, output: int, position: int) -> tuple[Piece, Piece]:
+def _parts(prompt: int, output: int, position: int) -> tuple[SegmentWork, SegmentWork]:
     """D1 · the work of [0, s) and of [s, P + O^). Position p yields the token at p + 1, so the first segment draws
     s − P + 1 tokens if it reaches the prompt's end."""
     if position < prompt:
-        return Piece(position, 0, 0), Piece(prompt - position, position, output)
-    drawn = position - prompt
-    return Piece(prompt, 0, drawn), Piece(0, position, output - drawn)
+        return SegmentWork(position, 0, 0), SegmentWork(prompt - position, position, output)
+    sampled = position - prompt
+    return SegmentWork(prompt, 0, sampled), SegmentWork(0, position, output - sampled)

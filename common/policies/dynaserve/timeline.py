@@ -22,7 +22,7 @@ from cohort.common.types import StepTimes
 _Array = npt.NDArray[np.float64]
 
 
-class Piece(NamedTuple):
+class SegmentWork(NamedTuple):
     """Work of one micro-request: tokens to prefill from position `context` on, then output tokens to decode."""
 
     prefill: int
@@ -48,17 +48,17 @@ class PassLimits:
 class Timeline:
     """D4 · DynaServe §4.1: virtual passes with a token budget and a request limit.
 
-    `pieces` in the order of the instance's queue. `end_s`: seconds from now until all is done.
+    `queued_work` in the order of the instance's queue. `end_s`: seconds from now until all is done.
 
-    Differs from the paper: passes between two events (a prompt is done, an answer ends) are alike and computed at once,
-    as arrays; the budget of a pass follows from the instance's own learned times and its bound instead of a batching
-    history; and when rows run out, late requests start as early ones end, in order. A probe adds its piece's passes to
-    the finished timeline instead of simulating anew.
+    Differs from the paper: passes between two events (a prompt is done, a response ends) are alike and computed at
+    once, as arrays; the budget of a pass follows from the instance's own learned times and its bound instead of a
+    batching history; and when rows run out, late requests start as early ones end, in order. A probe adds its segment's
+    passes to the finished timeline instead of simulating anew.
     """
 
-    def __init__(self, pieces: Sequence[Piece] | _Array, times: StepTimes, limits: PassLimits) -> None:
+    def __init__(self, queued_work: Sequence[SegmentWork] | _Array, times: StepTimes, limits: PassLimits) -> None:
         self._times, self._limits = times, limits
-        data = np.array(pieces, dtype=np.float64).reshape(-1, 3)
+        data = np.array(queued_work, dtype=np.float64).reshape(-1, 3)
         prefill, context, decode = data[:, 0], data[:, 1], data[:, 2]
         decoding = prefill == 0
         # Rows and context beside the prompts, on average while these are computed: who decodes now, and half of those
@@ -85,19 +85,19 @@ class Timeline:
     def end_s(self) -> float:
         return self._elapsed[-1]
 
-    def end_with(self, piece: Piece) -> float:
-        """`end_s` if this piece were queued behind everything: a probe of Alg. 1, in a few microseconds."""
-        if piece.prefill == 0 and piece.decode == 0:
+    def end_with(self, segment_work: SegmentWork) -> float:
+        """`end_s` if this segment were queued behind everything: a probe of Alg. 1, in a few microseconds."""
+        if segment_work.prefill == 0 and segment_work.decode == 0:
             return self.end_s
-        return self.end_s + self._added(piece, self.prefill_passes if piece.prefill else 0.0)[0]
+        return self.end_s + self._added(segment_work, self.prefill_passes if segment_work.prefill else 0.0)[0]
 
-    def finish_of(self, piece: Piece, earliest_s: float = 0.0) -> float:
-        """Seconds from now at which the piece itself would be done, if it may not start before `earliest_s`."""
-        first_pass = self.prefill_passes if piece.prefill else 0.0
+    def finish_of(self, segment_work: SegmentWork, earliest_s: float = 0.0) -> float:
+        """Seconds from now at which the segment itself would be done, if it may not start before `earliest_s`."""
+        first_pass = self.prefill_passes if segment_work.prefill else 0.0
         if earliest_s > 0.0:
             first_pass = max(first_pass, self._pass_at(earliest_s))
-        added_s, end_pass = self._added(piece, first_pass)
-        # Passes that only this piece has are in `_added`, and `_time_at` goes on beyond the last edge as well.
+        added_s, end_pass = self._added(segment_work, first_pass)
+        # Passes that only this segment has are in `_added`, and `_time_at` goes on beyond the last edge as well.
         alone = max(0.0, end_pass - max(self._edges[-1], first_pass))
         return max(self._time_at(end_pass) + added_s - alone * self._tail_s, earliest_s)
 
@@ -151,18 +151,20 @@ class Timeline:
         least = float(min(limits.least_prefill, limits.max_tokens))
         return min(max(tokens, least), max(1.0, limits.max_tokens - rows))
 
-    # -- one more piece ----------------------------------------------------------------------------------------
+    # -- one more segment ----------------------------------------------------------------------------------------
 
-    def _added(self, piece: Piece, start: float) -> tuple[float, float]:
-        """Seconds that the piece adds to the timeline if it begins in pass `start`, and the pass in which it ends."""
+    def _added(self, segment_work: SegmentWork, start: float) -> tuple[float, float]:
+        """Seconds that the segment adds to the timeline if it begins in pass `start`, and the pass in which it ends."""
         times = self._times
         last = self._edges[-1]
         added_s = 0.0
-        if piece.prefill:
-            passes = piece.prefill / self._budget
+        if segment_work.prefill:
+            passes = segment_work.prefill / self._budget
             rows = self._rows_at(start)
             inside = max(0.0, min(start + passes, last) - start)
-            chunk = BatchShape(round(self._budget), 1, round(self._budget * piece.pairs / piece.prefill), 0, 0)
+            chunk = BatchShape(
+                round(self._budget), 1, round(self._budget * segment_work.pairs / segment_work.prefill), 0, 0
+            )
             if inside:
                 # Beside the decodes that run anyway: the chunk's own tokens, not another reading of the weights.
                 mixed = linear_seconds(times, rows + self._budget) - linear_seconds(times, rows)
@@ -170,11 +172,11 @@ class Timeline:
             if passes > inside:
                 added_s += (passes - inside) * step_seconds(times, chunk)
             start += passes
-        end = start + piece.decode
-        if piece.decode:
-            context = piece.context + piece.prefill
-            added_s += piece.decode * times.row_s
-            added_s += times.position_s * piece.decode * (context + 0.5 * piece.decode)
+        end = start + segment_work.decode
+        if segment_work.decode:
+            context = segment_work.context + segment_work.prefill
+            added_s += segment_work.decode * times.row_s
+            added_s += times.position_s * segment_work.decode * (context + 0.5 * segment_work.decode)
             beyond = max(0.0, end - max(last, start))
             added_s += beyond * (times.step_s + linear_seconds(times, 1))
         return added_s, end

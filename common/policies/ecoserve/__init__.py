@@ -1,10 +1,10 @@
-"""EcoServe: prompts fill the device, answers fill the KV cache, groups run in step, KV blocks are lent (E1–E10).
+"""EcoServe: prompts fill the device, decodes fill the KV cache, groups run in step, KV blocks are lent (E1–E10).
 
 time_synced         the worker's scheduler (Alg. 1; E1, E2, E3, E5, E8, E10)
 batch               groups in step, their ends, the clock (E3)
-task_order          the order of waiting prompts and answers (E6)
+task_order          the order of waiting prompts and decodes (E6)
 deadlines           when a request should be complete (E9)
-padding_ratio       how much longer than predicted an answer is allocated (E4)
+padding_ratio       how much longer than predicted a decode is allocated (E4)
 nesting, loans      who fits into whose second half; who must give back when (E7, E8)
 nested_allocation   blocks with a stack of claims (E7)
 forecast, by_forecast   lending everything to everybody, by the predicted peak (E2, E7)

@@ -1,4 +1,4 @@
-"""E3 · The answers that run in step: who joined when, whose group ends when. The clock counts iterations.
+"""E3 · The decodes that run in step: who joined when, whose group ends when. The clock counts iterations.
 
     join ──▶ one token an iteration, everybody ──▶ the clock reaches the group's end ──▶ ended
                          └── done or stopped before: leave

@@ -1,17 +1,17 @@
 """E2, E7 taken to their end: who runs is decided by exact lengths, but nobody has blocks before it comes to them.
 
-KVC pipelining lends what one answer has allocated and does not use yet to another that is done before, by halves. With
+KVC pipelining lends what one decode has allocated and does not use yet to another that is done before, by halves. With
 paged blocks nothing has to lie together, so all of it can be lent to everybody: `Forecast` says whether the predicted
 lengths of all who run ever need more blocks together than there are.
 
-    prompt ─▶ starts when it and its answer fit ─▶ answer runs at once ─▶ takes a block when it comes to it
+    prompt ─▶ starts when it and its decode fit ─▶ decode runs at once ─▶ takes a block when it comes to it
                                                      └── none is free, predictions were wrong: the loosest goes to
                                                          host memory and comes back (E8)
 
 The `IterationScheduler` of the preset `ecoserve-forecast`. Queues, groups, order and padding are `TimeSynced`'s.
 
-Differs from the paper: allocation is a promise instead of blocks, and a prompt is started with its answer in view, so
-that no computed prompt waits with its KV; prompts still fill every iteration up to the target forward size.
+Differs from the paper: an allocation is a reservation instead of blocks, and a prompt is started with its decode in
+view, so that no computed prompt waits with its KV; prompts still fill every iteration up to the target forward size.
 """
 
 from __future__ import annotations
@@ -33,51 +33,51 @@ _LOOKED_AT = 16
 class ByForecast(TimeSynced):
     def __init__(self, options: EcoServeConfig, limits: IterationLimits) -> None:
         super().__init__(options, limits)
-        self._hopeless_until = 0
+        self._infeasible_until = 0
         """On the batch's clock: no prompt fitted, and until then none will be tried unless something happens. Time
         makes room, too: the later somebody starts, the less it holds when others end."""
 
     def add(self, now_s: float, sequence: Sequence) -> None:
         super().add(now_s, sequence)
-        self._hopeless_until = 0
+        self._infeasible_until = 0
 
     def remove(self, now_s: float, sequence: Sequence) -> None:
         super().remove(now_s, sequence)
-        self._hopeless_until = 0
+        self._infeasible_until = 0
         self._group_over = True  # whoever waits may fit now
 
     def _revise(self, now_s: float, sequence: Sequence) -> None:
         super()._revise(now_s, sequence)
-        self._hopeless_until = 0
+        self._infeasible_until = 0
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
         steady = super().steady_for(plan, kv)
-        return max(0, min(steady, self._hopeless_until - self._batch.clock - 1)) if len(self._prompts) else steady
+        return max(0, min(steady, self._infeasible_until - self._batch.clock - 1)) if len(self._prompts) else steady
 
     # -- the forecast ------------------------------------------------------------------------------------------
 
     def _forecast(self, kv: KvAllocator) -> Forecast:
-        """Who runs, to its group's end; prompts that are being computed, with their answers; all other blocks that are
-        taken (answers that wait, hand-overs) stay so."""
+        """Who runs, to its group's end; prompts that are being computed, with their decodes; all other blocks that are
+        taken (decodes that wait, KV transfers) stay so."""
         found = Forecast(kv.total_blocks, kv.geometry.block_size)
         others = kv.total_blocks - kv.free_blocks - kv.cached_blocks
         for sequence in self._batch.sequences:
             found.add(sequence.computed, self._batch.left(sequence))
             others -= len(kv.blocks(sequence.key))
         for sequence, goal in self._prefilling.items():
-            found.add(goal, self._answer_length(sequence))
+            found.add(goal, self._decode_length(sequence))
             others -= len(kv.blocks(sequence.key))
         found.hold(max(0, others))
         return found
 
-    def _answer_length(self, sequence: Sequence) -> int:
-        """Of a prompt: positions its answer will have here."""
+    def _decode_length(self, sequence: Sequence) -> int:
+        """Of a prompt: positions its decode will have here."""
         return max(1, min(self._length(sequence, 1), sequence.max_positions - sequence.target))
 
     # -- where TimeSynced allocates ----------------------------------------------------------------------------
 
-    def _goes_on(self, sequence: Sequence, length: int, kv: KvAllocator) -> bool:
-        self._hopeless_until = 0
+    def _continues(self, sequence: Sequence, length: int, kv: KvAllocator) -> bool:
+        self._infeasible_until = 0
         if not self._forecast(kv).fits(sequence.computed, length):
             return False
         self._batch.join(sequence, length)
@@ -116,7 +116,7 @@ class ByForecast(TimeSynced):
             return False
         if not kv.extend(sequence, sequence.computed + 1):
             return False
-        self._answers.pop(sequence.key, None)
+        self._decodes.pop(sequence.key, None)
         self._batch.join(sequence, length)
         return True
 
@@ -127,22 +127,22 @@ class ByForecast(TimeSynced):
                 there = [s for s in self._batch.sequences if not s.pinned] or [sequence]
                 victim = max(there, key=lambda s: (self._deadlines.of(s), s.key))
                 self._count.late += 1
-                self._hopeless_until = 0
+                self._infeasible_until = 0
                 self._evict(now_s, victim, kv, plan, self.limits.preemption)
 
     def _next_prompt(self, now_s: float, kv: KvAllocator, tokens: int) -> Sequence | None:
-        """E1, E6 · The first in order that fits with its answer, begun in part if the iteration is short of tokens;
+        """E1, E6 · The first in order that fits with its decode, begun in part if the iteration is short of tokens;
         behind one that is overdue for too long, nobody."""
         head = self._prompts.head()
-        if head is None or self._batch.clock < self._hopeless_until:
+        if head is None or self._batch.clock < self._infeasible_until:
             return None
-        if not len(self._batch) and not self._prefilling and not self._answers:
+        if not len(self._batch) and not self._prefilling and not self._decodes:
             return head[0]
         forecast, spare = self._forecast(kv), self._reserve(kv)
-        room = (kv.free_blocks + kv.cached_blocks) * kv.geometry.block_size
+        headroom = (kv.free_blocks + kv.cached_blocks) * kv.geometry.block_size
         stands = not self._parts.ordered or now_s - head[1] > self.options.patience_s
         for prompt in self._prompts.first(1 if stands else _LOOKED_AT):
-            if prompt.target <= room and forecast.fits(prompt.target, self._answer_length(prompt), spare):
+            if prompt.target <= headroom and forecast.fits(prompt.target, self._decode_length(prompt), spare):
                 return prompt
-        self._hopeless_until = self._batch.clock + self.options.group_tokens
+        self._infeasible_until = self._batch.clock + self.options.group_tokens
         return None

@@ -1,4 +1,4 @@
-"""E9 · When a request should be complete: its promise, or what an undisturbed run would take, times a scale.
+"""E9 · When a request should be complete: its SLO, or what an undisturbed run would take, times a scale.
 
 Owned by `TimeSynced`; ordering (E6) and the choice of borrowers (E7) ask it.
 """
@@ -15,8 +15,8 @@ _SCALE = 2.0
 class Deadlines:
     """E9 · EcoServe §4: SLO = scale · (t_p + t_g · l_g).
 
-    t_p → mean seconds of an iteration that computes prompts; t_g → of one that computes answers beside them; both
-    moving averages of what is measured here; l_g → predicted output tokens. A client's own promise goes first: a
+    t_p → mean seconds of an iteration that computes prompts; t_g → of one that computes decodes beside them; both
+    moving averages of what is measured here; l_g → predicted output tokens. A client's own SLO goes first: a
     deadline, or the first token's time plus the others' times the predicted length. Nothing measured yet: the averages
     count as zero.
 

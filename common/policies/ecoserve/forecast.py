@@ -7,8 +7,8 @@
            └────────────────▶ iterations
              end of 1   end of 2
 
-KVC pipelining lends what one answer has allocated and does not use yet to another that is done before. Taken to its
-end, nobody has unused blocks: an answer runs if nobody will have too few at any time, and takes each block when it
+KVC pipelining lends what one decode has allocated and does not use yet to another that is done before. Taken to its
+end, nobody has unused blocks: a decode runs if nobody will have too few at any time, and takes each block when it
 comes to it. Called by `TimeSynced`. Pure arithmetic over lengths; holds no blocks.
 """
 
@@ -21,7 +21,7 @@ class Forecast:
     """Over a cache of `blocks`."""
 
     def __init__(self, blocks: int, block_size: int) -> None:
-        self._room = blocks
+        self._headroom = blocks
         self._size = block_size
         self._members: list[tuple[int, int]] = []
         """(− iterations until the predicted end, positions computed): those that last longest first."""
@@ -31,16 +31,16 @@ class Forecast:
 
     def hold(self, blocks: int) -> None:
         """So many are taken throughout, by who waits; negative = no more."""
-        self._room -= blocks
+        self._headroom -= blocks
 
     def fits(self, computed: int, left: int, spare: int = 0) -> bool:
         """Whether there are enough blocks at all times with this one, too, and `spare` besides."""
         insort(self._members, (-left, computed))
-        fits = self._within(self._room - spare)
+        fits = self._within(self._headroom - spare)
         self._members.remove((-left, computed))
         return fits
 
-    def _within(self, room: int) -> bool:
+    def _within(self, headroom: int) -> bool:
         """For all ends t:  Σ_{i: left_i ≥ t} ceil((computed_i + t) / block_size) ≤ room.
 
         The sum lies between that of the fractions and one block more for each; it is computed only where that leaves
@@ -50,10 +50,10 @@ class Forecast:
         for alive, (negative, computed) in enumerate(self._members, 1):
             positions += computed
             least = -(-(positions - alive * negative) // self._size)
-            if least > room:
+            if least > headroom:
                 return False
-            if least + alive > room:
+            if least + alive > headroom:
                 exact = sum(-(-(other - negative) // self._size) for _, other in self._members[:alive])
-                if exact > room:
+                if exact > headroom:
                     return False
         return True

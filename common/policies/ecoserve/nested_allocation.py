@@ -1,7 +1,7 @@
 """E7 · Blocks with a stack of claims: who has them allocated but unused lends them, and gets them back.
 
 The `KvAllocator` of the preset `ecoserve`: the paged allocator, with which a prompt gets exactly its blocks and an
-answer exactly those of its predicted length (E2: the scheduler asks for them at once), plus lending.
+decode exactly those of its predicted length (E2: the scheduler asks for them at once), plus lending.
 
     claims of a block, bottom to top        lender ─ borrower ─ borrower's borrower
                                                                 └── the only one that may have KV in it

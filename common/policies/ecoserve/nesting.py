@@ -1,4 +1,4 @@
-"""E7 · KVC pipelining: which waiting answer fits into the second half of a running one's allocation. Pure functions.
+"""E7 · KVC pipelining: which waiting decode fits into the second half of a running one's allocation. Pure functions.
 
     lender     computed ▏first half of what is left          ▏second half: lent          ▏end
     borrower                                                 ▏its tokens … done, gone    ▏
@@ -20,7 +20,7 @@ from cohort.common.types import Attempt
 
 @dataclass(frozen=True, slots=True, order=True)
 class Candidate:
-    """An answer that waits: tokens it is predicted to need still, when it is due, blocks it lacks for them."""
+    """A decode that waits: tokens it is predicted to need still, when it is due, blocks it lacks for them."""
 
     length: int
     deadline_s: float

@@ -1,4 +1,4 @@
-"""E4 · How much longer than predicted an answer is allocated: a ratio that learns from answers that have ended.
+"""E4 · How much longer than predicted a decode is allocated: a ratio that learns from decodes that have ended.
 
 Owned by `TimeSynced`. Decides nothing about single requests.
 """
@@ -10,10 +10,10 @@ class PaddingRatio:
     """E4 · EcoServe §2.3: predicted lengths are padded by a ratio with a sweet spot between waiting (padded too much,
     KV stands idle) and stopping (padded too little).
 
-    The sweet spot is found as a newsvendor's: an answer that was allocated too much costs 1, one that had to stop
+    The sweet spot is found as a newsvendor's: a decode that was allocated too much costs 1, one that had to stop
     because it outlived its allocation costs `under_cost`; one that outlived it and went on with the reserve costs
-    nothing. Each ended answer moves the ratio a step against its cost. At rest there are `under_cost` times as many
-    answers with too much as answers that stopped; with a cache where stops are rare, that is at no padding at all.
+    nothing. Each ended decode moves the ratio a step against its cost. At rest there are `under_cost` times as many
+    decodes with too much as decodes that stopped; with a cache where stops are rare, that is at no padding at all.
 
     Differs from the paper: there the ratio is swept by hand per data set (10, 15, 20 %). `tuned` False: it is fixed.
     """
@@ -29,7 +29,7 @@ class PaddingRatio:
         self._step = step
 
     def observe(self, predicted: float, output_tokens: int, *, stopped: bool) -> None:
-        """An answer of `output_tokens` ended, for which `predicted` were expected before padding; `stopped`: it had to
+        """A decode of `output_tokens` ended, for which `predicted` were expected before padding; `stopped`: it had to
         wait in the middle."""
         move = 0.0
         if output_tokens > predicted * (1.0 + self.ratio):

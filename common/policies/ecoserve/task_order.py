@@ -1,6 +1,6 @@
 """E6 · The order of waiting tasks: ranges of deadline, then of occupied KV, then length; the best fit by bisection.
 
-`TimeSynced` keeps its waiting prompts in a `PromptQueue` and sorts its few waiting answers by `rank`. Pure.
+`TimeSynced` keeps its waiting prompts in a `PromptQueue` and sorts its few waiting decodes by `rank`. Pure.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""E10 · EcoServe's iteration: prompts fill the device, answers fill the KV cache, groups run in step (Alg. 1).
+"""E10 · EcoServe's iteration: prompts fill the device, decodes fill the KV cache, groups run in step (Alg. 1).
 
-    WAITING ─▶ prompt queue (E6) ─▶ prefilling ─▶ answer queue (E6) ─▶ batch: groups in step (E3) ─▶ done
+    WAITING ─▶ prompt queue (E6) ─▶ prefilling ─▶ decode queue (E6) ─▶ batch: groups in step (E3) ─▶ done
                  │ up to the target                 ▲      │ whole predicted length at once (E2),
                  │ forward size (E1)                │      │ or inside another's second half (E7)
                  │                                  └──────┴─ group over and not done: stop, KV stays (E5)
                  └◀──────── evicted: late borrowers (E8), or nobody could run any more
 
-The `IterationScheduler` of the preset `ecoserve`. Between two ends of groups only prompts are chosen; `figures` counts
+The `IterationScheduler` of the preset `ecoserve`. Between two ends of groups only prompts are chosen; `stats` counts
 how many iterations needed no formation of the batch, and how many no decision at all. A wrong prediction costs time,
-never an answer: nobody is cut off, and who outlives a prediction waits with its KV and goes on.
+never a decode: nobody is cut off, and who outlives a prediction waits with its KV and goes on.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class _Counters:
 class TimeSynced(IterationScheduler):
     """Differs from the paper, where it leaves a hole:
 
-    - The batch is also formed when answers come up and the last formation left none waiting (an idle device would wait
-      for somebody else's group), and when answers that ended early have freed more than the reserve.
-    - Prompts stop at `waiting_share`: taking them "until the TFS is reached" fills the cache with answers that cannot
+    - The batch is also formed when decodes come up and the last formation left none waiting (an idle device would wait
+      for another's group), and when decodes that ended early have freed more than the reserve.
+    - Prompts stop at `waiting_share`: taking them "until the TFS is reached" fills the cache with decodes that cannot
       run.
     - With nobody able to run, the first in order gets its place by evicting the last.
     """
@@ -63,8 +63,8 @@ class TimeSynced(IterationScheduler):
         self._ranges = Ranges()
         self._prompts = PromptQueue(self._ranges, ordered=self._parts.ordered)
         self._prefilling: dict[Sequence, int] = {}
-        """Prompts begun, with the position at which each becomes an answer."""
-        self._answers: dict[Attempt, Sequence] = {}
+        """Prompts begun, with the position at which each becomes a decode."""
+        self._decodes: dict[Attempt, Sequence] = {}
         """Waiting to run: with KV on the device, or swapped out."""
         self._stopped: set[Attempt] = set()
         """Who had to wait because it outlived its prediction."""
@@ -75,9 +75,9 @@ class TimeSynced(IterationScheduler):
         self._freed = 0
         self._available = 0
         self._stepping = False
-        """Answers are in the plan, so that the batch's clock counts its iterations."""
+        """Decodes are in the plan, so that the batch's clock counts its iterations."""
         self._forms_always = False
-        """Answers waited after the last decision, and every iteration that repeats it would form a batch again."""
+        """Decodes waited after the last decision, and every iteration that repeats it would form a batch again."""
         self._sharing: BlockSharing | None = None
         self._count = _Counters()
 
@@ -89,11 +89,11 @@ class TimeSynced(IterationScheduler):
         elif sequence.uncomputed > 1:
             self._prefilling[sequence] = sequence.target
         else:
-            self._answers[sequence.key] = sequence
+            self._decodes[sequence.key] = sequence
 
     def remove(self, now_s: float, sequence: Sequence) -> None:
         known = self._prompts.remove(sequence) or self._batch.leave(sequence)
-        known = self._answers.pop(sequence.key, None) is not None or known
+        known = self._decodes.pop(sequence.key, None) is not None or known
         known = self._prefilling.pop(sequence, None) is not None or known
         stopped = sequence.key in self._stopped
         self._stopped.discard(sequence.key)
@@ -115,15 +115,15 @@ class TimeSynced(IterationScheduler):
             prompts = self._force(now_s, kv, plan)
             self._take_back(now_s, kv, plan)
         self._before_rows(now_s, kv, plan)
-        answers = [Row(sequence, sequence.computed, 1) for sequence in self._batch.sequences]
-        plan.rows = sorted(prompts, key=lambda row: row.count == 1) + answers
-        self._stepping = bool(answers)
-        plan.reason = f"{len(prompts)} prompts, {len(answers)} answers in {self._batch.groups} groups"
+        decodes = [Row(sequence, sequence.computed, 1) for sequence in self._batch.sequences]
+        plan.rows = sorted(prompts, key=lambda row: row.count == 1) + decodes
+        self._stepping = bool(decodes)
+        plan.reason = f"{len(prompts)} prompts, {len(decodes)} decodes in {self._batch.groups} groups"
         self._available = kv.free_blocks + kv.cached_blocks
         if plan.rows:
             self._count.iterations += 1
             self._count.quiet += not formed and not prompts
-        self._forms_always = bool(self._answers) and not self._parts.synced
+        self._forms_always = bool(self._decodes) and not self._parts.synced
         return plan
 
     def _take_in(self, now_s: float, kv: KvAllocator, news: News) -> None:
@@ -140,12 +140,12 @@ class TimeSynced(IterationScheduler):
         for sequence, goal in list(self._prefilling.items()):
             if sequence.computed >= goal:  # line 7: generated from prompts
                 del self._prefilling[sequence]
-                self._answers[sequence.key] = sequence
+                self._decodes[sequence.key] = sequence
         self._prompts.refresh(now_s)
         self._sharing = kv.sharing
 
     def _revise(self, now_s: float, sequence: Sequence) -> None:
-        """E4 · A prediction came late, or a better one. Waiting answers are grouped by the prediction at hand when the
+        """E4 · A prediction came late, or a better one. Waiting decodes are grouped by the prediction at hand when the
         batch is formed; who runs keeps what is allocated, but a group that it would outlive is left by E5."""
         if self._prompts.remove(sequence):
             self._prompts.add(now_s, sequence, self._deadlines.of(sequence))
@@ -158,13 +158,13 @@ class TimeSynced(IterationScheduler):
             self._count.quiet += iterations
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Only answers run, and nothing changes before the next end of a group or of a loan."""
+        """Only decodes run, and nothing changes before the next end of a group or of a loan."""
         rows = len(plan.rows)
         if plan.preempted or plan.copies or rows != len(self._batch) or self._prefilling:
             return 0
-        if self._answers and not self._parts.synced and self._parts.pipelined:
+        if self._decodes and not self._parts.synced and self._parts.pipelined:
             return 0  # the second halves of lenders change with every iteration
-        if self._drained and self._answers:
+        if self._drained and self._decodes:
             return 0
         ends = [end for end in (self._batch.next_end, self._loans.next_due) if end is not None]
         return max(0, min(ends) - self._batch.clock - 1) if ends else 0
@@ -173,7 +173,7 @@ class TimeSynced(IterationScheduler):
         count = self._count
         return {
             "prompt_queue": float(len(self._prompts)),
-            "answer_queue": float(len(self._answers)),
+            "decode_queue": float(len(self._decodes)),
             "groups": float(self._batch.groups),
             "groups_total": float(self._batch.groups_ended),
             "iterations_total": float(count.iterations),
@@ -191,14 +191,14 @@ class TimeSynced(IterationScheduler):
 
     # -- lengths -----------------------------------------------------------------------------------------------
 
-    def _length(self, sequence: Sequence, drawn: int = 0) -> int:
-        """E2, E3, E5 · Tokens to allocate for an answer that is to run now, or once `drawn` more tokens are there: what
-        is left of its padded prediction, in whole `group_tokens`, never beyond what it can need.
+    def _length(self, sequence: Sequence, sampled: int = 0) -> int:
+        """E2, E3, E5 · Tokens to allocate for a decode that is to run now, or once `sampled` more tokens are there:
+        what is left of its padded prediction, in whole `group_tokens`, never beyond what it can need.
 
         Beyond its prediction: L_new. The paper's own formula (prediction less what exists) is at most 0 then; here it
         is the padding again, of what exists.
         """
-        made, quantum = sequence.output_tokens + drawn, self.options.group_tokens
+        made, quantum = sequence.output_tokens + sampled, self.options.group_tokens
         left = math.ceil(sequence.predicted * (1.0 + self._padding.ratio)) - made
         if left < 1:
             left = math.ceil(made * self._padding.ratio)
@@ -208,8 +208,8 @@ class TimeSynced(IterationScheduler):
     def _reserve(self, kv: KvAllocator) -> int:
         return math.ceil(self.options.reserve * kv.total_blocks)
 
-    def _room(self, kv: KvAllocator) -> int:
-        """Blocks for answers that are to run."""
+    def _headroom(self, kv: KvAllocator) -> int:
+        """Blocks for decodes that are to run."""
         return kv.free_blocks + kv.cached_blocks - (self._reserve(kv) if len(self._batch) else 0)
 
     @staticmethod
@@ -227,16 +227,16 @@ class TimeSynced(IterationScheduler):
         """E5 · Who is not done when its group ends: on with the reserve, or with what its last block still holds; else
         it stops with the group and waits, its KV where it is (offload-free)."""
         for sequence in self._batch.ended():
-            if self._goes_on(sequence, self._length(sequence), kv):
+            if self._continues(sequence, self._length(sequence), kv):
                 self._count.continued += 1
                 continue
-            self._answers[sequence.key] = sequence
+            self._decodes[sequence.key] = sequence
             self._stopped.add(sequence.key)
             self._count.stopped += 1
         self._group_over |= self._batch.group_over
         self._batch.group_over = False
 
-    def _goes_on(self, sequence: Sequence, length: int, kv: KvAllocator) -> bool:
+    def _continues(self, sequence: Sequence, length: int, kv: KvAllocator) -> bool:
         """It joins again, beyond its prediction, if there is room."""
         slack = len(kv.blocks(sequence.key)) * kv.geometry.block_size - sequence.computed
         if self._claim(kv, sequence, sequence.computed + length):
@@ -261,19 +261,19 @@ class TimeSynced(IterationScheduler):
         self, now_s: float, sequence: Sequence, kv: KvAllocator, plan: IterationPlan, how: Literal["swap", "recompute"]
     ) -> None:
         self._batch.leave(sequence)
-        self._answers.pop(sequence.key, None)
+        self._decodes.pop(sequence.key, None)
         self._prefilling.pop(sequence, None)
         preempt(sequence, kv, plan, how)
         if sequence.phase is Phase.SWAPPED:
-            self._answers[sequence.key] = sequence
+            self._decodes[sequence.key] = sequence
             self._group_over = True
         else:
             self._prompts.add(now_s, sequence, self._deadlines.of(sequence))
 
-    # -- the batch of answers ----------------------------------------------------------------------------------
+    # -- the batch of decodes ----------------------------------------------------------------------------------
 
     def _formation_is_due(self, kv: KvAllocator) -> bool:
-        if not self._answers:
+        if not self._decodes:
             return False
         return (
             self._group_over
@@ -287,26 +287,26 @@ class TimeSynced(IterationScheduler):
         """E3, E7 · Alg. 1, lines 2 and 3: groups until the cache is allocated, then borrowers inside of it."""
         self._count.formations += 1
         self._group_over, self._freed = False, 0
-        lengths = [(self._length(s), s) for s in self._answers.values()]
+        lengths = [(self._length(s), s) for s in self._decodes.values()]
         waiting = sorted((self._rank(now_s, s, length), length, s) for length, s in lengths)
-        if len(self._prompts) or sum(self._lacks(s, length, kv) for _, length, s in waiting) > self._room(kv):
+        if len(self._prompts) or sum(self._lacks(s, length, kv) for _, length, s in waiting) > self._headroom(kv):
             self._nest(waiting, kv)  # a loan may have to be given back: none while there are blocks for everybody
-        self._allocate(now_s, [task for task in waiting if task[2].key in self._answers], kv, plan)
+        self._allocate(now_s, [task for task in waiting if task[2].key in self._decodes], kv, plan)
         self._nest(waiting, kv)
-        self._drained = not self._answers
+        self._drained = not self._decodes
 
     def _nest(self, waiting: list[tuple[Rank, int, Sequence]], kv: KvAllocator) -> None:
         """E7 · Borrowers among those who wait."""
-        if not self._parts.pipelined or self._sharing is None or not self._answers:
+        if not self._parts.pipelined or self._sharing is None or not self._decodes:
             return
         # Who is handed over later keeps its blocks until they are sent, which may be late: it does not borrow.
         candidates = [
             Candidate(length, self._deadlines.of(s), s.key, self._lacks(s, length, kv), s)
             for _, length, s in waiting
-            if s.phase is Phase.RUNNING and s.end is None and s.key in self._answers
+            if s.phase is Phase.RUNNING and s.end is None and s.key in self._decodes
         ]
         for chosen in self._loans.arrange(self._batch, candidates, kv, self._sharing, self._places()):
-            del self._answers[chosen.sequence.key]
+            del self._decodes[chosen.sequence.key]
             self._loans.resume(self._batch, chosen.sequence, kv, self._sharing)
             self._count.borrowed += 1
 
@@ -320,28 +320,28 @@ class TimeSynced(IterationScheduler):
     ) -> None:
         """E3 · Whole groups in order of their first member; the one that does not fit is split; then (E6) whoever comes
         closest to the room left."""
-        room = self._room(kv)
+        headroom = self._headroom(kv)
         if not waiting:
             return
         for _, length, sequence in self._grouped(waiting):
             lacks = self._lacks(sequence, length, kv)
-            if lacks > room or self._places() < 1 or not self._run(sequence, length, kv, plan):
+            if lacks > headroom or self._places() < 1 or not self._run(sequence, length, kv, plan):
                 break
-            room -= lacks
+            headroom -= lacks
         else:
             return
         head = waiting[0][2]
-        stands = head.key in self._answers and now_s - self._deadlines.of(head) > self.options.patience_s
+        stands = head.key in self._decodes and now_s - self._deadlines.of(head) > self.options.patience_s
         if not self._parts.ordered or stands:
             return
-        left = [(length, sequence) for _, length, sequence in waiting if sequence.key in self._answers]
+        left = [(length, sequence) for _, length, sequence in waiting if sequence.key in self._decodes]
         left.sort(key=lambda task: (-task[0], task[1].arrived_s, task[1].key))
         for length, sequence in left:  # longest first: each is the closest to what is left that fits
-            if self._places() < 1 or room < 0:
+            if self._places() < 1 or headroom < 0:
                 return
             lacks = self._lacks(sequence, length, kv)
-            if lacks <= room and self._run(sequence, length, kv, plan):
-                room -= lacks
+            if lacks <= headroom and self._run(sequence, length, kv, plan):
+                headroom -= lacks
 
     def _grouped(self, waiting: list[tuple[Rank, int, Sequence]]) -> list[tuple[Rank, int, Sequence]]:
         if not self._parts.synced:
@@ -360,7 +360,7 @@ class TimeSynced(IterationScheduler):
             return False
         if not self._claim(kv, sequence, sequence.computed + length):
             return False
-        self._answers.pop(sequence.key, None)
+        self._decodes.pop(sequence.key, None)
         self._join(sequence, length, kv)
         return True
 
@@ -410,28 +410,28 @@ class TimeSynced(IterationScheduler):
         if head is None:
             return None
         blocks = kv.free_blocks + kv.cached_blocks
-        waiting = [s for s in self._answers.values() if s.phase is Phase.RUNNING]
+        waiting = [s for s in self._decodes.values() if s.phase is Phase.RUNNING]
         if waiting:
             held = sum(len(kv.blocks(s.key)) for s in (*waiting, *self._prefilling))
             limit = max(self._reserve(kv), math.floor(self.options.waiting_share * kv.total_blocks))
             blocks = min(blocks, limit - held)
-        room = blocks * kv.geometry.block_size
+        headroom = blocks * kv.geometry.block_size
         first, deadline_s = head
         if not self._parts.decoupled:
             needed = kv.geometry.blocks_for(first.target + self._length(first, 1))
             return first if needed <= blocks or (needed > kv.total_blocks and not len(self._batch)) else None
-        if first.target <= room and now_s > deadline_s:
+        if first.target <= headroom and now_s > deadline_s:
             return first
         if now_s - deadline_s > self.options.patience_s:
             return None
-        return self._prompts.fitting(min(tokens, room)) or self._prompts.fitting(room)
+        return self._prompts.fitting(min(tokens, headroom)) or self._prompts.fitting(headroom)
 
     # -- when nobody can run -----------------------------------------------------------------------------------
 
     def _force(self, now_s: float, kv: KvAllocator, plan: IterationPlan) -> list[Row]:
-        """Answers and begun prompts hold all blocks, and none has enough to go on: the last in order make room for the
-        first. It draws a token for every eviction, so this ends."""
-        tasks = [*self._answers.values(), *self._prefilling]
+        """Decodes and begun prompts hold all blocks, and none has enough to go on: the last in order make room for the
+        first. It samples a token for every eviction, so this ends."""
+        tasks = [*self._decodes.values(), *self._prefilling]
         tasks.sort(key=lambda s: self._rank(now_s, s, self._length(s)))
         for task in tasks:
             if task.phase not in (Phase.RUNNING, Phase.SWAPPED):

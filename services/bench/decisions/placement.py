@@ -31,7 +31,7 @@ from cohort.common.types import (
     SamplingParams,
     StepTimes,
     WorkerCapacity,
-    WorkerFigures,
+    WorkerStats,
 )
 
 _TIMES = StepTimes(1.3e-3, 1.06e-4, 1.3e-4, 0.022, 6e-9, 1.5e-7)
@@ -60,7 +60,7 @@ def measure(preset: str, balance: str, instances: int, queued: int, rounds: int,
     capacity = WorkerCapacity(Role.UNIFIED, "m", 32_768, 48, 8, 128, 2, 16, 100_000, 0, 256, 2048)
     views = {f"u{index}": InstanceView(f"u{index}", capacity) for index in range(instances)}
     for index, view in enumerate(views.values()):
-        view.figures = _report(draw, view.instance, queued // instances + (index < queued % instances))
+        view.stats = _report(draw, view.instance, queued // instances + (index < queued % instances))
     cluster = ClusterView(views)
     taken: list[float] = []
     splits = 0
@@ -86,7 +86,7 @@ def measure(preset: str, balance: str, instances: int, queued: int, rounds: int,
             splits += len(getattr(placed, "segments", ())) == 2
             placement.finished(0.2 * round_, request.request_id)
             for view in draw.sample(list(views.values()), max(1, instances // 2)):
-                view.figures = _report(draw, view.instance, queued // instances)
+                view.stats = _report(draw, view.instance, queued // instances)
     finally:
         gc.enable()
     settled = sorted(taken[len(taken) // 10 :])
@@ -95,7 +95,7 @@ def measure(preset: str, balance: str, instances: int, queued: int, rounds: int,
     )
 
 
-def _report(draw: random.Random, name: str, count: int) -> WorkerFigures:
+def _report(draw: random.Random, name: str, count: int) -> WorkerStats:
     """A loaded instance: a third of its requests still wait for their prompts."""
     queue = [
         QueuedWork(f"{name}-{index}", draw.randint(16, 4000), 0, draw.randint(1, 800))
@@ -103,7 +103,7 @@ def _report(draw: random.Random, name: str, count: int) -> WorkerFigures:
         else QueuedWork(f"{name}-{index}", 0, draw.randint(16, 4000), draw.randint(1, 800))
         for index in range(count)
     ]
-    return WorkerFigures(
+    return WorkerStats(
         total_blocks=100_000,
         free_blocks=80_000,
         running=count,

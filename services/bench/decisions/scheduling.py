@@ -23,7 +23,7 @@ from rich.table import Table
 from cohort.common.config import load_config
 from cohort.common.policies import compose
 from cohort.common.policies.interface import ClusterView, InstanceView, PrefillOrder, WaitingRequest
-from cohort.common.types import Attempt, Prediction, Request, Role, SamplingParams, WorkerCapacity, WorkerFigures
+from cohort.common.types import Attempt, Prediction, Request, Role, SamplingParams, WorkerCapacity, WorkerStats
 
 _LIMIT = 8192
 _REPORT_EVERY = 8
@@ -121,8 +121,8 @@ def _cluster(queued: int) -> ClusterView:
 
     def view(name: str, role: Role, queued: int) -> InstanceView:
         capacity = WorkerCapacity(role, "m", _LIMIT, 32, 8, 128, 2, 16, 4096, 0, 256, 2048)
-        figures = WorkerFigures(total_blocks=4096, free_blocks=4096, queued_prefill_tokens=queued)
-        return InstanceView(name, capacity, figures)
+        stats = WorkerStats(total_blocks=4096, free_blocks=4096, queued_prefill_tokens=queued)
+        return InstanceView(name, capacity, stats)
 
     roles = (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE))
     return ClusterView({name: view(name, role, queued if role.prefills else 0) for name, role in roles})

@@ -1,4 +1,5 @@
-"""An engine measurement as one picture: steps beside their floors, a step taken apart, growth. Called by `engine`."""
+"""An engine measurement as one picture: steps beside their lower bounds, a step taken apart, growth. Called by
+`engine`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 from cohort.services.bench.decisions.growth import Curve
 from cohort.services.bench.engine.render import FORMS, PARTS
-from cohort.services.bench.engine.report import Contest, EngineReport, Form, StepPart
+from cohort.services.bench.engine.report import Comparison, EngineReport, Form, StepPart
 from cohort.services.bench.engine.result import EngineBench
 from cohort.services.bench.picture import COLOURS, picture
 
@@ -44,9 +45,9 @@ def write_engine_plot(path: Path, result: EngineBench) -> None:
     panels: list[Callable[[Any], None]] = []
     if report is not None:
         measured = {
-            _decode: _contests(report, "decode"),
-            _contexts: _contests(report, "decode"),
-            _prefill: _contests(report, "prefill"),
+            _decode: _comparisons(report, "decode"),
+            _contexts: _comparisons(report, "decode"),
+            _prefill: _comparisons(report, "prefill"),
             _shares: report.shares,
         }
         panels += [partial(draw, report=report) for draw, found in measured.items() if found]
@@ -61,59 +62,65 @@ def write_engine_plot(path: Path, result: EngineBench) -> None:
             axis.set_axis_off()
 
 
-def _contests(report: EngineReport, kind: str) -> list[Contest]:
-    found = [contest for contest in report.contests if contest.kind == kind and contest.steps]
-    return sorted(found, key=lambda contest: contest.tokens)
+def _comparisons(report: EngineReport, kind: str) -> list[Comparison]:
+    found = [comparison for comparison in report.comparisons if comparison.kind == kind and comparison.steps]
+    return sorted(found, key=lambda comparison: comparison.tokens)
 
 
 def _decode(axis: Any, report: EngineReport) -> None:
     """Against rows, at the context that most numbers of rows have."""
-    contests = _contests(report, "decode")
-    contexts = [point.context for contest in contests for point in contest.steps]
+    comparisons = _comparisons(report, "decode")
+    contexts = [point.context for comparison in comparisons for point in comparison.steps]
     context = max(dict.fromkeys(contexts), key=contexts.count)
     steps = [
-        (contest.tokens, point.step.median_s * 1e3)
-        for contest in contests
-        for point in contest.steps
+        (comparison.tokens, point.step.median_s * 1e3)
+        for comparison in comparisons
+        for point in comparison.steps
         if point.context == context
     ]
-    _against_floors(axis, contests, steps, f"decode step, context {context}", "rows")
+    _against_lower_bounds(axis, comparisons, steps, f"decode step, context {context}", "rows")
 
 
 def _prefill(axis: Any, report: EngineReport) -> None:
-    contests = _contests(report, "prefill")
-    steps = [(contest.tokens, contest.steps[0].step.median_s * 1e3) for contest in contests]
-    _against_floors(axis, contests, steps, "prefill step", "tokens")
+    comparisons = _comparisons(report, "prefill")
+    steps = [(comparison.tokens, comparison.steps[0].step.median_s * 1e3) for comparison in comparisons]
+    _against_lower_bounds(axis, comparisons, steps, "prefill step", "tokens")
 
 
-def _against_floors(
-    axis: Any, contests: Sequence[Contest], steps: Sequence[tuple[int, float]], title: str, label: str
+def _against_lower_bounds(
+    axis: Any, comparisons: Sequence[Comparison], steps: Sequence[tuple[int, float]], title: str, label: str
 ) -> None:
     axis.plot([at for at, _ in steps], [ms for _, ms in steps], marker="o", color=COLOURS[0], label="engine's step")
     for form, name in FORMS.items():
-        floor = [(each.tokens, each.floors[form].median_s * 1e3) for each in contests if form in each.floors]
-        if floor:
+        lower_bound = [
+            (each.tokens, each.lower_bounds[form].median_s * 1e3) for each in comparisons if form in each.lower_bounds
+        ]
+        if lower_bound:
             shown = "weights read once" if form == "memory" else f"products, {name}"
             axis.plot(
-                [at for at, _ in floor], [ms for _, ms in floor], linestyle=_FORM_STYLE[form], color="#444", label=shown
+                [at for at, _ in lower_bound],
+                [ms for _, ms in lower_bound],
+                linestyle=_FORM_STYLE[form],
+                color="#444",
+                label=shown,
             )
     axis.set(title=title, xlabel=label, ylabel="ms", xscale="log", yscale="log")
-    ticks = sorted({contest.tokens for contest in contests})
+    ticks = sorted({comparison.tokens for comparison in comparisons})
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
     axis.minorticks_off()
     axis.legend(frameon=False, fontsize=8)
 
 
 def _contexts(axis: Any, report: EngineReport) -> None:
-    contests = _contests(report, "decode")
-    for index, contest in enumerate(contests):
-        points = [(point.context, point.step.median_s * 1e3) for point in contest.steps]
+    comparisons = _comparisons(report, "decode")
+    for index, comparison in enumerate(comparisons):
+        points = [(point.context, point.step.median_s * 1e3) for point in comparison.steps]
         axis.plot(
             [at for at, _ in points],
             [ms for _, ms in points],
             marker="o",
             color=COLOURS[index % len(COLOURS)],
-            label=f"{contest.tokens} rows",
+            label=f"{comparison.tokens} rows",
         )
     axis.set(title="decode step against context", xlabel="context, tokens", ylabel="ms", xscale="log", yscale="log")
     _widen(axis)

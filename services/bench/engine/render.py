@@ -16,7 +16,7 @@ from cohort.services.bench.engine.report import (
     KERNEL_PARTS,
     Allocations,
     AttentionPoint,
-    Contest,
+    Comparison,
     EngineReport,
     Form,
     MemoryUse,
@@ -58,10 +58,10 @@ def print_engine(result: EngineBench, console: Console) -> None:
 def _engine(report: EngineReport) -> Iterator[str | Table]:
     yield _heads(report)
     for kind in ("decode", "prefill"):
-        contests = [contest for contest in report.contests if contest.kind == kind]
-        if contests:
-            yield _floors(kind, contests)
-            yield _steps(kind, contests)
+        comparisons = [comparison for comparison in report.comparisons if comparison.kind == kind]
+        if comparisons:
+            yield _lower_bounds(kind, comparisons)
+            yield _steps(kind, comparisons)
     if report.shares:
         yield _shares(report.shares)
     if report.attention:
@@ -80,27 +80,30 @@ def _heads(report: EngineReport) -> str:
     )
 
 
-def _floors(kind: str, contests: Sequence[Contest]) -> Table:
+def _lower_bounds(kind: str, comparisons: Sequence[Comparison]) -> Table:
     """The matrix products of a step and nothing else."""
-    forms = [form for form in FORMS if any(form in contest.floors for contest in contests)]
+    forms = [form for form in FORMS if any(form in comparison.lower_bounds for comparison in comparisons)]
     found = plain_table(f"{kind}: products alone, ms", *(FORMS[form] for form in forms), "read GB/s")
-    for contest in contests:
-        cells = [f"{contest.floors[form].median_s * 1e3:.2f}" if form in contest.floors else "–" for form in forms]
-        tokens = f"{contest.tokens} rows" if kind == "decode" else f"{contest.tokens} tokens"
-        found.add_row(tokens, *cells, f"{contest.bandwidth / 1e9:.1f}")
+    for comparison in comparisons:
+        cells = [
+            f"{comparison.lower_bounds[form].median_s * 1e3:.2f}" if form in comparison.lower_bounds else "–"
+            for form in forms
+        ]
+        tokens = f"{comparison.tokens} rows" if kind == "decode" else f"{comparison.tokens} tokens"
+        found.add_row(tokens, *cells, f"{comparison.bandwidth / 1e9:.1f}")
     return found
 
 
-def _steps(kind: str, contests: Sequence[Contest]) -> Table:
-    forms = [form for form in FORMS if any(form in contest.floors for contest in contests)]
+def _steps(kind: str, comparisons: Sequence[Comparison]) -> Table:
+    forms = [form for form in FORMS if any(form in comparison.lower_bounds for comparison in comparisons)]
     ratios_to = [f"/ {FORMS[form]}" for form in forms]
     found = plain_table(f"{kind} step", "ms", "min–max", "tokens/s", *ratios_to)
-    for contest in contests:
-        for point in contest.steps:
+    for comparison in comparisons:
+        for point in comparison.steps:
             step = point.step
             shape = f"{point.rows} rows x {point.context}" if kind == "decode" else f"{point.tokens_per_row} tokens"
             ratios = [f"{point.ratios[form]:.2f}" if form in point.ratios else "–" for form in forms]
-            rate = contest.tokens / step.median_s
+            rate = comparison.tokens / step.median_s
             spread = f"{step.min_s * 1e3:.2f}–{step.max_s * 1e3:.2f}"
             found.add_row(shape, f"{step.median_s * 1e3:.2f}", spread, f"{rate:.0f}", *ratios)
     return found

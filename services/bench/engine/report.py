@@ -82,7 +82,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 class StepPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One step of the real engine: `rows` rows of `tokens_per_row` new tokens, `context` positions each afterwards.
 
-    `ratios`: step over each floor, median of the rounds' own ratios, so that what a round met counts on both sides.
+    `ratios`: step over each lower bound, median of the rounds' own ratios, so that what a round met counts on both
+    sides.
     """
 
     rows: int
@@ -92,21 +93,21 @@ class StepPoint(msgspec.Struct, frozen=True, kw_only=True):
     ratios: dict[Form, float]
 
 
-class Contest(msgspec.Struct, frozen=True, kw_only=True):
-    """Rounds in which floors and steps of as many tokens ran in turn.
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Rounds in which lower bounds and steps of as many tokens ran in turn.
 
-    `tokens` go through the layers, `sampled` of them through the vocabulary. `floors` lacks a form that does not exist
-    here. `floor_layers` layers had weights of their own and were timed; the rest is taken to cost as much per layer.
-    `bandwidth`: bytes a second read from memory.
+    `tokens` go through the layers, `sampled` of them through the vocabulary. `lower_bounds` lacks a form that does not
+    exist here. `lower_bound_layers` layers had weights of their own and were timed; the rest is taken to cost as much
+    per layer. `bandwidth`: bytes a second read from memory.
     """
 
     kind: Literal["decode", "prefill"]
     tokens: int
     sampled: int
     rounds: int
-    floor_layers: int
+    lower_bound_layers: int
     bandwidth: float
-    floors: dict[Form, Timing]
+    lower_bounds: dict[Form, Timing]
     steps: list[StepPoint]
 
 
@@ -181,7 +182,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
 
     machine: Machine
     model: ModelFacts
-    contests: list[Contest]
+    comparisons: list[Comparison]
     shares: list[StepShares]
     attention: list[AttentionPoint]
     allocations: list[Allocations]

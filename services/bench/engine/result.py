@@ -37,16 +37,16 @@ def step_curves(engine: EngineReport) -> list[Curve]:
     """Times of steps against what they compute: prefill against its multiply-adds, decode against the context."""
     model, curves = engine.model, []
     prefills = []
-    for contest in engine.contests:
-        for point in contest.steps:
-            if contest.kind == "prefill" and model.layer_parameters:
+    for comparison in engine.comparisons:
+        for point in comparison.steps:
+            if comparison.kind == "prefill" and model.layer_parameters:
                 tokens = point.tokens_per_row
                 # Products, and both halves of causal attention
                 work = tokens * model.layer_parameters + model.layers * model.query_size * tokens * (tokens + 1)
                 prefills.append((float(work), point.step.median_s))
-        if contest.kind == "decode" and len(contest.steps) > 1:
-            points = [(float(point.context), point.step.median_s) for point in contest.steps]
-            curves.append(curve(f"decode step, {contest.tokens} rows", "context", points, work_exponent=1.0))
+        if comparison.kind == "decode" and len(comparison.steps) > 1:
+            points = [(float(point.context), point.step.median_s) for point in comparison.steps]
+            curves.append(curve(f"decode step, {comparison.tokens} rows", "context", points, work_exponent=1.0))
     if len(prefills) > 1:
         curves.append(curve("prefill step", "multiply-adds", prefills, work_exponent=1.0))
     return curves

@@ -90,7 +90,7 @@ def beside(iteration: Iteration, others: Sequence[Iteration], starts: Sequence[f
     return [others[at]] if at >= 0 and others[at].ended_s > middle_s else []
 
 
-def hand_overs(sender: Path, receiver: Path) -> Iterator[tuple[int, int, float]]:
+def kv_transfers(sender: Path, receiver: Path) -> Iterator[tuple[int, int, float]]:
     """Of prompts computed in one iteration whose KV went to this receiver: runs of blocks, blocks, seconds until all
     of it was there. What took longer than `_STALLED_S` waited for something else."""
     block_size = _setup(sender)["capacity"]["block_size"]
@@ -179,11 +179,11 @@ def execute(options: argparse.Namespace) -> int:
     print(f"service_step_s: {low:.5f}  (in the file: {cluster.service_step_s})")
     role = {path: _setup(path)["capacity"]["role"] for path in options.recordings}
     pairs = product((p for p in role if role[p] == "prefill"), (p for p in role if role[p] == "decode"))
-    found = np.array([each for sender, receiver in pairs for each in hand_overs(sender, receiver)])
+    found = np.array([each for sender, receiver in pairs for each in kv_transfers(sender, receiver)])
     if len(found):
         terms = np.column_stack([np.ones(len(found)), found[:, :2]])
         constant_s, run_s, block_s = np.linalg.lstsq(terms, found[:, 2], rcond=None)[0]
-        print(f"{len(found)} hand-overs: {constant_s:.5f} s, {run_s:.5f} s a run, {block_s:.5f} s a block")
+        print(f"{len(found)} KV transfers: {constant_s:.5f} s, {run_s:.5f} s a run, {block_s:.5f} s a block")
     return 0
 
 

@@ -18,8 +18,8 @@ from cohort.services.bench.gpu_check import (
     environment,
     fill,
     golden,
-    handover,
     kernels,
+    kv_transfer,
     pipeline,
     prefill,
 )
@@ -32,7 +32,7 @@ SECTIONS: dict[str, Callable[[Check], None]] = {
     "golden": golden.run,
     "attention": attention.run,
     "decode-8b": lambda check: decode.run(check, "Llama-3-8B"),
-    "handover": handover.run,
+    "kv-transfer": kv_transfer.run,
     "prefill": prefill.run,
     "decode-14b": lambda check: decode.run(check, "Qwen2.5-14B"),
     "fill": fill.run,

@@ -31,10 +31,10 @@ def run(check: Check) -> None:
     done: set[str] = set()
     least_free, steps = len(runner.kv.blocks), 0
     while len(done) < requests:
-        drawing = engine.step()
+        sampled = engine.step()
         steps += 1
         least_free = min(least_free, engine.free_blocks)
-        done.update(sequence.request_id for sequence in drawing if sequence.output_tokens >= output)
+        done.update(sequence.request_id for sequence in sampled if sequence.output_tokens >= output)
         if steps > 400 and not least_free and len(done) > requests // 8 and check.real:
             break  # full, and going on: the rest would only repeat it
     seconds = time.perf_counter() - started

@@ -36,7 +36,7 @@ SECTIONS = {
     "golden": 100,
     "attention": 60,
     "decode-8b": 90,
-    "handover": 60,
+    "kv-transfer": 60,
     "prefill": 90,
     "decode-14b": 100,
     "fill": 110,

@@ -30,7 +30,7 @@ from cohort.services.bench.http.progress import show_progress
 from cohort.services.bench.http.prompts import PromptFactory, Vocabulary
 from cohort.services.bench.http.records import RequestRecord
 from cohort.services.bench.http.report import RunReport
-from cohort.services.bench.http.target import Dialect, RequestBuilder, Target, Wishes
+from cohort.services.bench.http.target import Dialect, Preferences, RequestBuilder, Target
 from cohort.services.bench.http.workload import FromDataset, RequestPlan, Workload, WorkloadSpec
 
 DISCOVER_TIMEOUT_S = 10.0
@@ -118,7 +118,7 @@ class Harness:
         if isinstance(source, FromDataset):
             plan = replace(plan, row=source.rows[0])
             prompt_format = "text"
-        wishes = Wishes(
+        preferences = Preferences(
             options.endpoint,
             prompt_format,
             options.ignore_eos,
@@ -127,7 +127,7 @@ class Harness:
         return await target_.negotiate(
             self._session,
             target,
-            wishes,
+            preferences,
             self._prompts(derive_salt(options.prompt_salt, "probe")),
             self._builder,
             options.request_timeout_s,

@@ -5,7 +5,7 @@ Pure but for reading a tokenizer file. Called by `harness` before a run, so that
 A prompt is a sequence of symbols. As ids a symbol is an ordinary token of the vocabulary; as text it is a word that
 the tokenizer keeps as one token wherever it stands, so that n words are n tokens. Which symbols: block i of a trace's
 `hash_ids` is drawn from (seed, salt, hash id), so equal ids are equal tokens; the turns of a session are prefixes of
-one stream (the server's own answers, which a real client would have sent back, are replaced by drawn tokens);
+one stream (the server's own answers, which a real client would have sent back, are replaced by sampled tokens);
 everything else is drawn from (seed, salt, request index).
 """
 

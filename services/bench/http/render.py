@@ -49,10 +49,10 @@ def _heads(result: BenchResult, console: Console) -> None:
 
 def _dialect(run: RunReport) -> str:
     dialect = run.dialect
-    wishes = [dialect.endpoint, f"prompts as {dialect.prompt_format}"]
+    preferences = [dialect.endpoint, f"prompts as {dialect.prompt_format}"]
     if dialect.ignore_eos:
-        wishes.append("ignore_eos")
-    return ", ".join(wishes)
+        preferences.append("ignore_eos")
+    return ", ".join(preferences)
 
 
 def _print_run(run: RunReport, console: Console) -> None:

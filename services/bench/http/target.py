@@ -68,7 +68,7 @@ class Dialect(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class Preferences:
     """What the user wants; None: whatever the server accepts, best first."""
 
     endpoint: Endpoint | None
@@ -118,7 +118,7 @@ async def discover(session: aiohttp.ClientSession, name: str, url: str, model: s
 async def negotiate(
     session: aiohttp.ClientSession,
     target: Target,
-    wishes: Wishes,
+    preferences: Preferences,
     prompts: PromptFactory,
     request: RequestBuilder,
     timeout_s: float,
@@ -126,7 +126,7 @@ async def negotiate(
 ) -> Dialect:
     """The richest dialect the server answers to."""
     refusals: list[str] = []
-    for dialect in _dialects(wishes):
+    for dialect in _dialects(preferences):
         client = HttpStreamClient(session, target.base_url + dialect.path, timeout_s)
         record = RequestRecord(plan)
         await client.stream(request.build(target, dialect, prompts, plan, "probe"), record, 0.0)
@@ -136,20 +136,20 @@ async def negotiate(
         if record.error_kind not in _REFUSED_STATUS:
             raise TargetError(f"{target.base_url} fails the first request: {refusal}")
         refusals.append(refusal)
-    if wishes.prompt_format is None and not wishes.text_possible:
+    if preferences.prompt_format is None and not preferences.text_possible:
         refusals.append("text was not tried: no tokenizer (give --tokenizer FOLDER)")
     raise TargetError(f"{target.base_url} refuses every form of request:\n  " + "\n  ".join(refusals))
 
 
-def _dialects(wishes: Wishes) -> Iterator[Dialect]:
-    """From all wishes to none. Ids only exist at /v1/completions."""
+def _dialects(preferences: Preferences) -> Iterator[Dialect]:
+    """From all preferences to none. Ids only exist at /v1/completions."""
     forms: list[tuple[Endpoint, PromptFormat]] = [("completions", "ids"), ("completions", "text"), ("chat", "text")]
     for endpoint, prompt_format in forms:
-        if wishes.endpoint not in (None, endpoint) or wishes.prompt_format not in (None, prompt_format):
+        if preferences.endpoint not in (None, endpoint) or preferences.prompt_format not in (None, prompt_format):
             continue
-        if prompt_format == "text" and not wishes.text_possible:
+        if prompt_format == "text" and not preferences.text_possible:
             continue
-        for ignore_eos in (True, False) if wishes.ignore_eos else (False,):
+        for ignore_eos in (True, False) if preferences.ignore_eos else (False,):
             for stream_usage in (True, False):
                 yield Dialect(endpoint, prompt_format, ignore_eos, stream_usage)
 

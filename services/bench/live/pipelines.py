@@ -84,7 +84,7 @@ class Served:
     def stats(self) -> dict[str, Stats]:
         """Every process's own, by instance, as of its last heartbeat."""
         processes = json.loads(_get(f"{self.monitor_url}/api/state"))["processes"]
-        return {process["instance"]: process["figures"] for process in processes}
+        return {process["instance"]: process["stats"] for process in processes}
 
     def metrics(self) -> str:
         """The Prometheus text of all processes."""

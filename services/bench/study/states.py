@@ -70,10 +70,10 @@ def states_of(
         inside += 1
         if inside == min(_AT_ONCE, len(prompts) - len(found)):
             while inside:
-                drawing = engine.step()
-                inside -= len(drawing)
-                states = prompt_states(runner, drawing)
-                if len(states) < len(drawing):
+                sampled = engine.step()
+                inside -= len(sampled)
+                states = prompt_states(runner, sampled)
+                if len(states) < len(sampled):
                     raise ConfigError("this model's engine keeps no hidden states")
                 found |= {int(each.attempt.request_id): np.frombuffer(each.hidden, "<f2") for each in states}
     return found

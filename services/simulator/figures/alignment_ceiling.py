@@ -1,8 +1,8 @@
 """A1 · What alignment could gain at the very most: full iterations of each kind of batch, by the cost model alone.
 
-No policy, no queue, no hand-over: memory full, batches of the synthetic mix drawn at random. `served alike`: short and
-long requests are decoded in batches of their own, in the shares in which they come. `short ones first`: the long ones
-wait for ever, as they do in the density first search while short ones keep coming and starvation is not handled.
+No policy, no queue, no KV transfer: memory full, batches of the synthetic mix drawn at random. `served alike`: short
+and long requests are decoded in batches of their own, in the shares in which they come. `short ones first`: the long
+ones wait for ever, as they do in the density first search while short ones keep coming and starvation is not handled.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from statistics import fmean
 from cohort.common.config import load_config
 from cohort.common.workloads import slos
 from cohort.common.workloads.arrivals import AllAtOnce, RandomArrivals
-from cohort.common.workloads.changes import promise, with_class
+from cohort.common.workloads.changes import with_class, with_slos
 from cohort.common.workloads.items import ClosedLoopPart, Workload
 from cohort.common.workloads.papers import paper_workload
 from cohort.services.simulator.cluster import SimOptions
@@ -48,7 +48,7 @@ def _workload(shape: str, rate: float) -> Workload:
     real_time = paper_workload(_SHAPES[shape], RandomArrivals(rate), duration_s=_END_S)
     best_effort = with_class(paper_workload("bros-best-effort", AllAtOnce(), count=40 * _BATCH), "be").items
     users = ClosedLoopPart(_BATCH, best_effort, until_s=_END_S, in_batches=True)
-    return promise(replace(real_time, closed_loop=(users,)), slos.bros)
+    return with_slos(replace(real_time, closed_loop=(users,)), slos.bros)
 
 
 def _run(lab: Lab, preset: str, shape: str, model: str, rate: float, *, shared: bool = True) -> SimReport:
@@ -83,13 +83,13 @@ def _best_effort(report: SimReport) -> float:
 
 
 def _ttft(report: SimReport) -> float:
-    promises = report.by_class["rt"].promises
-    return promises.ttft if promises else math.nan
+    slo = report.by_class["rt"].slo
+    return slo.ttft if slo else math.nan
 
 
 def _tpot(report: SimReport) -> float:
-    promises = report.by_class["rt"].promises
-    return promises.tpot if promises else math.nan
+    slo = report.by_class["rt"].slo
+    return slo.tpot if slo else math.nan
 
 
 Metric = Callable[[SimReport], float]

@@ -27,7 +27,7 @@ import msgspec
 from cohort.common.config import load_config
 from cohort.common.types import Role
 from cohort.common.workloads.arrivals import AllAtOnce, Arrivals, RandomArrivals
-from cohort.common.workloads.changes import clip, mixture, promise
+from cohort.common.workloads.changes import clip, mixture, with_slos
 from cohort.common.workloads.items import Workload
 from cohort.common.workloads.papers import paper_workload
 from cohort.common.workloads.slos import per_token
@@ -84,7 +84,7 @@ def _workload(name: str, arrivals: Arrivals, count: int) -> Workload:
     else:
         long = clip(paper_workload("bucketserve-longbench", AllAtOnce(), count=count), max_total=_CONTEXT)
         found = mixture("mixed", [(1.0, alpaca), (1.0, long)], arrivals, count=count)
-    return promise(found, _SLOS[name])
+    return with_slos(found, _SLOS[name])
 
 
 def _simulate(name: str, workload: Workload, options: SimOptions) -> SimReport:

@@ -16,7 +16,7 @@ import numpy as np
 from cohort.common.policies.interface import ClusterView, Placed, Placement, Wait, WaitingRequest
 from cohort.common.types import Segment
 from cohort.common.workloads.arrivals import RandomArrivals
-from cohort.common.workloads.changes import promise
+from cohort.common.workloads.changes import with_slos
 from cohort.common.workloads.generate import Stream, stream
 from cohort.common.workloads.items import WorkItem, Workload
 from cohort.common.workloads.papers import paper_workload
@@ -165,8 +165,8 @@ def _within(lab: Lab, aware: bool) -> float:
     rate = _capacity(lab, SPLIT, "hybrid")
     unaware = (("policies", "iteration", "continuous_batching"), ("policies", "prefill_order", "fcfs"))
     system = DYNASERVE if aware else System(SPLIT, settings=unaware)
-    promises = run(lab, system, "hybrid", rate).overall.promises
-    return 100.0 * promises.tbt if promises else 0.0
+    slo = run(lab, system, "hybrid", rate).overall.slo
+    return 100.0 * slo.tbt if slo else 0.0
 
 
 def _varied(sigma: float) -> Workload:
@@ -176,7 +176,7 @@ def _varied(sigma: float) -> Workload:
     outputs = np.clip(np.rint(drawn), 1, 4000).astype(int)
     base = paper_workload("dynaserve-reasoning", RandomArrivals(3.0), count=count)
     items = tuple(WorkItem(item.arrival_s, 219, int(output)) for item, output in zip(base.items, outputs, strict=True))
-    return promise(Workload(f"sigma {sigma:g}", items, base.facts), slo_of)
+    return with_slos(Workload(f"sigma {sigma:g}", items, base.facts), slo_of)
 
 
 def _varied_goodput(lab: Lab, sigma: float) -> float:
@@ -196,7 +196,9 @@ class Alternating(Placement):
     def __init__(self, share: float, output: int) -> None:
         self._share, self._output, self._turn = share, output, 0
 
-    def place(self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: str | None) -> Placed | Wait:
+    def place(
+        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: str | None
+    ) -> Placed | Wait:
         names = sorted(cluster.instances)
         self._turn += 1
         first, second = (names if self._turn % 2 else reversed(names)) if len(names) == 2 else (names[0], names[0])
@@ -217,7 +219,7 @@ def _against_oracle(lab: Lab) -> float:
             ("oracle", share),
             lambda: simulated(
                 DYNASERVE,
-                promise(paper_workload("dynaserve-balanced", RandomArrivals(rate), count=700), slo_of),
+                with_slos(paper_workload("dynaserve-balanced", RandomArrivals(rate), count=700), slo_of),
                 SimOptions(warmup_s=50.0, horizon_s=end_s),
                 placement,
             ),
@@ -228,25 +230,25 @@ def _against_oracle(lab: Lab) -> float:
 
 
 def _exposed_less(lab: Lab) -> float:
-    """Percent of the exposed transfer time per hand-over that pushing chunks removes; every request handed over in the
-    middle of its answer."""
+    """Percent of the exposed transfer time per KV transfer that pushing chunks removes; every request handed over in
+    the middle of its answer."""
 
-    def per_hand_over(chunked: bool) -> float:
+    def per_kv_transfer(chunked: bool) -> float:
         system = System(SPLIT, settings=(("transfer.ablation", "chunked", chunked),))
         report = lab.run(
             ("exposed", chunked),
             lambda: simulated(
                 system,
-                promise(paper_workload("dynaserve-reasoning", RandomArrivals(1.5), count=150), slo_of),
+                with_slos(paper_workload("dynaserve-reasoning", RandomArrivals(1.5), count=150), slo_of),
                 SimOptions(horizon_s=120.0),
                 Alternating(0.5, 1467),
                 across=True,
             ),
         )
-        handed = sum(instance.hand_overs for instance in report.instances)
+        handed = sum(instance.kv_transfers for instance in report.instances)
         return sum(instance.exposed_transfer_s for instance in report.instances) / max(handed, 1)
 
-    return 100.0 * (1.0 - per_hand_over(True) / per_hand_over(False))
+    return 100.0 * (1.0 - per_kv_transfer(True) / per_kv_transfer(False))
 
 
 def _decision_ms(lab: Lab) -> float:

@@ -30,7 +30,7 @@ from cohort.common.config import load_config
 from cohort.common.policies.cost_model import CostModel, StepWork, prefill_pairs
 from cohort.common.policies.interface import Placement
 from cohort.common.workloads.arrivals import AllAtOnce, Arrivals, RandomArrivals
-from cohort.common.workloads.changes import mixture, promise
+from cohort.common.workloads.changes import mixture, with_slos
 from cohort.common.workloads.generate import FromTrace, generate
 from cohort.common.workloads.items import Workload
 from cohort.common.workloads.papers import paper_workload
@@ -134,7 +134,7 @@ def workload(name: str, rate: float, end_s: float, cv: float = 1.0) -> Workload:
         found = mixture("hybrid", parts, RandomArrivals(rate, cv), count=count)
     else:
         found = _lengths(name, RandomArrivals(rate, cv), count)
-    return promise(found, slo_of)
+    return with_slos(found, slo_of)
 
 
 def rate_of(name: str, step: int) -> float:
@@ -210,8 +210,8 @@ def run(lab: Lab, system: System, name: str, rate: float, scale: Scale = SMALL, 
 def within_per_s(report: SimReport) -> float:
     """Goodput: output tokens a second that came within the bound of the one before, of all drawn in the window (the
     report's own rate counts the answers that ended in it: more where decodes run faster before a steady state)."""
-    drawn = sum(instance.decode_tokens for instance in report.instances) / report.duration_s
-    return drawn * (report.overall.promises.tbt if report.overall.promises else 0.0)
+    decoded_per_s = sum(instance.decode_tokens for instance in report.instances) / report.duration_s
+    return decoded_per_s * (report.overall.slo.tbt if report.overall.slo else 0.0)
 
 
 # -- capacity --------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from cohort.common.config import EcoServeAblation, load_config
 from cohort.common.policies.cost_model import CostModel, StepWork, prefill_pairs
 from cohort.common.policies.ecoserve.forward_size import target_forward_tokens
 from cohort.common.workloads.arrivals import RandomArrivals
-from cohort.common.workloads.changes import promise
+from cohort.common.workloads.changes import with_slos
 from cohort.common.workloads.papers import paper_workload
 from cohort.common.workloads.slos import ecoserve as ecoserve_slo
 from cohort.services.simulator.cluster import SimOptions
@@ -122,14 +122,14 @@ def _bound_ms(model: Model) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """One run but for its rate. `eco`: options of `ecoserve`, `ablation` included; `promises`: t_p and t_g of E9."""
+    """One run but for its rate. `eco`: options of `ecoserve`, `ablation` included; `slo`: t_p and t_g of E9."""
 
     preset: str
     data: str
     model: Model = OPT13
     eco: tuple[tuple[str, Any], ...] = ()
     oracle: bool = False
-    promises: tuple[float, float] | None = None
+    slo: tuple[float, float] | None = None
     preemption: str = "swap"
     stack: str = ""
 
@@ -170,8 +170,8 @@ class Case:
             },
         )
         workload = paper_workload(f"ecoserve-{data}", RandomArrivals(rate), duration_s=end_s)
-        if self.promises is not None:
-            workload = promise(workload, ecoserve_slo(*self.promises))
+        if self.slo is not None:
+            workload = with_slos(workload, ecoserve_slo(*self.slo))
         options = SimOptions(
             predictor="oracle" if self.oracle else "lognormal",
             predictor_sigma=_SIGMA[data],
@@ -219,7 +219,7 @@ def loaded(lab: Lab, preset: str, data: str, eco: dict[str, Any] | None = None, 
 def attainment(lab: Lab, case: Case) -> float:
     """Share of requests within scale 2 of what a nearly idle server takes (E9)."""
     idle = run_at(lab, Case(ECOSERVE, case.data, oracle=True), _IDLE_PER_S[case.data]).overall
-    promises = (mean_ms(idle.ttft_ms) / 1e3, mean_ms(idle.tpot_ms) / 1e3)
+    slo = (mean_ms(idle.ttft_ms) / 1e3, mean_ms(idle.tpot_ms) / 1e3)
     rate = CALM * sustained(lab, Case(ECOSERVE, case.data))
-    kept = run_at(lab, replace(case, promises=promises), rate).overall.promises
+    kept = run_at(lab, replace(case, slo=slo), rate).overall.slo
     return kept.attainment if kept is not None else math.nan

@@ -42,7 +42,7 @@ def test_every_token_lands_in_its_slot(shapes: list[tuple[int, int, int]], direc
         sequence = running(f"s{index}", known, computed)
         assert kv.admit(sequence) == 0
         rows.append(Row(sequence, computed, min(count, known - computed)))
-    batch, drawing = build_batch(IterationPlan(rows=rows), kv)
+    batch, sampled = build_batch(IterationPlan(rows=rows), kv)
     batch.check()
     token = 0
     for index, row in enumerate(rows):
@@ -60,8 +60,8 @@ def test_every_token_lands_in_its_slot(shapes: list[tuple[int, int, int]], direc
         assert batch.context_lens[index] == row.start + row.count
     assert token == batch.num_tokens
     assert (batch.directions is not None) == directed
-    assert drawing == [row.sequence for row in rows if row.start + row.count == row.sequence.known]
-    assert [row.position for row in batch.sampling] == [sequence.known for sequence in drawing]
+    assert sampled == [row.sequence for row in rows if row.start + row.count == row.sequence.known]
+    assert [row.position for row in batch.sampling] == [sequence.known for sequence in sampled]
 
 
 def test_end_tokens_are_banned_until_enough_is_there() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from cohort.common.engine import device_sampler
 from cohort.common.engine.batch import GREEDY, PenaltyContext, SamplingRow, StepOutput
-from cohort.common.engine.counter_random import draw_key, exponentials
-from cohort.common.engine.device_sampler import draw
+from cohort.common.engine.counter_random import exponentials, sample_key
+from cohort.common.engine.device_sampler import sample_on_device
 from cohort.common.engine.sampler import sample
 from cohort.common.engine.uploads import Uploads
 
@@ -22,8 +22,8 @@ VOCABULARY = 97
 CPU = torch.device("cpu")
 
 
-def drawn(logits: torch.Tensor, rows: list[SamplingRow]) -> StepOutput:
-    return draw(logits, logits.argmax(dim=-1), rows, Uploads(CPU)).output()
+def sampled_on_device(logits: torch.Tensor, rows: list[SamplingRow]) -> StepOutput:
+    return sample_on_device(logits, logits.argmax(dim=-1), rows, Uploads(CPU)).output()
 
 
 ROWS = st.builds(
@@ -53,7 +53,7 @@ ROWS = st.builds(
 def test_the_same_as_row_by_row(rows: list[SamplingRow], seed: int) -> None:
     logits = 3 * torch.randn(len(rows), VOCABULARY, generator=torch.Generator().manual_seed(seed))
     before = logits.clone()
-    expected, output = sample(logits, rows), drawn(logits, rows)
+    expected, output = sample(logits, rows), sampled_on_device(logits, rows)
     assert output.tokens.tolist() == expected.tokens.tolist()
     assert output.tokens.dtype == np.int64
     assert torch.equal(logits, before)
@@ -65,28 +65,28 @@ def test_the_same_as_row_by_row(rows: list[SamplingRow], seed: int) -> None:
             assert ours.top_logprobs == pytest.approx(theirs.top_logprobs, abs=1e-6)
 
 
-def test_a_batch_cut_into_pieces_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_cut_into_parts_samples_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [SamplingRow(seed=seed, position=7, temperature=1.0, top_p=0.9) for seed in range(9)]
     logits = torch.randn(9, VOCABULARY)
-    whole = drawn(logits, rows).tokens.tolist()
+    whole = sampled_on_device(logits, rows).tokens.tolist()
     monkeypatch.setattr(device_sampler, "SAMPLER_BYTES", 2 * 64 * VOCABULARY)
-    assert drawn(logits, rows).tokens.tolist() == whole == sample(logits, rows).tokens.tolist()
+    assert sampled_on_device(logits, rows).tokens.tolist() == whole == sample(logits, rows).tokens.tolist()
 
 
 def test_the_race_runs_on_the_counter_based_numbers() -> None:
     """All weights equal: the winner is the smallest of the exponential numbers themselves."""
     for seed, position in ((0, 0), (2**63 + 5, 10**6), (2**64 - 1, 3)):
-        key = torch.from_numpy(np.array([draw_key(seed, position)], dtype=np.uint64).view(np.int64))
+        key = torch.from_numpy(np.array([sample_key(seed, position)], dtype=np.uint64).view(np.int64))
         expected = int(exponentials(seed, position, np.arange(5000)).argmin())
         assert device_sampler._race(torch.ones(1, 5000), key).tolist() == [expected]
 
 
-def test_a_large_vocabulary_draws_the_softmax() -> None:
+def test_a_large_vocabulary_samples_the_softmax() -> None:
     probabilities = [0.5, 0.3, 0.15, 0.05]
     logits = torch.full((1200, 700), -50.0)
     logits[:, 600:604] = torch.tensor([math.log(p) for p in probabilities])
     base = SamplingRow(seed=5, position=0)
-    tokens = drawn(logits, [dataclasses.replace(base, position=p) for p in range(1200)]).tokens
+    tokens = sampled_on_device(logits, [dataclasses.replace(base, position=p) for p in range(1200)]).tokens
     for index, p in enumerate(probabilities):
         share = float((tokens == 600 + index).mean())
         assert abs(share - p) < 5 * math.sqrt(p * (1 - p) / 1200)
@@ -95,4 +95,4 @@ def test_a_large_vocabulary_draws_the_softmax() -> None:
 def test_plain_greedy_asks_for_nothing_else() -> None:
     logits = torch.randn(3, VOCABULARY)
     likeliest = torch.tensor([5, 6, 7])  # what the recorded step found, taken as it is
-    assert draw(logits, likeliest, [GREEDY] * 3, Uploads(CPU)).output().tokens.tolist() == [5, 6, 7]
+    assert sample_on_device(logits, likeliest, [GREEDY] * 3, Uploads(CPU)).output().tokens.tolist() == [5, 6, 7]

@@ -91,7 +91,7 @@ def test_padding_rows_touch_nothing_but_the_spare_block(model_folder: Callable[[
     assert sorted(changed) == sorted({int(slot) // runner.block_size for slot in batch.slot_mapping})
 
 
-def test_a_row_that_draws_nothing_leaves_the_others_their_tokens(model_folder: Callable[[str], Path]) -> None:
+def test_a_row_that_samples_nothing_leaves_the_others_their_tokens(model_folder: Callable[[str], Path]) -> None:
     """Prompts in chunks of one token: decode-shaped rows of which only some are sampled."""
     folder = model_folder("llama")
     tokens = []

@@ -42,14 +42,14 @@ def generate(
         plan = decide(scheduler, kv, 0.0)
         if not plan.rows:
             break
-        batch, drawing = build_batch(plan, kv)
+        batch, sampled = build_batch(plan, kv)
         batch.check()
         padding += 0 if batch.padding is None else int(batch.padding.sum())
         output = runner.execute(batch)
         for row in plan.rows:
             row.sequence.computed = row.start + row.count
             kv.committed(row.sequence)
-        for each, token in zip(drawing, output.tokens.tolist(), strict=True):
+        for each, token in zip(sampled, output.tokens.tolist(), strict=True):
             each.tokens.append(token)
             if each.output_tokens == OUTPUTS:
                 scheduler.remove(0.0, each)
@@ -84,14 +84,14 @@ def test_rows_become_a_rectangle_behind_which_only_padding_lies() -> None:
         kv.admit(each)
     assert kv.extend(short, 10)
     plan = IterationPlan(rows=[Row(long, 0, 10), Row(short, 0, 3), Row(decoding, 4, 1)], padded_to=10)
-    batch, drawing = build_batch(plan, kv)
+    batch, sampled = build_batch(plan, kv)
     batch.check()
     assert batch.padding is not None
     assert batch.padding.tolist() == [0, 7, 0]
     assert np.diff(batch.query_start).tolist() == [10, 10, 1]
     assert batch.token_ids[10:20].tolist() == [6] * 10
     assert batch.positions[10:20].tolist() == list(range(10))
-    assert drawing == [long, short, decoding]
+    assert sampled == [long, short, decoding]
     first, second = batch.split()
     first.check()
     second.check()

@@ -79,13 +79,13 @@ def test_as_transformers_says(model_folder: Callable[[str], Path], family: str, 
     start = 0
     for count in chunks:
         plan = IterationPlan(rows=[Row(sequence, start, count) for sequence in sequences])
-        batch, drawing = build_batch(plan, kv)
+        batch, sampled = build_batch(plan, kv)
         output = runner.execute(batch)
         assert [batch.scoring[index].row for index in range(2)] == [0, 1] and len(batch.scoring) == 2
         for row, scores in zip(batch.scoring, output.scores, strict=True):
             found[plan.rows[row.row].sequence.request_id] += scores
         start += count
-    assert len(drawing) == 3
+    assert len(sampled) == 3
     check(found["a"], reference(folder, scored.tokens), scored.tokens, 3)
     check(found["b"], reference(folder, other.tokens), other.tokens, 0)
     again = runner.execute(build_batch(IterationPlan(rows=[Row(plain, 0, 23)]), kv)[0])

@@ -1,4 +1,4 @@
-"""The states the predictor learns from are those the drawn tokens came from, and come once per request."""
+"""The states the predictor learns from are those the sampled tokens came from, and come once per request."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ def test_one_message_per_first_token_only(model_folder: Callable[[str], Path]) -
     first, recovered = sequence("new", 4), sequence("recovered", 6)  # two output tokens were known on arrival
     for each in (first, recovered):
         kv.admit(each)
-    batch, drawing = build_batch(IterationPlan(rows=[Row(first, 0, 4), Row(recovered, 0, 6)]), kv)
-    for each, token in zip(drawing, runner.execute(batch).tokens.tolist(), strict=True):
+    batch, sampled = build_batch(IterationPlan(rows=[Row(first, 0, 4), Row(recovered, 0, 6)]), kv)
+    for each, token in zip(sampled, runner.execute(batch).tokens.tolist(), strict=True):
         each.computed = each.known
         each.tokens.append(token)
-    (message,) = prompt_states(runner, drawing)
+    (message,) = prompt_states(runner, sampled)
     assert message.attempt == Attempt("new", 2)
     assert len(message.hidden) == 2 * 48
     assert kv.extend(first, 5)
-    batch, drawing = build_batch(IterationPlan(rows=[Row(first, 4, 1)]), kv)
+    batch, sampled = build_batch(IterationPlan(rows=[Row(first, 4, 1)]), kv)
     first.tokens.append(int(runner.execute(batch).tokens[0]))
-    assert prompt_states(runner, drawing) == []
+    assert prompt_states(runner, sampled) == []
 
 
 def test_models_without_states_send_none(model_folder: Callable[[str], Path]) -> None:

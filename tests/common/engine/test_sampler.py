@@ -49,7 +49,7 @@ def test_no_rows() -> None:
     assert output.tokens.dtype == np.int64
 
 
-def test_temperature_one_draws_the_softmax() -> None:
+def test_temperature_one_samples_the_softmax() -> None:
     assert_distribution(draw_many(SamplingRow(seed=1, position=0)), dict(enumerate(PROBABILITIES)))
 
 
@@ -173,7 +173,7 @@ ROWS = st.builds(
 
 @settings(max_examples=examples(1.5))
 @given(rows=st.lists(ROWS, min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_a_row_draws_the_same_in_every_batch(rows: list[SamplingRow], seed: int) -> None:
+def test_a_row_samples_the_same_in_every_batch(rows: list[SamplingRow], seed: int) -> None:
     logits = torch.randn((len(rows), VOCABULARY), generator=torch.Generator().manual_seed(seed)) * 3
     together = sample(logits, rows)
     for index, row in enumerate(rows):
@@ -185,7 +185,7 @@ def test_a_row_draws_the_same_in_every_batch(rows: list[SamplingRow], seed: int)
 
 @settings(max_examples=examples(2))
 @given(row=ROWS, seed=st.integers(0, 1000))
-def test_what_is_drawn_was_allowed(row: SamplingRow, seed: int) -> None:
+def test_what_is_sampled_was_allowed(row: SamplingRow, seed: int) -> None:
     """Against a plain float64 reading of the rules."""
     logits = torch.randn((1, VOCABULARY), generator=torch.Generator().manual_seed(seed)) * 3
     plain = dataclasses.replace(row, penalty_context=None, logit_bias=None)
@@ -241,7 +241,7 @@ def test_known_values() -> None:
         assert exponentials(seed, position, np.array([token]))[0] == pytest.approx(-math.log((bits + 1) * 2.0**-53))
 
 
-def test_rounding_rarely_changes_a_draw() -> None:
+def test_rounding_rarely_changes_a_sample() -> None:
     """Logits of two workers differ in their last bits; draws must not."""
     logits = torch.randn((400, 20_000), generator=torch.Generator().manual_seed(1)) * 3
     nudged = logits * (1 + 2e-6 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(2)))

@@ -103,16 +103,16 @@ def test_random_weights_are_a_model_that_every_worker_draws_alike(
         folder.mkdir()
         copy_config(model_folder(name), folder)
         prompts = random_prompts([12, 5, 30])
-        drawn = []
+        sampled = []
         for _ in range(2):
             driver = Driver(make_runner(folder, weights="random"))
             for index, prompt in enumerate(prompts):
                 driver.add(str(index), prompt)
             run_together(driver, ["0", "1", "2"], 6)
-            drawn.append([driver.requests[str(index)].tokens for index in range(3)])
+            sampled.append([driver.requests[str(index)].tokens for index in range(3)])
             assert bool(torch.isfinite(driver.runner.kv.blocks).all())
-        assert drawn[0] == drawn[1]
-        assert len({tuple(tokens[-6:]) for tokens in drawn[0]}) > 1
+        assert sampled[0] == sampled[1]
+        assert len({tuple(tokens[-6:]) for tokens in sampled[0]}) > 1
 
 
 def test_only_lean_models_can_be_drawn(model_folder: Callable[[str], Path]) -> None:

@@ -37,7 +37,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
         "least_segment": 3,
         "least_prefill": 4,
         "margin_tokens": 2,
-        "hand_over_s": 0.0,
+        "kv_transfer_s": 0.0,
         "ablation": {"await_arrivals": False},
     },
     "alignedserve": {"least_requests": 2, "leaf_tokens": 4, "starvation_s": 2.0},

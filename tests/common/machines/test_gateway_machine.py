@@ -21,8 +21,8 @@ from cohort.common.machines.events import (
 )
 from cohort.common.machines.prediction_desk import PATIENCE
 from cohort.common.messages import (
+    AttemptsLost,
     Cancel,
-    Displaced,
     GatewayHello,
     ManagerHello,
     ObserveLength,
@@ -105,7 +105,7 @@ def test_lost_requests_go_out_again_at_once_in_the_order_they_came() -> None:
     [admitted] = only(Admitted, gateway.tell(Offered("x", [msgspec.structs.replace(request("a"), arrival_s=0.5)])))
     gateway.answer("a")
     gateway.now_s = 3.0
-    effects = gateway.manager(Displaced([Attempt("b", 0), Attempt("a", 0)], "w is dead"))
+    effects = gateway.manager(AttemptsLost([Attempt("b", 0), Attempt("a", 0)], "w is dead"))
     submits = [submit.request for submit in sent(Submit, effects)]
     assert [each.attempt for each in submits] == [Attempt("a", 1), Attempt("b", 1)]
     assert [each.waited_s for each in submits] == [1.0, 3.0]
@@ -392,7 +392,7 @@ def test_every_admitted_request_ends_once_and_nothing_is_left(steps: list[tuple[
             case "token" if entry:
                 gateway.tokens(entry.request_id, entry.known, [10], attempt=entry.attempt.number)
             case "displace" if entry:
-                gateway.manager(Displaced([entry.attempt], "test"))
+                gateway.manager(AttemptsLost([entry.attempt], "test"))
             case "close" if entry:
                 gateway.tell(Closed(entry.request_id, FinishReason.CANCELLED, "test"))
         submits += sent(Submit, gateway.effects[seen:])

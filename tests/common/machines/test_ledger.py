@@ -79,16 +79,16 @@ def test_known_positions_are_dropped() -> None:
 def test_tokens_of_an_older_attempt_are_dropped_and_their_sender_is_stopped() -> None:
     book = ledger()
     opened(book)
-    book.displaced(1.0, [Attempt("r", 0)], "worker dead")
+    book.attempts_lost(1.0, [Attempt("r", 0)], "worker dead")
     assert book.tokens(1.0, "w", update(3, [10])) == [CancelAttempt(Attempt("r", 0), ("w",), "superseded")]
 
 
-def test_a_displaced_request_is_resubmitted_with_its_tokens() -> None:
+def test_a_lost_attempt_is_resubmitted_with_its_tokens() -> None:
     book = ledger()
     entry = opened(book)
     entry.prediction = Prediction(4, 4, 4, 4)
     book.tokens(1.0, "w", update(3, [10, 11]))
-    assert book.displaced(2.0, [Attempt("r", 0)], "worker dead") == [
+    assert book.attempts_lost(2.0, [Attempt("r", 0)], "worker dead") == [
         CancelAttempt(Attempt("r", 0), ("w",), "worker dead"),
         SubmitAttempt(entry),
     ]
@@ -96,7 +96,7 @@ def test_a_displaced_request_is_resubmitted_with_its_tokens() -> None:
     assert (now.attempt.number, now.tokens, now.prompt_tokens, now.output_known) == (1, [*PROMPT, 10, 11], 3, 2)
     assert now.prediction == Prediction(4, 4, 4, 4)
     assert now.waited_s == 2.0  # it keeps its place in line
-    assert book.displaced(2.0, [Attempt("r", 0)], "again") == []
+    assert book.attempts_lost(2.0, [Attempt("r", 0)], "again") == []
     assert book.outstanding() == []  # not handed over yet
     book.submitted(2.0, "r")
     assert book.outstanding() == [Attempt("r", 1)]
@@ -156,9 +156,9 @@ def test_a_cancel_nobody_here_asked_for_is_a_loss() -> None:
 def test_too_many_attempts_end_with_503() -> None:
     book = ledger(max_attempts=2)
     entry = opened(book)
-    book.displaced(1.0, [Attempt("r", 0)], "dead")
+    book.attempts_lost(1.0, [Attempt("r", 0)], "dead")
     book.submitted(1.0, "r")
-    *_, fail = book.displaced(2.0, [Attempt("r", 1)], "dead again")
+    *_, fail = book.attempts_lost(2.0, [Attempt("r", 1)], "dead again")
     assert isinstance(fail, Fail) and fail.entry is entry
     assert (fail.error.status, "dead again" in fail.error.message) == (503, True)
 
@@ -178,7 +178,7 @@ def test_displaced_requests_are_submitted_in_the_order_they_came() -> None:
         book.open(0.0, msgspec.structs.replace(request(name), arrival_s=arrival_s))
         book.submitted(0.0, name)
     attempts = [Attempt("late", 0), Attempt("early", 0), Attempt("late", 0)]
-    again = [action for action in book.displaced(1.0, attempts, "dead") if isinstance(action, SubmitAttempt)]
+    again = [action for action in book.attempts_lost(1.0, attempts, "dead") if isinstance(action, SubmitAttempt)]
     assert [action.entry.attempt for action in again] == [Attempt("early", 1), Attempt("late", 1)]
 
 
@@ -263,7 +263,7 @@ def test_logprobs_stay_beside_their_tokens_over_attempts() -> None:
     entry = opened(book, logprobs=0)
     one, two = TokenLogprob(-0.5), TokenLogprob(-0.7)
     book.tokens(1.0, "w", update(3, [10], logprobs=[one]))
-    book.displaced(1.0, [Attempt("r", 0)], "dead")
+    book.attempts_lost(1.0, [Attempt("r", 0)], "dead")
     assert book.tokens(2.0, "v", update(3, [10, 11], attempt=1, logprobs=[one, two])) == [Deliver(entry, [11], [two])]
     assert entry.logprobs == [one, two]
     *_, fail = book.tokens(3.0, "v", update(5, [12], attempt=1))
@@ -278,7 +278,7 @@ def test_waiting_counts_until_first_placed() -> None:
     book.placed(0.0, Placed(Attempt("a", 0), ["w"], 0.0, "test"))
     assert (book.waiting_requests, book.waiting_tokens) == (1, 7)
     book.close("b", "gone")
-    book.displaced(0.0, [Attempt("a", 0)], "dead")
+    book.attempts_lost(0.0, [Attempt("a", 0)], "dead")
     assert (book.waiting_requests, book.waiting_tokens) == (0, 0)
 
 
@@ -372,8 +372,8 @@ class ExactlyOnce(RuleBasedStateMachine):
         )
 
     @rule(attempt=st.integers(-1, 0))
-    def displaced(self, attempt: int) -> None:
-        self.perform(self.book.displaced(self.now_s, [Attempt("r", self.entry.attempt.number + attempt)], "dead"))
+    def attempts_lost(self, attempt: int) -> None:
+        self.perform(self.book.attempts_lost(self.now_s, [Attempt("r", self.entry.attempt.number + attempt)], "dead"))
 
     @rule(seconds=st.floats(0, 0.5))
     def time_passes(self, seconds: float) -> None:

@@ -10,9 +10,9 @@ from cohort.common.machines.events import Received, Tick, Undelivered
 from cohort.common.machines.manager import ManagerMachine
 from cohort.common.machines.manager_settings import ManagerSettings
 from cohort.common.messages import (
+    AttemptsLost,
     Cancel,
     ClusterLoad,
-    Displaced,
     GatewayHello,
     ManagerHello,
     Message,
@@ -26,7 +26,7 @@ from cohort.common.messages import (
     Submit,
     WorkerReport,
 )
-from cohort.common.policies.baselines.first_come import FirstCome
+from cohort.common.policies.baselines.fcfs import Fcfs
 from cohort.common.policies.baselines.placements import Colocated
 from cohort.common.policies.interface import ClusterView, Dispatch
 from cohort.common.types import (
@@ -38,14 +38,14 @@ from cohort.common.types import (
     SamplingParams,
     Segment,
     WorkerCapacity,
-    WorkerFigures,
+    WorkerStats,
 )
 
 CAPACITY = WorkerCapacity(Role.UNIFIED, "m", 1000, 1, 1, 1, 1, 16, 100, 0, 64, 512)
 HELLO = GatewayHello("g", 1, "at-g", ["u"])
 
 
-class CountedOrder(FirstCome):
+class CountedOrder(Fcfs):
     decisions = 0
 
     def decide(self, now_s: float, cluster: ClusterView) -> list[Dispatch]:
@@ -53,9 +53,9 @@ class CountedOrder(FirstCome):
         return super().decide(now_s, cluster)
 
 
-def machine(order: FirstCome | None = None) -> ManagerMachine:
+def machine(order: Fcfs | None = None) -> ManagerMachine:
     if order is None:
-        order = FirstCome(dispatch_ahead_tokens=1000)
+        order = Fcfs(dispatch_ahead_tokens=1000)
     return ManagerMachine("manager", 7, ManagerSettings(3.0, 2.0, 0.5, 2), order, Colocated(), None, 0.0)
 
 
@@ -133,7 +133,7 @@ def test_events_that_arrive_together_are_decided_on_once() -> None:
 
 def test_a_manager_that_does_not_know_a_gateway_or_a_worker_asks_for_them() -> None:
     found = machine()
-    report = WorkerReport("u", 1, 1, WorkerFigures(), [])
+    report = WorkerReport("u", 1, 1, WorkerStats(), [])
     events = [from_gateway(Submit(request("a"))), from_gateway(Outstanding([])), Received("u", report)]
     assert sends(found.handle(0.0, *events)) == [("g", ManagerHello(7)), ("g", ManagerHello(7)), ("u", ManagerHello(7))]
 
@@ -171,7 +171,7 @@ def test_what_no_worker_holds_is_displaced_only_after_settling() -> None:
     named = from_gateway(Outstanding([Attempt("x", 1)]))
     assert found.handle(1.9, named) == []
     assert sends(found.handle(2.0, named)) == [
-        ("g", Displaced([Attempt("x", 1)], "unknown to the manager and to all workers"))
+        ("g", AttemptsLost([Attempt("x", 1)], "unknown to the manager and to all workers"))
     ]
 
 
@@ -179,7 +179,7 @@ def test_a_new_manager_takes_over_what_workers_compute() -> None:
     found = machine()
     held = Attempt("x", 1)
     effects = found.handle(0.0, from_gateway(HELLO), register([held]), from_gateway(Outstanding([held])))
-    assert sends(effects, Displaced) == []
+    assert sends(effects, AttemptsLost) == []
     assert found.live == 1
     found.check()
     assert found.handle(0.1, from_gateway(Submit(request("x")))) == []  # said again: it is there
@@ -190,7 +190,9 @@ def test_a_new_manager_takes_over_what_workers_compute() -> None:
 def test_a_worker_that_cannot_be_reached_is_lost() -> None:
     found = placed()
     lost = Attempt("a", 1)
-    assert found.handle(0.2, Undelivered("u", Registered(7))) == [Send("g", Displaced([lost], "u: cannot be reached"))]
+    assert found.handle(0.2, Undelivered("u", Registered(7))) == [
+        Send("g", AttemptsLost([lost], "u: cannot be reached"))
+    ]
     assert (found.workers, found.live) == (0, 0)
     found.check()
     assert found.handle(0.3, Undelivered("g", Placed(lost, [], 0.0, ""))) == []  # a gateway will greet again

@@ -1,4 +1,4 @@
-"""Runs of one hand-over that end together are told in one word, and what a host with foresight need not stop for."""
+"""Runs of one KV transfer that end together are told in one word, and what a host with foresight need not stop for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cohort.common.machines.effects import ReceiveRuns, Send, SendRuns, WorkerEf
 from cohort.common.machines.events import Received, RunsReceived, RunsSent, Sampled, StepEnded
 from cohort.common.machines.fast_forward import FastForward
 from cohort.common.machines.worker import WorkerMachine
-from cohort.common.messages import KvAccepted, KvChunk, KvGrant, KvHandOver, KvOffer, KvRenew, KvRun
+from cohort.common.messages import KvAccepted, KvChunk, KvGrant, KvHandoff, KvOffer, KvRenew, KvRun
 from cohort.common.types import Attempt, Role
 from tests.common.machines.small_worker import BLOCKS, PROMPT, machine, segment
 
@@ -33,14 +33,14 @@ def chunk(grant: KvGrant, blocks: range) -> KvChunk:
     return KvChunk(Attempt("r", 1), grant.lease_id, 0, "link", [KvRun(n, grant.blocks[n], 1, 0) for n in blocks])
 
 
-def hand_over(grant: KvGrant) -> KvHandOver:
-    return KvHandOver(Attempt("r", 1), grant.lease_id, 0, [5] * (PROMPT + 1), PROMPT, 3, 0, [], 0.0)
+def handoff(grant: KvGrant) -> KvHandoff:
+    return KvHandoff(Attempt("r", 1), grant.lease_id, 0, [5] * (PROMPT + 1), PROMPT, 3, 0, [], 0.0)
 
 
 @pytest.mark.parametrize("together", [(1, 1, 1), (1, 2), (3,)])
-def test_a_hand_over_is_accepted_with_its_last_run_however_they_are_told(together: tuple[int, ...]) -> None:
+def test_a_kv_transfer_is_accepted_with_its_last_run_however_they_are_told(together: tuple[int, ...]) -> None:
     worker, grant = granted()
-    effects = worker.handle(0.1, Received("prefill", chunk(grant, range(3))), Received("prefill", hand_over(grant)))
+    effects = worker.handle(0.1, Received("prefill", chunk(grant, range(3))), Received("prefill", handoff(grant)))
     assert [len(effect.runs) for effect in effects if isinstance(effect, ReceiveRuns)] == [3]
     for runs in together:
         assert not said(effects, KvAccepted)
@@ -76,20 +76,20 @@ def test_what_the_iterations_of_a_receiver_do_not_depend_on() -> None:
     assert ahead.undisturbed_by(KvRenew([grant.lease_id]))
     assert ahead.undisturbed_by(chunk(grant, range(2)))
     worker.handle(0.1, Received("prefill", chunk(grant, range(2))))
-    assert ahead.undisturbed_by_runs(grant.lease_id, 2)  # no hand-over yet
+    assert ahead.undisturbed_by_runs(grant.lease_id, 2)  # no KV transfer yet
     worker.handle(0.2, Received("prefill", chunk(grant, range(2, 3))))
-    assert ahead.undisturbed_by(hand_over(grant))  # runs are still on their way
-    worker.handle(0.2, Received("prefill", hand_over(grant)))
+    assert ahead.undisturbed_by(handoff(grant))  # runs are still on their way
+    worker.handle(0.2, Received("prefill", handoff(grant)))
     assert ahead.undisturbed_by_runs(grant.lease_id, 2)
     assert not ahead.undisturbed_by_runs(grant.lease_id, 3)  # then it runs here
     assert not ahead.undisturbed_by_runs(grant.lease_id + 1, 1)
 
 
-def test_a_hand_over_whose_runs_are_all_there_disturbs() -> None:
+def test_a_kv_transfer_whose_runs_are_all_there_disturbs() -> None:
     worker, grant = granted()
     worker.handle(0.1, Received("prefill", chunk(grant, range(3))))
     worker.handle(0.2, RunsReceived(grant.lease_id, 0, None, 3))
-    assert not FastForward(worker).undisturbed_by(hand_over(grant))
+    assert not FastForward(worker).undisturbed_by(handoff(grant))
 
 
 def test_a_segment_whose_offer_waits_already_disturbs() -> None:

@@ -29,7 +29,7 @@ from cohort.common.messages import (
     KvAccepted,
     KvChunk,
     KvGrant,
-    KvHandOver,
+    KvHandoff,
     KvOffer,
     KvRun,
     Leaving,
@@ -212,7 +212,7 @@ def test_the_offer_follows_the_plan_that_starts_its_segment() -> None:
     update = TokenUpdate(R, PROMPT, [41], times=StageTimes("prefill", prefill_s=0.2))
     assert effects == [
         SendRuns("decode", R, 77, 0, "link", b"there", (Run(tag, first, 10, 3),)),
-        Send("decode", KvHandOver(R, 77, 0, tokens, PROMPT, 1, 0, [], 0.0)),
+        Send("decode", KvHandoff(R, 77, 0, tokens, PROMPT, 1, 0, [], 0.0)),
         Send("gateway", TokenBatch("prefill", [update])),
     ]
     assert worker.handle(0.3, Received("decode", KvAccepted(R, 77))) == [ended("prefill", "handed_over", PROMPT)]
@@ -233,8 +233,8 @@ def test_a_receiver_grants_receives_accepts_and_runs_it_in_the_same_call() -> No
             pytest.fail(f"{other}")
     lease, block = grant.lease_id, grant.blocks[0]
     chunk = KvChunk(R, lease, 0, "link", [KvRun(1, block, 3, 6)])
-    hand_over = KvHandOver(R, lease, 0, [5] * PROMPT + [41], PROMPT, 1, 0, [], 0.25)
-    effects = worker.handle(0.2, Received("prefill", chunk), Received("prefill", hand_over))
+    handoff = KvHandoff(R, lease, 0, [5] * PROMPT + [41], PROMPT, 1, 0, [], 0.25)
+    effects = worker.handle(0.2, Received("prefill", chunk), Received("prefill", handoff))
     assert effects == [ReceiveRuns(lease, 0, "link", (Run(1, 0, block, 3, 6),))]
     effects = worker.handle(0.3, RunsReceived(lease, 0))
     assert effects == [Send("prefill", KvAccepted(R, lease)), started(worker)]
@@ -293,9 +293,9 @@ def test_it_registers_until_the_manager_knows_it_then_reports() -> None:
     assert worker.handle(0.2, Received("manager", Registered(1))) == []
     for number in (1, 2):
         effects = worker.handle(0.3, ReportDue(100 + number))
-        figures = worker.figures(100 + number)
-        assert effects == [Send("manager", WorkerReport("unified", 3, number, figures, [], []))]
-    assert figures.memory_free_bytes == 102
+        stats = worker.stats(100 + number)
+        assert effects == [Send("manager", WorkerReport("unified", 3, number, stats, [], []))]
+    assert stats.memory_free_bytes == 102
 
 
 def test_a_manager_that_does_not_know_it_is_answered_at_once() -> None:
@@ -398,7 +398,7 @@ def test_pooled_kv_is_sent_straight_from_host_memory() -> None:
             pytest.fail(f"{other}")
     grant = KvGrant(R, transfer_id, 77, 5.0, [1, 2, 3], 0, {"link": b""})
     match worker.handle(0.8, Received("decode", grant)):
-        case [SendRuns(from_host=from_host), Send(message=KvHandOver(exposed_s=exposed_s))]:
+        case [SendRuns(from_host=from_host), Send(message=KvHandoff(exposed_s=exposed_s))]:
             assert from_host
             assert exposed_s == pytest.approx(0.1)
         case other:

@@ -39,7 +39,7 @@ def test_undisturbed(roles: dict[str, Role], placement: type[Colocated] | type[D
     world = World(1, roles, placement)
     offer(world, 60, shared=12)
     finish(world)
-    assert world.displaced == 0
+    assert world.attempts_lost == 0
     if placement is Disaggregated:
         assert total(world, "transfers_in") > 30
     hits = sum(node.machine.kv.metrics()["prefix_hits_total"] for node in world.workers.values())
@@ -54,9 +54,9 @@ def test_reports_expect_of_an_answer_beyond_its_prediction_as_much_again() -> No
     machine, seen = world.workers["unified-0"].machine, set()
     for hundredth in range(1, 400):
         world.run(0.01 * hundredth)
-        drawn = {sequence.request_id: sequence.output_tokens for sequence in machine.sequences()}
-        for work in machine.figures(0).queue:
-            count = drawn[work.request_id]
+        sampled = {sequence.request_id: sequence.output_tokens for sequence in machine.sequences()}
+        for work in machine.stats(0).queue:
+            count = sampled[work.request_id]
             assert work.decode_left == max(1, min(abs(8 - count), 30 - count))
             seen.add(count)
     assert min(seen) < 8 and max(seen) > 20
@@ -81,7 +81,7 @@ def test_segments_may_meet_anywhere_even_when_the_cache_is_tight(seed: int, pree
     )
     offer(world, 90)
     finish(world)
-    assert world.displaced == 0
+    assert world.attempts_lost == 0
     assert total(world, "preemptions") > 0
     assert total(world, "transfers_in") > 20
 
@@ -110,7 +110,7 @@ def test_a_dead_worker_loses_nothing(victim: str) -> None:
     offer(world, 80)
     world.at(2.5, lambda: world.kill_worker(victim, None))
     finish(world)
-    assert world.displaced > 0
+    assert world.attempts_lost > 0
 
 
 def test_the_only_decode_worker_dies_and_the_prefill_worker_stands_in() -> None:
@@ -176,7 +176,7 @@ def test_anything_may_break_at_any_time(
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("seed", [8, 10, 25, 39, 48, 49])
-def test_tight_caches_that_hand_over_both_ways(seed: int, preemption: str) -> None:
+def test_tight_caches_that_transfer_both_ways(seed: int, preemption: str) -> None:
     """Grants that arrive while KV is still on its way back from the host, and caches full of KV that waits for the
     other worker's cache, which is full of KV that waits for this one."""
     world = World(seed, PD_TWICE, lambda: SplitAnywhere(seed), blocks=20, preemption=preemption, message_delay_s=0.002)
@@ -184,12 +184,12 @@ def test_tight_caches_that_hand_over_both_ways(seed: int, preemption: str) -> No
     finish(world)
 
 
-def test_a_ring_of_waiting_caches_gives_one_hand_over_back() -> None:
+def test_a_ring_of_waiting_caches_gives_one_kv_transfer_back() -> None:
     world = World(4, PD_TWICE, lambda: SplitAnywhere(4), blocks=20, preemption="swap", message_delay_s=0.002)
     offer(world, 30, shared=9)
     world.run(4.0)
     world.run_until_quiet()
-    assert total(world, "stalls") == world.displaced == 1
+    assert total(world, "stalls") == world.attempts_lost == 1
 
 
 def test_a_worker_killed_twice_at_one_instant_amid_tight_caches() -> None:

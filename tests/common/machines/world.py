@@ -20,7 +20,7 @@ from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.messages import Message
 from cohort.common.policies.baselines.bounded_admission import BoundedAdmission
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
-from cohort.common.policies.baselines.first_come import FirstCome
+from cohort.common.policies.baselines.fcfs import Fcfs
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.baselines.placements import fits
 from cohort.common.policies.interface import (
@@ -85,7 +85,7 @@ class SplitAnywhere(Placement):
         self._random = Random(seed)
 
     def place(
-        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: str | None
+        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: str | None
     ) -> Placed | Wait | Impossible:
         request = waiting.request
         names = sorted(cluster.instances)
@@ -186,7 +186,7 @@ class World:
         loss_rate: float = 0.0,
         repeat_rate: float = 0.0,
         late_binding: Callable[[], LateBinding | None] = lambda: None,
-        order: Callable[[], PrefillOrder] = lambda: FirstCome(dispatch_ahead_tokens=64),
+        order: Callable[[], PrefillOrder] = lambda: Fcfs(dispatch_ahead_tokens=64),
         scheduler: Callable[[], IterationScheduler] | None = None,
         allocator: Callable[[KvGeometry, int, int], KvAllocator] | None = None,
     ) -> None:
@@ -236,7 +236,7 @@ class World:
                 machine.check()
                 assert machine.kv.owners() == {}, f"{node.name} still holds {machine.kv.owners()}"
                 assert machine.idle
-                assert machine.figures(0).leases == 0
+                assert machine.stats(0).leases == 0
         assert self.manager.live == 0
         assert self.manager.waiting == 0
         assert len(self.gateway.ledger) == 0
@@ -273,7 +273,7 @@ class World:
         return machine
 
     @property
-    def displaced(self) -> int:
+    def attempts_lost(self) -> int:
         """Attempts that were lost and submitted again."""
         return self.gateway.ledger.resubmitted_total
 

@@ -63,7 +63,7 @@ class Peer:
                 if self.stranded is not None:
                     await asyncio.wait_for(asyncio.shield(self.stranded), timeout_s)
                 return {}
-            case "figures":
+            case "stats":
                 return {
                     "rebuilt": getattr(self.link, "rebuilt", 0),
                     "stranded": getattr(self.link, "stranded", 0),

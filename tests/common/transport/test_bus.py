@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cohort.common.errors import PeerUnreachable
-from cohort.common.messages import Cancel, Displaced, KvRenew, Registered
+from cohort.common.messages import AttemptsLost, Cancel, KvRenew, Registered
 from cohort.common.transport.bus import Bus
 from cohort.common.transport.memory_bus import MemoryNetwork
 from cohort.common.transport.zmq_bus import ZmqBus
@@ -47,8 +47,8 @@ async def soon(bus: Bus, within_s: float = 5.0) -> tuple[str, object]:
 async def test_both_directions_and_names(new_bus: Open) -> None:
     manager, worker = new_bus("manager-7"), new_bus("prefill-0")
     worker.connect("manager", manager.endpoint)  # dialled under a name of the dialler's choice
-    worker.send("manager", Displaced([], "1"))
-    assert await soon(manager) == ("prefill-0", Displaced([], "1"))
+    worker.send("manager", AttemptsLost([], "1"))
+    assert await soon(manager) == ("prefill-0", AttemptsLost([], "1"))
     manager.send("prefill-0", Registered(3))
     assert await soon(worker) == ("manager", Registered(3))
 
@@ -114,18 +114,18 @@ async def test_a_flood_does_not_starve_other_tasks(new_bus: Open) -> None:
 async def test_unknown_peer_is_unreachable(new_bus: Open) -> None:
     a = new_bus("a")
     with pytest.raises(PeerUnreachable, match="nobody"):
-        a.send("nobody", Displaced([], "1"))
+        a.send("nobody", AttemptsLost([], "1"))
 
 
 async def test_disconnect_forgets(new_bus: Open) -> None:
     a, b = new_bus("a"), new_bus("b")
     a.connect("b", b.endpoint)
-    a.send("b", Displaced([], "1"))
+    a.send("b", AttemptsLost([], "1"))
     await soon(b)
     a.disconnect("b")
     a.disconnect("b")
     with pytest.raises(PeerUnreachable):
-        a.send("b", Displaced([], "1"))
+        a.send("b", AttemptsLost([], "1"))
 
 
 async def test_messages_wait_for_a_dialled_peer(new_bus: Open, request: pytest.FixtureRequest, tmp_path: Path) -> None:
@@ -136,26 +136,26 @@ async def test_messages_wait_for_a_dialled_peer(new_bus: Open, request: pytest.F
         pytest.skip("the second bus would get another port")
     await first.close()
     a.connect("late", endpoint)
-    a.send("late", Displaced([], "2"))
+    a.send("late", AttemptsLost([], "2"))
     late = new_bus("late")
-    assert await soon(late) == ("a", Displaced([], "2"))
+    assert await soon(late) == ("a", AttemptsLost([], "2"))
 
 
 async def test_another_endpoint_replaces_the_connection(new_bus: Open) -> None:
     a, old, new = new_bus("a"), new_bus("old"), new_bus("new")
     a.connect("peer", old.endpoint)
-    a.send("peer", Displaced([], "1"))
-    assert await soon(old) == ("a", Displaced([], "1"))
+    a.send("peer", AttemptsLost([], "1"))
+    assert await soon(old) == ("a", AttemptsLost([], "1"))
     a.connect("peer", new.endpoint)
     a.connect("peer", new.endpoint)
-    a.send("peer", Displaced([], "2"))
-    assert await soon(new) == ("a", Displaced([], "2"))
+    a.send("peer", AttemptsLost([], "2"))
+    assert await soon(new) == ("a", AttemptsLost([], "2"))
 
 
 async def test_answering_a_peer_that_left_is_unreachable(new_bus: Open) -> None:
     hub, peer = new_bus("hub"), new_bus("peer")
     peer.connect("hub", hub.endpoint)
-    peer.send("hub", Displaced([], "1"))
+    peer.send("hub", AttemptsLost([], "1"))
     await soon(hub)
     await peer.close()
     deadline_s = time.monotonic() + 3.0

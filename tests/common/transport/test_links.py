@@ -59,8 +59,8 @@ async def start(pool: Pool) -> AsyncIterator[Start]:
         if peer.process.returncode is not None or peer.killed:
             await peer.end()
             continue
-        figures = await peer.ask("figures")
-        assert (figures["stranded"], figures["receiving"]) == (0, 0), figures
+        stats = await peer.ask("stats")
+        assert (stats["stranded"], stats["receiving"]) == (0, 0), stats
         pool.idle.append(peer)
     pool.used.clear()
 
@@ -172,7 +172,7 @@ async def test_receiver_killed_under_way(start: Start, after_s: float) -> None:
             assert answer["took_s"] < 4.5
     await transfer(a, c, 10, 4 * MB)
     await transfer(c, a, 11, 4 * MB)
-    assert (await a.ask("figures"))["stranded"] == 0
+    assert (await a.ask("stats"))["stranded"] == 0
 
 
 async def test_restarted_peer_has_a_new_address(start: Start) -> None:
@@ -207,7 +207,7 @@ async def test_stopped_receiver_strands_a_send_until_it_answers(start: Start) ->
     assert time.monotonic() - begun_s < 4.0
     b.signal(signal.SIGCONT)
     assert "error" not in await a.ask("settled", timeout_s=5.0)
-    assert (await a.ask("figures"))["stranded"] == 0
+    assert (await a.ask("stats"))["stranded"] == 0
     await transfer(a, b, 3, MB)
 
 
@@ -243,8 +243,8 @@ async def test_rebuilt_link_has_a_new_address_and_works() -> None:
         other = await b.begun_receive(tag=3, nbytes=MB, timeout_s=20.0)
         answer = await asyncio.wait_for(receive, 15.0)
         assert answer["error"] == "TransferTimeout", answer
-        figures = await b.ask("figures")
-        if figures["rebuilt"]:  # else it was cancelled before its first byte
+        stats = await b.ask("stats")
+        if stats["rebuilt"]:  # else it was cancelled before its first byte
             assert (await other)["error"] == "TransferError"
             assert (await b.ask("address"))["address"] != b.address
         else:

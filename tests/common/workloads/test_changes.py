@@ -16,11 +16,11 @@ from cohort.common.workloads.changes import (
     at_rate,
     clip,
     mixture,
-    promise,
     together,
     window,
     with_class,
     with_class_share,
+    with_slos,
     with_template,
 )
 from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload, WorkloadFacts
@@ -75,14 +75,14 @@ def test_templates_and_classes_reach_every_item() -> None:
     assert sum(i.traffic_class == "be" for i in shared.items) == pytest.approx(1000, abs=120)
 
 
-def test_promises_of_the_papers() -> None:
+def test_slos_of_the_papers() -> None:
     real, best = WorkItem(0.0, 100, 10), WorkItem(0.0, 100, 10, traffic_class="be")
     assert (slos.bros(real), slos.bros(best)) == (Slo(ttft_s=0.4, tpot_s=0.2), Slo())
     assert slos.dynaserve(real) == Slo(tpot_s=0.1)
     assert slos.ecoserve(0.05, 0.02)(real) == Slo(deadline_s=2 * (0.05 + 0.02 * 10))
     assert slos.ecoserve(0.05, 0.02, scale=1.0)(real) == Slo(deadline_s=0.25)
     assert slos.per_token(0.5, 0.1, scale=2.0)(real) == Slo(ttft_s=1.0, tpot_s=0.2)
-    kept = promise(A, slos.dynaserve)
+    kept = with_slos(A, slos.dynaserve)
     assert {i.slo for i in (*kept.items, *kept.closed_loop[0].items)} == {Slo(tpot_s=0.1)}
 
 

@@ -6,13 +6,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from cohort.common.metrics import MetricFactory, SchedulerMetrics
-from cohort.common.policies.baselines.first_come import FirstCome
+from cohort.common.policies.baselines.fcfs import Fcfs
 from cohort.common.policies.interface import ClusterView, InstanceView, PrefillOrder, WaitingRequest
 from cohort.common.types import Attempt, Prediction, Request, Role, SamplingParams, WorkerCapacity
 from cohort.services.bucketing_manager.measured import MeasuredOrder
 
 
-class OneBatch(FirstCome):
+class OneBatch(Fcfs):
     """Everything in one batch."""
 
     def decide(self, now_s: float, cluster: ClusterView) -> list:  # type: ignore[type-arg]
@@ -50,6 +50,6 @@ def test_decisions_pass_through_and_are_counted() -> None:
 
     assert value("placed_batch_size_sum") == 3.0
     assert value("padding_waste_ratio_sum") == pytest.approx(0.4)  # (100 − 60) / 100
-    assert value("prefill_order", figure="buckets") == 1.0
-    assert value("decision_seconds_count", seat="prefill_order") == 1.0
-    assert value("decision_seconds_count", seat="prefill_order_add") == 4.0
+    assert value("prefill_order", metric="buckets") == 1.0
+    assert value("decision_seconds_count", interface="prefill_order") == 1.0
+    assert value("decision_seconds_count", interface="prefill_order_add") == 4.0

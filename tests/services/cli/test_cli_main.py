@@ -35,7 +35,7 @@ STATE = {
             "since_s": 300.0,
             "restarts": 0,
             "metrics_url": "",
-            "figures": {"requests_running": 7, "requests_waiting": 2},
+            "stats": {"requests_running": 7, "requests_waiting": 2},
         },
         {
             "instance": "unified-0",
@@ -47,7 +47,7 @@ STATE = {
             "since_s": 5.0,
             "restarts": 3,
             "metrics_url": "",
-            "figures": {"kv_total_blocks": 100, "kv_free_blocks": 60, "step_ms": 12.34, "running": 5, "waiting": 0},
+            "stats": {"kv_total_blocks": 100, "kv_free_blocks": 60, "step_ms": 12.34, "running": 5, "waiting": 0},
         },
     ],
 }

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from cohort.common.errors import PeerUnreachable
 from cohort.common.messages import (
+    AttemptsLost,
     Cancel,
     ClusterLoad,
-    Displaced,
     GatewayHello,
     ManagerHello,
     Message,
@@ -110,8 +110,8 @@ class Manager:
             case _:
                 raise AssertionError(f"a manager does not expect {message}")
 
-    def displace(self, attempts: list[Attempt], reason: str = "scripted loss") -> None:
-        self.bus.send("gateway", Displaced(attempts, reason))
+    def lose(self, attempts: list[Attempt], reason: str = "scripted loss") -> None:
+        self.bus.send("gateway", AttemptsLost(attempts, reason))
 
     def held(self) -> list[Attempt]:
         return [held for worker in self.workers for held in worker.running]

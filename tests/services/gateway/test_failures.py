@@ -31,7 +31,7 @@ async def test_streams_survive_the_death_of_their_worker(open_site: OpenSite) ->
         lost = site.manager.workers[0].kill()
         assert lost
         await asyncio.sleep(0.02)
-        site.manager.displace(lost, "worker-0 is dead")
+        site.manager.lose(lost, "worker-0 is dead")
         results = await asyncio.gather(*streams)
         assert [texts(events) for events in results] == [ANSWER] * 20
         attempts = [events[-2]["cohort"]["requests"][0]["attempts"] for events in results]
@@ -54,7 +54,7 @@ async def test_streams_survive_the_death_of_the_manager(open_site: OpenSite) -> 
         successor = Manager(site.network, site.manager.script, incarnation=2)
         task = asyncio.create_task(successor.run())
         await eventually(lambda: any(set(lost) <= set(named) for named in successor.outstanding), 8)
-        successor.displace(lost)
+        successor.lose(lost)
         assert texts(await stream) == ANSWER
         assert texts(await waiting) == ANSWER
         task.cancel()
@@ -151,7 +151,7 @@ async def test_a_request_nobody_can_finish_ends_with_503(open_site: OpenSite) ->
         asking = asyncio.create_task(site.post("/v1/completions", LONG))
         for attempt in range(2):
             await eventually(partial(_submitted, site, attempt + 1))
-            site.manager.displace([Attempt(site.manager.submitted[-1].request_id, attempt)])
+            site.manager.lose([Attempt(site.manager.submitted[-1].request_id, attempt)])
         status, body = await asking
         assert (status, "2 times" in body["error"]["message"]) == (503, True)
 

@@ -62,8 +62,8 @@ async def test_metrics_are_prometheus_text(site: Site) -> None:
         'cohort_slo_requests_total{class="rt",instance="gateway",model_name="tiny",objective="ttft",outcome="met"} 1.0',
     ):
         assert line in text
-    figures = site.context.figures()
-    assert (figures["finished_total"], figures["generation_tokens_total"], figures["open_streams"]) == (1, 4, 0)
+    stats = site.context.stats()
+    assert (stats["finished_total"], stats["generation_tokens_total"], stats["open_streams"]) == (1, 4, 0)
 
 
 @pytest.mark.parametrize(

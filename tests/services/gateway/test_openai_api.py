@@ -175,7 +175,7 @@ async def test_a_lost_worker_costs_a_scored_prompt_nothing(open_site: OpenSite) 
             lost = site.manager.held()
             for worker in site.manager.workers:
                 worker.cancel(lost)
-            site.manager.displace(lost)
+            site.manager.lose(lost)
             status, answer = await asking
             assert (status, answer["cohort"]["requests"][0]["attempts"]) == (200, 2)
             scores = answer["choices"][0]["logprobs"]["token_logprobs"]
@@ -246,7 +246,7 @@ async def test_prompts_and_choices_are_requests_of_their_own(open_site: OpenSite
         assert [texts(events, index) for index in range(4)] == starts
 
 
-async def test_seeds_are_drawn_when_there_is_none(site: Site) -> None:
+async def test_seeds_are_chosen_when_there_is_none(site: Site) -> None:
     await site.post("/v1/completions", {"prompt": "x"})
     await site.post("/v1/completions", {"prompt": "x"})
     await site.post("/v1/completions", {"prompt": "x", "seed": 3})
@@ -336,7 +336,7 @@ async def test_request_ids_are_echoed_and_travel(site: Site) -> None:
         assert response.headers["x-request-id"]
 
 
-async def test_class_and_promises_reach_the_manager(site: Site) -> None:
+async def test_class_and_slo_reach_the_manager(site: Site) -> None:
     headers = {"x-cohort-class": "be", "x-cohort-ttft-slo-ms": "1500"}
     await site.post("/v1/completions", {"prompt": "x", "priority": 4}, headers=headers)
     [request] = site.manager.submitted

@@ -272,7 +272,7 @@ def test_content_parts_are_joined_and_history_comes_back() -> None:
     assert call.messages[0]["name"] == "Ada"
 
 
-def test_class_and_promises_by_body_by_header_and_by_default() -> None:
+def test_class_and_slo_by_body_by_header_and_by_default() -> None:
     assert completion().slo == Slo()  # the defaults of its class are filled in on admission
     batch = completion(cohort={"class": "be", "deadline_ms": 5000, "online": False})
     assert (batch.traffic_class, batch.slo, batch.online) == ("be", Slo(deadline_s=5.0), False)

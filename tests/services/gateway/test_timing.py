@@ -46,7 +46,7 @@ def test_time_per_output_token_needs_two() -> None:
     assert tpot_s(entry(first_token_s=1.0, last_token_s=4.0, output=[1, 2, 3, 4])) == 1.0
 
 
-def test_promises_kept_and_broken() -> None:
+def test_slos_attained_and_missed() -> None:
     slo = Slo(1.0, 0.1, 5.0)
     assert slo_outcomes(slo, ttft_s=1.0, per_token_s=0.2, e2e_s=4.0) == {"ttft": True, "tpot": False, "deadline": True}
     assert slo_outcomes(slo, ttft_s=None, per_token_s=None, e2e_s=None) == {

@@ -193,7 +193,7 @@ async def test_a_long_prompt_does_not_stall_the_loop(tokenizer: Tokenizer, monke
     assert turns_while_encoding > 5
 
 
-async def test_a_hopeless_text_is_refused_before_it_is_encoded(
+async def test_a_text_far_too_long_is_refused_before_it_is_encoded(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: pytest.fail("encoded"))
@@ -208,7 +208,7 @@ async def test_a_hopeless_text_is_refused_before_it_is_encoded(
 
 @given(st.text(max_size=200))
 def test_what_may_fit_is_never_refused(tokenizer: Tokenizer, text: str) -> None:
-    tokenizer.refuse_hopeless(text, len(tokenizer.encode(text, special_tokens=False)), "prompt")
+    tokenizer.refuse_too_long(text, len(tokenizer.encode(text, special_tokens=False)), "prompt")
 
 
 def test_the_gateway_imports_no_torch_and_no_transformers(model_dir: Path) -> None:

@@ -11,9 +11,9 @@ from cohort.services.global_monitor.aggregate import MAX_INSTANCES, Cluster, Eve
 
 
 def beat(
-    instance: str = "decode-0", role: str = "decode_worker", incarnation: int = 1, ready: bool = True, **figures: float
+    instance: str = "decode-0", role: str = "decode_worker", incarnation: int = 1, ready: bool = True, **stats: float
 ) -> Heartbeat:
-    return Heartbeat(instance, role, incarnation, 4711, ready, "", figures)
+    return Heartbeat(instance, role, incarnation, 4711, ready, "", stats)
 
 
 def cluster() -> Cluster:
@@ -58,7 +58,7 @@ def test_words_of_a_replaced_process_are_ignored() -> None:
     assert watched.heard(1.0, beat(incarnation=4, running=9)) == []
     assert watched.left(1.0, Farewell("decode-0", 4)) == []
     process = watched.processes["decode-0"]
-    assert (process.incarnation, process.figures, process.status) == (5, {"running": 1}, Status.UP)
+    assert (process.incarnation, process.stats, process.status) == (5, {"running": 1}, Status.UP)
 
 
 def test_a_farewell_of_a_stranger_is_ignored() -> None:
@@ -92,7 +92,7 @@ def test_what_the_manager_is_told() -> None:
             float(second), beat("gateway", "gateway", requests_total=4 * second, prompt_tokens_total=80 * second)
         )
         watched.tick(float(second))
-    told = watched.figures_for_manager()
+    told = watched.stats_for_manager()
     assert told.arrival_rate == watched.demand.rate > 0.0
     assert told.mean_prompt_tokens == watched.demand.mean_prompt_tokens == pytest.approx(20.0)
 

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cohort.common.clock import VirtualClock
 from cohort.common.config import Config
-from cohort.common.messages import ClusterFigures, Farewell, Heartbeat
+from cohort.common.messages import ClusterStats, Farewell, Heartbeat
 from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
 from cohort.services.global_monitor.aggregate import Status
 from cohort.services.global_monitor.exporter import ClusterCollector, Exporter
@@ -72,8 +72,8 @@ async def http(rig: Rig) -> AsyncIterator[TestClient[web.Request, web.Applicatio
             yield client
 
 
-def beat(instance: str, role: str, url: str = "", **figures: float) -> Heartbeat:
-    return Heartbeat(instance, role, 1, 1, True, url, figures)
+def beat(instance: str, role: str, url: str = "", **stats: float) -> Heartbeat:
+    return Heartbeat(instance, role, 1, 1, True, url, stats)
 
 
 async def test_the_manager_hears_of_demand_and_the_state_holds_everybody(rig: Rig) -> None:
@@ -86,12 +86,12 @@ async def test_the_manager_hears_of_demand_and_the_state_holds_everybody(rig: Ri
     async with asyncio.timeout(DEADLINE_S):
         await manager.receive()  # what was pushed before it came
         sender, told = await manager.receive()
-    assert sender == "monitor" and isinstance(told, ClusterFigures)
-    assert told == rig.monitor.cluster.figures_for_manager()
+    assert sender == "monitor" and isinstance(told, ClusterStats)
+    assert told == rig.monitor.cluster.stats_for_manager()
     processes = rig.monitor.cluster.processes
     assert set(processes) == {"monitor", "decode-0"}
     assert (processes["decode-0"].age_s(rig.clock.now_s()), processes["decode-0"].status) == (1.0, Status.UP)
-    assert processes["decode-0"].figures == {"running": 3}
+    assert processes["decode-0"].stats == {"running": 3}
 
 
 async def test_silence_and_farewell_show_in_the_state(rig: Rig) -> None:
@@ -116,7 +116,7 @@ async def test_the_pusher_keeps_its_interval_while_the_manager_is_away(rig: Rig)
 
 
 async def test_page_state_and_health(rig: Rig) -> None:
-    rig.peer("gateway").send("monitor", beat("gateway", "gateway", requests_running=2, new_figure=7))
+    rig.peer("gateway").send("monitor", beat("gateway", "gateway", requests_running=2, new_stat=7))
     await rig.settle()
     rig.monitor.tick()
     async with http(rig) as client:
@@ -128,7 +128,7 @@ async def test_page_state_and_health(rig: Rig) -> None:
             assert outside not in text.replace("http://www.w3.org/2000/svg", ""), outside
         state = await (await client.get("/api/state")).json()
         assert [process["instance"] for process in state["processes"]] == ["gateway", "monitor"]
-        assert state["processes"][0]["figures"] == {"requests_running": 2, "new_figure": 7}
+        assert state["processes"][0]["stats"] == {"requests_running": 2, "new_stat": 7}
         assert (state["model"], state["name"]) == ("tiny", "cohort")
         assert (await client.get("/api/state?history_s=soon")).status == 400
         assert (await client.get("/health")).status == 200

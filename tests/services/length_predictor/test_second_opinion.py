@@ -56,8 +56,8 @@ def test_after_some_requests_revisions_are_sent_and_right(tmp_path: Path) -> Non
         assert prediction.source == "refined"
         assert 0.4 < prediction.mean / length < 2.5  # the base is wrong by a factor of four
         assert prediction.p50 <= prediction.p90 <= prediction.p99 <= 1000.0
-    figures = rig.opinions.figures()
-    assert figures["refined_log_error"] < 0.5 * figures["base_log_error"]
+    stats = rig.opinions.stats()
+    assert stats["refined_log_error"] < 0.5 * stats["base_log_error"]
 
 
 def test_what_nobody_asked_about_or_cannot_be_a_state_is_ignored(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_what_nobody_asked_about_or_cannot_be_a_state_is_ignored(tmp_path: Path)
         rig.opinions.state_came(PromptState(Attempt("r", 1), hidden))
     rig.opinions.finished("r", 5, truncated=False)
     assert rig.opinions.refiner is None
-    assert rig.opinions.figures() == {}
+    assert rig.opinions.stats() == {}
 
 
 def test_requests_whose_end_nobody_tells_are_forgotten(tmp_path: Path) -> None:

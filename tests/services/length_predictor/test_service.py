@@ -58,7 +58,7 @@ class Rig:
 
     async def settled(self, observations: int) -> None:
         """Until the service has taken so many observations in."""
-        await self.until(lambda: self.service.figures()["observations"] == observations)
+        await self.until(lambda: self.service.stats()["observations"] == observations)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -104,16 +104,16 @@ async def test_first_default_then_learned_then_remembered(world: World, tmp_path
         assert learned.source == "model"
         for _ in range(20):
             rig.tell(*world.request())
-        await rig.until(lambda: rig.service.figures()["observations"] == 220)
-        figures = rig.service.figures()
-        assert figures["trainings_total"] >= 1 and figures["mae_tokens"] > 0
+        await rig.until(lambda: rig.service.stats()["observations"] == 220)
+        stats = rig.service.stats()
+        assert stats["trainings_total"] >= 1 and stats["mae_tokens"] > 0
         text = generate_latest(rig.registry).decode()
         assert 'cohort_predictor_predictions_total{source="default"} 1.0' in text
         assert "cohort_predictor_observations_total 220.0" in text
 
     async with running(tmp_path) as rig:
         await rig.until(lambda: rig.service.model is not None)
-        assert rig.service.figures()["observations"] == 220
+        assert rig.service.stats()["observations"] == 220
         assert (await rig.ask(facts)).source == "model"
 
 
@@ -150,7 +150,7 @@ async def test_the_child_ends_with_its_parent(world: World, tmp_path: Path) -> N
         await rig.until(lambda: rig.service.child.pid is not None)
         pid = rig.service.child.pid
         rig.tell(*world.request())
-        await rig.until(lambda: rig.service.figures()["observations"] == 1)
+        await rig.until(lambda: rig.service.stats()["observations"] == 1)
     assert pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, 0)
@@ -180,7 +180,7 @@ async def test_strange_messages_and_vanished_askers_do_no_harm(world: World, tmp
         rig.tell(Facts([], False, 0, float("nan"), 0, 0), 0)
         prediction = await rig.ask(Facts([], False, 0, float("nan"), 0, 0))
         assert (prediction.p50, prediction.p99) == (1.0, 1.0)
-        assert rig.service.figures()["observations"] == 0
+        assert rig.service.stats()["observations"] == 0
 
 
 def test_each_model_has_its_own_state() -> None:

@@ -59,8 +59,8 @@ async def test_states_revise_what_prompts_could_not_tell(tmp_path: Path) -> None
                 if revision.request_id == "last":
                     break
         assert 0.5 < revision.prediction.mean / length < 2.0
-        figures = service.figures()
-        assert figures["refined_log_error"] < figures["base_log_error"]
+        stats = service.stats()
+        assert stats["refined_log_error"] < stats["base_log_error"]
         await manager.close()
         await request("nobody listens")  # is answered all the same
     finally:

@@ -12,7 +12,7 @@ from cohort.common.types import Role, Slo
 from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload
 from cohort.services.simulator.cluster import SimCluster, SimOptions
 from cohort.services.simulator.deployment import spread_roles
-from cohort.services.simulator.engine import FORESEEN
+from cohort.services.simulator.engine import MAX_FAST_FORWARD
 from cohort.services.simulator.report import make_report
 from tests.examples import examples
 from tests.services.simulator.lab import MODEL, Recorded, cache_of, cluster, config, run, workload
@@ -32,11 +32,11 @@ def test_one_request_takes_the_cost_of_its_iterations():
     first = sum(cost.step_s(step) for step in steps[:2]) + travel
     expected = [first, first + cost.step_s(steps[2]), first + cost.step_s(steps[2]) + cost.step_s(steps[3])]
     assert sim.token_times["r0"] == pytest.approx(expected)
-    figures = sim.clients.all
-    assert figures.ttft.sum_s == pytest.approx(expected[0])
-    assert figures.tpot.sum_s == pytest.approx((expected[2] - expected[0]) / 2)
-    assert figures.jct.sum_s == pytest.approx(expected[2])
-    assert figures.normalised.sum_s == pytest.approx(expected[2] / 3)
+    stats = sim.clients.all
+    assert stats.ttft.sum_s == pytest.approx(expected[0])
+    assert stats.tpot.sum_s == pytest.approx((expected[2] - expected[0]) / 2)
+    assert stats.jct.sum_s == pytest.approx(expected[2])
+    assert stats.normalised.sum_s == pytest.approx(expected[2] / 3)
 
 
 def test_disaggregated_kv_crosses_the_link_once():
@@ -106,12 +106,12 @@ def test_closed_loop_users_ask_again_when_answered():
     assert all(start > end for start, end in zip(starts[2:], ends, strict=False))
 
 
-def test_promises_are_judged():
+def test_slo_attainment_is_counted():
     sim = run(config(), cluster(), workload((0.0, 100, 5), (0.0, 100, 5), slo=Slo(ttft_s=1e-6, tpot_s=10.0)))
     report = make_report(sim, "test", Workload("test", ()).facts)
-    promises = report.overall.promises
-    assert promises is not None
-    assert (promises.attainment, promises.ttft, promises.tpot) == (0.0, 0.0, 1.0)
+    slo = report.overall.slo
+    assert slo is not None
+    assert (slo.attainment, slo.ttft, slo.tpot) == (0.0, 0.0, 1.0)
 
 
 def test_warm_up_counts_nothing_and_loses_nobody():
@@ -195,7 +195,7 @@ def test_jumps_go_on_while_a_prompt_arrives_in_pieces():
         ends[jump] = sim.workers[1].epoch
         assert sim.workers[1].machine.counters.transfers_in == 2
     assert ends[False] == 1499  # the first token comes with the prompt
-    assert ends[True] <= 1499 / FORESEEN + 12
+    assert ends[True] <= 1499 / MAX_FAST_FORWARD + 12
 
 
 def test_the_same_seed_gives_the_same_run_and_another_may_not():

@@ -33,7 +33,7 @@ def test_jumping_over_repeated_iterations_changes_nothing(
         "dynaserve",
         kv=cache_of(blocks),
         engine={"preemption": preemption},
-        dynaserve={"tbt_slo_s": slo_ms / 1e3, "hand_over_s": 0.0, "ablation": {"await_arrivals": False}},
+        dynaserve={"tbt_slo_s": slo_ms / 1e3, "kv_transfer_s": 0.0, "ablation": {"await_arrivals": False}},
     )
     one_by_one, jumping = run(chosen, cluster(2), load, jump=False), run(chosen, cluster(2), load)
     assert outcome(jumping) == outcome(one_by_one)
@@ -58,22 +58,22 @@ def large(**sections: dict[str, Any]) -> SimCluster:
 def test_iterations_stay_within_the_bound_that_plain_chunks_break() -> None:
     aware = large().clients.all
     plain = large(policies={"iteration": "continuous_batching", "prefill_order": "fcfs"}).clients.all
-    assert aware.tokens_within_tbt / aware.promised_output_tokens > 0.97
+    assert aware.tokens_within_tbt / aware.slo_output_tokens > 0.97
     assert plain.tbt.quantile(0.99) > 0.1 > aware.tbt.quantile(0.99)
 
 
 def test_what_schedulers_learn_reaches_the_manager_and_ends_are_judged() -> None:
     sim = large()
-    figures = sim.manager.figures()
-    assert figures["finish_judged_total"] >= 20  # the run ends before the manager hears of the last ones
-    assert 0.0 < figures["finish_error"] < 2.0
-    times = sim.workers[0].machine.figures(0).step_times
+    stats = sim.manager.stats()
+    assert stats["finish_tracked_total"] >= 20  # the run ends before the manager hears of the last ones
+    assert 0.0 < stats["finish_error"] < 2.0
+    times = sim.workers[0].machine.stats(0).step_times
     assert times is not None
     assert 1e-5 < times.token_s < 1e-3
 
 
 class InTheMiddle(Placement):
-    def place(self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: str | None) -> Placed:
+    def place(self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: str | None) -> Placed:
         first, second = sorted(cluster.instances)
         return Placed((Segment(0, 900, first), Segment(900, None, second)), "in the middle of the answer")
 

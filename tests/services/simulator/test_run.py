@@ -33,7 +33,7 @@ CLUSTER = ["--cluster", "a100-80:2", "--model", "opt-2.7b"]
 
 
 def kept(share: float) -> Any:
-    return SimpleNamespace(overall=SimpleNamespace(promises=SimpleNamespace(attainment=share)))
+    return SimpleNamespace(overall=SimpleNamespace(slo=SimpleNamespace(attainment=share)))
 
 
 @pytest.mark.parametrize("start", [0.3, 6.9, 7.1, 300.0])
@@ -165,7 +165,7 @@ def test_a_missing_column_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["ttft=x", "colour=1", "ttft=-1"])
-def test_wrong_promises_are_said(text: str):
+def test_wrong_slos_are_said(text: str):
     with pytest.raises(ConfigError, match="--slo"):
         parse_slo(text)
 
@@ -193,10 +193,10 @@ def test_simulate_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     ]
     assert main(command) == 0
     printed = capsys.readouterr().out
-    assert "TTFT" in printed and "promises kept" in printed and "decode-0" in printed
+    assert "TTFT" in printed and "SLOs attained" in printed and "decode-0" in printed
     (report,) = json.loads(out.read_text())
     assert report["overall"]["finished"] == 40
-    assert report["overall"]["promises"]["attainment"] == 1.0
+    assert report["overall"]["slo"]["attainment"] == 1.0
     assert [i["instance"] for i in report["instances"]] == ["prefill-0", "decode-0"]
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from cohort.services.simulator.statistics import Histogram
 
 
-def test_nothing_has_no_figures():
-    assert Histogram().figures() is None
+def test_nothing_has_no_stats():
+    assert Histogram().stats() is None
 
 
 def test_by_hand():
@@ -17,11 +17,11 @@ def test_by_hand():
     for value in (0.1, 0.2, 0.3, 0.4):
         histogram.add(value)
     histogram.add(1.0, times=6)
-    figures = histogram.figures()
-    assert figures is not None
-    assert (figures.count, figures.max) == (10, 1000.0)
-    assert figures.mean == pytest.approx(700.0)
-    assert figures.p50 == pytest.approx(1000.0, rel=0.01)
+    stats = histogram.stats()
+    assert stats is not None
+    assert (stats.count, stats.max) == (10, 1000.0)
+    assert stats.mean == pytest.approx(700.0)
+    assert stats.p50 == pytest.approx(1000.0, rel=0.01)
 
 
 @given(st.lists(st.floats(1e-6, 1e5), min_size=1, max_size=60), st.sampled_from([0.1, 0.5, 0.9, 0.99]))

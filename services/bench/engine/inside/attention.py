@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from cohort.common.engine.model_runner import ModelRunner
-from cohort.services.bench.engine.inside.contests import timing
+from cohort.services.bench.engine.inside.comparisons import timing
 from cohort.services.bench.engine.report import AttentionPoint
 from cohort.services.bench.kernels.measuring import Shape, decode_attention
 

@@ -32,7 +32,7 @@ _FIRST_ID = 1000  # prompts are drawn from here up: ordinary tokens in every voc
 
 
 @dataclass(frozen=True, slots=True)
-class LoopFigures:
+class LoopStats:
     """One run. Times in seconds; `outside_engine` is the share of the wall time not spent in the forward."""
 
     requests: int
@@ -64,7 +64,7 @@ class InProcessEngine:
     @property
     def free_blocks(self) -> int:
         """Of the cache, that nothing is kept in."""
-        return self._machine.figures(0).free_blocks
+        return self._machine.stats(0).free_blocks
 
     def submit(self, request_id: str, prompt: list[int], output_tokens: int) -> None:
         """It is scheduled with the next decision: of the next `step`, unless that one has been decided already."""
@@ -115,7 +115,7 @@ def closed_loop(
     prompt_tokens: int,
     output_tokens: int,
     seed: int,
-) -> LoopFigures:
+) -> LoopStats:
     """`concurrency` requests at a time, the next as soon as one ends."""
     engine = InProcessEngine(config, runner)
     draw = random.Random(seed)
@@ -144,7 +144,7 @@ def closed_loop(
                 last[name] = now
                 submit_next()
     wall_s = time.monotonic() - started
-    return LoopFigures(
+    return LoopStats(
         requests=requests,
         concurrency=concurrency,
         output_tokens=requests * output_tokens,

@@ -33,15 +33,15 @@ from cohort.services.bench.engine.inside import in_process
 from cohort.services.bench.engine.inside.allocations import decode_allocations, profiler_available
 from cohort.services.bench.engine.inside.attention import measure_attention
 from cohort.services.bench.engine.inside.clocks import StepClock, Target, clocked, engine_targets
-from cohort.services.bench.engine.inside.contests import decode_contest, prefill_contest
-from cohort.services.bench.engine.inside.floors import Floors, model_products
+from cohort.services.bench.engine.inside.comparisons import decode_comparison, prefill_comparison
 from cohort.services.bench.engine.inside.in_process import InProcessEngine
+from cohort.services.bench.engine.inside.lower_bounds import LowerBounds, model_products
 from cohort.services.bench.engine.inside.resident import available_bytes, machine, rss_bytes, weights_and_buffers
 from cohort.services.bench.engine.report import (
     KERNEL_PARTS,
     Allocations,
     AttentionPoint,
-    Contest,
+    Comparison,
     EngineReport,
     MemoryUse,
     ModelFacts,
@@ -96,7 +96,7 @@ QUICK = Scale(
 
 @dataclass(slots=True)
 class _Found:
-    contests: list[Contest] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
     shares: list[StepShares] = field(default_factory=list)
     attention: list[AttentionPoint] = field(default_factory=list)
     allocations: list[Allocations] = field(default_factory=list)
@@ -117,8 +117,8 @@ def measure(config: Config, threads: int, scale: Scale, sections: frozenset[Sect
     if products is None:
         found.notes.append(f"no floors: a model of family {runner.geometry.family} does not say what it multiplies")
     compared = products is not None and sections & {"decode", "prefill"}
-    floors = Floors(products, dtype, available_bytes()) if products is not None and compared else None
-    tasks = _tasks(config, runner, floors, scale, sections, found)
+    lower_bounds = LowerBounds(products, dtype, available_bytes()) if products is not None and compared else None
+    tasks = _tasks(config, runner, lower_bounds, scale, sections, found)
     for done, (what, task) in enumerate(tasks):
         sys.stderr.write(f"progress {done} {len(tasks)} {what}\n")
         sys.stderr.flush()
@@ -141,7 +141,7 @@ def measure(config: Config, threads: int, scale: Scale, sections: frozenset[Sect
             kv_blocks=len(runner.kv.blocks),
             kv_token_bytes=runner.kv.geometry.token_bytes,
         ),
-        contests=found.contests,
+        comparisons=found.comparisons,
         shares=found.shares,
         attention=found.attention,
         allocations=found.allocations,
@@ -161,7 +161,7 @@ def measure(config: Config, threads: int, scale: Scale, sections: frozenset[Sect
 def _tasks(
     config: Config,
     runner: ModelRunner,
-    floors: Floors | None,
+    lower_bounds: LowerBounds | None,
     scale: Scale,
     sections: frozenset[Section],
     found: _Found,
@@ -169,11 +169,13 @@ def _tasks(
     tasks: list[tuple[str, Callable[[], None]]] = []
 
     def decode(rows: int) -> None:
-        found.contests.append(decode_contest(runner, floors, rows, scale.contexts, scale.rounds, scale.read_bytes))
+        found.comparisons.append(
+            decode_comparison(runner, lower_bounds, rows, scale.contexts, scale.rounds, scale.read_bytes)
+        )
 
     def prefill(tokens: int) -> None:
         rounds = scale.rounds if tokens < _FEWER_ROUNDS_FROM_TOKENS else max(2, scale.rounds // 2)
-        found.contests.append(prefill_contest(runner, floors, tokens, rounds, scale.read_bytes))
+        found.comparisons.append(prefill_comparison(runner, lower_bounds, tokens, rounds, scale.read_bytes))
 
     def shares(rows: int) -> None:
         one = measure_shares(config, runner, rows, scale.shares_context, scale.shares_steps)
@@ -222,9 +224,9 @@ def measure_shares(config: Config, runner: ModelRunner, rows: int, context: int,
     vocabulary = runner.geometry.vocab_size
     for index in range(rows):
         engine.submit(str(index), [draw.randrange(vocabulary) for _ in range(context)], spare + 2)
-    drawn: Counter[str] = Counter()
-    while len(drawn) < rows:
-        drawn.update(sequence.request_id for sequence in engine.step())
+    sampled: Counter[str] = Counter()
+    while len(sampled) < rows:
+        sampled.update(sequence.request_id for sequence in engine.step())
     engine.step()
     targets = [
         *engine_targets(),

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from cohort.common.policies.interface import ClusterView, InstanceView, ParkedKv
-from cohort.common.types import Attempt, Request, Role, SamplingParams, Slo, WorkerCapacity, WorkerFigures
+from cohort.common.types import Attempt, Request, Role, SamplingParams, Slo, WorkerCapacity, WorkerStats
 from tests.common.machines.clusters import PD_TWICE, Asked, of_config, small, tokens
 from tests.common.machines.world import World
 
@@ -36,10 +36,10 @@ def requests(random: Random) -> Iterator[Asked]:
         yield Asked(prompt, random.randint(1, 30))
 
 
-def view(name: str, role: Role, **figures: Any) -> InstanceView:
+def view(name: str, role: Role, **stats: Any) -> InstanceView:
     """A worker of 100 blocks of 16 tokens and 64 rows."""
     capacity = WorkerCapacity(role, "m", 10_000, 1, 1, 1, 1, 16, 100, 100, 64, 2048)
-    return InstanceView(name, capacity, WorkerFigures(**{"total_blocks": 100, "free_blocks": 100, **figures}))
+    return InstanceView(name, capacity, WorkerStats(**{"total_blocks": 100, "free_blocks": 100, **stats}))
 
 
 def cluster(*views: InstanceView) -> ClusterView:

@@ -66,8 +66,8 @@ def test_iterations_that_were_repeated_without_asking_count_as_well() -> None:
         each.computed += 8
         each.tokens += [1] * 8
     decide(policy, kv, 0.8)
-    figures = policy.metrics()
-    assert (figures["decode_iterations_total"], figures["mixed_iterations_total"]) == (9, 9)
+    stats = policy.metrics()
+    assert (stats["decode_iterations_total"], stats["mixed_iterations_total"]) == (9, 9)
 
 
 def test_alone_it_preempts_the_longest_instead() -> None:

@@ -27,13 +27,13 @@ def test_undisturbed_also_with_little_memory(blocks: int, preemption: str) -> No
     found = world(blocks, blocks=blocks, host_blocks=120, preemption=preemption)
     offer(found, 50, requests)
     finish(found, 6.0)
-    assert found.displaced == 0
+    assert found.attempts_lost == 0
     if blocks < 64:
         assert total(found, "pooled") > 0, "KV went to the host pool"
         assert total(found, "from_host") > 0, "and left from there"
-    figures = found.manager.figures()
-    assert figures["late_bound_total"] > 10
-    assert figures["batch_switches_total"] > 0
+    stats = found.manager.stats()
+    assert stats["late_bound_total"] > 10
+    assert stats["batch_switches_total"] > 0
 
 
 def test_prefetched_evicted_and_preempted_in_small_caches() -> None:
@@ -43,7 +43,7 @@ def test_prefetched_evicted_and_preempted_in_small_caches() -> None:
         offer(found, 40, requests, over_s=1.0)
         finish(found, 6.0)
         prefetched += total(found, "prefetched")
-        evicted += int(found.manager.figures()["evictions_total"])
+        evicted += int(found.manager.stats()["evictions_total"])
     assert prefetched > 3
     assert evicted > 3
 
@@ -52,7 +52,7 @@ def test_a_pool_without_host_memory_slows_and_never_fails() -> None:
     found = world(3, blocks=24, host_blocks=0)
     offer(found, 50, requests, over_s=0.5)
     finish(found, 6.0)
-    assert found.displaced == 0
+    assert found.attempts_lost == 0
     assert total(found, "pooled") == 0
 
 
@@ -73,7 +73,7 @@ def test_low_load_is_placed_at_once_and_never_waits_in_the_pool() -> None:
         prompt = [random.randrange(50) for _ in range(9)]
         found.at(0.8 * index, partial(found.submit, f"r{index}", prompt, 12))
     finish(found, 6.0)
-    assert found.manager.figures()["late_bound_total"] == 0
+    assert found.manager.stats()["late_bound_total"] == 0
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "manager"])

@@ -31,9 +31,9 @@ def test_where_few_run_it_is_bound_at_once() -> None:
     assert place(state) == (Segment(0, 20, "prefill-0"), Segment(20, None, "decode-0"))
 
 
-@pytest.mark.parametrize("figures", [{"running": 4}, {"free_blocks": 40}, {"parked": 1}])
-def test_elsewhere_it_waits_for_its_batch(figures: dict[str, int]) -> None:
-    state = cluster(view("prefill-0", Role.PREFILL), view("decode-0", Role.DECODE, **figures))
+@pytest.mark.parametrize("stats", [{"running": 4}, {"free_blocks": 40}, {"parked": 1}])
+def test_elsewhere_it_waits_for_its_batch(stats: dict[str, int]) -> None:
+    state = cluster(view("prefill-0", Role.PREFILL), view("decode-0", Role.DECODE, **stats))
     assert place(state) == (Segment(0, 20, "prefill-0"), Segment(20, None, None))
 
 
@@ -51,17 +51,17 @@ def test_thresholds_follow_the_device() -> None:
     assert Thresholds(AlignedServeConfig(least_requests=1000)).min_requests(capacity) == 64
 
 
-def test_patience_is_a_share_of_what_tpot_promises_for_the_answer() -> None:
-    promised = request("a", tpot_s=0.1, max_tokens=50)
+def test_patience_is_a_share_of_what_tpot_allows_for_the_response() -> None:
+    with_slo = request("a", tpot_s=0.1, max_tokens=50)
     rules = {"share": 0.5, "longest_s": 10.0, "default_output": 256.0}
-    assert patience_s(promised, **rules) == pytest.approx(0.5 * 0.1 * 50)
-    predicted = replace(promised, prediction=Prediction(20.0, 20.0, 20.0, 20.0))
+    assert patience_s(with_slo, **rules) == pytest.approx(0.5 * 0.1 * 50)
+    predicted = replace(with_slo, prediction=Prediction(20.0, 20.0, 20.0, 20.0))
     assert patience_s(predicted, **rules) == pytest.approx(0.5 * 0.1 * 20)
     assert patience_s(request("b"), **rules) == 10.0
     assert patience_s(request("c", tpot_s=9.0), **rules) == 10.0
 
 
-def test_the_preset_fills_the_seats() -> None:
+def test_the_preset_names_its_policies() -> None:
     config = load_config(preset="alignedserve")
     compose.check_names(config)
     assert isinstance(compose.placement(config), LateBound)

@@ -56,7 +56,7 @@ def names(plan: IterationPlan) -> list[str]:
 
 
 def run(plan: IterationPlan, kv: KvAllocator) -> None:
-    """Compute, and draw a token where the last known one was reached."""
+    """Compute, and sample a token where the last known one was reached."""
     for row in plan.rows:
         row.sequence.computed = row.start + row.count
         if row.sequence.computed == row.sequence.known:

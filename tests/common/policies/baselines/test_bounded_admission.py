@@ -23,7 +23,7 @@ def load(requests: int = 0, tokens: int = 0, rate: float = 2.0) -> AdmissionLoad
     return AdmissionLoad(requests, tokens, 0, rate, 0, 0)
 
 
-def test_room_is_room() -> None:
+def test_queue_capacity_is_a_bound() -> None:
     assert POLICY.decide(0.0, offer(), load(9, 900)) == Admit()
 
 

@@ -33,7 +33,7 @@ def rows(plan: IterationPlan) -> list[tuple[str, int, int]]:
 
 
 def run(plan: IterationPlan, kv: PagedAllocator) -> None:
-    """What the engine and the machine do: compute, and draw a token where the last known one was reached."""
+    """What the engine and the machine do: compute, and sample a token where the last known one was reached."""
     for row in plan.rows:
         row.sequence.computed = row.start + row.count
         if row.sequence.computed == row.sequence.known:

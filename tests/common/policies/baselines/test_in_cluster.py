@@ -1,4 +1,4 @@
-"""Every baseline in the virtual cluster: small caches, hand-overs at any position; outputs equal the expected.
+"""Every baseline in the virtual cluster: small caches, KV transfers at any position; outputs equal the expected.
 
 The world checks every slot of KV, every plan and every allocator; here also that what each policy is about happened.
 """
@@ -83,7 +83,7 @@ def test_colocated(name: str, preemption: str, blocks: int) -> None:
     cluster = world(21, UNIFIED, Colocated, name, blocks=blocks, preemption=preemption)
     offer(cluster, 50, requests)
     finish(cluster)
-    assert cluster.displaced == 0
+    assert cluster.attempts_lost == 0
     if blocks == 64 and name == "orca":
         assert total(cluster, "preemptions") == 0  # max-allocation never runs out
     if blocks == 20 and name in ("vllm", "chunked_prefill", "round_robin", "srtf", "mlfq"):

@@ -39,7 +39,7 @@ def test_what_does_not_fit_is_passed_over() -> None:
     assert names(step(multi, kv)) == ["small"]
 
 
-def test_running_answers_come_before_prompts() -> None:
+def test_running_decodes_come_before_prompts() -> None:
     multi, kv = policy(rows=8, tokens=4), cache(40, reservation=RULE)
     multi.add(0.0, sequence("prompt", 9))
     step(multi, kv)

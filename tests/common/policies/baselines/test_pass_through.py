@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
-from cohort.common.policies.baselines.first_come import FirstCome
+from cohort.common.policies.baselines.fcfs import Fcfs
 from cohort.common.policies.baselines.pass_through import PassThrough
 from cohort.common.policies.interface import ClusterView, InstanceView, WaitingRequest
-from cohort.common.types import Attempt, Request, Role, SamplingParams, WorkerCapacity, WorkerFigures
+from cohort.common.types import Attempt, Request, Role, SamplingParams, WorkerCapacity, WorkerStats
 
 
 def waiting(name: str, random: Random) -> WaitingRequest:
@@ -26,8 +26,8 @@ def waiting(name: str, random: Random) -> WaitingRequest:
 
 def cluster(*queued: int) -> ClusterView:
     capacity = WorkerCapacity(Role.UNIFIED, "m", 8192, 2, 1, 8, 2, 16, 100, 0, 64, 512)
-    figures = [WorkerFigures(queued_prefill_tokens=tokens) for tokens in queued]
-    return ClusterView({f"u{i}": InstanceView(f"u{i}", capacity, each) for i, each in enumerate(figures)})
+    stats = [WorkerStats(queued_prefill_tokens=tokens) for tokens in queued]
+    return ClusterView({f"u{i}": InstanceView(f"u{i}", capacity, each) for i, each in enumerate(stats)})
 
 
 def test_nothing_waits_however_much_is_queued_at_the_workers() -> None:
@@ -45,7 +45,7 @@ def test_the_order_is_that_of_an_unbounded_first_come() -> None:
     for seed in range(20):
         random = Random(seed)
         items = [waiting(f"r{index}", random) for index in range(random.randint(1, 30))]
-        orders = PassThrough(), FirstCome(dispatch_ahead_tokens=10**9)
+        orders = PassThrough(), Fcfs(dispatch_ahead_tokens=10**9)
         for order in orders:
             for item in items:
                 order.add(0.0, item)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from cohort.common.policies.baselines.first_come import FirstCome
+from cohort.common.policies.baselines.fcfs import Fcfs
 from cohort.common.policies.baselines.placements import Colocated, ColocatedInTurn, Disaggregated
 from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
-from cohort.common.types import Attempt, Request, Role, SamplingParams, Segment, WorkerCapacity, WorkerFigures
+from cohort.common.types import Attempt, Request, Role, SamplingParams, Segment, WorkerCapacity, WorkerStats
 
 
 def view(name: str, role: Role, *, free: int = 100, queued: int = 0) -> InstanceView:
     capacity = WorkerCapacity(role, "m", 1000, 1, 1, 1, 1, 16, 100, 0, 64, 512)
-    figures = WorkerFigures(total_blocks=100, free_blocks=free, queued_prefill_tokens=queued)
-    return InstanceView(name, capacity, figures)
+    stats = WorkerStats(total_blocks=100, free_blocks=free, queued_prefill_tokens=queued)
+    return InstanceView(name, capacity, stats)
 
 
 def cluster(*views: InstanceView) -> ClusterView:
@@ -58,7 +58,7 @@ def test_the_prompt_goes_to_the_shortest_queue_and_the_output_where_most_room_is
     )
 
 
-def test_a_one_token_answer_needs_no_decode_worker() -> None:
+def test_a_one_token_response_needs_no_decode_worker() -> None:
     instances = cluster(view("p0", Role.PREFILL), view("d0", Role.DECODE))
     assert segments(Disaggregated().place(0.0, waiting(max_tokens=1), instances, None)) == (Segment(0, None, "p0"),)
 
@@ -90,7 +90,7 @@ def test_in_turn_means_whatever_the_load_and_who_is_there() -> None:
     assert isinstance(policy.place(0.0, waiting(prompt=2000), cluster(*three), None), Impossible)
 
 
-def test_a_wish_is_granted() -> None:
+def test_a_preferred_instance_is_chosen() -> None:
     instances = cluster(view("u0", Role.UNIFIED), view("u1", Role.UNIFIED, queued=400))
     assert segments(Colocated().place(0.0, waiting(), instances, "u1")) == (Segment(0, None, "u1"),)
 
@@ -104,7 +104,7 @@ def test_nobody_there_means_wait_and_too_long_means_impossible() -> None:
 
 
 def test_first_come_first_served_by_priority_then_online_then_arrival() -> None:
-    order = FirstCome(dispatch_ahead_tokens=10_000)
+    order = Fcfs(dispatch_ahead_tokens=10_000)
     for name, options in {
         "c": {"arrival_s": 3.0},
         "batch": {"online": False},
@@ -118,7 +118,7 @@ def test_first_come_first_served_by_priority_then_online_then_arrival() -> None:
 
 
 def test_only_a_bounded_amount_is_sent_ahead() -> None:
-    order = FirstCome(dispatch_ahead_tokens=100)
+    order = Fcfs(dispatch_ahead_tokens=100)
     for index in range(6):
         order.add(0.0, waiting(f"r{index}", prompt=40, arrival_s=index))
     instances = cluster(view("p0", Role.PREFILL, queued=30), view("p1", Role.PREFILL, queued=90))

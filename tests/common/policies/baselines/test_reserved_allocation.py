@@ -45,7 +45,7 @@ def test_segments_that_move_reserve_nothing_ahead() -> None:
     assert all_positions(one) == predicted_positions(1.0)(one) == 10
 
 
-def test_no_room_for_the_reservation_is_no_room() -> None:
+def test_no_blocks_for_the_reservation_is_no_admission() -> None:
     kv = cache(9, reservation=all_positions)
     one = sequence("a", 10, max_tokens=30)  # ten blocks
     assert kv.admit(one) is None

@@ -1,4 +1,4 @@
-"""BROS in the virtual cluster: caches so small that blocks are shared, hand-overs; outputs equal the expected.
+"""BROS in the virtual cluster: caches so small that blocks are shared, KV transfers; outputs equal the expected.
 
 The world checks every slot a row reads, every plan and the allocator; here also that what the paper is about happened.
 """
@@ -48,7 +48,7 @@ def requests(random: Random) -> Iterator[Asked]:
         yield Asked(prompt, random.randint(1, 30), "rt" if index % 2 else "be")
 
 
-def figures_of(world: World) -> dict[str, float]:
+def stats_of(world: World) -> dict[str, float]:
     """Run it to its end, then what the first worker's allocator counted."""
     finish(world)
     kv = next(iter(world.workers.values())).machine.kv
@@ -59,12 +59,12 @@ def figures_of(world: World) -> dict[str, float]:
 def test_real_time_requests_move_into_best_effort_blocks(blocks: int) -> None:
     world = bros_world(38, UNIFIED, Colocated, blocks=blocks)
     offer(world, 60, requests)
-    figures = figures_of(world)
-    assert world.displaced == 0
-    assert (figures["shared_blocks_total"] > 0) == (blocks < 200)
-    assert (figures["checkpointed_slots_total"] > 0) == (blocks < 200)
-    assert figures["restored_slots_total"] <= figures["checkpointed_slots_total"]
-    assert (figures["shared_blocks"], figures["checkpointed_slots"]) == (0, 0)
+    stats = stats_of(world)
+    assert world.attempts_lost == 0
+    assert (stats["shared_blocks_total"] > 0) == (blocks < 200)
+    assert (stats["checkpointed_slots_total"] > 0) == (blocks < 200)
+    assert stats["restored_slots_total"] <= stats["checkpointed_slots_total"]
+    assert (stats["shared_blocks"], stats["checkpointed_slots"]) == (0, 0)
 
 
 @pytest.mark.parametrize("host_blocks", [0, 2, 60])
@@ -76,14 +76,14 @@ def test_little_host_memory_or_another_allocator(allocation: str, preemption: st
     )
     offer(world, 60, requests)
     finish(world)
-    assert world.displaced == 0
+    assert world.attempts_lost == 0
 
 
 @pytest.mark.parametrize("iteration", ["continuous_batching", "round_robin", "vllm", "srtf"])
 def test_other_schedulers_over_bidirectional_blocks(iteration: str) -> None:
     world = bros_world(33, UNIFIED, Colocated, iteration=iteration, blocks=26)
     offer(world, 60, requests)
-    assert figures_of(world)["shared_blocks_total"] > 0
+    assert stats_of(world)["shared_blocks_total"] > 0
 
 
 @pytest.mark.parametrize("options", [{"group_tokens": 4}, {"ablation": {"cut_prompts": False}}])
@@ -93,7 +93,7 @@ def test_options(options: dict[str, Any]) -> None:
     finish(world)
 
 
-def test_hand_overs_at_any_position_are_of_exclusive_blocks() -> None:
+def test_kv_transfers_at_any_position_are_of_exclusive_blocks() -> None:
     world = bros_world(35, PD_TWICE, lambda: SplitAnywhere(35), blocks=40)
     offer(world, 60, requests)
     finish(world)

@@ -53,9 +53,9 @@ def test_without_a_profile_it_learns_while_serving_and_says_how_wrong_it_is() ->
     for _ in range(20):
         load = some_load(random)
         assert cost.exec_s(load) == pytest.approx(truth(load), rel=0.05)
-    figures = cost.metrics()
-    assert 0.0 < figures["cost_error"] < 0.05
-    assert figures["cost_observations_total"] == 400
+    stats = cost.metrics()
+    assert 0.0 < stats["cost_error"] < 0.05
+    assert stats["cost_observations_total"] == 400
 
 
 def test_it_follows_a_machine_that_became_slower() -> None:

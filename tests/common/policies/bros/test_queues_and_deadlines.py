@@ -20,7 +20,7 @@ def groups(tokens: int = 1) -> TokenGroups:
     return TokenGroups(group_tokens=tokens, default_ttft_s=0.4, default_tpot_s=0.2)
 
 
-def draw(sequence: Sequence, now_s: float) -> None:
+def sample_token(sequence: Sequence, now_s: float) -> None:
     sequence.tokens.append(1)
     sequence.last_token_s = now_s
 
@@ -29,20 +29,20 @@ def test_the_first_token_has_the_ttft_target_and_every_later_one_the_tpot_target
     one, sequence = groups(), request("a", 5, arrived_s=10.0)
     assert one.due_s(sequence) == pytest.approx(10.4)
     assert one.residual_s(10.1, sequence, average_s=0.05) == pytest.approx(0.3)
-    draw(sequence, 10.3)
+    sample_token(sequence, 10.3)
     assert one.residual_s(10.35, sequence, average_s=0.05) == pytest.approx(0.15)
 
 
 def test_a_group_shares_one_deadline_and_slack_counts_the_tokens_left_in_it() -> None:
     four, sequence = groups(4), request("a", 5, arrived_s=0.0)
-    draw(sequence, 1.0)  # group 1 is over; the second began
+    sample_token(sequence, 1.0)  # group 1 is over; the second began
     assert four.left(sequence) == 4
     assert four.residual_s(1.0, sequence, average_s=0.05) == pytest.approx(0.8 - 3 * 0.05)
-    draw(sequence, 1.3)
+    sample_token(sequence, 1.3)
     assert four.left(sequence) == 3
     assert four.residual_s(1.3, sequence, average_s=0.05) == pytest.approx(0.5 - 2 * 0.05)
     for now_s in (1.4, 1.5, 1.6):
-        draw(sequence, now_s)
+        sample_token(sequence, now_s)
     assert four.left(sequence) == 4
     assert four.due_s(sequence) == pytest.approx(2.4)
 
@@ -53,14 +53,14 @@ def test_the_queues_are_merged_by_residual_time() -> None:
     pending = [request(f"p{index}", 5) for index in range(2)]
     for sequence, last_s in zip(pending, (0.28, 0.22), strict=True):  # due 0.48, 0.42
         sequence.phase = Phase.RUNNING
-        draw(sequence, last_s)
+        sample_token(sequence, last_s)
     for sequence in (*waiting, *pending):
         queues.add(sequence)
     order = [sequence.request_id for _, _, sequence in queues.urgent_first(0.3, 0.0, 0.0)]
     assert order == ["w0", "p1", "w1", "p0", "w2"]
     # With 0.13 s as the least anything takes, two cannot make it: the started one goes first.
     assert [s.request_id for _, _, s in queues.urgent_first(0.3, 0.0, 0.13)] == ["w1", "p0", "w2"]
-    assert [s.request_id for s in queues.urgent_first(0.3, 0.0, 0.13).overdue()] == ["p1", "w0"]
+    assert [s.request_id for s in queues.urgent_first(0.3, 0.0, 0.13).past_due()] == ["p1", "w0"]
 
 
 @settings(max_examples=examples(0.6))
@@ -74,7 +74,7 @@ def test_the_lazy_merge_is_the_full_sort(seed: int) -> None:
         sequence = request(f"r{index}", 3, arrived_s=random.random())
         if random.random() < 0.5:
             sequence.phase = Phase.RUNNING
-            draw(sequence, random.random())
+            sample_token(sequence, random.random())
         queues.add(sequence)
         alive.append(sequence)
         if alive and random.random() < 0.3:
@@ -85,7 +85,7 @@ def test_the_lazy_merge_is_the_full_sort(seed: int) -> None:
     expected = sorted((judge.residual_s(1.0, s, 0.05), s.key) for s in alive)
     merged = [(residual, key) for residual, key, _ in queues.urgent_first(1.0, 0.05, least)]
     assert [key for _, key in merged] == [key for residual, key in expected if residual >= least]
-    late = queues.urgent_first(1.0, 0.05, least).overdue()
+    late = queues.urgent_first(1.0, 0.05, least).past_due()
     assert {s.key for s in late} == {key for residual, key in expected if residual < least}
     assert len(queues) == len(alive)
 

@@ -167,7 +167,7 @@ def test_the_oldest_best_effort_requests_keep_their_share_of_the_cache() -> None
         assert (["old"] if kv.checkpointed(old.key) else []) == away
 
 
-def test_what_is_kept_and_not_held_yet_is_reserved() -> None:
+def test_what_is_guaranteed_and_not_held_yet_is_reserved() -> None:
     for share, then in ((0.0, ["rt"]), (0.6, ["be"])):
         policy, kv = packing(share=share), BidirectionalAllocator(GEOMETRY, 10, 20)
         policy.add(0.1, request("be", 19, "be", arrived_s=0.1))
@@ -175,7 +175,7 @@ def test_what_is_kept_and_not_held_yet_is_reserved() -> None:
         assert names(step(policy, kv, 1.0)) == then
 
 
-def test_who_is_late_waits_for_best_effort_that_keeps_its_share() -> None:
+def test_late_prompts_wait_for_best_effort_that_keeps_its_share() -> None:
     for share, order in ((0.0, ["late", "be"]), (0.6, ["be", "late"])):
         policy, kv = packing(share=share), roomy()
         running(policy, kv, "decode", 8, "rt", last_s=0.88)  # 80 ms left: one of the two prompts
@@ -187,7 +187,7 @@ def test_who_is_late_waits_for_best_effort_that_keeps_its_share() -> None:
         assert order[1] in second
 
 
-def test_who_draws_tokens_late_goes_before_best_effort_that_keeps_its_share() -> None:
+def test_late_decodes_go_before_best_effort_that_keeps_its_share() -> None:
     policy, kv = packing(first=1, share=0.6), roomy()
     running(policy, kv, "late", 8, "rt", last_s=0.5)  # due 0.7
     running(policy, kv, "be", 8, "be", last_s=0.0)
@@ -242,7 +242,7 @@ def test_with_shared_blocks_nobody_is_dropped_and_slots_come_back_beside_the_nex
     assert "be" in names(plan)
 
 
-def test_the_preset_fills_the_seats() -> None:
+def test_the_preset_names_its_policies() -> None:
     config = load_config(preset="bros")
     compose.check_names(config)
     assert isinstance(compose.iteration(config), SlackPacking)
@@ -255,7 +255,7 @@ def test_what_would_write_into_shared_blocks_is_refused(overrides: dict[str, dic
         compose.check_names(load_config(preset="bros", overrides=overrides))
 
 
-def test_what_is_kept_does_not_count_towards_the_size_of_the_batch() -> None:
+def test_what_is_guaranteed_does_not_count_towards_the_size_of_the_batch() -> None:
     for share, then in ((0.0, ["be0", "late"]), (0.5, ["be0", "be1", "late"])):
         policy, kv = packing(first=2, share=share), roomy()
         for index in range(2):

@@ -17,7 +17,7 @@ from cohort.common.types import (
     Role,
     SamplingParams,
     WorkerCapacity,
-    WorkerFigures,
+    WorkerStats,
 )
 
 BLOCK = 4
@@ -38,7 +38,7 @@ def view(
     age_s: float = 0.0,
 ) -> InstanceView:
     capacity = WorkerCapacity(role, "m", limit, 2, 1, 8, 2, BLOCK, blocks, 0, 64, step)
-    figures = WorkerFigures(
+    stats = WorkerStats(
         total_blocks=blocks,
         free_blocks=blocks if free is None else free,
         queued_prefill_tokens=queued,
@@ -46,11 +46,11 @@ def view(
         queue=queue or [],
         memory_free_bytes=memory,
     )
-    return InstanceView(name, capacity, figures, report_age_s=age_s)
+    return InstanceView(name, capacity, stats, report_age_s=age_s)
 
 
-def cluster(*views: InstanceView, **figures: float) -> ClusterView:
-    return ClusterView({v.instance: v for v in views}, **figures)
+def cluster(*views: InstanceView, **stats: float) -> ClusterView:
+    return ClusterView({v.instance: v for v in views}, **stats)
 
 
 def pair(**decode: Any) -> ClusterView:

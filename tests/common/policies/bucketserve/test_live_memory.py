@@ -1,4 +1,4 @@
-"""Free blocks less growth less promises, and how promises end."""
+"""Free blocks less growth less reservations, and how reservations end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_what_runs_grows_to_its_predicted_peak() -> None:
     decode, prefill = view("d", Role.DECODE, free=50, queue=queue), view("p", Role.PREFILL, free=50, queue=queue)
     memory.update(0.0, cluster(decode, prefill))
     assert memory.remaining_blocks(decode) == 50 - 7
-    # A prefill worker hands over before the answer grows: r1 needs nothing more, r2 three blocks
+    # A prefill worker hands over before the response grows: r1 needs nothing more, r2 three blocks
     assert memory.remaining_blocks(prefill) == 50 - 0 - 3
 
 
@@ -39,13 +39,13 @@ def test_requests_beyond_the_list_count_like_the_listed() -> None:
     assert memory.remaining_blocks(crowded) == 50 - 3 * 2
 
 
-def test_a_promise_counts_until_a_report_names_it() -> None:
+def test_a_reservation_counts_until_a_report_names_it() -> None:
     memory = LiveMemory()
     decode = view("d", Role.DECODE, free=50)
     memory.update(0.0, cluster(decode))
     assert memory.idle(decode)
-    memory.promise(0.0, "d", "r1", 7)
-    memory.promise(0.0, "d", "r2", 5)
+    memory.reserve(0.0, "d", "r1", 7)
+    memory.reserve(0.0, "d", "r2", 5)
     assert not memory.idle(decode)
     assert memory.remaining_blocks(decode) == 38
     decode = view("d", Role.DECODE, free=48, queue=[work("r1", 0, 8, 20)])
@@ -55,11 +55,11 @@ def test_a_promise_counts_until_a_report_names_it() -> None:
     assert memory.remaining_blocks(decode) == 43
 
 
-def test_a_promise_nobody_keeps_ends() -> None:
+def test_a_reservation_that_no_report_names_ends() -> None:
     memory = LiveMemory()
     decode = view("d", Role.DECODE, free=50)
     memory.update(0.0, cluster(decode))
-    memory.promise(0.0, "d", "r1", 7)
+    memory.reserve(0.0, "d", "r1", 7)
     memory.update(1.9, cluster(decode))
     assert memory.remaining_blocks(decode) == 43
     memory.update(2.0, cluster(decode))
@@ -70,13 +70,13 @@ def test_a_worker_that_left_takes_its_account_along() -> None:
     memory = LiveMemory()
     decode = view("d", Role.DECODE, free=50)
     memory.update(0.0, cluster(decode))
-    memory.promise(0.0, "d", "r1", 7)
+    memory.reserve(0.0, "d", "r1", 7)
     memory.update(0.1, cluster())
     memory.update(0.2, cluster(decode))
     assert memory.remaining_blocks(decode) == 50
 
 
-def test_more_promised_than_there_is_stays_visible() -> None:
+def test_more_reserved_than_there_is_stays_visible() -> None:
     memory = LiveMemory()
     decode = view("d", Role.DECODE, free=1, queue=[work("r", 0, 4, 400)])
     memory.update(0.0, cluster(decode))

@@ -109,7 +109,7 @@ def test_memory_bounds_the_batch_and_the_rest_waits() -> None:
     queue = filled(order(), *(waiting(f"r{i}", prompt=8, output=32, arrival_s=float(i)) for i in range(12)))
     assert names(queue.decide(20.0, pair(blocks=100))) == [tuple(f"r{i}" for i in range(9))]
     assert len(queue) == 3
-    assert queue.decide(20.1, pair(blocks=100)) == []  # the same report, everything promised
+    assert queue.decide(20.1, pair(blocks=100)) == []  # the same report, everything reserved
 
 
 def test_a_wrong_prediction_is_revised_before_it_counts() -> None:
@@ -126,14 +126,14 @@ def test_the_estimate_of_the_output_is_configurable() -> None:
     long_tail.prediction = Prediction(20.0, 15.0, 60.0, 90.0)
     for estimate, tokens in (("mean", 28), ("p50", 23), ("p90", 68), ("p99", 98), ("max", 108)):
         queue = filled(order(BucketServeConfig(output_estimate=estimate)), long_tail)  # type: ignore[arg-type]
-        assert queue._items["r"].span_tokens == tokens
+        assert queue._items["r"].total_length == tokens
 
 
 def test_without_a_prediction_the_monitors_mean_counts_while_it_is_fresh() -> None:
     unknown = waiting("r", prompt=8)
     unknown.prediction = None
     queue = filled(order(demand=demand_rule(blind_share=0.0)), unknown)
-    assert queue._items["r"].span_tokens == 16
+    assert queue._items["r"].total_length == 16
     fresh = cluster(
         view("p0", Role.PREFILL, queued=10_000),
         view("p1", Role.PREFILL),
@@ -145,7 +145,7 @@ def test_without_a_prediction_the_monitors_mean_counts_while_it_is_fresh() -> No
     again = waiting("r2", prompt=8)
     again.prediction = None
     filled(queue, again)
-    assert queue._items["r2"].span_tokens == 38
+    assert queue._items["r2"].total_length == 38
 
 
 def test_what_no_worker_could_ever_hold_is_passed_on_to_be_refused() -> None:
@@ -156,7 +156,7 @@ def test_what_no_worker_could_ever_hold_is_passed_on_to_be_refused() -> None:
     ]
 
 
-def test_what_could_not_be_placed_comes_back_without_its_promise() -> None:
+def test_what_could_not_be_placed_comes_back_without_its_reservation() -> None:
     queue = filled(order(), waiting("r", prompt=8, output=300, max_tokens=350))
     seen = pair(blocks=100, free=99, running=0)
     assert names(queue.decide(0.0, seen)) == [("r",)]
@@ -197,14 +197,14 @@ def test_the_optimal_splitter_separates_what_bisection_leaves_together() -> None
         queue.check()
 
 
-def test_figures_name_waste_and_buckets() -> None:
+def test_stats_name_waste_and_buckets() -> None:
     queue = filled(order(), waiting("r0", 20), waiting("r1", 60, arrival_s=1.0), waiting("r2", 100, arrival_s=1.5))
     queue.decide(2.0, pair())
-    figures = queue.metrics()
-    assert figures["batch_waste_ratio"] == pytest.approx(0.4)
-    assert figures["padding_tokens_total"] == 120.0
-    assert figures["prompt_tokens_total"] == 180.0
-    assert figures["expected_waste"] == pytest.approx(1 - 60 / 1024)
+    stats = queue.metrics()
+    assert stats["batch_waste_ratio"] == pytest.approx(0.4)
+    assert stats["padding_tokens_total"] == 120.0
+    assert stats["prompt_tokens_total"] == 180.0
+    assert stats["expected_waste"] == pytest.approx(1 - 60 / 1024)
 
 
 @settings(max_examples=examples(0.25))

@@ -16,7 +16,7 @@ from tests.common.machines.clusters import finish, of_config, offer, small
 from tests.common.policies.bucketserve.test_in_cluster import requests
 
 
-def test_the_preset_fills_the_seats() -> None:
+def test_the_preset_names_its_policies() -> None:
     config = load_config(preset="bucketserve")
     compose.check_names(config)
     assert isinstance(compose.prefill_order(config), BucketedPrefill)
@@ -38,4 +38,4 @@ def test_the_composed_order_serves_a_cluster_to_the_end() -> None:
     world = of_config(5, small("bucketserve", {"workers": workers}), blocks=40)
     offer(world, 60, requests)
     finish(world)
-    assert world.manager.figures()["batches_total"] > 0
+    assert world.manager.stats()["batches_total"] > 0

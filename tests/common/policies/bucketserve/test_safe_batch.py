@@ -26,13 +26,13 @@ def test_equation_5_keeps_ten_per_cent() -> None:
     assert safe_bytes(-5, 0.1) == 0
 
 
-def batch_of(spans: list[int], memory_bytes: int, geometry: KvGeometry) -> int:
+def batch_of(lengths: list[int], memory_bytes: int, geometry: KvGeometry) -> int:
     """As `Round.take` goes on: each next request as long as it is safe."""
     left, taken = memory_bytes // geometry.block_bytes, 0
-    for span in spans:
-        if not next_is_safe(left, geometry.blocks_for(span)):
+    for length in lengths:
+        if not next_is_safe(left, geometry.blocks_for(length)):
             break
-        left, taken = left - geometry.blocks_for(span), taken + 1
+        left, taken = left - geometry.blocks_for(length), taken + 1
     return taken
 
 
@@ -48,7 +48,7 @@ def test_blocks_that_are_kept_are_not_for_this_request() -> None:
     assert next_is_safe(10, 6, 4) and not next_is_safe(10, 7, 4)
 
 
-def test_spans_take_whole_blocks() -> None:
+def test_lengths_take_whole_blocks() -> None:
     paged = KvGeometry(40, 40, 128, 2, block_size=16)
     # 17 tokens are two blocks: of four blocks only two such requests may come
     assert batch_of([17, 17, 17], 4 * paged.block_bytes, paged) == 2
@@ -60,27 +60,29 @@ def test_the_expected_batch_is_equation_6_at_the_mean() -> None:
 
 
 @given(
-    spans=st.lists(st.integers(1, 500), max_size=12), blocks=st.integers(0, 100), block_size=st.sampled_from([1, 8, 16])
+    lengths=st.lists(st.integers(1, 500), max_size=12),
+    blocks=st.integers(0, 100),
+    block_size=st.sampled_from([1, 8, 16]),
 )
-def test_the_largest_prefix_that_fits(spans: list[int], blocks: int, block_size: int) -> None:
+def test_the_largest_prefix_that_fits(lengths: list[int], blocks: int, block_size: int) -> None:
     geometry = KvGeometry(2, 1, 8, 2, block_size)
     memory = blocks * geometry.block_bytes
     fitting = [
         n
-        for n in range(len(spans) + 1)
-        if sum(geometry.blocks_for(span) for span in spans[:n]) * geometry.block_bytes <= memory
+        for n in range(len(lengths) + 1)
+        if sum(geometry.blocks_for(length) for length in lengths[:n]) * geometry.block_bytes <= memory
     ]
-    assert batch_of(spans, memory, geometry) == max(fitting)
+    assert batch_of(lengths, memory, geometry) == max(fitting)
 
 
 @settings(max_examples=examples(1))
-@given(spans=st.lists(st.integers(2, 20), min_size=1, max_size=60), blocks=st.integers(10, 80))
-def test_a_live_batch_is_the_largest_of_equation_6(spans: list[int], blocks: int) -> None:
+@given(lengths=st.lists(st.integers(2, 20), min_size=1, max_size=60), blocks=st.integers(10, 80))
+def test_a_live_batch_is_the_largest_of_equation_6(lengths: list[int], blocks: int) -> None:
     """Prompts of one token, so that nothing but the decode worker's memory bounds the batch."""
-    room = controller().open(0.0, pair(blocks=blocks))
-    room.next_batch()
-    taken = [room.take(f"r{i}", 1, span, online=True) for i, span in enumerate(spans)]
+    round_ = controller().open(0.0, pair(blocks=blocks))
+    round_.next_batch()
+    taken = [round_.take(f"r{i}", 1, length, online=True) for i, length in enumerate(lengths)]
     safe = int(0.9 * blocks)
-    fitting = [n for n in range(len(spans) + 1) if sum(-(-span // BLOCK) for span in spans[:n]) <= safe]
-    first_refused = taken.index(False) if False in taken else len(spans)
+    fitting = [n for n in range(len(lengths) + 1) if sum(-(-length // BLOCK) for length in lengths[:n]) <= safe]
+    first_refused = taken.index(False) if False in taken else len(lengths)
     assert first_refused == max(fitting)

@@ -1,5 +1,5 @@
 """DynaServe's policies in the virtual cluster: random load, small caches; segments that meet at any given token;
-hand-overs broken in every phase. The world checks every slot of KV and that nothing is left."""
+KV transfers broken in every phase. The world checks every slot of KV and that nothing is left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cohort.common.messages import KvAccepted, KvChunk, KvGrant, KvHandOver, KvOffer, Message, SegmentEnded
+from cohort.common.messages import KvAccepted, KvChunk, KvGrant, KvHandoff, KvOffer, Message, SegmentEnded
 from cohort.common.policies.interface import ClusterView, Impossible, Placed, Placement, Wait, WaitingRequest
 from cohort.common.types import FinishReason, Segment
 from tests.common.machines.clusters import UNIFIED_TWICE, Asked, finish, of_config, offer, small, tokens, total
@@ -23,7 +23,7 @@ class SplitAt(Placement):
         self._position = position
 
     def place(
-        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, wish: str | None
+        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: str | None
     ) -> Placed | Wait | Impossible:
         names = sorted(cluster.instances)
         if not names:
@@ -58,16 +58,16 @@ def test_random_load_with_wrong_predictions(blocks: int, preemption: str) -> Non
     world = world_of(1, preemption=preemption, blocks=blocks, host_blocks=40)
     offer(world, 90, requests, over_s=2.5)
     finish(world)
-    figures = world.manager.figures()
-    assert figures["splits_total"] > 4
-    assert figures["whole_total"] > 0
-    assert figures["finish_judged_total"] == 90 - world.displaced
+    stats = world.manager.stats()
+    assert stats["splits_total"] > 4
+    assert stats["whole_total"] > 0
+    assert stats["finish_tracked_total"] == 90 - world.attempts_lost
     assert total(world, "transfers_in") > 5
 
 
 # -- segments that meet at a given token (D1, D7, D8) ----------------------------------------------------------------
 
-PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9, 32, 38]  # 13 tokens; its answer has 20 without a stop token
+PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9, 32, 38]  # 13 tokens; its response has 20 without a stop token
 OUTPUT = 20
 
 
@@ -77,11 +77,11 @@ def test_the_prompt_of_these_tests_is_answered_at_length() -> None:
 
 
 @pytest.mark.parametrize(
-    ("position", "drawn_first"),
+    ("position", "sampled_first"),
     [(1, 0), (7, 0), (12, 0), (13, 1), (14, 2), (25, 13), (31, 19)],
     ids=["first token", "mid prompt", "one before P", "P", "P + 1", "deep in the output", "one before the end"],
 )
-def test_a_request_changes_hands_at_exactly_this_token(position: int, drawn_first: int) -> None:
+def test_a_request_changes_hands_at_exactly_this_token(position: int, sampled_first: int) -> None:
     """Computing position p yields the token at p + 1: the first worker draws s − P + 1 tokens."""
     world = world_of(2, lambda: SplitAt(position))
     world.run(2.0)
@@ -89,12 +89,12 @@ def test_a_request_changes_hands_at_exactly_this_token(position: int, drawn_firs
     world.run_until_quiet()
     world.check_outputs()
     assert world.owned["r"].finish is FinishReason.LENGTH
-    assert world.displaced == 0
+    assert world.attempts_lost == 0
     first, second = (world.workers[name].machine.counters for name in UNIFIED_TWICE)
     assert (first.transfers_out, second.transfers_in) == (1, 1)
     assert first.prefill_tokens + first.decode_tokens == position
     assert second.prefill_tokens + second.decode_tokens == len(PROMPT) + OUTPUT - 1 - position
-    assert first.decode_tokens == max(0, drawn_first - 1)
+    assert first.decode_tokens == max(0, sampled_first - 1)
 
 
 @pytest.mark.parametrize("position", [32, 33, 40], ids=["last position", "the end", "beyond"])
@@ -115,7 +115,7 @@ def test_an_answer_that_ends_before_the_split_frees_the_second_worker_at_once(po
 
 
 def test_an_answer_longer_than_predicted_goes_on() -> None:
-    """D8: the split was chosen for 3 tokens and a margin of 2; the answer has 20."""
+    """D8: the split was chosen for 3 tokens and a margin of 2; the response has 20."""
     world = world_of(4)
     world.run(2.0)
     for index in range(6):
@@ -124,21 +124,21 @@ def test_an_answer_longer_than_predicted_goes_on() -> None:
     world.check_outputs()
 
 
-# -- hand-overs broken in every phase -------------------------------------------------------------------------------
+# -- KV transfers broken in every phase -------------------------------------------------------------------------------
 
 PHASES: dict[str, tuple[type[Message], int]] = {
     "offered": (KvOffer, 1),
     "granted": (KvGrant, 1),
     "first chunk": (KvChunk, 1),
     "all chunks": (KvChunk, 99),
-    "handed over": (KvHandOver, 1),
+    "handed over": (KvHandoff, 1),
     "accepted": (KvAccepted, 1),
     "ended": (SegmentEnded, 1),
 }
 
 
 class Breaking(World):
-    """Kills a worker at the moment a message of a phase of the hand-over is sent, or has just arrived."""
+    """Kills a worker at the moment a message of a phase of the KV transfer is sent, or has just arrived."""
 
     armed = fired = False
 
@@ -151,8 +151,8 @@ class Breaking(World):
         if not self.armed:
             return
         kind, count = self.phase
-        if count == 99 and isinstance(message, KvHandOver) and when == "sent":
-            kind, count, when = KvHandOver, self.seen + 1, self.when  # it is sent right behind the last chunk
+        if count == 99 and isinstance(message, KvHandoff) and when == "sent":
+            kind, count, when = KvHandoff, self.seen + 1, self.when  # it is sent right behind the last chunk
         if not isinstance(message, kind) or when != self.when:
             return
         self.seen += 1
@@ -166,7 +166,7 @@ class Breaking(World):
 @pytest.mark.parametrize("when", ["sent", "arrived"])
 @pytest.mark.parametrize("victim", list(UNIFIED_TWICE), ids=["sender dies", "receiver dies"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_worker_killed_in_any_phase_of_a_hand_over(phase: str, victim: str, when: str, position: int) -> None:
+def test_a_worker_killed_in_any_phase_of_a_kv_transfer(phase: str, victim: str, when: str, position: int) -> None:
     world = world_of(5, lambda: SplitAt(position), kind=Breaking)
     assert isinstance(world, Breaking)
     world.run(2.0)

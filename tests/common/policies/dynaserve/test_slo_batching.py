@@ -60,7 +60,7 @@ def test_decodes_come_first_and_prompts_share_what_is_left_of_the_bound() -> Non
     assert rows(decide(policy, kv, 0.1))[0][:2] == ("p1", chunk)
 
 
-def test_the_strictest_promise_in_the_iteration_rules() -> None:
+def test_the_strictest_slo_in_the_iteration_rules() -> None:
     policy, kv = scheduler(slo_s=0.02), cache(200)
     running(policy, kv, "patient", 40)
     running(policy, kv, "strict", 40, slo_s=0.008)
@@ -71,7 +71,7 @@ def test_the_strictest_promise_in_the_iteration_rules() -> None:
     assert policy.metrics()["tbt_bound_ms"] == pytest.approx(8.0)
 
 
-def test_half_the_bound_while_somebody_who_draws_tokens_is_on_the_way() -> None:
+def test_half_the_bound_while_a_decoding_request_is_on_the_way() -> None:
     policy, kv = scheduler(), cache(200)
     policy.add(0.0, sequence("p", 380, arrived_s=1.0))
     plan = decide(policy, kv, 0.0, arriving=1)
@@ -186,7 +186,7 @@ def test_a_table_alone_is_a_state_as_well_and_a_broken_one_changes_nothing() -> 
 
 
 @pytest.mark.parametrize(("predicted", "comes_in"), [(9.0, True), (12.0, False)])
-def test_a_prompt_waits_where_foreseen_answers_would_outgrow_the_cache(predicted: float, comes_in: bool) -> None:
+def test_a_prompt_waits_where_expected_decodes_would_outgrow_the_cache(predicted: float, comes_in: bool) -> None:
     """128 positions, 24 for each of three requests and for the newcomer: 32 are left. When the three end after 7 more
     tokens each, four have drawn 28; after 10 more, 40."""
     policy, kv = scheduler(), cache(128 // BLOCK)

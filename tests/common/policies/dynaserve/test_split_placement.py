@@ -10,7 +10,7 @@ from cohort.common.config import DynaServeAblation, DynaServeConfig
 from cohort.common.policies.dynaserve.instance_work import Balance, InstanceWork, work_seconds
 from cohort.common.policies.dynaserve.pressure_gate import PressureGate
 from cohort.common.policies.dynaserve.split_placement import SplitPlacement
-from cohort.common.policies.dynaserve.timeline import Piece
+from cohort.common.policies.dynaserve.timeline import SegmentWork
 from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
 from cohort.common.types import (
     Attempt,
@@ -22,7 +22,7 @@ from cohort.common.types import (
     Segment,
     StepTimes,
     WorkerCapacity,
-    WorkerFigures,
+    WorkerStats,
 )
 from tests.examples import examples
 
@@ -44,7 +44,7 @@ def instance(
     name: str, *queue: QueuedWork, role: Role = Role.UNIFIED, times: StepTimes | None = GPU, blocks: int = 10_000
 ) -> InstanceView:
     capacity = WorkerCapacity(role, "m", 32_768, 48, 8, 128, 2, 16, blocks, 0, 256, 2048)
-    figures = WorkerFigures(
+    stats = WorkerStats(
         total_blocks=blocks,
         free_blocks=blocks,
         running=len(queue),
@@ -53,7 +53,7 @@ def instance(
         queued_prefill_tokens=sum(work.prefill_left for work in queue),
         running_context_tokens=sum(work.context for work in queue),
     )
-    return InstanceView(name, capacity, figures)
+    return InstanceView(name, capacity, stats)
 
 
 def cluster(*views: InstanceView) -> ClusterView:
@@ -160,7 +160,7 @@ def test_what_was_just_sent_counts_before_it_is_reported_and_only_once_after() -
     assert names == ["a", "b"]
     work = policy._work["a"]
     believed_s = work.load_s
-    assert believed_s == pytest.approx(work_seconds(GPU, Piece(4000, 0, 70)))
+    assert believed_s == pytest.approx(work_seconds(GPU, SegmentWork(4000, 0, 70)))
     work.refresh(0.1, instance("a", QueuedWork("r0", 4000, 0, 70)), GPU)
     assert work.load_s == pytest.approx(believed_s)
     work.refresh(0.2, instance("a", QueuedWork("r0", 1000, 3000, 70)), GPU)
@@ -170,20 +170,20 @@ def test_what_was_just_sent_counts_before_it_is_reported_and_only_once_after() -
 def test_nobody_is_believed_nearer_to_the_end_than_the_margin() -> None:
     work = InstanceWork("a", pass_s=0.09, least_prefill=16, balance="work", margin_tokens=20)
     work.refresh(0.0, instance("a", QueuedWork("r", 0, 500, 1), QueuedWork("s", 300, 0, 0)), GPU)
-    # The second only computes a piece of a prompt here: no token is drawn, and none is believed to be.
-    expected_s = work_seconds(GPU, Piece(0, 500, 20)) + work_seconds(GPU, Piece(300, 0, 0))
+    # The second only computes a chunk of a prompt here: no token is sampled, and none is believed to be.
+    expected_s = work_seconds(GPU, SegmentWork(0, 500, 20)) + work_seconds(GPU, SegmentWork(300, 0, 0))
     assert work.load_s == pytest.approx(expected_s)
 
 
 def test_what_never_appears_in_a_report_is_forgotten_in_time() -> None:
     work = InstanceWork("a", pass_s=0.09, least_prefill=16, balance="work", margin_tokens=20)
     work.refresh(0.0, instance("a"), GPU)
-    work.assign(0.0, "r", Piece(100, 0, 10))
+    work.assign(0.0, "r", SegmentWork(100, 0, 10))
     work.refresh(1.0, instance("a"), GPU)
     assert work.load_s > 0
     work.refresh(3.0, instance("a"), GPU)
     assert work.load_s == 0
-    work.assign(3.0, "s", Piece(100, 0, 10))
+    work.assign(3.0, "s", SegmentWork(100, 0, 10))
     work.forget("s")
     assert work.load_s == 0
 
@@ -214,23 +214,23 @@ def test_nobody_and_nowhere() -> None:
     assert isinstance(policy.place(0.0, request("r", 4000, 5.0), cluster(*small), None), Impossible)
 
 
-def test_a_wish_is_granted() -> None:
+def test_a_preferred_instance_is_chosen() -> None:
     placed = placement().place(0.0, request("r", 10, 5.0), cluster(instance("a"), instance("b")), "b")
     assert isinstance(placed, Placed)
     assert placed.segments[0].instance == "b"
 
 
-def test_how_well_ends_were_foreseen_is_a_figure() -> None:
+def test_how_well_ends_were_foreseen_is_a_metric() -> None:
     policy = placement()
     placed = place(policy, request("r", 4000, 50.0), instance("a"), instance("b"))
     policy.completed(2 * placed.estimated_s, "r")
     policy.finished(2 * placed.estimated_s, "r")
-    figures = policy.metrics()
-    assert figures["finish_judged_total"] == 1
-    assert figures["finish_error"] == pytest.approx(0.5)
-    assert figures["finish_bias"] == pytest.approx(0.5)
+    stats = policy.metrics()
+    assert stats["finish_tracked_total"] == 1
+    assert stats["finish_error"] == pytest.approx(0.5)
+    assert stats["finish_bias"] == pytest.approx(0.5)
     policy.completed(9.0, "never placed")
-    assert policy.metrics()["finish_judged_total"] == 1
+    assert policy.metrics()["finish_tracked_total"] == 1
 
 
 @settings(max_examples=examples(0.8))

@@ -15,7 +15,7 @@ def scheduler(**given: Any) -> ByForecast:
     return ByForecast(options(**given), IterationLimits(16, 32, 32, "swap"))
 
 
-def answer(name: str, prompt: int, predicted: float, **more: Any) -> Sequence:
+def sequence_of(name: str, prompt: int, predicted: float, **more: Any) -> Sequence:
     return sequence(name, prompt, predicted=predicted, max_tokens=100, **more)
 
 
@@ -23,7 +23,7 @@ def test_nobody_holds_what_it_does_not_use_and_the_next_starts_in_time() -> None
     """Blocks of 4. a: 8 + 8 positions, 4 blocks at its end. b: 4 + 16, which is 3 blocks then, 5 when a is gone: with 7
     both run at once, with 6 b starts when its last positions and a's no longer meet."""
     policy, kv = scheduler(), nested(7)
-    a, b = answer("a", 8, 9), answer("b", 4, 17)
+    a, b = sequence_of("a", 8, 9), sequence_of("b", 4, 17)
     policy.add(0.0, a)
     policy.add(0.0, b)
     assert rows(step(policy, kv)) == [("a", 0, 8), ("b", 0, 4)]
@@ -38,14 +38,14 @@ def test_nobody_holds_what_it_does_not_use_and_the_next_starts_in_time() -> None
     assert kv.owners() == {b.key: 5}
 
     policy, kv = scheduler(), nested(6)
-    policy.add(0.0, answer("a", 8, 9))
-    policy.add(0.0, answer("b", 4, 17))
+    policy.add(0.0, sequence_of("a", 8, 9))
+    policy.add(0.0, sequence_of("b", 4, 17))
     assert rows(step(policy, kv)) == [("a", 0, 8)]
 
 
 def test_an_end_lets_the_next_prompt_in() -> None:
     policy, kv = scheduler(), nested(5)
-    a, b = answer("a", 8, 9), answer("b", 8, 9)
+    a, b = sequence_of("a", 8, 9), sequence_of("b", 8, 9)
     policy.add(0.0, a)
     policy.add(0.0, b)
     for _ in range(3):
@@ -57,7 +57,7 @@ def test_an_end_lets_the_next_prompt_in() -> None:
 def test_a_forecast_that_was_wrong_costs_the_loosest_its_place_and_it_returns() -> None:
     """Both are predicted to end after 4 more tokens, and neither does; the cache holds the growth of one."""
     policy, kv = scheduler(reserve=0.0), nested(7, 8)
-    a, b = answer("a", 8, 5, arrived_s=0.0), answer("b", 8, 5, arrived_s=1.0)
+    a, b = sequence_of("a", 8, 5, arrived_s=0.0), sequence_of("b", 8, 5, arrived_s=1.0)
     policy.add(0.0, a)
     policy.add(0.0, b)
     for _ in range(20):

@@ -60,7 +60,7 @@ def requests(random: Random, kind: str) -> Iterator[Asked]:
         yield Asked(prompt, most, "rt", predicted)
 
 
-def figure(world: World, name: str) -> float:
+def stat(world: World, name: str) -> float:
     return sum(node.machine.scheduler.metrics()[name] for node in world.workers.values())
 
 
@@ -70,15 +70,15 @@ def test_a_wrong_prediction_costs_time_and_never_an_answer(kind: str, blocks: in
     cluster = world(31, blocks=blocks)
     offer(cluster, 45, partial(requests, kind=kind))
     finish(cluster)
-    assert cluster.displaced == 0
+    assert cluster.attempts_lost == 0
     if kind == "one":
-        assert figure(cluster, "underpredictions_stopped_total") > 0
+        assert stat(cluster, "underpredictions_stopped_total") > 0
     if kind == "right":
-        assert figure(cluster, "underpredictions_stopped_total") == 0
+        assert stat(cluster, "underpredictions_stopped_total") == 0
         if blocks == 40:
             assert total(cluster, "preemptions") == 0
-    assert figure(cluster, "borrowers_total") > 0
-    assert figure(cluster, "formations_total") < figure(cluster, "iterations_total")
+    assert stat(cluster, "borrowers_total") > 0
+    assert stat(cluster, "formations_total") < stat(cluster, "iterations_total")
 
 
 def test_late_borrowers_leave_and_come_back() -> None:
@@ -87,7 +87,7 @@ def test_late_borrowers_leave_and_come_back() -> None:
         cluster = world(seed, blocks=24, buffer=0.0, host_blocks=60)
         offer(cluster, 45, partial(requests, kind="random"))
         finish(cluster)
-        late += figure(cluster, "borrowers_late_total")
+        late += stat(cluster, "borrowers_late_total")
     assert late > 5
 
 
@@ -96,7 +96,7 @@ def test_every_variant(variant: str) -> None:
     cluster = world(33, blocks=26, **VARIANTS[variant])
     offer(cluster, 45, partial(requests, kind="random"))
     finish(cluster)
-    assert (figure(cluster, "borrowers_total") > 0) == ("pipelined" in variant or variant == "full")
+    assert (stat(cluster, "borrowers_total") > 0) == ("pipelined" in variant or variant == "full")
 
 
 @pytest.mark.parametrize("kind", WRONG)
@@ -104,8 +104,8 @@ def test_a_wrong_forecast_costs_time_and_never_an_answer(kind: str) -> None:
     cluster = world(39, blocks=18, lending="forecast")
     offer(cluster, 45, partial(requests, kind=kind))
     finish(cluster)
-    assert cluster.displaced == 0
-    evicted = figure(cluster, "borrowers_late_total")
+    assert cluster.attempts_lost == 0
+    evicted = stat(cluster, "borrowers_late_total")
     assert (evicted > 0) == (kind in ("one", "random"))  # who is promised too much never runs out
 
 

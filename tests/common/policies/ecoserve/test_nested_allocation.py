@@ -18,7 +18,7 @@ from tests.common.policies.ecoserve.drive import nested
 
 
 def running(kv: NestedAllocator, name: str, prompt: int, length: int = 0, max_tokens: int = 200) -> Sequence:
-    """Prompt computed, first token drawn; blocks for `length` more positions."""
+    """Prompt computed, first token sampled; blocks for `length` more positions."""
     made = sequence(name, prompt, max_tokens=max_tokens)
     assert start(made, kv)
     made.computed = prompt

@@ -12,7 +12,7 @@ from cohort.common.types import Role
 from tests.common.policies.baselines.drive import GEOMETRY
 
 
-def test_the_preset_fills_the_seats() -> None:
+def test_the_preset_names_its_policies() -> None:
     config = load_config(preset="ecoserve")
     compose.check_names(config)
     assert isinstance(compose.placement(config), Colocated)

@@ -18,16 +18,21 @@ def offer(policy: TimeSynced, *sequences: Sequence) -> None:
         policy.add(0.0, each)
 
 
-def answer(name: str, prompt: int, predicted: float, **more: Any) -> Sequence:
+def sequence_of(name: str, prompt: int, predicted: float, **more: Any) -> Sequence:
     return sequence(name, prompt, predicted=predicted, max_tokens=100, **more)
 
 
 def test_prompts_up_to_the_forward_size_then_groups_of_equal_length() -> None:
-    """E1, E2, E3, E10: 16 tokens an iteration; answers of 5 tokens (one drawn with the prompt, four to go)."""
+    """E1, E2, E3, E10: 16 tokens an iteration; decodes of 5 tokens (one drawn with the prompt, four to go)."""
     policy, kv = scheduler(target_tokens=16), nested(40)
-    offer(policy, answer("a", 8, 5, arrived_s=1), answer("b", 8, 5, arrived_s=2), answer("c", 8, 9, arrived_s=3))
+    offer(
+        policy,
+        sequence_of("a", 8, 5, arrived_s=1),
+        sequence_of("b", 8, 5, arrived_s=2),
+        sequence_of("c", 8, 9, arrived_s=3),
+    )
     assert rows(step(policy, kv)) == [("a", 0, 8), ("b", 0, 8)]
-    # The answers of 4 more tokens form one group; beside their two tokens the third prompt has room.
+    # The decodes of 4 more tokens form one group; beside their two tokens the third prompt has room.
     assert rows(step(policy, kv)) == [("c", 0, 8), ("a", 8, 1), ("b", 8, 1)]
     assert policy.metrics()["groups"] == 1
     assert kv.owners() == {Attempt("a", 1): 3, Attempt("b", 1): 3, Attempt("c", 1): 2}  # 8 + 4 positions in blocks of 4
@@ -37,17 +42,17 @@ def test_prompts_up_to_the_forward_size_then_groups_of_equal_length() -> None:
 
 def test_between_ends_of_groups_nothing_is_decided() -> None:
     policy, kv = scheduler(), nested(40)
-    offer(policy, answer("a", 8, 9))
+    offer(policy, sequence_of("a", 8, 9))
     for _ in range(6):
         step(policy, kv)
-    figures = policy.metrics()
-    assert (figures["formations_total"], figures["iterations_total"]) == (1.0, 6.0)
-    assert figures["iterations_undecided_total"] == 4.0  # all but the prompt's and the formation's
+    stats = policy.metrics()
+    assert (stats["formations_total"], stats["iterations_total"]) == (1.0, 6.0)
+    assert stats["iterations_undecided_total"] == 4.0  # all but the prompt's and the formation's
 
 
 def test_a_group_that_does_not_fit_is_split_and_the_rest_follows_at_its_end() -> None:
     policy, kv = scheduler(pipelined=False, ordered=False), nested(10)
-    a, b, c = (answer(name, 8, 9, arrived_s=index) for index, name in enumerate("abc"))
+    a, b, c = (sequence_of(name, 8, 9, arrived_s=index) for index, name in enumerate("abc"))
     offer(policy, a, b, c)
     step(policy, kv)  # 24 tokens of prompts: 6 blocks
     assert [name for name, _, _ in rows(step(policy, kv))] == ["a", "b"]  # 2 blocks each; 8 more tokens
@@ -61,14 +66,14 @@ def test_a_group_that_does_not_fit_is_split_and_the_rest_follows_at_its_end() ->
 def test_the_best_fit_takes_the_room_that_the_first_leaves() -> None:
     """E6: the first in order does not fit, a shorter one does."""
     policy, kv = scheduler(pipelined=False), nested(8)
-    offer(policy, answer("long", 8, 25), answer("short", 8, 5))
+    offer(policy, sequence_of("long", 8, 25), sequence_of("short", 8, 5))
     step(policy, kv)
     assert [name for name, _, _ in rows(step(policy, kv))] == ["short"]
 
 
 def test_an_underprediction_uses_the_reserve() -> None:
     policy, kv = scheduler(padding=0.5), nested(20)
-    offer(policy, answer("a", 8, 2))  # padded to 3: two more tokens
+    offer(policy, sequence_of("a", 8, 2))  # padded to 3: two more tokens
     for _ in range(8):
         assert len(step(policy, kv).rows) == 1
     assert policy.metrics()["underpredictions_continued_total"] >= 2
@@ -78,7 +83,7 @@ def test_an_underprediction_uses_the_reserve() -> None:
 def test_without_reserve_it_stops_keeps_its_kv_and_goes_on_later() -> None:
     """E5, offload-free: no copy, no recomputation."""
     policy, kv = scheduler(pipelined=False), nested(6)
-    a, b = answer("a", 4, 5, arrived_s=0), answer("b", 4, 13, arrived_s=1)
+    a, b = sequence_of("a", 4, 5, arrived_s=0), sequence_of("b", 4, 13, arrived_s=1)
     offer(policy, a, b)
     step(policy, kv)
     for _ in range(4):  # a's group of 4 ends with its block full; b's 12 need 3 blocks, all there are
@@ -90,10 +95,10 @@ def test_without_reserve_it_stops_keeps_its_kv_and_goes_on_later() -> None:
     assert rows(step(policy, kv)) == [("a", 8, 1)]
 
 
-def test_a_short_answer_runs_inside_a_long_one() -> None:
+def test_a_short_decode_runs_inside_a_long_one() -> None:
     """E7: no block is free, and both run; the borrower is gone when the lender comes to the middle."""
     policy, kv = scheduler(buffer=0.0), nested(11)
-    long, short = answer("long", 4, 33), answer("short", 4, 13)
+    long, short = sequence_of("long", 4, 33), sequence_of("short", 4, 13)
     offer(policy, long)
     step(policy, kv)
     step(policy, kv)  # 1 + 8 blocks
@@ -120,7 +125,7 @@ def run_until_late(policy: TimeSynced, kv: KvAllocator, limit: int = 60) -> tupl
 def test_a_late_borrower_is_moved_to_host_memory_and_returns() -> None:
     """E8: predicted 13, needs many more; the cache has nothing to extend it with."""
     policy, kv = scheduler(buffer=0.0), nested(10, 10)
-    long, short = answer("long", 4, 33), answer("short", 4, 13)
+    long, short = sequence_of("long", 4, 33), sequence_of("short", 4, 13)
     offer(policy, long)
     step(policy, kv)
     step(policy, kv)
@@ -138,7 +143,7 @@ def test_a_late_borrower_is_moved_to_host_memory_and_returns() -> None:
 def test_a_late_prediction_regroups_who_waits() -> None:
     """E4: placed with the default of 30, grouped as 5 once the prediction is there."""
     policy, kv = scheduler(pipelined=False), nested(6)
-    a = answer("a", 8, 30)
+    a = sequence_of("a", 8, 30)
     offer(policy, a)
     step(policy, kv)
     a.predicted = 5.0
@@ -148,7 +153,7 @@ def test_a_late_prediction_regroups_who_waits() -> None:
 
 def test_nobody_able_to_run_the_last_makes_room_for_the_first() -> None:
     policy, kv = scheduler(ordered=False, pipelined=False, preemption="recompute"), nested(6)
-    a, b = answer("a", 12, 13, arrived_s=0), answer("b", 12, 13, arrived_s=1)
+    a, b = sequence_of("a", 12, 13, arrived_s=0), sequence_of("b", 12, 13, arrived_s=1)
     offer(policy, a, b)
     step(policy, kv)
     plan = step(policy, kv)
@@ -157,10 +162,10 @@ def test_nobody_able_to_run_the_last_makes_room_for_the_first() -> None:
     assert policy.metrics()["forced_total"] == 1
 
 
-def test_coupled_prompts_take_the_kv_of_their_answer() -> None:
+def test_coupled_prompts_take_the_kv_of_their_decode() -> None:
     """E11, SyncCoupled: two of the three fit; the third comes when a group ends, although 30 tokens would be free."""
     policy, kv = scheduler(decoupled=False, ordered=False, pipelined=False), nested(8)
-    offer(policy, *(answer(name, 8, 9, arrived_s=index) for index, name in enumerate("abc")))
+    offer(policy, *(sequence_of(name, 8, 9, arrived_s=index) for index, name in enumerate("abc")))
     assert [name for name, _, _ in rows(step(policy, kv))] == ["a", "b"]
     assert kv.owners() == {Attempt("a", 1): 4, Attempt("b", 1): 4}
     assert [name for name, _, _ in rows(step(policy, kv))] == ["a", "b"]
@@ -168,7 +173,7 @@ def test_coupled_prompts_take_the_kv_of_their_answer() -> None:
 
 def test_with_another_allocator_nothing_is_lent() -> None:
     policy, kv = scheduler(), cache(20)
-    offer(policy, answer("a", 8, 9), answer("b", 8, 5))
+    offer(policy, sequence_of("a", 8, 9), sequence_of("b", 8, 5))
     for _ in range(5):
         step(policy, kv)
     assert policy.metrics()["borrowers_total"] == 0
@@ -177,15 +182,15 @@ def test_with_another_allocator_nothing_is_lent() -> None:
 
 def test_repetitions_end_before_the_group_does() -> None:
     policy, kv = scheduler(), nested(20)
-    offer(policy, answer("a", 8, 11))
+    offer(policy, sequence_of("a", 8, 11))
     step(policy, kv)
     plan = step(policy, kv)  # 10 more tokens; the first of them is in flight
     assert policy.steady_for(plan, kv) == 9
 
 
-def test_ended_answers_teach_the_padding_and_others_do_not() -> None:
+def test_ended_decodes_teach_the_padding_and_others_do_not() -> None:
     policy, kv = scheduler(), nested(20)
-    a, b = sequence("a", 4, max_tokens=2, predicted=9.0), answer("b", 4, 9)
+    a, b = sequence("a", 4, max_tokens=2, predicted=9.0), sequence_of("b", 4, 9)
     offer(policy, a, b)
     step(policy, kv)
     step(policy, kv)

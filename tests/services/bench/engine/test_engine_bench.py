@@ -20,8 +20,8 @@ from cohort.services.bench.engine.inside import in_process
 from cohort.services.bench.engine.inside.allocations import allocations_in, decode_allocations, profiler_available
 from cohort.services.bench.engine.inside.attention import measure_attention
 from cohort.services.bench.engine.inside.clocks import StepClock, Target, clocked, engine_targets
-from cohort.services.bench.engine.inside.contests import decode_contest, prefill_contest
-from cohort.services.bench.engine.inside.floors import Floors, Product, Products, model_products
+from cohort.services.bench.engine.inside.comparisons import decode_comparison, prefill_comparison
+from cohort.services.bench.engine.inside.lower_bounds import LowerBounds, Product, Products, model_products
 from cohort.services.bench.engine.inside.measuring import measure_shares
 from cohort.services.bench.engine.inside.resident import weights_and_buffers
 from cohort.services.bench.engine.report import KERNEL_PARTS
@@ -33,7 +33,7 @@ needs_kernels = pytest.mark.skipif(native.implementation() != "native", reason="
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "opt"])
-def test_the_floors_multiply_every_matrix_of_the_checkpoint(model_folder: ModelFolder, name: str) -> None:
+def test_the_lower_bounds_multiply_every_matrix_of_the_checkpoint(model_folder: ModelFolder, name: str) -> None:
     folder = model_folder(name)
     products = model_products(read_geometry(folder))
     assert products is not None
@@ -45,56 +45,56 @@ def test_the_floors_multiply_every_matrix_of_the_checkpoint(model_folder: ModelF
     assert products.parameters == weights
 
 
-def test_a_model_that_runs_through_transformers_has_no_floors(model_folder: ModelFolder) -> None:
+def test_a_model_that_runs_through_transformers_has_no_lower_bounds(model_folder: ModelFolder) -> None:
     assert model_products(read_geometry(model_folder("gemma"))) is None
 
 
 def test_layers_share_no_weights_and_memory_bounds_their_number() -> None:
     products = Products((Product(64, 32), Product(64, 32, "gated"), Product(32, 32, "added")), Product(100, 32), 5)
-    floors = Floors(products, torch.float32, PLENTY)
-    assert floors.layers == 5
-    pointers = {weight.data_ptr() for layer in floors._plain for weight in layer}
+    lower_bounds = LowerBounds(products, torch.float32, PLENTY)
+    assert lower_bounds.layers == 5
+    pointers = {weight.data_ptr() for layer in lower_bounds._plain for weight in layer}
     assert len(pointers) == 15
     layer_bytes = 3 * (2 * 64 * 32 + 32 * 32) * 4
     vocabulary_bytes = 3 * 100 * 32 * 4
-    assert Floors(products, torch.float32, 2 * (vocabulary_bytes + 2 * layer_bytes)).layers == 2
-    assert Floors(products, torch.float32, 0).layers == 1
+    assert LowerBounds(products, torch.float32, 2 * (vocabulary_bytes + 2 * layer_bytes)).layers == 2
+    assert LowerBounds(products, torch.float32, 0).layers == 1
 
 
 def test_every_form_multiplies_the_same_weights() -> None:
     """Otherwise a ratio compares two different things."""
     products = Products((Product(48, 32),), Product(70, 32), 1)
-    floors = Floors(products, torch.float32, PLENTY)
+    lower_bounds = LowerBounds(products, torch.float32, PLENTY)
     x = torch.ones(3, 32)
-    expected = x @ floors._plain[0][0].T
+    expected = x @ lower_bounds._plain[0][0].T
     out = torch.empty(3, 48)
-    floors._ours[0][0].into(x, out)
+    lower_bounds._ours[0][0].into(x, out)
     assert torch.allclose(out, expected, atol=1e-5)
-    forms = floors.calls(3, 1)
+    forms = lower_bounds.calls(3, 1)
     assert next(iter(forms)) == "linear" and list(forms)[-1] == "ours"
     for layers, vocabulary in forms.values():
         layers()
         vocabulary()
 
 
-def test_a_contest_measures_what_model_and_cache_can_hold(model_folder: ModelFolder) -> None:
+def test_a_comparison_measures_what_model_and_cache_can_hold(model_folder: ModelFolder) -> None:
     runner = make_runner(model_folder("llama"), num_blocks=64)  # 512 positions; the model knows 256
     products = model_products(runner.geometry)
     assert products is not None
-    floors = Floors(products, torch.float32, PLENTY)
-    contest = decode_contest(runner, floors, 4, (16, 128, 256), rounds=3, read_bytes=1 << 20)
-    assert [(point.rows, point.context) for point in contest.steps] == [(4, 16), (4, 128)]
-    assert (contest.tokens, contest.sampled, contest.floor_layers) == (4, 4, 3)
-    assert {"linear", "ours", "memory"} <= set(contest.floors)
-    for point in contest.steps:
-        assert set(point.ratios) == set(contest.floors)
+    lower_bounds = LowerBounds(products, torch.float32, PLENTY)
+    comparison = decode_comparison(runner, lower_bounds, 4, (16, 128, 256), rounds=3, read_bytes=1 << 20)
+    assert [(point.rows, point.context) for point in comparison.steps] == [(4, 16), (4, 128)]
+    assert (comparison.tokens, comparison.sampled, comparison.lower_bound_layers) == (4, 4, 3)
+    assert {"linear", "ours", "memory"} <= set(comparison.lower_bounds)
+    for point in comparison.steps:
+        assert set(point.ratios) == set(comparison.lower_bounds)
         assert 0 < point.step.min_s <= point.step.median_s <= point.step.max_s
         for form, ratio in point.ratios.items():
-            floor = contest.floors[form]
-            assert point.step.min_s / floor.max_s <= ratio <= point.step.max_s / floor.min_s
-    alone = decode_contest(runner, None, 1, (512,), rounds=1, read_bytes=1 << 20)
-    assert alone.floors == {} and alone.steps == []
-    prefill = prefill_contest(runner, floors, 32, rounds=2, read_bytes=1 << 20)
+            lower_bound = comparison.lower_bounds[form]
+            assert point.step.min_s / lower_bound.max_s <= ratio <= point.step.max_s / lower_bound.min_s
+    alone = decode_comparison(runner, None, 1, (512,), rounds=1, read_bytes=1 << 20)
+    assert alone.lower_bounds == {} and alone.steps == []
+    prefill = prefill_comparison(runner, lower_bounds, 32, rounds=2, read_bytes=1 << 20)
     assert (prefill.kind, prefill.tokens, prefill.sampled) == ("prefill", 32, 1)
 
 
@@ -104,19 +104,19 @@ def test_layers_that_were_not_timed_are_taken_to_cost_as_much(
     runner = make_runner(model_folder("llama"))
     products = model_products(runner.geometry)
     assert products is not None
-    floors = Floors(products, torch.float32, 0)
-    assert floors.layers == 1
+    lower_bounds = LowerBounds(products, torch.float32, 0)
+    assert lower_bounds.layers == 1
     seconds = [[2.0], [0.5], [3.0], [0.5]]  # two forms, layers and vocabulary
-    monkeypatch.setattr(Floors, "calls", lambda self, tokens, sampled: {"linear": (id, id), "ours": (id, id)})
+    monkeypatch.setattr(LowerBounds, "calls", lambda self, tokens, sampled: {"linear": (id, id), "ours": (id, id)})
     monkeypatch.setattr(
-        "cohort.services.bench.engine.inside.contests.each_s", lambda calls, rounds: [*seconds, [1.0], [0.5], [13.0]]
+        "cohort.services.bench.engine.inside.comparisons.each_s", lambda calls, rounds: [*seconds, [1.0], [0.5], [13.0]]
     )
-    contest = decode_contest(runner, floors, 1, (16,), rounds=1, read_bytes=1 << 20)
-    assert contest.floors["linear"].median_s == 3 * 2.0 + 0.5
-    assert contest.floors["ours"].median_s == 3 * 3.0 + 0.5
-    assert contest.steps[0].ratios["linear"] == 2.0
-    assert contest.bandwidth == (1 << 20) / 0.5
-    assert contest.floors["memory"].median_s == pytest.approx(products.parameters * 4 / ((1 << 20) / 0.5))
+    comparison = decode_comparison(runner, lower_bounds, 1, (16,), rounds=1, read_bytes=1 << 20)
+    assert comparison.lower_bounds["linear"].median_s == 3 * 2.0 + 0.5
+    assert comparison.lower_bounds["ours"].median_s == 3 * 3.0 + 0.5
+    assert comparison.steps[0].ratios["linear"] == 2.0
+    assert comparison.bandwidth == (1 << 20) / 0.5
+    assert comparison.lower_bounds["memory"].median_s == pytest.approx(products.parameters * 4 / ((1 << 20) / 0.5))
 
 
 def test_time_inside_another_clocked_function_counts_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_allocations_belong_to_the_innermost_operator() -> None:
 
 @needs_kernels
 @pytest.mark.skipif(not profiler_available(), reason="torch without its profiler")
-def test_a_decode_step_allocates_nothing_but_the_drawn_tokens(model_folder: ModelFolder) -> None:
+def test_a_decode_step_allocates_nothing_but_the_sampled_tokens(model_folder: ModelFolder) -> None:
     found = decode_allocations(make_runner(model_folder("llama")), rows=5, context=16)
     assert found is not None
     assert {each.operator for each in found.by_operator} <= {"aten::argmax"}

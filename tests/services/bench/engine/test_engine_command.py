@@ -14,7 +14,7 @@ from cohort.services.bench.decisions import growth
 from cohort.services.bench.engine.report import (
     Allocations,
     AttentionPoint,
-    Contest,
+    Comparison,
     EngineReport,
     Machine,
     MemoryUse,
@@ -76,10 +76,10 @@ def test_the_engine_is_measured_end_to_end(
     assert (model["layers"], model["vocabulary"]) == (2, 199)
     layer = (96 + 2 * 32) * 48 + 48 * 96 + 2 * 80 * 48 + 48 * 80
     assert (model["layer_parameters"], model["product_bytes"]) == (2 * layer, 4 * (2 * layer + 199 * 48))
-    contests = found["engine"]["contests"]
-    assert [(each["kind"], each["tokens"]) for each in contests] == [("decode", 1), ("decode", 4), ("prefill", 64)]
-    assert all({"linear", "ours", "memory"} <= set(each["floors"]) for each in contests)
-    assert all(set(step["ratios"]) == set(each["floors"]) for each in contests for step in each["steps"])
+    comparisons = found["engine"]["comparisons"]
+    assert [(each["kind"], each["tokens"]) for each in comparisons] == [("decode", 1), ("decode", 4), ("prefill", 64)]
+    assert all({"linear", "ours", "memory"} <= set(each["lower_bounds"]) for each in comparisons)
+    assert all(set(step["ratios"]) == set(each["lower_bounds"]) for each in comparisons for step in each["steps"])
     assert [each["rows"] for each in found["engine"]["shares"]] == [1, 4]
     assert found["engine"]["memory"]["rss_loaded"] > 0
     assert all(each["sizes"] == sorted(each["sizes"]) for each in found["growth"])
@@ -180,7 +180,7 @@ def _report(**changes: Any) -> EngineReport:
             kv_blocks=4,
             kv_token_bytes=1,
         ),
-        "contests": [],
+        "comparisons": [],
         "shares": [],
         "attention": [],
         "allocations": [],
@@ -192,7 +192,7 @@ def _report(**changes: Any) -> EngineReport:
     return EngineReport(**{**fields, **changes})
 
 
-def _contest(kind: Any, tokens: int, steps: list[tuple[int, int, float, float]]) -> Contest:
+def _comparison(kind: Any, tokens: int, steps: list[tuple[int, int, float, float]]) -> Comparison:
     """steps: rows, context, seconds, ratio to the prepacked products."""
     points = [
         StepPoint(
@@ -204,17 +204,24 @@ def _contest(kind: Any, tokens: int, steps: list[tuple[int, int, float, float]])
         )
         for rows, context, seconds, ratio in steps
     ]
-    return Contest(
-        kind=kind, tokens=tokens, sampled=1, rounds=1, floor_layers=2, bandwidth=1.0, floors={}, steps=points
+    return Comparison(
+        kind=kind,
+        tokens=tokens,
+        sampled=1,
+        rounds=1,
+        lower_bound_layers=2,
+        bandwidth=1.0,
+        lower_bounds={},
+        steps=points,
     )
 
 
 def test_targets_are_judged_where_they_were_measured() -> None:
     report = _report(
-        contests=[
-            _contest("decode", 16, [(16, 32, 1.0, 9.0), (16, 128, 1.0, 1.5)]),
-            _contest("decode", 64, [(64, 128, 1.0, 1.41)]),
-            _contest("prefill", 512, [(1, 512, 1.0, 1.2)]),
+        comparisons=[
+            _comparison("decode", 16, [(16, 32, 1.0, 9.0), (16, 128, 1.0, 1.5)]),
+            _comparison("decode", 64, [(64, 128, 1.0, 1.41)]),
+            _comparison("prefill", 512, [(1, 512, 1.0, 1.2)]),
         ],
         shares=[
             StepShares(
@@ -260,10 +267,10 @@ def test_targets_are_judged_where_they_were_measured() -> None:
 def test_steps_grow_with_their_work() -> None:
     """Prefill work by hand: T · 1000 weights + 2 layers · 10 · T (T + 1) for scores and values."""
     report = _report(
-        contests=[
-            _contest("prefill", 10, [(1, 10, 1e-3, 1.0)]),
-            _contest("prefill", 100, [(1, 100, 6e-2, 1.0)]),
-            _contest("decode", 4, [(4, 32, 1e-3, 1.0), (4, 128, 2e-3, 1.0)]),
+        comparisons=[
+            _comparison("prefill", 10, [(1, 10, 1e-3, 1.0)]),
+            _comparison("prefill", 100, [(1, 100, 6e-2, 1.0)]),
+            _comparison("decode", 4, [(4, 32, 1e-3, 1.0), (4, 128, 2e-3, 1.0)]),
         ]
     )
     decode, prefill = step_curves(report)

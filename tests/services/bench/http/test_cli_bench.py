@@ -175,7 +175,7 @@ def test_nothing_completed_is_an_error_status(server: FakeServer, tmp_path: Path
     bench(server, "--quiet", "--num-requests", "3", expect=1)
 
 
-def test_server_without_wishes_is_still_measured(server: FakeServer, tmp_path: Path) -> None:
+def test_server_without_preferences_is_still_measured(server: FakeServer, tmp_path: Path) -> None:
     server.behaviour.takes_ignore_eos = server.behaviour.takes_usage = False
     server.behaviour.stops_after = 3
     run = result(server, tmp_path, "--num-requests", "2", "--output-len", "9")["runs"][0]

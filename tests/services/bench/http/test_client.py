@@ -19,10 +19,10 @@ from cohort.services.bench.http.records import RequestRecord
 from cohort.services.bench.http.report import max_in_flight
 from cohort.services.bench.http.target import (
     Dialect,
+    Preferences,
     RequestBuilder,
     Target,
     TargetError,
-    Wishes,
     base_url,
     check_context,
     discover,
@@ -215,8 +215,8 @@ WORDS = _WordTokenizer(Vocabulary(from_range(5, 9).token_ids, ("word",), "test")
 
 
 async def agree(session: aiohttp.ClientSession, server: FakeServer, *, text_possible: bool = True) -> Dialect:
-    wishes = Wishes(None, None, ignore_eos=True, text_possible=text_possible)
-    return await negotiate(session, target(server), wishes, WORDS, RequestBuilder(), 5.0)
+    preferences = Preferences(None, None, ignore_eos=True, text_possible=text_possible)
+    return await negotiate(session, target(server), preferences, WORDS, RequestBuilder(), 5.0)
 
 
 async def test_negotiation_gives_up_only_what_is_refused(session: aiohttp.ClientSession, server: FakeServer) -> None:

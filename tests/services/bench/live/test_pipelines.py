@@ -29,7 +29,7 @@ PORT = 8399
 
 class Monitor(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        state = {"processes": [{"instance": "manager", "figures": {"splits_total": 3.0}}]}
+        state = {"processes": [{"instance": "manager", "stats": {"splits_total": 3.0}}]}
         body = json.dumps(state) if self.path == "/api/state" else f"asked for {self.path}\n"
         self.send_response(200)
         self.end_headers()

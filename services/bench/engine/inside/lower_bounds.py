@@ -1,8 +1,10 @@
-"""The floors of a step: a model's matrix products alone, in three forms, over weights that are really distinct memory.
+"""Lower bounds of a step's time: a model's matrix products alone, in three forms, over weights that are really distinct
+memory.
 
-Used by `contests`, which runs them in turn with the engine's steps. The weights are random, of the model's shapes, and
-not the engine's own: what a form does to them is its own business. Inputs stay as they are, so products do not feed one
-another; activations, norms and attention are not part of a floor, except what the engine's form fuses into a product.
+Used by `comparisons`, which runs them in turn with the engine's steps. The weights are random, of the model's shapes,
+and not the engine's own: what a form does to them is its own business. Inputs stay as they are, so products do not feed
+one another; activations, norms and attention are not part of a lower bound, except what the engine's form fuses into a
+product.
 """
 
 from __future__ import annotations
@@ -70,14 +72,14 @@ def model_products(geometry: ModelGeometry) -> Products | None:
     return Products(attention + mlp, Product(g.vocab_size, width), g.num_layers)
 
 
-class Floors:
+class LowerBounds:
     """Weights in three forms. `layers` of the model's layers have weights of their own: all, where memory suffices."""
 
     def __init__(self, products: Products, dtype: torch.dtype, available_bytes: int) -> None:
         self.products = products
         layer_bytes = _FORMS * _size(products.layer) * dtype.itemsize
-        room = available_bytes * _MEMORY_SHARE - _FORMS * _size((products.vocabulary,)) * dtype.itemsize
-        self.layers = max(1, min(products.layers, int(room // layer_bytes)))
+        headroom = available_bytes * _MEMORY_SHARE - _FORMS * _size((products.vocabulary,)) * dtype.itemsize
+        self.layers = max(1, min(products.layers, int(headroom // layer_bytes)))
         self._dtype = dtype
         self._plain = [[self._random(product) for product in products.layer] for _ in range(self.layers)]
         self._vocabulary = self._random(products.vocabulary)

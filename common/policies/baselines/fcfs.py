@@ -21,7 +21,7 @@ def _key(waiting: WaitingRequest) -> _Key:
     return (request.priority, not request.online, request.arrival_s, request.request_id)
 
 
-class FirstCome(PrefillOrder):
+class Fcfs(PrefillOrder):
     def __init__(self, *, dispatch_ahead_tokens: int) -> None:
         self._ahead = dispatch_ahead_tokens
         # A heap whose entries are forgotten, not removed, when a request goes: one with another key in `_waiting`, or
@@ -49,18 +49,20 @@ class FirstCome(PrefillOrder):
             self._waiting[request_id][1].prediction = prediction
 
     def decide(self, now_s: float, cluster: ClusterView) -> list[Dispatch]:
-        room = [self._ahead - view.queued_prefill_tokens for view in cluster.instances.values() if view.role.prefills]
-        if not room:  # no prefill worker alive: decode workers stand in
-            room = [self._ahead - view.queued_prefill_tokens for view in cluster.instances.values()]
+        headroom = [
+            self._ahead - view.queued_prefill_tokens for view in cluster.instances.values() if view.role.prefills
+        ]
+        if not headroom:  # no prefill worker alive: decode workers stand in
+            headroom = [self._ahead - view.queued_prefill_tokens for view in cluster.instances.values()]
         dispatches: list[Dispatch] = []
-        while self._waiting and room and max(room) > 0:
+        while self._waiting and headroom and max(headroom) > 0:
             key = heappop(self._order)
             known, waiting = self._waiting.get(key[-1], (None, None))
             if waiting is None or known != key:
                 continue
             self.remove(now_s, waiting.request_id)
             # The longest prompts may overshoot: room for one token is room for one request.
-            room[room.index(max(room))] -= len(waiting.request.tokens)
+            headroom[headroom.index(max(headroom))] -= len(waiting.request.tokens)
             dispatches.append(Dispatch((waiting.request_id,), self._next_batch, None, "first come"))
             self._next_batch += 1
         return dispatches

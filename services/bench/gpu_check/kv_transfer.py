@@ -46,7 +46,7 @@ async def _measure(check: Check, name: str, size: int, payload: float) -> None:
         sys.executable,
         "-P",
         "-m",
-        "cohort.services.bench.gpu_check.handover",
+        "cohort.services.bench.gpu_check.kv_transfer",
         name,
         str(check.device),
         str(size),
@@ -99,7 +99,7 @@ def make_current(device: torch.device) -> None:
 
 
 def _open(name: str) -> KvLink:
-    folder = tempfile.mkdtemp(prefix="cohort-handover-")
+    folder = tempfile.mkdtemp(prefix="cohort-kv-transfer-")
     (link,) = open_links([name], zmq_bind=f"ipc://{folder}/kv.sock")
     return link
 

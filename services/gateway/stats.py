@@ -1,4 +1,4 @@
-"""Running figures of the gateway for its heartbeat: totals, and percentiles over the latest requests.
+"""Running stats of the gateway for its heartbeat: totals, and percentiles over the latest requests.
 
 Touched by `request_stats.py` and `openai_api.py`, read by `service.py` twice a second. The exact distributions are in
 the metrics; this is what a person watching wants at a glance.
@@ -55,7 +55,7 @@ class Recent:
             case _:
                 self.totals["finished_total"] += 1
 
-    def figures(self) -> dict[str, float]:
+    def stats(self) -> dict[str, float]:
         return {**self.totals, **_percentiles("ttft", self._ttft_s), **_percentiles("itl", self._itl_s)}
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.policies.baselines.first_come import FirstCome
+from cohort.common.policies.baselines.fcfs import Fcfs
 from cohort.common.policies.interface import ClusterView, InstanceView, WaitingRequest
-from cohort.common.types import Attempt, Request, Role, SamplingParams, WorkerCapacity, WorkerFigures
+from cohort.common.types import Attempt, Request, Role, SamplingParams, WorkerCapacity, WorkerStats
 
 
 def waiting(name: str, arrival_s: float, *, priority: int = 0, online: bool = True, prompt: int = 10) -> WaitingRequest:
@@ -26,16 +26,16 @@ def waiting(name: str, arrival_s: float, *, priority: int = 0, online: bool = Tr
 
 def cluster(queued: int) -> ClusterView:
     capacity = WorkerCapacity(Role.PREFILL, "m", 1000, 1, 1, 1, 1, 16, 100, 0, 64, 512)
-    return ClusterView({"p": InstanceView("p", capacity, WorkerFigures(queued_prefill_tokens=queued))})
+    return ClusterView({"p": InstanceView("p", capacity, WorkerStats(queued_prefill_tokens=queued))})
 
 
-def dispatched(order: FirstCome, requests: int) -> list[str]:
+def dispatched(order: Fcfs, requests: int) -> list[str]:
     """Who goes next when there is room for so many prompts of ten tokens."""
     return [d.request_ids[0] for d in order.decide(0.0, cluster(1000 - 10 * requests))]
 
 
 def test_priority_before_online_before_arrival() -> None:
-    order = FirstCome(dispatch_ahead_tokens=1000)
+    order = Fcfs(dispatch_ahead_tokens=1000)
     for each in (
         waiting("late", 2.0),
         waiting("batch", 0.0, online=False),
@@ -51,7 +51,7 @@ def test_priority_before_online_before_arrival() -> None:
 
 
 def test_who_comes_back_with_another_priority_is_judged_by_that() -> None:
-    order = FirstCome(dispatch_ahead_tokens=1000)
+    order = Fcfs(dispatch_ahead_tokens=1000)
     order.add(0.0, waiting("a", 0.0))
     order.add(0.0, waiting("b", 1.0))
     order.remove(0.0, "a")
@@ -72,7 +72,7 @@ def test_who_comes_back_with_another_priority_is_judged_by_that() -> None:
     )
 )
 def test_equals_sorting_everybody(steps: list[tuple[object, ...]]) -> None:
-    order, model = FirstCome(dispatch_ahead_tokens=1000), dict[str, tuple[int, bool, float, str]]()
+    order, model = Fcfs(dispatch_ahead_tokens=1000), dict[str, tuple[int, bool, float, str]]()
     for step in steps:
         match step:
             case ("add", int(number), int(priority), bool(online)):

@@ -60,12 +60,6 @@ FOUND = [
             host_blocks=0,
             limit_s=40.0,
         ),
-        marks=pytest.mark.xfail(
-            strict=True,
-            raises=AssertionError,
-            reason="BROS without host memory drops and recomputes r2 for ever, with 9 blocks free: r6 and r4 hold one "
-            "block together and neither runs",
-        ),
         id="bros, no host memory: three requests never end",
     ),
     pytest.param(
@@ -82,9 +76,6 @@ FOUND = [
             host_blocks=0,
             options={"engine": {"prefill_chunk": 3}},
             limit_s=40.0,
-        ),
-        marks=pytest.mark.xfail(
-            strict=True, raises=AssertionError, reason="BROS without host memory: the same standstill in small chunks"
         ),
         id="bros, no host memory, chunks of three",
     ),
@@ -124,15 +115,10 @@ FOUND = [
             },
             limit_s=60.0,
         ),
-        marks=pytest.mark.xfail(
-            strict=True,
-            raises=AssertionError,
-            reason="AlignedServe after kills: r13 stays parked on prefill-0 while decode-1 awaits its KV for ever",
-        ),
         id="alignedserve, bound and never moved",
     ),
 ]
-"""What this suite has found, each as small as it got; one that still fails is marked with why."""
+"""What this suite has found and what was mended since, each as small as it got."""
 
 
 @pytest.mark.parametrize("case", FOUND)

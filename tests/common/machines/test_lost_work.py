@@ -50,8 +50,12 @@ def killed_once(seed: int, preset: str) -> tuple[list[Owned], list[Owned]]:
     world.run(3.0)
     world.run_until_quiet()
     world.check_outputs()
-    lost = [owned for name, owned in world.owned.items() if name.startswith("lost") and owned.attempt == Attempt(name, 1)]
-    later = [owned for name, owned in world.owned.items() if name.startswith("later") and owned.attempt == Attempt(name, 0)]
+    lost = [
+        owned for name, owned in world.owned.items() if name.startswith("lost") and owned.attempt == Attempt(name, 1)
+    ]
+    later = [
+        owned for name, owned in world.owned.items() if name.startswith("later") and owned.attempt == Attempt(name, 0)
+    ]
     return lost, later
 
 

@@ -45,7 +45,7 @@ from cohort.common.messages import (
     WorkerReport,
 )
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
-from cohort.common.policies.interface import KvCopy, Sequence
+from cohort.common.policies.interface import KvCopy
 from cohort.common.types import Attempt, FinishReason, Role, Segment
 from tests.common.machines.small_worker import BLOCKS, GEOMETRY, PROMPT, machine, segment, whole
 

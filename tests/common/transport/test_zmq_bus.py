@@ -15,6 +15,7 @@ import zmq
 from cohort.common.errors import ConfigError, PeerUnreachable
 from cohort.common.messages import Registered, TokenBatch, TokenUpdate
 from cohort.common.transport.zmq_bus import ZmqBus
+from cohort.common.types import Attempt
 
 
 def ipc(tmp_path: Path, name: str = "inbox") -> str:

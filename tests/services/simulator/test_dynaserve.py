@@ -43,7 +43,7 @@ def test_jumping_over_repeated_iterations_changes_nothing(
 def busy() -> Workload:
     """Long answers, and prompts that would stop them."""
     answers = [(0.0, 50, 150)] * 12
-    prompts = [(0.5 + 0.1 * index, 1500, 4) for index in range(20)]
+    prompts = [(0.5 + 0.08 * index, 1500, 4) for index in range(20)]
     return workload(*answers, *prompts, slo=Slo(tpot_s=0.1))
 
 

@@ -109,7 +109,7 @@ def test_lost_requests_go_out_again_at_once_in_the_order_they_came() -> None:
     submits = [submit.request for submit in sent(Submit, effects)]
     assert [each.attempt for each in submits] == [Attempt("a", 1), Attempt("b", 1)]
     assert [each.waited_s for each in submits] == [1.0, 3.0]
-    assert admitted.entries[0].lost_kind == "displaced"
+    assert admitted.entries[0].lost_kind == "lost"
 
 
 def test_no_tokens_at_all_are_delivered_in_the_same_call() -> None:

@@ -285,6 +285,8 @@ class ManagerMachine:
     def _submit(self, now_s: float, sender: InstanceId, request: Request) -> bool:
         if not self._heard(now_s, sender):
             return False
+        if self._roster.has_finished(request.attempt):
+            return False  # said twice
         self._resubmits.pop(request.request_id, None)
         known = self._roster.requests.get(request.request_id)
         if known is not None:

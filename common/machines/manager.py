@@ -355,7 +355,10 @@ class ManagerMachine:
             self._send(report.instance, ManagerHello(self._incarnation))  # asks it to register
             return False
         for managed in missing:
-            self._displace(now_s, managed, f"{report.instance} does not hold it any more")
+            idle = managed.idle_since_s is not None
+            self._displace(
+                now_s, managed, f"{report.instance} {'waits in vain' if idle else 'does not hold it any more'}"
+            )
         return True
 
     def _worker_lost(self, now_s: float, instance: InstanceId, reason: str) -> None:

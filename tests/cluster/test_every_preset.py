@@ -60,12 +60,6 @@ FOUND = [
             host_blocks=0,
             limit_s=40.0,
         ),
-        marks=pytest.mark.xfail(
-            strict=True,
-            raises=AssertionError,
-            reason="BROS without host memory drops and recomputes r2 for ever, with 9 blocks free: r6 and r4 hold one "
-            "block together and neither runs",
-        ),
         id="bros, no host memory: three requests never end",
     ),
     pytest.param(
@@ -82,9 +76,6 @@ FOUND = [
             host_blocks=0,
             options={"engine": {"prefill_chunk": 3}},
             limit_s=40.0,
-        ),
-        marks=pytest.mark.xfail(
-            strict=True, raises=AssertionError, reason="BROS without host memory: the same standstill in small chunks"
         ),
         id="bros, no host memory, chunks of three",
     ),
@@ -124,15 +115,32 @@ FOUND = [
             },
             limit_s=60.0,
         ),
-        marks=pytest.mark.xfail(
-            strict=True,
-            raises=AssertionError,
-            reason="AlignedServe after kills: r13 stays parked on prefill-0 while decode-1 awaits its KV for ever",
-        ),
         id="alignedserve, bound and never moved",
     ),
+    pytest.param(
+        Case(preset="cohort", arrivals=[(0.0, 1, False, 3, "rt", 0.0)], seed=41424, host_blocks=0, repeat=0.1),
+        id="a chunk of KV announced twice",
+    ),
+    pytest.param(
+        Case(
+            preset="alignedserve",
+            arrivals=[
+                (0.0, 21, False, 9, "rt", 0.0),
+                (1.02, 4, False, 2, "rt", 0.0),
+                (0.0, 24, False, 16, "rt", 0.0),
+                (0.64, 33, False, 27, "rt", 0.0),
+                (0.75, 30, False, 10, "rt", 0.0),
+            ],
+            seed=19937,
+            workers={"prefill": 1, "decode": 1},
+            host_blocks=0,
+            delay_s=0.05,
+            repeat=0.1,
+        ),
+        id="alignedserve, parked twice",
+    ),
 ]
-"""What this suite has found, each as small as it got; one that still fails is marked with why."""
+"""What this suite has found, each as small as it got."""
 
 
 @pytest.mark.parametrize("case", FOUND)

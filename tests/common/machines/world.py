@@ -6,7 +6,7 @@ Workers, the manager, the gateway's clients and links can be broken at any momen
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -170,6 +170,7 @@ class World:
         message_delay_s: float = 0.01,
         loss_rate: float = 0.0,
         repeat_rate: float = 0.0,
+        stall_timeout_s: float = 20.0,
         late_binding: Callable[[], LateBinding | None] = lambda: None,
         order: Callable[[], PrefillOrder] = lambda: FirstCome(dispatch_ahead_tokens=64),
         scheduler: Callable[[], IterationScheduler] | None = None,
@@ -178,6 +179,7 @@ class World:
         self.random = Random(seed)
         self.roles = roles
         self._placement = placement
+        self._gateway_settings = replace(GATEWAY_SETTINGS, stall_timeout_s=stall_timeout_s)
         self._order = order
         self._late_binding = late_binding
         self._scheduler = scheduler or (
@@ -266,7 +268,7 @@ class World:
 
     def make_gateway(self, name: str, incarnation: int, now_s: float) -> GatewayMachine:
         admission = BoundedAdmission(max_waiting_requests=10_000, max_waiting_tokens=10**9)
-        return GatewayMachine(name, incarnation, name, GATEWAY_SETTINGS, admission, now_s, predictor="")
+        return GatewayMachine(name, incarnation, name, self._gateway_settings, admission, now_s, predictor="")
 
     def make_manager(self, name: str, incarnation: int, now_s: float) -> ManagerMachine:
         settings = ManagerSettings(3.0, 1.5, 0.5, 10_000)

@@ -141,7 +141,8 @@ class Roster:
         self.note_unclaimed(now_s, held)
 
     def reported(self, now_s: float, report: WorkerReport) -> list[Managed] | None:
-        """Attempts it should hold and does not, or that go on nowhere; None if this worker is thought dead, or was never met."""
+        """Attempts it should hold and does not, or that go on nowhere; None if this worker is thought dead, or was
+        never met."""
         worker = self.workers.get(report.instance)
         if worker is None or worker.incarnation != report.incarnation:
             return None

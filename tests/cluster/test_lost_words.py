@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from cohort.common.types import InstanceId, Outcome
 from cohort.common.messages import BindSegment, Message, SegmentEnded
+from cohort.common.types import InstanceId, Outcome
 from tests.common.machines.clusters import Asked, finish, of_config, small, submit_at, tokens
 from tests.common.machines.world import World
 

@@ -59,7 +59,7 @@ class Entry:
     lost_because: str = ""
     """Why the attempt before this one ended."""
     lost_kind: str = ""
-    """The same in one word: rescheduled, gap, stall, cancelled, contradiction or manager."""
+    """The same in one word: lost, gap, stall, cancelled, contradiction or manager."""
     queued_tokens: float = 0.0
     """Prompt and expected output while it counts as waiting; 0 afterwards."""
 

@@ -134,8 +134,8 @@ class KvReceiver:
                 if now_s - offer.since_s < self._settings.offer_timeout_s:
                     postponed.append(offer)
                 continue
-            if key in self._incoming:
-                continue
+            if key in self._incoming or held.sequence.phase is not Phase.AWAITING_KV:
+                continue  # said twice
             if key in self._still_sent() or key in self.settling:
                 postponed.append(offer)
                 continue

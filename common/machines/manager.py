@@ -267,6 +267,8 @@ class ManagerMachine:
     def _submit(self, now_s: float, sender: InstanceId, request: Request) -> bool:
         if not self._heard(now_s, sender):
             return False
+        if self._roster.has_finished(request.attempt):
+            return False  # said twice
         self._resubmits.pop(request.request_id, None)
         known = self._roster.requests.get(request.request_id)
         if known is not None:
@@ -335,7 +337,10 @@ class ManagerMachine:
             self._send(report.instance, ManagerHello(self._incarnation))  # asks it to register
             return False
         for managed in missing:
-            self._reschedule(now_s, managed, f"{report.instance} does not hold it any more")
+            idle = managed.idle_since_s is not None
+            self._reschedule(
+                now_s, managed, f"{report.instance} {'waits in vain' if idle else 'does not hold it any more'}"
+            )
         return True
 
     def _worker_lost(self, now_s: float, instance: InstanceId, reason: str) -> None:

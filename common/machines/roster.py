@@ -72,6 +72,8 @@ class Managed:
     parked_at: InstanceId = ""
     """The worker that said that it waits there for late binding, with `parked_positions` computed."""
     parked_positions: int = 0
+    idle_since_s: float | None = None
+    """Since when every worker that has it says that it waits for another, as far as the manager knows for none."""
 
     @property
     def request_id(self) -> RequestId:
@@ -139,7 +141,8 @@ class Roster:
         self._note_unclaimed(now_s, message.held, message.awaiting)
 
     def reported(self, now_s: float, report: WorkerReport) -> list[Managed] | None:
-        """Attempts it should hold and does not; None if this worker is thought dead, or was never met."""
+        """Attempts it should hold and does not, or that go on nowhere; None if this worker is thought dead, or was
+        never met."""
         worker = self.workers.get(report.instance)
         if worker is None or worker.incarnation != report.incarnation:
             return None
@@ -156,11 +159,25 @@ class Roster:
         for managed in worker.live.values():
             if managed.attempt in worker.held:
                 worker.fresh.pop(managed.request_id, None)
+                if self._idle_for_s(now_s, managed) > _HOLD_GRACE_S:
+                    missing.append(managed)
             elif now_s - managed.live[report.instance] > _HOLD_GRACE_S:
                 missing.append(managed)
         worker.count_fresh()
         self._note_unclaimed(now_s, report.held, report.awaiting)
         return missing
+
+    def _idle_for_s(self, now_s: float, managed: Managed) -> float:
+        """How long an attempt has been going on nowhere: the word that it is parked, or where it goes on from there,
+        was lost with a connection or with a former manager."""
+        waits = list(managed.live) != [managed.parked_at] and all(
+            managed.attempt in self.workers[name].awaiting for name in managed.live
+        )
+        if not waits:
+            managed.idle_since_s = None
+        elif managed.idle_since_s is None:
+            managed.idle_since_s = now_s
+        return now_s - managed.idle_since_s if managed.idle_since_s is not None else 0.0
 
     def silent_workers(self, now_s: float) -> list[tuple[InstanceId, float]]:
         """Name and silence of those that count as dead. Notes the age of every report on the way."""

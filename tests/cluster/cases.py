@@ -135,6 +135,8 @@ class Case:
     placement: str = ""
     """One of `PLACEMENTS`; "" = the preset's."""
     options: Overrides = field(default_factory=dict)
+    stall_s: float = 20.0
+    """The gateway's stall timeout."""
     limit_s: float = 400.0
     """Virtual seconds, after second 6, by which every request has ended."""
 
@@ -158,6 +160,7 @@ class Case:
             message_delay_s=self.delay_s,
             loss_rate=self.loss,
             repeat_rate=self.repeat,
+            stall_timeout_s=self.stall_s,
             kind=kind,
             **more,
         )

@@ -6,7 +6,7 @@ Workers, the manager, the gateway's clients and links can be broken at any momen
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -185,6 +185,7 @@ class World:
         message_delay_s: float = 0.01,
         loss_rate: float = 0.0,
         repeat_rate: float = 0.0,
+        stall_timeout_s: float = 20.0,
         late_binding: Callable[[], LateBinding | None] = lambda: None,
         order: Callable[[], PrefillOrder] = lambda: Fcfs(dispatch_ahead_tokens=64),
         scheduler: Callable[[], IterationScheduler] | None = None,
@@ -193,6 +194,7 @@ class World:
         self.random = Random(seed)
         self.roles = roles
         self._placement = placement
+        self._gateway_settings = replace(GATEWAY_SETTINGS, stall_timeout_s=stall_timeout_s)
         self._order = order
         self._late_binding = late_binding
         self._scheduler = scheduler or (
@@ -281,7 +283,7 @@ class World:
 
     def make_gateway(self, name: str, incarnation: int, now_s: float) -> GatewayMachine:
         admission = BoundedAdmission(max_waiting_requests=10_000, max_waiting_tokens=10**9)
-        return GatewayMachine(name, incarnation, name, GATEWAY_SETTINGS, admission, now_s, predictor="")
+        return GatewayMachine(name, incarnation, name, self._gateway_settings, admission, now_s, predictor="")
 
     def make_manager(self, name: str, incarnation: int, now_s: float) -> ManagerMachine:
         return ManagerMachine(
@@ -325,7 +327,7 @@ class World:
     def inflict(self, kind: str, back_s: float, *, leaving: str = "decode-1", cancelled: int = 5) -> None:
         """One fault, as `tests.common.machines.faults` names them: "manager" (killed, back after `back_s`), the name of
         a worker to kill, "leave" (the worker `leaving` drains), "cancel" (of the first `cancelled` requests), "freeze
-        NAME" (stopped and, `back_s` later, continued), "cut NAME NAME" (the two do not hear each other)."""
+        NAME" (stopped and, `back_s` later, continued), "cut NAME NAME" (the two hear nothing of each other)."""
         match kind.split():
             case ["manager"]:
                 self.kill_manager(back_s)

@@ -84,14 +84,7 @@ def ended(alive: list[Sequence]) -> list[Sequence]:
     padded=st.booleans(),
 )
 @example(  # a prompt of one token beside padded ones that have no tokens to spare
-    loads=[
-        (1, 1, 0.3, 0, 0),
-        (1, 1, 0.3, 0, 0),
-        (1, 1, 3.0, 0, 2),
-        (1, 2, 0.3, 0, 0),
-        (6, 1, 3.0, 0, 1),
-        (14, 1, 3.0, 0, 0),
-    ],
+    loads=[*[(1, 1, 0.3, 0, 0)] * 2, (1, 1, 3.0, 0, 2), (1, 2, 0.3, 0, 0), (6, 1, 3.0, 0, 1), (14, 1, 3.0, 0, 0)],
     allocation="paged",
     blocks=11,
     host=0,

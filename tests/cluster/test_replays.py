@@ -64,7 +64,7 @@ def broken(preset: str, seed: int) -> Case:
             for _ in range(30)
         ],
         seed=seed,
-        faults=[("manager", 1.0, 0.3), ("cut", 0.5, 0.4), ("cancel", 1.5, 0.0)]
+        faults=[("manager", 1.0, 0.3), (f"cut {names[0]} gateway", 0.5, 0.4), ("cancel", 1.5, 0.0)]
         + [(name, 2.0 + 0.5 * index, 0.6) for index, name in enumerate(names)],
         blocks=30,
         failures=0.05,

@@ -15,16 +15,16 @@ from cohort.common.config import Config
 from cohort.common.policies import compose
 from cohort.common.policies.interface import ClusterView, Impossible, Placed, Placement, Wait, WaitingRequest
 from cohort.common.service import service_main
-from cohort.common.types import Segment
+from cohort.common.types import InstanceId, Segment
 from cohort.services.bucketing_manager.service import serve
 
 
-class SplitInTurn:
+class SplitInTurn(Placement):
     def __init__(self, places: list[str]) -> None:
         self._places, self._turn = places, 0
 
     def place(
-        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: str | None
+        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None
     ) -> Placed | Wait | Impossible:
         names = sorted(cluster.instances)
         if len(names) < 2:
@@ -37,9 +37,6 @@ class SplitInTurn:
         split = max(1, prompt // 2 if place == "half" else prompt + int(place))
         first, second = names if self._turn % 2 else names[::-1]
         return Placed((Segment(0, split, first), Segment(split, None, second)), f"at {place}")
-
-    def finished(self, now_s: float, request_id: str) -> None:
-        """Keeps nothing per request."""
 
 
 def _placement(config: Config) -> Placement:

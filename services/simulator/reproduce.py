@@ -29,6 +29,23 @@ class Reproduced(msgspec.Struct, frozen=True):
     ratio: float
     note: str
 
+    @classmethod
+    def of(cls, figure: Figure, ours: float) -> Reproduced:
+        """`ours`: what was measured, in the figure's unit."""
+        return cls(
+            figure.id,
+            figure.system,
+            figure.figure,
+            figure.workload,
+            figure.baseline,
+            figure.metric,
+            figure.unit,
+            figure.paper,
+            ours,
+            ours / figure.paper,
+            figure.note,
+        )
+
 
 def all_figures() -> list[Figure]:
     found: list[Figure] = []
@@ -63,22 +80,7 @@ def reproduce(figures: Iterable[Figure], progress: Callable[[Figure], None]) -> 
     results = []
     for figure in figures:
         progress(figure)
-        ours = float(figure.measure(lab))
-        results.append(
-            Reproduced(
-                figure.id,
-                figure.system,
-                figure.figure,
-                figure.workload,
-                figure.baseline,
-                figure.metric,
-                figure.unit,
-                figure.paper,
-                ours,
-                ours / figure.paper,
-                figure.note,
-            )
-        )
+        results.append(Reproduced.of(figure, float(figure.measure(lab))))
     return results
 
 

@@ -88,23 +88,7 @@ def test_a_new_result_changes_the_verdict() -> None:
     figure = next(figure for figure in all_figures() if figure.id == "bucketserve-5b-utilisation")
 
     def page(ours: float) -> str:
-        return markdown(
-            [
-                Reproduced(
-                    figure.id,
-                    figure.system,
-                    figure.figure,
-                    figure.workload,
-                    figure.baseline,
-                    figure.metric,
-                    figure.unit,
-                    figure.paper,
-                    ours,
-                    ours / figure.paper,
-                    figure.note,
-                )
-            ]
-        )
+        return markdown([Reproduced.of(figure, ours)])
 
     assert "| BucketServe | GPU utilisation (Fig. 5b) | 81.7 % | 80 % | reproduced |" in page(80.0)
     assert "| BucketServe | GPU utilisation (Fig. 5b) | 81.7 % | 40 % | not |" in page(40.0)

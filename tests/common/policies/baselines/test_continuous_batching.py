@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
-from cohort.common.policies.interface import IterationPlan
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
-from tests.common.policies.baselines.drive import decide
+from tests.common.policies.baselines.drive import decide, rows, run
 
 GEOMETRY = KvGeometry(1, 1, 1, 1, 4)
 
@@ -26,19 +25,6 @@ def sequence(name: str, prompt: int, *, arrived_s: float = 0.0, priority: int = 
 def scheduler(**changes: object) -> ContinuousBatching:
     options = {"max_rows": 4, "max_step_tokens": 16, "prefill_chunk": 8, "preemption": "recompute"} | changes
     return ContinuousBatching(**options)  # type: ignore[arg-type]
-
-
-def rows(plan: IterationPlan) -> list[tuple[str, int, int]]:
-    return [(row.sequence.request_id, row.start, row.count) for row in plan.rows]
-
-
-def run(plan: IterationPlan, kv: PagedAllocator) -> None:
-    """What the engine and the machine do: compute, and sample a token where the last known one was reached."""
-    for row in plan.rows:
-        row.sequence.computed = row.start + row.count
-        if row.sequence.computed == row.sequence.known:
-            row.sequence.tokens.append(1)
-        kv.committed(row.sequence)
 
 
 def test_prompts_are_chunked_within_the_budget_and_decodes_come_first() -> None:

@@ -278,11 +278,12 @@ class GatewayMachine:
             self.link.heard(now_s)
         match message:
             case TokenBatch(_, updates):
-                ledger = self.ledger
+                ledger, deliver = self.ledger, self._effects.append
                 for update in updates:
-                    actions = ledger.tokens(now_s, sender, update)
-                    if actions:
-                        self._act(now_s, actions)
+                    if (delivery := ledger.next_tokens(now_s, sender, update)) is not None:
+                        deliver(delivery)
+                    else:
+                        self._act(now_s, ledger.tokens(now_s, sender, update))
             case Placed():
                 self._act(now_s, self.ledger.placed(now_s, message))
             case AttemptsLost(attempts, reason):

@@ -126,7 +126,34 @@ class Ledger:
 
     # -- From workers ----------------------------------------------------------------------------------------------
 
+    def next_tokens(self, now_s: float, sender: InstanceId, update: TokenUpdate) -> Deliver | None:
+        """Nearly always an update holds the next tokens of a running request and nothing else: these are delivered.
+        None: it says more than that, and `tokens` judges it. (`tokens` would say the same, in several times the time.)
+        """
+        attempt = update.attempt
+        entry = self._entries.get(attempt.request_id)
+        if entry is None or entry.state is not State.RUNNING or update.finish is not None:
+            return None
+        tokens, request, output = update.tokens, entry.request, entry.output
+        sampling, known = request.sampling, len(output)
+        if (
+            tokens
+            and update.times is None
+            and not update.logprobs
+            and sampling.logprobs < 0
+            and update.position == request.prompt_tokens + known
+            and known + len(tokens) < sampling.max_tokens
+            and tokens[-1] not in sampling.stop_token_ids
+            and sender in entry.holders
+            and attempt == entry.attempt
+        ):
+            output.extend(tokens)
+            entry.last_token_s = entry.last_news_s = now_s
+            return Deliver(entry, tokens, [])
+        return None
+
     def tokens(self, now_s: float, sender: InstanceId, update: TokenUpdate) -> list[Action]:
+        """Whatever a worker may say of a request."""
         entry = self._entries.get(update.attempt.request_id)
         if entry is None:
             # Ended here (a stop string, say) while the worker went on: its next message would be void as well.
@@ -135,23 +162,6 @@ class Ledger:
             self.dropped_tokens_total += len(update.tokens)
             older = update.attempt < entry.attempt and update.finish is None
             return [CancelAttempt(update.attempt, (sender,), "superseded")] if older else []
-        tokens, sampling = update.tokens, entry.request.sampling
-        known = len(entry.output)
-        if (
-            entry.state is State.RUNNING
-            and tokens
-            and update.finish is None
-            and update.times is None
-            and sampling.logprobs < 0
-            and not update.logprobs
-            and update.position == entry.request.prompt_tokens + known
-            and known + len(tokens) < sampling.max_tokens
-            and tokens[-1] not in sampling.stop_token_ids
-            and sender in entry.holders
-        ):  # nearly always: the next tokens, nothing else. `_judge` would say the same, in three times the time
-            entry.output.extend(tokens)
-            entry.last_token_s = entry.last_news_s = now_s
-            return [Deliver(entry, tokens, [])]
         self._note(entry, sender, update)
         return self._judge(now_s, entry, sender, update)
 

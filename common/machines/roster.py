@@ -159,7 +159,9 @@ class Roster:
         for managed in worker.live.values():
             if managed.attempt in worker.held:
                 worker.fresh.pop(managed.request_id, None)
-                if self._idle_for_s(now_s, managed) > _HOLD_GRACE_S:
+                if managed.attempt not in worker.awaiting:
+                    managed.idle_since_s = None
+                elif self._idle_for_s(now_s, managed) > _HOLD_GRACE_S:
                     missing.append(managed)
             elif now_s - managed.live[report.instance] > _HOLD_GRACE_S:
                 missing.append(managed)

@@ -46,7 +46,6 @@ class InFlight:
     produced: int = 0
     first_s: float = 0.0
     last_s: float = 0.0
-    longest_gap_s: float = 0.0
     gaps_within: int = 0
 
 
@@ -94,11 +93,7 @@ class _Run:
     gaps_s: list[float]
     rows_of: dict[str, int] = field(default_factory=dict)
     """Rows that were delivered so far, by class."""
-    longest_gap_s: float = field(init=False)
     _within: dict[float, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.longest_gap_s = max(self.gaps_s, default=0.0)
 
     def within(self, limit_s: float) -> int:
         """Gaps no longer than the limit; 0 = there is none."""
@@ -216,8 +211,8 @@ class TraceClients:
 
     def hear(self, gateway: Node, effect: GatewayEffect) -> None:
         match effect:
-            case Deliver(entry, tokens, _, finish):
-                live = self.live[entry.request_id]
+            case Deliver(entry=entry, tokens=tokens, finish=finish):
+                live = self.live[entry.attempt.request_id]
                 if tokens:
                     if self._run is None:
                         self._tokens(self._virtual.now_s, live, len(tokens))
@@ -259,16 +254,14 @@ class TraceClients:
         return min([self.live[row.sequence.request_id].output_tokens - row.sequence.output_tokens for row in rows])
 
     def _tokens(self, now_s: float, live: InFlight, count: int) -> None:
-        for _ in range(count):
-            if live.produced == 0:
-                live.first_s = now_s
-            else:
-                gap_s = now_s - live.last_s
-                self._gap(live, gap_s)
-                if gap_s > live.longest_gap_s:
-                    live.longest_gap_s = gap_s
-            live.produced += 1
-            live.last_s = now_s
+        if live.produced:
+            self._gap(live, now_s - live.last_s)
+        else:
+            live.first_s = now_s
+        for _ in range(count - 1):
+            self._gap(live, 0.0)
+        live.produced += count
+        live.last_s = now_s
 
     def _gap(self, live: InFlight, gap_s: float) -> None:
         limit_s = live.item.slo.tpot_s
@@ -312,7 +305,6 @@ class TraceClients:
         item = live.item
         first_gap_s = run.times_s[0] - live.last_s
         self._gap(live, first_gap_s)
-        live.longest_gap_s = max(live.longest_gap_s, first_gap_s, run.longest_gap_s)
         live.gaps_within += run.within(item.slo.tpot_s)
         live.produced += len(run.times_s)
         live.last_s = run.times_s[-1]

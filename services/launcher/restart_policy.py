@@ -3,7 +3,7 @@
         start ──▶ running ──(ready)──▶ proven
           ▲          │ ends              │ ends
           │          ▼                   ▼
-          └── Restart(delay) ◀───────────┤      delays 0.2 → 5 s, doubled, back to 0.2 after 30 healthy seconds
+          └── Restart(delay) ◀───────────┤      at once; then 0.2 → 5 s, doubled, until 10 s were healthy
                      │
                      └─▶ GiveUp          never ready so far, and: configuration error (exit code 2), or the 5th end
 
@@ -15,9 +15,10 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-FIRST_DELAY_S = 0.2
+SECOND_DELAY_S = 0.2
+"""The first restart waits for nothing: what ended a healthy process was most likely not the process."""
 LONGEST_DELAY_S = 5.0
-HEALTHY_AFTER_S = 30.0
+HEALTHY_AFTER_S = 10.0
 ATTEMPTS_AT_START = 5
 EXIT_CONFIG_ERROR = 2
 
@@ -35,7 +36,7 @@ class GiveUp:
 
 class RestartPolicy:
     def __init__(self) -> None:
-        self._delay_s = FIRST_DELAY_S
+        self._delay_s = 0.0
         self._failures_at_start = 0
         self._proven = False
         self._ready_since_s: float | None = None
@@ -57,9 +58,9 @@ class RestartPolicy:
             if self._failures_at_start >= ATTEMPTS_AT_START:
                 return GiveUp(f"{reason}: it never became ready in {ATTEMPTS_AT_START} attempts")
         if self._ready_since_s is not None and now_s - self._ready_since_s >= HEALTHY_AFTER_S:
-            self._delay_s = FIRST_DELAY_S
+            self._delay_s = 0.0
         delay_s = self._delay_s
-        self._delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+        self._delay_s = min(max(2 * delay_s, SECOND_DELAY_S), LONGEST_DELAY_S)
         self._ready_since_s = None
         return Restart(delay_s, reason)
 

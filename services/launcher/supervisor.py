@@ -143,7 +143,8 @@ class Supervisor:
                 self._give_up(process, reason)
                 return None
             case restart:
-                note = f"({restart.reason}; again in {restart.delay_s:.1f} s)"
+                when = f"in {restart.delay_s:.1f} s" if restart.delay_s else "at once"
+                note = f"({restart.reason}; again {when})"
                 self._console.update(plan.instance, State.RESTARTING, note=note)
                 self._on_change()
                 return restart.delay_s

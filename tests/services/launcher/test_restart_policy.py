@@ -13,19 +13,19 @@ def ready_policy(now_s: float) -> RestartPolicy:
 def test_delays_double_up_to_five_seconds():
     policy = ready_policy(0.0)
     decisions = [policy.ended(1.0, 1) for _ in range(7)]
-    assert decisions == [Restart(delay_s, "exit code 1") for delay_s in (0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0)]
+    assert decisions == [Restart(delay_s, "exit code 1") for delay_s in (0.0, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0)]
 
 
-def test_thirty_healthy_seconds_reset_the_delay():
+def test_ten_healthy_seconds_reset_the_delay():
     policy = ready_policy(0.0)
     for _ in range(4):
         policy.ended(1.0, 1)
     policy.started()
     policy.became_ready(10.0)
-    assert policy.ended(39.9, 1) == Restart(3.2, "exit code 1")
+    assert policy.ended(19.9, 1) == Restart(1.6, "exit code 1")
     policy.started()
     policy.became_ready(50.0)
-    assert policy.ended(80.0, 1) == Restart(0.2, "exit code 1")
+    assert policy.ended(60.0, 1) == Restart(0.0, "exit code 1")
 
 
 def test_five_ends_before_it_was_ever_ready():

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from cohort.common.config import DynaServeConfig
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival
-from cohort.common.policies.dynaserve.kv_forecast import peak_growth
+from cohort.common.policies.dynaserve.kv_forecast import fits, has_blocks
 from cohort.common.policies.dynaserve.learned_times import LearnedTimes
 from cohort.common.policies.dynaserve.step_cost import BatchShape
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran, Row
@@ -87,7 +87,7 @@ class SloBatching(IterationScheduler):
                 break
         if not builder.preempted:
             for sequence in [*self._swapped, *self._waiting]:
-                if builder.full or not self._has_headroom(sequence, kv):
+                if builder.full or not fits(kv, self._running, sequence):
                     break
                 before = builder.rows
                 batch, least = self._chunk(builder, batch, sequence, least, admitted=False)
@@ -125,7 +125,7 @@ class SloBatching(IterationScheduler):
             return 0
         full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
         # What is foreseen changes from one iteration to the next; that blocks are missing does not.
-        stands = not self._waiting or full or not self._has_blocks(self._waiting[0], kv)
+        stands = not self._waiting or full or not has_blocks(kv, self._running, self._waiting[0])
         return UNTIL_DISTURBED if stands else 0
 
     @property
@@ -185,22 +185,6 @@ class SloBatching(IterationScheduler):
         self._budget += row.count
         return batch.with_prefill(row.start, row.count), max(0, least - row.count)
 
-    def _has_blocks(self, sequence: Sequence, kv: KvAllocator) -> bool:
-        """Leave every running sequence its next block, or a newcomer is admitted only to preempt another."""
-        spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
-        return not self._running or spare >= min(len(self._running), kv.total_blocks // 50)
-
-    def _has_headroom(self, sequence: Sequence, kv: KvAllocator) -> bool:
-        """Blocks for it and, as far as responses are predicted, for what all sequences here will hold at worst."""
-        if not self._running or not self._has_blocks(sequence, kv):
-            return not self._running
-        holders = [_holder(s) for s in (*self._running, sequence)]
-        # In positions; what is left of every last block is included.
-        begun = sum(kv.geometry.blocks_for(s.computed if s.uncomputed == 1 else s.target) for s in self._running)
-        held = sum(held for held, _ in holders)
-        left = (kv.free_blocks + kv.cached_blocks + begun) * kv.geometry.block_size - held
-        return sum(coming for _, coming in holders) <= left or peak_growth(holders) <= left
-
     def _sort_out(self) -> None:
         """Every sequence into the queue of its phase, in arrival order."""
         everybody = [*self._running, *self._waiting, *self._swapped]
@@ -213,15 +197,6 @@ class SloBatching(IterationScheduler):
             self._running = sorted((s for s in everybody if s.phase is Phase.RUNNING), key=by_arrival)
             self._waiting = sorted((s for s in everybody if s.phase is Phase.WAITING), key=by_arrival)
             self._swapped = sorted((s for s in everybody if s.phase is Phase.SWAPPED), key=by_arrival)
-
-
-def _holder(sequence: Sequence) -> tuple[int, int]:
-    """Positions it holds once what is known is computed, and those still to come here."""
-    request = sequence.request
-    end = request.prompt_tokens + min(round(sequence.predicted), request.sampling.max_tokens) - 1
-    if sequence.end is not None:
-        end = min(end, sequence.end)
-    return sequence.target, max(0, end - sequence.target)
 
 
 def plan_shape(plan: IterationPlan) -> BatchShape:

@@ -23,7 +23,7 @@ class ParkedPool:
         self._on_device: dict[Attempt, Held] = {}
         """Parked with their KV on the device; oldest first."""
         self._buffered: dict[Attempt, Held] = {}
-        """To be sent on soon, and therefore on the device (A5): brought back from the pool, or still there; oldest first."""
+        """To be sent on soon, and therefore on the device (A5): brought back, or still there; oldest first."""
         self._prefetches: deque[Attempt] = deque()
         self._moving: list[Held] = []
 

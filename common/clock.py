@@ -23,21 +23,3 @@ class SystemClock:
 
     def wall_s(self) -> float:
         return time.time()
-
-
-class VirtualClock:
-    """A clock that moves only when told; the simulator's and the tests'."""
-
-    def __init__(self, start_s: float = 0.0) -> None:
-        self._now_s = start_s
-
-    def now_s(self) -> float:
-        return self._now_s
-
-    def wall_s(self) -> float:
-        return self._now_s
-
-    def advance(self, seconds: float) -> None:
-        if seconds < 0:
-            raise ValueError(f"time cannot run backwards ({seconds} s)")
-        self._now_s += seconds

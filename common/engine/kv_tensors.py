@@ -73,24 +73,12 @@ class KvTensors:
         """Swap in: host block → device block for every (host, device) pair."""
         _copy_blocks(self.host_blocks, self.blocks, pairs)
 
-    def copy_within(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy on write: device block → device block for every (from, to) pair; no block may be in two pairs."""
-        _copy_blocks(self.blocks, self.blocks, pairs)
-
-    def block_view(self, block: int, *, host: bool = False) -> Tensor:
-        """The bytes of one block, uint8 [block bytes]; writing to the view writes the cache."""
-        return self.run_view(block, 1, host=host)
-
     def run_view(self, first: int, count: int, *, host: bool = False) -> Tensor:
         """The bytes of `count` neighbouring blocks from `first`, uint8."""
         pool = self.host_blocks if host else self.blocks
         if not (first >= 0 and count > 0 and first + count <= len(pool)):
             raise InvariantViolated(f"blocks [{first}, {first + count}) are not in a pool of {len(pool)}")
         return pool[first : first + count].view(-1).view(torch.uint8)
-
-    def run_memory(self, first: int, count: int, *, host: bool = False) -> memoryview:
-        """`run_view` as writable memory, without copying; only for memory the CPU sees."""
-        return self.run_view(first, count, host=host).numpy().data
 
     def gather(self, slots: Tensor) -> Tensor:
         """R12 · The tokens in scattered slots (block · block size + slot), on the host.

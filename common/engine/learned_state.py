@@ -8,14 +8,19 @@ scheduler: what was learned holds for nothing else.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from pathlib import Path
+
+import structlog
 
 from cohort.common.errors import ConfigError
 from cohort.common.policies.interface import Learned
 
 SAVE_EVERY_S = 30.0
+
+log = structlog.get_logger(__name__)
 
 
 class LearnedState:
@@ -26,6 +31,8 @@ class LearnedState:
         self._path = folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}.json"
         self._profile = profile
         self._saved_s = 0.0
+        self._failures: set[str] = set()
+        """Kinds of failures that were logged: saving goes on, saying so every time would fill the log."""
         self.imported = b""
         """What the scheduler started from; nothing, if from nothing."""
 
@@ -56,7 +63,8 @@ class LearnedState:
             self.save()
 
     def save(self) -> None:
-        """Whole or not at all. A full disk must not end a worker: the state is a convenience."""
+        """Whole or not at all. A full disk must not end a worker: the state is a convenience, and a failure is logged
+        once of each kind."""
         state = self._learned.export_state()
         if not state:
             return
@@ -65,6 +73,10 @@ class LearnedState:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             fresh.write_bytes(state)
             fresh.replace(self._path)
-        except OSError:
+        except OSError as error:
             with contextlib.suppress(OSError):
                 fresh.unlink()
+            kind = errno.errorcode.get(error.errno or 0, type(error).__name__)
+            if kind not in self._failures:
+                self._failures.add(kind)
+                log.warning("learned state not saved", path=str(self._path), kind=kind, error=str(error))

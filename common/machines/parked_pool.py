@@ -23,7 +23,7 @@ class ParkedPool:
         self._on_device: dict[Attempt, Held] = {}
         """Parked with their KV on the device; oldest first."""
         self._buffered: dict[Attempt, Held] = {}
-        """Of the pool, brought back to the device to be sent on soon (A5); oldest first."""
+        """To be sent on soon, and therefore on the device (A5): brought back, or still there; oldest first."""
         self._prefetches: deque[Attempt] = deque()
         self._moving: list[Held] = []
 
@@ -43,9 +43,15 @@ class ParkedPool:
         self._buffered.pop(key, None)
 
     def prefetch(self, attempts: list[Attempt]) -> None:
-        """Bring these back to the device, in this order, as far as blocks are free."""
+        """Bring these back to the device, in this order, as far as blocks are free. KV that has not left it stays: it
+        is asked for once, and would be offloaded only to be sent from host memory."""
         held = self._state.held
-        self._prefetches.extend(key for key in attempts if key in held and held[key].pooled)
+        for key in attempts:
+            on_device = self._on_device.pop(key, None)
+            if on_device is not None:
+                self._buffered[key] = on_device
+            elif key in held and held[key].pooled:
+                self._prefetches.append(key)
 
     def move(self, now_s: float) -> None:
         """What moves beside the plan that was just decided. Its copies come behind the decision's own."""

@@ -86,13 +86,6 @@ WAITING_KV: Table[LateBinding | None] = {
     "aligned": Policy(
         alignedserve.build_late_binding,
         requires=(Rule("policies.placement", ("late_bound",), "no other placement leaves anything to be bound later"),),
-        refuses=(
-            Rule(
-                "policies.iteration",
-                ("continuous_batching", "padded_prefill", "chunked_prefill"),
-                "it cannot resume a request whose KV is in its own worker's host memory; aligned_batching can",
-            ),
-        ),
     ),
 }
 

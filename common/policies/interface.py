@@ -288,7 +288,6 @@ class Prefetch:
     """Bring the parked KV of these requests into the fast buffer where it waits (A5, A9)."""
 
     request_ids: tuple[RequestId, ...]
-    buffer: Literal["batch", "requests"]
 
 
 class LateBinding(ABC):

@@ -1,4 +1,4 @@
-"""When requests are due: open loop (Poisson, Gamma, a changing rate, all at once, a trace's own times) or closed loop.
+"""When requests are due: open loop (Poisson, Gamma, all at once, a trace's own times) or closed loop.
 
 Pure. Called by `generate` and by the benchmark's workload. Open loop: arrivals do not wait for answers, so a slow
 server builds a queue, as real users would. Closed loop: a fixed number of users who each wait for their answer.
@@ -43,25 +43,7 @@ class TraceTimes:
     time_scale: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class VaryingRate:
-    """A rate that changes from window to window (a day's traffic), gaps of the given `cv` within.
-
-    Window i lasts `window_s` at `rates[i]` requests/s times `scale`; after the last the list begins anew. Windows of
-    rate 0 pass without arrivals.
-    """
-
-    window_s: float
-    rates: tuple[float, ...]
-    cv: float = 1.0
-    scale: float = 1.0
-
-    @property
-    def mean_rate(self) -> float:
-        return self.scale * sum(self.rates) / len(self.rates)
-
-
-Arrivals = RandomArrivals | VaryingRate | ClosedLoop | AllAtOnce | TraceTimes
+Arrivals = RandomArrivals | ClosedLoop | AllAtOnce | TraceTimes
 
 
 def due_times(
@@ -78,9 +60,6 @@ def due_times(
             # The first request is due at once: a lead-in of silence would only dilute the throughput.
             times -= times[0] if count else 0.0
             return [float(t) for t in times / rate_per_s]
-        case VaryingRate(cv=cv):
-            gaps = rng.standard_exponential(count) if cv == 1.0 else _gamma_gaps(rng, cv, count)
-            return _at_varying_rate(arrivals, np.cumsum(gaps))
         case ClosedLoop():
             return None
         case AllAtOnce():
@@ -100,28 +79,9 @@ def _gamma_gaps(rng: np.random.Generator, cv: float, count: int) -> np.ndarray[t
     return rng.gamma(1.0 / (cv * cv), cv * cv, count)
 
 
-def _at_varying_rate(arrivals: VaryingRate, expected: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[float]:
-    """Times at which the number of arrivals to be expected reaches each of `expected`: the rate's integral inverted.
-
-    This is the standard time change: arrivals of rate 1 become arrivals of the changing rate.
-    """
-    per_window = np.asarray(arrivals.rates, dtype=np.float64) * (arrivals.scale * arrivals.window_s)
-    per_cycle = float(per_window.sum())
-    if per_cycle <= 0:
-        raise ConfigError("a varying rate needs at least one window with a rate above 0")
-    reached = np.concatenate(([0.0], np.cumsum(per_window)))
-    cycles, rest = np.divmod(expected, per_cycle)
-    # Among windows of equal sums (rate 0) the last begins where arrivals go on.
-    window = np.minimum(np.searchsorted(reached, rest, side="right") - 1, len(per_window) - 1)
-    share = (rest - reached[window]) / np.where(per_window[window] > 0, per_window[window], 1.0)
-    times = (cycles * len(per_window) + window + share) * arrivals.window_s
-    return [float(t) for t in times]
-
-
-def enough_for(arrivals: RandomArrivals | VaryingRate, duration_s: float) -> int:
+def enough_for(arrivals: RandomArrivals, duration_s: float) -> int:
     """A number of requests that lasts for the duration even when the gaps fall short of their mean."""
-    rate = arrivals.rate_per_s if isinstance(arrivals, RandomArrivals) else max(arrivals.rates) * arrivals.scale
-    expected = rate * duration_s
+    expected = arrivals.rate_per_s * duration_s
     return int(expected + 6 * max(1.0, arrivals.cv) * expected**0.5) + 16
 
 
@@ -131,9 +91,6 @@ def describe(arrivals: Arrivals) -> str:
         case RandomArrivals(rate_per_s, cv):
             kind = "Poisson" if cv == 1.0 else f"Gamma (cv {cv:g})"
             return f"{kind}, {rate_per_s:g} requests/s"
-        case VaryingRate(window_s, rates, cv, _):
-            kind = "Poisson" if cv == 1.0 else f"Gamma (cv {cv:g})"
-            return f"{kind}, rate changing every {window_s:g} s ({len(rates)} windows), mean {arrivals.mean_rate:g}/s"
         case ClosedLoop(concurrency):
             return f"closed loop, {concurrency} in flight"
         case AllAtOnce():

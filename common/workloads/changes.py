@@ -1,4 +1,4 @@
-"""Workload → workload: rate, window, clipping, classes, SLOs, templates, mixing. What is lost is counted.
+"""Workload → workload: rate, window, clipping, classes, SLOs, mixing. What is lost is counted.
 
 Pure. Each returns a new workload whose facts say what was done.
 """
@@ -107,16 +107,6 @@ class _Clipper:
         self.outputs += output < item.output_tokens
         ids = item.hash_ids[: -(-prompt // item.hash_block)] if item.hash_ids else ()
         return replace(item, prompt_tokens=prompt, output_tokens=output, hash_ids=ids)
-
-
-def with_template(workload: Workload, tokens: int) -> Workload:
-    """Every prompt longer by a template of so many tokens (BucketServe's Alpaca: 83 tokens where the bare one has 20).
-
-    The template is not made a shared prefix: sources with hash ids have their own.
-    """
-    note = f"{tokens} template tokens added to every prompt"
-    changed = _each(workload, lambda item: replace(item, prompt_tokens=item.prompt_tokens + tokens))
-    return replace(changed, facts=replace(workload.facts, notes=(*workload.facts.notes, note)))
 
 
 def with_class(workload: Workload, traffic_class: TrafficClass) -> Workload:

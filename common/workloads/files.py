@@ -38,24 +38,3 @@ def reading(path: Path) -> Iterator[TextIO]:
             raise ConfigError(f"{path}: damaged gzip file ({error})") from error
         except csv.Error as error:
             raise ConfigError(f"{path}: not a CSV file ({error})") from error
-
-
-def csv_records(path: Path, needed: frozenset[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """(line, column → text) of a CSV table with a header; empty lines are left out.
-
-    Raises `ConfigError` naming the line when a needed column is missing or a row is too short.
-    """
-    with reading(path) as file:
-        reader = csv.reader(file)
-        columns = [name.strip() for name in next(reader, [])]
-        if missing := sorted(needed - set(columns)):
-            raise ConfigError(f"{path}:1: missing column {', '.join(repr(name) for name in missing)}")
-        for cells in reader:
-            if not cells:
-                continue
-            if len(cells) < len(columns):
-                raise ConfigError(
-                    f"{path}:{reader.line_num}: {len(cells)} of {len(columns)} columns; "
-                    f"column {columns[len(cells)]!r} is missing"
-                )
-            yield reader.line_num, dict(zip(columns, cells, strict=False))

@@ -19,7 +19,6 @@ from cohort.common.workloads.arrivals import (
     ClosedLoop,
     RandomArrivals,
     TraceTimes,
-    VaryingRate,
     describe,
     due_times,
     enough_for,
@@ -165,7 +164,7 @@ def _count(source: Source, arrivals: Arrivals, count: int | None, duration_s: fl
         return count
     if isinstance(source, FromTrace) and not source.resample:
         return len(source.trace.rows)
-    if duration_s is not None and isinstance(arrivals, RandomArrivals | VaryingRate):
+    if duration_s is not None and isinstance(arrivals, RandomArrivals):
         return enough_for(arrivals, duration_s)
     raise ConfigError("say how many requests, or (with random arrivals) for how long")
 

@@ -1,4 +1,4 @@
-"""How many tokens prompts and outputs have: fixed, uniform, lognormal, by quantiles, or a weighted mix.
+"""How many tokens prompts and outputs have: fixed, uniform, lognormal, or a weighted mix.
 
 Pure. Called by `generate` (drawing) and by command lines (parsing); lengths from traces and datasets do not pass here.
 """
@@ -44,29 +44,13 @@ class LogNormal:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantiles:
-    """An empirical distribution by its quantile function: `values[i]` tokens at probability i / (len - 1).
-
-    Drawn by inverse CDF: the value at a uniform probability, straight lines between the points. `label` says whose.
-    """
-
-    label: str
-    values: tuple[int, ...]
-
-    @property
-    def mean(self) -> float:
-        """Of what is drawn: the area under the quantile function."""
-        return float(np.trapezoid(np.asarray(self.values, dtype=np.float64), dx=1.0 / (len(self.values) - 1)))
-
-
-@dataclass(frozen=True, slots=True)
 class Blend:
     """With each probability (weights of any sum) one of several distributions."""
 
-    parts: tuple[tuple[float, Fixed | Uniform | LogNormal | Quantiles], ...]
+    parts: tuple[tuple[float, Fixed | Uniform | LogNormal], ...]
 
 
-LengthDistribution = Fixed | Uniform | LogNormal | Quantiles | Blend
+LengthDistribution = Fixed | Uniform | LogNormal | Blend
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +76,6 @@ def draw(distribution: LengthDistribution, rng: np.random.Generator, count: int)
         case LogNormal(mu, sigma, low, high):
             values = np.exp(mu + sigma * rng.standard_normal(count))
             return np.clip(np.rint(values), low, high).astype(np.int64)
-        case Quantiles(_, points):
-            known = np.asarray(points, dtype=np.float64)
-            at = rng.random(count) * (len(known) - 1)
-            return np.rint(np.interp(at, np.arange(len(known)), known)).astype(np.int64)
         case Blend(parts):
             # Every part draws in full from a generator of its own, or a longer draw would not begin like a shorter one.
             seeds = rng.integers(0, 2**63, size=len(parts) + 1)
@@ -160,8 +140,6 @@ def describe_length(distribution: LengthDistribution) -> str:
             return f"uniform(low={low}, high={high})"
         case LogNormal(mu, sigma, low, high):
             return f"lognormal(mu={mu:g}, sigma={sigma:g}, low={low:g}, high={high:g})"
-        case Quantiles(label, _):
-            return f"quantiles of {label}"
         case Blend(parts):
             total = sum(weight for weight, _ in parts)
             return " + ".join(f"{100 * weight / total:.3g} % {describe_length(part)}" for weight, part in parts)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cohort.common.errors import ConfigError
-from cohort.services.bench.picture import check_available
+from cohort.common.plotting import check_available
 
 PIPED_WIDTH = 120
 

@@ -12,14 +12,6 @@ from cohort.common.errors import ConfigError
 COLOURS = ("#1f6feb", "#d1571b", "#2b8a3e", "#8e44ad", "#b8860b", "#c2255c")
 
 
-def check_available() -> None:
-    """Before a run, not after it."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'cohort-serve[bench]'") from error
-
-
 @contextlib.contextmanager
 def picture(path: Path, rows: int, columns: int, title: str) -> Iterator[Any]:
     """Axes [rows][columns] to draw into; written when the body ends. Raises `ConfigError` for a suffix nobody knows."""

@@ -15,13 +15,13 @@ from rich.console import Console
 
 from cohort.common.errors import CohortError, ConfigError
 from cohort.common.machines.replayer import replay
+from cohort.common.plotting import check_available
 from cohort.common.types import Slo
 from cohort.services.simulator import advise as advise_
 from cohort.services.simulator import options as options_
 from cohort.services.simulator import plots, render, replays, reproduce
 from cohort.services.simulator.hardware import load_model
-from cohort.services.simulator.report import SimReport
-from cohort.services.simulator.run import find_capacity, simulate
+from cohort.services.simulator.run import by_rate, find_capacity, simulate
 from cohort.services.simulator.setup import (
     cluster_of,
     configuration,
@@ -37,7 +37,7 @@ _PIPED_WIDTH = 140
 
 def run_simulate(options: argparse.Namespace) -> int:
     if options.plot:
-        plots.check_available()
+        check_available()
     what, values = _sweep(options.sweep)
     if options.plot and not what:
         raise ConfigError("--plot draws a sweep: give --sweep")
@@ -72,10 +72,7 @@ def _capacity(options: argparse.Namespace, console: Console) -> int:
     model, traffic, sim_options = load_model(options.model), traffic_of(options), simulation_options(options)
     cluster, config = cluster_of(options, options.cluster), configuration(options, options.preset)
     roles = parse_roles(options.roles)
-
-    def at_rate(rate: float) -> SimReport:
-        return simulate(config, cluster, model, traffic.workload(rate), sim_options, roles)
-
+    at_rate = by_rate(config, cluster, model, traffic, sim_options, roles)
     capacity = find_capacity(at_rate, options.rate or traffic.own_rate_per_s or 1.0, options.capacity)
     console.print(render.capacity_line(capacity), soft_wrap=True)
     _write_json(options.json, capacity)

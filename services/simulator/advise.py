@@ -21,7 +21,7 @@ from cohort.services.simulator.cluster import SimOptions
 from cohort.services.simulator.deployment import spread_roles
 from cohort.services.simulator.hardware import Cluster
 from cohort.services.simulator.report import SimReport
-from cohort.services.simulator.run import Capacity, find_capacity, simulate
+from cohort.services.simulator.run import Capacity, by_rate, find_capacity, simulate
 from cohort.services.simulator.setup import configuration
 from cohort.services.simulator.traffic import Traffic
 
@@ -98,10 +98,7 @@ def advise(
         if place < _FINALISTS:
             progress(f"capacity of {candidate.label}")
             config = configuration(options, candidate.preset, candidate.settings)
-
-            def at_rate(rate: float, config: Config = config, roles: dict[Role, int] = candidate.roles) -> SimReport:
-                return simulate(config, cluster, model, traffic.workload(rate), sim_options, roles)
-
+            at_rate = by_rate(config, cluster, model, traffic, sim_options, candidate.roles)
             capacity = find_capacity(at_rate, start, options.capacity, tolerance=0.1)
         roles = {role.value: count for role, count in candidate.roles.items()}
         ranked.append(Trial(candidate.preset, roles, list(candidate.settings), report, capacity))

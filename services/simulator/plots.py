@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cohort.common.errors import ConfigError
 from cohort.services.simulator.report import SimReport
-
-
-def check_available() -> None:
-    """Raises `ConfigError` before anything is simulated."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'cohort-serve[bench]'") from error
 
 
 def write_plot(path: Path, label: str, names: Sequence[str], reports: Sequence[SimReport]) -> None:

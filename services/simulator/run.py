@@ -14,6 +14,7 @@ from cohort.common.workloads.items import Workload
 from cohort.services.simulator.cluster import SimCluster, SimOptions
 from cohort.services.simulator.hardware import Cluster
 from cohort.services.simulator.report import SimReport, make_report
+from cohort.services.simulator.traffic import Traffic
 
 
 def simulate(
@@ -30,6 +31,18 @@ def simulate(
     sim = SimCluster(config, cluster, model, workload, options or SimOptions(), roles, placement)
     sim.run()
     return make_report(sim, workload.name, workload.facts)
+
+
+def by_rate(
+    config: Config,
+    cluster: Cluster,
+    model: ModelShape,
+    traffic: Traffic,
+    options: SimOptions,
+    roles: Mapping[Role, int] | None,
+) -> Callable[[float], SimReport]:
+    """`simulate` as a function of the request rate alone, for `find_capacity`."""
+    return lambda rate: simulate(config, cluster, model, traffic.workload(rate), options, roles)
 
 
 class Capacity(msgspec.Struct, frozen=True):

@@ -111,7 +111,6 @@ INCOMPATIBLE: list[tuple[str, dict[str, object], str, str]] = [
     ("alignedserve", {"waiting_kv": "none"}, "policies.placement late_bound", "policies.waiting_kv aligned"),
     ("alignedserve", {"placement": "disaggregated"}, "policies.waiting_kv aligned", "policies.placement late_bound"),
     ("alignedserve", {"placement": "split"}, "policies.waiting_kv aligned", "policies.placement late_bound"),
-    ("alignedserve", {"iteration": "chunked_prefill"}, "policies.waiting_kv aligned", "policies.iteration chunked"),
     ("dynaserve", {"iteration": "vllm"}, "policies.prefill_order pressure_gate", "policies.iteration slo_batching or"),
     ("bros", {"iteration": "padded_prefill"}, "policies.allocation bidirectional", "policies.iteration padded_prefill"),
 ]

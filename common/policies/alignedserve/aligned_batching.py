@@ -10,7 +10,8 @@ from bisect import insort
 from typing import Literal
 
 from cohort.common.policies.alignedserve.batch_numbers import batch_of, batches_of
-from cohort.common.policies.baselines.continuous_batching import ContinuousBatching, _order
+from cohort.common.policies.baselines.batch_builder import by_arrival
+from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.sequences import preempt
@@ -48,12 +49,6 @@ class AlignedBatching(ContinuousBatching):
         self._mixed = 0
         self._last_mixed = False
         self._evictions = 0
-
-    def add(self, now_s: float, sequence: Sequence) -> None:
-        if sequence.phase is Phase.SWAPPED:  # from the host pool of this worker
-            insort(self._swapped, sequence, key=_order)
-        else:
-            super().add(now_s, sequence)
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         self._count_repeated(news.ran)
@@ -114,7 +109,7 @@ class AlignedBatching(ContinuousBatching):
                 return False  # the others run, or are being read: wait for them
             self._running.remove(victim)
             preempt(victim, kv, plan, self._how)
-            insort(self._swapped if victim.phase is Phase.SWAPPED else self._waiting, victim, key=_order)
+            insort(self._swapped if victim.phase is Phase.SWAPPED else self._waiting, victim, key=by_arrival)
             if victim is sequence:
                 return False
         return True

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Literal
 
 from cohort.common.config import AlignedServeConfig
 from cohort.common.policies.alignedserve.batch_numbers import FIRST_BATCH
@@ -185,8 +184,8 @@ class AlignedBinding(LateBinding):
         if batch.candidate and (batch.starved or batch.switching or not batch.requests):
             self._switch(view, batch, actions)
         if self._options.ablation.prefetch:
-            self._fetch(batch.requests, "requests", views, actions)
-            self._fetch(batch.candidate, "batch", views, actions)
+            self._fetch(batch.requests, views, actions)
+            self._fetch(batch.candidate, views, actions)
 
     def _unblock(self, view: InstanceView, batch: RunningBatch, actions: list[Bind | Prefetch]) -> None:
         """A request waits for blocks of the worker, and none runs: parked KV may hold them, outside any buffer, in
@@ -312,7 +311,6 @@ class AlignedBinding(LateBinding):
     def _fetch(
         self,
         buffered: Iterable[PooledRequest],
-        buffer: Literal["batch", "requests"],
         views: Mapping[InstanceId, InstanceView],
         actions: list[Bind | Prefetch],
     ) -> None:
@@ -331,7 +329,7 @@ class AlignedBinding(LateBinding):
                 self._fetched[item.request_id] = (item.holder, item.blocks)
                 wanted.append(item.request_id)
         if wanted:
-            actions.append(Prefetch(tuple(wanted), buffer))
+            actions.append(Prefetch(tuple(wanted)))
 
     def metrics(self) -> dict[str, float]:
         buffered = sum(len(batch.requests) + len(batch.candidate) for batch in self._batches.values())

@@ -10,37 +10,23 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import Literal
 
-from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Row
+from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, leaves_next_blocks
+from cohort.common.policies.baselines.batch_builder import by_arrival
+from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News, Row
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.sequences import preempt, resume, start
 from cohort.common.sequence import Phase, Sequence
-from cohort.common.types import Attempt
 
 
-def _order(sequence: Sequence) -> tuple[int, float, Attempt]:
-    return (sequence.request.priority, sequence.arrived_s, sequence.key)
-
-
-class ContinuousBatching(IterationScheduler):
+class ContinuousBatching(ArrivalQueues):
     def __init__(
         self, *, max_rows: int, max_step_tokens: int, prefill_chunk: int, preemption: Literal["swap", "recompute"]
     ) -> None:
+        super().__init__()
         self._max_rows = max_rows
         self._max_step_tokens = max_step_tokens
         self._prefill_chunk = prefill_chunk
         self._preemption = preemption
-        self._waiting: list[Sequence] = []  # sorted by _order
-        self._running: list[Sequence] = []  # sorted by _order
-        self._swapped: list[Sequence] = []  # sorted by _order
-
-    def add(self, now_s: float, sequence: Sequence) -> None:
-        insort(self._running if sequence.phase is Phase.RUNNING else self._waiting, sequence, key=_order)
-
-    def remove(self, now_s: float, sequence: Sequence) -> None:
-        for queue in (self._running, self._waiting, self._swapped):
-            if sequence in queue:
-                queue.remove(sequence)
-                return
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         plan = IterationPlan()
@@ -86,14 +72,14 @@ class ContinuousBatching(IterationScheduler):
                 if not resume(sequence, kv):
                     break
                 self._swapped.pop(0)
-                insort(self._running, sequence, key=_order)
+                insort(self._running, sequence, key=by_arrival)
                 tokens_left -= self._row(sequence, tokens_left, decode_rows, prefill_rows, planned)
             while self._waiting and not self._swapped and tokens_left and len(planned) < self._max_rows:
                 sequence = self._waiting[0]
-                if not self._has_headroom(sequence, kv) or not start(sequence, kv):
+                if not leaves_next_blocks(kv, self._running, sequence) or not start(sequence, kv):
                     break
                 self._waiting.pop(0)
-                insort(self._running, sequence, key=_order)
+                insort(self._running, sequence, key=by_arrival)
                 tokens_left -= self._row(sequence, tokens_left, decode_rows, prefill_rows, planned)
 
         plan.rows = prefill_rows + decode_rows
@@ -109,7 +95,7 @@ class ContinuousBatching(IterationScheduler):
         if any(row.count != 1 for row in plan.rows):
             return 0
         full = rows >= min(self._max_rows, self._max_step_tokens)
-        stands = not self._waiting or full or not self._has_headroom(self._waiting[0], kv)
+        stands = not self._waiting or full or not leaves_next_blocks(kv, self._running, self._waiting[0])
         return UNTIL_DISTURBED if stands else 0
 
     def metrics(self) -> dict[str, float]:
@@ -128,23 +114,18 @@ class ContinuousBatching(IterationScheduler):
         planned.add(sequence)
         return count
 
-    def _has_headroom(self, sequence: Sequence, kv: KvAllocator) -> bool:
-        """Leave every running sequence its next block, or a newcomer is let in only to push somebody out."""
-        spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
-        return not self._running or spare >= min(len(self._running), kv.total_blocks // 50)
-
     def _make_headroom(
         self, sequence: Sequence, positions: int, kv: KvAllocator, plan: IterationPlan, planned: set[Sequence]
     ) -> bool:
         """Extend, preempting younger sequences that are not in this plan; as a last resort the sequence itself."""
         while not kv.extend(sequence, positions):
-            younger = self._running[bisect_left(self._running, _order(sequence), key=_order) :]
+            younger = self._running[bisect_left(self._running, by_arrival(sequence), key=by_arrival) :]
             victim = next((s for s in reversed(younger) if s not in planned and not s.pinned), None)
             if victim is None or (victim is sequence and len(younger) > 1):
                 return False  # the younger ones run or are being read: wait for them
             self._running.remove(victim)
             preempt(victim, kv, plan, self._preemption)
-            insort(self._swapped if victim.phase is Phase.SWAPPED else self._waiting, victim, key=_order)
+            insort(self._swapped if victim.phase is Phase.SWAPPED else self._waiting, victim, key=by_arrival)
             if victim is sequence:
                 return False
         return True

@@ -16,7 +16,7 @@ from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
 
 Candidate = tuple[float, Attempt, Sequence]
-"""Residual time, key, sequence; sorts by urgency."""
+"""Residual time, deadline or arrival; key, sequence. The least goes first."""
 
 
 def _first(candidate: Candidate) -> float:
@@ -65,18 +65,14 @@ class UrgentFirst:
             yield pending[self._place - 1]
 
 
-class RealTimeQueues:
-    """R5 · The waiting queue is always in the order of its deadlines; only the pending ones are sorted, and the two are
-    merged lazily.
+class _Queues:
+    """Waiting requests by a time of theirs that does not change, and pending ones as they came."""
 
-    Differs from the paper: waiting requests are kept by deadline, which is arrival order where all have one target.
-    """
-
-    def __init__(self, groups: TokenGroups) -> None:
-        self._groups = groups
-        self._waiting: list[Candidate] = []  # by due time
-        self._due: dict[Attempt, float] = {}
-        """Of those who wait."""
+    def __init__(self, waits_by: Callable[[Sequence], float]) -> None:
+        self._waits_by = waits_by
+        self._waiting: list[Candidate] = []
+        self._place: dict[Attempt, float] = {}
+        """Of the waiting requests."""
         self._pending: dict[Attempt, Sequence] = {}
 
     def __len__(self) -> int:
@@ -84,13 +80,12 @@ class RealTimeQueues:
 
     def add(self, sequence: Sequence) -> None:
         if sequence.phase is Phase.WAITING and sequence.output_tokens == 0:
-            due_s = self._due[sequence.key] = self._groups.due_s(sequence)
-            insort(self._waiting, (due_s, sequence.key, sequence))
+            place = self._place[sequence.key] = self._waits_by(sequence)
+            insort(self._waiting, (place, sequence.key, sequence))
         else:
             self._pending[sequence.key] = sequence
 
     def remove(self, sequence: Sequence) -> None:
-        self._groups.forget(sequence)
         if self._pending.pop(sequence.key, None) is None:
             self._leave(sequence)
 
@@ -100,12 +95,28 @@ class RealTimeQueues:
         self._pending[sequence.key] = sequence
 
     def _leave(self, sequence: Sequence) -> None:
-        due_s = self._due.pop(sequence.key, None)
-        if due_s is not None:
-            del self._waiting[bisect_left(self._waiting, (due_s, sequence.key), key=lambda item: item[:2])]
+        place = self._place.pop(sequence.key, None)
+        if place is not None:
+            del self._waiting[bisect_left(self._waiting, (place, sequence.key), key=lambda item: item[:2])]
 
     def pending(self) -> Collection[Sequence]:
         return self._pending.values()
+
+
+class RealTimeQueues(_Queues):
+    """R5 · The waiting queue is always in the order of its deadlines; only the pending ones are sorted, and the two are
+    merged lazily.
+
+    Differs from the paper: waiting requests are kept by deadline, which is arrival order where all have one target.
+    """
+
+    def __init__(self, groups: TokenGroups) -> None:
+        super().__init__(groups.due_s)
+        self._groups = groups
+
+    def remove(self, sequence: Sequence) -> None:
+        self._groups.forget(sequence)
+        super().remove(sequence)
 
     @property
     def anybody_waits(self) -> bool:
@@ -126,38 +137,11 @@ class RealTimeQueues:
         )
 
 
-class BestEffortQueues:
+class BestEffortQueues(_Queues):
     """R4, line 17 · Best-effort requests by the slots that would have to come back, then by arrival."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[float, Attempt, Sequence]] = []  # by arrival
-        self._pending: dict[Attempt, Sequence] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting) + len(self._pending)
-
-    def add(self, sequence: Sequence) -> None:
-        if sequence.phase is Phase.WAITING and sequence.output_tokens == 0:
-            insort(self._waiting, (sequence.arrived_s, sequence.key, sequence))
-        else:
-            self._pending[sequence.key] = sequence
-
-    def remove(self, sequence: Sequence) -> None:
-        if self._pending.pop(sequence.key, None) is None:
-            self._leave(sequence)
-
-    def started(self, sequence: Sequence) -> None:
-        """It got its first blocks: from waiting to pending."""
-        self._leave(sequence)
-        self._pending[sequence.key] = sequence
-
-    def _leave(self, sequence: Sequence) -> None:
-        at = bisect_left(self._waiting, (sequence.arrived_s, sequence.key), key=lambda item: item[:2])
-        if at < len(self._waiting) and self._waiting[at][2] is sequence:
-            del self._waiting[at]
-
-    def pending(self) -> Collection[Sequence]:
-        return self._pending.values()
+        super().__init__(lambda sequence: sequence.arrived_s)
 
     def first_within(self, most: int, blocks: int, blocks_for: Callable[[int], int]) -> list[Sequence]:
         """Up to `most`: started requests first, then by arrival, as far as the KV of all with a next token fits so

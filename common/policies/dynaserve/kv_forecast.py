@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from cohort.common.policies.baselines.arrival_queues import leaves_next_blocks
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Sequence
 
@@ -39,16 +40,9 @@ def holding(sequence: Sequence) -> tuple[int, int]:
     return sequence.target, max(0, end - sequence.target)
 
 
-def has_blocks(kv: KvAllocator, running: Collection[Sequence], newcomer: Sequence) -> bool:
-    """There are blocks for it and one more for each running sequence, or it would be admitted only to preempt another.
-    """
-    spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(newcomer.target)
-    return not running or spare >= min(len(running), kv.total_blocks // 50)
-
-
 def fits(kv: KvAllocator, running: Collection[Sequence], newcomer: Sequence) -> bool:
     """Blocks for it and, as far as responses are predicted, for what all sequences here will hold at worst."""
-    if not running or not has_blocks(kv, running, newcomer):
+    if not running or not leaves_next_blocks(kv, running, newcomer):
         return not running
     holders = [holding(s) for s in (*running, newcomer)]
     # In positions; what is left of every last block is included.

@@ -6,15 +6,15 @@ hold, and records every iteration there. Knows one worker; where segments begin 
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterable
 
 from cohort.common.config import DynaServeConfig
+from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, leaves_next_blocks
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival
-from cohort.common.policies.dynaserve.kv_forecast import fits, has_blocks
+from cohort.common.policies.dynaserve.kv_forecast import fits
 from cohort.common.policies.dynaserve.learned_times import LearnedTimes
 from cohort.common.policies.dynaserve.step_cost import BatchShape
-from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran, Row
+from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News, Ran, Row
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
@@ -22,7 +22,7 @@ from cohort.common.types import Attempt
 _EMPTY = BatchShape(0, 0, 0, 0, 0)
 
 
-class SloBatching(IterationScheduler):
+class SloBatching(ArrivalQueues):
     """D5 · DynaServe Alg. 2.
 
     `tbt_slo_s` holds for rows without an SLO of their own; the strictest row of an iteration rules. `headroom` is
@@ -39,13 +39,11 @@ class SloBatching(IterationScheduler):
 
     def __init__(self, options: DynaServeConfig, limits: IterationLimits, *, cold_chunk: int) -> None:
         """`cold_chunk`: prompt tokens of an iteration while nothing is learned."""
+        super().__init__()
         self._options, self._limits = options, limits
         self._cold_chunk = cold_chunk
         self._times = LearnedTimes()
         self.table = self._times.table
-        self._waiting: list[Sequence] = []
-        self._running: list[Sequence] = []
-        self._swapped: list[Sequence] = []
         self._arriving = 0
         self._observed: frozenset[Attempt] = frozenset()
         self._iterations = self._decodes_over = self._late = 0
@@ -53,15 +51,6 @@ class SloBatching(IterationScheduler):
         self._bound_s = self._aim_s = options.tbt_slo_s
 
     # -- the policy interface --------------------------------------------------------------------------------------
-
-    def add(self, now_s: float, sequence: Sequence) -> None:
-        insort(self._running if sequence.phase is Phase.RUNNING else self._waiting, sequence, key=by_arrival)
-
-    def remove(self, now_s: float, sequence: Sequence) -> None:
-        for queue in (self._running, self._waiting, self._swapped):
-            if sequence in queue:
-                queue.remove(sequence)
-                return
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         """Alg. 2 · the executed batch goes into the table, then the next one is made."""
@@ -125,7 +114,7 @@ class SloBatching(IterationScheduler):
             return 0
         full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
         # What is foreseen changes from one iteration to the next; that blocks are missing does not.
-        stands = not self._waiting or full or not has_blocks(kv, self._running, self._waiting[0])
+        stands = not self._waiting or full or not leaves_next_blocks(kv, self._running, self._waiting[0])
         return UNTIL_DISTURBED if stands else 0
 
     @property

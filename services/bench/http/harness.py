@@ -76,7 +76,7 @@ class Harness:
         """Meets every server: model, context, dialect. Servers that are compared get prompts in one common form."""
         options = self.options
         targets = [
-            await target_.discover(self._session, name, url, options.model, DISCOVER_TIMEOUT_S)
+            await target_.discover(self._session, name, url, options.model, DISCOVER_TIMEOUT_S, api_key=options.api_key)
             for name, url in options.servers
         ]
         self._vocabulary = self._choose_vocabulary(targets)

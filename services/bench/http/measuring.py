@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import aiohttp
 from rich.console import Console
 
+from cohort.common.plotting import check_available
 from cohort.services.bench.http import options as options_
 from cohort.services.bench.http import plots
 from cohort.services.bench.http.export import BenchResult, to_json, write_csv
@@ -23,7 +24,6 @@ from cohort.services.bench.http.modes import run_mode
 from cohort.services.bench.http.options import BenchOptions
 from cohort.services.bench.http.render import print_result
 from cohort.services.bench.output import output_console, publish_json
-from cohort.services.bench.picture import check_available
 
 EXIT_NOTHING_COMPLETED = 1
 EXIT_INTERRUPTED = 130

@@ -1,6 +1,6 @@
 """From records to figures: throughput, latency distributions, SLO attainment, goodput, failures. Pure.
 
-Called by `harness` after each run. Definitions (docs/benchmarks.md says the same in prose):
+Called by `harness` after each run. Definitions (docs/guide/benchmarking.md says the same in prose):
 
     TTFT   first chunk with output − sent                    completed requests
     TPOT   (e2e − TTFT) / (output tokens − 1)                completed requests with at least 2 tokens

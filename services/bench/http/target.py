@@ -83,13 +83,25 @@ def base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-async def discover(session: aiohttp.ClientSession, name: str, url: str, model: str | None, timeout_s: float) -> Target:
+def _authorization(api_key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+async def discover(
+    session: aiohttp.ClientSession,
+    name: str,
+    url: str,
+    model: str | None,
+    timeout_s: float,
+    *,
+    api_key: str | None = None,
+) -> Target:
     """The server's model; with several, `model` must choose. A server whose list does not work can still be measured
     when `model` is given: then nothing is known about its context."""
     base = base_url(url)
     try:
         # Not kept alive: some servers drop a connection after an error without saying so, and the first request met it.
-        headers = {"Connection": "close"}
+        headers = {"Connection": "close", **_authorization(api_key)}
         async with asyncio.timeout(timeout_s), session.get(f"{base}/v1/models", headers=headers) as response:
             body = await response.read()
             if response.status != 200 and model is not None:
@@ -183,9 +195,11 @@ class RequestBuilder:
         else:
             body["prompt"] = prompts.token_ids(plan) if dialect.prompt_format == "ids" else prompts.text(plan)
         body.update(self.extra_body or {})
-        headers = {"Content-Type": "application/json", "x-request-id": f"bench-{run_label}-{plan.index}"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
+        headers = {
+            "Content-Type": "application/json",
+            "x-request-id": f"bench-{run_label}-{plan.index}",
+            **_authorization(self.api_key),
+        }
         if plan.traffic_class:
             headers["x-cohort-class"] = plan.traffic_class
         return PreparedRequest(plan, msgspec.json.encode(body), headers)

@@ -24,6 +24,17 @@ __all__ = ["BLOCK_SIZE", "VOCAB", "make_runner", "save_random_model"]
 NEAR_TIE = 1e-3
 
 
+def refusing(run: Callable[[Any], Any], most_rows: int) -> Callable[[Any], Any]:
+    """`run` on a device without the memory for more rows than that."""
+
+    def within_memory(batch: Any) -> Any:
+        if batch.num_rows > most_rows:
+            raise torch.OutOfMemoryError("no room")
+        return run(batch)
+
+    return within_memory
+
+
 @dataclass(slots=True)
 class DrivenRequest:
     tokens: list[int]

@@ -24,6 +24,7 @@ from tests.common.engine.driver import (
     make_runner,
     random_prompts,
     reference_generate,
+    refusing,
     run_chunked,
     run_together,
 )
@@ -155,14 +156,7 @@ def test_a_batch_the_device_refuses_runs_in_halves(
     batch = driver.batch([(name, driver.remaining(name)) for name in driver.requests])
     expected = runner.execute(batch).tokens.tolist()
     steps: Any = runner._device_steps
-    real = steps.launch
-
-    def refusing(batch: Any) -> Any:
-        if batch.num_rows > 2:
-            raise torch.OutOfMemoryError("no room")
-        return real(batch)
-
-    monkeypatch.setattr(steps, "launch", refusing)
+    monkeypatch.setattr(steps, "launch", refusing(steps.launch, most_rows=2))
     assert runner.execute(batch).tokens.tolist() == expected
     assert runner.memory_retries == 1
 

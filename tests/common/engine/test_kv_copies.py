@@ -10,17 +10,6 @@ import torch
 from cohort.common.engine.kv_copies import KvCopier
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.policies.kv_interface import KvCopy
-from cohort.common.types import KvGeometry
-
-GEOMETRY = KvGeometry(num_layers=3, num_kv_heads=2, head_dim=4, dtype_bytes=4, block_size=8)
-
-
-@pytest.fixture
-def kv() -> KvTensors:
-    kv = KvTensors(GEOMETRY, num_blocks=10, host_blocks=6, dtype=torch.float32, device=torch.device("cpu"))
-    kv.blocks.copy_(torch.randn_like(kv.blocks))
-    kv.host_blocks.copy_(torch.randn_like(kv.host_blocks))
-    return kv
 
 
 @pytest.fixture

@@ -7,23 +7,13 @@ import torch
 
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.errors import InvariantViolated
-from cohort.common.types import KvGeometry
-
-GEOMETRY = KvGeometry(num_layers=3, num_kv_heads=2, head_dim=4, dtype_bytes=4, block_size=8)
-
-
-@pytest.fixture
-def kv() -> KvTensors:
-    kv = KvTensors(GEOMETRY, num_blocks=10, host_blocks=6, dtype=torch.float32, device=torch.device("cpu"))
-    kv.blocks.copy_(torch.randn_like(kv.blocks))
-    kv.host_blocks.copy_(torch.randn_like(kv.host_blocks))
-    return kv
+from tests.common.engine.conftest import GEOMETRY
 
 
 def test_shape_and_weight(kv: KvTensors) -> None:
     assert kv.blocks.shape == (10, 3, 2, 2, 8, 4)
     assert kv.block_bytes == 3 * 2 * 2 * 8 * 4 * 4
-    assert kv.block_view(0).numel() == kv.block_bytes
+    assert kv.run_view(0, 1).numel() == kv.block_bytes
     kv.check()
 
 
@@ -39,12 +29,6 @@ def test_swap_out_and_in_elsewhere(kv: KvTensors) -> None:
     assert torch.equal(kv.blocks[untouched], before[untouched])
 
 
-def test_copy_within(kv: KvTensors) -> None:
-    before = kv.blocks.clone()
-    kv.copy_within([(0, 5), (1, 6)])
-    assert torch.equal(kv.blocks[[5, 6]], before[[0, 1]])
-
-
 def test_a_copy_never_leaves_its_pool(kv: KvTensors) -> None:
     before = kv.host_blocks.clone()
     for pairs in ([(9, 5), (10, 6)], [(-1, 0)], [(0, 6)]):
@@ -56,12 +40,10 @@ def test_a_copy_never_leaves_its_pool(kv: KvTensors) -> None:
 def test_views_are_the_cache(kv: KvTensors) -> None:
     run = kv.run_view(3, 2)
     assert torch.equal(run.view(torch.float32), kv.blocks[3:5].reshape(-1))
-    memory = kv.run_memory(3, 2)
-    assert memory.nbytes == 2 * kv.block_bytes
-    assert not memory.readonly
-    kv.run_view(8, 1).copy_(kv.block_view(2, host=True))
+    assert run.nbytes == 2 * kv.block_bytes
+    kv.run_view(8, 1).copy_(kv.run_view(2, 1, host=True))
     assert torch.equal(kv.blocks[8], kv.host_blocks[2])
-    memory[:] = bytes(memory.nbytes)
+    run.zero_()
     assert not kv.blocks[3:5].any()
     assert kv.blocks[5].any()
 

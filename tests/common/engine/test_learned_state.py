@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import structlog
 
 from cohort.common.engine.learned_state import LearnedState
 from cohort.common.errors import ConfigError
@@ -72,6 +73,24 @@ def test_a_folder_that_cannot_be_written_does_not_end_a_worker(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing half written is left"
     assert (tmp_path / "file").read_text() == ""
     assert state.load() == "nothing"
+
+
+def test_a_save_that_fails_is_logged_once_of_each_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = LearnedState(Learner(b"ok"), tmp_path, "w", "")
+    failures = iter([28, 28, 13, 28])
+
+    def failing(path: Path, data: bytes) -> int:
+        raise OSError(next(failures), "it fails")
+
+    monkeypatch.setattr(Path, "write_bytes", failing)
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(4):
+            state.save()
+    assert [(entry["log_level"], entry["event"], entry["kind"]) for entry in logs] == [
+        ("warning", "learned state not saved", "ENOSPC"),
+        ("warning", "learned state not saved", "EACCES"),
+    ]
+    assert logs[0]["path"] == str(tmp_path / "w.json")
 
 
 def test_a_save_that_fails_keeps_what_was_saved_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,18 +6,16 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from cohort.common.engine import model_runner
-from cohort.common.engine.batch import StepOutput
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner, resolve_device, resolve_dtype, trial_batch
 from cohort.common.engine.profiler import StepShape, default_shapes, measure
 from cohort.common.errors import ConfigError
-from tests.common.engine.driver import Driver, make_runner, random_prompts
+from tests.common.engine.driver import Driver, make_runner, random_prompts, refusing
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -59,14 +57,7 @@ def test_runs_in_halves_when_the_device_refuses(
         driver.add(str(index), prompt)
     batch = driver.batch([(str(index), len(driver.requests[str(index)].tokens)) for index in range(5)])
     expected = runner.execute(batch).tokens.tolist()
-    real = runner._execute
-
-    def refusing(batch: Any) -> StepOutput:
-        if batch.num_rows > 2:
-            raise torch.OutOfMemoryError("no room")
-        return real(batch)
-
-    monkeypatch.setattr(runner, "_execute", refusing)
+    monkeypatch.setattr(runner, "_execute", refusing(runner._execute, most_rows=2))
     assert runner.execute(batch).tokens.tolist() == expected
     assert runner.memory_retries == 2  # 5 rows → 2 + 3, 3 → 1 + 2
     monkeypatch.setattr(runner, "_execute", lambda batch: (_ for _ in ()).throw(torch.OutOfMemoryError("no room")))

@@ -373,6 +373,26 @@ def test_parked_kv_moves_to_host_memory_and_back() -> None:
     worker.check()
 
 
+def test_a_prefetch_keeps_kv_on_the_device_that_has_not_left_it() -> None:
+    """It is asked for once: offloaded all the same, it would never come back."""
+    worker = parked(PagedAllocator(GEOMETRY, BLOCKS, 16, prefix_caching=False))
+    assert worker.handle(0.2, Received("manager", PrefetchKv([R]))) == []
+    assert worker.handle(0.5, Tick()) == []
+    assert (worker.counters.pooled, worker.kv.free_blocks) == (0, BLOCKS - 3)
+    worker.check()
+
+
+def test_a_prefetch_yields_to_prompts_that_lack_blocks() -> None:
+    worker = parked(PagedAllocator(GEOMETRY, 6, 16, prefix_caching=False))
+    worker.handle(0.2, Received("manager", PrefetchKv([R])))
+    prompts = [Received("manager", segment(0, name, decoder=None)) for name in ("a", "b")]
+    step = worker.handle(0.3, *prompts)[-1]
+    assert rows_of(step) == [("a", 0, PROMPT)], "b waits for blocks"
+    assert isinstance(step, StartStep)
+    assert [(copy.direction, len(copy.device)) for copy in step.plan.copies] == [("out", 3)]
+    worker.check()
+
+
 def test_a_decision_whose_copies_are_collected_keeps_them_beside_those_of_the_pool() -> None:
     """First what the decision moved, then what the pool moved; neither takes the other's place."""
     kv = Collecting()

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from cohort.common.errors import ConfigError
-from cohort.common.workloads.arrivals import AllAtOnce, ClosedLoop, RandomArrivals, TraceTimes, VaryingRate, due_times
+from cohort.common.workloads.arrivals import AllAtOnce, ClosedLoop, RandomArrivals, TraceTimes
 from cohort.common.workloads.generate import Drawn, FromTrace, Mixed, generate
-from cohort.common.workloads.lengths import Fixed, Shape, Uniform
+from cohort.common.workloads.lengths import Shape, Uniform
 from cohort.common.workloads.traces import Trace, TraceRow
 
 ROWS = (TraceRow(0.0, 512, 5, (1,)), TraceRow(1.0, 1024, 6, (1, 2)), TraceRow(4.0, 1536, 7, (3, 4, 5), "s"))
@@ -68,25 +68,3 @@ def test_shapes_by_weight() -> None:
     workload = generate("m", source, RandomArrivals(1.0), count=4000)
     assert sum(i.prompt_tokens == 9 for i in workload.items) == pytest.approx(1000, abs=120)
     assert workload.facts.source == "mix 75 % 8x4, 25 % 9x2"
-
-
-def test_a_varying_rate_by_hand() -> None:
-    """cv 0: arrivals every 1 expected. Rates 2, 0, 1 over windows of 1 s: the integral reaches 1 at 0.5 s, 2 at 1 s
-    (where the silent window begins and nothing more is expected until 2 s), 3 at 3 s, 4 in the next cycle."""
-    times = due_times(VaryingRate(1.0, (2.0, 0.0, 1.0), cv=0.0), 4, np.random.default_rng(0), None)
-    assert times is not None
-    assert times[0] == pytest.approx(0.5)
-    assert times[1] in (pytest.approx(1.0), pytest.approx(2.0))
-    assert times[2:] == [pytest.approx(3.0), pytest.approx(3.5)]
-    with pytest.raises(ConfigError, match="above 0"):
-        due_times(VaryingRate(1.0, (0.0,)), 1, np.random.default_rng(0), None)
-
-
-@pytest.mark.parametrize("cv", [1.0, 0.5, 2.0])
-def test_a_varying_rate_puts_arrivals_where_it_is_high(cv: float) -> None:
-    workload = generate("v", Drawn(Fixed(1), Fixed(1)), VaryingRate(10.0, (30.0, 10.0, 0.0), cv), duration_s=3000.0)
-    phase = [item.arrival_s % 30.0 for item in workload.items]
-    high, low = sum(p < 10 for p in phase), sum(10 <= p < 20 for p in phase)
-    assert high == pytest.approx(30_000, rel=0.05)
-    assert low == pytest.approx(10_000, rel=0.1)
-    assert high + low == len(phase)

@@ -15,7 +15,6 @@ from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from cohort.common.clock import VirtualClock
 from cohort.common.config import Config
 from cohort.common.messages import ClusterStats, Farewell, Heartbeat
 from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
@@ -27,10 +26,26 @@ from cohort.services.global_monitor.service import GlobalMonitor
 DEADLINE_S = 5.0
 
 
+class ManualClock:
+    """Moves when a test says so."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def wall_s(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        self._now_s += seconds
+
+
 class Rig:
     def __init__(self) -> None:
         self.network = MemoryNetwork()
-        self.clock = VirtualClock()
+        self.clock = ManualClock()
         self.monitor = GlobalMonitor(
             Config(),
             self.network.bus("monitor"),

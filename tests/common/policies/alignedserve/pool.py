@@ -20,11 +20,13 @@ def world(
     starvation_s: float = 2.0,
     prefetch: bool = True,
     aligned: bool = True,
+    iteration: str = "aligned_batching",
     **options: Any,
 ) -> World:
     """The preset's policies; `options` are the world's."""
     switches = {"starvation_s": starvation_s, "ablation": {"prefetch": prefetch, "aligned": aligned}}
-    config = small("alignedserve", {"engine": {"preemption": preemption}, "alignedserve": switches})
+    overrides = {"engine": {"preemption": preemption}, "alignedserve": switches, "policies": {"iteration": iteration}}
+    config = small("alignedserve", overrides)
     return of_config(seed, config, roles, **options)
 
 

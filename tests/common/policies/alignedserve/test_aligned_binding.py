@@ -28,8 +28,14 @@ def binds(actions: list[Bind | Prefetch]) -> list[tuple[str, str, int]]:
     return [(a.request_id, a.instance, a.batch_id - FIRST_BATCH) for a in actions if isinstance(a, Bind)]
 
 
-def fetched(actions: list[Bind | Prefetch]) -> list[tuple[str, tuple[str, ...]]]:
-    return [(a.buffer, a.request_ids) for a in actions if isinstance(a, Prefetch)]
+def fetched(actions: list[Bind | Prefetch]) -> list[tuple[str, ...]]:
+    return [a.request_ids for a in actions if isinstance(a, Prefetch)]
+
+
+def waiting(policy: AlignedBinding) -> tuple[float, float, float]:
+    """Requests in the pool, in buffers, and batches made so far."""
+    metrics = policy.metrics()
+    return metrics["pool_requests"], metrics["buffered_requests"], metrics["aligned_batches_total"]
 
 
 def test_low_load_a_single_request_joins_at_once() -> None:
@@ -44,7 +50,8 @@ def test_a_busy_worker_gets_its_next_batch_prefetched_and_as_far_as_there_is_roo
     for index in range(4):
         policy.parked(0.0, parked(f"s{index}", 60))
     actions = policy.decide(0.0, busy(20, 80))
-    assert (binds(actions), fetched(actions)) == ([], [("batch", ("s0", "s1", "s2", "s3"))])
+    assert (binds(actions), fetched(actions)) == ([], [("s0", "s1", "s2", "s3")])
+    assert waiting(policy) == (0, 4, 1), "as the next batch"
     assert policy.decide(0.1, busy(18, 79)) == []
     # Four blocks each, and a block for every row that runs stays free: twice.
     switched = policy.decide(0.2, busy(9, 80))
@@ -95,8 +102,10 @@ def test_dynamic_scheduling_takes_in_who_matches_the_grown_batch() -> None:
 def test_who_matches_waits_prefetched_while_there_is_no_room() -> None:
     policy = started()
     policy.parked(1.0, parked("grown", 85))
+    before = waiting(policy)
     actions = policy.decide(1.0, running(95))
-    assert (binds(actions), fetched(actions)) == ([], [("requests", ("grown",))])
+    assert (binds(actions), fetched(actions)) == ([], [("grown",)])
+    assert (before, waiting(policy)) == ((0, 0, 1), (0, 1, 1)), "beside the running batch: no batch is made for it"
     assert binds(policy.decide(1.1, running(70))) == [("grown", "decode-0", 0)]
 
 

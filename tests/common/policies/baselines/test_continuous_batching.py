@@ -143,3 +143,22 @@ def test_everything_ends_within_bounds(
             alive.remove(one)
     assert not alive, "something starved"
     assert kv.owners() == {}
+
+
+def test_a_sequence_that_comes_swapped_is_brought_back_before_waiting_ones_start() -> None:
+    """Parked in this worker's host memory, and bound to this worker."""
+    policy, kv = scheduler(), PagedAllocator(GEOMETRY, 8, 8, prefix_caching=False)
+    parked = sequence("parked", 8, arrived_s=2.0)
+    assert kv.admit(parked) is not None and kv.extend(parked, 8)
+    parked.computed = 8
+    parked.tokens.append(1)
+    assert kv.swap_out(parked)
+    kv.take_copies()
+    parked.phase = Phase.SWAPPED
+    policy.add(0.0, sequence("a", 4))
+    policy.add(0.0, parked)
+    assert policy.metrics() == {"swapped": 1.0}
+    plan = decide(policy, kv, 0.0)
+    assert rows(plan) == [("a", 0, 4), ("parked", 8, 1)]
+    assert [(copy.direction, len(copy.device)) for copy in plan.copies] == [("in", 2)]
+    assert parked.phase is Phase.RUNNING

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 
 @dataclass
@@ -39,6 +40,8 @@ class Behaviour:
     root: str = ""
     models: tuple[str, ...] = ("tiny",)
     lists_models: bool = True
+    api_key: str = ""
+    """That every request must bear."""
 
 
 @dataclass
@@ -61,11 +64,18 @@ class FakeServer:
         ]
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=1 << 26)
+        app = web.Application(client_max_size=1 << 26, middlewares=[self._authorise])
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
         return app
+
+    @web.middleware
+    async def _authorise(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        key = self.behaviour.api_key
+        if key and request.headers.get("Authorization") != f"Bearer {key}":
+            return web.json_response({"error": {"message": "wrong key"}}, status=401)
+        return await handler(request)
 
     async def _models(self, request: web.Request) -> web.Response:
         asked = self.behaviour

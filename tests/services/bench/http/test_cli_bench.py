@@ -337,6 +337,16 @@ def test_unreachable_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot be reached" in capsys.readouterr().err
 
 
+def test_a_key_opens_a_server_whose_model_is_not_named(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.behaviour.api_key = "k"
+    bench(server, "--num-requests", "2", "--api-key", "wrong", expect=2)
+    assert "answers 401: wrong key" in capsys.readouterr().err
+    run = result(server, tmp_path, "--num-requests", "2", "--api-key", "k")["runs"][0]
+    assert (run["model"], run["overall"]["completed"]) == ("tiny", 2)
+
+
 def test_too_long_for_the_context(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     bench(server, "--input-len", "5000", expect=2)
     assert "--max-prompt" in capsys.readouterr().err

@@ -199,6 +199,15 @@ async def test_discover(session: aiohttp.ClientSession, server: FakeServer) -> N
         await discover(session, "s", "http://127.0.0.1:9", None, 5)
 
 
+async def test_discover_where_models_are_listed_for_a_key_only(
+    session: aiohttp.ClientSession, server: FakeServer
+) -> None:
+    server.behaviour.api_key = "k"
+    with pytest.raises(TargetError, match="answers 401: wrong key"):
+        await discover(session, "s", server.url, None, 5)
+    assert (await discover(session, "s", server.url, None, 5, api_key="k")).model == "tiny"
+
+
 def test_urls() -> None:
     assert {base_url(u) for u in ("h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/")} == {"http://h:1"}
     assert base_url("https://h/api/v1") == "https://h/api"

@@ -1,0 +1,46 @@
+"""The sequences of a worker by phase, each queue in the order of priority and arrival.
+
+Base of schedulers that serve them in that order (`ContinuousBatching`, DynaServe's `SloBatching`): they decide which
+rows run; here are only the queues, and the rule that a newcomer leaves running sequences their next block.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection
+
+from cohort.common.policies.baselines.batch_builder import by_arrival
+from cohort.common.policies.interface import IterationScheduler
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Phase, Sequence
+
+
+class ArrivalQueues(IterationScheduler):
+    """All three queues are sorted by `by_arrival`."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._swapped: list[Sequence] = []
+
+    def add(self, now_s: float, sequence: Sequence) -> None:
+        match sequence.phase:
+            case Phase.RUNNING:
+                queue = self._running
+            case Phase.SWAPPED:  # parked in this worker's host memory until now
+                queue = self._swapped
+            case _:
+                queue = self._waiting
+        insort(queue, sequence, key=by_arrival)
+
+    def remove(self, now_s: float, sequence: Sequence) -> None:
+        for queue in (self._running, self._waiting, self._swapped):
+            if sequence in queue:
+                queue.remove(sequence)
+                return
+
+
+def leaves_next_blocks(kv: KvAllocator, running: Collection[Sequence], newcomer: Sequence) -> bool:
+    """A block for every running sequence stays free, or the newcomer is admitted only to preempt another."""
+    spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(newcomer.target)
+    return not running or spare >= min(len(running), kv.total_blocks // 50)

@@ -96,8 +96,8 @@ class CohortBatching(IterationScheduler):
         return plan
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Every sequence decodes, no prompt waits, and the composition is in the table already. With prompts waiting the
-        one that goes next changes as time passes."""
+        """Every sequence decodes, no prompt waits, and the composition is in the table already. With prompts waiting
+        the one that goes next changes as time passes."""
         if plan.preempted or plan.copies or len(plan.rows) != len(self._running) or self._arriving:
             return 0
         if any(row.count != 1 for row in plan.rows):

@@ -1,8 +1,8 @@
 """What a request was promised, as times of this worker's clock: when its next token is due, and whether it is late.
 
-The one place where order, bound and victims look up deadlines. Knows requests, not queues. A token's due time comes from
-the request's own SLO: the first token after TTFT, every later one a TPOT after the one before it was due; so a request
-that is ahead of its schedule has slack and one that fell behind has none.
+The one place where order, bound and victims look up deadlines. Knows requests, not queues. A token's due time comes
+from the request's own SLO: the first token after TTFT, every later one a TPOT after the one before it was due; so a
+request that is ahead of its schedule has slack and one that fell behind has none.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class Outstanding(_Base, frozen=True):
 
 class RegisterWorker(_Base, frozen=True):
     """A worker dials in. `endpoint` is its inbox for other workers. `held` are attempts it has computed for, so that a
-    restarted manager takes them over; `awaiting` those whose KV it merely waits for: nobody may be sending it."""
+    restarted manager takes them over; `awaiting` those whose KV it merely waits for: perhaps no worker sends it."""
 
     instance: InstanceId
     incarnation: int
@@ -462,7 +462,7 @@ class Farewell(_Base, frozen=True):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Who is told what. A match over the messages of one receiver ends in `assert_never`.
+# Messages by receiver. A match over the messages of one receiver ends in `assert_never`.
 # --------------------------------------------------------------------------------------------------------------
 
 ToGateway = TokenBatch | ManagerHello | Placed | AttemptsLost | Refused | ClusterLoad | Predicted

@@ -21,7 +21,7 @@ TrafficClass = Literal["rt", "be"]
 class Attempt(msgspec.Struct, frozen=True, array_like=True, order=True, cache_hash=True):
     """One attempt at serving a request: the identity of work on every machine and in every message.
 
-    The gateway owns a request and counts its attempts. Whoever holds an older attempt holds nothing: its tokens, blocks
+    The gateway owns a request and counts its attempts. An older attempt counts for nothing: its tokens, blocks
     and transfers are void.
     """
 
@@ -86,7 +86,7 @@ class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
 class Prediction(msgspec.Struct, frozen=True, omit_defaults=True):
     """A predicted response length in tokens: mean, and quantiles at 50, 90 and 99 %.
 
-    `source` names who predicted: "model", or "default" when the predictor was silent or too late.
+    `source` names the predictor: "model", or "default" when the predictor was silent or too late.
     """
 
     mean: float

@@ -1,7 +1,8 @@
 """All layers of a Llama-shaped decoder in one call of the compiled kernels.
 
 Called by the lean model where every layer's weights are packed; elsewhere it runs the same steps one by one. One call
-instead of three hundred: the step keeps the interpreter's lock from nobody, and nothing waits for it in between.
+instead of three hundred: the step keeps the interpreter's lock from no other thread, and nothing waits for it in
+between.
 """
 
 from __future__ import annotations

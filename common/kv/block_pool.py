@@ -1,4 +1,4 @@
-"""Physical KV blocks of one memory: who owns them, which are free, which hold a prefix worth keeping.
+"""Physical KV blocks of one memory: their owners, which are free, which hold a prefix worth keeping.
 
 Pure bookkeeping. A block is owned (reference count ≥ 1), cached (count 0, but its content is known by hash and can be
 taken over by a request with the same prefix), or free. Sharing happens only on full, hashed blocks, which nobody

@@ -329,7 +329,7 @@ class GatewayMachine:
             case ObserveLength():
                 self._predictions.observation_lost()
             case _:
-                pass  # greetings and what is outstanding are repeated; a cancel, by whoever speaks of the attempt next
+                pass  # greetings and what is outstanding are repeated; a cancel, at the next word of its attempt
 
     # -- Time ------------------------------------------------------------------------------------------------------
 

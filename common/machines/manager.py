@@ -253,7 +253,7 @@ class ManagerMachine:
     # -- gateways ----------------------------------------------------------------------------------------------
 
     def _abandon(self, now_s: float, instance: InstanceId, reason: str) -> None:
-        """Nobody waits for this gateway's requests any more. It stays known: an idle gateway may be silent."""
+        """No client waits for this gateway's requests any more. It stays known: an idle gateway may be silent."""
         for managed in self._roster.requests_of(instance):
             self._forget(now_s, managed, reason)
 

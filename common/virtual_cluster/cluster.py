@@ -1,4 +1,4 @@
-"""The live machines under virtual time: whoever hosts this decides nothing that a machine decides.
+"""The live machines under virtual time: its host decides nothing that a machine decides.
 
     Clients ─events─▶ GatewayMachine ─Submit─▶ ManagerMachine ─StartSegment─▶ WorkerMachine ─StartStep─▶ Engine
        ▲ Deliver          ▲ tokens                 ▲ reports, segment ends       │ KV runs ─▶ KvFlights ─▶ Network

@@ -47,7 +47,7 @@ class ClosedLoopPart:
 
     With `in_batches` they ask together: the next `concurrency` questions come when the last answer of the batch before
     is complete (BROS §7.1, its best-effort class). The users share `items` in order (their `arrival_s` means nothing)
-    and begin at `start_s`. With `until_s` finite the list is cycled and nobody asks at or after that second; infinite,
+    and begin at `start_s`. With `until_s` finite the list is cycled and no user asks at or after that second; infinite,
     the part ends with its list. `ClosedLoopUsers` keeps the count while a run goes on.
     """
 

@@ -54,7 +54,7 @@ class Line:
 
 
 class Console:
-    """`listener` gets every line of text as well: whoever waits for a detached pipeline reads along."""
+    """`listener` gets every line of text as well: the process that waits for a detached pipeline reads along."""
 
     def __init__(
         self, lines: Iterable[Line] = (), *, terminal: bool | None = None, listener: Callable[[str], None] | None = None

@@ -1,7 +1,7 @@
 """A6 · Iterations of an aligned batch: every sequence decodes; when memory runs out, the longest is evicted.
 
-The worker's half of batch-level scheduling (who joins, and when, is `AlignedBinding`'s at the manager). Prompts are
-computed first come, first served as in `ContinuousBatching`.
+The worker's half of batch-level scheduling (which request joins, and when, `AlignedBinding` decides at the manager).
+Prompts are computed first come, first served as in `ContinuousBatching`.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class MultiResource(IterationScheduler):
     Euclidean distance to the vector of what is left.
 
     Differs from the paper: a prompt longer than what is left of the iteration is not excluded but begun, or it would
-    never be the turn of a long prompt while anybody decodes. Makes no other promise against starvation: a demand that
-    never is the nearest waits until the queue runs dry.
+    never be the turn of a long prompt while a sequence decodes. Makes no other promise against starvation: a demand
+    that never is the nearest waits until the queue runs dry.
     """
 
     def __init__(self, limits: IterationLimits, *, reservation: Reservation) -> None:

@@ -220,7 +220,7 @@ class BatchController:
     def _headroom(self, view: InstanceView) -> int:
         """Prompt tokens the worker may still be sent.
 
-        B8 · on a padded path it is sent one whole batch when it has less than half a forward left: whoever is sent as
+        B8 · on a padded path it is sent one whole batch when it has less than half a forward left: requests sent as
         soon as there is room for him goes alone, and a batch of one has no company to share a forward with.
         """
         if not self._padded:

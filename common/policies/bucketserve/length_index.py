@@ -52,7 +52,7 @@ class LengthIndex:
             return
         best = self._best
         node = cell + self._leaves
-        while node and entry < best[node]:  # whoever is due before it here is so all the way up
+        while node and entry < best[node]:  # an entry due before it here is so all the way up
             best[node] = entry
             node >>= 1
 

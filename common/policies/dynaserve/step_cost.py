@@ -29,7 +29,7 @@ class BatchShape(NamedTuple):
 
     @property
     def mean_context(self) -> float:
-        """Positions a row attends to: of the decodes, or of the prefill tokens where nobody decodes."""
+        """Positions a row attends to: of the decodes, or of the prefill tokens where no row decodes."""
         if self.decodes:
             return self.decode_context / self.decodes
         return self.prefill_pairs / self.prefill_tokens if self.prefill_tokens else 0.0

@@ -1,4 +1,4 @@
-"""Who serves at a URL, and which of our wishes it accepts: model, context, token ids, `ignore_eos`, usage in streams.
+"""The server at a URL, and which wishes it accepts: model, context, token ids, `ignore_eos`, usage in streams.
 
 Called by `harness` before the first run. `discover` reads `/v1/models`; `negotiate` sends tiny requests until one is
 accepted, giving up the wishes a server refuses one by one, so that the same benchmark drives strict servers too. What

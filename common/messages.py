@@ -87,7 +87,7 @@ class TokenBatch(_Base, frozen=True):
 
 
 class ManagerHello(_Base, frozen=True):
-    """First word of a manager to anyone who greets it. A new `incarnation` means it knows nothing: register again,
+    """First word of a manager to a peer that greets it. A new `incarnation` means it knows nothing: register again,
     name what you hold, resubmit what is outstanding."""
 
     incarnation: int

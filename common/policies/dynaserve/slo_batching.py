@@ -187,16 +187,16 @@ class SloBatching(ArrivalQueues):
 
     def _sort_out(self) -> None:
         """Every sequence into the queue of its phase, in arrival order."""
-        everybody = [*self._running, *self._waiting, *self._swapped]
+        sequences = [*self._running, *self._waiting, *self._swapped]
         misplaced = (
             any(s.phase is not Phase.RUNNING for s in self._running)
             or any(s.phase is not Phase.WAITING for s in self._waiting)
             or any(s.phase is not Phase.SWAPPED for s in self._swapped)
         )
         if misplaced:
-            self._running = sorted((s for s in everybody if s.phase is Phase.RUNNING), key=by_arrival)
-            self._waiting = sorted((s for s in everybody if s.phase is Phase.WAITING), key=by_arrival)
-            self._swapped = sorted((s for s in everybody if s.phase is Phase.SWAPPED), key=by_arrival)
+            self._running = sorted((s for s in sequences if s.phase is Phase.RUNNING), key=by_arrival)
+            self._waiting = sorted((s for s in sequences if s.phase is Phase.WAITING), key=by_arrival)
+            self._swapped = sorted((s for s in sequences if s.phase is Phase.SWAPPED), key=by_arrival)
 
 
 def _holder(sequence: Sequence) -> tuple[int, int]:

@@ -179,7 +179,8 @@ class RevisePrediction(_Base, frozen=True):
 
 
 class Outstanding(_Base, frozen=True):
-    """What a gateway believes is being served, once a second; the manager answers `AttemptsLost` for the unknown."""
+    """Attempts that a gateway believes are being served, once a second; the manager answers `AttemptsLost` for the
+    unknown."""
 
     attempts: list[Attempt]
 
@@ -398,7 +399,7 @@ class KvRenew(_Base, frozen=True):
 
 
 class LengthFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What is known of a request before its first token. `text_bytes`: of the body it came in; `stop_strings`: how
+    """Facts known of a request before its first token. `text_bytes`: of the body it came in; `stop_strings`: how
     many there are."""
 
     tokens: list[int]

@@ -35,8 +35,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class StepBuffers:
-    """What a step of T tokens writes: residual and normed [T, hidden], qkv [T, q + 2 kv], attended [T, q] and activated
-    [T, inner]. The residual goes in as the embedded tokens and comes out as the last layer's sum."""
+    """The outputs of a step of T tokens: residual and normed [T, hidden], qkv [T, q + 2 kv], attended [T, q] and
+    activated [T, inner]. The residual goes in as the embedded tokens and comes out as the last layer's sum."""
 
     residual: Tensor
     normed: Tensor

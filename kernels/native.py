@@ -112,7 +112,7 @@ def _decide() -> None:
 
 
 def implementation() -> Literal["native", "reference"]:
-    """What runs for float32 and bfloat16 on the CPU in this process; decides if nothing was called yet."""
+    """The implementation for float32 and bfloat16 on the CPU in this process; decides if nothing was called yet."""
     if not _decided:
         _decide()
     return "reference" if _operators is None else "native"

@@ -143,7 +143,7 @@ class GatewayMachine:
         self._default_output = float(settings.default_prediction_tokens)
         self._beat_s = now_s
         self._wake_s = float("inf")
-        """What the last `Wake` asked for."""
+        """The time that the last `Wake` asked for."""
         self._held_back = False
         """Something may wait to be submitted until the manager is heard of."""
         self._effects: list[GatewayEffect] = []

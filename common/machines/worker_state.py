@@ -1,4 +1,4 @@
-"""What the parts of a worker's machine share: the record of each sequence, the settings, the effects so far.
+"""State that the parts of a worker's machine share: the record of each sequence, the settings, the effects so far.
 
 Made by `WorkerMachine`, handed to `KvSender`, `KvReceiver` and `ParkedPool`. Decides nothing.
 """
@@ -125,7 +125,7 @@ class WorkerState:
     counters: WorkerCounters = field(default_factory=WorkerCounters)
     averages: Averages = field(default_factory=Averages)
     skipped_s: list[float] = field(default_factory=list)
-    """What the iterations took that repeated the plan in flight and were run as one with it."""
+    """Times of the iterations that repeated the plan in flight and were run as one with it."""
     moved_s: float = 0.0
     """When a plan was made or a KV transfer got on last."""
     settings: WorkerSettings = field(init=False)

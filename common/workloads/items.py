@@ -60,7 +60,7 @@ class ClosedLoopPart:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadFacts:
-    """What a reader of a result must know of its workload: where it is from, and everything that was changed.
+    """Facts that a reader of a result must know of its workload: its source, and every change.
 
     `skipped_rows` had no prompt or no output (failed requests of the source). `notes` state assumptions, such as a
     distribution a paper names without its parameters.

@@ -30,7 +30,7 @@ _SHARED_LIMIT = 227 << 10
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the kernels see of a model."""
+    """A model as the kernels see it."""
 
     name: str
     query_heads: int

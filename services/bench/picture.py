@@ -1,4 +1,4 @@
-"""What every picture of the measuring wing is drawn with; matplotlib is imported only when one is asked for."""
+"""The frame of every picture of the measuring wing; matplotlib is imported only when one is asked for."""
 
 from __future__ import annotations
 

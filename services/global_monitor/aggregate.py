@@ -38,8 +38,8 @@ class Status(enum.StrEnum):
 
 @dataclass(slots=True)
 class Process:
-    """What is known of one instance. `heard_s`, `since_s`: monotonic, of the last heartbeat and of the last change of
-    status; `restarts` counts incarnations after the first that followed no Farewell."""
+    """The last known state of one instance. `heard_s`, `since_s`: monotonic, of the last heartbeat and of the last
+    change of status; `restarts` counts incarnations after the first that followed no Farewell."""
 
     instance: InstanceId
     role: str

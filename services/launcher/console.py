@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: a live table while the pipeline starts, lines for everything else.
+"""The operator's view at the terminal: a live table while the pipeline starts, lines for everything else.
 
 Without a terminal (a log file, CI, --detach) the table becomes one line per change of state. Never decides anything.
 """

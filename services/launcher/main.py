@@ -136,7 +136,7 @@ def _stop_timeout_s(plans: list[ProcessPlan]) -> float:
 
 
 def ready_text(config: Config) -> str:
-    """What a person needs once it runs: the URL, the live page, a request to copy."""
+    """The operator's summary once it runs: the URL, the live page, a request to copy."""
     base = http_base(config.gateway.host, config.gateway.port)
     model = config.model.served_name or Path(config.model.path).name
     body: dict[str, object] = {"model": model}

@@ -24,8 +24,8 @@ class AlignedBatching(ContinuousBatching):
     first; while two batches run (a switch), the longest of the older one.
 
     Evicted requests leave with their KV, for the manager to bind them to a buffer; that begins while there is
-    still room for the KV transfer, so that no iteration waits for it. What comes too fast for that is preempted here.
-    Differs from the paper: it evicts when the next iteration does not fit, and waits for the transfer.
+    still room for the KV transfer, so that no iteration waits for it. A sequence that grows too fast for that is
+    preempted here. Differs from the paper: it evicts when the next iteration does not fit, and waits for the transfer.
     `sets_aside` False: only preemption (late binding is off, or this worker stands alone).
     """
 

@@ -1,4 +1,4 @@
-"""A5, A6, A7 · What one decode worker runs and is going to run, as the manager knows it.
+"""A5, A6, A7 · The requests that one decode worker runs and is going to run, as the manager knows them.
 
     pool (quad-tree) ──A4──▶ candidate batch ──switch──┐
           └──────────A7──▶ candidate requests ─────────┴─▶ running batch ─▶ finished, or evicted to the pool

@@ -1,4 +1,4 @@
-"""What the next iteration will take (R3): linear in what it computes, or in what comes back beside it if that is more.
+"""The time of the next iteration (R3): linear in what it computes, or in what comes back beside it if that is more.
 
     T_exec = decode(rows, context) + prefill(tokens)         T_swap = slots · seconds per slot
     T_iter = max(T_exec, T_swap)

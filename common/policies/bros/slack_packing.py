@@ -238,7 +238,7 @@ class SlackPacking(IterationScheduler):
         )
 
     def _pack_guaranteed(self, kv: KvAllocator, batch: Batch, chosen: list[tuple[float, Sequence]]) -> None:
-        """What is reserved is for them; the oldest may also take blocks from the youngest."""
+        """The reserve is for them; the oldest may also take blocks from the youngest."""
         batch.reserved = 0
         for sequence in batch.guaranteed:
             slots = slots_away(sequence, self._sharing)

@@ -1,4 +1,4 @@
-"""What an iteration costs, from six constants in closed form; and the other way round: how much prefill fits a time.
+"""The time of an iteration, from six constants in closed form; and the inverse: how much prefill fits a time.
 
 Asked by the worker's scheduler (through the profile table) and by the manager's execution predictor, which gets the
 constants with every report. Pure arithmetic; learns nothing (`profile_table` does).

@@ -101,7 +101,7 @@ QUICK = Sizes((100, 400), (10, 50), 5)
 
 
 def tasks(sizes: Sizes) -> Iterator[tuple[str, Callable[[], list[Curve]]]]:
-    """What is measured, and how: each call takes seconds at most."""
+    """The measurements in order: each call takes seconds at most."""
     yield "prefix cache against its size", partial(prefix_cache, sizes)
     yield "worker's scheduler against waiting requests", partial(iteration_scheduler, sizes)
     for preset in ("cohort", "bucketserve"):

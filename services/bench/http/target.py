@@ -27,7 +27,7 @@ PromptFormat = Literal["ids", "text"]
 Endpoint = Literal["completions", "chat"]
 
 PROBE_PLAN = RequestPlan(index=0, due_s=None, prompt_tokens=8, output_tokens=2)
-"""What a negotiation sends, unless the workload has texts of its own."""
+"""The request of a negotiation, unless the workload has texts of its own."""
 _REFUSED_STATUS = ("http_400", "http_404", "http_405", "http_415", "http_422", "http_501")
 """Answers that may mean 'not in this form'; anything else ends the negotiation."""
 
@@ -69,7 +69,7 @@ class Dialect(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """What the user wants; None: whatever the server accepts, best first."""
+    """The user's wishes; None: the best that the server accepts."""
 
     endpoint: Endpoint | None
     prompt_format: PromptFormat | None

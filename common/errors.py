@@ -1,6 +1,6 @@
 """Every error Cohort raises on purpose, with the name an operator will search for.
 
-Who catches what: `ConfigError` ends a process at start with the option's name; `RequestError` becomes an HTTP
+Where each is caught: `ConfigError` ends a process at start with the option's name; `RequestError` becomes an HTTP
 answer at the gateway; everything else is an internal fault that its owner turns into a retry or a clear failure.
 """
 
@@ -79,7 +79,7 @@ class ChecksumMismatch(TransferError):
 
 
 class LeaseExpired(CohortError):
-    """Nobody renewed a lease before its deadline; what it held is free again."""
+    """A lease was not renewed before its deadline; what it held is free again."""
 
 
 class OutOfBlocks(CohortError):

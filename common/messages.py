@@ -87,7 +87,7 @@ class TokenBatch(_Base, frozen=True):
 
 
 class ManagerHello(_Base, frozen=True):
-    """First word of a manager to anyone who greets it. A new `incarnation` means it knows nothing: register again,
+    """First word of a manager to a peer that greets it. A new `incarnation` means it knows nothing: register again,
     name what you hold, resubmit what is outstanding."""
 
     incarnation: int
@@ -179,7 +179,8 @@ class RevisePrediction(_Base, frozen=True):
 
 
 class Outstanding(_Base, frozen=True):
-    """What a gateway believes is being served, once a second; the manager answers `AttemptsLost` for the unknown."""
+    """Attempts that a gateway believes are being served, once a second; the manager answers `AttemptsLost` for the
+    unknown."""
 
     attempts: list[Attempt]
 
@@ -189,7 +190,7 @@ class Outstanding(_Base, frozen=True):
 
 class RegisterWorker(_Base, frozen=True):
     """A worker dials in. `endpoint` is its inbox for other workers. `held` are attempts it has computed for, so that a
-    restarted manager takes them over; `awaiting` those whose KV it merely waits for: nobody may be sending it."""
+    restarted manager takes them over; `awaiting` those whose KV it merely waits for: perhaps no worker sends it."""
 
     instance: InstanceId
     incarnation: int
@@ -398,7 +399,7 @@ class KvRenew(_Base, frozen=True):
 
 
 class LengthFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What is known of a request before its first token. `text_bytes`: of the body it came in; `stop_strings`: how
+    """Facts known of a request before its first token. `text_bytes`: of the body it came in; `stop_strings`: how
     many there are."""
 
     tokens: list[int]
@@ -462,7 +463,7 @@ class Farewell(_Base, frozen=True):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Who is told what. A match over the messages of one receiver ends in `assert_never`.
+# Messages by receiver. A match over the messages of one receiver ends in `assert_never`.
 # --------------------------------------------------------------------------------------------------------------
 
 ToGateway = TokenBatch | ManagerHello | Placed | AttemptsLost | Refused | ClusterLoad | Predicted

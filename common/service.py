@@ -97,7 +97,7 @@ def _no_stats() -> dict[str, float]:
 
 @dataclass(slots=True)
 class ServiceContext:
-    """What a service is given. `stats` and `ready` are the service's to set: they ride in every heartbeat and
+    """The surroundings of a service. `stats` and `ready` are the service's to set: they ride in every heartbeat and
     answer /ready. `metrics_url` too, by a service that serves its metrics on its own application.
 
     `drain_s` is the service's own drain time; the hard deadline lies `DRAIN_MARGIN_S` beyond it.
@@ -190,7 +190,7 @@ def metrics_routes(context: ServiceContext) -> list[web.RouteDef]:
 
 
 def process_stats() -> dict[str, float]:
-    """What every process says of itself: memory, open files, tasks."""
+    """Stats of every process: memory, open files, tasks."""
     stats = {"asyncio_tasks": float(len(asyncio.all_tasks()))}
     with contextlib.suppress(OSError, ValueError, IndexError):
         with open("/proc/self/statm", encoding="ascii") as statm:

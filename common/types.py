@@ -21,7 +21,7 @@ TrafficClass = Literal["rt", "be"]
 class Attempt(msgspec.Struct, frozen=True, array_like=True, order=True, cache_hash=True):
     """One attempt at serving a request: the identity of work on every machine and in every message.
 
-    The gateway owns a request and counts its attempts. Whoever holds an older attempt holds nothing: its tokens, blocks
+    The gateway owns a request and counts its attempts. An older attempt counts for nothing: its tokens, blocks
     and transfers are void.
     """
 
@@ -37,7 +37,7 @@ class Attempt(msgspec.Struct, frozen=True, array_like=True, order=True, cache_ha
 
 
 class Role(enum.StrEnum):
-    """What an instance is willing to compute."""
+    """The work that an instance accepts."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -72,7 +72,7 @@ class Outcome(enum.StrEnum):
 
 
 class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a request was promised.
+    """The targets of a request.
 
     `ttft_s`: seconds from arrival to the first token. `tpot_s`: seconds between later tokens.
     `deadline_s`: seconds from arrival to the last token (E9 fills it when the client gives none). 0 = no SLO.
@@ -86,7 +86,7 @@ class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
 class Prediction(msgspec.Struct, frozen=True, omit_defaults=True):
     """A predicted response length in tokens: mean, and quantiles at 50, 90 and 99 %.
 
-    `source` names who predicted: "model", or "default" when the predictor was silent or too late.
+    `source` names the predictor: "model", or "default" when the predictor was silent or too late.
     """
 
     mean: float
@@ -215,7 +215,7 @@ class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True):
-    """What an iteration costs on an instance, as its scheduler has learned it (D5), in seconds:
+    """The time of an iteration on an instance, as its scheduler has learned it (D5), in seconds:
 
         step + row · rows + ((token · tokens)⁴ + floor⁴)^¼ + pair · prefill query-key pairs + position · decode context
 
@@ -231,7 +231,7 @@ class StepTimes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an instance says of itself with every report; policies decide on it (B9).
+    """The state of an instance with every report; policies decide on it (B9).
 
     Blocks are of the device's KV cache; `cached_blocks` hold reusable prefixes and count as free too.
     `memory_free_bytes` is the live figure of the device (B7). Times are moving averages of measured iterations.
@@ -263,7 +263,7 @@ class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WorkerCapacity(msgspec.Struct, frozen=True):
-    """What an instance can hold; fixed from its registration on."""
+    """The capacity of an instance; fixed from its registration on."""
 
     role: Role
     model: str

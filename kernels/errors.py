@@ -12,4 +12,4 @@ class KernelBuildError(KernelError):
 
 
 class KernelChoiceError(KernelError):
-    """`COHORT_KERNELS` names no implementation, or nobody said where built kernels are kept."""
+    """`COHORT_KERNELS` names no implementation, or the folder of built kernels is unknown."""

@@ -1,7 +1,8 @@
 """All layers of a Llama-shaped decoder in one call of the compiled kernels.
 
 Called by the lean model where every layer's weights are packed; elsewhere it runs the same steps one by one. One call
-instead of three hundred: the step keeps the interpreter's lock from nobody, and nothing waits for it in between.
+instead of three hundred: the step keeps the interpreter's lock from no other thread, and nothing waits for it in
+between.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class StepBuffers:
-    """What a step of T tokens writes: residual and normed [T, hidden], qkv [T, q + 2 kv], attended [T, q] and activated
-    [T, inner]. The residual goes in as the embedded tokens and comes out as the last layer's sum."""
+    """The outputs of a step of T tokens: residual and normed [T, hidden], qkv [T, q + 2 kv], attended [T, q] and
+    activated [T, inner]. The residual goes in as the embedded tokens and comes out as the last layer's sum."""
 
     residual: Tensor
     normed: Tensor

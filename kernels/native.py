@@ -1,6 +1,6 @@
 """Which implementation runs: the compiled extension or the torch reference. Decided once per process, at first use.
 
-Called by the dispatching modules on every call, so the decided case is a few attribute reads. Whoever computes says
+Called by the dispatching modules on every call, so the decided case is a few attribute reads. The caller says
 first where built kernels are kept (`keep_in`). A missing compiler, a failed build or a wrong result is one warning, and
 the reference takes over; only a wrong `COHORT_KERNELS` is an error.
 """
@@ -112,7 +112,7 @@ def _decide() -> None:
 
 
 def implementation() -> Literal["native", "reference"]:
-    """What runs for float32 and bfloat16 on the CPU in this process; decides if nothing was called yet."""
+    """The implementation for float32 and bfloat16 on the CPU in this process; decides if nothing was called yet."""
     if not _decided:
         _decide()
     return "reference" if _operators is None else "native"

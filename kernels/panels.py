@@ -34,7 +34,7 @@ class Arena:
         self._used = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Zeros. Pages that nobody writes cost nothing, so the end of a piece is not wasted."""
+        """Zeros. Pages that are not written cost nothing, so the end of a piece is not wasted."""
         size = math.prod(shape) * dtype.itemsize
         if self._used + size > len(self._chunk):
             self._chunk, self._used = huge_zeros(max(size, _CHUNK_BYTES)), 0

@@ -2,7 +2,7 @@
 
 Called by `native` once, right after loading: a few milliseconds. The kernels take different paths on different
 processors (AVX2, AVX-512, bfloat16 dot products, others), and a wrong answer must not be served because a compiler or
-a processor is one that nobody tried. The tests are far more thorough; this is the part that runs everywhere.
+a processor is one that was never tried. The tests are far more thorough; this is the part that runs everywhere.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def default_model() -> Path:
 @pytest.fixture(scope="session")
 def standard(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Iterator[Pipeline]:
     """A running pipeline as it is configured by default, for all live tests that need no other: to start one takes
-    seconds. Whoever breaks a part of it starts it again and leaves nothing behind."""
+    seconds. A test that breaks a part of it starts it again and leaves nothing behind."""
     from tests.e2e.pipeline import CONTEXT_LIMIT, Pipeline
 
     overrides = {"model": {"max_model_len": CONTEXT_LIMIT}, "kv": {"memory_bytes": 200 << 20}}

@@ -1,4 +1,4 @@
-"""What one iteration of the engine computes and what it yields: plain NumPy, no torch.
+"""The rows that one iteration of the engine computes, and their results: plain NumPy, no torch.
 
 Built by the worker loop from the iteration scheduler's decision, consumed by `ModelRunner.execute`. Decides nothing:
 which rows run, which blocks they own and where a token's KV goes is settled before a batch exists.

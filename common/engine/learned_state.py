@@ -1,4 +1,4 @@
-"""What a worker's scheduler has learned of its machine, kept on disk over a restart.
+"""The times that a worker's scheduler has learned, kept on disk over a restart.
 
 Made by `worker_process`, kept by `worker_loop`: loaded once before serving, saved now and then and at the end. The
 scheduler itself stays pure (`Learned`). One file per instance, model, device, precision, thread count and kind of
@@ -34,11 +34,11 @@ class LearnedState:
         self._failures: set[str] = set()
         """Kinds of failures that were logged: saving goes on, saying so every time would fill the log."""
         self.imported = b""
-        """What the scheduler started from; nothing, if from nothing."""
+        """The state that the scheduler started from; empty if it had none."""
 
     def load(self) -> str:
-        """What it started from: "kept", "profile" or "nothing". A kept file that cannot be read is passed over: it
-        is rewritten anyway. Raises `ConfigError` for a profile that was asked for and is none."""
+        """The source that it started from: "kept", "profile" or "nothing". A kept file that cannot be read is passed
+        over: it is rewritten anyway. Raises `ConfigError` for a profile that was asked for and is none."""
         try:
             self._import(self._path)
             return "kept"

@@ -70,7 +70,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """What a model is made of."""
+    """A model's geometry and layers."""
 
     model_type: str
     family: Family

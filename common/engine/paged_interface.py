@@ -27,7 +27,7 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "alibi", "head_mask", "cros
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """What one layer asked of attention."""
+    """One layer's call of attention."""
 
     kv_heads: int
     key_width: int
@@ -37,7 +37,7 @@ class LayerAttention:
 
 @dataclass(slots=True)
 class Probe:
-    """What a trial forward saw, by layer index, and what the kernels could not do for it."""
+    """Observations of a trial forward, by layer index, and calls that the kernels cannot serve."""
 
     layers: dict[int, LayerAttention] = field(default_factory=dict)
     problems: set[str] = field(default_factory=set)

@@ -21,7 +21,7 @@ from cohort.common.errors import CohortError
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """What was measured and where. `model` is the name of the shape in configs/models that a fit uses."""
+    """Measured times and their device. `model` is the name of the shape in configs/models that a fit uses."""
 
     model: str
     machine: str

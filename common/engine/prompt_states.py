@@ -1,4 +1,4 @@
-"""What the model thinks at the end of a prompt, for the length predictor: its final hidden state there.
+"""The model's final hidden state at the end of a prompt, for the length predictor.
 
 Asked by the worker loop after every step that drew first tokens, if the configuration wants refined predictions.
 """

@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DecodeOutput:
-    """What a recorded step leaves, in buffers that the next step writes again."""
+    """The results of a recorded step, in buffers that the next step writes again."""
 
     logits: Tensor  # float32 [rows of the class, vocabulary]
     likeliest: Tensor  # int64 [rows of the class]

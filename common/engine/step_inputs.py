@@ -22,7 +22,7 @@ from cohort.kernels.paged_attention import AttentionMeta
 
 @dataclass(slots=True)
 class StepInputs:
-    """What a forward reads."""
+    """The inputs of a forward."""
 
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]

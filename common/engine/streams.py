@@ -29,7 +29,7 @@ class Stream(Protocol):
         """The point behind all that was launched so far."""
 
     def after(self, mark: Mark) -> None:
-        """What is launched from now on runs after that point of another stream; no thread waits."""
+        """Work launched from now on runs after that point of another stream; no thread waits."""
 
 
 class HostStream:

@@ -35,7 +35,7 @@ class Uploads:
         """The arrays' contents as tensors on the device, in one copy; they hold until `restart`."""
         sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
         if self._used + sum(sizes) > len(self._host):
-            # What was put already is still being copied and read: it stays, and this goes into larger buffers.
+            # Earlier arrays are still being copied and read: they stay, and this goes into larger buffers.
             self._outgrown.append((self._host, self._there))
             self._allocate(2 * len(self._host) + sum(sizes))
         begin = end = self._used

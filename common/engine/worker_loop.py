@@ -196,7 +196,7 @@ class WorkerLoop:
         try:
             self._bus.send(peer, message)
         except PeerUnreachable as error:
-            # What is lost here is repaired: workers by deadlines, gateway and manager by their reconciliation.
+            # A message lost here is repaired: workers by deadlines, gateway and manager by their reconciliation.
             self._log.warning("peer unreachable", peer=peer, type=type(message).__name__, error=str(error))
             asyncio.get_running_loop().call_soon(self._tell, Undelivered(peer, message))
 
@@ -210,7 +210,7 @@ class WorkerLoop:
         self._tell(RunsReceived(lease_id, round_, error))
 
     async def _receive(self) -> None:
-        """What has arrived together is handed over together, so that the machine plans once."""
+        """Messages that arrived together are handed over together, so that the machine plans once."""
         while True:
             arrived = [await self._bus.receive()]
             while len(arrived) < _TOGETHER and (more := self._bus.take()) is not None:

@@ -1,4 +1,4 @@
-"""What a worker shows of itself: one table of its stats for Prometheus and for the heartbeat, and every step's facts.
+"""A worker's metrics: one table of its stats for Prometheus and for the heartbeat, and every step's facts.
 
 Called by the worker loop with each report, heartbeat and step. Reads the machine, changes nothing.
 """
@@ -21,7 +21,7 @@ from cohort.common.types import WorkerStats
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a worker's stats are read from. `used_blocks` are neither free nor reusable."""
+    """The sources of a worker's stats. `used_blocks` are neither free nor reusable."""
 
     stats: WorkerStats
     counters: WorkerCounters

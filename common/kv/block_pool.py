@@ -1,8 +1,8 @@
-"""Physical KV blocks of one memory: who owns them, which are free, which hold a prefix worth keeping.
+"""Physical KV blocks of one memory: their owners, which are free, which hold a prefix worth keeping.
 
 Pure bookkeeping. A block is owned (reference count ≥ 1), cached (count 0, but its content is known by hash and can be
-taken over by a request with the same prefix), or free. Sharing happens only on full, hashed blocks, which nobody
-writes any more.
+taken over by a request with the same prefix), or free. Sharing happens only on full, hashed blocks, which are
+not written any more.
 
     free ──allocate──▶ owned ──release──▶ free            (content unknown)
                          ▲ └───release──▶ cached ──evict──▶ owned by the next allocation

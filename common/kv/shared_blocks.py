@@ -1,4 +1,5 @@
-"""Blocks that two requests may share, filled from both ends (R7): who holds which side, and where room is found.
+"""Blocks that two requests may share, filled from both ends (R7): which request holds which side, and where free slots
+are found.
 
     slot      0   1   2   3   4   5   6   7
             ┌───┬───┬───┬───┬───┬───┬───┬───┐

@@ -1,5 +1,5 @@
-"""What the manager tells gateways of the cluster, for admission and readiness. Called by `ManagerMachine` every load
-interval; knows workers' reports and counts, decides nothing."""
+"""The cluster's load as the manager tells it to gateways, for admission and readiness. Called by `ManagerMachine` every
+load interval; knows workers' reports and counts, decides nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine asks its host to do. The host performs effects in their order and answers with events where an effect
+"""Requests of a machine to its host. The host performs effects in their order and answers with events where an effect
 says so. Each machine has one union of effects, at the end of this file.
 """
 

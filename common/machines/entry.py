@@ -36,7 +36,7 @@ class Entry:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Of the prompt's tokens from the second on, where asked for; complete with the first output token."""
     facts: LengthFacts | None = None
-    """What the length predictor may know; one object for all choices of a prompt."""
+    """Facts for the length predictor; one object for all choices of a prompt."""
     asked_as: RequestId = ""
     """The choice of the same prompt in whose name its length was asked for; empty if it was not."""
     prediction: Prediction | None = None

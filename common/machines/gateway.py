@@ -143,7 +143,7 @@ class GatewayMachine:
         self._default_output = float(settings.default_prediction_tokens)
         self._beat_s = now_s
         self._wake_s = float("inf")
-        """What the last `Wake` asked for."""
+        """The time that the last `Wake` asked for."""
         self._held_back = False
         """Something may wait to be submitted until the manager is heard of."""
         self._effects: list[GatewayEffect] = []
@@ -330,7 +330,7 @@ class GatewayMachine:
             case ObserveLength():
                 self._predictions.observation_lost()
             case _:
-                pass  # greetings and what is outstanding are repeated; a cancel, by whoever speaks of the attempt next
+                pass  # greetings and what is outstanding are repeated; a cancel, at the next word of its attempt
 
     # -- Time ------------------------------------------------------------------------------------------------------
 

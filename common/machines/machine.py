@@ -1,4 +1,4 @@
-"""What the three machines have in common: one verb.
+"""The verb that the three machines have in common.
 
     GatewayMachine   every request of one gateway, from its arrival to its last token
     ManagerMachine   which attempt runs where; the waiting requests

@@ -240,7 +240,7 @@ class ManagerMachine:
         return wake_s
 
     def _may_place(self, now_s: float) -> bool:
-        """What was lost is in the queue again, where it is before all that came later."""
+        """Lost requests are in the queue again, before all that came later."""
         if self._resubmits:
             self._resubmits = {name: until_s for name, until_s in self._resubmits.items() if now_s < until_s}
         return not self._resubmits and self._has_listened(now_s)
@@ -253,7 +253,7 @@ class ManagerMachine:
     # -- gateways ----------------------------------------------------------------------------------------------
 
     def _abandon(self, now_s: float, instance: InstanceId, reason: str) -> None:
-        """Nobody waits for this gateway's requests any more. It stays known: an idle gateway may be silent."""
+        """No client waits for this gateway's requests any more. It stays known: an idle gateway may be silent."""
         for managed in self._roster.requests_of(instance):
             self._forget(now_s, managed, reason)
 

@@ -83,7 +83,7 @@ class ParkedPool:
             self._prefetches.popleft()
 
     def _offload(self, now_s: float) -> None:
-        """What was parked a while ago; where prompts cannot get blocks, the buffer as well, its last first."""
+        """KV parked a while ago; where prompts cannot get blocks, the buffer as well, its last first."""
         kv = self._state.kv
         free = kv.free_blocks + kv.cached_blocks
         # A decode worker sends on what it set aside: that frees its blocks sooner than two copies.

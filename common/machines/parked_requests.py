@@ -90,7 +90,7 @@ class ParkedRequests:
             return
         holder, at = managed.parked_at, managed.parked_positions
         managed.parked_at = ""
-        # What was parked ends where it was parked; an open end only has the segment that goes on.
+        # A parked segment ends where it was parked; an open end only has the segment that goes on.
         done = [msgspec.structs.replace(each, end=at if each.end is None else each.end) for each in managed.segments]
         if done[-1].instance is None:
             del done[-1]

@@ -25,7 +25,7 @@ from cohort.common.types import InstanceId
 
 
 class _Header(msgspec.Struct, frozen=True, tag_field="machine"):
-    """What a machine is made of, as data: the arguments of its constructor. Policies are built from `config`, the whole
+    """A machine's making, as data: the arguments of its constructor. Policies are built from `config`, the whole
     configuration as YAML (`config_text`)."""
 
 

@@ -51,7 +51,7 @@ class Worker:
     """Sent to it but in no report yet: prefill tokens, context tokens."""
 
     def count_fresh(self) -> None:
-        """What was sent to a worker but is not in its last report counts as load already."""
+        """Work sent to a worker but not in its last report counts as load already."""
         self.view.assigned_requests = len(self.fresh)
         self.view.assigned_prefill_tokens = sum(prefill for prefill, _ in self.fresh.values())
         self.view.assigned_context_tokens = sum(context for _, context in self.fresh.values())

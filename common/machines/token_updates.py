@@ -1,4 +1,4 @@
-"""What a step's sampled tokens become: one update per sequence, one message per gateway.
+"""A step's sampled tokens as messages: one update per sequence, one message per gateway.
 
 Called by `WorkerMachine` when a step has ended. Says whether a sequence is finished; ending it is the machine's.
 """

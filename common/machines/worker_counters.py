@@ -1,4 +1,4 @@
-"""What a worker counts and averages as it goes, for metrics, reports and cost estimates."""
+"""Counters and averages of a worker, for metrics, reports and cost estimates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker says of itself: registration, reports and their figures, its leave.
+"""A worker's messages about itself: registration, reports and their figures, its leave.
 
 Called by `WorkerMachine`. Repeats until the manager answers, counts the reports; decides nothing.
 """
@@ -21,7 +21,7 @@ _REPORTED_QUEUE = 512
 
 
 def _queue(everything: Iterable[Held]) -> dict[str, Any]:
-    """What the sequences of a worker add up to, by field of `WorkerStats`."""
+    """Sums over the sequences of a worker, by field of `WorkerStats`."""
     running = waiting = awaiting_kv = parked = prefill_tokens = context_tokens = 0
     work: list[QueuedWork] = []
     for held in everything:
@@ -64,7 +64,7 @@ def _queue(everything: Iterable[Held]) -> dict[str, Any]:
 
 
 class WorkerReports:
-    """What the manager is told of this worker as a whole: that it is there, how it is, that it goes."""
+    """Messages to the manager about this worker as a whole: that it is there, how it is, that it goes."""
 
     def __init__(self, state: WorkerState, leases: LeaseTable, learned: Learned | None) -> None:
         self._state = state

@@ -1,4 +1,4 @@
-"""What the parts of a worker's machine share: the record of each sequence, the settings, the effects so far.
+"""State that the parts of a worker's machine share: the record of each sequence, the settings, the effects so far.
 
 Made by `WorkerMachine`, handed to `KvSender`, `KvReceiver` and `ParkedPool`. Decides nothing.
 """
@@ -24,7 +24,8 @@ REPORT_INTERVAL_S = 0.2
 _OFFER_TIMEOUT_S = 30.0
 """The longest a sender waits for blocks at the receiver: a cache that frees nothing for so long will not soon."""
 _LEASE_S = 5.0
-"""A receiver frees granted blocks that nobody renewed for so long: several renewals were lost, or the sender is."""
+"""A receiver frees granted blocks whose lease was not renewed for so long: several renewals were lost, or the sender
+is."""
 _STALL_TIMEOUT_S = 5.0
 """Caches that wait for each other's blocks this long give a KV transfer back; a run takes far less."""
 
@@ -76,7 +77,7 @@ class Held:
 
     sequence: Sequence
     segment: StartSegment
-    """As it came: which segment this is, and who takes over."""
+    """As it came: which segment this is, and which worker takes over."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """Of this attempt's output tokens, where asked for: they move with the request."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -124,7 +125,7 @@ class WorkerState:
     counters: WorkerCounters = field(default_factory=WorkerCounters)
     averages: Averages = field(default_factory=Averages)
     skipped_s: list[float] = field(default_factory=list)
-    """What the iterations took that repeated the plan in flight and were run as one with it."""
+    """Times of the iterations that repeated the plan in flight and were run as one with it."""
     moved_s: float = 0.0
     """When a plan was made or a KV transfer got on last."""
     settings: WorkerSettings = field(init=False)

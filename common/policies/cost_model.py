@@ -1,4 +1,4 @@
-"""What an iteration costs: the model's arithmetic over the device's speed, plus what the serving stack adds.
+"""The time of an iteration: the model's arithmetic over the device's speed, plus the serving stack's own.
 
 One formula for every device; the simulator turns plans into virtual time with it, and a policy that predicts (D4, R3)
 may ask it too. Pure arithmetic on numbers that `configs/models` and `configs/devices` hold and
@@ -103,7 +103,7 @@ class DeviceShape:
 
 @dataclass(frozen=True, slots=True)
 class StackShape:
-    """What the serving software adds to an iteration.
+    """The time that the serving software adds to an iteration.
 
     `launch_s`: host time to issue one layer, hidden behind the device unless it is longer. `step_s`: fixed, per
     iteration. `row_s`: per row (scheduling, block tables, sampling, detokenising). The `parallel_*` are added where an

@@ -75,7 +75,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLoad:
-    """What the gateway knows when it decides: its own queue and the manager's last word."""
+    """The gateway's knowledge when it decides: its own queue and the manager's last word."""
 
     waiting_requests: int
     waiting_tokens: int
@@ -389,8 +389,8 @@ UNTIL_DISTURBED = 1 << 30
 
 
 class Learned(ABC):
-    """What a scheduler learns about iteration times on its machine (R3, D5). The host keeps it over a restart, and
-    reports carry it to the manager (D4)."""
+    """Iteration times that a scheduler learns on its machine (R3, D5). The host keeps them over a restart, and
+    reports carry them to the manager (D4)."""
 
     def step_times(self) -> StepTimes | None:
         """For placements; None until enough was seen, or where the model says nothing to them."""
@@ -398,8 +398,8 @@ class Learned(ABC):
 
     @abstractmethod
     def export_state(self) -> bytes:
-        """What was learned, for `import_state` of a later process on the same machine with the same model; nothing
-        while that is not worth keeping."""
+        """The learned state, for `import_state` of a later process on the same machine with the same model; empty
+        while it is not worth keeping."""
 
     @abstractmethod
     def import_state(self, data: bytes) -> None:

@@ -35,8 +35,8 @@ class KvCopy:
 class BlockSharing(ABC):
     """Blocks that two sequences use at once: the capability of an allocator that BROS (R8-R12) and EcoServe (E7) ask.
 
-    Either the allocator shares by itself when no block is free (`on_demand`), or its scheduler says who lends what to
-    whom (`lend`). The other way's questions have their neutral answers.
+    Either the allocator shares by itself when no block is free (`on_demand`), or its scheduler says which sequence
+    lends what to whom (`lend`). The other way's questions have their neutral answers.
     """
 
     on_demand = False

@@ -1,4 +1,4 @@
-"""How far each row of a padded plan is filled up: one formula for whoever counts the waste and whoever computes it.
+"""How far each row of a padded plan is filled up: one formula for those that count the waste and those that compute it.
 
 Used by schedulers that set `IterationPlan.padded_to` and by the engine's batch builder. Pure.
 """

@@ -1,4 +1,4 @@
-"""The live machines under virtual time: whoever hosts this decides nothing that a machine decides.
+"""The live machines under virtual time: its host decides nothing that a machine decides.
 
     Clients ─events─▶ GatewayMachine ─Submit─▶ ManagerMachine ─StartSegment─▶ WorkerMachine ─StartStep─▶ Engine
        ▲ Deliver          ▲ tokens                 ▲ reports, segment ends       │ KV runs ─▶ KvFlights ─▶ Network
@@ -104,7 +104,7 @@ class VirtualCluster:
         return node
 
     def kill(self, name: InstanceId) -> None:
-        """As kill -9. What it had sent is lost with it."""
+        """As kill -9. Messages it had sent are lost with it."""
         node = self.nodes.get(name)
         if node is None or not node.alive:
             return

@@ -1,4 +1,4 @@
-"""What a host of the virtual cluster brings: how machines are made, an engine, a network, clients."""
+"""The parts that a host of the virtual cluster brings: how machines are made, an engine, a network, clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workload → workload: rate, window, clipping, classes, SLOs, mixing. What is lost is counted.
+"""Workload → workload: rate, window, clipping, classes, SLOs, mixing. Lost items are counted.
 
 Pure. Each returns a new workload whose facts say what was done.
 """

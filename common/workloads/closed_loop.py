@@ -1,4 +1,4 @@
-"""The running side of a `ClosedLoopPart`: who asks next when an answer ends.
+"""The running side of a `ClosedLoopPart`: which user asks next when a response ends.
 
 Pure bookkeeping, hosted by the simulator: it calls `start` at the part's `start_s` and `answered` whenever a request of
 this part ended (finished, failed or refused alike, or its user would wait forever), and sends what comes back at once.
@@ -33,7 +33,7 @@ class ClosedLoopUsers:
     def answered(self, now_s: float) -> list[WorkItem]:
         """One answer is complete: what is asked now. Empty in the middle of a batch, and when the part is through."""
         if self._open == 0:
-            raise ValueError("an answer to a question nobody asked")
+            raise ValueError("an answer to a question that was not asked")
         self._open -= 1
         if not self._part.in_batches:
             return self._ask(now_s, 1)

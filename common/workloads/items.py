@@ -47,7 +47,7 @@ class ClosedLoopPart:
 
     With `in_batches` they ask together: the next `concurrency` questions come when the last answer of the batch before
     is complete (BROS §7.1, its best-effort class). The users share `items` in order (their `arrival_s` means nothing)
-    and begin at `start_s`. With `until_s` finite the list is cycled and nobody asks at or after that second; infinite,
+    and begin at `start_s`. With `until_s` finite the list is cycled and no user asks at or after that second; infinite,
     the part ends with its list. `ClosedLoopUsers` keeps the count while a run goes on.
     """
 
@@ -60,7 +60,7 @@ class ClosedLoopPart:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadFacts:
-    """What a reader of a result must know of its workload: where it is from, and everything that was changed.
+    """Facts that a reader of a result must know of its workload: its source, and every change.
 
     `skipped_rows` had no prompt or no output (failed requests of the source). `notes` state assumptions, such as a
     distribution a paper names without its parameters.

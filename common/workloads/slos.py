@@ -1,4 +1,4 @@
-"""What each paper promises its requests: rules item → `Slo`, for `changes.promise`.
+"""The SLOs of each paper: rules item → `Slo`, for `changes.promise`.
 
 Pure. A rule sees the true output length, because E9 is defined by it; policies see the SLO only.
 """

@@ -201,5 +201,5 @@ def padded(head_dim: int) -> int:
 
 
 def _directions(meta: AttentionMeta) -> Tensor:
-    """Without directions nobody reads them, but a pointer must be given."""
+    """Without directions they are not read, but a pointer must be given."""
     return meta.block_tables if meta.directions is None else meta.directions

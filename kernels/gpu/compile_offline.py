@@ -30,7 +30,7 @@ _SHARED_LIMIT = 227 << 10
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the kernels see of a model."""
+    """A model as the kernels see it."""
 
     name: str
     query_heads: int
@@ -100,7 +100,7 @@ def compile_all(shape: Shape, capability: int = 90) -> Iterator[Compiled]:
 
 
 def _launch_everything(shape: Shape) -> None:
-    """The launches of one decode step and one prefill step, on tensors that nobody reads."""
+    """The launches of one decode step and one prefill step, on tensors that are not read."""
     rows, width, block_size, heads = 16, 64, 16, shape.query_heads
     kv = torch.empty(4, 2, 2, shape.kv_heads, block_size, shape.head_dim, dtype=shape.dtype)
     numbers = torch.zeros(rows + 1, dtype=torch.int32)

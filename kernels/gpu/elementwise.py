@@ -289,7 +289,7 @@ def _store(
         _unit_stride(query)
         half, heads = _half(cos, sin, positions, head_dim), query.shape[1]
     else:
-        query, cos, sin, positions = key, key, key, slots  # pointers that nobody reads
+        query, cos, sin, positions = key, key, key, slots  # pointers that are not read
     _store_kv[(len(key), 3 if rotated else 2)](
         query,
         key,

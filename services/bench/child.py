@@ -27,7 +27,7 @@ class MeasurementFailed(CohortError):
 
 
 class Steps:
-    """What is being measured: a bar on a terminal, lines elsewhere, nothing on a quiet console."""
+    """The progress of a measurement: a bar on a terminal, lines elsewhere, nothing on a quiet console."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

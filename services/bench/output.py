@@ -1,4 +1,4 @@
-"""What every measurement is written as: tables for a terminal or as Markdown, JSON, and the options for them."""
+"""The forms every measurement is written in: tables for a terminal or as Markdown, JSON, and the options for them."""
 
 from __future__ import annotations
 

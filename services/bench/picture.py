@@ -1,4 +1,4 @@
-"""What every picture of the measuring wing is drawn with; matplotlib is imported only when one is asked for."""
+"""The frame of every picture of the measuring wing; matplotlib is imported only when one is asked for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLOURS = ("#1f6feb", "#d1571b", "#2b8a3e", "#8e44ad", "#b8860b", "#c2255c")
 
 @contextlib.contextmanager
 def picture(path: Path, rows: int, columns: int, title: str) -> Iterator[Any]:
-    """Axes [rows][columns] to draw into; written when the body ends. Raises `ConfigError` for a suffix nobody knows."""
+    """Axes [rows][columns] to draw into; written when the body ends. Raises `ConfigError` for an unknown suffix."""
     import matplotlib
 
     matplotlib.use("Agg")

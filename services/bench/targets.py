@@ -1,4 +1,4 @@
-"""What the engine and the links should reach, and whether they did. Called by `engine` and `kv_link`; prints nothing.
+"""Targets of the engine and the links, and whether they were met. Called by `engine` and `kv_link`; prints nothing.
 
 A target is named, so that a missed one can be looked for in docs/benchmarks.md, where it is explained.
 """

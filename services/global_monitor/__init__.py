@@ -1,4 +1,4 @@
-"""The global monitor: who is alive, how are they, how much is coming.
+"""The global monitor: which processes live, how they are, how much is coming.
 
     every process ── Heartbeat, Farewell ──▶ service.py ──▶ aggregate.py (state) ── ClusterStats ──▶ manager
                                                                 │

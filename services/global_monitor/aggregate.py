@@ -1,4 +1,5 @@
-"""The state of the whole pipeline, from heartbeats: who is up, their latest stats, what failed, what is coming.
+"""The state of the whole pipeline, from heartbeats: processes that are up, their latest stats, what failed, what is
+coming.
 
 Pure: no I/O, time is an argument. Called by `service.py` for every message and tick; read by page, exporter and the
 push to the manager. Decides what "down" means; never acts on it.
@@ -10,7 +11,8 @@ push to the manager. Decides what "down" means; never acts on it.
                                  ▼  │ Heartbeat of a new incarnation
                                 LEFT┘
 
-A new incarnation without a Farewell before it is a restart after a failure, even if nobody saw the silence.
+A new incarnation without a Farewell before it is a restart after a failure, even if the silence was too short to be
+seen.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ class Status(enum.StrEnum):
 
 @dataclass(slots=True)
 class Process:
-    """What is known of one instance. `heard_s`, `since_s`: monotonic, of the last heartbeat and of the last change of
-    status; `restarts` counts incarnations after the first that followed no Farewell."""
+    """The last known state of one instance. `heard_s`, `since_s`: monotonic, of the last heartbeat and of the last
+    change of status; `restarts` counts incarnations after the first that followed no Farewell."""
 
     instance: InstanceId
     role: str

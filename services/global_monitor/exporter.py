@@ -2,7 +2,7 @@
 
 Called by `server.py`. All processes are asked at once, each with a deadline; one that is down or slow costs nothing
 but its own stats. An answer is kept for a moment, so that several scrapers cost no more than one. Decides no state
-of its own: who is up is `aggregate.py`'s word.
+of its own: which processes are up, `aggregate.py` says.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ClusterCollector(Collector):
 
 
 class Exporter:
-    """Fetches and merges; one fetch at a time, shared by everybody who asks meanwhile."""
+    """Fetches and merges; one fetch at a time, shared by all requests that come meanwhile."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the live page and `cohort status` are fed with: the cluster's state as plain JSON.
+"""The data of the live page and `cohort status`: the cluster's state as plain JSON.
 
 Pure; called by `server.py` for every `/api/state`. Times leave as ages in seconds, because the reader's clock is not
 ours. The page itself is `static/index.html`, one file without outside assets.

@@ -18,7 +18,7 @@ from cohort.services.global_monitor.exporter import Exporter
 from cohort.services.global_monitor.page import INDEX_HTML, ClusterState
 
 _SECURITY = {
-    # The page carries its own script and style and talks to nobody else.
+    # The page carries its own script and style and talks to no other server.
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",

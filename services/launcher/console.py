@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: a live table while the pipeline starts, lines for everything else.
+"""The operator's view at the terminal: a live table while the pipeline starts, lines for everything else.
 
 Without a terminal (a log file, CI, --detach) the table becomes one line per change of state. Never decides anything.
 """
@@ -54,7 +54,7 @@ class Line:
 
 
 class Console:
-    """`listener` gets every line of text as well: whoever waits for a detached pipeline reads along."""
+    """`listener` gets every line of text as well: the process that waits for a detached pipeline reads along."""
 
     def __init__(
         self, lines: Iterable[Line] = (), *, terminal: bool | None = None, listener: Callable[[str], None] | None = None

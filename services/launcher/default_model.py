@@ -166,7 +166,7 @@ def _keep_end_tokens(model: LlamaForCausalLM, generation_config: Any, tokenizer:
 
 
 def _verify(folder: Path, *, is_default: bool) -> None:
-    """What was written must load by itself, and tokenizer and model must fit each other."""
+    """The written files must load by themselves, and tokenizer and model must fit each other."""
     _say("checking the result")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -80,7 +80,7 @@ def _model_folder(config: Config) -> Path:
 
 
 def _check(files: RunFiles, plans: list[ProcessPlan]) -> None:
-    """What would fail in the background is said here, where somebody reads it."""
+    """What would fail in the background is said here, where the operator reads it."""
     if files.claimed:
         with files.claim():  # raises with the message that names the other one
             pass
@@ -136,7 +136,7 @@ def _stop_timeout_s(plans: list[ProcessPlan]) -> float:
 
 
 def ready_text(config: Config) -> str:
-    """What a person needs once it runs: the URL, the live page, a request to copy."""
+    """The operator's summary once it runs: the URL, the live page, a request to copy."""
     base = http_base(config.gateway.host, config.gateway.port)
     model = config.model.served_name or Path(config.model.path).name
     body: dict[str, object] = {"model": model}
@@ -177,7 +177,8 @@ def _key_header(config: Config) -> str:
 
 
 class _Starter:
-    """Whoever detached us reads along until we are ready. It may be gone or slow: we never wait for it."""
+    """The process that detached this one reads along until all is ready. It may be gone or slow: nothing here waits for
+    it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -69,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def overrides_of(options: argparse.Namespace, file_keys: set[str]) -> dict[str, Any]:
     """The command line as a nested mapping for `load_config`.
 
-    `file_keys`: dotted names that the files set. With --port, monitor and metrics ports move along unless somebody
-    set them, so that two pipelines run side by side with one option.
+    `file_keys`: dotted names that the files set. With --port, monitor and metrics ports move along unless a file or an
+    option set them, so that two pipelines run side by side with one option.
     """
     import yaml
 

@@ -58,7 +58,7 @@ def check_ports(plans: Iterable[ProcessPlan]) -> None:
 
 
 def port_problem(host: str, port: int) -> str:
-    """Why nobody can listen on this address, or ""."""
+    """Why no process can listen on this address, or ""."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
@@ -75,7 +75,7 @@ def port_problem(host: str, port: int) -> str:
 
 
 def free_port() -> int:
-    """A port nobody listens on now, and neither on the ones after it."""
+    """A port without a listener now, and likewise the ones after it."""
     for _ in range(50):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

@@ -16,7 +16,7 @@ async def answers_ok(url: str, timeout_s: float) -> bool:
 
 
 async def http_status(url: str, timeout_s: float) -> int | None:
-    """Status of a GET; None when nobody answers in time."""
+    """Status of a GET; None without an answer in time."""
     parts = urlsplit(url)
     try:
         async with asyncio.timeout(timeout_s):

@@ -71,7 +71,7 @@ class Supervisor:
 
     @property
     def marks(self) -> dict[str, ProcessMark]:
-        """What runs now."""
+        """The processes that run now."""
         marks = {}
         for process in self._processes:
             if process.child is not None and process.child.running:

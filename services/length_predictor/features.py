@@ -1,4 +1,4 @@
-"""What a prompt looks like to the length model: a few named numbers, and hashed token n-grams.
+"""A prompt as the length model sees it: a few named numbers, and hashed token n-grams.
 
 Decides which facts about a request may inform a prediction. Called for every prediction and every observation, so
 its cost is bounded: of a long prompt only the head and the tail are read. Never looks at the answer, keeps nothing.
@@ -30,7 +30,7 @@ _INT64_MAX = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a request before its first token; the fields of `LengthFacts`."""
+    """Facts known of a request before its first token; the fields of `LengthFacts`."""
 
     tokens: Sequence[int]
     chat: bool

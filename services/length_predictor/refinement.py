@@ -126,7 +126,7 @@ class Refiner:
 
     @classmethod
     def load(cls, path: Path, hidden_size: int) -> Refiner:
-        """What was saved for this width of state; a fresh one where there is none or it cannot be read."""
+        """The refiner saved for this width of state; a fresh one where there is none or it cannot be read."""
         refiner = cls(hidden_size)
         try:
             with np.load(path, allow_pickle=False) as saved:

@@ -1,7 +1,7 @@
 """The predictor's second answer: PromptState from a worker → refined prediction → RevisePrediction to the manager.
 
 Remembers, for requests in flight, the first prediction and the state that came; when the request's true length is
-known the refiner learns from both. Owned by `service.py`; nobody ever waits for it.
+known the refiner learns from both. Owned by `service.py`; no request ever waits for it.
 """
 
 from __future__ import annotations

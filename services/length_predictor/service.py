@@ -2,7 +2,7 @@
 PromptState of a worker → refined prediction → RevisePrediction to the manager.
 
 Hosted by `__main__.py`, and by tests on an in-process bus. Every answer is computed at once from the model at hand;
-nothing here waits for training, disk or anybody else.
+nothing here waits for training, disk or another process.
 """
 
 from __future__ import annotations

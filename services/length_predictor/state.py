@@ -39,7 +39,7 @@ class State:
 
 
 def save(path: Path, state: State) -> None:
-    """Whoever reads `path` sees the old file or the new one, never a part."""
+    """A reader of `path` sees the old file or the new one, never a part."""
     arrays = state.data.to_arrays()
     if state.model is not None:
         arrays |= state.model.to_arrays()

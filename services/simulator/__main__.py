@@ -157,7 +157,7 @@ def _number(text: str) -> float:
 
 def _console(*, quiet: bool = False) -> Console:
     console = Console(quiet=quiet)
-    # A pipe has no width; 80 columns would wrap tables for nobody.
+    # A pipe has no width; 80 columns would wrap tables for no reader.
     return console if console.is_terminal else Console(width=_PIPED_WIDTH, quiet=quiet)
 
 

@@ -194,7 +194,7 @@ class TraceClients:
         return [own] * item.prompt_tokens
 
     def _predict(self, output: int, cap: int) -> Prediction | None:
-        """What the length predictor says; None: there is no predictor."""
+        """The length predictor's answer; None: there is no predictor."""
         if self._predictor == "none":
             return None
         mean = float(output)
@@ -237,7 +237,7 @@ class TraceClients:
     # -- tokens ----------------------------------------------------------------------------------------------------
 
     def sample(self, rows: Iterable[Row]) -> list[Sampled]:
-        """What the model samples for the rows of a step that reach their last known token."""
+        """Tokens the model samples for the rows of a step that reach their last known token."""
         sampled = []
         for row in rows:
             sequence = row.sequence

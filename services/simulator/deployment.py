@@ -129,7 +129,7 @@ def spread_roles(config: Config, instances: int) -> dict[Role, int]:
     total = sum(counts.values())
     spread = {role: max(1, instances * count // total) for role, count in counts.items()}
 
-    # What rounding left over goes to whoever is furthest below its share.
+    # What rounding left over goes to the role furthest below its share.
     def above(role: Role) -> float:
         return spread[role] - instances * counts[role] / total
 

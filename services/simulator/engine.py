@@ -45,7 +45,7 @@ class SimWorker(WorkerNode):
     """When the step in flight ends, and those that will repeat it."""
     latencies_s: list[float] = field(default_factory=list)
     alone_s: float = 0.0
-    """What the step in flight takes on a core of its own."""
+    """The time of the step in flight on a core of its own."""
     service_load: float = 0.0
     """Cores that other processes need for it."""
     slowdown: float = 1.0

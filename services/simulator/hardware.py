@@ -141,8 +141,8 @@ class Cluster(msgspec.Struct, frozen=True):
         its `service_load`.
 
         Engines share the cores equally. What the other processes take comes from engines in proportion to the length
-        of their iterations: a fair scheduler favours those who slept last, and an engine sleeps between iterations.
-        Nobody is left with less than half of an equal share.
+        of their iterations: a fair scheduler favours processes that slept last, and an engine sleeps between
+        iterations. No process is left with less than half of an equal share.
         """
         if not engines:
             return []

@@ -40,7 +40,7 @@ def timed(handle: Callable[..., Any], wall: WallTime) -> Callable[..., Any]:
 
 @dataclass(slots=True)
 class WorkerTally:
-    """What one instance did since counting began. `before`: the machine's own counters at that moment."""
+    """The work of one instance since counting began. `before`: the machine's own counters at that moment."""
 
     steps: int = 0
     busy_s: float = 0.0

@@ -115,7 +115,7 @@ OPTIONS: dict[str, st.SearchStrategy[Overrides]] = {
     "ecoserve": _ECOSERVE,
     "ecoserve-forecast": _ECOSERVE,
 }
-"""What a preset leaves to whoever runs it."""
+"""What a preset leaves to its operator."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""One message that never arrives, and no gateway that loses patience: who notices, and that the request goes on."""
+"""One message that never arrives, and no gateway that loses patience: which machine notices, and that the request
+continues."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ class Pipeline:
         return {process["instance"]: process for process in state["processes"]}
 
     def stats(self, name: str) -> dict[str, float]:
-        process = self.state().get(name)  # a monitor that just started has not heard of everybody
+        process = self.state().get(name)  # a monitor that just started has not heard of every process
         return dict(process["stats"]) if process is not None and process["status"] == "up" else {}
 
     def wait_for(self, name: str, stat: str, at_least: float, timeout_s: float = 5.0) -> None:

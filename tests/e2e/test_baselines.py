@@ -25,8 +25,10 @@ WIDE = bool(os.environ.get("COHORT_TEST_WIDE"))
 WORKER = "unified-0"
 PRESETS = ["baseline-vllm", "baseline-uellm", "cohort-batching"]
 if WIDE:
-    PRESETS += [f"baseline-{name}" for name in ("round-robin", "chunked-prefill", "fastserve", "srtf", "multires", "orca")]
-NEVER_PREEMPTS = ("baseline-orca", "baseline-srtf")  # the one admits only what fits for good; to the other all look equally long here
+    OTHERS = ("round-robin", "chunked-prefill", "fastserve", "srtf", "multires", "orca")
+    PRESETS += [f"baseline-{name}" for name in OTHERS]
+# The one admits only what fits for good; to the other all look equally long here.
+NEVER_PREEMPTS = ("baseline-orca", "baseline-srtf")
 
 
 def overrides(preemption: str | None = None) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def test_buckets_with_second_predictions_and_processes_that_die(
             pipeline.wait_for("gateway", "generation_tokens_total", finished, timeout_s=60.0)
             assert not answers.done()
             pipeline.kill(victim)
-            time.sleep(0.5)  # somebody must notice
+            time.sleep(0.5)  # a process must notice
             pipeline.start(victim)
             pipeline.wait_ready()
         compare(goldens, answers.result())

@@ -66,7 +66,7 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def make_step() -> MakeStep:
-    """Builds a step from (context, queries) per row; slots nobody wrote hold NaN, so reading one shows."""
+    """Builds a step from (context, queries) per row; unwritten slots hold NaN, so reading one shows."""
 
     def make(
         rows: list[tuple[int, int]],

@@ -1,14 +1,15 @@
 """AlignedServe: decode batches of similar prefix length from a pool of KV in host memory (docs/papers.md, A1-A10).
 
 late_bound             placement: the prompt now, the response wherever its KV is bound later (A2)
-aligned_binding        the manager's late binding: who joins which decode worker, when (Alg. 2, cases 1 and 2; A2-A9)
+aligned_binding        the manager's late binding: which request joins which worker, when (Alg. 2, cases 1 and 2;
+A2-A9)
 density_first_search   the next batch from the quad-tree (Alg. 1; A4)
 quad_tree              prefix lengths of everything in the pool (A3)
 running_batch          what a decode worker runs and is going to run (A5, A6, A7)
 patience               when a waiting request's subtree goes first (A8)
 thresholds             least and most of a batch (A4)
 batch_numbers          numbers of aligned batches
-aligned_batching       the worker's scheduler: who is evicted (Alg. 2, case 3; A6)
+aligned_batching       the worker's scheduler: which sequence is evicted (Alg. 2, case 3; A6)
 
 The pool itself is the worker machine's (A2, A9).
 """

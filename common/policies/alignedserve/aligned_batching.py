@@ -1,7 +1,7 @@
 """A6 · Iterations of an aligned batch: every sequence decodes; when memory runs out, the longest is evicted.
 
-The worker's half of batch-level scheduling (who joins, and when, is `AlignedBinding`'s at the manager). Prompts are
-computed first come, first served as in `ContinuousBatching`.
+The worker's half of batch-level scheduling (which request joins, and when, `AlignedBinding` decides at the manager).
+Prompts are computed first come, first served as in `ContinuousBatching`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class AlignedBatching(ContinuousBatching):
     first; while two batches run (a switch), the longest of the older one.
 
     Evicted requests leave with their KV, for the manager to bind them to a buffer; that begins while there is
-    still room for the KV transfer, so that no iteration waits for it. What comes too fast for that is preempted here.
-    Differs from the paper: it evicts when the next iteration does not fit, and waits for the transfer.
+    still room for the KV transfer, so that no iteration waits for it. A sequence that grows too fast for that is
+    preempted here. Differs from the paper: it evicts when the next iteration does not fit, and waits for the transfer.
     `sets_aside` False: only preemption (late binding is off, or this worker stands alone).
     """
 

@@ -22,8 +22,8 @@ def density_first_search(
     Differs from the paper: a batch has no more than `max_requests` either, as many as an iteration may have rows: a
     pool of short requests fits B_max as a whole long before it fits an iteration, and would never be aligned. Widening
     goes leaf by leaf, the nearest of both sides first, and stops at R_min (the paper scans all left siblings, then all
-    right ones); a leaf that does not fit gives what fits, who is due first (of equal SLOs who came first); a single
-    request larger than B_max is a batch, or it would never run.
+    right ones); a leaf that does not fit gives the requests that fit, by due time (with equal SLOs by arrival); a
+    single request larger than B_max is a batch, or it would never run.
     """
     # Of equally dense children the shorter: it holds more requests a block.
     return _search(tree, tree.requests, max_blocks, min_requests, max_requests)

@@ -1,4 +1,4 @@
-"""A5, A6, A7 · What one decode worker runs and is going to run, as the manager knows it.
+"""A5, A6, A7 · The requests that one decode worker runs and is going to run, as the manager knows them.
 
     pool (quad-tree) ──A4──▶ candidate batch ──switch──┐
           └──────────A7──▶ candidate requests ─────────┴─▶ running batch ─▶ finished, or evicted to the pool
@@ -91,8 +91,9 @@ class RunningBatch:
         return min(view.free_blocks + self.left_blocks, view.capacity.num_blocks) - reserved
 
     def span(self, slack: float) -> tuple[int, int] | None:
-        """A7 · Prefix lengths that match the running batch: the range of its middle, and a little beyond. None: nobody
-        runs. A tenth at either end does not count: one long prefix among short ones would make everybody match."""
+        """A7 · Prefix lengths that match the running batch: the range of its middle, and a little beyond. None: no
+        request runs. A tenth at either end does not count: one long prefix among short ones would make every request
+        match."""
         if not self.members:
             return None
         lengths = sorted(self.members.values())

@@ -123,7 +123,8 @@ def build_reserved(config: Config, geometry: KvGeometry, num_blocks: int, host_b
 
 
 def _reservation(config: Config) -> Reservation:
-    """What the chosen allocation takes at admission: schedulers that plan with memory must count as it does."""
+    """The blocks that the chosen allocation takes at admission: schedulers that plan with memory must count as it
+    does."""
     match config.policies.allocation:
         case "max":
             return all_positions

@@ -1,4 +1,4 @@
-"""One iteration in the making: rows, budgets, and who gives way when the cache is full.
+"""One iteration in the making: rows, budgets, and which sequence gives way when the cache is full.
 
 Shared by the baseline schedulers, which decide only whom to offer a place and in which order. Knows nothing of queues;
 changes sequences through `cohort.common.policies.sequences` alone.
@@ -83,7 +83,7 @@ class BatchBuilder:
 
     @property
     def preempted(self) -> bool:
-        """Somebody lost its place in the cache in this iteration."""
+        """A sequence lost its place in the cache in this iteration."""
         return bool(self._evicted)
 
     def evicted(self, sequence: Sequence) -> bool:
@@ -126,8 +126,8 @@ class BatchBuilder:
     def admit_by_force(self, sequence: Sequence, blocks: int, kept: Set[Attempt]) -> bool:
         """`admit`, and if that fails lower ranks give way, as long as they have enough to give for `blocks`.
 
-        Those in `kept` do not. With everybody in it who drew no token since it came in, a token lies between any two
-        evictions: however ranks change, work that is thrown away is paid for by progress.
+        Those in `kept` do not. If it holds every sequence without a sampled token since it came in, a token lies
+        between any two evictions: however ranks change, work that is thrown away is paid for by progress.
         """
         if self.full or sequence in self._evicted:
             return False

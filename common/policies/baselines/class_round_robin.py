@@ -36,22 +36,22 @@ class ClassRoundRobin(IterationScheduler):
         self._sequences.pop(sequence.key, None)
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
-        everybody = sorted(self._sequences.values(), key=by_arrival)
-        builder = BatchBuilder(self._limits, kv, (s for s in everybody if s.phase is Phase.RUNNING), by_arrival)
+        sequences = sorted(self._sequences.values(), key=by_arrival)
+        builder = BatchBuilder(self._limits, kv, (s for s in sequences if s.phase is Phase.RUNNING), by_arrival)
         for served in (self._turn, _OTHER[self._turn]):
-            self._serve(served, everybody, kv, builder)
+            self._serve(served, sequences, kv, builder)
             if builder.rows:
                 self._turn = _OTHER[served]
                 self._turns[served] += 1
                 break
         return builder.finish()
 
-    def _serve(self, served: TrafficClass, everybody: list[Sequence], kv: KvAllocator, builder: BatchBuilder) -> None:
-        for sequence in everybody:
+    def _serve(self, served: TrafficClass, sequences: list[Sequence], kv: KvAllocator, builder: BatchBuilder) -> None:
+        for sequence in sequences:
             if sequence.request.traffic_class == served:
                 builder.continue_row(sequence)
-        alive = sum(1 for s in everybody if s.phase is Phase.RUNNING)
-        for sequence in everybody:
+        alive = sum(1 for s in sequences if s.phase is Phase.RUNNING)
+        for sequence in sequences:
             if sequence.phase is not Phase.WAITING and sequence.phase is not Phase.SWAPPED:
                 continue
             if builder.full or builder.preempted or not self._leaves_headroom(sequence, kv, alive):

@@ -1,7 +1,7 @@
 """Continuous batching with chunked prefill: every iteration admits, every iteration may finish (ORCA, Sarathi, vLLM).
 
 The default `IterationScheduler`. First every decode row, oldest first; then prefill chunks of sequences already
-running; then, if nobody had to be preempted, swapped and waiting sequences by priority and arrival. When the cache is
+running; then, if none was preempted, swapped and waiting sequences by priority and arrival. When the cache is
 full the youngest running sequence gives way, so the oldest always advances and nothing starves.
 """
 
@@ -87,8 +87,8 @@ class ContinuousBatching(ArrivalQueues):
         return plan
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Everybody who runs decodes, and nobody can join: nobody wants to, or rows, tokens or blocks are used up (and
-        growing rows only use up more)."""
+        """Every running sequence decodes, and no other can join: none waits, or rows, tokens or blocks are used up
+        (and growing rows only use up more)."""
         rows = len(plan.rows)
         if plan.preempted or plan.copies or rows != len(self._running) or self._swapped:
             return 0

@@ -1,9 +1,9 @@
 """FastServe's skip-join multi-level feedback queue (Wu et al., 2023): a baseline of EcoServe, with five queues there.
 
-A ranking of `RankedBatching`. Queue i serves for a quantum of base · 2^i seconds; who used it up moves one queue down.
-A newcomer does not start at the top: it joins the first queue whose quantum covers its prefill (skip-join), since its
-first iteration cannot be cut short and would use up the higher quanta at once. Who got nothing for `starvation_s` is
-moved to the top for one quantum of the last queue, so nothing starves.
+A ranking of `RankedBatching`. Queue i serves for a quantum of base · 2^i seconds; a sequence that used it up moves one
+queue down. A newcomer does not start at the top: it joins the first queue whose quantum covers its prefill (skip-join),
+since its first iteration cannot be cut short and would use up the higher quanta at once. A sequence unserved for
+`starvation_s` is moved to the top for one quantum of the last queue, so nothing starves.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SkipJoinQueues(Ranking):
     Differs from FastServe: the prefill time of a newcomer comes from measured iterations instead of an offline profile,
     so the first requests after a start join at the top; what is preempted goes to host memory when its blocks are
     needed, not ahead of that; and the starving get the last queue's quantum at the top, not the first one's: in a long
-    backlog everybody starves, and places would be swapped for one token each. Even so `starvation_s` must be long
+    backlog every sequence starves, and places would be swapped for one token each. Even so `starvation_s` must be long
     beside the time a swap takes: with ten seconds an overloaded large model does little but swap.
     """
 

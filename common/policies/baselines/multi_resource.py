@@ -25,8 +25,8 @@ class MultiResource(IterationScheduler):
     Euclidean distance to the vector of what is left.
 
     Differs from the paper: a prompt longer than what is left of the iteration is not excluded but begun, or it would
-    never be the turn of a long prompt while anybody decodes. Makes no other promise against starvation: a demand that
-    never is the nearest waits until the queue runs dry.
+    never be the turn of a long prompt while a sequence decodes. Makes no other promise against starvation: a demand
+    that never is the nearest waits until the queue runs dry.
     """
 
     def __init__(self, limits: IterationLimits, *, reservation: Reservation) -> None:
@@ -41,18 +41,18 @@ class MultiResource(IterationScheduler):
         self._sequences.pop(sequence.key, None)
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
-        everybody = sorted(self._sequences.values(), key=by_arrival)
-        running = [s for s in everybody if s.phase is Phase.RUNNING]
+        sequences = sorted(self._sequences.values(), key=by_arrival)
+        running = [s for s in sequences if s.phase is Phase.RUNNING]
         builder = BatchBuilder(self._limits, kv, running, by_arrival)
         # Tokens of running responses first, so that a long prompt cannot take their place in the iteration.
         for sequence in sorted(running, key=lambda s: s.uncomputed > 1):
             builder.continue_row(sequence)
         if builder.preempted:
             return builder.finish()
-        for sequence in everybody:
+        for sequence in sequences:
             if sequence.phase is Phase.SWAPPED and not builder.admit(sequence):
                 return builder.finish()
-        waiting = [s for s in everybody if s.phase is Phase.WAITING]
+        waiting = [s for s in sequences if s.phase is Phase.WAITING]
         while waiting and not builder.full:
             chosen = self._nearest(waiting, kv, builder)
             if chosen is None or not builder.admit(chosen):

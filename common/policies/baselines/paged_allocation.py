@@ -61,7 +61,7 @@ class PagedAllocator(KvAllocator):
         hashes = block_hashes(tokens[: max_cached // size * size], size) if self._caching else []
         shared = self._pool.lookup(hashes)
         wanted = self.geometry.blocks_for(positions) - len(shared)
-        # Shared blocks that nobody owns are among the available ones until they are taken.
+        # Shared blocks without an owner are among the available ones until they are taken.
         if wanted > self._pool.available - (len(shared) - self._pool.owned_among(shared)):
             self._failures += 1
             return None
@@ -100,7 +100,8 @@ class PagedAllocator(KvAllocator):
         holding.hashes.extend(fresh)
 
     def keepable(self, sequence: Sequence, full: int) -> int:
-        """Of its first `full` blocks, how many may enter the prefix cache: all, as long as nobody else writes there."""
+        """Of its first `full` blocks, how many may enter the prefix cache: all, as long as no other sequence writes
+        there."""
         return full
 
     # -- giving back -------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Where requests run: on one instance (colocated) or split at the prompt's end (P/D disaggregation, DistServe, B8).
 
 Both choose by load. When a role has no living instance the other role stands in: an answer in degraded form beats a
-queue that nobody serves.
+queue that no worker serves.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _unified_load(view: InstanceView) -> tuple[float, int, str]:
 
 
 def _unified(cluster: ClusterView, request: Request) -> list[InstanceView] | Wait | Impossible:
-    """Who can hold the whole request: workers of both roles, or any where none has both; else why nobody can."""
+    """Workers that can hold the whole request: those of both roles, or any where none has both; else why none can."""
     views = list(cluster.instances.values())
     if not views:
         return Wait("no worker is registered")

@@ -1,8 +1,8 @@
 """UELLM-like: batches of requests with similar predicted outputs, each run to its end before the next begins.
 
 The colocated baseline of BucketServe (§V-A): predicts, batches by the prediction, couples prefill and decode, and does
-not adapt while a batch runs. The oldest waiting request opens a batch, so nothing starves; its company is whoever is
-predicted nearest to it, as many as rows and, by exact allocation, memory allow.
+not adapt while a batch runs. The oldest waiting request opens a batch, so nothing starves; it is joined by the
+requests predicted nearest to it, as many as rows and, by exact allocation, memory allow.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class PredictedBatches(IterationScheduler):
     as one contiguous cache allows, as long for every row as the longest prompt and the longest response together
     (BucketServe Eq. 1), as without paged attention; the rows themselves still take blocks.
 
-    First all prompts, then all tokens; who is done leaves, nobody joins. Differs from UELLM: its device mapping and its
-    fine-tuned predictor belong to other policies, its latency term is left out of the grouping, and rows that are done
-    are not computed on. Sequences that came by KV transfer join the batch that runs.
+    First all prompts, then all tokens; finished requests leave, none joins. Differs from UELLM: its device mapping and
+    its fine-tuned predictor belong to other policies, its latency term is left out of the grouping, and rows that are
+    done are not computed on. Sequences that came by KV transfer join the batch that runs.
     """
 
     def __init__(

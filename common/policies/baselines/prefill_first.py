@@ -1,4 +1,4 @@
-"""vLLM's first scheduler (Kwon et al., SOSP 2023): batches of whole prompts first, else one decode step for everybody.
+"""vLLM's first scheduler (Kwon et al., SOSP 2023): batches of whole prompts first, else one decode step for all.
 
 The vLLM baseline of BROS and EcoServe: block allocation on demand, first come first served, an iteration is either
 prefill or decode. While a sequence is swapped out no new prompt is admitted. When a decoding sequence finds no block
@@ -15,7 +15,7 @@ from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
 
 WATERMARK = 0.01
-"""Share of the cache that a newcomer must leave free, or it would push somebody out at once."""
+"""Share of the cache that a newcomer must leave free, or it would preempt another at once."""
 
 
 class PrefillFirst(IterationScheduler):

@@ -83,14 +83,14 @@ class RankedBatching(IterationScheduler):
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         if news.ran is not None:
             self._ranking.observe(news.ran)
-        everybody = list(self._sequences.values())
-        self._ranking.begin(now_s, everybody)
-        builder = BatchBuilder(self._limits, kv, (s for s in everybody if s.phase is Phase.RUNNING), self._ranking.key)
+        sequences = list(self._sequences.values())
+        self._ranking.begin(now_s, sequences)
+        builder = BatchBuilder(self._limits, kv, (s for s in sequences if s.phase is Phase.RUNNING), self._ranking.key)
         fresh = {
             key for key, known in self._known_when_admitted.items() if self._sequences[key].known <= known
         }  # no token sampled since
         queue_stands = False
-        for sequence in sorted(everybody, key=self._ranking.key):
+        for sequence in sorted(sequences, key=self._ranking.key):
             if builder.full:
                 break
             if sequence.phase is Phase.RUNNING:

@@ -2,7 +2,7 @@
 
 slack_packing              the worker's scheduler: what runs next (Alg. 1; R2, R4)
 batch                      the iteration in the making
-drops                      who is dropped when no block can be had (R11)
+drops                      which request is dropped when no block can be had (R11)
 request_queues             two classes, waiting and pending, pulled by urgency (R1, R5, Fig. 8)
 token_groups               deadlines of token groups and what they leave (R2, R15)
 iteration_cost             what the next iteration takes, learned (R3)

@@ -31,7 +31,7 @@ class Batch:
     safe: set[Attempt] = field(default_factory=set)
     """In the batch, or being brought back: not to be dropped now."""
     guaranteed: list[Sequence] = field(default_factory=list)
-    """Best-effort requests whose share of the cache nobody takes."""
+    """Best-effort requests whose share of the cache is protected."""
     reserved: int = 0
     """Blocks that those still need."""
     dropped: int = 0

@@ -30,7 +30,7 @@ from cohort.common.types import Attempt, KvGeometry
 
 @dataclass(slots=True)
 class _Change:
-    """What it takes to give a tenant positions: blocks for `moved` and new indexes, and whose slots are overwritten."""
+    """The means to give a tenant positions: blocks for `moved` and new indexes, and whose slots are overwritten."""
 
     moved: list[int]
     found: list[int]

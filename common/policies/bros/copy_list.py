@@ -1,8 +1,8 @@
 """The copies of one iteration, collected and consolidated (R12): at most one of each kind.
 
-Owned by the bidirectional allocator. Outgoing copies run first, then incoming ones: what somebody moves out in an
-iteration may be overwritten by what comes in. That order is right because a host block given back in an iteration is
-not used again before the next, and because nobody who was served in an iteration is robbed in it.
+Owned by the bidirectional allocator. Outgoing copies run first, then incoming ones: slots that move out in an
+iteration may be overwritten by slots that come in. That order is right because a host block given back in an iteration
+is not used again before the next, and because no request served in an iteration loses slots in it.
 """
 
 from __future__ import annotations

@@ -32,11 +32,11 @@ class Drops:
         real_time: bool,
         desperate: bool = False,
     ) -> Iterator[Sequence]:
-        """Who gives way when no block can be had: best-effort requests, latest first; then, for somebody who can
-        make it, the real-time request with most time left. Nobody who drew no token since it came in, so that every
-        drop is paid for by progress; `desperate`: even those. Before all of them, best-effort requests whose slots it
-        must write over while host memory has no place for them: neither could go on. Evaluated only when blocks are
-        missing. `known_before`: tokens known of a sequence when it started here, or came back to the device.
+        """Requests that give way when no block can be had: best-effort ones, latest first; then, for a feasible
+        request, the real-time one with most time left. A request without a sampled token since it came in is spared,
+        so that every drop is paid for by progress; with `desperate` it is not. Before all of them, best-effort requests
+        whose slots it must write over while host memory has no place for them: neither could go on. Evaluated only when
+        blocks are missing. `known_before`: tokens known of a sequence when it started here, or came back to the device.
         `sharing`: the allocator's, where real-time requests take best-effort blocks without a drop (R8)."""
         kept = () if desperate else {other.key for other in batch.guaranteed}
 

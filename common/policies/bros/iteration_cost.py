@@ -1,4 +1,4 @@
-"""What the next iteration will take (R3): linear in what it computes, or in what comes back beside it if that is more.
+"""The time of the next iteration (R3): linear in what it computes, or in what comes back beside it if that is more.
 
     T_exec = decode(rows, context) + prefill(tokens)         T_swap = slots · seconds per slot
     T_iter = max(T_exec, T_swap)
@@ -30,7 +30,7 @@ _NOT_NEGATIVE = (0, 2, 3, 4)
 """All but "prefill at all": it tells prompts from rows, whichever are dearer."""
 _FORGET = 0.998
 _UNSURE = 100.0
-"""Variance of a coefficient nobody has seen; forgetting never makes it larger."""
+"""Variance of a coefficient without observations; forgetting never makes it larger."""
 _SMOOTH = 0.05
 
 
@@ -85,7 +85,7 @@ class IterationCost(Learned):
         return self.exec_of(load.prefill_tokens, load.decode_rows, load.context)
 
     def exec_of(self, prefill_tokens: int, decode_rows: int, context: int) -> float:
-        """The same of bare numbers, for those who ask for every request."""
+        """The same of bare numbers, for callers that ask for every request."""
         seconds = self._base_s + self._row_s * decode_rows + self._position_s * context
         if prefill_tokens:
             prefill_s = self._prefill_s + self._token_s * prefill_tokens

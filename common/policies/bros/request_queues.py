@@ -36,7 +36,7 @@ class UrgentFirst:
         self._late_waiting = at
 
     def past_due_started(self) -> Iterator[Sequence]:
-        """Of `past_due` those who have started before this decision."""
+        """Of `past_due` the requests that had started before this decision."""
         return (item[2] for item in self._pending[: self._late])
 
     def past_due(self) -> Iterator[Sequence]:
@@ -46,7 +46,7 @@ class UrgentFirst:
         yield from (item[2] for item in self._waiting[: self._late_waiting])
 
     def skip_waiting(self) -> None:
-        """From now on only those who started already."""
+        """From now on only requests that have started."""
         self._end = self._at
 
     def __iter__(self) -> Iterator[Candidate]:

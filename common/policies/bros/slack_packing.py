@@ -39,7 +39,7 @@ _SMALLEST_CUT = 16
 class SlackPacking(IterationScheduler):
     """Differs from the paper:
 
-    - Requests that can no longer make it are those that would be late alone, or in an iteration with all who decode.
+    - Infeasible requests are those that would be late alone, or in an iteration with all decodes.
       Otherwise a request with a few milliseconds left empties the batch, which makes the next ones late, and so on
       for ever. They follow the others, and no request waits beyond the starvation times.
     - After the first request that does not fit no further prompt is taken, but rows of one token are, or best-effort
@@ -238,7 +238,7 @@ class SlackPacking(IterationScheduler):
         )
 
     def _pack_guaranteed(self, kv: KvAllocator, batch: Batch, chosen: list[tuple[float, Sequence]]) -> None:
-        """What is reserved is for them; the oldest may also take blocks from the youngest."""
+        """The reserve is for them; the oldest may also take blocks from the youngest."""
         batch.reserved = 0
         for sequence in batch.guaranteed:
             slots = slots_away(sequence, self._sharing)

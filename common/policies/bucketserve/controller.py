@@ -220,8 +220,8 @@ class BatchController:
     def _headroom(self, view: InstanceView) -> int:
         """Prompt tokens the worker may still be sent.
 
-        B8 · on a padded path it is sent one whole batch when it has less than half a forward left: whoever is sent as
-        soon as there is room for him goes alone, and a batch of one has no company to share a forward with.
+        B8 · on a padded path it is sent one whole batch when it has less than half a forward left: a request sent
+        as soon as it fits goes alone, and a batch of one shares its forward with no other.
         """
         if not self._padded:
             return self._ahead - view.queued_prefill_tokens

@@ -1,4 +1,4 @@
-"""What the global monitor's forecast means for the next batch, and what to do while the monitor is silent.
+"""The global monitor's forecast applied to the next batch, and the fallback while the monitor is silent.
 
 Read by `controller.py` for every round of batches. Pure.
 """

@@ -52,7 +52,7 @@ class LengthIndex:
             return
         best = self._best
         node = cell + self._leaves
-        while node and entry < best[node]:  # whoever is due before it here is so all the way up
+        while node and entry < best[node]:  # an entry due before it here is so all the way up
             best[node] = entry
             node >>= 1
 
@@ -62,14 +62,14 @@ class LengthIndex:
         self._group_counts[cell // _GROUP] -= 1
         self._total -= 1
         waiting = self._waiting[cell]
-        somebody = waiting.remove(entry)
-        if not somebody:
+        remain = waiting.remove(entry)
+        if not remain:
             del self._waiting[cell]
         best = self._best
         node = cell + self._leaves
         if best[node] != entry:  # another entry was due first
             return
-        best[node] = waiting.first if somebody else _NOBODY
+        best[node] = waiting.first if remain else _NOBODY
         node >>= 1
         while node and best[node] == entry:  # where it was not the first, it is not so further up
             left, right = best[2 * node], best[2 * node + 1]

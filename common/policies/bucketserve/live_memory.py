@@ -111,9 +111,9 @@ def _growth_blocks(view: InstanceView) -> int:
     else:  # it hands over before the response grows
         final = sum(work.prefill_left + work.context for work in stats.queue)
     growth = view.capacity.geometry.blocks_for(max(0, final - sum(work.context for work in stats.queue)))
-    everybody = stats.running + stats.waiting + stats.awaiting_kv + stats.parked
+    present = stats.running + stats.waiting + stats.awaiting_kv + stats.parked
     listed = len(stats.queue)
-    return -(-growth * everybody // listed) if 0 < listed < everybody else growth
+    return -(-growth * present // listed) if 0 < listed < present else growth
 
 
 def _peak_tokens(rows: Sequence[tuple[int, int]]) -> int:

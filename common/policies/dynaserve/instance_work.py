@@ -1,4 +1,4 @@
-"""What is on an instance, as the manager knows it: the last report, and what was sent there since (D4).
+"""The work of an instance, as the manager knows it: the last report, and requests sent there since (D4).
 
 Kept by the placement, one per instance. Turns reported progress into segments' work for a timeline, and learned step
 times into the seconds that work costs.
@@ -20,7 +20,7 @@ Balance = Literal["work", "end"]
 NOTHING = SegmentWork(0, 0, 0)
 
 _UNSEEN_S = 2.0
-"""What was sent so long ago and is still in no report has ended between two of them."""
+"""A request sent so long ago and still in no report has ended between two of them."""
 
 
 class InstanceWork:
@@ -138,8 +138,8 @@ class InstanceWork:
 
 
 def work_seconds(times: StepTimes, segment_work: SegmentWork) -> float:
-    """What a segment's work costs an instance that is busy anyway: its tokens, its row and what that row reads, but no
-    share of reading the weights."""
+    """The cost of a segment's work on an instance that is busy anyway: its tokens, its row and what that row reads, but
+    no share of reading the weights."""
     context = segment_work.context + segment_work.prefill
     decode_s = segment_work.decode * (
         times.row_s + times.token_s + times.position_s * (context + 0.5 * segment_work.decode)

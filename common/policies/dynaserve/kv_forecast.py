@@ -1,4 +1,4 @@
-"""What the cache of one worker will have to hold at worst, if every request's response ends where it is predicted.
+"""The most that the cache of one worker will have to hold, if every request's response ends where it is predicted.
 
 Asked by the worker's scheduler before it lets a prompt in: a prompt that is admitted and preempted again is computed
 twice, and between two of its tokens lies a gap that no bound on iterations prevents. Pure arithmetic.

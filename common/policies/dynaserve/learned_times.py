@@ -18,7 +18,7 @@ _PERCENTILE = 0.99
 
 
 class _Kept(msgspec.Struct, tag_field="kind", tag="dynaserve-batching"):
-    """What is kept over a restart: the profile table as it exports itself, and how late iterations came."""
+    """State kept over a restart: the profile table as it exports itself, and the lateness of iterations."""
 
     version: int
     table: msgspec.Raw

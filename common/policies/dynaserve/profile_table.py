@@ -69,7 +69,7 @@ class _ProfilePoint(msgspec.Struct):
 
 
 class _Profile(msgspec.Struct):
-    """What is needed of the file `cohort profile` writes."""
+    """The part read of the file that `cohort profile` writes."""
 
     points: list[_ProfilePoint]
 

@@ -113,7 +113,7 @@ class SloBatching(ArrivalQueues):
         if frozenset(row.sequence.key for row in plan.rows) != self._observed:
             return 0
         full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
-        # What is foreseen changes from one iteration to the next; that blocks are missing does not.
+        # The forecast changes from one iteration to the next; a lack of blocks does not.
         stands = not self._waiting or full or not leaves_next_blocks(kv, self._running, self._waiting[0])
         return UNTIL_DISTURBED if stands else 0
 
@@ -141,8 +141,9 @@ class SloBatching(ArrivalQueues):
         return min(bounds_s, default=self._options.tbt_slo_s)
 
     def _target_s(self, decodes: BatchShape) -> float:
-        """What the iteration aims at: the bound, or half of it while decodes arrive. Then a quarter of it stays for
-        prompts whatever the decodes take: nothing would be gained for the newcomer and prompts would stand still."""
+        """The duration an iteration aims at: the bound, or half of it while decodes arrive. Then a quarter of it stays
+        for prompts whatever the decodes take: nothing would be gained for the newcomer and prompts would stand
+        still."""
         whole_s = self._bound_s * min(1.0 - self._options.headroom, 1.0 / self._times.lateness.ratio)
         if not self._arriving:
             return whole_s
@@ -176,16 +177,16 @@ class SloBatching(ArrivalQueues):
 
     def _sort_out(self) -> None:
         """Every sequence into the queue of its phase, in arrival order."""
-        everybody = [*self._running, *self._waiting, *self._swapped]
+        sequences = [*self._running, *self._waiting, *self._swapped]
         misplaced = (
             any(s.phase is not Phase.RUNNING for s in self._running)
             or any(s.phase is not Phase.WAITING for s in self._waiting)
             or any(s.phase is not Phase.SWAPPED for s in self._swapped)
         )
         if misplaced:
-            self._running = sorted((s for s in everybody if s.phase is Phase.RUNNING), key=by_arrival)
-            self._waiting = sorted((s for s in everybody if s.phase is Phase.WAITING), key=by_arrival)
-            self._swapped = sorted((s for s in everybody if s.phase is Phase.SWAPPED), key=by_arrival)
+            self._running = sorted((s for s in sequences if s.phase is Phase.RUNNING), key=by_arrival)
+            self._waiting = sorted((s for s in sequences if s.phase is Phase.WAITING), key=by_arrival)
+            self._swapped = sorted((s for s in sequences if s.phase is Phase.SWAPPED), key=by_arrival)
 
 
 def plan_shape(plan: IterationPlan) -> BatchShape:

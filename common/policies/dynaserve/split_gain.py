@@ -1,4 +1,4 @@
-"""What a split is worth: how much sooner its two instances are done, less what other requests would have filled of that
+"""The gain of a split: how much sooner its two instances are done, less what other requests would have filled of that
 time.
 
 Asked by the placement before it splits a request. Knows when requests were placed, nothing else of the cluster; pure.

@@ -29,7 +29,7 @@ from cohort.common.types import InstanceId, RequestId, Segment, StepTimes
 _PROBES = 6
 """K of Alg. 1: split points tried for a request. Six halvings leave a sixty-fourth of it."""
 _COLD = StepTimes(1e-3, 1e-4, 1e-4, 1e-2, 1e-9, 1e-8)
-"""Before anybody has measured anything; only its proportions matter, and only for the first requests."""
+"""Until a worker has reported times; only the proportions matter, and only for the first requests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What an iteration costs, from six constants in closed form; and the other way round: how much prefill fits a time.
+"""The time of an iteration, from six constants in closed form; and the inverse: how much prefill fits a time.
 
 Asked by the worker's scheduler (through the profile table) and by the manager's execution predictor, which gets the
 constants with every report. Pure arithmetic; learns nothing (`profile_table` does).
@@ -29,7 +29,7 @@ class BatchShape(NamedTuple):
 
     @property
     def mean_context(self) -> float:
-        """Positions a row attends to: of the decodes, or of the prefill tokens where nobody decodes."""
+        """Positions a row attends to: of the decodes, or of the prefill tokens where no row decodes."""
         if self.decodes:
             return self.decode_context / self.decodes
         return self.prefill_pairs / self.prefill_tokens if self.prefill_tokens else 0.0

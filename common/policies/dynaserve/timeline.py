@@ -61,8 +61,8 @@ class Timeline:
         data = np.array(queued_work, dtype=np.float64).reshape(-1, 3)
         prefill, context, decode = data[:, 0], data[:, 1], data[:, 2]
         decoding = prefill == 0
-        # Rows and context beside the prompts, on average while these are computed: who decodes now, and half of those
-        # whose prompts come first.
+        # Rows and context beside the prompts, on average while these are computed: decodes of now, and half of the
+        # requests whose prompts come first.
         beside = float(decoding.sum()) + 0.5 * float((~decoding).sum() - 1 if len(data) else 0)
         positions = float(context[decoding].sum()) + 0.5 * float((context + prefill)[~decoding].sum())
         total = float(prefill.sum())
@@ -74,7 +74,7 @@ class Timeline:
         ends = starts + decode
         rows = len(data)
         if rows > limits.max_rows:
-            # Who has no row starts when, in order of time, somebody ends.
+            # A request without a row starts when, in order of time, another ends.
             order = np.argsort(starts, kind="stable")
             late = order[limits.max_rows :]
             starts[late] = np.maximum(starts[late], np.sort(ends[order])[: len(late)])

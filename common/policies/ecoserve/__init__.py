@@ -5,9 +5,9 @@ batch               groups in step, their ends, the clock (E3)
 task_order          the order of waiting prompts and decodes (E6)
 deadlines           when a request should be complete (E9)
 padding_ratio       how much longer than predicted a decode is allocated (E4)
-nesting, loans      who fits into whose second half; who must give back when (E7, E8)
+nesting, loans      which decode fits into another's second half, and when it must give back (E7, E8)
 nested_allocation   blocks with a stack of claims (E7)
-forecast, by_forecast   lending everything to everybody, by the predicted peak (E2, E7)
+forecast, by_forecast   lending all blocks to all decodes, by the predicted peak (E2, E7)
 forward_size        the target forward size from a profile (E1)
 """
 

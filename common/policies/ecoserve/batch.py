@@ -1,6 +1,6 @@
-"""E3 · The decodes that run in step: who joined when, whose group ends when. The clock counts iterations.
+"""E3 · The decodes that run in step: when each joined, when its group ends. The clock counts iterations.
 
-    join ──▶ one token an iteration, everybody ──▶ the clock reaches the group's end ──▶ ended
+    join ──▶ one token an iteration for each ──▶ the clock reaches the group's end ──▶ ended
                          └── done or stopped before: leave
 
 Owned by `TimeSynced`. Between two ends nothing about it changes, so nothing has to be decided.
@@ -22,12 +22,12 @@ class _Member:
 
 
 class SyncedBatch:
-    """E3 · EcoServe §3.2.2. A group is everybody whose end is the same iteration: those of equal length who joined at
-    once, and whoever joins later with as much left."""
+    """E3 · EcoServe §3.2.2. A group is all decodes that end in the same iteration: those of equal length that
+    joined at once, and later ones with as much left."""
 
     def __init__(self) -> None:
         self.clock = 0
-        """Iterations that members have run in; whoever owns the batch counts them."""
+        """Iterations that members have run in, counted by the batch's owner."""
         self.group_over = False
         """A group has ended, or its last member left it, since this was last reset."""
         self.groups_ended = 0

@@ -1,8 +1,8 @@
-"""E2, E7 taken to their end: who runs is decided by exact lengths, but nobody has blocks before it comes to them.
+"""E2, E7 taken to their end: the rows are decided by exact lengths, but a decode gets each block when it reaches it.
 
 KVC pipelining lends what one decode has allocated and does not use yet to another that is done before, by halves. With
-paged blocks nothing has to lie together, so all of it can be lent to everybody: `Forecast` says whether the predicted
-lengths of all who run ever need more blocks together than there are.
+paged blocks nothing has to lie together, so all of it can be lent to all decodes: `Forecast` says whether the
+predicted lengths of all running ones ever need more blocks together than there are.
 
     prompt ─▶ starts when it and its decode fit ─▶ decode runs at once ─▶ takes a block when it comes to it
                                                      └── none is free, predictions were wrong: the loosest goes to
@@ -27,7 +27,7 @@ from cohort.common.policies.sequences import resume
 from cohort.common.sequence import Phase, Sequence
 
 _LOOKED_AT = 16
-"""Waiting prompts that are tried when the first does not fit: each costs a pass over everybody who runs."""
+"""Waiting prompts that are tried when the first does not fit: each costs a pass over every running decode."""
 
 
 class ByForecast(TimeSynced):
@@ -35,7 +35,7 @@ class ByForecast(TimeSynced):
         super().__init__(options, limits)
         self._infeasible_until = 0
         """On the batch's clock: no prompt fitted, and until then none will be tried unless something happens. Time
-        makes room, too: the later somebody starts, the less it holds when others end."""
+        frees blocks, too: the later a decode starts, the fewer it holds when others end."""
 
     def add(self, now_s: float, sequence: Sequence) -> None:
         super().add(now_s, sequence)
@@ -44,7 +44,7 @@ class ByForecast(TimeSynced):
     def remove(self, now_s: float, sequence: Sequence) -> None:
         super().remove(now_s, sequence)
         self._infeasible_until = 0
-        self._group_over = True  # whoever waits may fit now
+        self._group_over = True  # a waiting decode may fit now
 
     def _revise(self, now_s: float, sequence: Sequence) -> None:
         super()._revise(now_s, sequence)
@@ -57,8 +57,8 @@ class ByForecast(TimeSynced):
     # -- the forecast ------------------------------------------------------------------------------------------
 
     def _forecast(self, kv: KvAllocator) -> Forecast:
-        """Who runs, to its group's end; prompts that are being computed, with their decodes; all other blocks that are
-        taken (decodes that wait, KV transfers) stay so."""
+        """Running decodes, to their groups' ends; prompts that are being computed, with their decodes; all other blocks
+        that are taken (decodes that wait, KV transfers) stay so."""
         found = Forecast(kv.total_blocks, kv.geometry.block_size)
         others = kv.total_blocks - kv.free_blocks - kv.cached_blocks
         for sequence in self._batch.sequences:
@@ -88,12 +88,12 @@ class ByForecast(TimeSynced):
         return super()._formation_is_due(kv)
 
     def _nest(self, waiting: list[tuple[Rank, int, Sequence]], kv: KvAllocator) -> None:
-        """Nobody has blocks to lend."""
+        """No decode has blocks to lend."""
 
     def _allocate(
         self, now_s: float, waiting: list[tuple[Rank, int, Sequence]], kv: KvAllocator, plan: IterationPlan
     ) -> None:
-        """E3, E6 · In order of groups, each who fits; behind one that is overdue for too long, nobody."""
+        """E3, E6 · In order of groups, each decode that fits; none behind one that is overdue for too long."""
         if not waiting:
             return
         forecast = self._forecast(kv)
@@ -132,7 +132,7 @@ class ByForecast(TimeSynced):
 
     def _next_prompt(self, now_s: float, kv: KvAllocator, tokens: int) -> Sequence | None:
         """E1, E6 · The first in order that fits with its decode, begun in part if the iteration is short of tokens;
-        behind one that is overdue for too long, nobody."""
+        none behind one that is overdue for too long."""
         head = self._prompts.head()
         if head is None or self._batch.clock < self._infeasible_until:
             return None

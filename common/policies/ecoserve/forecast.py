@@ -1,6 +1,6 @@
-"""E2, E7 · Whether the cache can hold everybody until their predicted ends: the peak of what they will hold together.
+"""E2, E7 · Whether the cache can hold all decodes until their predicted ends: the peak of what they will hold together.
 
-    blocks ▲        ╱▏ most blocks are needed just before somebody ends,
+    blocks ▲        ╱▏ most blocks are needed just before a decode ends,
            │   ╱▏  ╱ ▏ so only the ends have to be looked at
            │  ╱ ▏ ╱  ▏╲
            │ ╱  ▏╱      ▏
@@ -8,8 +8,8 @@
              end of 1   end of 2
 
 KVC pipelining lends what one decode has allocated and does not use yet to another that is done before. Taken to its
-end, nobody has unused blocks: a decode runs if nobody will have too few at any time, and takes each block when it
-comes to it. Called by `TimeSynced`. Pure arithmetic over lengths; holds no blocks.
+end, no decode has unused blocks: a decode runs if none will have too few at any time, and takes each block when it
+reaches it. Called by `TimeSynced`. Pure arithmetic over lengths; holds no blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Forecast:
         insort(self._members, (-left, computed))
 
     def hold(self, blocks: int) -> None:
-        """So many are taken throughout, by who waits; negative = no more."""
+        """So many are taken throughout, by waiting sequences; negative = no more."""
         self._headroom -= blocks
 
     def fits(self, computed: int, left: int, spare: int = 0) -> bool:

@@ -1,7 +1,7 @@
-"""E7, E8 · Loans of blocks: who borrows from whom, and who must give back when.
+"""E7, E8 · Loans of blocks: which sequence borrows from which, and when it must give back.
 
-Owned by `TimeSynced`. Finds borrowers for the lenders of a batch (`nesting` says who fits), and tells in time which
-borrower stands where a lender is about to write. Evicts nobody itself.
+Owned by `TimeSynced`. Finds borrowers for the lenders of a batch (`nesting` says which ones fit), and tells in time
+which borrower stands where a lender is about to write. Evicts no sequence itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Loans:
     def arrange(
         self, batch: SyncedBatch, candidates: list[Candidate], kv: KvAllocator, sharing: BlockSharing, places: int
     ) -> list[Candidate]:
-        """E7 · Borrowers for the second halves of everybody in the batch, recursively, at most `places` of them; they
+        """E7 · Borrowers for the second halves of all members of the batch, recursively, at most `places` of them; they
         have their blocks now and join the batch, and may lend in turn. `candidates` loses them."""
         candidates.sort()
         size = kv.geometry.block_size
@@ -80,8 +80,8 @@ class Loans:
                 return
 
     def due(self, batch: SyncedBatch, kv: KvAllocator, sharing: BlockSharing) -> Iterable[tuple[Sequence, int]]:
-        """E8 · Running lenders that write now into a block they have lent, with the block's index in their table. The
-        caller sees to it that nobody is left in the block before it asks for the next."""
+        """E8 · Running lenders that write now into a block they have lent, with the block's index in their table.
+        The caller sees to it that no borrower is left in the block before it asks for the next."""
         size = kv.geometry.block_size
         while self._due and self._due[0][0] <= batch.clock:
             _, _, lender, index = heapq.heappop(self._due)

@@ -1,4 +1,4 @@
-"""E7 · Blocks with a stack of claims: who has them allocated but unused lends them, and gets them back.
+"""E7 · Blocks with a stack of claims: a sequence lends blocks it has allocated but not used yet, and gets them back.
 
 The `KvAllocator` of the preset `ecoserve`: the paged allocator, with which a prompt gets exactly its blocks and an
 decode exactly those of its predicted length (E2: the scheduler asks for them at once), plus lending.
@@ -6,8 +6,8 @@ decode exactly those of its predicted length (E2: the scheduler asks for them at
     claims of a block, bottom to top        lender ─ borrower ─ borrower's borrower
                                                                 └── the only one that may have KV in it
 
-Called by `TimeSynced`, which decides who borrows what and until when. Other schedulers never lend, and to them this is
-the paged allocator. Never moves KV, never decides who is late.
+Called by `TimeSynced`, which decides which sequence borrows which blocks until when. Other schedulers never lend, and
+to them this is the paged allocator. Never moves KV, never decides which borrower is late.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class NestedAllocator(PagedAllocator, BlockSharing):
         return True
 
     def borrowers(self, lender: Sequence, index: int) -> list[Sequence]:
-        """Who stands above the lender in the block at `index` of its table, top first; empty = it may write there."""
+        """Sequences above the lender in the block at `index` of its table, top first; empty = it may write there."""
         stack = self._claims.get(self._held[lender.key].blocks[index])
         if stack is None:
             return []
@@ -136,15 +136,15 @@ class NestedAllocator(PagedAllocator, BlockSharing):
         size = self.geometry.block_size
         for block, stack in self._claims.items():
             if len(stack) < 2:
-                raise InvariantViolated(f"block {block} is lent to nobody")
+                raise InvariantViolated(f"block {block} is lent without a borrower")
             for claim in stack:
                 holding = self._held.get(claim.sequence.key)
                 if holding is None or holding.blocks[claim.index : claim.index + 1] != [block]:
-                    raise InvariantViolated(f"block {block} is claimed by {claim.sequence.key}, who does not hold it")
+                    raise InvariantViolated(f"block {block} is claimed by {claim.sequence.key}, which does not hold it")
             for claim in stack[:-1]:
                 if claim.sequence.computed > claim.index * size:
                     raise InvariantViolated(
-                        f"block {block} is lent by {claim.sequence.key}, who has {claim.sequence.computed} positions"
+                        f"block {block} is lent by {claim.sequence.key}, which has {claim.sequence.computed} positions"
                     )
         owners: dict[int, int] = {}
         for holding in self._held.values():

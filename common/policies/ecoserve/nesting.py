@@ -42,7 +42,7 @@ class Place:
         return self.end_block - self.first_block
 
     def behind(self, blocks: int, block_size: int) -> Place:
-        """What is left of the place behind its first `blocks`: the lender comes there later still."""
+        """The rest of the place behind its first `blocks`: the lender comes there later still."""
         return Place(self.first_block + blocks, self.end_block, self.iterations + blocks * block_size)
 
 

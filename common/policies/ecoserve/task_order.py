@@ -22,7 +22,7 @@ class Ranges:
     """E6 · EcoServe §3.3's magnitude ranges.
 
     `deadline_s`: bounds between ranges of the time left (the paper's example: 0.5 and 2). `overdue_s`: what is late is
-    ranged by its deadline in steps of this, the latest first, so that nobody starves behind ever new ones.
+    ranged by its deadline in steps of this, the latest first, so that no task starves behind ever new ones.
     `occupied_tokens`: KV positions held, in steps of this.
     """
 
@@ -135,8 +135,8 @@ class PromptQueue:
         return found
 
     def fitting(self, tokens: int) -> Sequence | None:
-        """E6 · The longest prompt of at most `tokens` in the first class that has one, by bisection. First come, first
-        served knows no search: the head or nobody."""
+        """E6 · The longest prompt of at most `tokens` in the first class that has one, by bisection. FCFS knows no
+        search: the head or none."""
         if not self._ordered:
             head = self.head()
             return head[0] if head is not None and head[0].target <= tokens else None

@@ -4,11 +4,11 @@
                  │ up to the target                 ▲      │ whole predicted length at once (E2),
                  │ forward size (E1)                │      │ or inside another's second half (E7)
                  │                                  └──────┴─ group over and not done: stop, KV stays (E5)
-                 └◀──────── evicted: late borrowers (E8), or nobody could run any more
+                 └◀──────── evicted: late borrowers (E8), or no sequence could run
 
 The `IterationScheduler` of the preset `ecoserve`. Between two ends of groups only prompts are chosen; `stats` counts
 how many iterations needed no formation of the batch, and how many no decision at all. A wrong prediction costs time,
-never a decode: nobody is cut off, and who outlives a prediction waits with its KV and goes on.
+never a decode: none is cut off, and one that outlives its prediction waits with its KV and continues.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TimeSynced(IterationScheduler):
       for another's group), and when decodes that ended early have freed more than the reserve.
     - Prompts stop at `waiting_share`: taking them "until the TFS is reached" fills the cache with decodes that cannot
       run.
-    - With nobody able to run, the first in order gets its place by evicting the last.
+    - When no sequence can run, the first in order gets its place by evicting the last.
     """
 
     def __init__(self, options: EcoServeConfig, limits: IterationLimits) -> None:
@@ -67,7 +67,7 @@ class TimeSynced(IterationScheduler):
         self._decodes: dict[Attempt, Sequence] = {}
         """Waiting to run: with KV on the device, or swapped out."""
         self._stopped: set[Attempt] = set()
-        """Who had to wait because it outlived its prediction."""
+        """Decodes that had to wait because they outlived their predictions."""
         self._batch = SyncedBatch()
         self._loans = Loans(options.buffer)
         self._drained = True
@@ -146,7 +146,7 @@ class TimeSynced(IterationScheduler):
 
     def _revise(self, now_s: float, sequence: Sequence) -> None:
         """E4 · A prediction came late, or a better one. Waiting decodes are grouped by the prediction at hand when the
-        batch is formed; who runs keeps what is allocated, but a group that it would outlive is left by E5."""
+        batch is formed; a running one keeps what is allocated, but leaves a group that it would outlive by E5."""
         if self._prompts.remove(sequence):
             self._prompts.add(now_s, sequence, self._deadlines.of(sequence))
 
@@ -219,13 +219,13 @@ class TimeSynced(IterationScheduler):
         return max(0, kv.geometry.blocks_for(sequence.computed + length) - held)
 
     def _before_rows(self, now_s: float, kv: KvAllocator, plan: IterationPlan) -> None:
-        """Everybody in the batch has the blocks of its whole predicted length."""
+        """Every member of the batch has the blocks of its whole predicted length."""
 
     # -- ends --------------------------------------------------------------------------------------------------
 
     def _end_groups(self, kv: KvAllocator) -> None:
-        """E5 · Who is not done when its group ends: on with the reserve, or with what its last block still holds; else
-        it stops with the group and waits, its KV where it is (offload-free)."""
+        """E5 · A decode that is not done when its group ends: on with the reserve, or with what its last block still
+        holds; else it stops with the group and waits, its KV where it is (offload-free)."""
         for sequence in self._batch.ended():
             if self._continues(sequence, self._length(sequence), kv):
                 self._count.continued += 1
@@ -290,16 +290,17 @@ class TimeSynced(IterationScheduler):
         lengths = [(self._length(s), s) for s in self._decodes.values()]
         waiting = sorted((self._rank(now_s, s, length), length, s) for length, s in lengths)
         if len(self._prompts) or sum(self._lacks(s, length, kv) for _, length, s in waiting) > self._headroom(kv):
-            self._nest(waiting, kv)  # a loan may have to be given back: none while there are blocks for everybody
+            self._nest(waiting, kv)  # a loan may have to be given back: none while there are blocks for all
         self._allocate(now_s, [task for task in waiting if task[2].key in self._decodes], kv, plan)
         self._nest(waiting, kv)
         self._drained = not self._decodes
 
     def _nest(self, waiting: list[tuple[Rank, int, Sequence]], kv: KvAllocator) -> None:
-        """E7 · Borrowers among those who wait."""
+        """E7 · Borrowers among the waiting decodes."""
         if not self._parts.pipelined or self._sharing is None or not self._decodes:
             return
-        # Who is handed over later keeps its blocks until they are sent, which may be late: it does not borrow.
+        # A sequence that another worker continues keeps its blocks until they are sent, which may be late: it does not
+        # borrow.
         candidates = [
             Candidate(length, self._deadlines.of(s), s.key, self._lacks(s, length, kv), s)
             for _, length, s in waiting
@@ -318,8 +319,8 @@ class TimeSynced(IterationScheduler):
     def _allocate(
         self, now_s: float, waiting: list[tuple[Rank, int, Sequence]], kv: KvAllocator, plan: IterationPlan
     ) -> None:
-        """E3 · Whole groups in order of their first member; the one that does not fit is split; then (E6) whoever comes
-        closest to the room left."""
+        """E3 · Whole groups in order of their first member; the one that does not fit is split; then (E6) the
+        decode that comes closest to the blocks left."""
         headroom = self._headroom(kv)
         if not waiting:
             return
@@ -389,7 +390,7 @@ class TimeSynced(IterationScheduler):
                 rows.append(Row(sequence, sequence.computed, count))
                 tokens -= count
         if not self._parts.decoupled and len(self._batch) and not formed:
-            return rows  # SyncCoupled: whoever joins, joins with a group
+            return rows  # SyncCoupled: a decode joins with a group only
         while tokens > 0 and len(rows) < places:
             chosen = self._next_prompt(now_s, kv, tokens)
             if chosen is None or not start(chosen, kv):
@@ -426,7 +427,7 @@ class TimeSynced(IterationScheduler):
             return None
         return self._prompts.fitting(min(tokens, headroom)) or self._prompts.fitting(headroom)
 
-    # -- when nobody can run -----------------------------------------------------------------------------------
+    # -- when no sequence can run ---------------------------------------------------------------------------------
 
     def _force(self, now_s: float, kv: KvAllocator, plan: IterationPlan) -> list[Row]:
         """Decodes and begun prompts hold all blocks, and none has enough to go on: the last in order make room for the

@@ -1,1 +1,1 @@
-"""What one decision of a policy costs, whatever is queued: pure policies on one core, no model, no processes."""
+"""The time of one decision of a policy, at any length of queue: pure policies on one core, no model, no processes."""

@@ -101,7 +101,7 @@ QUICK = Sizes((100, 400), (10, 50), 5)
 
 
 def tasks(sizes: Sizes) -> Iterator[tuple[str, Callable[[], list[Curve]]]]:
-    """What is measured, and how: each call takes seconds at most."""
+    """The measurements in order: each call takes seconds at most."""
     yield "prefix cache against its size", partial(prefix_cache, sizes)
     yield "worker's scheduler against waiting requests", partial(iteration_scheduler, sizes)
     for preset in ("cohort", "bucketserve"):
@@ -196,7 +196,7 @@ def _admit_s(kv: PagedAllocator, sequence: Running) -> float:
 
 
 def _ran(plan: IterationPlan, kv: PagedAllocator) -> None:
-    """The plan's rows were computed; who reached the last known token drew another."""
+    """The plan's rows were computed; sequences that reached their last known token sampled another."""
     for row in plan.rows:
         sequence = row.sequence
         sequence.computed = row.start + row.count
@@ -212,7 +212,7 @@ def _sequence(name: str, tokens: list[int], arrived_s: float = 0.0) -> Running:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Garbage collection is measured by nobody here: it would hit one call in hundreds."""
+    """Garbage collection is not measured here: it would hit one call in hundreds."""
     gc.collect()
     gc.disable()
     try:

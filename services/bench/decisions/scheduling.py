@@ -1,4 +1,4 @@
-"""What one request of scheduling costs, whatever waits: `cohort bench decisions prefill-order`.
+"""The time of scheduling one request, at any length of queue: `cohort bench decisions prefill-order`.
 
 Measures a `PrefillOrder` as the manager uses it: every arrival is one `add` and one `decide`, every report one more
 `decide`; the queue is kept at a fixed length. Prints microseconds per request over queue lengths and over bucket counts

@@ -184,7 +184,7 @@ def _size(size: float) -> str:
 
 
 def targets(every: Sequence[Target]) -> Table:
-    """What was wanted beside what was found."""
+    """Targets beside results."""
     found = plain_table("target", "wanted", "found", "")
     for target in every:
         sign = "≤" if target.at_most else "≥"

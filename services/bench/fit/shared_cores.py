@@ -35,7 +35,7 @@ from cohort.services.simulator.hardware import Cluster, load_cluster, load_model
 
 _ROW = re.compile(r"\[(\d+), (\d+)\)(?:;|$)")
 _AT_ONCE_S = 0.005
-"""A plan that follows an iteration by less was waited for by nobody."""
+"""No process waited for a plan that follows an iteration by less."""
 _STALLED_S = 0.2
 
 

@@ -1,4 +1,4 @@
-"""What a section is given."""
+"""The inputs of a section."""
 
 from __future__ import annotations
 

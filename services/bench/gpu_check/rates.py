@@ -1,4 +1,4 @@
-"""What the device itself does: copy bandwidth, matrix rate; and the time of a call on it.
+"""The rates of the device itself: copy bandwidth, matrix rate; and the time of a call on it.
 
 Called by the sections for the ceilings that their figures are held against, each in its own process. Random data
 throughout: zeros run faster.

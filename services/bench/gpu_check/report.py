@@ -1,4 +1,4 @@
-"""What a section found: rows of figures against targets, written as they are found, so that a deadline loses none.
+"""The results of a section: rows of figures against targets, written as they are found, so that a deadline loses none.
 
 Written by the sections, read by `scripts/gpu_check`. Pure but for the file it appends to.
 """
@@ -102,7 +102,7 @@ class Findings:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """What a section wrote before it ended, however it ended."""
+    """The rows that a section wrote before it ended, however it ended."""
     if not file.is_file():
         return []
     rows = []

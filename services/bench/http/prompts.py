@@ -123,7 +123,7 @@ class PromptFactory:
         """A text of `plan.prompt_tokens` tokens by the tokenizer, special tokens of the server not counted.
 
         One word is one token, but a tokenizer may merge in ways that a pair does not show: so the text is counted and
-        corrected. What the server counted is compared with the plan in the report in any case.
+        corrected. The server's count is compared with the plan in the report in any case.
         """
         words = self._vocabulary.words
         if not words:

@@ -28,7 +28,7 @@ from cohort.services.bench.http.target import Dialect
 from cohort.services.bench.http.workload import WorkloadFacts
 
 MAX_GROUPS = 12
-"""More kinds than this are not broken down: a table nobody reads."""
+"""More kinds than this are not broken down: the table would be too long to read."""
 LAG_WARNING_MS = 10.0
 QUEUE_WARNING_MS = 50.0
 

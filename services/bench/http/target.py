@@ -1,4 +1,4 @@
-"""Who serves at a URL, and which of our wishes it accepts: model, context, token ids, `ignore_eos`, usage in streams.
+"""The server at a URL, and which wishes it accepts: model, context, token ids, `ignore_eos`, usage in streams.
 
 Called by `harness` before the first run. `discover` reads `/v1/models`; `negotiate` sends tiny requests until one is
 accepted, giving up the wishes a server refuses one by one, so that the same benchmark drives strict servers too. What
@@ -27,7 +27,7 @@ PromptFormat = Literal["ids", "text"]
 Endpoint = Literal["completions", "chat"]
 
 PROBE_PLAN = RequestPlan(index=0, due_s=None, prompt_tokens=8, output_tokens=2)
-"""What a negotiation sends, unless the workload has texts of its own."""
+"""The request of a negotiation, unless the workload has texts of its own."""
 _REFUSED_STATUS = ("http_400", "http_404", "http_405", "http_415", "http_422", "http_501")
 """Answers that may mean 'not in this form'; anything else ends the negotiation."""
 
@@ -69,7 +69,7 @@ class Dialect(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """What the user wants; None: whatever the server accepts, best first."""
+    """The user's wishes; None: the best that the server accepts."""
 
     endpoint: Endpoint | None
     prompt_format: PromptFormat | None

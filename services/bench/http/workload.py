@@ -72,7 +72,7 @@ class RequestPlan:
 
 
 class WorkloadFacts(msgspec.Struct, frozen=True):
-    """What a reader of a result must know of its workload. Lengths are as planned, after clipping."""
+    """Facts that a reader of a result must know of its workload. Lengths are as planned, after clipping."""
 
     arrivals: str
     source: str

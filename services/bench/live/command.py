@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cases(args: argparse.Namespace, comparison: spec.Comparison) -> Sequence[spec.Case]:
-    """What is measured, in order, all of it checked. Raises `ConfigError`."""
+    """The runs to measure, in order, all of them checked. Raises `ConfigError`."""
     rounds = args.rounds if args.rounds is not None else comparison.spec.rounds
     if rounds < 1 or args.first_round < 0:
         raise ConfigError("--rounds must be above 0, and --first-round not below")

@@ -56,7 +56,7 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one run left. `overall`: each client's report of all its requests; `rows`: its answered requests; `stats`:
+    """The data of one run. `overall`: each client's report of all its requests; `rows`: its answered requests; `stats`:
     every process's own, by instance; `metrics`: the Prometheus text of all of them."""
 
     overall: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What an expression may name: parameters, clients, the fields of a client's report (dotted) and its columns."""
+    """The names of an expression: parameters, clients, the fields of a client's report (dotted) and its columns."""
 
     parameters: frozenset[str] = frozenset()
     clients: frozenset[str] = frozenset()

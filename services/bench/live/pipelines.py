@@ -48,8 +48,8 @@ def start_cohort(*arguments: str) -> subprocess.Popen[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What a client saw: its report of all its requests, and the numbers of each that was answered; one that does not
-    exist (TPOT of a single token) is 0."""
+    """The observations of a client: its report of all its requests, and the numbers of each that was answered; one that
+    does not exist (TPOT of a single token) is 0."""
 
     overall: dict[str, Any]
     rows: list[dict[str, float]]

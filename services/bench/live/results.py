@@ -1,4 +1,5 @@
-"""What a live comparison found: runs as they were measured, and their rounds put together. Read and written as JSON.
+"""The results of a live comparison: runs as they were measured, and their rounds put together. Read and written as
+JSON.
 
 Written after every run, so that an interruption loses none, and so that a comparison can be made in several sittings.
 """
@@ -56,7 +57,7 @@ def run_of(load: str, system: str, round_: int, values: Mapping[str, float]) -> 
 
 
 def read_results(path: Path) -> Results:
-    """What an earlier sitting wrote. Raises `ConfigError`."""
+    """The results of an earlier sitting. Raises `ConfigError`."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Results)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a live comparison compares: a YAML file, read and checked in full before anything starts.
+"""The specification of a live comparison: a YAML file, read and checked in full before anything starts.
 
     systems      what is compared: a preset, and what is laid over it
     loads        under what: the clients that run at once, each with options of `cohort bench`
@@ -39,7 +39,7 @@ _OPTIONS_WE_GIVE = frozenset({"help", "url", "compare", "sweep", "capacity", "js
 
 
 class Overlay(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is laid over a preset."""
+    """The overrides of a preset."""
 
     config: dict[str, Any] = {}
     set: list[str] = []

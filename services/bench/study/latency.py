@@ -1,4 +1,4 @@
-"""What one prediction takes on this core, alone or while another process trains."""
+"""The time of one prediction on this core, alone or while another process trains."""
 
 from __future__ import annotations
 

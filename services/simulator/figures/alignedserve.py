@@ -127,7 +127,7 @@ def _said(run: _Run) -> str:
     """What of a run is not as in the module's head."""
     kernels = "" if run.attention == "unit_per_row" else run.attention.replace("_", " ").replace("kv", "KV")
     waits = "iterations wait as in Fig. 11" if run.waits else ""
-    bound = f"nobody waits beyond {run.starvation_s:g} s" if run.starvation_s < _NEVER_S else ""
+    bound = f"no request waits beyond {run.starvation_s:g} s" if run.starvation_s < _NEVER_S else ""
     held = "joining up to B_max only" if "fill_memory" in run.without else ""
     return "; ".join(part for part in (kernels, waits, held, bound) if part)
 
@@ -319,7 +319,7 @@ REMARKS: tuple[str, ...] = (
     "1.10 to 1.12 with all three.",
     "What gains is whom the density first search leaves out. The fullest range of prefixes is a range of short "
     "ones, and while such requests keep coming the long ones wait: worth up to 1.14 (OPT-2.7B) and 1.24 (OPT-13B) "
-    "by the ceiling, 1.12 and 1.13 measured, 1.15 and 1.32 with Azure's lengths. With nobody waiting beyond 10 s, "
+    "by the ceiling, 1.12 and 1.13 measured, 1.15 and 1.32 with Azure's lengths. With no request waiting beyond 10 s, "
     "the preset's default, 1.14 of the 1.32 is left. Where all lengths are alike common (LongBench-like, uniform) "
     "or the rows of an iteration and not memory are what is full (ShareGPT) nothing is gained. The paper says "
     "neither how deep its overload is nor how long its long requests waited.",
@@ -339,8 +339,9 @@ REMARKS: tuple[str, ...] = (
     "Tried, in tokens/s decoded on OPT-13B, synthetic and Azure (disaggregated first come first served: 1,688 and "
     "1,016): the next batch begins when the running one has drained to B_max, 1,876 and 1,230; as soon as there "
     "is room, which is what the paper does, 1,904 and 1,280; and it is of fewer than R_min when what runs holds "
-    "less than B_max, 1,904 and 1,342 (kept); always of however few wait, 1,829 and 1,195; who does not fit is "
-    "passed over, 1,283 instead of 1,280 with Azure's lengths; a twentieth of the cache kept free or a fiftieth, "
+    "less than B_max, 1,904 and 1,342 (kept); always of however few wait, 1,829 and 1,195; a request that does not "
+    "fit is passed over, 1,283 instead of 1,280 with Azure's lengths; a twentieth of the cache kept free or a "
+    "fiftieth, "
     "1.5 % more with 92 evictions instead of 4 (not kept). Counting tokens when their answers end, as this page "
     "did before, makes 0.95 of it: a batch ends late.",
 )

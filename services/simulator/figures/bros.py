@@ -246,10 +246,11 @@ REMARKS: tuple[str, ...] = (
     "How long it lasts decides how much is gained: such queues grow until the end. vLLM's normalised latency, "
     "OPT-30B, ShareGPT at 10/s: 242 ms counted between 15 and 60 s, 371 between 50 and 100, 561 between 60 and 180, "
     "while its best-effort throughput falls from 2.4 to 1.23/s, because a batch of best-effort requests stands in the "
-    "same queue. The paper's runs last 600 s. Draining the queue after the last arrival, so that everybody counts, "
+    "same queue. The paper's runs last 600 s. Draining the queue after the last arrival, so that every request counts, "
     "does not change the comparison: 324 to 168 ms where it was 242 to 132.",
-    "Tried, first way, longer runs (figures above: 100 s instead of the 60 s of before). Second way, who starves goes "
-    "first in one iteration of ten instead of all: with more late requests than can be served the guard made it first "
+    "Tried, first way, longer runs (figures above: 100 s instead of the 60 s of before). Second way, starving "
+    "requests go first in one iteration of ten instead of all: with more late requests than can be served the guard "
+    "made it first "
     "come, first served again. OPT-30B as above, 50 to 100 s: normalised latency 194 to 128 ms, TTFT attainment 0.59 "
     "to 0.84; Llama-3-70B: 373 to 203 ms, 0.60 to 0.76, TPOT attainment 0.36 to 0.79.",
     "Third way, best-effort throughput: it was 0.04/s there against vLLM's 2.52, because newcomers take every block "
@@ -260,9 +261,9 @@ REMARKS: tuple[str, ...] = (
     "is short and not memory: Llama-3-70B, TPOT attainment 0.31 without, 0.90 with. There best-effort throughput "
     "stays near zero at 10/s: 200 rows of real-time requests take 136 ms, and what their deadlines leave of it is "
     "theirs.",
-    "Fifth, waiting 60 s before somebody counts as starving gives about the same as the second way (148 ms, 0.87) and "
-    "is none: after a minute of overload all of those who wait have waited that long.",
-    "At 5/s nobody has to be refused and TTFT attainment is near 1: 4 times vLLM's 0.24, which is all there is to "
+    "Fifth, waiting 60 s before a request counts as starving gives about the same as the second way (148 ms, 0.87) and "
+    "is none: after a minute of overload all waiting requests have waited that long.",
+    "At 5/s no request has to be refused and TTFT attainment is near 1: 4 times vLLM's 0.24, which is all there is to "
     "gain. Latency there is what iterations are filled to, up to the most urgent deadline, as Alg. 1 has it.",
     "Without shared blocks (Fig. 13) best-effort requests are dropped for real-time ones at once, so that these keep "
     "their targets there too; what sharing gains here is best-effort throughput.",

@@ -256,7 +256,8 @@ FIGURES: tuple[Figure, ...] = (
 REMARKS = (
     "Where memory goes (5a): a 13B model leaves 10.1 GB of KV on such a device, 12,364 tokens, three requests of "
     "4,096; half of the 400 requests are as long, with 267 answer tokens on average. Three decode devices hold nine "
-    "of them, four colocated ones twelve, and a decode step reads 26 GB of weights for three rows whoever schedules. "
+    "of them, four colocated ones twelve, and a decode step reads 26 GB of weights for three rows whatever the "
+    "scheduler. "
     "The one prefill device needs about 100 s for all 812,000 prompt tokens. So memory for decoding decides, and no "
     "order of prompts changes it: against four colocated models we lose, with two prefill and two decode workers "
     "more.",
@@ -265,7 +266,7 @@ REMARKS = (
     "compute); its cache as one rectangle of the longest prompt and answer (Eq. 1); both. Not modelled: that finished"
     " rows compute on to the end of their batch.",
     "Against DistServe three: two and two workers; memory promised by the 90 % quantile instead of the mean, which "
-    "changes nothing here; and both sides padded, buckets against one bucket of whoever came first. DistServe "
+    "changes nothing here; and both sides padded, buckets against one bucket in order of arrival. DistServe "
     "computes prompts of any length side by side, as we do, so padding is a cost to neither, and only the order of "
     "prompts is left.",
     "On the padded path of the CPU engine buckets pay, live; without padding more is computed than with it: "

@@ -1,4 +1,4 @@
-"""What each paper claims in its headlines, by the figures that answer it, and why ours differs where it does.
+"""The claims of each paper's headlines, by the figures that answer them, and why ours differs where it does.
 
 The table at the head of docs/reproduction.md is made of this list by `verdicts.py`; the verdicts are computed, the
 reasons are typed here. A claim names figures of the modules beside this one by their ids. Measures nothing.

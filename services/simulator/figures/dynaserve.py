@@ -412,7 +412,7 @@ REMARKS: tuple[str, ...] = (
     "be gained; with few decodes nothing changes. Table 2 shows both stacks.",
     "Third way: memory. A prompt now comes in only if the cache will hold all answers as foreseen. On 14B it changes "
     "nothing: iterations reach the bound before the cache is full (at most 0.4 of it on the hybrid, BurstGPT and "
-    "reasoning workloads), and the colocated baseline, which has no such rule, preempts nobody there.",
+    "reasoning workloads), and the colocated baseline, which has no such rule, preempts no request there.",
     "Fourth way: what splits cost. Iterations aimed at half the bound while any short prompt was on its way; now "
     "only for the last piece of a prompt and the last two blocks of an answer.",
     "Distance to the offline search: an earlier figure of 92 % counted the answers that ended in the window, of "

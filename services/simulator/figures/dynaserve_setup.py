@@ -52,7 +52,7 @@ _STEP = 1.07
 _FAR = 36
 """Steps below the start at which a search gives up; more than a factor of ten."""
 _FULL_CHUNK, _FULL_ROWS = 2048, 64
-"""The cheapest batches that anybody runs: vLLM's largest chunk, and so many decodes beside it."""
+"""The cheapest batches that any system runs: vLLM's largest chunk, and so many decodes beside it."""
 
 _START: Mapping[str, float] = {"azure-code": 6.0, "burstgpt": 9.0, "arxiv": 3.5, "reasoning": 2.5, "hybrid": 7.0}
 _TRACES: Mapping[str, str] = {

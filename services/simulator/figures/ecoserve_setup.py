@@ -5,8 +5,8 @@ What the paper leaves open, and what is taken here for all systems alike:
     rates        the paper's own (Table 2) are beyond what one device serves by its data sheet (28 ShareGPT requests a
                  second are 9,500 tokens a second), so figures at one rate are taken where EcoServe itself saturates:
                  `_OVERLOAD` times its sustained rate for throughput, JCT, failures, parts; `CALM` times for promises.
-                 Throughput by parts is shown at the paper's own rates, too: there nearly everybody waits, and requests
-                 a second depend on who is chosen
+                 Throughput by parts is shown at the paper's own rates, too: there nearly all requests wait, and
+                 requests a second depend on which are chosen
     sustained    the highest rate at which the mean normalised latency stays below a bound, to 6 %: 100 ms for OPT-13B,
                  in proportion to an iteration that fills the device for the others; the paper compares curves by eye
     Oracle       true lengths and no padding

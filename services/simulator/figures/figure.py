@@ -1,4 +1,4 @@
-"""What a reproduced figure is: the paper's number, and how ours comes about."""
+"""A reproduced figure: the paper's number, and how ours comes about."""
 
 from __future__ import annotations
 

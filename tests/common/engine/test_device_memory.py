@@ -48,7 +48,7 @@ def test_one_worker_takes_its_fraction_less_weights_and_reserve() -> None:
     assert kv_bytes(total=140 * GIB, free=124 * GIB, own=16 * GIB, sharers=1, fraction=0.9, reserved=4 * GIB) == (
         int(0.9 * 140 * GIB) - 20 * GIB
     )
-    # somebody else is on the device
+    # another process is on the device
     assert kv_bytes(total=140 * GIB, free=50 * GIB, own=16 * GIB, sharers=1, fraction=0.9, reserved=4 * GIB) == (
         41 * GIB
     )
@@ -72,7 +72,7 @@ def test_a_full_device_leaves_nothing() -> None:
 def test_together_the_sharers_never_take_more_than_the_device_has(
     sharers: int, fraction: float, weights: int, reserved: int, total: int, order: list[int]
 ) -> None:
-    """Whoever measures when: workers load one after the other here, in any mixture of loading and dividing."""
+    """In any order of measuring: workers load one after the other here, in any mixture of loading and dividing."""
     used = 0
     loaded = [False] * sharers
     for worker in [each for each in order if each < sharers]:

@@ -72,7 +72,7 @@ def test_refused(tmp_path: Path, config: Any, edit: dict[str, Any], reason: str)
 
 
 def test_refused_when_its_answers_differ(model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever an architecture hides from the probe of its structure: here, a window nobody announced."""
+    """Whatever an architecture hides from the probe of its structure: here, a window that is not announced."""
     real = paged_interface.paged_attention
 
     def narrowed(*args: Any, **kwargs: Any) -> None:

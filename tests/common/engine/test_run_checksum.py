@@ -36,7 +36,7 @@ def test_any_changed_byte_and_swapped_groups_show() -> None:
 
 
 def test_sums_of_zeros_are_sums() -> None:
-    """0 would mean that nobody summed."""
+    """0 would mean that nothing was summed."""
     assert weighted(torch.zeros(64, dtype=torch.uint8)) != 0
     assert crc32(torch.zeros(0, dtype=torch.uint8)) != 0
 

@@ -82,7 +82,7 @@ def test_hashes_continue_a_chain(tokens: list[int], size: int, cut: int) -> None
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Owners come and go; a dictionary says who should have what, and which content each hash names."""
+    """Owners come and go; a dictionary says which owner should have which blocks, and which content each hash names."""
 
     def __init__(self) -> None:
         super().__init__()

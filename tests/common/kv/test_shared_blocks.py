@@ -56,7 +56,7 @@ def test_the_block_with_most_empty_slots_is_preempted_first() -> None:
     full = tenant("full", table, [0, 1], 8, be=True)
     half = tenant("half", table, [2, 3], 6, be=True)
     most = tenant("most", table, [4, 5], 5, be=True)
-    # Last blocks by their room; then full ones of whoever has least.
+    # Last blocks by their free slots; then full ones of the tenant that has fewest.
     assert list(table.find_preemptable([full, half, most])) == [5, 3, 4, 2, 1, 0]
 
 

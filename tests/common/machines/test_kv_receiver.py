@@ -23,7 +23,7 @@ def incoming(prompt: int, positions: int, chunks: list[int]) -> Incoming:
 @pytest.mark.parametrize(
     ("prompt", "positions", "chunks", "expected"),
     [
-        (640, 320, [20], False),  # changes hands within its prompt: nobody waits for a token of it
+        (640, 320, [20], False),  # changes hands within its prompt: no client waits for a token of it
         (320, 320, [], False),  # it takes two iterations, and nothing of it has come
         (250, 250, [], True),  # this one may come at once
         (640, 640, [16], False),  # 384 tokens of the prompt are left, chunks have 256
@@ -35,5 +35,5 @@ def incoming(prompt: int, positions: int, chunks: list[int]) -> Incoming:
         (40, 300, [2, *[1] * 15], True),
     ],
 )
-def test_who_is_about_to_arrive(prompt: int, positions: int, chunks: list[int], expected: bool) -> None:
+def test_requests_about_to_arrive(prompt: int, positions: int, chunks: list[int], expected: bool) -> None:
     assert incoming(prompt, positions, chunks).imminent(BLOCK, 256) is expected

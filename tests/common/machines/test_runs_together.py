@@ -70,7 +70,7 @@ def test_a_sender_is_done_when_all_have_left_and_were_accepted(together: tuple[i
 def test_what_the_iterations_of_a_receiver_do_not_depend_on() -> None:
     worker, grant = granted()
     ahead = FastForward(worker)
-    assert ahead.undisturbed_by(segment(1, "later"))  # somebody else computes first
+    assert ahead.undisturbed_by(segment(1, "later"))  # another worker computes first
     assert not ahead.undisturbed_by(segment(0, "at once"))
     assert not ahead.undisturbed_by(KvOffer("prefill", Attempt("later", 1), 10, PROMPT))  # takes blocks
     assert ahead.undisturbed_by(KvRenew([grant.lease_id]))

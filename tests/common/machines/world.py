@@ -136,7 +136,7 @@ class Owned:
 
 @dataclass
 class Clients:
-    """Those who asked, of one world."""
+    """The clients of one world."""
 
     world: World
     owned: dict[str, Owned] = field(default_factory=dict)

@@ -74,7 +74,8 @@ def test_two_devices_halve_the_work_and_pay_for_the_exchange():
 
 
 def test_split_kv_counts_positions_and_unit_per_row_the_longest():
-    """A1: with one unit a row and head a long row holds the others up; split-KV does not care who is long."""
+    """A1: with one unit a row and head a long row holds the others up; with split-KV it makes no difference which row
+    is long."""
     split = CostModel(MODEL, DEVICE, STACK)
     unit = CostModel(MODEL, DEVICE, STACK, decode_attention="unit_per_row")
     even, skewed = decode(4, 4000, 1000), decode(4, 4000, 3700)

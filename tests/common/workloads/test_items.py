@@ -1,4 +1,4 @@
-"""What a workload may hold, and who asks next in a closed loop."""
+"""What a workload may hold, and which user asks next in a closed loop."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_each_user_asks_again_when_answered() -> None:
     assert prompts(users.answered(11.0)) == [(11.0, 3)]
     assert users.answered(12.0) == users.answered(13.0) == []
     assert (users.open_requests, users.asked) == (0, 3)
-    with pytest.raises(ValueError, match="nobody asked"):
+    with pytest.raises(ValueError, match="was not asked"):
         users.answered(14.0)
 
 

@@ -1,4 +1,4 @@
-"""Who is up, who failed, who left: the whole life of a process, step by step under a clock of our own."""
+"""Up, failed, gone: the whole life of a process, step by step under a clock of our own."""
 
 from __future__ import annotations
 

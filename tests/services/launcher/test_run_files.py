@@ -64,7 +64,7 @@ def test_leftovers_of_a_killed_launcher_are_cleared(tmp_path: Path):
 
 
 def test_a_strangers_process_is_never_signalled(tmp_path: Path):
-    """The pid in the state file now belongs to somebody else: same number, another start time."""
+    """The pid in the state file now belongs to another process: same number, another start time."""
     process = sleeper()
     try:
         mark = ProcessMark.of(process.pid)

@@ -138,7 +138,7 @@ def test_default_is_marked_as_such() -> None:
 
 @pytest.mark.parametrize("limit", [1, 3, 10, 512, 1000, 8191])
 def test_what_exceeds_the_clients_limit_is_exactly_the_limit(limit: int) -> None:
-    """Not the exponential of its logarithm, which is less: who is stopped at the limit is covered."""
+    """Not the exponential of its logarithm, which is less: a response that is cut at the limit is covered."""
     found = to_prediction(np.array([np.log(limit) + 1.0] * 4), limit)
     assert (found.mean, found.p50, found.p90, found.p99) == (limit,) * 4
     assert to_prediction(np.array([0.0, 0.0, 1e9, -5.0]), limit).p99 == limit

@@ -1,4 +1,4 @@
-"""The simulated cluster: a case by hand, everybody ends, jumping equals one by one, same seed same run."""
+"""The simulated cluster: a case by hand, every request ends, jumping equals one by one, same seed same run."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_engines_share_cores_in_equal_parts():
     apart, shared = (run(config(), cluster(2, cores=cores), both) for cores in (0, 1))
     for request in ("r0", "r1"):
         once, twice = (sim.token_times[request] for sim in (apart, shared))
-        # Decoding side by side on one core takes exactly twice as long; who ends last is alone for a moment.
+        # Decoding side by side on one core takes exactly twice as long; the last to end is alone for a moment.
         assert twice[40] - twice[10] == pytest.approx(2 * (once[40] - once[10]))
 
 
@@ -186,7 +186,8 @@ def test_jumps_are_taken():
 
 
 def test_jumps_go_on_while_a_prompt_arrives_in_pieces():
-    """Announcing it, its pieces and reports disturb nobody: only its offer, which takes blocks, and its acceptance."""
+    """Announcing it, its chunks and reports disturb no worker: only its offer, which takes blocks, and its
+    acceptance."""
     items = (WorkItem(0.0, 64, 1500), WorkItem(0.5, 2000, 2))
     load, chosen = Workload("pieces", items), config("disaggregated", engine={"prefill_chunk": 100})
     ends = {}

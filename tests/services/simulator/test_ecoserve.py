@@ -63,7 +63,7 @@ def test_lending_fills_the_cache_and_ends_sooner() -> None:
 
 
 def test_a_forecast_fills_the_cache_further() -> None:
-    """The same crowd without a block that is allocated and unused: nobody is evicted, and it ends sooner still."""
+    """The same crowd without a block that is allocated and unused: no sequence is evicted, and it ends sooner still."""
     sims = (crowd(), crowd(lending="forecast"))
     halves, forecast = (make_report(sim, "crowd", Workload("crowd", ()).facts) for sim in sims)
     assert forecast.instances[0].kv_filled > halves.instances[0].kv_filled

@@ -137,6 +137,6 @@ def test_no_engine_starves_and_no_core_is_wanted_twice_without_need(engines: lis
     slowdowns = cores(count).slowdowns(engines)
     equal = count / sum(1.0 + load for _, load in engines)
     assert all(1.0 <= each <= 2.0 / min(equal, 1.0) + 1e-9 for each in slowdowns)
-    if all(each < 2.0 / equal - 1e-9 for each in slowdowns):  # nobody was held at the least share
+    if all(each < 2.0 / equal - 1e-9 for each in slowdowns):  # no process was held at the least share
         used = sum((1.0 + load) / each for each, (_, load) in zip(slowdowns, engines, strict=True))
         assert used <= count + 1e-9

@@ -57,7 +57,7 @@ class Products:
 
 
 def model_products(geometry: ModelGeometry) -> Products | None:
-    """The products of a lean model; None for one that runs through transformers, whose products nobody lists."""
+    """The products of a lean model; None for one that runs through transformers, whose products are not listed."""
     g = geometry
     if g.family == "generic":
         return None

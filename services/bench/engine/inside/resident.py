@@ -1,4 +1,4 @@
-"""What the engine keeps in memory, and on which machine: figures of this process for `cohort bench engine`."""
+"""The memory that the engine keeps, and its machine: figures of this process for `cohort bench engine`."""
 
 from __future__ import annotations
 

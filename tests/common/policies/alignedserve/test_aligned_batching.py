@@ -1,4 +1,4 @@
-"""Who gives way in an iteration: the longest; during a switch, the longest of the older batch."""
+"""The sequence that gives way in an iteration: the longest; during a switch, the longest of the older batch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_longest_is_evicted_before_memory_is_out() -> None:
     assert plan.evicted == [longest]
     assert sorted(name for name, _, _ in rows(plan)) == ["a", "c"]
     assert plan.preempted == []
-    # Its blocks are still held; nobody else is evicted for them.
+    # Its blocks are still held; no other sequence is evicted for them.
     assert decide(policy, kv, 0.1).evicted == []
 
 

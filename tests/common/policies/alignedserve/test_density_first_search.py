@@ -51,9 +51,9 @@ def test_case_3_too_few_are_joined_by_the_nearest_neighbours() -> None:
     # In [1, 64] the three at 20 are densest; two at 5 are on their left, two at 60 farther on their right.
     tree = tree_of((2, 5, 10), (3, 20, 10), (2, 60, 10), (1, 1000, 100))
     assert lengths(search(tree, 60, 5)) == [20, 20, 20, 5, 5]
-    # Six: the nearest of those on the right as well, who came first.
+    # Six: the nearest of those on the right as well, the first to come.
     assert lengths(search(tree, 60, 6)) == [20, 20, 20, 5, 5, 60]
-    # Never more blocks than B_max, whoever is missing.
+    # Never more blocks than B_max, whichever requests are missing.
     assert lengths(search(tree, 50, 6)) == [20, 20, 20, 5, 5]
 
 
@@ -119,7 +119,7 @@ def test_any_pool(requests: Requests, max_blocks: int, min_requests: int, now_s:
         assert len({item.request_id for item in batch}) == len(batch)
         assert sum(item.blocks for item in batch) <= max_blocks or len(batch) == 1
     found = search(tree, max_blocks, min_requests, max_requests)
-    assert found, "a pool that holds anybody gives a batch"
+    assert found, "a pool that holds a request gives a batch"
     everybody = sum(blocks for _, blocks, _ in requests)
     if everybody <= max_blocks and len(requests) <= max_requests:
         assert len(found) == len(requests)

@@ -116,7 +116,7 @@ def test_unified_workers_park_and_go_on_where_they_are() -> None:
 @pytest.mark.parametrize("seed", [2, 25, 137, 153, 165, 203])
 @pytest.mark.parametrize("host_blocks", [0, 16])
 def test_anything_breaks_in_tiny_caches(seed: int, host_blocks: int) -> None:
-    """Seeds that once left KV parked where somebody else waited for its blocks."""
+    """Seeds that once left KV parked where another request waited for its blocks."""
     random = Random(seed)
     found = world(
         seed,
@@ -167,7 +167,7 @@ def overtakers(found: World, *, patience_s: float, limit_s: float) -> int:
 
 @pytest.mark.slow
 def test_an_adversary_cannot_starve_a_lone_long_request() -> None:
-    """Whoever came after the long one was due does not overtake it, but for what ran or was chosen already."""
+    """A request that came after the long one was due does not overtake it, but for those running or chosen already."""
     bounded = adversary(1.0)
     assert overtakers(bounded, patience_s=1.0, limit_s=20.0) <= 2
     assert bounded.owned["long"].finish is not None

@@ -1,4 +1,4 @@
-"""BROS's round robin by hand: turns, what is skipped, who stands in the queue for memory."""
+"""BROS's round robin by hand: turns, what is skipped, which sequences queue for memory."""
 
 from __future__ import annotations
 

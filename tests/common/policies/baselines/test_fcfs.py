@@ -1,4 +1,4 @@
-"""The order of who came first, through any coming, going and coming back."""
+"""The order of arrival, through any coming, going and coming back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cluster(queued: int) -> ClusterView:
 
 
 def dispatched(order: Fcfs, requests: int) -> list[str]:
-    """Who goes next when there is room for so many prompts of ten tokens."""
+    """Requests that go next when so many prompts of ten tokens fit."""
     return [d.request_ids[0] for d in order.decide(0.0, cluster(1000 - 10 * requests))]
 
 

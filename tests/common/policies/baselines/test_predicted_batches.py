@@ -1,4 +1,4 @@
-"""UELLM-like batches by hand: who goes together, when the next batch begins, rectangles."""
+"""UELLM-like batches by hand: their members, when the next batch begins, rectangles."""
 
 from __future__ import annotations
 

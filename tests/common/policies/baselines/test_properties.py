@@ -129,7 +129,7 @@ def test_everything_ends_within_bounds(
             assert row.sequence.phase is Phase.RUNNING and row.sequence.key not in preempted
             assert row.start == row.sequence.computed
             assert len(kv.blocks(row.sequence.key)) >= GEOMETRY.blocks_for(row.start + row.count)
-        # Somebody may have lost its place for nothing but room; two iterations without rows are a standstill.
+        # A sequence may have lost its place for blocks alone; two iterations without rows are a standstill.
         idle = 0 if plan.rows or not alive else idle + 1
         assert idle < 2, "work is left but nothing runs"
         ran(policy, plan, now_s, 0.5)

@@ -1,4 +1,4 @@
-"""ORCA and SRTF by hand: who runs, who waits, who gives way."""
+"""ORCA and SRTF by hand: sequences that run, wait, give way."""
 
 from __future__ import annotations
 

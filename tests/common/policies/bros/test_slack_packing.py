@@ -1,4 +1,4 @@
-"""Algorithm 1 by hand: order, early return, replacement, late requests, drops; then that nobody waits for ever."""
+"""Algorithm 1 by hand: order, early return, replacement, late requests, drops; then that no request waits for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests of one cell come out in the order in which they are due, whoever comes and goes."""
+"""The requests of one cell come out in the order in which they are due, whichever come and go."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def test_stats_name_waste_and_buckets() -> None:
 )
 def test_nothing_starves_under_any_arrivals(seed: int, fill: str, splitter: str) -> None:
     """More newcomers than are served, many of which every order prefers (shorter, longer, online, better priority).
-    Whoever is due first leads each batch, so a request waits for at most as many batches as requests are due before
+    The request due first leads each batch, so a request waits for at most as many batches as requests are due before
     it, and those are finitely many."""
     random = Random(seed)
     queue = order(

@@ -17,7 +17,7 @@ from tests.common.machines.world import STOP_TOKEN, World, expected_output
 
 
 class SplitAt(Placement):
-    """[0, position) on the first worker, the rest on the second; whole on whoever is left when one is dead."""
+    """[0, position) on the first worker, the rest on the second; whole on the worker that is left when one is dead."""
 
     def __init__(self, position: int) -> None:
         self._position = position

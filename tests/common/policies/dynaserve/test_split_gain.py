@@ -16,8 +16,9 @@ def test_without_further_requests_the_whole_difference_counts() -> None:
 
 
 def test_by_hand() -> None:
-    """A request a second. 0.2 s of work go to an instance that would have been done at 1.0 s; the chance that nobody
-    came before is e^-1 = 0.3679 then and e^-1.2 = 0.3012 at the end, 0.3335 between: (0.3679 - 0.3012) / 0.2."""
+    """A request a second. 0.2 s of work go to an instance that would have been done at 1.0 s; the chance that no
+    request came before is e^-1 = 0.3679 then and e^-1.2 = 0.3012 at the end, 0.3335 between: (0.3679 - 0.3012) /
+    0.2."""
     assert split_gain_s(1.4, 1.2, 1.0, 1.2, 1.0) == pytest.approx(0.2 * 0.3335, rel=1e-3)
 
 

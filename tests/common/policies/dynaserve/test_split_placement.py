@@ -135,7 +135,8 @@ def test_a_short_request_stays_whole_on_the_less_loaded() -> None:
 
 def test_under_load_the_next_request_fills_what_a_split_would() -> None:
     """Both instances have 0.7 s of prompts. Requests that came every ten seconds leave one of them idle for most of the
-    second half of the newcomer; at ten a second somebody else will be there long before, unless that counts nothing."""
+    second half of the newcomer; at ten a second another request will be there long before, unless that counts
+    nothing."""
     views = instance("a", *prompts(1, 5000)), instance("b", *prompts(1, 5000))
     reasons = {}
     for gap_s, await_arrivals in ((10.0, True), (0.1, True), (0.1, False)):

@@ -1,4 +1,4 @@
-"""The peak of what everybody will hold: by hand, and against counting every iteration."""
+"""The peak of what all sequences will hold: by hand, and against counting every iteration."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """EcoServe in the virtual cluster: predictors wrong on purpose, small caches.
 
-The world checks every slot of KV, so a token in somebody else's lent block fails at once; outputs equal the expected.
+The world checks every slot of KV, so a token in another sequence's lent block fails at once; outputs equal the
+expected.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def test_a_wrong_forecast_costs_time_and_never_an_answer(kind: str) -> None:
     finish(cluster)
     assert cluster.attempts_lost == 0
     evicted = stat(cluster, "borrowers_late_total")
-    assert (evicted > 0) == (kind in ("one", "random"))  # who is promised too much never runs out
+    assert (evicted > 0) == (kind in ("one", "random"))  # a sequence with too long a prediction never runs out
 
 
 @pytest.mark.parametrize("lending", ["halves", "forecast"])

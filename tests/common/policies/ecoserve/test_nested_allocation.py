@@ -30,7 +30,7 @@ def running(kv: NestedAllocator, name: str, prompt: int, length: int = 0, max_to
 
 def test_it_lends() -> None:
     sharing = nested(4).sharing
-    assert sharing is not None and not sharing.on_demand  # the scheduler says who lends
+    assert sharing is not None and not sharing.on_demand  # the scheduler says which sequence lends
 
 
 def test_figure_9a_the_second_half_of_32_tokens_is_lent_to_16() -> None:
@@ -154,7 +154,7 @@ def test_no_slot_is_ever_owned_by_two_live_tokens(
     lives: list[tuple[int, int, int]], choices: list[tuple[int, int, int]], host_blocks: int
 ) -> None:
     """Random prompts, predictions and true lengths; lending, stepping, finishing, evicting in random order. Beside the
-    allocator a list of slots in which every live token stands once: nobody may write where somebody else's is."""
+    allocator a list of slots in which every live token stands once: no sequence may write where another's is."""
     kv = nested(40, host_blocks)
     slots: dict[int, tuple[str, int]] = {}
     alive: list[Life] = []

@@ -1,4 +1,4 @@
-"""Who fits into a second half: Figure 9a, block edges, the buffer, and brute force."""
+"""Decodes that fit into a second half: Figure 9a, block edges, the buffer, and brute force."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def test_a_step_up_for_too_little_a_third_of_it_down_for_too_much() -> None:
     padding.observe(100.0, 118, stopped=False)
     assert padding.ratio == pytest.approx(0.17)
     assert (padding.under, padding.over) == (1, 1)
-    padding.observe(100.0, 200, stopped=False)  # went on with the reserve: nobody waited
+    padding.observe(100.0, 200, stopped=False)  # continued with the reserve: none waited
     assert padding.ratio == pytest.approx(0.17)
     assert (padding.under, padding.over) == (2, 1)
 

@@ -119,7 +119,7 @@ def run_until_late(policy: TimeSynced, kv: KvAllocator, limit: int = 60) -> tupl
         kv.check()
         if plan.preempted:
             return plan, count
-    raise AssertionError("nobody was late")
+    raise AssertionError("no borrower was late")
 
 
 def test_a_late_borrower_is_moved_to_host_memory_and_returns() -> None:

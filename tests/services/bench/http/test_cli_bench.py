@@ -253,7 +253,7 @@ def test_sweep(server: FakeServer, tmp_path: Path) -> None:
 def test_capacity_finds_where_the_queue_grows(
     server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A server that takes 40 requests/s: at 30/s nobody waits, at 60/s four of ten wait longer than 300 ms."""
+    """A server that takes 40 requests/s: at 30/s no request waits, at 60/s four of ten wait longer than 300 ms."""
     server.behaviour.capacity_per_s = 40.0
     path = tmp_path / "out.json"
     bench(

@@ -8,6 +8,7 @@ from cohort.common.config.policies import (
     BaselinesConfig,
     BrosConfig,
     BucketServeConfig,
+    CohortConfig,
     DynaServeConfig,
     EcoServeConfig,
     PolicyConfig,
@@ -39,6 +40,7 @@ class Config(Section, frozen=True):
     workers: tuple[WorkerGroup, ...] = (WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE))
     policies: PolicyConfig = PolicyConfig()
     bucketserve: BucketServeConfig = BucketServeConfig()
+    cohort: CohortConfig = CohortConfig()
     dynaserve: DynaServeConfig = DynaServeConfig()
     alignedserve: AlignedServeConfig = AlignedServeConfig()
     baselines: BaselinesConfig = BaselinesConfig()

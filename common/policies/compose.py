@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from cohort.common.config import Config
-from cohort.common.policies import alignedserve, baselines, bros, bucketserve, dynaserve, ecoserve
+from cohort.common.policies import alignedserve, baselines, bros, bucketserve, cohort, dynaserve, ecoserve
 from cohort.common.policies.baselines.pass_through import PassThrough
 from cohort.common.policies.baselines.placements import Colocated, ColocatedInTurn, Disaggregated
 from cohort.common.policies.interface import Admission, IterationScheduler, LateBinding, Placement, PrefillOrder
@@ -50,6 +50,7 @@ PREFILL_ORDERS: Table[PrefillOrder] = {
 ITERATIONS: Table[IterationScheduler] = {
     "continuous_batching": Policy(baselines.build_continuous_batching),
     "padded_prefill": Policy(bucketserve.build_iteration),
+    "cohort_batching": Policy(cohort.build_iteration),
     "slo_batching": Policy(dynaserve.build_iteration),
     "slack_packing": Policy(bros.build_iteration),
     "time_synced": Policy(ecoserve.build_iteration),

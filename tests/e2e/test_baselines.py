@@ -1,8 +1,9 @@
-"""The baselines live, with a cache for a fraction of the requests and predictions far too short: whatever gives
-way to whom, every token is that of `transformers.generate`.
+"""The baselines and Cohort's own scheduler live, with a cache for a fraction of the requests and predictions far too
+short: whatever gives way, every token is that of `transformers.generate`.
 
-One pipeline; its worker is replaced by one of the next preset. COHORT_TEST_WIDE=1 takes every preset (otherwise the two
-that differ most: swapping row by row, recomputing in whole padded batches), more prompts, and DistServe's both ways.
+One pipeline; its worker is replaced by one of the next preset. COHORT_TEST_WIDE=1 takes every preset (otherwise those
+that differ most: swapping row by row, recomputing in whole padded batches, by promises), more prompts, and DistServe's
+both ways.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 WIDE = bool(os.environ.get("COHORT_TEST_WIDE"))
 WORKER = "unified-0"
-PRESETS = ["vllm", "uellm"]
+PRESETS = ["baseline-vllm", "baseline-uellm", "cohort-batching"]
 if WIDE:
-    PRESETS += ["round-robin", "chunked-prefill", "fastserve", "srtf", "multires", "orca"]
-NEVER_PREEMPTS = ("orca", "srtf")  # the one admits only what fits for good; to the other all look equally long here
+    OTHERS = ("round-robin", "chunked-prefill", "fastserve", "srtf", "multires", "orca")
+    PRESETS += [f"baseline-{name}" for name in OTHERS]
+# The one admits only what fits for good; to the other all look equally long here.
+NEVER_PREEMPTS = ("baseline-orca", "baseline-srtf")
 
 
 def overrides(preemption: str | None = None) -> dict[str, Any]:
@@ -56,16 +59,15 @@ def ask_all(pipeline: Pipeline, goldens: list[Golden]) -> None:
     compare(goldens, pipeline.complete_all([ask(golden) for golden in goldens], concurrency=len(goldens)))
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_colocated(pipeline: Pipeline, chosen: list[Golden], name: str) -> None:
-    preset = f"baseline-{name}"
+@pytest.mark.parametrize("preset", PRESETS)
+def test_colocated(pipeline: Pipeline, chosen: list[Golden], preset: str) -> None:
     if pipeline.config.name != preset:
         pipeline.reconfigure(preset)
         pipeline.kill(WORKER)
         pipeline.start(WORKER)
         pipeline.wait_ready()
     ask_all(pipeline, chosen)
-    if name not in NEVER_PREEMPTS:
+    if preset not in NEVER_PREEMPTS:
         pipeline.wait_for(WORKER, "preemptions_total", 1)
     pipeline.assert_nothing_left()
 

@@ -7,6 +7,7 @@ rows run; here are only the queues, and the rule that a newcomer leaves running 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Collection
 
 from cohort.common.policies.baselines.batch_builder import by_arrival
 from cohort.common.policies.interface import IterationScheduler
@@ -38,7 +39,8 @@ class ArrivalQueues(IterationScheduler):
                 queue.remove(sequence)
                 return
 
-    def _leaves_next_blocks(self, sequence: Sequence, kv: KvAllocator) -> bool:
-        """A block for every running sequence stays free, or a newcomer is admitted only to preempt another."""
-        spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
-        return not self._running or spare >= min(len(self._running), kv.total_blocks // 50)
+
+def leaves_next_blocks(kv: KvAllocator, running: Collection[Sequence], newcomer: Sequence) -> bool:
+    """A block for every running sequence stays free, or the newcomer is admitted only to preempt another."""
+    spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(newcomer.target)
+    return not running or spare >= min(len(running), kv.total_blocks // 50)

@@ -72,6 +72,11 @@ class BatchBuilder:
         return list(self._decode)
 
     @property
+    def holders(self) -> list[Sequence]:
+        """Of KV on the device, safest rank first."""
+        return list(self._holders)
+
+    @property
     def last_row(self) -> Row:
         """The row that was added last. Raises `IndexError` before the first."""
         return self._rows[-1]

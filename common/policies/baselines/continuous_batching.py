@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import Literal
 
-from cohort.common.policies.baselines.arrival_queues import ArrivalQueues
+from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, leaves_next_blocks
 from cohort.common.policies.baselines.batch_builder import by_arrival
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News, Row
 from cohort.common.policies.kv_interface import KvAllocator
@@ -76,7 +76,7 @@ class ContinuousBatching(ArrivalQueues):
                 tokens_left -= self._row(sequence, tokens_left, decode_rows, prefill_rows, planned)
             while self._waiting and not self._swapped and tokens_left and len(planned) < self._max_rows:
                 sequence = self._waiting[0]
-                if not self._leaves_next_blocks(sequence, kv) or not start(sequence, kv):
+                if not leaves_next_blocks(kv, self._running, sequence) or not start(sequence, kv):
                     break
                 self._waiting.pop(0)
                 insort(self._running, sequence, key=by_arrival)
@@ -95,7 +95,7 @@ class ContinuousBatching(ArrivalQueues):
         if any(row.count != 1 for row in plan.rows):
             return 0
         full = rows >= min(self._max_rows, self._max_step_tokens)
-        stands = not self._waiting or full or not self._leaves_next_blocks(self._waiting[0], kv)
+        stands = not self._waiting or full or not leaves_next_blocks(kv, self._running, self._waiting[0])
         return UNTIL_DISTURBED if stands else 0
 
     def metrics(self) -> dict[str, float]:

@@ -6,7 +6,11 @@ twice, and between two of its tokens lies a gap that no bound on iterations prev
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+
+from cohort.common.policies.baselines.arrival_queues import leaves_next_blocks
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Sequence
 
 
 def peak_growth(holders: Iterable[tuple[int, int]]) -> int:
@@ -25,3 +29,24 @@ def peak_growth(holders: Iterable[tuple[int, int]]) -> int:
         left -= 1
         freed += held
     return peak
+
+
+def holding(sequence: Sequence) -> tuple[int, int]:
+    """Positions it holds once what is known is computed, and those still to come here."""
+    request = sequence.request
+    end = request.prompt_tokens + min(round(sequence.predicted), request.sampling.max_tokens) - 1
+    if sequence.end is not None:
+        end = min(end, sequence.end)
+    return sequence.target, max(0, end - sequence.target)
+
+
+def fits(kv: KvAllocator, running: Collection[Sequence], newcomer: Sequence) -> bool:
+    """Blocks for it and, as far as responses are predicted, for what all sequences here will hold at worst."""
+    if not running or not leaves_next_blocks(kv, running, newcomer):
+        return not running
+    holders = [holding(s) for s in (*running, newcomer)]
+    # In positions; what is left of every last block is included.
+    begun = sum(kv.geometry.blocks_for(s.computed if s.uncomputed == 1 else s.target) for s in running)
+    held = sum(held for held, _ in holders)
+    left = (kv.free_blocks + kv.cached_blocks + begun) * kv.geometry.block_size - held
+    return sum(coming for _, coming in holders) <= left or peak_growth(holders) <= left

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cohort.common.config import DynaServeConfig
-from cohort.common.policies.baselines.arrival_queues import ArrivalQueues
+from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, leaves_next_blocks
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival
-from cohort.common.policies.dynaserve.kv_forecast import peak_growth
+from cohort.common.policies.dynaserve.kv_forecast import fits
 from cohort.common.policies.dynaserve.learned_times import LearnedTimes
 from cohort.common.policies.dynaserve.step_cost import BatchShape
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News, Ran, Row
@@ -76,7 +76,7 @@ class SloBatching(ArrivalQueues):
                 break
         if not builder.preempted:
             for sequence in [*self._swapped, *self._waiting]:
-                if builder.full or not self._has_headroom(sequence, kv):
+                if builder.full or not fits(kv, self._running, sequence):
                     break
                 before = builder.rows
                 batch, least = self._chunk(builder, batch, sequence, least, admitted=False)
@@ -114,7 +114,7 @@ class SloBatching(ArrivalQueues):
             return 0
         full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
         # The forecast changes from one iteration to the next; a lack of blocks does not.
-        stands = not self._waiting or full or not self._leaves_next_blocks(self._waiting[0], kv)
+        stands = not self._waiting or full or not leaves_next_blocks(kv, self._running, self._waiting[0])
         return UNTIL_DISTURBED if stands else 0
 
     @property
@@ -175,17 +175,6 @@ class SloBatching(ArrivalQueues):
         self._budget += row.count
         return batch.with_prefill(row.start, row.count), max(0, least - row.count)
 
-    def _has_headroom(self, sequence: Sequence, kv: KvAllocator) -> bool:
-        """Blocks for it and, as far as responses are predicted, for what all sequences here will hold at worst."""
-        if not self._running or not self._leaves_next_blocks(sequence, kv):
-            return not self._running
-        holders = [_holder(s) for s in (*self._running, sequence)]
-        # In positions; what is left of every last block is included.
-        begun = sum(kv.geometry.blocks_for(s.computed if s.uncomputed == 1 else s.target) for s in self._running)
-        held = sum(held for held, _ in holders)
-        left = (kv.free_blocks + kv.cached_blocks + begun) * kv.geometry.block_size - held
-        return sum(coming for _, coming in holders) <= left or peak_growth(holders) <= left
-
     def _sort_out(self) -> None:
         """Every sequence into the queue of its phase, in arrival order."""
         sequences = [*self._running, *self._waiting, *self._swapped]
@@ -198,15 +187,6 @@ class SloBatching(ArrivalQueues):
             self._running = sorted((s for s in sequences if s.phase is Phase.RUNNING), key=by_arrival)
             self._waiting = sorted((s for s in sequences if s.phase is Phase.WAITING), key=by_arrival)
             self._swapped = sorted((s for s in sequences if s.phase is Phase.SWAPPED), key=by_arrival)
-
-
-def _holder(sequence: Sequence) -> tuple[int, int]:
-    """Positions it holds once what is known is computed, and those still to come here."""
-    request = sequence.request
-    end = request.prompt_tokens + min(round(sequence.predicted), request.sampling.max_tokens) - 1
-    if sequence.end is not None:
-        end = min(end, sequence.end)
-    return sequence.target, max(0, end - sequence.target)
 
 
 def plan_shape(plan: IterationPlan) -> BatchShape:

@@ -1,0 +1,18 @@
+"""Cohort: one scheduler out of what the five systems do best.
+
+promise          when a request's next token is due
+prompt_order     which prompt is computed next
+cohort_batching  the worker's scheduler: decodes, then prompts in this order, as much as the strictest promise leaves
+"""
+
+from __future__ import annotations
+
+from cohort.common.config import Config
+from cohort.common.policies.baselines.batch_builder import IterationLimits
+from cohort.common.policies.cohort.cohort_batching import CohortBatching
+
+
+def build_iteration(config: Config) -> CohortBatching:
+    engine = config.engine
+    limits = IterationLimits(engine.max_rows, engine.max_step_tokens, engine.max_step_tokens, engine.preemption)
+    return CohortBatching(config.cohort, limits, cold_chunk=engine.prefill_chunk)

@@ -1,0 +1,221 @@
+"""The worker's scheduler of `cohort`: every decode, then prompts in the order that keeps most promises, cut to the room
+that the strictest promise among the decodes leaves.
+
+    decide ─▶ learn what the last iteration took (D5's profile table)
+           ─▶ a row for every decode; whoever must give way for its block is chosen by `victim_rank`
+           ─▶ aim: the strictest TPOT among these rows, less what iterations come late by
+           ─▶ prompts in `PromptQueue`'s order, each as much as still fits the aim
+
+An `IterationScheduler`. Knows one worker; which worker a request runs on is the placement's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cohort.common.config import CohortConfig
+from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, RankKey, by_arrival
+from cohort.common.policies.cohort.promise import due_s, is_promised, missed_first
+from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptQueue
+from cohort.common.policies.dynaserve.kv_forecast import fits
+from cohort.common.policies.dynaserve.learned_times import LearnedTimes
+from cohort.common.policies.dynaserve.slo_batching import plan_shape
+from cohort.common.policies.dynaserve.step_cost import BatchShape
+from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Phase, Sequence
+from cohort.common.types import Attempt
+
+_EMPTY = BatchShape(0, 0, 0, 0, 0)
+
+
+def victim_rank(now_s: float, sequence: Sequence) -> RankKey:
+    """Who keeps its place in the cache, safest first: real-time before best-effort, a promise that can still be kept
+    before one that is broken, the least slack before the most. The last of this order gives way."""
+    best_effort = sequence.request.traffic_class != "rt"
+    return (best_effort, missed_first(now_s, sequence), due_s(sequence), *by_arrival(sequence))
+
+
+class CohortBatching(IterationScheduler):
+    """`limits.chunk` is not asked: a prompt's share of an iteration follows from time alone."""
+
+    wants_arriving = True
+
+    def __init__(self, options: CohortConfig, limits: IterationLimits, *, cold_chunk: int) -> None:
+        """`cold_chunk`: prompt tokens of an iteration while nothing is learned."""
+        self._options, self._limits = options, limits
+        self._cold_chunk = cold_chunk
+        self._times = LearnedTimes()
+        self.table = self._times.table
+        order = PromptOrder(first=options.prompt_order, patience_s=options.patience_s)
+        self._prompts = PromptQueue(order)
+        """All that have more than their last token to compute, whether they hold KV or not."""
+        self._running: dict[Attempt, Sequence] = {}
+        """All that hold KV on the device."""
+        self._swapped: set[Attempt] = set()
+        self._arriving = 0
+        self._observed: frozenset[Attempt] = frozenset()
+        self._budget = 0
+        self._aim_s = 0.0
+        self._late = self._iterations = 0
+
+    # -- the policy interface --------------------------------------------------------------------------------------
+
+    def add(self, now_s: float, sequence: Sequence) -> None:
+        if sequence.phase is Phase.RUNNING:
+            self._running[sequence.key] = sequence
+        elif sequence.phase is Phase.SWAPPED:
+            self._swapped.add(sequence.key)
+        if sequence.phase is not Phase.RUNNING or sequence.uncomputed > 1:
+            self._prompts.add(now_s, sequence)
+
+    def remove(self, now_s: float, sequence: Sequence) -> None:
+        self._running.pop(sequence.key, None)
+        self._swapped.discard(sequence.key)
+        self._prompts.remove(sequence)
+
+    def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
+        self._arriving = news.arriving
+        if news.ran is not None:
+            self._learn(news.ran)
+            self._computed(now_s, news.ran.plan)
+        times = self.table.step_times
+        self._prompts.advance(now_s, times.token_s if times is not None else 0.0)
+
+        builder = BatchBuilder(self._limits, kv, self._running.values(), lambda s: victim_rank(now_s, s))
+        for sequence in builder.holders:
+            if sequence.uncomputed == 1:
+                builder.continue_row(sequence)
+        batch = plan_shape(IterationPlan(rows=builder.decode_rows))
+        self._aim_s = self._aim(batch, [row.sequence for row in builder.decode_rows])
+        self._add_prompts(builder, batch, kv)
+        plan = builder.finish()
+        self._sort_out(now_s, plan)
+        self._iterations += bool(plan.rows)
+        plan.estimated_s = self.table.estimate(plan_shape(plan)) or 0.0
+        return plan
+
+    def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
+        """Every sequence decodes, no prompt waits, and the composition is in the table already. With prompts waiting
+        the one that goes next changes as time passes."""
+        if plan.preempted or plan.copies or len(plan.rows) != len(self._running) or self._arriving:
+            return 0
+        if any(row.count != 1 for row in plan.rows):
+            return 0
+        if frozenset(row.sequence.key for row in plan.rows) != self._observed:
+            return 0
+        full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
+        return UNTIL_DISTURBED if full or not len(self._prompts) else 0
+
+    @property
+    def learned(self) -> LearnedTimes:
+        return self._times
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "swapped": float(len(self._swapped)),
+            "prompts": float(len(self._prompts)),
+            "prefill_budget_tokens": float(self._budget),
+            "iteration_aim_ms": 1e3 * self._aim_s,
+            "late_iterations_total": float(self._late),
+            "profile_cells": float(len(self.table)),
+            "profile_error": self.table.error,
+            "lateness_ratio": self._times.lateness.ratio,
+        }
+
+    # -- one iteration -----------------------------------------------------------------------------------------
+
+    def _learn(self, ran: Ran) -> None:
+        """Decode-only iterations that repeat the last one by row teach nothing new and are left out, as are iterations
+        that copied KV: their time is not the batch's."""
+        plan, latency_s = ran.plan, ran.latency_s
+        rows = frozenset(row.sequence.key for row in plan.rows)
+        decoding = all(row.count == 1 for row in plan.rows)
+        if plan.copies or not plan.rows or (decoding and rows == self._observed):
+            return
+        self._observed = rows if decoding else frozenset()
+        shape = plan_shape(plan)
+        bound_s = self._bound_s(row.sequence for row in plan.rows if row.count == 1)
+        self._late += bound_s is not None and latency_s > bound_s
+        if shape.decodes and shape.prefill_tokens:  # the kind whose size is up to this scheduler
+            self._times.lateness.record(plan.estimated_s, latency_s)
+        self.table.record(shape, latency_s)
+
+    def _computed(self, now_s: float, plan: IterationPlan) -> None:
+        """Prompts of the last iteration have less left, or nothing: then they decode."""
+        for row in plan.rows:
+            sequence = row.sequence
+            if sequence in self._prompts:
+                if sequence.phase is Phase.RUNNING and sequence.uncomputed <= 1:
+                    self._prompts.remove(sequence)
+                else:
+                    self._prompts.changed(now_s, sequence)
+
+    def _bound_s(self, decoding: Iterable[Sequence]) -> float | None:
+        """The strictest TPOT among these; None: nothing was promised to any of them."""
+        bounds_s = [s.request.slo.tpot_s for s in decoding if is_promised(s) and s.request.slo.tpot_s]
+        return min(bounds_s, default=None)
+
+    def _aim(self, decodes: BatchShape, decoding: list[Sequence]) -> float:
+        """Seconds that this iteration may take. While requests that decode are on their way here it is half the bound,
+        or what leaves prompts a quarter of it: between two of their tokens they wait for the rest of one iteration and
+        a whole one (D5)."""
+        bound_s = self._bound_s(decoding)
+        if bound_s is None:
+            return self._options.longest_step_s
+        aim_s = min(bound_s, self._options.longest_step_s)
+        aim_s *= min(1.0 - self._options.headroom, 1.0 / self._times.lateness.ratio)
+        if not self._arriving:
+            return aim_s
+        return min(aim_s, max(aim_s / 2, (self.table.estimate(decodes) or 0.0) + aim_s / 4))
+
+    def _add_prompts(self, builder: BatchBuilder, batch: BatchShape, kv: KvAllocator) -> None:
+        """In order, while time, tokens and rows last. Whatever does not fit the cache waits, and what is behind it as
+        well, or large prompts would wait for ever; those that hold blocks already go on."""
+        self._budget = 0
+        least = self._options.least_prefill
+        admits = not builder.preempted
+        tokens_left = builder.tokens_left
+        for sequence in self._prompts:
+            held = sequence.phase is Phase.RUNNING
+            if tokens_left <= 0 or builder.rows >= self._limits.max_rows:
+                return
+            if not held and not admits:
+                continue
+            wanted = min(sequence.uncomputed, tokens_left)
+            count = max(self._fitting(batch, sequence, wanted), min(least, wanted))
+            if count <= 0:
+                return
+            if not held and not fits(kv, self._running.values(), sequence):
+                admits = False
+                continue
+            builder.tokens_left = count
+            if not (builder.continue_row(sequence) if held else builder.admit(sequence)):
+                admits = admits and held
+                continue
+            row = builder.last_row
+            self._running[sequence.key] = sequence
+            tokens_left -= row.count
+            least = max(0, least - row.count)
+            self._budget += row.count
+            batch = batch.with_prefill(row.start, row.count)
+            if row.count < row.sequence.target - row.start:  # cut: no time is left for another one
+                return
+
+    def _fitting(self, batch: BatchShape, sequence: Sequence, wanted: int) -> int:
+        """Tokens of this prompt that this iteration has time for."""
+        if self.table.step_times is None:
+            return min(wanted, max(0, self._cold_chunk - batch.prefill_tokens))
+        return self.table.prefill_budget(batch, sequence.computed, wanted, self._aim_s)
+
+    def _sort_out(self, now_s: float, plan: IterationPlan) -> None:
+        """What was preempted has its prompt to compute again, or waits in host memory; what has a row holds blocks."""
+        for preempt in plan.preempted:
+            sequence = preempt.sequence
+            del self._running[sequence.key]
+            if sequence.phase is Phase.SWAPPED:
+                self._swapped.add(sequence.key)
+            self._prompts.remove(sequence)
+            self._prompts.add(now_s, sequence)
+        for row in plan.rows:
+            self._swapped.discard(row.sequence.key)

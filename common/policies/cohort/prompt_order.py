@@ -1,0 +1,119 @@
+"""Which prompt is computed next: the order that decides how many requests keep their promises.
+
+    real-time ┬ can still make its first token ── shortest first (or earliest due)
+              └ cannot any more ──────────────── by due time, behind all that can
+    best-effort ──────────────────────────────── behind all real-time ones, as they came
+    (waited longer than a client's patience: before all others of its class)
+
+`PromptOrder` is that rule, a function of class, due time, remaining work and price. `PromptQueue` keeps prompts in this
+order while time passes: a prompt changes its place at two moments that are known when it comes, so no decision sorts
+what waits. Used by a worker's scheduler; knows nothing of blocks or rows.
+
+Under overload shortest first keeps the most promises, because a long prompt costs several short ones theirs; that it is
+never starved is what the patience is for.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+from cohort.common.policies.baselines.batch_builder import RankKey
+from cohort.common.policies.cohort.promise import due_s, is_promised
+from cohort.common.sequence import Sequence
+from cohort.common.types import Attempt
+
+_PATIENT, _FEASIBLE, _LATE = 0, 1, 2
+_REPRICED = 0.1
+"""A price that moved by this share changes who can still make it: everything is ranked anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOrder:
+    """`patience_s`: after so long a client is about to give up, and its request goes before all others of its class.
+    `caution`: what a prompt takes beside decode rows, relative to alone."""
+
+    first: Literal["shortest", "earliest_due"] = "shortest"
+    patience_s: float = 60.0
+    caution: float = 1.3
+
+    def rank(self, now_s: float, sequence: Sequence, token_s: float) -> tuple[RankKey, float]:
+        """Its place now, and the moment from which on it has another one (infinite if none is foreseen). `token_s`:
+        seconds a prompt token takes."""
+        request, arrived_s = sequence.request, sequence.arrived_s
+        best_effort = request.traffic_class != "rt"
+        impatient_s = arrived_s + self.patience_s
+        if now_s >= impatient_s:
+            return (best_effort, request.priority, _PATIENT, arrived_s, arrived_s, sequence.key), inf
+        if not is_promised(sequence):
+            return (best_effort, request.priority, _LATE, inf, arrived_s, sequence.key), impatient_s
+        due, work = due_s(sequence), sequence.uncomputed
+        start_s = due - work * token_s * self.caution
+        if now_s >= start_s:
+            return (best_effort, request.priority, _LATE, due, arrived_s, sequence.key), impatient_s
+        first = float(work) if self.first == "shortest" else due
+        return (best_effort, request.priority, _FEASIBLE, first, arrived_s, sequence.key), min(start_s, impatient_s)
+
+
+class PromptQueue:
+    """Sequences with a prompt to compute, in order. Whoever computes a part of one says so (`changed`)."""
+
+    def __init__(self, order: PromptOrder) -> None:
+        self._order = order
+        self._token_s = 0.0
+        self._ranked: list[tuple[RankKey, Sequence]] = []
+        self._keys: dict[Attempt, RankKey] = {}
+        self._moves: list[tuple[float, RankKey, Sequence]] = []
+        """When a place changes: void if the sequence has another key by then."""
+
+    def __len__(self) -> int:
+        return len(self._ranked)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.key in self._keys
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In the order as of the last `advance`."""
+        return (sequence for _, sequence in self._ranked)
+
+    def add(self, now_s: float, sequence: Sequence) -> None:
+        key, moves_s = self._order.rank(now_s, sequence, self._token_s)
+        insort(self._ranked, (key, sequence), key=_key)
+        self._keys[sequence.key] = key
+        if moves_s < inf:
+            heapq.heappush(self._moves, (moves_s, key, sequence))
+
+    def remove(self, sequence: Sequence) -> bool:
+        """False: it was not in here."""
+        key = self._keys.pop(sequence.key, None)
+        if key is None:
+            return False
+        del self._ranked[bisect_left(self._ranked, key, key=_key)]
+        return True
+
+    def changed(self, now_s: float, sequence: Sequence) -> None:
+        """Less of it is left, or more."""
+        if self.remove(sequence):
+            self.add(now_s, sequence)
+
+    def advance(self, now_s: float, token_s: float) -> None:
+        """Time has passed and the price may have changed: everything to its place of now."""
+        if abs(token_s - self._token_s) > _REPRICED * self._token_s:
+            self._token_s = token_s
+            everything, self._ranked, self._moves = list(self), [], []
+            self._keys.clear()
+            for sequence in everything:
+                self.add(now_s, sequence)
+            return
+        while self._moves and self._moves[0][0] <= now_s:
+            _, key, sequence = heapq.heappop(self._moves)
+            if self._keys.get(sequence.key) == key:
+                self.changed(now_s, sequence)
+
+
+def _key(entry: tuple[RankKey, Sequence]) -> RankKey:
+    return entry[0]

@@ -1,0 +1,184 @@
+"""Cohort's iterations: decodes, then prompts one after another within the strictest promise; and who gives way."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cohort.common.config import CohortConfig
+from cohort.common.policies.baselines.batch_builder import IterationLimits
+from cohort.common.policies.cohort.cohort_batching import CohortBatching, victim_rank
+from cohort.common.policies.dynaserve.slo_batching import plan_shape
+from cohort.common.policies.dynaserve.step_cost import step_seconds
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Phase, Sequence
+from cohort.common.types import Slo, StepTimes, TrafficClass
+from tests.common.policies.baselines.drive import BLOCK, cache, decide, leave, names, rows, sequence, step
+from tests.common.policies.dynaserve.test_step_times import random_batch
+
+TIMES = StepTimes(0.001, 0.0002, 0.0001, 0.001, 0.0, 1e-6)
+"""A prompt token is 0.1 ms, a decode row 0.2 ms and its context a microsecond a position."""
+
+
+def scheduler(
+    *, learned: bool = True, longest_s: float = 0.04, rows_: int = 8, tokens: int = 600, how: str = "recompute"
+) -> CohortBatching:
+    options = CohortConfig(headroom=0.0, least_prefill=2, longest_step_s=longest_s)
+    limits = IterationLimits(rows_, tokens, tokens, "swap" if how == "swap" else "recompute")
+    policy = CohortBatching(options, limits, cold_chunk=24)
+    if learned:
+        random = Random(5)
+        for _ in range(400):
+            shape = random_batch(random)
+            policy.table.record(shape, step_seconds(TIMES, shape))
+    return policy
+
+
+def promised(
+    name: str,
+    prompt: int,
+    *,
+    ttft_s: float = 1.0,
+    tpot_s: float = 0.1,
+    arrived_s: float = 0.0,
+    traffic_class: TrafficClass = "rt",
+    max_tokens: int = 100,
+) -> Sequence:
+    made = sequence(name, prompt, arrived_s=arrived_s, max_tokens=max_tokens, traffic_class=traffic_class)
+    made.request = msgspec.structs.replace(made.request, slo=Slo(ttft_s=ttft_s, tpot_s=tpot_s))
+    return made
+
+
+def decoding(policy: CohortBatching, kv: KvAllocator, made: Sequence) -> Sequence:
+    """It has its first token."""
+    prompt = made.known
+    kv.admit(made)
+    kv.extend(made, prompt + 1)
+    made.phase, made.computed = Phase.RUNNING, prompt
+    made.tokens.append(1)
+    policy.add(0.0, made)
+    return made
+
+
+def test_prompts_are_computed_one_after_another_the_shortest_first() -> None:
+    policy, kv = scheduler(tokens=200), cache(400)
+    for name, tokens in (("long", 300), ("middle", 250), ("short", 40)):
+        policy.add(0.0, promised(name, tokens, ttft_s=9.0))
+    assert rows(step(policy, kv)) == [("short", 0, 40), ("middle", 0, 160)]
+    assert rows(step(policy, kv))[:2] == [("middle", 160, 90), ("long", 0, 109)]
+
+
+def test_a_shorter_prompt_overtakes_one_that_has_begun() -> None:
+    policy, kv = scheduler(tokens=100), cache(400)
+    policy.add(0.0, promised("long", 300, ttft_s=9.0))
+    step(policy, kv)
+    policy.add(0.0, promised("short", 60, ttft_s=9.0))
+    assert rows(step(policy, kv)) == [("short", 0, 60), ("long", 100, 40)]
+
+
+def test_the_strictest_promise_among_the_decodes_bounds_the_iteration() -> None:
+    policy, kv = scheduler(), cache(400)
+    decoding(policy, kv, promised("relaxed", 40, tpot_s=0.03))
+    decoding(policy, kv, promised("strict", 40, tpot_s=0.01))
+    decoding(policy, kv, promised("none", 40, ttft_s=0.0, tpot_s=0.002, traffic_class="be"))
+    policy.add(0.0, promised("p", 500, ttft_s=9.0))
+    plan = decide(policy, kv, 0.0)
+    assert names(plan) == ["p", "strict", "relaxed", "none"]
+    assert 0.009 <= step_seconds(TIMES, plan_shape(plan)) <= 0.0105
+    assert policy.metrics()["iteration_aim_ms"] == pytest.approx(10.0)
+
+
+def test_best_effort_decodes_bound_nothing() -> None:
+    policy, kv = scheduler(longest_s=0.03), cache(400)
+    decoding(policy, kv, promised("b", 40, ttft_s=0.0, tpot_s=0.001, traffic_class="be"))
+    policy.add(0.0, promised("p", 550, ttft_s=9.0))
+    assert 0.028 <= step_seconds(TIMES, plan_shape(decide(policy, kv, 0.0))) <= 0.031
+
+
+def test_a_prompt_is_cut_to_the_room_there_is_and_never_to_nothing() -> None:
+    policy, kv = scheduler(), cache(400)
+    for index in range(6):
+        decoding(policy, kv, promised(f"d{index}", 40, tpot_s=0.001))
+    policy.add(0.0, promised("p", 500, ttft_s=9.0))
+    assert rows(decide(policy, kv, 0.0))[0] == ("p", 0, 2), "least_prefill: the decodes alone take too long"
+
+
+def test_victims_best_effort_then_broken_promises_then_most_slack() -> None:
+    now_s = 10.0
+    tight, slack = promised("tight", 9, arrived_s=9.5), promised("slack", 9, arrived_s=9.5, ttft_s=5.0)
+    broken = promised("broken", 9, arrived_s=5.0)
+    effort = promised("effort", 9, arrived_s=0.0, ttft_s=0.0, traffic_class="be")
+    ranked = sorted([effort, broken, slack, tight], key=lambda s: victim_rank(now_s, s))
+    assert [s.request_id for s in ranked] == ["tight", "slack", "broken", "effort"]
+
+
+def test_the_one_with_most_slack_gives_way_and_comes_back() -> None:
+    policy, kv = scheduler(), cache(8)
+    hurried = decoding(policy, kv, promised("hurried", 4 * BLOCK - 1, ttft_s=1.0))
+    relaxed = decoding(policy, kv, promised("relaxed", 4 * BLOCK - 1, ttft_s=50.0))
+    step(policy, kv)
+    plan = decide(policy, kv, 0.1)
+    assert names(plan) == ["hurried"]
+    assert [preempt.sequence.request_id for preempt in plan.preempted] == ["relaxed"]
+    assert (hurried.phase, relaxed.phase, relaxed.computed) == (Phase.RUNNING, Phase.WAITING, 0)
+    leave(policy, kv, hurried)
+    assert names(decide(policy, kv, 0.2)) == ["relaxed"]
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(1, 40),
+        st.integers(1, 12),
+        st.sampled_from([0.0, 0.05, 1.0, 60.0]),
+        st.sampled_from([0.0, 0.004, 0.1]),
+        st.sampled_from(["rt", "be"]),
+        st.floats(0.0, 0.3),
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+@given(REQUESTS, st.integers(14, 40), st.integers(1, 5), st.sampled_from(["swap", "recompute"]), st.booleans())
+def test_every_request_ends_in_any_cache_that_holds_the_largest(
+    requests: list[tuple[int, int, float, float, TrafficClass, float]],
+    blocks: int,
+    max_rows: int,
+    how: str,
+    learned: bool,
+) -> None:
+    policy = scheduler(learned=learned, rows_=max_rows, tokens=50, how=how)
+    kv = cache(blocks, 10 if how == "swap" else 0)
+    coming = sorted(
+        (
+            promised(
+                f"r{index}", prompt, ttft_s=ttft, tpot_s=tpot, traffic_class=group, arrived_s=at, max_tokens=output
+            )
+            for index, (prompt, output, ttft, tpot, group, at) in enumerate(requests)
+        ),
+        key=lambda s: s.arrived_s,
+    )
+    live: list[Sequence] = []
+    now_s, idle = 0.0, 0
+    for _ in range(6000):
+        while coming and coming[0].arrived_s <= now_s:
+            live.append(coming.pop(0))
+            policy.add(now_s, live[-1])
+        if not live and not coming:
+            break
+        plan = step(policy, kv, now_s, 0.01)
+        assert len(plan.rows) <= max_rows and plan.tokens <= 50
+        assert len({row.sequence.key for row in plan.rows}) == len(plan.rows)
+        idle = 0 if plan.rows or coming else idle + 1
+        assert idle < 3, f"nothing runs although {[s.request_id for s in live]} wait"
+        now_s += 0.01
+        for ended in [s for s in live if s.output_tokens >= s.request.sampling.max_tokens]:
+            live.remove(ended)
+            leave(policy, kv, ended)
+    assert not live and not coming
+    assert kv.free_blocks == blocks
+    assert len(policy._prompts) == 0 and not policy._running and not policy._swapped

@@ -1,0 +1,151 @@
+"""The order of prompts: who can still keep its promise before who cannot, shortest first, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cohort.common.policies.cohort.promise import due_s, missed_first
+from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptQueue
+from cohort.common.sequence import Sequence
+from cohort.common.types import Slo, TrafficClass
+from tests.common.policies.baselines.drive import sequence
+
+TOKEN_S = 0.001
+
+
+def prompt(
+    name: str,
+    tokens: int,
+    *,
+    arrived_s: float = 0.0,
+    ttft_s: float = 1.0,
+    tpot_s: float = 0.1,
+    traffic_class: TrafficClass = "rt",
+    priority: int = 0,
+) -> Sequence:
+    made = sequence(name, tokens, arrived_s=arrived_s, traffic_class=traffic_class, priority=priority)
+    made.request = msgspec.structs.replace(made.request, slo=Slo(ttft_s=ttft_s, tpot_s=tpot_s))
+    return made
+
+
+def ordered(now_s: float, prompts: list[Sequence], order: PromptOrder | None = None) -> list[str]:
+    queue = PromptQueue(order or PromptOrder())
+    for each in prompts:
+        queue.add(now_s, each)
+    queue.advance(now_s, TOKEN_S)
+    return [each.request_id for each in queue]
+
+
+def test_class_then_feasible_then_shortest_then_late_by_due_time() -> None:
+    prompts = [
+        prompt("best effort, short", 1, traffic_class="be", ttft_s=0.0),
+        prompt("late", 400, arrived_s=-0.9),
+        prompt("late for longer", 5, arrived_s=-2.0),
+        prompt("long", 500),
+        prompt("short", 20),
+        prompt("no promise", 2, ttft_s=0.0),
+    ]
+    expected = ["short", "long", "late for longer", "late", "no promise", "best effort, short"]
+    assert ordered(0.0, prompts) == expected
+
+
+def test_earliest_due_is_a_setting() -> None:
+    prompts = [prompt("long and urgent", 100, ttft_s=0.5), prompt("short", 10, ttft_s=0.9)]
+    assert ordered(0.0, prompts) == ["short", "long and urgent"]
+    assert ordered(0.0, prompts, PromptOrder(first="earliest_due")) == ["long and urgent", "short"]
+
+
+def test_a_priority_counts_within_its_class() -> None:
+    prompts = [
+        prompt("urgent", 90, priority=-1),
+        prompt("short", 10),
+        prompt("best", 1, traffic_class="be", priority=-9),
+    ]
+    assert ordered(0.0, prompts) == ["urgent", "short", "best"]
+
+
+def test_patience_ends_after_a_minute_and_not_before() -> None:
+    """Ageing of seconds would make an overloaded server first come, first served again."""
+    prompts = [prompt("waited", 900, arrived_s=-59.0), prompt("short", 10)]
+    assert ordered(0.0, prompts) == ["short", "waited"]
+    assert ordered(2.0, prompts) == ["waited", "short"]
+
+
+def test_a_prompt_that_was_preempted_is_due_when_its_next_token_is() -> None:
+    one = prompt("r", 10, ttft_s=1.0, tpot_s=0.1)
+    assert due_s(one) == 1.0 and not missed_first(0.9, one) and missed_first(1.1, one)
+    one.tokens += [7] * 5
+    assert due_s(one) == 1.5
+    one.prefill_done_s = 0.8
+    assert not missed_first(9.0, one), "its first token came in time"
+
+
+def test_a_resubmitted_request_has_the_time_of_a_first_token_again() -> None:
+    one = prompt("r", 10, arrived_s=-30.0)
+    assert missed_first(0.0, one)
+    one.request = msgspec.structs.replace(one.request, waited_s=30.0)
+    assert due_s(one) == 1.0 and not missed_first(0.0, one)
+
+
+@dataclass
+class Act:
+    what: str
+    index: int
+    amount: float
+
+
+ACTS = st.builds(
+    Act,
+    st.sampled_from(["add", "remove", "compute", "wait", "wait", "price"]),
+    st.integers(0, 30),
+    st.floats(0.01, 30.0),
+)
+PROMPTS = st.lists(
+    st.builds(
+        prompt,
+        st.just("?"),
+        st.integers(2, 2000),
+        arrived_s=st.floats(-50.0, 5.0),
+        ttft_s=st.sampled_from([0.0, 0.3, 1.0, 5.0, 100.0]),
+        tpot_s=st.sampled_from([0.0, 0.05]),
+        traffic_class=st.sampled_from(["rt", "be"]),
+        priority=st.sampled_from([0, 0, 1]),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(PROMPTS, st.lists(ACTS, max_size=40), st.sampled_from(["shortest", "earliest_due"]))
+def test_the_queue_is_what_sorting_everything_would_give(prompts: list[Sequence], acts: list[Act], first: str) -> None:
+    order = PromptOrder(first="shortest" if first == "shortest" else "earliest_due")
+    queue, inside, now_s, token_s = PromptQueue(order), {}, 6.0, TOKEN_S
+    for index, each in enumerate(prompts):
+        each.key = msgspec.structs.replace(each.key, request_id=f"r{index}")
+    queue.advance(now_s, token_s)
+    ranked_by_s = token_s
+    for act in acts:
+        each = prompts[act.index % len(prompts)]
+        match act.what:
+            case "add" if each.key not in inside:
+                queue.add(now_s, each)
+                inside[each.key] = each
+            case "remove":
+                assert queue.remove(each) == (inside.pop(each.key, None) is not None)
+            case "compute" if each.key in inside:
+                each.computed += min(each.uncomputed - 1, int(act.amount * 20))
+                queue.changed(now_s, each)
+            case "wait":
+                now_s += act.amount
+            case "price":
+                token_s = act.amount / 1000
+        queue.advance(now_s, token_s)
+        if abs(token_s - ranked_by_s) > 0.1 * ranked_by_s:
+            ranked_by_s = token_s
+        expected = sorted(inside.values(), key=lambda s: order.rank(now_s, s, ranked_by_s)[0])
+        assert [s.key for s in queue] == [s.key for s in expected]
+        assert len(queue) == len(inside) and all(s in queue for s in inside.values())

@@ -50,11 +50,14 @@ async def test_files(client: openai.AsyncOpenAI, site: Site) -> None:
 
 async def test_uploads_cut_off_leave_nothing(open_site: OpenSite, tmp_path: Path) -> None:
     folder = tmp_path / "batches" / "files"
-    folder.mkdir(parents=True)
-    (folder / "file-1.part").write_bytes(b"half")
-    (folder / "file-2").write_bytes(b"whole, but its row was never written")
+    async with open_site() as site, client_of(site) as client:
+        kept = (await client.files.create(file=b"x", purpose="batch")).id
+        await client.files.delete((await client.files.create(file=b"y", purpose="batch")).id)
+    (folder / f"file-{1:024x}.part").write_bytes(b"half")
+    (folder / f"file-{2:024x}").write_bytes(b"whole, but its row was never written")
     async with open_site() as site:
-        assert list(folder.iterdir()) == []
+        assert contents(site) == [kept]
+        (folder / kept).unlink()
         form = aiohttp.FormData()
 
         async def slowly() -> AsyncIterator[bytes]:

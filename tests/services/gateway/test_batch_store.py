@@ -93,6 +93,57 @@ def test_a_batch_from_begin_to_end(store: BatchStore) -> None:
     assert store.unfinished() == [] and store.counts() == {"completed": 1}
 
 
+def test_results_are_paged_by_bytes(store: BatchStore) -> None:
+    running(store)
+    for number, size in ((1, 10), (2, 40), (3, 1), (4, 1), (5, 100)):
+        store.finish_line("batch_a", done(number, result=b"r" * size))
+    pages, after = [], 0
+    while page := store.results("batch_a", succeeded=True, after=after, page_bytes=40):
+        pages.append([number for number, _ in page])
+        after = page[-1][0]
+    assert pages == [[1, 2], [3, 4, 5]], "a page ends with the result that fills it"
+
+
+def test_lines_count_as_stored_until_their_batch_ends(store: BatchStore) -> None:
+    running(store)
+    before = store.usage("me")
+    assert before.owner_bytes == before.bytes and store.usage("you").owner_bytes == 0
+    store.finish_line("batch_a", done(1, result=b"r" * 1000))
+    assert store.usage("me").bytes == before.bytes + 2000, "in the database, and later in the output file"
+    store.add_batch(batch("batch_b", "you"))
+    store.add_lines("batch_b", LINES, first=True)
+    store.add_lines("batch_b", LINES, first=True)
+    assert store.usage("you").owner_bytes == before.bytes - 50, "a validation that starts over counts once"
+    store.begin_finalizing("batch_a", NOW_S)
+    store.end("batch_a", NOW_S, "completed", output=None, errors=None)
+    store.fail("batch_b", NOW_S, [])
+    assert store.usage("me").bytes == 50
+
+
+def test_a_batch_that_cannot_be_run_fails_from_wherever_it_is(store: BatchStore) -> None:
+    running(store)
+    store.finish_line("batch_a", done(1))
+    store.give_up("batch_a", NOW_S, [LineError("internal_error", "")])
+    found = current(store)
+    assert (found.status, found.completed, found.failed, found.failed_at) == ("failed", 1, 4, 1000)
+    store.give_up("batch_a", NOW_S + 9, [])
+    store.end("batch_a", NOW_S + 9, "completed", output=None, errors=None)
+    assert current(store) == found, "it has ended"
+
+
+def test_deleted_rows_give_their_space_back(store: BatchStore, path: Path) -> None:
+    running(store)
+    for number in range(1, 6):
+        store.finish_line("batch_a", done(number, result=bytes(4_000_000)))
+    store.begin_finalizing("batch_a", NOW_S)
+    store.end("batch_a", NOW_S, "completed", output=None, errors=None)
+    rounds = 1
+    while store.shrink():
+        rounds += 1
+    assert rounds > 1 and path.stat().st_size < 200_000
+    assert path.with_name(path.name + "-wal").stat().st_size < 200_000
+
+
 def test_a_line_is_finished_once(store: BatchStore) -> None:
     running(store)
     assert store.finish_line("batch_a", done(1, result=b"first"))

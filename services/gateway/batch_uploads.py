@@ -48,8 +48,8 @@ class UploadStream:
     async def read(self, n: int = -1) -> bytes:
         return await self._timely(self._stream.read(n))
 
-    async def readline(self, *, max_line_length: int | None = None) -> bytes:
-        return await self._timely(self._stream.readline(max_line_length=max_line_length))
+    async def readline(self, **limits: int | None) -> bytes:
+        return await self._timely(self._stream.readline(**limits))
 
     def at_eof(self) -> bool:
         return self._stream.at_eof()

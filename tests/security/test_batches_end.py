@@ -122,7 +122,8 @@ def test_every_batch_ends_whatever_stands_in_it(
     tmp_path_factory: pytest.TempPathFactory,
     cases: list[tuple[str, bytes, bool]],
 ) -> None:
-    """In one try each, and nothing is answered with a 5xx. `first`: the hostile line is the one that names the model."""
+    """In one try each, and nothing is answered with a 5xx. A case's last part: whether the hostile line comes first and
+    so names the batch's model."""
     tries: Counter[str] = Counter()
     original = BatchRunner._advance
 

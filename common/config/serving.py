@@ -47,6 +47,7 @@ class BatchConfig(Section, frozen=True):
     max_file_bytes: Positive = 209_715_200  # one uploaded file; beyond: 413
     max_lines: Positive = 50_000  # requests in one batch; beyond: the batch fails
     max_unfinished: Positive = 256  # batches not ended; beyond: 429
+    max_batches: Positive = 10_000  # of one API key, ended ones included; beyond: the oldest that ended is forgotten
     max_files: Positive = 10_000  # files of one API key; beyond: no uploads (507)
     max_uploads: Positive = 64  # files being uploaded at once; beyond: 429
     storage_bytes: Positive = 21_474_836_480  # files and results together; beyond: no uploads (507), no further lines

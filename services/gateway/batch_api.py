@@ -246,7 +246,9 @@ class BatchApi:
                     param="input_file_id",
                 )
             self._quota.begin_batch(store, owner)
-            return store.add_batch(batch)
+            added = store.add_batch(batch)
+            store.forget_oldest(owner, self._config.max_batches)
+            return added
 
         stored = await self._store.run(create)
         self._runner.submit(stored.id)

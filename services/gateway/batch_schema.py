@@ -66,6 +66,7 @@ CREATE TABLE batches (
     line_bytes INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 CREATE INDEX batches_by_status ON batches (status);
+CREATE INDEX batches_by_owner ON batches (owner, seq);
 CREATE TABLE lines (
     batch_id TEXT NOT NULL REFERENCES batches (id) ON DELETE CASCADE,
     number INTEGER NOT NULL,
@@ -79,10 +80,11 @@ CREATE TABLE lines (
 CREATE INDEX lines_pending ON lines (batch_id, number) WHERE result IS NULL;
 """
 
-# Version 2 counts what lines take, so that results are within the storage limit.
+# Version 2 counts what lines take, so that results are within the storage limit, and what an owner has.
 _TO_VERSION_2 = f"""
 ALTER TABLE batches ADD COLUMN line_bytes INTEGER NOT NULL DEFAULT 0;
 CREATE INDEX files_by_owner ON files (owner, bytes);
+CREATE INDEX batches_by_owner ON batches (owner, seq);
 UPDATE batches SET line_bytes = coalesce((
     SELECT sum(length(CAST(custom_id AS BLOB)) + {LINE_BYTES} + coalesce(length(result), 0))
     FROM lines WHERE batch_id = batches.id

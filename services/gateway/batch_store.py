@@ -66,6 +66,7 @@ class BatchStore:
         one."""
         self._db = open_database(path)
         self._uploads: dict[str, _Upload] = {}
+        self._to_write_back = False
         self.checked = small_enough_to_check(path)
         """Whether all of the database was seen to be sound when it was opened."""
 
@@ -188,6 +189,14 @@ class BatchStore:
                 values,
             ).fetchone()
         return _batch(row)
+
+    def forget_oldest(self, owner: str, kept: int) -> None:
+        """Drop the owner's batches that have ended, but for those among the latest `kept` ones."""
+        self._db.execute(
+            f"DELETE FROM batches WHERE owner = ? AND status NOT IN ({_NOT_ENDED}) AND seq <= "
+            "(SELECT seq FROM batches WHERE owner = ? ORDER BY seq DESC LIMIT 1 OFFSET ?)",
+            (owner, owner, kept),
+        )
 
     def batch(self, batch_id: str, owner: str | None = None) -> StoredBatch | None:
         """`owner` None: whoever made it."""
@@ -408,7 +417,9 @@ class BatchStore:
             left = self._free_pages()
             if left and left < free:
                 return True
-            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._to_write_back = True
+        if self._to_write_back:  # the file is shorter only then; a reader in another process may prevent it this time
+            self._to_write_back = bool(self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0])
         return False
 
     def _free_pages(self) -> int:

@@ -149,6 +149,19 @@ async def test_a_batch_without_storage_can_be_cancelled(open_site: OpenSite) -> 
         assert len(site.manager.submitted) < 60
 
 
+async def test_ended_batches_do_not_add_up(open_site: OpenSite) -> None:  # noqa: F811
+    """A failed batch keeps a hundred errors; each key keeps its latest batches, and those that have not ended."""
+    slow = open_site(step_s=0.05, api_keys=("mine", "yours"), batch={"max_batches": 3})
+    async with slow as site, client_of(site, "mine") as me, client_of(site, "yours") as you:
+        running = await begin(me, job(ask()))
+        yours = await begin(you, b"?\n" * 100)
+        made = [await ended(me, await begin(me, b"?\n" * 100)) for _ in range(6)]
+        found = [batch.id async for batch in me.batches.list()]
+        assert found[:3] == [batch.id for batch in reversed(made[3:])]
+        assert set(found[3:]) <= {running.id}
+        assert [batch.id async for batch in you.batches.list()] == [yours.id]
+
+
 async def test_the_database_gives_back_what_batches_took(open_site: OpenSite, tmp_path: Path) -> None:  # noqa: F811
     """Also one of an earlier version, which could not."""
     folder = tmp_path / "batches"
@@ -160,11 +173,9 @@ async def test_the_database_gives_back_what_batches_took(open_site: OpenSite, tm
         await ended(client, await begin(client, job(*[ask(str(n)) for n in range(300)])))
         database = folder / "batches.sqlite"
 
-        def free() -> int:
-            with sqlite3.connect(database) as db:
-                pages = int(db.execute("PRAGMA freelist_count").fetchone()[0])
-            db.close()
-            return pages
-
-        await eventually(lambda: free() == 0)
-        assert database.stat().st_size < 100_000
+        log = database.with_name(database.name + "-wal")
+        await eventually(lambda: database.stat().st_size < 100_000 and log.stat().st_size == 0)
+    with sqlite3.connect(database) as db:
+        assert db.execute("PRAGMA freelist_count").fetchone()[0] < 10
+        assert db.execute("SELECT value FROM meta WHERE name = 'schema_version'").fetchone()[0] == 2
+    db.close()

@@ -8,7 +8,7 @@
 
 A content appears under its id only when it is complete and on disk; its row in the database follows. So a `.part`, or a
 file without a row, belongs to no upload that succeeded and is removed at start, if its name is one that is given here.
-Whatever has another name is somebody else's and stays. Everything here may block: callers use threads.
+Files with other names are not of this program's making and stay. Everything here may block: callers use threads.
 """
 
 from __future__ import annotations

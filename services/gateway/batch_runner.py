@@ -91,8 +91,8 @@ class BatchRunner:
         metrics: BatchMetrics,
         log: structlog.stdlib.BoundLogger,
     ) -> None:
-        """`elapsed_s`: a clock that no one sets, for what days must have passed before; it counts a suspended host's
-        time too."""
+        """`elapsed_s`: seconds of a clock that is never set, by which the wall clock is judged; a suspended host's time
+        counts too."""
         self._config = config
         self._folder = folder
         self._store = store
@@ -281,12 +281,12 @@ class BatchRunner:
 
     async def _storage_for_line(self, batch: StoredBatch) -> None:
         """Results are stored too: while what is stored fills the limit, no further line starts."""
-        waits = 0
+        waiting = False
         while not await self._store.run(lambda store: self._quota.may_run_line(store, batch.owner)):
-            if not waits:
+            if not waiting:
                 self._log.warning("files and results fill batch.storage_bytes: no further line starts")
                 self._metrics.line_retries("storage").inc()
-            waits += 1
+            waiting = True
             await asyncio.sleep(STORAGE_WAIT_S)
 
     def _give_back(self, _: asyncio.Task[None]) -> None:

@@ -1,7 +1,7 @@
 """The database of files and batches: its tables, how it is opened, and what an older one needs.
 
 Called by `batch_store.py`. Decides the schema, the modes of the database's files (0600) and whether a database may be
-used at all; never reads or writes a row of anybody's.
+used at all; never reads or writes a file's or a batch's row.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Called by `batch_runner.py` before it deletes anything. Decides by comparing the wall clock with time that passed: while
 both agree, the wall clock is right, or as wrong as it was when it stamped the files. After a jump one of the two times
 was wrong, and nothing here can tell which: deletions wait until the clock is back, or until it has kept its new time
-for `HOLD_S`, in which somebody may have corrected it. Never changes a row.
+for `HOLD_S`, in which it may have been corrected. Never changes a row.
 """
 
 from __future__ import annotations

@@ -154,7 +154,11 @@ async def _clean_up(folder: BatchFolder, store: StoreThread, log: structlog.stdl
             folder=str(folder.lost),
         )
     if found.kept or found.foreign:
-        log.warning("files in batch.folder that no one knows: left alone", contents=found.kept, others=found.foreign)
+        log.warning(
+            "files in batch.folder that the database does not name: left alone",
+            contents=found.kept,
+            others=found.foreign,
+        )
 
 
 async def _unavailable(_: web.Request) -> NoReturn:
@@ -167,5 +171,5 @@ async def _unavailable(_: web.Request) -> NoReturn:
 
 
 def _since_boot_s() -> float:
-    """Seconds that no one can set back; where the system says so, those of a suspended host too."""
+    """Seconds of a clock that is never set; where the system says so, those of a suspended host too."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

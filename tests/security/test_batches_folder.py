@@ -1,6 +1,6 @@
 """Attack: a batch folder that others can read, that loses what it does not know, and whose database ends the gateway.
 
-The folder is set to one that holds somebody's files; the database is set aside, as an operator does who wants a fresh
+The folder is set to one that holds other files; the database is set aside, as an operator does who wants a fresh
 start; it is overwritten with rubbish; the folder was created with the umask's mode. Nothing that the gateway did not
 make may be deleted, contents survive the loss of their database, and generation goes on without batches.
 """

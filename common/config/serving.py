@@ -47,9 +47,15 @@ class BatchConfig(Section, frozen=True):
     max_file_bytes: Positive = 209_715_200  # one uploaded file; beyond: 413
     max_lines: Positive = 50_000  # requests in one batch; beyond: the batch fails
     max_unfinished: Positive = 256  # batches not ended; beyond: 429
-    storage_bytes: Positive = 21_474_836_480  # all files together; beyond: no uploads (413)
+    max_batches: Positive = 10_000  # of one API key, ended ones included; beyond: the oldest that ended is forgotten
+    max_files: Positive = 10_000  # files of one API key; beyond: no uploads (507)
+    max_uploads: Positive = 64  # files being uploaded at once; beyond: 429
+    storage_bytes: Positive = 21_474_836_480  # files and results together; beyond: no uploads (507), no further lines
+    owner_share: Fraction = 0.5  # of max_unfinished, max_uploads, storage_bytes for one API key where there are several
     retention_s: Seconds = 2_592_000.0  # files and ended batches are deleted after so long
-    upload_idle_s: Seconds = 60.0  # an upload that sends nothing for so long is given up
+    upload_idle_s: Seconds = 60.0  # an upload that sends nothing, or too little, for so long is given up (408)
+    upload_bytes_per_s: Positive = 1024  # what is too little
+    upload_timeout_s: Seconds = 3600.0  # the longest an upload may take; beyond: 408
 
 
 class PredictorConfig(Section, frozen=True):

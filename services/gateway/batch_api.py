@@ -12,44 +12,35 @@ days ("30m", "24h", "7d"), not "24h" alone; an input file that batches still rea
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
-from collections.abc import Mapping
-from pathlib import Path
+import sqlite3
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
 import structlog
-from aiohttp import BodyPartReader, web
+from aiohttp import web
 
 from cohort.common.clock import Clock
 from cohort.common.config import BatchConfig
 from cohort.common.errors import RequestError
+from cohort.services.gateway.batch_downloads import send_content
 from cohort.services.gateway.batch_files import BatchFolder, ContentWriter
 from cohort.services.gateway.batch_lines import ENDPOINTS
-from cohort.services.gateway.batch_objects import (
-    LEAST_EXPIRY_S,
-    LONGEST_EXPIRY_S,
-    Deleted,
-    ExpiresAfter,
-    Page,
-    batch_object,
-    decode_batch,
-    file_object,
-    window_s,
-)
+from cohort.services.gateway.batch_objects import Deleted, Page, batch_object, decode_batch, file_object, window_s
+from cohort.services.gateway.batch_quota import Quota
+from cohort.services.gateway.batch_records import StoredBatch, StoredFile
 from cohort.services.gateway.batch_runner import BatchRunner
-from cohort.services.gateway.batch_store import BatchStore, StoredBatch, StoredFile, StoreThread
-from cohort.services.gateway.middleware import OWNER
+from cohort.services.gateway.batch_store import BatchStore, StoreThread, disk_refuses
+from cohort.services.gateway.batch_uploads import FORM_BYTES, UploadForm, too_large
+from cohort.services.gateway.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
 from cohort.services.gateway.parsing import printable
 
 PURPOSES = ("batch", "batch_output")  # of files that can be here; only the first can be uploaded
-CHUNK_BYTES = 1 << 18
-WRITE_AT_ONCE_BYTES = 1 << 20
-FORM_BYTES = 1 << 16  # of an upload besides its content: boundaries, headers, the other fields
-FIELD_BYTES = 1 << 10
-LONGEST_NAME = 255
 BATCH_BODY_BYTES = 1 << 17
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _encode = msgspec.json.Encoder().encode
 
 
@@ -61,6 +52,8 @@ class BatchApi:
         folder: BatchFolder,
         store: StoreThread,
         runner: BatchRunner,
+        quota: Quota,
+        write_timeout_s: float,
         clock: Clock,
         log: structlog.stdlib.BoundLogger,
     ) -> None:
@@ -68,41 +61,61 @@ class BatchApi:
         self._folder = folder
         self._store = store
         self._runner = runner
+        self._quota = quota
+        self._write_timeout_s = write_timeout_s
         self._clock = clock
         self._log = log
-        self._uploading: dict[str, int] = {}  # bytes that arrived, of uploads that are no files yet
 
     def routes(self) -> list[web.RouteDef]:
+        guarded = self._guarded
         return [
-            web.post("/v1/files", self.upload),
-            web.get("/v1/files", self.list_files),
-            web.get("/v1/files/{id}", self.get_file),
-            web.delete("/v1/files/{id}", self.delete_file),
-            web.get("/v1/files/{id}/content", self.content),
-            web.post("/v1/batches", self.create_batch),
-            web.get("/v1/batches", self.list_batches),
-            web.get("/v1/batches/{id}", self.get_batch),
-            web.post("/v1/batches/{id}/cancel", self.cancel_batch),
+            web.post("/v1/files", guarded(self.upload)),
+            web.get("/v1/files", guarded(self.list_files)),
+            web.get("/v1/files/{id}", guarded(self.get_file)),
+            web.delete("/v1/files/{id}", guarded(self.delete_file)),
+            web.get("/v1/files/{id}/content", guarded(self.content)),
+            web.post("/v1/batches", guarded(self.create_batch)),
+            web.get("/v1/batches", guarded(self.list_batches)),
+            web.get("/v1/batches/{id}", guarded(self.get_batch)),
+            web.post("/v1/batches/{id}/cancel", guarded(self.cancel_batch)),
         ]
+
+    def _guarded(self, handler: Handler) -> Handler:
+        """A database that the disk refuses, or that is damaged, is no defect: the client is told so."""
+
+        @functools.wraps(handler)
+        async def answer(request: web.Request) -> web.StreamResponse:
+            try:
+                return await handler(request)
+            except sqlite3.Error as error:
+                if not disk_refuses(error):
+                    raise
+                self._log.error("the batch database cannot be used", path=request.path, reason=str(error))
+                if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+                    raise RequestError("The server's disk is full.", status=507, type_="server_error") from error
+                raise RequestError(
+                    "Files and batches cannot be reached now.", status=503, type_="server_error", retry_after_s=60.0
+                ) from error
+
+        return answer
 
     # -- Files -----------------------------------------------------------------------------------------------------
 
     async def upload(self, request: web.Request) -> web.Response:
         limit = self._config.max_file_bytes
         if (request.content_length or 0) > limit + FORM_BYTES:
-            raise _too_large(limit)
+            raise too_large(limit)
         if request.content_type != "multipart/form-data":
             raise RequestError("Send the file as multipart/form-data, with the fields 'purpose' and 'file'.")
-        stored = await self._store.run(lambda store: store.stored_bytes())
-        file_id = f"file-{secrets.token_hex(12)}"
+        file_id, owner = f"file-{secrets.token_hex(12)}", request[OWNER]
+        announced = max(0, (request.content_length or 0) - FORM_BYTES)
+        await self._store.run(lambda store: self._quota.begin_upload(store, file_id, owner, announced))
         try:
-            with await asyncio.to_thread(self._folder.write, file_id) as writer:
-                fields, filename = await self._read_form(request, writer, file_id, stored)
-                retention_s = _upload_fields(fields, filename, int(self._config.retention_s))
-                await asyncio.to_thread(writer.keep)
+            async with asyncio.timeout(self._config.upload_timeout_s):
+                file = await self._receive(request, file_id, owner)
         except TimeoutError as error:
             raise RequestError(
-                f"Nothing of the file arrived for {self._config.upload_idle_s:g} s.", status=408
+                f"batch.upload_timeout_s: the upload took more than {self._config.upload_timeout_s:g} s.", status=408
             ) from error
         except ConnectionError:
             raise
@@ -111,67 +124,30 @@ class BatchApi:
                 f"The file cannot be stored: {error.strerror}.", status=507, type_="server_error"
             ) from error
         finally:
-            self._uploading.pop(file_id, None)
-        created_at = int(self._clock.wall_s())
-        owner, size = request[OWNER], writer.bytes
-        file = await self._store.run(
-            lambda store: store.add_file(
-                StoredFile(0, file_id, owner, "batch", filename or "", size, created_at, created_at + retention_s)
-            )
-        )
+            self._store.tell(lambda store: store.release(file_id))
         self._log.info("file stored", file_id=file_id, bytes=file.bytes)
         return _json(file_object(file))
 
-    async def _read_form(
-        self, request: web.Request, writer: ContentWriter, file_id: str, stored: int
-    ) -> tuple[dict[str, str], str | None]:
-        """Fields by name, and the file's name; its content goes to `writer`."""
-        fields: dict[str, str] = {}
-        filename: str | None = None
+    async def _receive(self, request: web.Request, file_id: str, owner: str) -> StoredFile:
+        form = UploadForm(request, self._config)
+        with await asyncio.to_thread(self._folder.write, file_id) as writer:
+            await form.read(functools.partial(self._keep, writer, file_id, owner))
+            retention_s = form.retention_s()
+            await asyncio.to_thread(writer.keep)
+        created_at = int(self._clock.wall_s())
+        file = StoredFile(
+            0, file_id, owner, "batch", form.filename or "", writer.bytes, created_at, created_at + retention_s
+        )
         try:
-            async for part in await request.multipart():
-                if not isinstance(part, BodyPartReader) or part.name is None:
-                    raise RequestError("The form has a part that is no named field.")
-                if part.name != "file":
-                    fields[part.name] = await self._field(part)
-                elif filename is not None:
-                    raise RequestError("file: one file at a time.", param="file")
-                else:
-                    filename = printable(part.filename or "upload", LONGEST_NAME)
-                    await self._receive(part, writer, file_id, stored)
-        except (ValueError, web.RequestPayloadError) as error:
-            raise RequestError(f"The form cannot be read: {printable(str(error))}") from error
-        return fields, filename
+            return await self._store.run(lambda store: store.add_file(file))
+        except sqlite3.Error:
+            await asyncio.to_thread(self._folder.remove, [file_id])
+            raise
 
-    async def _field(self, part: BodyPartReader) -> str:
-        async with asyncio.timeout(self._config.upload_idle_s):
-            data = await part.read_chunk(FIELD_BYTES + 1)
-            more = await part.read_chunk(FIELD_BYTES) if data else b""
-        if len(data) + len(more) > FIELD_BYTES:
-            raise RequestError(f"{printable(part.name or '')}: the value is too long.", param=part.name)
-        return (data + more).decode("utf-8").strip()
-
-    async def _receive(self, part: BodyPartReader, writer: ContentWriter, file_id: str, stored: int) -> None:
-        waiting: list[bytes] = []
-        waiting_bytes = total = 0
-        while True:
-            async with asyncio.timeout(self._config.upload_idle_s):
-                chunk = await part.read_chunk(CHUNK_BYTES)
-            waiting.append(chunk)
-            waiting_bytes += len(chunk)
-            total += len(chunk)
-            self._uploading[file_id] = total
-            if total > self._config.max_file_bytes:
-                raise _too_large(self._config.max_file_bytes)
-            if stored + sum(self._uploading.values()) > self._config.storage_bytes:
-                raise RequestError(
-                    f"Files here may have {self._config.storage_bytes} bytes together; delete some first.", status=413
-                )
-            if waiting_bytes >= WRITE_AT_ONCE_BYTES or not chunk:
-                await asyncio.to_thread(writer.write, b"".join(waiting))
-                waiting, waiting_bytes = [], 0
-            if not chunk:
-                return
+    async def _keep(self, writer: ContentWriter, file_id: str, owner: str, data: bytes, total: int) -> None:
+        """Capacity first, then the disk: uploads that arrive at the same time count what the others have taken."""
+        await self._store.run(lambda store: self._quota.grow_upload(store, file_id, owner, total))
+        await asyncio.to_thread(writer.write, data)
 
     async def list_files(self, request: web.Request) -> web.Response:
         query = _query(request, "purpose", "limit", "order", "after")
@@ -212,16 +188,21 @@ class BatchApi:
 
     async def content(self, request: web.Request) -> web.StreamResponse:
         file = await self._file(request)
-        path = self._folder.content(file.id)
-        if not await asyncio.to_thread(Path.is_file, path):
-            raise _unknown("file", file.id)
-        # Read and sent a piece at a time by aiohttp, off the loop.
-        return web.FileResponse(
-            path,
-            headers={
+        try:
+            content, size = await asyncio.to_thread(self._folder.read, file.id)
+        except FileNotFoundError as error:
+            raise _unknown("file", file.id) from error
+        return await send_content(
+            request,
+            content,
+            size,
+            {
+                REQUEST_ID_HEADER: request[HTTP_ID],
                 "Content-Type": "application/jsonl",
                 "Content-Disposition": f'attachment; filename="{_header_safe(file.filename)}"',
             },
+            write_timeout_s=self._write_timeout_s,
+            log=self._log,
         )
 
     async def _file(self, request: web.Request) -> StoredFile:
@@ -234,7 +215,7 @@ class BatchApi:
     # -- Batches ---------------------------------------------------------------------------------------------------
 
     async def create_batch(self, request: web.Request) -> web.Response:
-        body = decode_batch(await _small_body(request))
+        body = decode_batch(await self._small_body(request))
         if body.endpoint not in ENDPOINTS:
             raise RequestError(
                 f"endpoint: {printable(body.endpoint)!r} cannot be used in a batch, only {' and '.join(ENDPOINTS)}.",
@@ -264,14 +245,10 @@ class BatchApi:
                     f"input_file_id: there is no file {printable(body.input_file_id)!r} of purpose 'batch'.",
                     param="input_file_id",
                 )
-            if len(store.unfinished()) >= self._config.max_unfinished:
-                raise RequestError(
-                    f"{self._config.max_unfinished} batches have not ended yet; retry when one has.",
-                    status=429,
-                    type_="rate_limit_error",
-                    retry_after_s=60.0,
-                )
-            return store.add_batch(batch)
+            self._quota.begin_batch(store, owner)
+            added = store.add_batch(batch)
+            store.forget_oldest(owner, self._config.max_batches)
+            return added
 
         stored = await self._store.run(create)
         self._runner.submit(stored.id)
@@ -301,48 +278,29 @@ class BatchApi:
             raise RequestError(f"A batch whose status is '{batch.status}' cannot be cancelled.", status=409)
         return _json(batch_object(batch))
 
+    async def _small_body(self, request: web.Request) -> bytes:
+        """Bounded as it arrives, after decompression; the whole of it within `batch.upload_idle_s`."""
+        data = bytearray()
+        try:
+            async with asyncio.timeout(self._config.upload_idle_s):
+                while chunk := await request.content.readany():
+                    data += chunk
+                    if len(data) > BATCH_BODY_BYTES:
+                        raise RequestError(f"The body is larger than {BATCH_BODY_BYTES} bytes.", status=413)
+        except TimeoutError as error:
+            raise RequestError(
+                f"batch.upload_idle_s: the body took more than {self._config.upload_idle_s:g} s.", status=408
+            ) from error
+        except web.RequestPayloadError as error:
+            raise RequestError(f"The body cannot be read: {error}") from error
+        return bytes(data)
+
     async def _batch(self, request: web.Request) -> StoredBatch:
         batch_id, owner = request.match_info["id"], request[OWNER]
         batch = await self._store.run(lambda store: store.batch(_known_id(batch_id), owner))
         if batch is None:
             raise _unknown("batch", batch_id)
         return batch
-
-
-def _upload_fields(fields: Mapping[str, str], filename: str | None, retention_s: int) -> int:
-    """Checks an upload's form; seconds until the file expires."""
-    known = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
-    if unknown := next((name for name in fields if name not in known), None):
-        raise RequestError(f"The form has an unknown field {printable(unknown)!r}.", param=printable(unknown))
-    if filename is None:
-        raise RequestError("file is missing.", param="file")
-    purpose = fields.get("purpose")
-    if purpose != "batch":
-        raise RequestError(
-            "purpose is missing."
-            if purpose is None
-            else f"purpose: files of purpose {printable(purpose)!r} are of no use here, only 'batch'.",
-            param="purpose",
-        )
-    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
-    if anchor is None and seconds is None:
-        return retention_s
-    try:
-        return msgspec.convert({"anchor": anchor, "seconds": seconds and int(seconds)}, ExpiresAfter).seconds
-    except ValueError as error:  # msgspec's own included
-        raise RequestError(
-            f"expires_after: anchor must be 'created_at', seconds {LEAST_EXPIRY_S} to {LONGEST_EXPIRY_S}.",
-            param="expires_after",
-        ) from error
-
-
-async def _small_body(request: web.Request) -> bytes:
-    if (request.content_length or 0) > BATCH_BODY_BYTES:
-        raise RequestError(f"The body is larger than {BATCH_BODY_BYTES} bytes.", status=413)
-    try:
-        return await request.read()
-    except web.RequestPayloadError as error:
-        raise RequestError(f"The body cannot be read: {error}") from error
 
 
 def _query(request: web.Request, *known: str) -> dict[str, str]:
@@ -383,7 +341,3 @@ def _json(value: msgspec.Struct) -> web.Response:
 
 def _unknown(what: str, given: str) -> RequestError:
     return RequestError(f"There is no {what} {printable(given)!r}.", status=404, param="id")
-
-
-def _too_large(limit: int) -> RequestError:
-    return RequestError(f"The file is larger than {limit} bytes.", status=413, param="file")

@@ -4,16 +4,21 @@
       lock
       batches.sqlite     what `batch_store.py` remembers
       files/<id>         one file's content; <id>.part while it is being written
+      files.lost/<id>    contents that were here when the database was new: nothing here reads or deletes them
 
 A content appears under its id only when it is complete and on disk; its row in the database follows. So a `.part`, or a
-file without a row, belongs to nobody and is removed at start. Everything here may block: callers use threads.
+file without a row, belongs to no upload that succeeded and is removed at start, if its name is one that is given here.
+Files with other names are not of this program's making and stay. Everything here may block: callers use threads.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
+import stat
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -23,6 +28,22 @@ from cohort.common.config import BatchConfig
 from cohort.common.errors import ConfigError
 
 PART = ".part"
+PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
+_OURS = re.compile(r"file-[0-9a-f]{24}(-output|-error)?(?P<part>\.part)?")
+"""Names that this module gives: ids as `batch_api.py` and `batch_runner.py` make them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """What a start found in the folder beside the known files, in numbers: what became of it."""
+
+    removed: int = 0
+    lost: int = 0
+    """Moved to `files.lost`."""
+    kept: int = 0
+    """Contents that no row names and that were left alone."""
+    foreign: int = 0
+    """Not of this program's making; left alone."""
 
 
 class BatchFolder:
@@ -33,14 +54,17 @@ class BatchFolder:
         self.path = Path(config.folder).expanduser() if config.folder else paths.cache_dir() / "batches" / str(port)
         self.database = self.path / "batches.sqlite"
         self._files = self.path / "files"
+        self.lost = self.path / "files.lost"
         self._lock: BinaryIO | None = None
 
     def open(self) -> None:
         """Raises `ConfigError` when it cannot be used or another process holds it."""
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._files.mkdir(mode=0o700, exist_ok=True)
-            lock = (self.path / "lock").open("wb")
+            self.path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+            self._make_private(self.path)
+            self._files.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+            self._make_private(self._files)
+            lock = _written_privately(self.path / "lock")
         except OSError as error:
             raise ConfigError(f"batch.folder: {self.path} cannot be used: {error.strerror}") from error
         try:
@@ -64,11 +88,55 @@ class BatchFolder:
         for file_id in file_ids:
             self.content(file_id).unlink(missing_ok=True)
 
-    def remove_strangers(self, known: set[str]) -> int:
-        """What a killed process left: everything that is no known file's content. How many there were."""
-        strangers = [entry.name for entry in os.scandir(self._files) if entry.name not in known]
-        self.remove(strangers)
-        return len(strangers)
+    def clean_up(self, known: set[str], *, held_files: bool, sound: bool) -> Leftovers:
+        """Remove what a killed process left: half-written contents, and whole ones that no row names.
+
+        `held_files`: the database has known a file before. If not, it is another database than the one these contents
+        belong to (set aside, lost), and they are moved to `files.lost`. `sound`: all of the database was checked; where
+        it was not, whole contents stay."""
+        removed = lost = kept = foreign = 0
+        for entry in list(os.scandir(self._files)):
+            ours = _OURS.fullmatch(entry.name)
+            if ours is None or not entry.is_file(follow_symlinks=False):
+                foreign += 1
+            elif ours["part"]:
+                os.unlink(entry.path)
+                removed += 1
+            elif entry.name in known:
+                if entry.stat(follow_symlinks=False).st_mode & 0o077:
+                    os.chmod(entry.path, PRIVATE_FILE)
+            elif not held_files:
+                self._set_aside(entry.name)
+                lost += 1
+            elif sound:
+                os.unlink(entry.path)
+                removed += 1
+            else:
+                kept += 1
+        return Leftovers(removed, lost, kept, foreign)
+
+    def _set_aside(self, name: str) -> None:
+        self.lost.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+        self._make_private(self.lost)
+        target, number = self.lost / name, 0
+        while target.exists():  # of an earlier database that was lost
+            number += 1
+            target = self.lost / f"{name}.{number}"
+        os.rename(self._files / name, target)
+        target.chmod(PRIVATE_FILE)
+
+    def _make_private(self, folder: Path) -> None:
+        """Also a folder that was there before: contents are users' prompts and answers."""
+        mode = folder.stat().st_mode
+        if mode & stat.S_ISVTX:
+            raise ConfigError(f"batch.folder: {folder} is shared with other users (sticky); name a folder of its own")
+        if stat.S_IMODE(mode) != PRIVATE_FOLDER:
+            folder.chmod(PRIVATE_FOLDER)
+
+    def read(self, file_id: str) -> tuple[BinaryIO, int]:
+        """A content, open, and its bytes. Raises `FileNotFoundError`."""
+        file = self.content(file_id).open("rb")
+        return file, os.fstat(file.fileno()).st_size
 
     def write(self, file_id: str) -> ContentWriter:
         return ContentWriter(self.content(file_id))
@@ -80,7 +148,7 @@ class ContentWriter:
     def __init__(self, target: Path) -> None:
         self._target = target
         self._part = target.with_name(target.name + PART)
-        self._file = self._part.open("wb")
+        self._file = _written_privately(self._part)
         self.bytes = 0
 
     def __enter__(self) -> ContentWriter:
@@ -103,3 +171,7 @@ class ContentWriter:
         """Harmless after `keep`."""
         self._file.close()
         self._part.unlink(missing_ok=True)
+
+
+def _written_privately(path: Path) -> BinaryIO:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE), "wb")

@@ -9,13 +9,14 @@ and one bad envelope fails the batch, as at OpenAI; a body is the endpoint's bus
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from cohort.common.errors import RequestError
-from cohort.services.gateway.batch_store import LineError, PendingLine
+from cohort.services.gateway.batch_records import LineError, PendingLine
 from cohort.services.gateway.parsing import printable
 from cohort.services.gateway.responses import error_body
 
@@ -23,6 +24,12 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 MAX_CUSTOM_ID = 512
 MAX_ERRORS = 100  # named in a failed batch; a file of the wrong kind has as many as lines
 LINES_AT_ONCE = 500
+
+LOOK_EVERY = 1000  # lines read between two looks whether reading is still wanted; blank ones yield nothing to return
+MAX_RESULT_BYTES = 1 << 28
+"""Of one answer: as much as the database takes with ease. Larger ones have many choices with log probabilities each."""
+
+NotRun = Literal["expired", "cancelled", "failed"]
 
 CustomId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CUSTOM_ID)]
 
@@ -59,7 +66,17 @@ class InputReader:
     `errors` grows while reading; with any, the file is no batch. Blank lines are skipped but counted.
     """
 
-    def __init__(self, path: Path, endpoint: str, *, max_lines: int, max_line_bytes: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        endpoint: str,
+        *,
+        max_lines: int,
+        max_line_bytes: int,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`wanted` is asked now and then, in the thread that reads: reading ends when it says no."""
+        self._wanted = wanted
         self._file = path.open("rb")
         self._endpoint = endpoint
         self._max_lines = max_lines
@@ -82,6 +99,9 @@ class InputReader:
                 self._end()
                 break
             self._number += 1
+            if self._number % LOOK_EVERY == 0 and not self._wanted():
+                self.close()
+                break
             start, self._start = self._start, self._start + len(data)
             text = data.rstrip(b"\r\n")
             if len(text) > self._max_line_bytes:
@@ -133,8 +153,7 @@ class InputReader:
             shown = printable(line.custom_id)
             return self._error("duplicate_custom_id", f"An earlier line has the custom_id {shown!r}.", "custom_id")
         if not self._seen:
-            model = _model_decoder.decode(text).body.model
-            self.model = model if isinstance(model, str) else None
+            self.model = _model(text)
         self._seen.add(line.custom_id)
         if len(self._seen) > self._max_lines:
             return self._error("too_many_tasks", f"A batch may have {self._max_lines} requests.")
@@ -144,11 +163,34 @@ class InputReader:
         return LineError(code, message, self._number, param)
 
 
+def _model(text: bytes) -> str | None:
+    """What a line that was accepted asks for, as far as it can be read: values in a body are the endpoint's business,
+    and a number out of range or a broken character there is refused when the line runs."""
+    try:
+        model = _model_decoder.decode(text).body.model
+    except (ValueError, RecursionError):  # of msgspec too, as is broken UTF-8
+        return None
+    return printable(model, MAX_CUSTOM_ID) if isinstance(model, str) else None
+
+
 def read_body(path: Path, line: PendingLine) -> bytes:
-    """The request body of a line that `InputReader` has accepted."""
-    with path.open("rb") as file:
-        file.seek(line.start)
-        return bytes(_body_decoder.decode(file.read(line.length)).body)
+    """The request body of a line that `InputReader` has accepted. Raises `RequestError` where the line is not what it
+    was then, `OSError` where it cannot be read now."""
+    try:
+        with path.open("rb") as file:
+            file.seek(line.start)
+            return bytes(_body_decoder.decode(file.read(line.length)).body)
+    except FileNotFoundError as error:
+        raise RequestError("The content of the input file is gone.", status=500, type_="server_error") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError("This line cannot be read.") from error
+
+
+_WHY_NOT_RUN: dict[NotRun, str] = {
+    "expired": "This request could not be executed before the completion window expired.",
+    "cancelled": "This request was not executed because the batch was cancelled.",
+    "failed": "This request was not executed because the batch failed.",
+}
 
 
 class _Response(msgspec.Struct, frozen=True):
@@ -187,13 +229,7 @@ def refused(batch_id: str, line: PendingLine, error: RequestError) -> bytes:
     return _encode(_OutputLine(name, line.custom_id, response, None))
 
 
-def not_run(batch_id: str, line: PendingLine, reason: Literal["expired", "cancelled"]) -> bytes:
+def not_run(batch_id: str, line: PendingLine, reason: NotRun) -> bytes:
     """A line of the error file: the batch ended before this one was done."""
-    message = (
-        "This request could not be executed before the completion window expired."
-        if reason == "expired"
-        else "This request was not executed because the batch was cancelled."
-    )
-    return _encode(
-        _OutputLine(line_id(batch_id, line.number), line.custom_id, None, _Failure(f"batch_{reason}", message))
-    )
+    failure = _Failure(f"batch_{reason}", _WHY_NOT_RUN[reason])
+    return _encode(_OutputLine(line_id(batch_id, line.number), line.custom_id, None, failure))

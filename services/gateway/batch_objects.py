@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from cohort.common.errors import RequestError
-from cohort.services.gateway.batch_store import LineError, StoredBatch, StoredFile
+from cohort.services.gateway.batch_records import LineError, StoredBatch, StoredFile
 from cohort.services.gateway.parsing import printable
 
 LEAST_EXPIRY_S, LONGEST_EXPIRY_S = 3600, 2_592_000

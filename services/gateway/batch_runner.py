@@ -2,21 +2,24 @@
 
     new or found at start ─▶ validate ─▶ lines, many at a time ─▶ write files ─▶ ended
                                 │             │ cancel, expiry: what is in work is given up
-                                └── failed    └── every result is stored before the next step
+                                └── failed,   └── every result is stored before the next step
+                                    expired
 
 Called by `service.py` (run, until cancelled) and `batch_api.py` (submit, cancel). All state is in the store; this
-holds only what is in work, so ending it at any moment, kill -9 included, loses the lines in work and nothing else. A
-step that fails (a full disk, a broken database) is logged and tried again later, until it works.
+holds only what is in work, so ending it at any moment, kill -9 included, loses the lines in work and nothing else.
+
+Every batch ends. A step that the disk refuses is logged and tried again later, until it works or the batch expires.
+Any other failure is a defect of this program: after `MAX_FAILURES` tries the batch has failed, with the results it has.
+The time a batch has is measured by elapsed time once it is in work, so that a wall clock that jumps ends none early.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import structlog
 
@@ -24,17 +27,13 @@ from cohort.common.clock import Clock
 from cohort.common.config import BatchConfig
 from cohort.common.errors import RequestError
 from cohort.common.metrics import MetricFactory
-from cohort.services.gateway.batch_files import BatchFolder, ContentWriter
-from cohort.services.gateway.batch_lines import InputReader, answered, line_id, not_run, read_body, refused
-from cohort.services.gateway.batch_store import (
-    BatchStore,
-    FinishedLine,
-    LineError,
-    PendingLine,
-    StoredBatch,
-    StoredFile,
-    StoreThread,
-)
+from cohort.services.gateway.batch_files import BatchFolder
+from cohort.services.gateway.batch_lines import MAX_RESULT_BYTES, InputReader, answered, line_id, read_body, refused
+from cohort.services.gateway.batch_outputs import Outcome, OutputFiles
+from cohort.services.gateway.batch_quota import Quota
+from cohort.services.gateway.batch_records import FinishedLine, LineError, PendingLine, StoredBatch
+from cohort.services.gateway.batch_store import BatchStore, StoreThread, disk_refuses
+from cohort.services.gateway.batch_sweeps import SweepGuard
 from cohort.services.gateway.batch_turns import Turns
 from cohort.services.gateway.openai_api import LineAnswer
 
@@ -42,7 +41,11 @@ PAGE = 256  # lines read from the database at once
 SWEEP_S = 60.0  # between two looks for what has expired
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 LEAST_BUSY_WAIT_S, LONGEST_BUSY_WAIT_S = 0.2, 10.0
+STORAGE_WAIT_S = 10.0  # between two looks whether there is storage for further results
 MAX_TRIES = 5  # of a line whose workers were lost
+MAX_FAILURES = 3  # tries of a batch that ends in a defect of this program
+NOTE_SWEEP_S = 600.0  # the time of a sweep is written down for the next start at most so often
+INTERNAL_ERROR = LineError("internal_error", "The server failed to run this batch.")
 STATUSES = ("validating", "in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled", "expired")
 
 
@@ -57,14 +60,19 @@ class BatchMetrics:
             "batch_lines", "Lines of batches that ended: completed, failed, expired, cancelled", ("outcome",)
         )
         self.in_work = make.gauge("batch_lines_in_work", "Lines of batches that are being answered now")
-        self.line_retries = make.counter("batch_line_retries", "Lines tried again: busy or lost", ("reason",))
+        self.line_retries = make.counter(
+            "batch_line_retries", "Lines that had to wait: busy, lost, storage (files and results fill it)", ("reason",)
+        )
+        self.usable = make.gauge("batch_store_usable", "1 while files and batches are served, 0 where they cannot be")
 
 
 @dataclass(slots=True)
 class _Job:
-    """A batch in work. `cancelled` ends its lines."""
+    """A batch in work. `cancelled` ends its lines, so does `ends_at_s` of the monotonic clock."""
 
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    ends_at_s: float | None = None
+    failures: int = 0
 
 
 class BatchRunner:
@@ -76,18 +84,28 @@ class BatchRunner:
         store: StoreThread,
         answer: AnswerLine,
         turns: Turns,
+        quota: Quota,
         max_line_bytes: int,
         clock: Clock,
+        elapsed_s: Callable[[], float],
         metrics: BatchMetrics,
         log: structlog.stdlib.BoundLogger,
     ) -> None:
+        """`elapsed_s`: seconds of a clock that is never set, by which the wall clock is judged; a suspended host's time
+        counts too."""
         self._config = config
         self._folder = folder
         self._store = store
         self._answer = answer
         self._turns = turns
+        self._quota = quota
+        self._outputs = OutputFiles(folder, store)
         self._max_line_bytes = max_line_bytes
         self._clock = clock
+        self._elapsed_s = elapsed_s
+        self._sweeps: SweepGuard | None = None
+        self._swept_at_s = 0.0  # as the store knows it
+        self._doubting = False
         self._metrics = metrics
         self._log = log
         self._jobs: dict[str, _Job] = {}
@@ -135,7 +153,8 @@ class BatchRunner:
     async def _job(self, batch_id: str) -> None:
         job = self._jobs[batch_id]
         with structlog.contextvars.bound_contextvars(batch_id=batch_id):
-            await self._until_it_works("batch", lambda: self._advance(batch_id, job))
+            await self._until_it_works("batch", lambda: self._go_on(batch_id, job))
+            await self._until_it_works("giving disk space back", self._shrink)
         del self._jobs[batch_id]
 
     async def _until_it_works(self, what: str, step: Callable[[], Awaitable[None]]) -> None:
@@ -143,16 +162,30 @@ class BatchRunner:
         while True:
             try:
                 return await step()
-            except (OSError, sqlite3.Error) as error:
-                self._log.error(f"{what} cannot go on", reason=str(error), retry_after_s=wait_s)
-            except Exception:
-                self._log.exception(f"{what} failed unexpectedly", retry_after_s=wait_s)
+            except Exception as error:
+                if disk_refuses(error):
+                    self._log.error(f"{what} cannot go on", reason=_reason(error), retry_after_s=wait_s)
+                else:
+                    self._log.exception(f"{what} failed unexpectedly", retry_after_s=wait_s)
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_RETRY_S)
+
+    async def _go_on(self, batch_id: str, job: _Job) -> None:
+        """`_advance`, or the end of a batch that this program cannot run."""
+        if job.failures >= MAX_FAILURES:
+            await self._give_up(batch_id)
+            return
+        try:
+            await self._advance(batch_id, job)
+        except Exception as error:
+            job.failures += not disk_refuses(error)
+            raise
 
     async def _advance(self, batch_id: str, job: _Job) -> None:
         """From wherever the batch is to its end."""
         batch = await self._load(batch_id)
+        if batch is not None and job.ends_at_s is None:
+            job.ends_at_s = self._clock.now_s() + batch.expires_at - self._clock.wall_s()
         if batch is not None and batch.status == "validating":
             await self._validate(batch, job)
             batch = await self._load(batch_id)
@@ -163,17 +196,40 @@ class BatchRunner:
             await self._finalize(batch)
         await self.count()
 
+    async def _give_up(self, batch_id: str) -> None:
+        """failed, with the results that there are; without them if it is they that cannot be written."""
+        batch = await self._load(batch_id)
+        if batch is None or not batch.unfinished:
+            return
+        self._log.error("batch failed after tries that ended in a defect", tries=MAX_FAILURES)
+        try:
+            await self._finalize(batch, "failed")
+        except Exception as error:
+            if disk_refuses(error):
+                raise
+            self._log.exception("the results of a failed batch cannot be written")
+            now_s = self._clock.wall_s()
+            await self._store.run(lambda store: store.give_up(batch_id, now_s, [INTERNAL_ERROR]))
+        await self.count()
+
+    def _left_s(self, job: _Job) -> float:
+        """Until the batch expires."""
+        assert job.ends_at_s is not None
+        return job.ends_at_s - self._clock.now_s()
+
     async def _load(self, batch_id: str) -> StoredBatch | None:
         batch = await self._store.run(lambda store: store.batch(batch_id))
         await self.count()
         return batch
 
     async def _validate(self, batch: StoredBatch, job: _Job) -> None:
+        def wanted() -> bool:
+            return not job.cancelled.is_set() and self._left_s(job) > 0
+
         path = self._folder.content(batch.input_file_id)
+        limits = {"max_lines": self._config.max_lines, "max_line_bytes": self._max_line_bytes}
         try:
-            reader = await asyncio.to_thread(
-                InputReader, path, batch.endpoint, max_lines=self._config.max_lines, max_line_bytes=self._max_line_bytes
-            )
+            reader = await asyncio.to_thread(InputReader, path, batch.endpoint, **limits, wanted=wanted)
         except FileNotFoundError:
             gone = LineError("invalid_input_file", "The content of the input file is gone.")
             await self._store.run(lambda store: store.fail(batch.id, self._clock.wall_s(), [gone]))
@@ -181,13 +237,16 @@ class BatchRunner:
             return
         try:
             total = 0
-            while (found := await asyncio.to_thread(reader.next)) and not job.cancelled.is_set():
+            while wanted() and (found := await asyncio.to_thread(reader.next)):
                 await self._store.run(partial(_add_lines, batch.id, found, not total))
                 total += len(found)
         finally:
             reader.close()
         now_s = self._clock.wall_s()
-        if reader.errors:
+        if self._left_s(job) <= 0:
+            await self._store.run(lambda store: store.expire_unread(batch.id, now_s))
+            self._log.warning("batch expired before its input was read", lines=total)
+        elif reader.errors:
             await self._store.run(lambda store: store.fail(batch.id, now_s, reader.errors))
             self._log.warning("batch refused", errors=len(reader.errors), first=reader.errors[0].message)
         else:
@@ -196,7 +255,7 @@ class BatchRunner:
 
     async def _run_lines(self, batch: StoredBatch, job: _Job) -> None:
         """Until every line has a result, or the batch is cancelled or expires."""
-        left_s = batch.expires_at - self._clock.wall_s()
+        left_s = self._left_s(job)
         lines = asyncio.create_task(self._all_lines(batch), name=f"{batch.id} lines")
         cancelled = asyncio.create_task(job.cancelled.wait())
         try:
@@ -213,11 +272,22 @@ class BatchRunner:
         async with asyncio.TaskGroup() as tasks:
             while page := await self._pending(batch.id, after):
                 for line in page:
+                    await self._storage_for_line(batch)
                     await self._turns.take()
                     self._metrics.in_work().set(self._turns.taken)
                     task = tasks.create_task(self._line(batch, line))
                     task.add_done_callback(self._give_back)
                 after = page[-1].number
+
+    async def _storage_for_line(self, batch: StoredBatch) -> None:
+        """Results are stored too: while what is stored fills the limit, no further line starts."""
+        waiting = False
+        while not await self._store.run(lambda store: self._quota.may_run_line(store, batch.owner)):
+            if not waiting:
+                self._log.warning("files and results fill batch.storage_bytes: no further line starts")
+                self._metrics.line_retries("storage").inc()
+            waiting = True
+            await asyncio.sleep(STORAGE_WAIT_S)
 
     def _give_back(self, _: asyncio.Task[None]) -> None:
         self._turns.give_back()
@@ -256,7 +326,10 @@ class BatchRunner:
         lost = 0
         while True:
             try:
-                return await self._answer(body, chat=chat, line_id=line_id(batch.id, line.number))
+                answer = await self._answer(body, chat=chat, line_id=line_id(batch.id, line.number))
+                if len(answer.body) > MAX_RESULT_BYTES:
+                    raise RequestError(f"The answer has more than {MAX_RESULT_BYTES} bytes; ask for less.", status=413)
+                return answer
             except RequestError as error:
                 lost += error.status == 503
                 if error.status not in (429, 503) or lost >= MAX_TRIES:
@@ -272,15 +345,20 @@ class BatchRunner:
 
     # -- The end ---------------------------------------------------------------------------------------------------
 
-    async def _finalize(self, batch: StoredBatch) -> None:
+    async def _finalize(self, batch: StoredBatch, outcome: Outcome | None = None) -> None:
         """Write what there is, once: repeated after an interruption, it writes the same files again."""
         await self._store.run(lambda store: store.begin_finalizing(batch.id, self._clock.wall_s()))
         await self.count()
-        status = await self._outcome(batch)
-        output = await self._write_file(batch, succeeded=True, status=status)
-        errors = await self._write_file(batch, succeeded=False, status=status)
+        status = outcome or await self._outcome(batch)
+        output, _ = await self._outputs.write(batch, status, succeeded=True, now_s=self._clock.wall_s())
+        errors, unrun = await self._outputs.write(batch, status, succeeded=False, now_s=self._clock.wall_s())
         now_s = self._clock.wall_s()
-        await self._store.run(lambda store: store.end(batch.id, now_s, status, output=output, errors=errors))
+        reasons = [INTERNAL_ERROR] if status == "failed" else None
+        await self._store.run(
+            lambda store: store.end(batch.id, now_s, status, output=output, errors=errors, reasons=reasons)
+        )
+        if unrun:
+            self._metrics.lines(status).inc(unrun)
         ended = await self._load(batch.id)
         if ended is not None:
             self._log.info(
@@ -292,54 +370,11 @@ class BatchRunner:
                 seconds=round(now_s - ended.created_at, 1),
             )
 
-    async def _outcome(self, batch: StoredBatch) -> Literal["completed", "expired", "cancelled"]:
+    async def _outcome(self, batch: StoredBatch) -> Outcome:
         current = await self._load(batch.id)
         if current is not None and current.cancelling_at is not None:
             return "cancelled"
         return "expired" if await self._pending(batch.id, 0) else "completed"
-
-    async def _write_file(
-        self, batch: StoredBatch, *, succeeded: bool, status: Literal["completed", "expired", "cancelled"]
-    ) -> StoredFile | None:
-        """None when there is nothing to write. Lines stand in the order of the input; those never run come last."""
-        kind = "output" if succeeded else "error"
-        file_id = f"file-{batch.id.removeprefix('batch_')}-{kind}"
-        with await asyncio.to_thread(self._folder.write, file_id) as writer:
-            after = 0
-            while results := await self._results(batch.id, succeeded, after):
-                await asyncio.to_thread(writer.write, b"".join(result + b"\n" for _, result in results))
-                after = results[-1][0]
-            if not succeeded and status != "completed" and batch.in_progress_at is not None:
-                await self._write_not_run(writer, batch.id, status)
-            if not writer.bytes:
-                return None
-            await asyncio.to_thread(writer.keep)
-        created_at = int(self._clock.wall_s())
-        return StoredFile(
-            0,
-            file_id,
-            batch.owner,
-            "batch_output",
-            f"{batch.id}_{kind}.jsonl",
-            writer.bytes,
-            created_at,
-            created_at + batch.output_retention_s,
-        )
-
-    async def _results(self, batch_id: str, succeeded: bool, after: int) -> list[tuple[int, bytes]]:
-        return await self._store.run(
-            lambda store: store.results(batch_id, succeeded=succeeded, after=after, limit=PAGE)
-        )
-
-    async def _write_not_run(
-        self, writer: ContentWriter, batch_id: str, reason: Literal["expired", "cancelled"]
-    ) -> None:
-        after = 0
-        while page := await self._pending(batch_id, after):
-            lines = b"".join(not_run(batch_id, line, reason) + b"\n" for line in page)
-            await asyncio.to_thread(writer.write, lines)
-            self._metrics.lines(reason).inc(len(page))
-            after = page[-1].number
 
     # -- Retention -------------------------------------------------------------------------------------------------
 
@@ -349,14 +384,47 @@ class BatchRunner:
             await asyncio.sleep(SWEEP_S)
 
     async def sweep(self) -> None:
-        """Delete what has expired, rows first: a content without a row is removed at the next start at the latest."""
+        """Delete what has expired, rows first: a content without a row is removed at the next start at the latest. A
+        wall clock that has jumped deletes nothing (`batch_sweeps.py`)."""
         now_s = self._clock.wall_s()
+        if not await self._trusts_clock(now_s):
+            return
         gone = await self._store.run(lambda store: store.forget(now_s, self._config.retention_s))
         if gone:
             await asyncio.to_thread(self._folder.remove, gone)
             self._log.info("expired files deleted", files=len(gone))
             await self.count()
+        if abs(now_s - self._swept_at_s) >= NOTE_SWEEP_S:
+            await self._store.run(lambda store: store.note_sweep(now_s))
+            self._swept_at_s = now_s
+        await self._shrink()
+
+    async def _trusts_clock(self, now_s: float) -> bool:
+        if self._sweeps is None:
+            self._sweeps = SweepGuard(await self._store.run(lambda store: store.swept_at_s()))
+        trusted = self._sweeps.trusted(now_s, self._elapsed_s())
+        if trusted and self._doubting:
+            self._log.info("the wall clock is believed again: expired files are deleted")
+        elif not trusted and not self._doubting:
+            self._log.error(
+                "the wall clock jumped: nothing is deleted until it is back or has kept its time for a day",
+                jumped_s=round(self._sweeps.jumped_s),
+            )
+        self._doubting = not trusted
+        return trusted
+
+    async def _shrink(self) -> None:
+        """Free pages of the database go back to the disk, a few at a time: others use the store in between."""
+        while await self._store.run(lambda store: store.shrink()):
+            pass
 
 
 def _add_lines(batch_id: str, lines: list[PendingLine], first: bool, store: BatchStore) -> None:
     store.add_lines(batch_id, lines, first=first)
+
+
+def _reason(error: BaseException) -> str:
+    """Of a group the first: the others are its siblings, ended with it or by the same disk."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error)

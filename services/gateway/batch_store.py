@@ -19,158 +19,43 @@ import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import msgspec
 
-from cohort.common.errors import ConfigError
-
-SCHEMA_VERSION = 1
-
-Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled", "expired"]
-UNFINISHED: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
-
-_SCHEMA = """
-CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;
-CREATE TABLE files (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE,
-    owner TEXT NOT NULL,
-    purpose TEXT NOT NULL,
-    filename TEXT NOT NULL,
-    bytes INTEGER NOT NULL,
-    created_at INTEGER NOT NULL,
-    expires_at INTEGER NOT NULL
-) STRICT;
-CREATE INDEX files_by_expiry ON files (expires_at);
-CREATE TABLE batches (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE,
-    owner TEXT NOT NULL,
-    status TEXT NOT NULL,
-    endpoint TEXT NOT NULL,
-    input_file_id TEXT NOT NULL,
-    completion_window TEXT NOT NULL,
-    created_at INTEGER NOT NULL,
-    expires_at INTEGER NOT NULL,
-    output_retention_s INTEGER NOT NULL,
-    metadata TEXT,
-    model TEXT,
-    errors TEXT,
-    in_progress_at INTEGER,
-    finalizing_at INTEGER,
-    completed_at INTEGER,
-    failed_at INTEGER,
-    expired_at INTEGER,
-    cancelling_at INTEGER,
-    cancelled_at INTEGER,
-    output_file_id TEXT,
-    error_file_id TEXT,
-    total INTEGER NOT NULL DEFAULT 0,
-    completed INTEGER NOT NULL DEFAULT 0,
-    failed INTEGER NOT NULL DEFAULT 0,
-    input_tokens INTEGER NOT NULL DEFAULT 0,
-    cached_tokens INTEGER NOT NULL DEFAULT 0,
-    output_tokens INTEGER NOT NULL DEFAULT 0
-) STRICT;
-CREATE INDEX batches_by_status ON batches (status);
-CREATE TABLE lines (
-    batch_id TEXT NOT NULL REFERENCES batches (id) ON DELETE CASCADE,
-    number INTEGER NOT NULL,
-    start INTEGER NOT NULL,
-    length INTEGER NOT NULL,
-    custom_id TEXT NOT NULL,
-    succeeded INTEGER,
-    result BLOB,
-    PRIMARY KEY (batch_id, number)
-) STRICT;
-CREATE INDEX lines_pending ON lines (batch_id, number) WHERE result IS NULL;
-"""
-
-
-class StoredFile(msgspec.Struct, frozen=True):
-    """A row of `files`. Times are Unix seconds."""
-
-    seq: int
-    id: str
-    owner: str
-    purpose: str
-    filename: str
-    bytes: int
-    created_at: int
-    expires_at: int
-
-
-class LineError(msgspec.Struct, frozen=True):
-    """Why an input file cannot be a batch. `line` counts from 1; None where the file as a whole is meant."""
-
-    code: str
-    message: str
-    line: int | None = None
-    param: str | None = None
-
-
-class StoredBatch(msgspec.Struct, frozen=True):
-    """A row of `batches`. Times are Unix seconds; `output_retention_s` counts from the output files' creation."""
-
-    seq: int
-    id: str
-    owner: str
-    status: Status
-    endpoint: str
-    input_file_id: str
-    completion_window: str
-    created_at: int
-    expires_at: int
-    output_retention_s: int
-    metadata: dict[str, str] | None = None
-    model: str | None = None
-    errors: list[LineError] | None = None
-    in_progress_at: int | None = None
-    finalizing_at: int | None = None
-    completed_at: int | None = None
-    failed_at: int | None = None
-    expired_at: int | None = None
-    cancelling_at: int | None = None
-    cancelled_at: int | None = None
-    output_file_id: str | None = None
-    error_file_id: str | None = None
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
-    input_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-
-    @property
-    def unfinished(self) -> bool:
-        return self.status in UNFINISHED
-
-
-class PendingLine(msgspec.Struct, frozen=True):
-    """A line that has no result yet: where it stands in the input file, in bytes, without its line break."""
-
-    number: int
-    start: int
-    length: int
-    custom_id: str
-
-
-class FinishedLine(msgspec.Struct, frozen=True):
-    """A line of the output file (`succeeded`) or of the error file, and what it cost."""
-
-    number: int
-    succeeded: bool
-    result: bytes
-    input_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-
+from cohort.services.gateway.batch_records import (
+    UNFINISHED,
+    FinishedLine,
+    LineError,
+    PendingLine,
+    StoredBatch,
+    StoredFile,
+)
+from cohort.services.gateway.batch_schema import LINE_BYTES, open_database, small_enough_to_check
 
 _FILE = ", ".join(StoredFile.__struct_fields__)
 _BATCH = ", ".join(StoredBatch.__struct_fields__)
 _NOT_ENDED = ", ".join(f"'{status}'" for status in UNFINISHED)
+SHRINK_PAGES = 1024  # given back at once, 4 MiB: other work need not wait long
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What is taken, of all owners and of one: bytes of files, uploads and lines; files; uploads."""
+
+    bytes: int
+    owner_bytes: int
+    owner_files: int
+    uploads: int
+    owner_uploads: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Upload:
+    owner: str
+    bytes: int
 
 
 class BatchStore:
@@ -179,32 +64,14 @@ class BatchStore:
     def __init__(self, path: Path) -> None:
         """Opens or creates it. Raises `ConfigError` for a database of another version, `sqlite3.Error` for a broken
         one."""
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
-        try:
-            self._db.row_factory = sqlite3.Row
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            self._db.execute("PRAGMA foreign_keys = ON")
-            self._prepare(path)
-        except BaseException:
-            self._db.close()
-            raise
+        self._db = open_database(path)
+        self._uploads: dict[str, _Upload] = {}
+        self._to_write_back = False
+        self.checked = small_enough_to_check(path)
+        """Whether all of the database was seen to be sound when it was opened."""
 
     def close(self) -> None:
         self._db.close()
-
-    def _prepare(self, path: Path) -> None:
-        with self._transaction():
-            known = self._db.execute("SELECT name FROM sqlite_master WHERE name = 'meta'").fetchone()
-            if known is None:
-                for statement in _SCHEMA.split(";"):
-                    self._db.execute(statement)
-                self._db.execute("INSERT INTO meta VALUES ('schema_version', ?)", (SCHEMA_VERSION,))
-            version = self._db.execute("SELECT value FROM meta WHERE name = 'schema_version'").fetchone()[0]
-        if version != SCHEMA_VERSION:
-            raise ConfigError(
-                f"batch.folder: {path} has schema version {version}, this version of Cohort reads {SCHEMA_VERSION}"
-            )
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -219,9 +86,12 @@ class BatchStore:
     # -- Files -----------------------------------------------------------------------------------------------------
 
     def add_file(self, file: StoredFile) -> StoredFile:
-        """`file.seq` is ignored; the stored one comes back. A file of the same id is replaced: finalizing repeats."""
+        """`file.seq` is ignored; the stored one comes back. What was reserved for its upload is released. A file of
+        the same id is replaced: finalizing repeats."""
         with self._transaction():
-            return self._put_file(file)
+            stored = self._put_file(file)
+        self.release(file.id)
+        return stored
 
     def _put_file(self, file: StoredFile) -> StoredFile:
         columns = StoredFile.__struct_fields__[1:]
@@ -270,8 +140,41 @@ class BatchStore:
     def delete_file(self, file_id: str) -> None:
         self._db.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
-    def stored_bytes(self) -> int:
-        return int(self._db.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()[0])
+    def held_files(self) -> bool:
+        """Whether this database ever knew a file. Contents beside one that never did belong to another database."""
+        row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'files'").fetchone()
+        return row is not None and row[0] > 0
+
+    # -- What is taken ---------------------------------------------------------------------------------------------
+
+    def usage(self, owner: str) -> Usage:
+        """Lines count twice until their batch ends: they are here, and will be in a file before they go."""
+        files, owner_bytes, owner_files = self._db.execute(
+            "SELECT coalesce(sum(bytes), 0), coalesce(sum(bytes) FILTER (WHERE owner = ?1), 0), "
+            "count(*) FILTER (WHERE owner = ?1) FROM files",
+            (owner,),
+        ).fetchone()
+        lines, owner_lines = self._db.execute(
+            "SELECT coalesce(sum(line_bytes), 0), coalesce(sum(line_bytes) FILTER (WHERE owner = ?), 0) "
+            f"FROM batches WHERE status IN ({_NOT_ENDED})",
+            (owner,),
+        ).fetchone()
+        uploads = self._uploads.values()
+        own = [upload.bytes for upload in uploads if upload.owner == owner]
+        return Usage(
+            bytes=files + 2 * lines + sum(upload.bytes for upload in uploads),
+            owner_bytes=owner_bytes + 2 * owner_lines + sum(own),
+            owner_files=owner_files,
+            uploads=len(uploads),
+            owner_uploads=len(own),
+        )
+
+    def reserve(self, file_id: str, owner: str, size: int) -> None:
+        """An upload has come so far. What it takes counts from now on; a restart forgets it, and the upload."""
+        self._uploads[file_id] = _Upload(owner, size)
+
+    def release(self, file_id: str) -> None:
+        self._uploads.pop(file_id, None)
 
     # -- Batches ---------------------------------------------------------------------------------------------------
 
@@ -286,6 +189,14 @@ class BatchStore:
                 values,
             ).fetchone()
         return _batch(row)
+
+    def forget_oldest(self, owner: str, kept: int) -> None:
+        """Drop the owner's batches that have ended, but for those among the latest `kept` ones."""
+        self._db.execute(
+            f"DELETE FROM batches WHERE owner = ? AND status NOT IN ({_NOT_ENDED}) AND seq <= "
+            "(SELECT seq FROM batches WHERE owner = ? ORDER BY seq DESC LIMIT 1 OFFSET ?)",
+            (owner, owner, kept),
+        )
 
     def batch(self, batch_id: str, owner: str | None = None) -> StoredBatch | None:
         """`owner` None: whoever made it."""
@@ -310,6 +221,13 @@ class BatchStore:
         rows = self._db.execute(f"SELECT id FROM batches WHERE status IN ({_NOT_ENDED}) ORDER BY seq")
         return [row[0] for row in rows]
 
+    def unfinished_count(self, owner: str) -> tuple[int, int]:
+        """Batches that have not ended: all, and the owner's."""
+        row = self._db.execute(
+            f"SELECT count(*), count(*) FILTER (WHERE owner = ?) FROM batches WHERE status IN ({_NOT_ENDED})", (owner,)
+        ).fetchone()
+        return row[0], row[1]
+
     def counts(self) -> dict[str, int]:
         """Batches by status."""
         return dict(self._db.execute("SELECT status, count(*) FROM batches GROUP BY status").fetchall())
@@ -322,6 +240,11 @@ class BatchStore:
             self._db.executemany(
                 "INSERT INTO lines (batch_id, number, start, length, custom_id) VALUES (?, ?, ?, ?, ?)",
                 [(batch_id, line.number, line.start, line.length, line.custom_id) for line in lines],
+            )
+            added = sum(len(line.custom_id.encode()) + LINE_BYTES for line in lines)
+            self._db.execute(
+                "UPDATE batches SET line_bytes = ? + CASE WHEN ? THEN 0 ELSE line_bytes END WHERE id = ?",
+                (added, first, batch_id),
             )
 
     def begin(self, batch_id: str, now_s: float, *, model: str | None) -> None:
@@ -339,9 +262,32 @@ class BatchStore:
             self._db.execute(
                 "UPDATE batches SET status = 'failed', failed_at = ?, errors = ? "
                 "WHERE id = ? AND status = 'validating'",
-                (int(now_s), msgspec.json.encode(list(errors)).decode(), batch_id),
+                (int(now_s), _column(list(errors)), batch_id),
             )
-            self._db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
+            self._drop_lines(batch_id)
+
+    def expire_unread(self, batch_id: str, now_s: float) -> None:
+        """validating → expired: its time was over before its lines were known."""
+        with self._transaction():
+            self._db.execute(
+                "UPDATE batches SET status = 'expired', expired_at = ? WHERE id = ? AND status = 'validating'",
+                (int(now_s), batch_id),
+            )
+            self._drop_lines(batch_id)
+
+    def give_up(self, batch_id: str, now_s: float, errors: Sequence[LineError]) -> None:
+        """Whatever it is, unless it has ended → failed."""
+        with self._transaction():
+            self._db.execute(
+                "UPDATE batches SET status = 'failed', failed_at = ?, errors = ?, failed = total - completed "
+                f"WHERE id = ? AND status IN ({_NOT_ENDED})",
+                (int(now_s), _column(list(errors)), batch_id),
+            )
+            self._drop_lines(batch_id)
+
+    def _drop_lines(self, batch_id: str) -> None:
+        self._db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
+        self._db.execute("UPDATE batches SET line_bytes = 0 WHERE id = ?", (batch_id,))
 
     def cancel(self, batch_id: str, now_s: float) -> bool:
         """validating or in_progress → cancelling; False when it is too late or under way already."""
@@ -374,13 +320,15 @@ class BatchStore:
                 return False
             self._db.execute(
                 "UPDATE batches SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?, "
-                "cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ? WHERE id = ?",
+                "cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?, "
+                "line_bytes = line_bytes + ? WHERE id = ?",
                 (
                     line.succeeded,
                     not line.succeeded,
                     line.input_tokens,
                     line.cached_tokens,
                     line.output_tokens,
+                    len(line.result),
                     batch_id,
                 ),
             )
@@ -396,35 +344,45 @@ class BatchStore:
                 (int(now_s), batch_id),
             )
 
-    def results(self, batch_id: str, *, succeeded: bool, after: int, limit: int) -> list[tuple[int, bytes]]:
-        """Numbers and output lines, in the order of the input."""
+    def results(self, batch_id: str, *, succeeded: bool, after: int, page_bytes: int) -> list[tuple[int, bytes]]:
+        """Numbers and output lines, in the order of the input: at least one, and further ones while all together have
+        less than `page_bytes`. Empty after the last."""
         rows = self._db.execute(
-            "SELECT number, result FROM lines WHERE batch_id = ? AND succeeded = ? AND number > ? "
-            "ORDER BY number LIMIT ?",
-            (batch_id, succeeded, after, limit),
+            "SELECT number, result FROM lines WHERE batch_id = ? AND succeeded = ? AND number > ? ORDER BY number",
+            (batch_id, succeeded, after),
         )
-        return [(row[0], row[1]) for row in rows]
+        page: list[tuple[int, bytes]] = []
+        size = 0
+        for number, result in rows:
+            page.append((number, result))
+            size += len(result)
+            if size >= page_bytes:
+                break
+        rows.close()
+        return page
 
     def end(
         self,
         batch_id: str,
         now_s: float,
-        status: Literal["completed", "expired", "cancelled"],
+        status: Literal["completed", "expired", "cancelled", "failed"],
         *,
         output: StoredFile | None,
         errors: StoredFile | None,
+        reasons: Sequence[LineError] | None = None,
     ) -> None:
-        """finalizing or cancelling → its end, together with its files. The lines are in them now and go."""
+        """finalizing or cancelling → its end, together with its files. The lines are in them now and go. `reasons`:
+        of a batch that failed."""
         with self._transaction():
             for file in (output, errors):
                 if file is not None:
                     self._put_file(file)
             self._db.execute(
                 f"UPDATE batches SET status = ?, {status}_at = ?, output_file_id = ?, error_file_id = ?, "
-                "failed = total - completed WHERE id = ?",
-                (status, int(now_s), output and output.id, errors and errors.id, batch_id),
+                f"failed = total - completed, errors = ? WHERE id = ? AND status IN ({_NOT_ENDED})",
+                (status, int(now_s), output and output.id, errors and errors.id, _column(reasons), batch_id),
             )
-            self._db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
+            self._drop_lines(batch_id)
 
     # -- Retention -------------------------------------------------------------------------------------------------
 
@@ -443,6 +401,40 @@ class BatchStore:
             )
         return [row[0] for row in gone]
 
+    def swept_at_s(self) -> float | None:
+        """The wall clock at the last `note_sweep`, of this process or an earlier one."""
+        row = self._db.execute("SELECT value FROM meta WHERE name = 'swept_at'").fetchone()
+        return None if row is None else float(row[0])
+
+    def note_sweep(self, now_s: float) -> None:
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES ('swept_at', ?)", (int(now_s),))
+
+    def shrink(self) -> bool:
+        """Give some of what deletions left free back to the disk, a piece at a time; whether there is more."""
+        free = self._free_pages()
+        if free:
+            self._db.executescript(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")  # `execute` frees a single page
+            left = self._free_pages()
+            if left and left < free:
+                return True
+            self._to_write_back = True
+        if self._to_write_back:  # the file is shorter only then; a reader in another process may prevent it this time
+            self._to_write_back = bool(self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0])
+        return False
+
+    def _free_pages(self) -> int:
+        return int(self._db.execute("PRAGMA freelist_count").fetchone()[0])
+
+
+def disk_refuses(error: BaseException) -> bool:
+    """Whether it comes from the disk or the database's file (full, gone, damaged), not from a defect of this program:
+    it may work later, and trying again is right."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(disk_refuses(inner) for inner in error.exceptions)
+    if isinstance(error, sqlite3.OperationalError):
+        return getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_ERROR  # that one is a wrong statement of ours
+    return isinstance(error, OSError) or type(error) is sqlite3.DatabaseError
+
 
 T = TypeVar("T")
 
@@ -458,6 +450,10 @@ class StoreThread:
         """Calls run one after the other, in the order they came in."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, self._store)
 
+    def tell(self, work: Callable[[BatchStore], object]) -> None:
+        """As `run`, for what nothing waits for: also where a task ends and cannot wait any more."""
+        self._executor.submit(work, self._store)
+
     def close(self) -> None:
         """After what was asked for; blocks for as long as that takes."""
         self._executor.submit(self._store.close).result()
@@ -465,7 +461,7 @@ class StoreThread:
 
 
 def _column(value: object) -> object:
-    return msgspec.json.encode(value).decode() if isinstance(value, dict | list) else value
+    return msgspec.json.encode(value).decode() if isinstance(value, dict | list | tuple) else value
 
 
 def _batch(row: sqlite3.Row) -> StoredBatch:

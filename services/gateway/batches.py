@@ -1,12 +1,14 @@
 """The gateway's batches as one thing: folder, database, runner and their HTTP routes.
 
-`service.py` opens it before it listens, runs it beside everything else and closes it at the end. Decides nothing.
+`service.py` opens it before it listens, runs it beside everything else and closes it at the end. Decides one thing: a
+database that cannot be used costs files and batches (503), never the gateway.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import NoReturn
@@ -16,10 +18,11 @@ from aiohttp import web
 
 from cohort.common.clock import Clock
 from cohort.common.config import Config
-from cohort.common.errors import ConfigError
+from cohort.common.errors import ConfigError, RequestError
 from cohort.common.metrics import MetricFactory
 from cohort.services.gateway.batch_api import BatchApi
 from cohort.services.gateway.batch_files import BatchFolder
+from cohort.services.gateway.batch_quota import Quota
 from cohort.services.gateway.batch_runner import AnswerLine, BatchMetrics, BatchRunner
 from cohort.services.gateway.batch_store import BatchStore, StoreThread
 from cohort.services.gateway.batch_turns import Turns
@@ -29,23 +32,31 @@ BUSY_CONCURRENCY = 1
 
 
 class Batches:
-    """Made by `opened`; usable until that ends."""
+    """Made by `opened`; usable until that ends. Without `work`, files and batches are answered with 503."""
 
-    def __init__(self, api: BatchApi, runner: BatchRunner, turns: Turns) -> None:
-        self._api = api
-        self._runner = runner
-        self._turns = turns
+    def __init__(self, work: tuple[BatchApi, BatchRunner, Turns] | None) -> None:
+        self._work = work
 
     def routes(self) -> list[web.RouteDef]:
-        return self._api.routes()
+        if self._work is not None:
+            return self._work[0].routes()
+        return [
+            web.route("*", path + rest, _unavailable)
+            for path in ("/v1/files", "/v1/batches")
+            for rest in ("", "/{rest:.*}")
+        ]
 
     async def run(self) -> NoReturn:
         """Until cancelled."""
-        await self._runner.run()
+        if self._work is not None:
+            await self._work[1].run()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable: nothing sets the event")
 
     def online_placed(self) -> None:
         """No online request waits for a worker any more."""
-        self._turns.look_again()
+        if self._work is not None:
+            self._work[2].look_again()
 
     @classmethod
     @asynccontextmanager
@@ -59,37 +70,106 @@ class Batches:
         metrics: MetricFactory,
         log: structlog.stdlib.BoundLogger,
     ) -> AsyncIterator[Batches]:
-        """Raises `ConfigError` when the folder or its database cannot be used."""
+        """Raises `ConfigError` when the folder cannot be used, or its database is of another version."""
         folder = BatchFolder(config.batch, config.gateway.port)
+        own_metrics = BatchMetrics(metrics)
+        own_metrics.usable().set(0)
         await asyncio.to_thread(folder.open)
         try:
-            store = await asyncio.to_thread(_open_store, folder)
+            store = await _open_store(folder, log)
+            if store is None:
+                yield cls(None)
+                return
             try:
-                known = await store.run(BatchStore.file_ids)
-                if strangers := await asyncio.to_thread(folder.remove_strangers, known):
-                    log.info("unfinished uploads of an earlier run removed", files=strangers)
+                own_metrics.usable().set(1)
                 turns = Turns(config.batch.concurrency, BUSY_CONCURRENCY, online_waiting)
+                quota = Quota(config.batch, several_owners=len(set(config.gateway.api_keys)) > 1)
                 runner = BatchRunner(
                     config=config.batch,
                     folder=folder,
                     store=store,
                     answer=answer,
                     turns=turns,
+                    quota=quota,
                     max_line_bytes=config.gateway.max_body_bytes,
                     clock=clock,
-                    metrics=BatchMetrics(metrics),
+                    elapsed_s=_since_boot_s,
+                    metrics=own_metrics,
                     log=log,
                 )
-                api = BatchApi(config=config.batch, folder=folder, store=store, runner=runner, clock=clock, log=log)
-                yield cls(api, runner, turns)
+                api = BatchApi(
+                    config=config.batch,
+                    folder=folder,
+                    store=store,
+                    runner=runner,
+                    quota=quota,
+                    write_timeout_s=config.gateway.write_timeout_s,
+                    clock=clock,
+                    log=log,
+                )
+                yield cls((api, runner, turns))
             finally:
                 await asyncio.to_thread(store.close)
         finally:
             folder.close()
 
 
-def _open_store(folder: BatchFolder) -> StoreThread:
+async def _open_store(folder: BatchFolder, log: structlog.stdlib.BoundLogger) -> StoreThread | None:
+    """None where the database is damaged or cannot be used. Nothing of it is touched then, and no content either."""
+    store: StoreThread | None = None
     try:
-        return StoreThread(folder.database)
+        store = await asyncio.to_thread(StoreThread, folder.database)
+        await _clean_up(folder, store, log)
+        return store
     except sqlite3.Error as error:
-        raise ConfigError(f"batch.folder: {folder.database} cannot be used: {error}") from error
+        if store is not None:
+            await asyncio.to_thread(store.close)
+        log.error(
+            "files and batches are NOT served: their database cannot be used",
+            database=str(folder.database),
+            reason=str(error),
+            way_out=f"stop the gateway; repair or restore {folder.database.name}, or move it away together with its "
+            f"-wal and -shm files; start again. Beside a new database, contents are moved to {folder.lost.name}/, not "
+            "deleted",
+        )
+        return None
+    except OSError as error:
+        if store is not None:
+            await asyncio.to_thread(store.close)
+        raise ConfigError(f"batch.folder: {folder.path} cannot be used: {error.strerror}") from error
+
+
+async def _clean_up(folder: BatchFolder, store: StoreThread, log: structlog.stdlib.BoundLogger) -> None:
+    def look(store: BatchStore) -> tuple[set[str], bool, bool]:
+        return store.file_ids(), store.held_files(), store.checked
+
+    known, held_files, checked = await store.run(look)
+    found = await asyncio.to_thread(folder.clean_up, known, held_files=held_files, sound=checked)
+    if found.removed:
+        log.info("unfinished uploads of an earlier run removed", files=found.removed)
+    if found.lost:
+        log.warning(
+            "the batch database is new: contents of an earlier one were moved, and will not be read or deleted",
+            files=found.lost,
+            folder=str(folder.lost),
+        )
+    if found.kept or found.foreign:
+        log.warning(
+            "files in batch.folder that the database does not name: left alone",
+            contents=found.kept,
+            others=found.foreign,
+        )
+
+
+async def _unavailable(_: web.Request) -> NoReturn:
+    raise RequestError(
+        "Files and batches are not available: the server's database for them cannot be used. Its operator finds the "
+        "reason in the gateway's log.",
+        status=503,
+        type_="server_error",
+    )
+
+
+def _since_boot_s() -> float:
+    """Seconds of a clock that is never set; where the system says so, those of a suspended host too."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

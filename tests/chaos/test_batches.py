@@ -36,7 +36,7 @@ def finished(pipeline: Pipeline, batch_id: str) -> dict[int, bytes]:
     """What a killed gateway left as done, by line."""
     store = BatchStore(Path(pipeline.config.batch.folder) / "batches.sqlite")
     try:
-        return dict(store.results(batch_id, succeeded=True, after=0, limit=LINES))
+        return dict(store.results(batch_id, succeeded=True, after=0, page_bytes=1 << 20))
     finally:
         store.close()
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cohort.common.errors import RequestError
 from cohort.services.gateway import batch_lines
 from cohort.services.gateway.batch_lines import InputReader, answered, not_run, read_body, refused
-from cohort.services.gateway.batch_store import LineError, PendingLine
+from cohort.services.gateway.batch_records import LineError, PendingLine
 from tests.examples import examples
 
 ENDPOINT = "/v1/completions"

@@ -13,14 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cohort.common.errors import ConfigError
-from cohort.services.gateway.batch_store import (
-    BatchStore,
-    FinishedLine,
-    LineError,
-    PendingLine,
-    StoredBatch,
-    StoredFile,
-)
+from cohort.services.gateway.batch_records import FinishedLine, LineError, PendingLine, StoredBatch, StoredFile
+from cohort.services.gateway.batch_store import BatchStore
 from tests.examples import examples
 
 NOW_S = 1000.5
@@ -88,8 +82,8 @@ def test_a_batch_from_begin_to_end(store: BatchStore) -> None:
     assert store.finish_line("batch_a", done(4))
     store.begin_finalizing("batch_a", NOW_S + 1)
     assert current(store).status == "finalizing"
-    assert [number for number, _ in store.results("batch_a", succeeded=True, after=0, limit=9)] == [1, 3, 4, 5]
-    assert store.results("batch_a", succeeded=False, after=0, limit=9) == [(2, b"r")]
+    assert [number for number, _ in store.results("batch_a", succeeded=True, after=0, page_bytes=999)] == [1, 3, 4, 5]
+    assert store.results("batch_a", succeeded=False, after=0, page_bytes=999) == [(2, b"r")]
     store.end("batch_a", NOW_S + 2, "completed", output=file("file-o", purpose="batch_output"), errors=None)
     ended = current(store)
     assert (ended.status, ended.finalizing_at, ended.completed_at) == ("completed", 1001, 1002)
@@ -99,11 +93,62 @@ def test_a_batch_from_begin_to_end(store: BatchStore) -> None:
     assert store.unfinished() == [] and store.counts() == {"completed": 1}
 
 
+def test_results_are_paged_by_bytes(store: BatchStore) -> None:
+    running(store)
+    for number, size in ((1, 10), (2, 40), (3, 1), (4, 1), (5, 100)):
+        store.finish_line("batch_a", done(number, result=b"r" * size))
+    pages, after = [], 0
+    while page := store.results("batch_a", succeeded=True, after=after, page_bytes=40):
+        pages.append([number for number, _ in page])
+        after = page[-1][0]
+    assert pages == [[1, 2], [3, 4, 5]], "a page ends with the result that fills it"
+
+
+def test_lines_count_as_stored_until_their_batch_ends(store: BatchStore) -> None:
+    running(store)
+    before = store.usage("me")
+    assert before.owner_bytes == before.bytes and store.usage("you").owner_bytes == 0
+    store.finish_line("batch_a", done(1, result=b"r" * 1000))
+    assert store.usage("me").bytes == before.bytes + 2000, "in the database, and later in the output file"
+    store.add_batch(batch("batch_b", "you"))
+    store.add_lines("batch_b", LINES, first=True)
+    store.add_lines("batch_b", LINES, first=True)
+    assert store.usage("you").owner_bytes == before.bytes - 50, "a validation that starts over counts once"
+    store.begin_finalizing("batch_a", NOW_S)
+    store.end("batch_a", NOW_S, "completed", output=None, errors=None)
+    store.fail("batch_b", NOW_S, [])
+    assert store.usage("me").bytes == 50
+
+
+def test_a_batch_that_cannot_be_run_fails_from_wherever_it_is(store: BatchStore) -> None:
+    running(store)
+    store.finish_line("batch_a", done(1))
+    store.give_up("batch_a", NOW_S, [LineError("internal_error", "")])
+    found = current(store)
+    assert (found.status, found.completed, found.failed, found.failed_at) == ("failed", 1, 4, 1000)
+    store.give_up("batch_a", NOW_S + 9, [])
+    store.end("batch_a", NOW_S + 9, "completed", output=None, errors=None)
+    assert current(store) == found, "it has ended"
+
+
+def test_deleted_rows_give_their_space_back(store: BatchStore, path: Path) -> None:
+    running(store)
+    for number in range(1, 6):
+        store.finish_line("batch_a", done(number, result=bytes(4_000_000)))
+    store.begin_finalizing("batch_a", NOW_S)
+    store.end("batch_a", NOW_S, "completed", output=None, errors=None)
+    rounds = 1
+    while store.shrink():
+        rounds += 1
+    assert rounds > 1 and path.stat().st_size < 200_000
+    assert path.with_name(path.name + "-wal").stat().st_size < 200_000
+
+
 def test_a_line_is_finished_once(store: BatchStore) -> None:
     running(store)
     assert store.finish_line("batch_a", done(1, result=b"first"))
     assert not store.finish_line("batch_a", done(1, succeeded=False, result=b"second"))
-    assert store.results("batch_a", succeeded=True, after=0, limit=9) == [(1, b"first")]
+    assert store.results("batch_a", succeeded=True, after=0, page_bytes=999) == [(1, b"first")]
     assert (current(store).completed, current(store).failed, current(store).input_tokens) == (1, 0, 3)
 
 
@@ -130,7 +175,7 @@ def test_killed_in_the_middle_of_a_batch(store: BatchStore, path: Path, tmp_path
     again = BatchStore(left / path.name)
     assert again.unfinished() == ["batch_a"]
     assert [line.number for line in again.pending("batch_a", after=0, limit=9)] == [1, 3, 5]
-    assert again.results("batch_a", succeeded=True, after=0, limit=9) == [(2, b"kept")]
+    assert again.results("batch_a", succeeded=True, after=0, page_bytes=999) == [(2, b"kept")]
     found = again.batch("batch_a")
     assert found is not None and (found.status, found.completed, found.failed) == ("in_progress", 1, 1)
     again.close()
@@ -222,11 +267,13 @@ def test_retention(store: BatchStore) -> None:
 
 
 def test_stored_bytes_and_use(store: BatchStore) -> None:
-    assert store.stored_bytes() == 0 and not store.file_in_use("file-a")
+    assert store.usage("me").bytes == 0 and not store.file_in_use("file-a") and not store.held_files()
     running(store)
-    assert store.stored_bytes() == 50 and store.file_in_use("file-a")
+    assert store.usage("me").owner_bytes > 50 and store.file_in_use("file-a")
     store.delete_file("file-a")
-    assert store.stored_bytes() == 0 and store.file_ids() == set()
+    store.begin_finalizing("batch_a", NOW_S)
+    store.end("batch_a", NOW_S, "completed", output=None, errors=None)
+    assert store.usage("me").bytes == 0 and store.file_ids() == set() and store.held_files()
 
 
 def test_another_version_is_refused(store: BatchStore, path: Path) -> None:
@@ -302,7 +349,7 @@ class Batches(RuleBasedStateMachine):
         good = {number for number, (succeeded, _) in self.results.items() if succeeded}
         assert (found.completed, found.failed) == (len(good), len(self.results) - len(good))
         for succeeded in (True, False):
-            assert self.store.results("batch_a", succeeded=succeeded, after=0, limit=9) == sorted(
+            assert self.store.results("batch_a", succeeded=succeeded, after=0, page_bytes=999) == sorted(
                 (number, result) for number, (ok, result) in self.results.items() if ok == succeeded
             )
         pending = [line.number for line in self.store.pending("batch_a", after=0, limit=9)]

@@ -48,13 +48,55 @@ async def test_files(client: openai.AsyncOpenAI, site: Site) -> None:
     assert file.id not in contents(site)
 
 
+@pytest.mark.parametrize(
+    ("asked", "status", "expected"),
+    [
+        ("bytes=0-9", 206, slice(0, 10)),
+        ("bytes=999990-", 206, slice(999_990, None)),
+        ("bytes=-7", 206, slice(-7, None)),
+        ("bytes=5-99999999", 206, slice(5, None)),
+        ("bytes=1000000-", 416, None),
+        ("bytes=9-5", 416, None),
+        ("nonsense", 416, None),
+    ],
+)
+async def test_parts_of_a_file(
+    client: openai.AsyncOpenAI, site: Site, asked: str, status: int, expected: slice | None
+) -> None:
+    data = bytes(range(250)) * 4000
+    file = await client.files.create(file=data, purpose="batch")
+    url = f"{site.url}/v1/files/{file.id}/content"
+    async with site.session.get(url, headers={"Range": asked}) as response:
+        assert response.status == status
+        if expected is not None:
+            part = await response.read()
+            assert part == data[expected]
+            begin = expected.indices(len(data))[0]
+            assert response.headers["Content-Range"] == f"bytes {begin}-{begin + len(part) - 1}/{len(data)}"
+
+
+async def test_the_head_of_a_download(client: openai.AsyncOpenAI, site: Site) -> None:
+    for data in (b"", b"x" * 300_000):
+        file = await client.files.create(file=("a b.jsonl", data), purpose="batch")
+        url = f"{site.url}/v1/files/{file.id}/content"
+        for method in ("HEAD", "GET"):
+            async with site.session.request(method, url, headers={"x-request-id": "mine"}) as response:
+                assert (response.status, response.headers["Content-Length"]) == (200, str(len(data)))
+                assert response.headers["x-request-id"] == "mine"
+                assert response.headers["Content-Disposition"] == 'attachment; filename="a b.jsonl"'
+                assert await response.read() == (data if method == "GET" else b"")
+
+
 async def test_uploads_cut_off_leave_nothing(open_site: OpenSite, tmp_path: Path) -> None:
     folder = tmp_path / "batches" / "files"
-    folder.mkdir(parents=True)
-    (folder / "file-1.part").write_bytes(b"half")
-    (folder / "file-2").write_bytes(b"whole, but its row was never written")
+    async with open_site() as site, client_of(site) as client:
+        kept = (await client.files.create(file=b"x", purpose="batch")).id
+        await client.files.delete((await client.files.create(file=b"y", purpose="batch")).id)
+    (folder / f"file-{1:024x}.part").write_bytes(b"half")
+    (folder / f"file-{2:024x}").write_bytes(b"whole, but its row was never written")
     async with open_site() as site:
-        assert list(folder.iterdir()) == []
+        assert contents(site) == [kept]
+        (folder / kept).unlink()
         form = aiohttp.FormData()
 
         async def slowly() -> AsyncIterator[bytes]:

@@ -1,0 +1,168 @@
+"""The database of files and batches: its tables, how it is opened, and what an older one needs.
+
+Called by `batch_store.py`. Decides the schema, the modes of the database's files (0600) and whether a database may be
+used at all; never reads or writes a file's or a batch's row.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from contextlib import suppress
+from pathlib import Path
+
+from cohort.common.errors import ConfigError
+
+SCHEMA_VERSION = 2
+LINE_BYTES = 256
+"""What a line takes besides its custom id and result, here and in the output file: positions, keys, an envelope."""
+CHECKED_BYTES = 1 << 28
+"""Databases up to this size are read whole at start to see that they are sound: a second at most."""
+LOG_BYTES = 1 << 26  # what the write-ahead log may keep on disk after it was written back
+
+_SCHEMA = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;
+CREATE TABLE files (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    purpose TEXT NOT NULL,
+    filename TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
+    created_at INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL
+) STRICT;
+CREATE INDEX files_by_expiry ON files (expires_at);
+CREATE INDEX files_by_owner ON files (owner, bytes);
+CREATE TABLE batches (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    status TEXT NOT NULL,
+    endpoint TEXT NOT NULL,
+    input_file_id TEXT NOT NULL,
+    completion_window TEXT NOT NULL,
+    created_at INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL,
+    output_retention_s INTEGER NOT NULL,
+    metadata TEXT,
+    model TEXT,
+    errors TEXT,
+    in_progress_at INTEGER,
+    finalizing_at INTEGER,
+    completed_at INTEGER,
+    failed_at INTEGER,
+    expired_at INTEGER,
+    cancelling_at INTEGER,
+    cancelled_at INTEGER,
+    output_file_id TEXT,
+    error_file_id TEXT,
+    total INTEGER NOT NULL DEFAULT 0,
+    completed INTEGER NOT NULL DEFAULT 0,
+    failed INTEGER NOT NULL DEFAULT 0,
+    input_tokens INTEGER NOT NULL DEFAULT 0,
+    cached_tokens INTEGER NOT NULL DEFAULT 0,
+    output_tokens INTEGER NOT NULL DEFAULT 0,
+    line_bytes INTEGER NOT NULL DEFAULT 0
+) STRICT;
+CREATE INDEX batches_by_status ON batches (status);
+CREATE INDEX batches_by_owner ON batches (owner, seq);
+CREATE TABLE lines (
+    batch_id TEXT NOT NULL REFERENCES batches (id) ON DELETE CASCADE,
+    number INTEGER NOT NULL,
+    start INTEGER NOT NULL,
+    length INTEGER NOT NULL,
+    custom_id TEXT NOT NULL,
+    succeeded INTEGER,
+    result BLOB,
+    PRIMARY KEY (batch_id, number)
+) STRICT;
+CREATE INDEX lines_pending ON lines (batch_id, number) WHERE result IS NULL;
+"""
+
+# Version 2 counts what lines take, so that results are within the storage limit, and what an owner has.
+_TO_VERSION_2 = f"""
+ALTER TABLE batches ADD COLUMN line_bytes INTEGER NOT NULL DEFAULT 0;
+CREATE INDEX files_by_owner ON files (owner, bytes);
+CREATE INDEX batches_by_owner ON batches (owner, seq);
+UPDATE batches SET line_bytes = coalesce((
+    SELECT sum(length(CAST(custom_id AS BLOB)) + {LINE_BYTES} + coalesce(length(result), 0))
+    FROM lines WHERE batch_id = batches.id
+), 0);
+UPDATE meta SET value = 2 WHERE name = 'schema_version'
+"""
+
+
+def open_database(path: Path) -> sqlite3.Connection:
+    """Opens, creates or converts it. Raises `ConfigError` for one of a version that is unknown here, `sqlite3.Error`
+    for one that is damaged or cannot be used."""
+    _make_private(path)
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+    try:
+        db.row_factory = sqlite3.Row
+        db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new database; an old one needs VACUUM too, see below
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.execute("PRAGMA foreign_keys = ON")
+        _check(db, path)
+        _prepare(db, path)
+        if db.execute("PRAGMA auto_vacuum").fetchone()[0] == 0:
+            with suppress(sqlite3.OperationalError):  # a full disk: the database stays as large as it was
+                db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+                db.execute("VACUUM")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def small_enough_to_check(path: Path) -> bool:
+    """Whether `open_database` has read all of it."""
+    return path.stat().st_size <= CHECKED_BYTES
+
+
+def _make_private(path: Path) -> None:
+    """Mode 0600, before there is anything in it. SQLite gives its log the database's mode."""
+    try:
+        # Never opened and closed when it exists: closing a file drops all locks that this process has on it.
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    except FileExistsError:
+        for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
+            if path.with_name(name).is_file():
+                path.with_name(name).chmod(0o600)
+
+
+def _check(db: sqlite3.Connection, path: Path) -> None:
+    if small_enough_to_check(path):
+        found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if found != "ok":
+            raise sqlite3.DatabaseError(f"the database is damaged: {found}")
+
+
+def _prepare(db: sqlite3.Connection, path: Path) -> None:
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        known = db.execute("SELECT name FROM sqlite_master WHERE name = 'meta'").fetchone()
+        if known is None:
+            _run(db, _SCHEMA)
+            db.execute("INSERT INTO meta VALUES ('schema_version', ?)", (SCHEMA_VERSION,))
+        row = db.execute("SELECT value FROM meta WHERE name = 'schema_version'").fetchone()
+        version = None if row is None else row[0]
+        if version == 1:
+            _run(db, _TO_VERSION_2)
+            version = 2
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")
+    if version != SCHEMA_VERSION:
+        raise ConfigError(
+            f"batch.folder: {path} has schema version {version}, this version of Cohort reads {SCHEMA_VERSION}"
+        )
+
+
+def _run(db: sqlite3.Connection, statements: str) -> None:
+    """Within the transaction that is open: `executescript` would end it."""
+    for statement in statements.split(";"):
+        db.execute(statement)

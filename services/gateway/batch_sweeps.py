@@ -1,0 +1,61 @@
+"""When the clock may be believed: what has expired is deleted for good, so a clock that jumped must delete nothing.
+
+Called by `batch_runner.py` before it deletes anything. Decides by comparing the wall clock with time that passed: while
+both agree, the wall clock is right, or as wrong as it was when it stamped the files. After a jump one of the two times
+was wrong, and nothing here can tell which: deletions wait until the clock is back, or until it has kept its new time
+for `HOLD_S`, in which it may have been corrected. Never changes a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AGREE_S = 3600.0  # wall clock and elapsed time may differ by so much between two looks
+HOLD_S = 86_400.0  # that a clock which jumped must keep its new time before it is believed
+LONGEST_ABSENCE_S = 7 * 86_400.0  # since the last run; a start that seems later is a jump until it has been kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Anchor:
+    wall_s: float
+    elapsed_s: float
+
+    def drift_s(self, now: _Anchor) -> float:
+        """By how much the wall clock has moved more than time passed."""
+        return (now.wall_s - self.wall_s) - (now.elapsed_s - self.elapsed_s)
+
+    def agrees(self, now: _Anchor) -> bool:
+        return abs(self.drift_s(now)) <= AGREE_S
+
+
+class SweepGuard:
+    """`trusted` before every sweep. Seconds: `wall_s` since 1970, `elapsed_s` on any clock that runs evenly."""
+
+    def __init__(self, swept_at_s: float | None) -> None:
+        """`swept_at_s`: the wall clock at the last sweep of an earlier run, None when there was none."""
+        self._swept_at_s = swept_at_s
+        self._trusted: _Anchor | None = None
+        self._doubted: _Anchor | None = None
+        self.jumped_s = 0.0
+        """How far the clock had moved when it was doubted last."""
+
+    def trusted(self, wall_s: float, elapsed_s: float) -> bool:
+        now = _Anchor(wall_s, elapsed_s)
+        if self._agrees_with_the_past(now):
+            self._trusted, self._doubted = now, None
+            return True
+        if self._doubted is None or not self._doubted.agrees(now):
+            self._doubted = now  # a new time: it has to be kept from here on
+        if now.elapsed_s - self._doubted.elapsed_s < HOLD_S:
+            return False
+        self._trusted, self._doubted = now, None
+        return True
+
+    def _agrees_with_the_past(self, now: _Anchor) -> bool:
+        if self._trusted is not None:
+            self.jumped_s = self._trusted.drift_s(now)
+            return self._trusted.agrees(now)
+        if self._swept_at_s is None:
+            return True
+        self.jumped_s = now.wall_s - self._swept_at_s
+        return -AGREE_S <= self.jumped_s <= LONGEST_ABSENCE_S

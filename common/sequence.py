@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from cohort.common.sampling_inputs import SamplingInputs
 from cohort.common.types import Attempt, Request, RequestId
 
 
@@ -70,9 +71,13 @@ class Sequence:
     """KV transfer time on the way here that nothing was computed in."""
     key: Attempt = field(init=False)
     """The attempt it computes; the allocator's owner id."""
+    sampling_inputs: SamplingInputs | None = field(init=False)
+    """Biases and penalties as arrays, if the request has any."""
 
     def __post_init__(self) -> None:
-        self.key = self.request.attempt
+        request = self.request
+        self.key = request.attempt
+        self.sampling_inputs = SamplingInputs.of(request.sampling, request.tokens[: request.prompt_tokens])
 
     @property
     def request_id(self) -> RequestId:

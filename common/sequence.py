@@ -67,6 +67,8 @@ class Sequence:
     said, because that worker's last words may come later over their own connection, or never."""
     pinned: bool = False
     """Its blocks are being read by a transfer: it must not be preempted now."""
+    scored_slice: int = 0
+    """Of a scored prompt, tokens that one iteration may compute; 0 = it is not scored."""
     transfer_s: float = 0.0
     """KV transfer time on the way here that nothing was computed in."""
     key: Attempt = field(init=False)
@@ -102,9 +104,13 @@ class Sequence:
 
     @property
     def uncomputed(self) -> int:
+        """Of these positions, those the next iteration may compute: all that are left, of a scored prompt a slice."""
         # `target` written out, here as in `output_tokens`: every decision asks for every sequence.
         known, end = len(self.tokens), self.end
-        return (known if end is None or known < end else end) - self.computed
+        left = (known if end is None or known < end else end) - self.computed
+        if self.scored_slice and left > self.scored_slice and self.scores_prompt:
+            return self.scored_slice
+        return left
 
     @property
     def output_tokens(self) -> int:

@@ -103,6 +103,8 @@ class EngineConfig(Section, frozen=True):
     # chunked_prefill, multires, time_synced: tokens that fill the device, as `cohort profile` finds; 0 = a full step
     target_forward_tokens: NotNegative = 0
     prefill_chunk: Positive = 512  # prompt tokens of one request in one iteration
+    # prompt tokens in one iteration where the prompt's own log-probabilities are wanted; one such prompt at a time
+    scored_step_tokens: Annotated[int, msgspec.Meta(ge=16)] = 64
     preemption: Literal["swap", "recompute"] = "recompute"  # of a preempted request's KV: to host memory, or again
     cuda_graph_memory_bytes: NotNegative = 2_147_483_648  # GPU memory for recorded decode steps; 0 = none is recorded
     workers_per_gpu: NotNegative = 0  # that share a GPU's memory; 0 = this configuration's workers over the GPUs seen

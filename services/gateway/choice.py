@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cohort.common.messages import TokenLogprob
 from cohort.common.types import FinishReason
 from cohort.services.gateway.detokenizer import Detokenizer
-from cohort.services.gateway.stop_strings import StopStrings
+from cohort.services.gateway.stop_strings import StopAutomaton, StopStrings
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,8 @@ def prompt_scores(detokenizer: Detokenizer, tokens: Sequence[int], scores: Seque
 
 
 class Choice:
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], *, min_tokens: int, scored: bool) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: StopAutomaton, *, min_tokens: int, scored: bool) -> None:
+        """`stops` is shared by all choices of a request."""
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens

@@ -37,15 +37,15 @@ class GatewayConfig(Section, frozen=True):
     max_attempts: Positive = 8  # placements before a request fails with 503
     write_timeout_s: Seconds = 60.0  # a client that takes nothing of its stream for so long is given up
     drain_s: Seconds = 30.0  # on SIGTERM: the longest to wait for running requests
-    max_choices: Positive = 256  # choices of one request, all its prompts together; beyond: 400, as below
+    max_choices: Positive = 512  # choices of one request, all its prompts together; beyond: 400, as below
     max_messages: Positive = 4096  # of one chat
-    max_metadata_keys: Positive = 64
+    max_metadata_keys: Positive = 64  # of the metadata that is taken and left unread
     max_nesting: Positive = 16  # lists and objects within each other in a body
     max_logit_biases: Positive = 1024  # tokens in one logit_bias
     max_stop_length: Positive = 256  # characters of one stop string
     max_stop_characters: Positive = 1024  # of all stop strings of a request
-    # units one request may ask for: choices × (prompt tokens + max_tokens × (1 + log-probabilities of a token)), the
-    # log-probabilities of an echoed prompt, and choices × biases
+    # units one request may ask for: choices × (64 + prompt tokens + max_tokens × (1 + log-probabilities of a token)),
+    # the same for an echoed prompt's log-probabilities, and choices × biases
     max_request_work: Positive = 524_288
     # such units of all open requests together beyond one plain answer each, which bounds the gateway's memory; beyond:
     # 429

@@ -5,8 +5,8 @@
     while it is open   what it holds beyond a plain request, together with all others'             `reserve`
 
 A unit is a token that is computed or a score that is told: the prompt's tokens for each choice, the answers' tokens
-times one plus the scores each carries, the same of an echoed prompt, and whatever else travels with every choice. It
-costs a worker about as much as a token and the gateway less than a hundred bytes, so one limit bounds both. Nothing is
+times one plus the scores each carries, the same of an echoed prompt, and whatever else travels with every choice
+(`CHOICE_UNITS` for the choice itself). It costs a worker about as much as a token and the gateway less than a hundred bytes, so one limit bounds both. Nothing is
 built before a request has passed: a price is a few multiplications. Called by `openai_api.py`; knows nothing of HTTP.
 """
 
@@ -21,6 +21,8 @@ from cohort.services.gateway.parsing import Call
 
 # Others' answers have to end before there is headroom again; nothing tells when.
 _RETRY_AFTER_S = 1.0
+# What a choice costs beside its tokens: a record at the gateway, the manager and a worker, a few messages.
+CHOICE_UNITS = 64
 # JSON's longest spelling of one byte of text: backslash, u and four digits.
 _BYTES_PER_CHARACTER = 6
 # What may stand beside prompts in a body.
@@ -32,6 +34,7 @@ class Price:
     """Units by what asks for them. `plain`: what the first choice alone would cost without scores, of which any
     number may be open."""
 
+    choices: int
     prompt: int
     answer: int
     echo: int
@@ -41,7 +44,7 @@ class Price:
 
     @property
     def total(self) -> int:
-        return self.prompt + self.answer + self.echo + self.biases + self.stops
+        return self.choices + self.prompt + self.answer + self.echo + self.biases + self.stops
 
     @property
     def beyond_plain(self) -> int:
@@ -138,12 +141,13 @@ class RequestBudget:
     def _price(self, call: Call, prompt_tokens: Sequence[int], max_tokens: Sequence[int]) -> Price:
         tokens, scores = sum(prompt_tokens), _scores_per_token(call)
         return Price(
+            choices=call.choices * CHOICE_UNITS,
             prompt=call.n * tokens,
             answer=call.n * sum(max_tokens) * (1 + scores),
             echo=call.n * tokens * (1 + scores) if call.scores_prompt else 0,
             biases=call.choices * len(call.sampling.logit_bias),
             stops=call.choices * len(call.stop_token_ids) + sum(map(len, call.stop_strings)),
-            plain=prompt_tokens[0] + max_tokens[0],
+            plain=CHOICE_UNITS + prompt_tokens[0] + max_tokens[0],
         )
 
     def _refuse_too_much(self, call: Call, price: Price) -> None:
@@ -171,6 +175,7 @@ def _parts(call: Call, price: Price) -> dict[str, tuple[int, str, str]]:
     prompts = price.prompt // call.n
     names = ("messages", "top_logprobs") if chat else ("prompt", "logprobs")
     return {
+        "the choices": (price.choices, f"{call.choices} choices × {CHOICE_UNITS}", "n" if call.n > 1 else names[0]),
         "the prompts": (price.prompt, f"n {call.n} × {prompts} tokens", "n" if call.n > 1 else names[0]),
         "the answers": (
             price.answer,

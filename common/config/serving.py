@@ -49,7 +49,7 @@ class GatewayConfig(Section, frozen=True):
     max_request_work: Positive = 524_288
     # such units of all open requests together beyond one plain answer each, which bounds the gateway's memory; beyond:
     # 429
-    max_open_work: Positive = 1_048_576
+    max_open_work: Positive = 786_432
 
 
 class BatchConfig(Section, frozen=True):

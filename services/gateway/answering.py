@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from cohort.common.types import FinishReason
 from cohort.services.gateway.choice import Choice, Piece, ScoredToken, prompt_scores
@@ -133,8 +134,10 @@ class Answering:
         if scores is None:
             entry = self.generation.entries[first]
             detokenizer = self.text.stream(context=(), skip_special=self.call.skip_special_tokens)
-            found = prompt_scores(detokenizer, entry.request.tokens, entry.prompt_logprobs)
-            entry.prompt_logprobs.clear()
             scores = self._echo_scores[first] = self.shape.scores()
-            await self.write(scores, found)
+            found = prompt_scores(detokenizer, entry.request.tokens, entry.prompt_logprobs)
+            while part := list(islice(found, WRITTEN_AT_ONCE)):
+                scores.add(part)
+                await asyncio.sleep(0)
+            entry.prompt_logprobs.clear()
         return scores

@@ -7,7 +7,7 @@ stream; called by `openai_api.py`. Knows nothing of HTTP.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cohort.common.messages import TokenLogprob
@@ -35,14 +35,14 @@ class Piece:
     stopped: bool
 
 
-def prompt_scores(detokenizer: Detokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprob]) -> list[ScoredToken]:
+def prompt_scores(
+    detokenizer: Detokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprob]
+) -> Iterator[ScoredToken]:
     """An echoed prompt's tokens; `scores` are those of all but the first, which nothing precedes."""
-    found: list[ScoredToken] = []
     offset = 0
     for token_id, score in zip(tokens, (None, *scores), strict=True):
-        found.append(ScoredToken(token_id, score, offset))
+        yield ScoredToken(token_id, score, offset)
         offset += len(detokenizer.feed(token_id))
-    return found
 
 
 class Choice:

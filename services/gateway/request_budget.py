@@ -6,8 +6,9 @@
 
 A unit is a token that is computed or a score that is told: the prompt's tokens for each choice, the answers' tokens
 times one plus the scores each carries, the same of an echoed prompt, and whatever else travels with every choice
-(`CHOICE_UNITS` for the choice itself). It costs a worker about as much as a token and the gateway less than a hundred bytes, so one limit bounds both. Nothing is
-built before a request has passed: a price is a few multiplications. Called by `openai_api.py`; knows nothing of HTTP.
+(`CHOICE_UNITS` for the choice itself). It costs a worker about as much as a token and the gateway less than a hundred
+bytes, so one limit bounds both. Nothing is built before a request has passed: a price is a few multiplications. Called
+by `openai_api.py`; knows nothing of HTTP.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ async def test_refused_by_name(site: Site, path: str, body: Any, param: str | No
         ({"prompt": [1, 2, 3], "max_tokens": 300, "n": 128, "logprobs": 20}, "n", "the answers"),
         ({"prompt": [7] * 190, "max_tokens": 1, "n": 128, "logprobs": 20, "echo": True}, "n", "the echo"),
         ({"prompt": [[7] * 300] * 100, "max_tokens": 1, "n": 1, "logprobs": 20, "echo": True}, "logprobs", "the echo"),
-        ({"prompt": [[7] * 300] * 8, "max_tokens": 9, "n": 64, "logprobs": 20, "echo": True}, "n", "the echo"),
+        ({"prompt": [[7] * 300] * 8, "max_tokens": 9, "n": 32, "logprobs": 20, "echo": True}, "n", "the echo"),
     ],
 )  # fmt: skip
 async def test_the_price_names_its_largest_part(site: Site, extra: dict[str, Any], param: str, largest: str) -> None:

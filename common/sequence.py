@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from cohort.common.sampling_inputs import SamplingInputs
 from cohort.common.types import Attempt, Request, RequestId
 
 
@@ -66,13 +67,19 @@ class Sequence:
     said, because that worker's last words may come later over their own connection, or never."""
     pinned: bool = False
     """Its blocks are being read by a transfer: it must not be preempted now."""
+    scored_slice: int = 0
+    """Of a scored prompt, tokens that one iteration may compute; 0 = it is not scored."""
     transfer_s: float = 0.0
     """KV transfer time on the way here that nothing was computed in."""
     key: Attempt = field(init=False)
     """The attempt it computes; the allocator's owner id."""
+    sampling_inputs: SamplingInputs | None = field(init=False)
+    """Biases and penalties as arrays, if the request has any."""
 
     def __post_init__(self) -> None:
-        self.key = self.request.attempt
+        request = self.request
+        self.key = request.attempt
+        self.sampling_inputs = SamplingInputs.of(request.sampling, request.tokens[: request.prompt_tokens])
 
     @property
     def request_id(self) -> RequestId:
@@ -97,9 +104,13 @@ class Sequence:
 
     @property
     def uncomputed(self) -> int:
+        """Of these positions, those the next iteration may compute: all that are left, of a scored prompt a slice."""
         # `target` written out, here as in `output_tokens`: every decision asks for every sequence.
         known, end = len(self.tokens), self.end
-        return (known if end is None or known < end else end) - self.computed
+        left = (known if end is None or known < end else end) - self.computed
+        if self.scored_slice and left > self.scored_slice and self.scores_prompt:
+            return self.scored_slice
+        return left
 
     @property
     def output_tokens(self) -> int:

@@ -37,6 +37,19 @@ class GatewayConfig(Section, frozen=True):
     max_attempts: Positive = 8  # placements before a request fails with 503
     write_timeout_s: Seconds = 60.0  # a client that takes nothing of its stream for so long is given up
     drain_s: Seconds = 30.0  # on SIGTERM: the longest to wait for running requests
+    max_choices: Positive = 256  # choices of one request, all its prompts together; beyond: 400, as below
+    max_messages: Positive = 4096  # of one chat
+    max_metadata_keys: Positive = 64  # of the metadata that is taken and left unread
+    max_nesting: Positive = 16  # lists and objects within each other in a body
+    max_logit_biases: Positive = 1024  # tokens in one logit_bias
+    max_stop_length: Positive = 256  # characters of one stop string
+    max_stop_characters: Positive = 1024  # of all stop strings of a request
+    # units one request may ask for: choices × (64 + prompt tokens + max_tokens × (1 + log-probabilities of a token)),
+    # the same for an echoed prompt's log-probabilities, and choices × biases
+    max_request_work: Positive = 524_288
+    # such units of all open requests together beyond one plain answer each, which bounds the gateway's memory; beyond:
+    # 429
+    max_open_work: Positive = 786_432
 
 
 class BatchConfig(Section, frozen=True):
@@ -109,6 +122,8 @@ class EngineConfig(Section, frozen=True):
     # chunked_prefill, multires, time_synced: tokens that fill the device, as `cohort profile` finds; 0 = a full step
     target_forward_tokens: NotNegative = 0
     prefill_chunk: Positive = 512  # prompt tokens of one request in one iteration
+    # prompt tokens in one iteration where the prompt's own log-probabilities are wanted; one such prompt at a time
+    scored_step_tokens: Annotated[int, msgspec.Meta(ge=16)] = 64
     preemption: Literal["swap", "recompute"] = "recompute"  # of a preempted request's KV: to host memory, or again
     cuda_graph_memory_bytes: NotNegative = 2_147_483_648  # GPU memory for recorded decode steps; 0 = none is recorded
     workers_per_gpu: NotNegative = 0  # that share a GPU's memory; 0 = this configuration's workers over the GPUs seen

@@ -6,25 +6,17 @@ which rows run, which blocks they own and where a token's KV goes is settled bef
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from cohort.common.errors import InvariantViolated
+from cohort.common.sampling_inputs import LogitBias, TokenHistory
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 Uint8Array = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
-class PenaltyContext:
-    """The tokens that repetition, presence and frequency penalties look back on."""
-
-    prompt_tokens: Sequence[int]
-    output_tokens: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +37,22 @@ class SamplingRow:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    penalty_context: PenaltyContext | None = None
-    logit_bias: Mapping[int, float] | None = None
+    history: TokenHistory | None = None
+    logit_bias: LogitBias | None = None
     banned: tuple[int, ...] = ()
     logprobs: int = -1
 
     @property
     def penalised(self) -> bool:
         """Whether any penalty changes anything."""
-        return self.penalty_context is not None and (
+        return self.history is not None and (
             self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         )
 
     @property
     def plain_greedy(self) -> bool:
         """Whether the token is simply the largest logit."""
-        return self.temperature == 0.0 and not (self.penalised or self.logit_bias or self.banned)
+        return self.temperature == 0.0 and not (self.penalised or self.logit_bias is not None or self.banned)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cohort.common.engine.batch import PenaltyContext, SamplingRow, ScoringRow, StepBatch
+from cohort.common.engine.batch import SamplingRow, ScoringRow, StepBatch
 from cohort.common.policies.interface import IterationPlan, Row
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.padding import row_padding
@@ -90,8 +90,10 @@ def _scoring(index: int, row: Row, first: int) -> ScoringRow:
 def _sampling(row: Row) -> SamplingRow:
     sequence = row.sequence
     params = sequence.request.sampling
-    penalised = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    prompt = sequence.request.prompt_tokens
+    inputs = sequence.sampling_inputs
+    history = None if inputs is None else inputs.history
+    if history is not None:
+        history.catch_up(sequence.tokens[sequence.request.prompt_tokens + history.output_tokens :])
     return SamplingRow(
         seed=params.seed,
         position=sequence.known,
@@ -102,8 +104,8 @@ def _sampling(row: Row) -> SamplingRow:
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        penalty_context=PenaltyContext(sequence.tokens[:prompt], sequence.tokens[prompt:]) if penalised else None,
-        logit_bias=params.logit_bias or None,
+        history=history,
+        logit_bias=None if inputs is None else inputs.bias,
         banned=params.stop_token_ids if sequence.output_tokens < params.min_tokens else (),
         logprobs=params.logprobs,
     )

@@ -117,18 +117,15 @@ def _adjust(logits: Tensor, rows: Sequence[SamplingRow], uploads: Uploads) -> No
     biased = _Entries()
     banned = _Entries()
     for index, row in enumerate(rows):
-        if row.penalised and row.penalty_context is not None:
-            output = np.asarray(row.penalty_context.output_tokens, dtype=np.int64)
+        if row.penalised and row.history is not None:
             if row.repetition_penalty != 1.0:
-                prompt = np.asarray(row.penalty_context.prompt_tokens, dtype=np.int64)
-                ids = np.union1d(prompt, output)
+                ids = row.history.seen
                 seen.add(index, ids, np.full(len(ids), row.repetition_penalty))
-            if len(output) and (row.presence_penalty != 0.0 or row.frequency_penalty != 0.0):
-                unique, counts = np.unique(output, return_counts=True)
-                said.add(index, unique, (row.presence_penalty + row.frequency_penalty * counts).astype(np.float64))
-        if row.logit_bias:
-            kept = {token: value for token, value in row.logit_bias.items() if 0 <= token < vocab}
-            biased.add(index, np.fromiter(kept, np.int64, len(kept)), np.fromiter(kept.values(), np.float64, len(kept)))
+            if row.history.output_tokens and (row.presence_penalty != 0.0 or row.frequency_penalty != 0.0):
+                unique, counts = row.history.said
+                said.add(index, unique, row.presence_penalty + row.frequency_penalty * counts)
+        if row.logit_bias is not None:
+            biased.add(index, *row.logit_bias.within(vocab))
         if row.banned:
             ids = np.unique([token for token in row.banned if 0 <= token < vocab]).astype(np.int64)
             banned.add(index, ids, np.zeros(len(ids)))
@@ -152,12 +149,12 @@ class _Entries:
     """(row, id, value) triples; a pair of row and id occurs once."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float64]]] = []
+        self._parts: list[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.floating]]] = []
 
     def __bool__(self) -> bool:
         return bool(self._parts)
 
-    def add(self, row: int, ids: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> None:
+    def add(self, row: int, ids: npt.NDArray[np.int64], values: npt.NDArray[np.floating]) -> None:
         if len(ids):
             self._parts.append((row, ids, values))
 

@@ -20,8 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cohort.common.engine.batch import PenaltyContext, SamplingRow, StepOutput, TokenLogprobs
+from cohort.common.engine.batch import SamplingRow, StepOutput, TokenLogprobs
 from cohort.common.engine.counter_random import exponentials
+from cohort.common.sampling_inputs import TokenHistory
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them leaves nothing but the maximum in float32."""
@@ -56,31 +57,29 @@ def _likeliest(logits: Tensor) -> npt.NDArray[np.int64]:
 
 def _adjusted(logits: Tensor, row: SamplingRow) -> Tensor:
     """Logits [vocabulary] after penalties, bias and bans; a copy where anything changes."""
-    if row.penalised or row.logit_bias or row.banned:
+    if row.penalised or row.logit_bias is not None or row.banned:
         logits = logits.clone()
-    if row.penalised and row.penalty_context is not None:
-        _penalise(logits, row, row.penalty_context)
+    if row.penalised and row.history is not None:
+        _penalise(logits, row, row.history)
     # Ids beyond the vocabulary can never be drawn: biasing or banning them changes nothing and must not stop the batch.
-    if bias := {token: value for token, value in (row.logit_bias or {}).items() if 0 <= token < len(logits)}:
-        ids = torch.tensor(list(bias), dtype=torch.int64, device=logits.device)
-        logits[ids] += torch.tensor(list(bias.values()), dtype=logits.dtype, device=logits.device)
+    if row.logit_bias is not None:
+        ids, values = row.logit_bias.within(len(logits))
+        logits[torch.from_numpy(ids).to(logits.device)] += torch.from_numpy(values).to(logits)
     if banned := [token for token in row.banned if 0 <= token < len(logits)]:
         logits[banned] = float("-inf")
     return logits
 
 
-def _penalise(logits: Tensor, row: SamplingRow, context: PenaltyContext) -> None:
+def _penalise(logits: Tensor, row: SamplingRow, history: TokenHistory) -> None:
     """Repetition looks at prompt and output (as transformers does), the others at the output (as OpenAI does)."""
-    output = np.asarray(context.output_tokens, dtype=np.int64)
     if row.repetition_penalty != 1.0:
-        seen = np.union1d(np.asarray(context.prompt_tokens, dtype=np.int64), output)
-        ids = torch.from_numpy(seen).to(logits.device)
+        ids = torch.from_numpy(history.seen).to(logits.device)
         values = logits[ids]
         logits[ids] = torch.where(values > 0, values / row.repetition_penalty, values * row.repetition_penalty)
-    if len(output) and (row.presence_penalty != 0.0 or row.frequency_penalty != 0.0):
-        unique, counts = np.unique(output, return_counts=True)
+    if history.output_tokens and (row.presence_penalty != 0.0 or row.frequency_penalty != 0.0):
+        said, counts = history.said
         penalty = row.presence_penalty + row.frequency_penalty * counts
-        logits[torch.from_numpy(unique).to(logits.device)] -= torch.from_numpy(penalty).to(logits)
+        logits[torch.from_numpy(said).to(logits.device)] -= torch.from_numpy(penalty).to(logits)
 
 
 def _sample(logits: Tensor, row: SamplingRow) -> int:

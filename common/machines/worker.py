@@ -36,6 +36,7 @@ from cohort.common.machines.kv_receiver import KvReceiver
 from cohort.common.machines.kv_sender import KvSender, brings_back
 from cohort.common.machines.kv_stall import holds_up
 from cohort.common.machines.parked_pool import ParkedPool
+from cohort.common.machines.scored_prompts import ScoringTurns
 from cohort.common.machines.token_updates import TokenUpdates
 from cohort.common.machines.worker_report import WorkerReports
 from cohort.common.machines.worker_state import Held, WorkerSetup, WorkerState
@@ -78,6 +79,7 @@ class WorkerMachine:
         self._held = state.held
         self._effects = state.effects
         self._tokens = TokenUpdates(state)
+        self._scoring = ScoringTurns(self._is_held)
         self._next_renewal_s = 0.0
         self._ran: Ran | None = None
         self._revised: list[Sequence] = []
@@ -234,6 +236,7 @@ class WorkerMachine:
                 self._effects.append(Dial(following, message.next_endpoint))
         held = Held.of(message, now_s, self.setup.settings.default_prediction)
         sequence = held.sequence
+        sequence.scored_slice = self.setup.settings.scored_step_tokens if sequence.scores_prompt else 0
         limit = self.setup.capacity.max_model_len
         if self.kv.geometry.blocks_for(min(sequence.max_positions, limit)) > self.kv.total_blocks:
             self._ended(sequence, Outcome.FAILED, f"{sequence.max_positions} positions exceed the whole cache")
@@ -242,7 +245,7 @@ class WorkerMachine:
         if message.index > 0:
             sequence.phase = Phase.AWAITING_KV
             self.receiver.headroom_changed(now_s)
-        else:
+        elif not self._scoring.must_wait(sequence):
             self.scheduler.add(now_s, sequence)
 
     def _bind(self, now_s: float, message: BindSegment) -> None:
@@ -308,6 +311,9 @@ class WorkerMachine:
     def _decide(self, now_s: float) -> IterationPlan:
         counts_arriving = self.scheduler.wants_arriving
         arriving = self.receiver.arriving(self._prompt_step) if counts_arriving else 0
+        scored = self._scoring.next()
+        if scored is not None:
+            self.scheduler.add(now_s, scored)
         news = News(self._ran, self._revised, arriving)
         self._ran, self._revised = None, []
         plan = self.scheduler.decide(now_s, self.kv, news)
@@ -391,6 +397,10 @@ class WorkerMachine:
         self.sender.push(now_s, key)
 
     # -- endings -----------------------------------------------------------------------------------------------
+
+    def _is_held(self, sequence: Sequence) -> bool:
+        held = self._held.get(sequence.key)
+        return held is not None and held.sequence is sequence and not held.aborting
 
     def _finished(self, now_s: float, sequence: Sequence, finish: FinishReason) -> None:
         self.counters.finished[finish.value] = self.counters.finished.get(finish.value, 0) + 1

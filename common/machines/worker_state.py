@@ -43,6 +43,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """With KV transfers pending, the longest nothing may move: then two caches wait for each other."""
     chunked_transfer: bool = True
     """Push the blocks of a chunk while the next one computes (D6); else all of them once the segment is done."""
+    scored_step_tokens: int = 64
+    """Tokens of scored prompts in one iteration."""
 
     @staticmethod
     def of(config: Config, links: tuple[str, ...]) -> WorkerSettings:
@@ -54,6 +56,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
             lease_s=_LEASE_S,
             default_prediction=float(config.gateway.default_prediction_tokens),
             chunked_transfer=transfer.ablation.chunked,
+            scored_step_tokens=config.engine.scored_step_tokens,
         )
 
 

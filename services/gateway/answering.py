@@ -1,20 +1,28 @@
 """One HTTP request on its way back: tokens become text, text becomes what the client is sent.
 
-Made by `openai_api.py` once a request is admitted, and fed by it with every delta. Knows nothing of HTTP.
+Made by `openai_api.py` once a request is admitted, and fed by it with every delta. Knows nothing of HTTP. What is the
+same for all choices of a prompt exists once: its first choice scores an echoed prompt, and the deltas of the others
+wait for that.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from cohort.common.types import FinishReason
 from cohort.services.gateway.choice import Choice, Piece, ScoredToken, prompt_scores
 from cohort.services.gateway.detokenizer import TokenText
 from cohort.services.gateway.mailbox import Delta, Generation
 from cohort.services.gateway.parsing import Call
-from cohort.services.gateway.responses import Extras, Shape, Usage, extras_of, usage_of
+from cohort.services.gateway.request_budget import Reservation
+from cohort.services.gateway.responses import Extras, Scores, Shape, Usage, extras_of, usage_of
+
+# Tokens whose log-probabilities are written at a time: a few milliseconds of the event loop, with twenty each.
+WRITTEN_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +48,29 @@ class Answering:
     id: str
     created: int
     model: str
+    reserved: Reservation
     begun: set[int] = field(default_factory=set)
+    _echo_scores: dict[int, Scores] = field(default_factory=dict)
+    """By the first choice of a prompt."""
+    _held: dict[int, dict[int, Delta]] = field(default_factory=dict)
+    """By the same: what came for its other choices before its prompt was scored."""
+
+    def due(self, delta: Delta) -> list[Delta]:
+        """What to answer now that this has come: nothing as long as its prompt is not scored, else with it whatever
+        waited for that."""
+        first = delta.index - delta.index % self.call.n
+        if not self.call.scores_prompt or delta.error is not None or self._is_scored(first):
+            return [delta, *self._held.pop(first, {}).values()]
+        held = self._held.setdefault(first, {})
+        if delta.index in held:
+            held[delta.index].merge(delta)
+        else:
+            held[delta.index] = delta
+        return []
+
+    def _is_scored(self, first: int) -> bool:
+        """The scores of a prompt come with the first token of its first choice."""
+        return self.generation.entries[first].first_token_s is not None
 
     def next(self, delta: Delta) -> Step:
         """The delta as text; a stop string ends the choice. An echoed prompt rides with the first text."""
@@ -48,12 +78,13 @@ class Answering:
         if self.call.max_tokens == 0 and finish is not None:
             tokens, finish = [], FinishReason.LENGTH  # a scored prompt yields a token that nobody wanted
         piece = self.choices[index].feed(tokens, delta.logprobs, finish)
+        self.generation.entries[index].logprobs.clear()  # they are written below; nothing looks at them again
         finish = FinishReason.STOP if piece.stopped else finish
         first = index not in self.begun and bool(piece.text or finish)
         scores = self._behind_echo(index, piece.scores)
         if first:
             self.begun.add(index)
-            piece = Piece(self.echoes[index] + piece.text, [*self._echo_scores(index), *scores], piece.stopped)
+            piece = Piece(self.echoes[index] + piece.text, scores, piece.stopped)
         else:
             piece = Piece(piece.text, scores, piece.stopped)
         return Step(piece, finish, first)
@@ -79,13 +110,34 @@ class Answering:
             extras.append(extras_of(index, entry, self.generation.times, choice.stop_string, tokens))
         return Extras(extras)
 
+    async def scores(self, index: int, *, first: bool) -> Scores | None:
+        """For the log-probabilities of a choice, empty; where the answer begins, behind its prompt's. None: no client
+        wants any."""
+        if self.call.sampling.logprobs < 0:
+            return None
+        return self.shape.scores(await self._of_echo(index) if first and self.call.scores_prompt else None)
+
+    async def write(self, scores: Scores, tokens: Sequence[ScoredToken]) -> None:
+        """Add these; other requests get the event loop in between."""
+        for start in range(0, len(tokens), WRITTEN_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            scores.add(tokens[start : start + WRITTEN_AT_ONCE])
+
     def _behind_echo(self, index: int, scores: Sequence[ScoredToken]) -> Sequence[ScoredToken]:
         shift = len(self.echoes[index])
         return [dataclasses.replace(item, offset=item.offset + shift) for item in scores] if shift else scores
 
-    def _echo_scores(self, index: int) -> list[ScoredToken]:
-        if not self.call.scores_prompt:
-            return []
-        entry = self.generation.entries[index]
-        detokenizer = self.text.stream(context=(), skip_special=self.call.skip_special_tokens)
-        return prompt_scores(detokenizer, entry.request.tokens, entry.prompt_logprobs)
+    async def _of_echo(self, index: int) -> Scores:
+        first = index - index % self.call.n
+        scores = self._echo_scores.get(first)
+        if scores is None:
+            entry = self.generation.entries[first]
+            detokenizer = self.text.stream(context=(), skip_special=self.call.skip_special_tokens)
+            scores = self._echo_scores[first] = self.shape.scores()
+            found = prompt_scores(detokenizer, entry.request.tokens, entry.prompt_logprobs)
+            while part := list(islice(found, WRITTEN_AT_ONCE)):
+                scores.add(part)
+                await asyncio.sleep(0)
+            entry.prompt_logprobs.clear()
+        return scores

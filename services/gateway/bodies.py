@@ -1,8 +1,8 @@
 """The bodies of POST requests, field by field, as clients send them.
 
-Types and ranges live here; what needs more than one field, or the model, is checked in `parsing.py`. Every field is in
-one of three groups: honoured; tolerated (documented below: it cannot change the answer); refused with a reason unless
-it has the value that asks for nothing. A key in none of them is a 400 that names it.
+Types and ranges live here; what needs more than one field, the model or the configuration is checked in `parsing.py`.
+Every field is in one of three groups: honoured; tolerated (documented below: it cannot change the answer); refused with
+a reason unless it has the value that asks for nothing. A key in none of them is a 400 that names it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from cohort.common.types import TrafficClass
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 1024
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -25,7 +24,7 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 Milliseconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 Signed64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+StopString = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

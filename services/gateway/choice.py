@@ -7,13 +7,13 @@ stream; called by `openai_api.py`. Knows nothing of HTTP.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cohort.common.messages import TokenLogprob
 from cohort.common.types import FinishReason
 from cohort.services.gateway.detokenizer import Detokenizer
-from cohort.services.gateway.stop_strings import StopStrings
+from cohort.services.gateway.stop_strings import StopAutomaton, StopStrings
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +35,19 @@ class Piece:
     stopped: bool
 
 
-def prompt_scores(detokenizer: Detokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprob]) -> list[ScoredToken]:
+def prompt_scores(
+    detokenizer: Detokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprob]
+) -> Iterator[ScoredToken]:
     """An echoed prompt's tokens; `scores` are those of all but the first, which nothing precedes."""
-    found: list[ScoredToken] = []
     offset = 0
     for token_id, score in zip(tokens, (None, *scores), strict=True):
-        found.append(ScoredToken(token_id, score, offset))
+        yield ScoredToken(token_id, score, offset)
         offset += len(detokenizer.feed(token_id))
-    return found
 
 
 class Choice:
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], *, min_tokens: int, scored: bool) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: StopAutomaton, *, min_tokens: int, scored: bool) -> None:
+        """`stops` is shared by all choices of a request."""
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens

@@ -26,6 +26,13 @@ class Delta:
     finish: FinishReason | None = None
     error: RequestError | None = None
 
+    def merge(self, later: Delta) -> None:
+        """This, then that."""
+        self.tokens += later.tokens
+        self.logprobs += later.logprobs
+        self.finish = later.finish or self.finish
+        self.error = later.error or self.error
+
 
 class Mailbox:
     """Deltas of one HTTP request's choices, merged per choice until the handler takes them."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import io
 import re
 import secrets
 import uuid
@@ -26,21 +27,23 @@ from cohort.common.errors import RequestError
 from cohort.common.machines.events import Offered
 from cohort.common.metrics import RequestMetrics
 from cohort.common.types import FinishReason, InstanceId
-from cohort.services.gateway.answering import Answering
-from cohort.services.gateway.choice import Choice, ScoredToken
+from cohort.services.gateway.answering import Answering, Step
+from cohort.services.gateway.choice import Choice
 from cohort.services.gateway.detokenizer import TokenText
 from cohort.services.gateway.middleware import HTTP_ID, REQUEST_ID_HEADER
 from cohort.services.gateway.model_card import ModelCard
 from cohort.services.gateway.parsing import CLASS_HEADER, Call, parse_chat, parse_completion
-from cohort.services.gateway.preparation import prepare
-from cohort.services.gateway.responses import Answer, ChatShape, CompletionShape, Shape, Usage
+from cohort.services.gateway.preparation import output_limits, prepare
+from cohort.services.gateway.request_budget import RequestBudget
+from cohort.services.gateway.responses import Answer, ChatShape, CompletionShape, Scores, Shape, Usage
 from cohort.services.gateway.sse import EventStream
+from cohort.services.gateway.stop_strings import StopAutomaton
 from cohort.services.gateway.streams import Streams
 from cohort.services.gateway.timing import GatewayTimes
 from cohort.services.gateway.tokenizer import Tokenizer
 
-# About a millisecond of parsing; beyond, a thread does it.
-PARSE_AT_ONCE_BYTES = 262_144
+# A few milliseconds of parsing, whatever is in it; beyond, a thread does it.
+PARSE_AT_ONCE_BYTES = 65_536
 # Further than any priority a client may name: batch work never overtakes a request that somebody waits for.
 BEHIND_EVERYBODY = 2**32
 _BATCH_HEADERS = {CLASS_HEADER: "be"}
@@ -85,6 +88,7 @@ class OpenAiApi:
         self._log = log
         self._instance = instance
         self._max_model_len = max_model_len
+        self.budget = RequestBudget(config, tokenizer.longest_token)
         self._completion = CompletionShape(self._text)
         self._chat = ChatShape(self._text)
 
@@ -104,14 +108,14 @@ class OpenAiApi:
         except RequestError as error:
             self._count_rejection(error)
             raise
-        generation = answering.generation
         try:
             if answering.call.stream:
                 return await self._stream(request, answering)
             answer = await self._whole(answering)
             return web.Response(body=_encode(answer), content_type="application/json")
         finally:
-            self._streams.abandon(generation)
+            self._streams.abandon(answering.generation)
+            answering.reserved.release()
 
     async def answer_line(self, data: bytes, *, chat: bool, line_id: str) -> LineAnswer:
         """One line of a batch, as if its body had been posted: best effort, offline, behind all online requests.
@@ -128,6 +132,7 @@ class OpenAiApi:
             answer = await self._whole(answering)
         finally:
             self._streams.abandon(answering.generation, "the batch gave it up")
+            answering.reserved.release()
         return LineAnswer(_encode(answer), answering.base_id, answering.usage())
 
     async def _accept(self, request: web.Request, times: GatewayTimes, *, chat: bool) -> Answering:
@@ -143,15 +148,22 @@ class OpenAiApi:
 
     async def _parse(self, data: bytes, headers: Mapping[str, str], *, chat: bool) -> Call:
         parse = parse_chat if chat else parse_completion
+        self.budget.check_body(len(data), chat=chat, max_model_len=self._max_model_len())
         if len(data) <= PARSE_AT_ONCE_BYTES:
-            return parse(data, headers, self._config, self._card)
-        return await asyncio.to_thread(parse, data, headers, self._config, self._card)
+            call = parse(data, headers, self._config, self._card)
+        else:
+            call = await asyncio.to_thread(parse, data, headers, self._config, self._card)
+        self.budget.check(call)
+        return call
 
     async def _begin(self, call: Call, body_bytes: int, times: GatewayTimes, *, named: str) -> Answering:
         """Tokenise, offer the requests, own them. `named`: an id of the client's that ours should begin with."""
         began_s = self._clock.now_s()
         prompts = await self._tokenize(call)
         times.tokenize_s = self._clock.now_s() - began_s
+        lengths = [len(prompt) for prompt in prompts]
+        max_tokens_of = output_limits(call, lengths, self._config, self._max_model_len())
+        price = self.budget.price(call, lengths, max_tokens_of)
         base_id = uuid.uuid4().hex[:20]
         if named:
             base_id = f"{named}-{base_id[:8]}"  # unique though a client may repeat its ids
@@ -163,23 +175,29 @@ class OpenAiApi:
             gateway=self._instance,
             arrival_s=created_s,
             seed=secrets.randbits(63) if call.seed is None else call.seed,
-            config=self._config,
             card=self._card,
-            max_model_len=self._max_model_len(),
+            max_tokens_of=max_tokens_of,
         )
-        echoes = [self._echo(call, index, prompts) for index in range(len(requests))]
+        # Of every prompt one, to which its choices refer, like the automaton.
+        echoes = [self._echo(call, which, prompt) for which, prompt in enumerate(prompts)]
+        stops = StopAutomaton(call.stop_strings)
         shape: Shape = self._chat if call.chat else self._completion
-        generation = self._streams.offer(
-            Offered(
-                base_id,
-                requests,
-                choices_per_prompt=call.n,
-                chat=call.chat,
-                text_bytes=body_bytes,
-                stop_strings=len(call.stop_strings),
-            ),
-            times,
-        )
+        reserved = self.budget.reserve(price)
+        try:
+            generation = self._streams.offer(
+                Offered(
+                    base_id,
+                    requests,
+                    choices_per_prompt=call.n,
+                    chat=call.chat,
+                    text_bytes=body_bytes,
+                    stop_strings=len(call.stop_strings),
+                ),
+                times,
+            )
+        except BaseException:
+            reserved.release()
+            raise
         return Answering(
             call,
             generation,
@@ -190,17 +208,18 @@ class OpenAiApi:
                     self._text.stream(
                         context=() if call.chat else item.tokens[-16:], skip_special=call.skip_special_tokens
                     ),
-                    call.stop_strings,
+                    stops,
                     min_tokens=call.min_tokens,
                     scored=call.sampling.logprobs >= 0,
                 )
                 for item in requests
             ],
-            echoes=echoes,
+            echoes=[echo for echo in echoes for _ in range(call.n)],
             base_id=base_id,
             id=shape.id_prefix + base_id,
             created=int(created_s),
             model=self._card.name,
+            reserved=reserved,
         )
 
     async def _tokenize(self, call: Call) -> list[list[int]]:
@@ -215,55 +234,56 @@ class OpenAiApi:
                         limit=limit,
                     )
                 ]
-            return [
-                await self._tokenizer.encode_soon(prompt, special_tokens=call.add_special_tokens, limit=limit)
-                if isinstance(prompt, str)
-                else prompt
-                for prompt in call.prompts
-            ]
+            texts = [prompt for prompt in call.prompts if isinstance(prompt, str)]
+            encoded = iter(
+                await self._tokenizer.encode_soon(texts, special_tokens=call.add_special_tokens, limit=limit)
+            )
+            return [next(encoded) if isinstance(prompt, str) else prompt for prompt in call.prompts]
         except UnicodeEncodeError as error:
             raise RequestError(
                 "The prompt contains half of a surrogate pair, which is no character.",
                 param="messages" if call.chat else "prompt",
             ) from error
 
-    def _echo(self, call: Call, index: int, prompts: list[list[int]]) -> str:
+    def _echo(self, call: Call, which: int, tokens: list[int]) -> str:
         if not call.echo:
             return ""
-        which = index // call.n
         prompt = call.prompts[which]
-        if isinstance(prompt, str):
-            return prompt
-        return self._tokenizer.decode(prompts[which], skip_special=call.skip_special_tokens)
+        return (
+            prompt if isinstance(prompt, str) else self._tokenizer.decode(tokens, skip_special=call.skip_special_tokens)
+        )
 
     # -- One answer ------------------------------------------------------------------------------------------------
 
     async def _whole(self, answering: Answering) -> Answer:
-        generation, shape, call = answering.generation, answering.shape, answering.call
-        texts: list[list[str]] = [[] for _ in generation.entries]
-        scores: list[list[ScoredToken]] = [[] for _ in generation.entries]
+        generation, shape = answering.generation, answering.shape
+        texts = [io.StringIO() for _ in generation.entries]
+        scores: dict[int, Scores | None] = {}
         finished: dict[int, FinishReason] = {}
         while len(finished) < len(generation.entries):
-            delta = await generation.mailbox.next()
-            if delta.index in finished:
-                continue
-            if delta.error is not None:
-                raise delta.error
-            step = answering.next(delta)
-            texts[delta.index].append(step.piece.text)
-            scores[delta.index] += step.piece.scores
-            if step.piece.stopped:
-                self._streams.stop(generation, delta.index)
-            if step.finish is not None:
-                finished[delta.index] = step.finish
-        scored = call.sampling.logprobs >= 0
+            for delta in answering.due(await generation.mailbox.next()):
+                index = delta.index
+                if index in finished:
+                    continue
+                if delta.error is not None:
+                    raise delta.error
+                step = answering.next(delta)
+                texts[index].write(step.piece.text)
+                if index not in scores:
+                    scores[index] = await answering.scores(index, first=True)
+                if (written := scores[index]) is not None:
+                    await answering.write(written, step.piece.scores)
+                if step.piece.stopped:
+                    self._streams.stop(generation, index)
+                if step.finish is not None:
+                    finished[index] = step.finish
         return Answer(
             id=answering.id,
             object=shape.whole_object,
             created=answering.created,
             model=answering.model,
             choices=[
-                shape.whole(index, "".join(texts[index]), scores[index] if scored else None, finished[index])
+                shape.whole(index, texts[index].getvalue(), scores[index], finished[index])
                 for index in range(len(generation.entries))
             ],
             usage=answering.usage(),
@@ -295,34 +315,20 @@ class OpenAiApi:
 
     async def _send_chunks(self, events: EventStream, answering: Answering) -> None:
         generation, shape, call = answering.generation, answering.shape, answering.call
-        scored = call.sampling.logprobs >= 0
         finished: set[int] = set()
         while len(finished) < len(generation.entries):
-            delta = await generation.mailbox.next()
-            index = delta.index
-            if index in finished:
-                continue
-            if delta.error is not None:
-                raise delta.error
-            step = answering.next(delta)
-            if step.piece.stopped:
-                self._streams.stop(generation, index)
-            if step.finish is not None:
-                finished.add(index)
-            if not step.piece.text and step.finish is None:
-                continue  # a part of a character, or of what may become a stop string
-            choice = shape.chunk(index, step.piece, first=step.first, scored=scored, finish=step.finish)
-            await events.send(
-                Answer(
-                    id=answering.id,
-                    object=shape.chunk_object,
-                    created=answering.created,
-                    model=answering.model,
-                    choices=[choice],
-                    usage=answering.choice_usage(index) if call.continuous_usage else msgspec.UNSET,
-                    cohort=answering.extras([index]) if step.finish is not None else msgspec.UNSET,
-                )
-            )
+            for delta in answering.due(await generation.mailbox.next()):
+                if delta.index in finished:
+                    continue
+                if delta.error is not None:
+                    raise delta.error
+                step = answering.next(delta)
+                if step.piece.stopped:
+                    self._streams.stop(generation, delta.index)
+                if step.finish is not None:
+                    finished.add(delta.index)
+                if step.piece.text or step.finish is not None:  # else part of a character or of a stop string, perhaps
+                    await events.send(await self._chunk(answering, delta.index, step))
         if call.include_usage:
             await events.send(
                 Answer(
@@ -335,6 +341,21 @@ class OpenAiApi:
                 )
             )
         await events.done()
+
+    async def _chunk(self, answering: Answering, index: int, step: Step) -> Answer:
+        shape = answering.shape
+        scores = await answering.scores(index, first=step.first)
+        if scores is not None:
+            await answering.write(scores, step.piece.scores)
+        return Answer(
+            id=answering.id,
+            object=shape.chunk_object,
+            created=answering.created,
+            model=answering.model,
+            choices=[shape.chunk(index, step.piece, scores, first=step.first, finish=step.finish)],
+            usage=answering.choice_usage(index) if answering.call.continuous_usage else msgspec.UNSET,
+            cohort=answering.extras([index]) if step.finish is not None else msgspec.UNSET,
+        )
 
     def _count_rejection(self, error: RequestError) -> None:
         self._streams.stats.recent.rejected()

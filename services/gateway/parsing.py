@@ -16,6 +16,7 @@ from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
 from cohort.common.types import SamplingParams, Slo, TrafficClass
 from cohort.services.gateway.bodies import ChatBody, CohortOptions, CompletionBody, StreamOptions
+from cohort.services.gateway.body_shape import refuse_shape
 from cohort.services.gateway.model_card import ModelCard
 
 CLASS_HEADER = "x-cohort-class"
@@ -74,6 +75,7 @@ _chat_decoder = msgspec.json.Decoder(ChatBody)
 
 
 def parse_completion(data: bytes, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard) -> Call:
+    refuse_shape(data, config)
     body = _decode(_completion_decoder, data)
     if body.suffix:
         raise _refused("suffix", "text insertion is not supported")
@@ -93,7 +95,14 @@ def parse_completion(data: bytes, headers: Mapping[str, str], config: GatewayCon
 
 
 def parse_chat(data: bytes, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard) -> Call:
+    refuse_shape(data, config)
     body = _decode(_chat_decoder, data)
+    if len(body.messages) > config.max_messages:
+        raise RequestError(
+            f"The chat has {len(body.messages)} messages, but at most {config.max_messages} are read "
+            "(gateway.max_messages).",
+            param="messages",
+        )
     _refuse_what_chat_cannot(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
@@ -168,10 +177,15 @@ def _call(
     min_tokens = body.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise RequestError(f"min_tokens ({min_tokens}) exceeds max_tokens ({max_tokens}).", param="min_tokens")
+    if isinstance(body.metadata, dict) and len(body.metadata) > config.max_metadata_keys:
+        raise RequestError(
+            f"metadata has {len(body.metadata)} keys, but at most {config.max_metadata_keys} are taken "
+            "(gateway.max_metadata_keys).",
+            param="metadata",
+        )
     options = body.stream_options or StreamOptions()
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true.", param="stream_options")
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     traffic_class, slo, online = _service(body.cohort or CohortOptions(), headers, config)
     temperature = 1.0 if body.temperature is None else body.temperature
     return Call(
@@ -188,14 +202,14 @@ def _call(
             repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
-            logit_bias=_logit_bias(body.logit_bias, card),
+            logit_bias=_logit_bias(body.logit_bias, config, card),
             logprobs=logprobs,
         ),
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         n=n,
         seed=body.seed,
-        stop_strings=tuple(dict.fromkeys(stop)),
+        stop_strings=_stop_strings(body.stop, config),
         stop_token_ids=tuple(_known_tokens(body.stop_token_ids or [], "stop_token_ids", card)),
         ignore_eos=bool(body.ignore_eos),
         traffic_class=traffic_class,
@@ -266,9 +280,33 @@ def _known_tokens(ids: list[int], param: str, card: ModelCard) -> list[int]:
     return ids
 
 
-def _logit_bias(bias: Mapping[str, float] | None, card: ModelCard) -> dict[int, float]:
+def _stop_strings(stop: str | list[str] | None, config: GatewayConfig) -> tuple[str, ...]:
+    stops = tuple(dict.fromkeys([stop] if isinstance(stop, str) else stop or []))
+    longest, characters = max(map(len, stops), default=0), sum(map(len, stops))
+    if longest > config.max_stop_length:
+        raise RequestError(
+            f"stop: a stop string has {longest} characters, but at most {config.max_stop_length} are watched for "
+            "(gateway.max_stop_length).",
+            param="stop",
+        )
+    if characters > config.max_stop_characters:
+        raise RequestError(
+            f"stop: the stop strings have {characters} characters together, but at most {config.max_stop_characters} "
+            "are watched for (gateway.max_stop_characters).",
+            param="stop",
+        )
+    return stops
+
+
+def _logit_bias(bias: Mapping[str, float] | None, config: GatewayConfig, card: ModelCard) -> dict[int, float]:
     if not bias:
         return {}
+    if len(bias) > config.max_logit_biases:
+        raise RequestError(
+            f"logit_bias has {len(bias)} entries, but at most {config.max_logit_biases} are taken "
+            "(gateway.max_logit_biases).",
+            param="logit_bias",
+        )
     if bad := next((key for key in bias if not (key.isascii() and key.isdecimal() and len(key) < 20)), None):
         raise RequestError(f"logit_bias: {printable(bad)!r} is no token id.", param="logit_bias")
     if "" in bias:

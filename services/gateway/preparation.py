@@ -28,22 +28,25 @@ def prepare(
     gateway: InstanceId,
     seed: int,
     arrival_s: float,
-    config: GatewayConfig,
     card: ModelCard,
-    max_model_len: int,
+    max_tokens_of: Sequence[int],
 ) -> list[Request]:
     """Requests in the order of their choices: all of the first prompt, all of the second, …
 
-    `seed`: the client's, or a random one. Raises `RequestError` when a prompt and its answer exceed the context.
+    `seed`: the client's, or a random one. `max_tokens_of`: as `output_limits` says, one for each prompt.
     """
     stop_ids = set(call.stop_token_ids)
     if not call.ignore_eos:
         stop_ids.update(card.eos_token_ids)
+    # Built once; every choice refers to the same biases, stop tokens and prompt.
+    sampling = msgspec.structs.replace(call.sampling, stop_token_ids=tuple(sorted(stop_ids)))
     total = len(prompts) * call.n
     requests: list[Request] = []
-    for prompt in prompts:
-        max_tokens = _output_limit(call, len(prompt), config, max_model_len)
-        for _ in range(call.n):
+    for prompt, max_tokens in zip(prompts, max_tokens_of, strict=True):
+        for choice in range(call.n):
+            # Its first choice scores a prompt, for all of them: while it is computed, which ends with a token, wanted
+            # or not.
+            scores = call.scores_prompt and choice == 0
             index = len(requests)
             requests.append(
                 Request(
@@ -52,12 +55,10 @@ def prepare(
                     tokens=prompt,
                     prompt_tokens=len(prompt),
                     sampling=msgspec.structs.replace(
-                        call.sampling,
-                        # A prompt is scored while it is computed, which ends with a token, wanted or not.
-                        max_tokens=max(1, max_tokens) if call.scores_prompt else max_tokens,
-                        prompt_logprobs=call.sampling.logprobs if call.scores_prompt else -1,
+                        sampling,
+                        max_tokens=max(1, max_tokens) if scores else max_tokens,
+                        prompt_logprobs=sampling.logprobs if scores else -1,
                         seed=derived_seed(seed, index),
-                        stop_token_ids=tuple(sorted(stop_ids)),
                     ),
                     arrival_s=arrival_s,
                     traffic_class=call.traffic_class,
@@ -67,6 +68,12 @@ def prepare(
                 )
             )
     return requests
+
+
+def output_limits(call: Call, prompt_tokens: Sequence[int], config: GatewayConfig, max_model_len: int) -> list[int]:
+    """How many tokens the answers to prompts of so many tokens may have. Raises `RequestError` when a prompt and its
+    answer exceed the context."""
+    return [_output_limit(call, tokens, config, max_model_len) for tokens in prompt_tokens]
 
 
 def derived_seed(seed: int, index: int) -> int:

@@ -1,13 +1,15 @@
 """The JSON of answers, in OpenAI's shapes: whole, in chunks, and errors.
 
-Structs say which keys exist; two builders, one per endpoint, fill them. Called by `openai_api.py` and `answering.py`.
+Structs say which keys exist; two builders, one per endpoint, fill them. Log-probabilities become JSON as they arrive
+(`Scores`): a tenth of the objects' size, and no end of an answer has all of them to write at once. Called by
+`openai_api.py` and `answering.py`.
 Everything of our own rides under the one key `cohort`, so that strict clients still parse the rest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -23,6 +25,7 @@ from cohort.services.gateway.timing import GatewayTimes, ttft_stages
 
 # JSON has no infinity; this is what clients of other servers know as "impossible".
 LEAST_LOGPROB = -9999.0
+_encode = msgspec.json.Encoder().encode
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -67,7 +70,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 class CompletionChoice(msgspec.Struct, frozen=True):
     index: int
     text: str
-    logprobs: CompletionLogprobs | None
+    logprobs: msgspec.Raw | None  # CompletionLogprobs
     finish_reason: str | None
 
 
@@ -84,11 +87,6 @@ class ChatTokenLogprob(msgspec.Struct, frozen=True):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(msgspec.Struct, frozen=True):
-    content: list[ChatTokenLogprob]
-    refusal: None = None
-
-
 class ChatMessage(msgspec.Struct, frozen=True):
     role: str
     content: str
@@ -98,7 +96,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 class ChatChoice(msgspec.Struct, frozen=True):
     index: int
     message: ChatMessage
-    logprobs: ChatLogprobs | None
+    logprobs: msgspec.Raw | None  # {"content": [ChatTokenLogprob, …], "refusal": null}
     finish_reason: str | None
 
 
@@ -110,7 +108,7 @@ class ChatDelta(msgspec.Struct, frozen=True):
 class ChatChunkChoice(msgspec.Struct, frozen=True):
     index: int
     delta: ChatDelta
-    logprobs: ChatLogprobs | None
+    logprobs: msgspec.Raw | None  # {"content": [ChatTokenLogprob, …], "refusal": null}
     finish_reason: str | None
 
 
@@ -126,6 +124,18 @@ class Answer(msgspec.Struct, frozen=True):
     cohort: Extras | UnsetType = UNSET
 
 
+class Scores(Protocol):
+    """Log-probabilities of one choice, or of an echoed prompt, as the JSON they will be."""
+
+    tokens: int
+    """How many are in it."""
+
+    def add(self, scores: Sequence[ScoredToken]) -> None:
+        """The next ones; a few at a time where the event loop must go on."""
+
+    def json(self) -> msgspec.Raw: ...
+
+
 class Shape(Protocol):
     """One endpoint's way to write choices."""
 
@@ -133,13 +143,62 @@ class Shape(Protocol):
     whole_object: str
     chunk_object: str
 
+    def scores(self, behind: Scores | None = None) -> Scores:
+        """None yet. `behind`: an echoed prompt's, which come first; they are shared, not copied."""
+        ...
+
     def whole(
-        self, index: int, text: str, scores: Sequence[ScoredToken] | None, finish: FinishReason
+        self, index: int, text: str, scores: Scores | None, finish: FinishReason
     ) -> CompletionChoice | ChatChoice: ...
 
     def chunk(
-        self, index: int, piece: Piece, *, first: bool, scored: bool, finish: FinishReason | None
+        self, index: int, piece: Piece, scores: Scores | None, *, first: bool, finish: FinishReason | None
     ) -> CompletionChoice | ChatChunkChoice: ...
+
+
+class CompletionScores:
+    def __init__(self, spell: Callable[[Sequence[ScoredToken]], CompletionLogprobs], behind: Scores | None) -> None:
+        self._spell = spell
+        self._behind = behind if isinstance(behind, CompletionScores) else None
+        self._lists = [bytearray() for _ in CompletionLogprobs.__struct_fields__]
+        self.tokens = 0
+
+    def add(self, scores: Sequence[ScoredToken]) -> None:
+        if not scores:
+            return
+        self.tokens += len(scores)
+        spelled = self._spell(scores)
+        for name, written in zip(CompletionLogprobs.__struct_fields__, self._lists, strict=True):
+            _append(written, getattr(spelled, name))
+
+    def json(self) -> msgspec.Raw:
+        lists = []
+        for index, name in enumerate(CompletionLogprobs.__struct_fields__):
+            parts = [self._behind._lists[index]] if self._behind is not None else []
+            parts.append(self._lists[index])
+            lists.append(b'"%b":[%b]' % (name.encode(), b",".join([part for part in parts if part])))
+        return msgspec.Raw(b"{" + b",".join(lists) + b"}")
+
+
+class ChatScores:
+    def __init__(self, spell: Callable[[Sequence[ScoredToken]], list[ChatTokenLogprob]]) -> None:
+        self._spell = spell
+        self._list = bytearray()
+        self.tokens = 0
+
+    def add(self, scores: Sequence[ScoredToken]) -> None:
+        self.tokens += len(scores)
+        if scores:
+            _append(self._list, self._spell(scores))
+
+    def json(self) -> msgspec.Raw:
+        return msgspec.Raw(b'{"content":[%b],"refusal":null}' % bytes(self._list))
+
+
+def _append(written: bytearray, items: Sequence[object]) -> None:
+    if written:
+        written += b","
+    written += _encode(items)[1:-1]
 
 
 class CompletionShape:
@@ -150,20 +209,19 @@ class CompletionShape:
     def __init__(self, text: TokenText) -> None:
         self._text = text
 
-    def whole(
-        self, index: int, text: str, scores: Sequence[ScoredToken] | None, finish: FinishReason
-    ) -> CompletionChoice:
-        return CompletionChoice(index, text, self._logprobs(scores), finish.value)
+    def scores(self, behind: Scores | None = None) -> CompletionScores:
+        return CompletionScores(self._logprobs, behind)
+
+    def whole(self, index: int, text: str, scores: Scores | None, finish: FinishReason) -> CompletionChoice:
+        return CompletionChoice(index, text, None if scores is None else scores.json(), finish.value)
 
     def chunk(
-        self, index: int, piece: Piece, *, first: bool, scored: bool, finish: FinishReason | None
+        self, index: int, piece: Piece, scores: Scores | None, *, first: bool, finish: FinishReason | None
     ) -> CompletionChoice:
-        logprobs = self._logprobs(piece.scores) if scored else None
+        logprobs = None if scores is None else scores.json()
         return CompletionChoice(index, piece.text, logprobs, finish.value if finish else None)
 
-    def _logprobs(self, scores: Sequence[ScoredToken] | None) -> CompletionLogprobs | None:
-        if scores is None:
-            return None
+    def _logprobs(self, scores: Sequence[ScoredToken]) -> CompletionLogprobs:
         return CompletionLogprobs(
             text_offset=[scored.offset for scored in scores],
             token_logprobs=[None if scored.score is None else _finite(scored.score.logprob) for scored in scores],
@@ -200,33 +258,33 @@ class ChatShape:
     def __init__(self, text: TokenText) -> None:
         self._text = text
 
-    def whole(self, index: int, text: str, scores: Sequence[ScoredToken] | None, finish: FinishReason) -> ChatChoice:
-        return ChatChoice(index, ChatMessage("assistant", text), self._logprobs(scores), finish.value)
+    def scores(self, behind: Scores | None = None) -> ChatScores:
+        return ChatScores(self._logprobs)  # a chat is never echoed
+
+    def whole(self, index: int, text: str, scores: Scores | None, finish: FinishReason) -> ChatChoice:
+        logprobs = None if scores is None else scores.json()
+        return ChatChoice(index, ChatMessage("assistant", text), logprobs, finish.value)
 
     def chunk(
-        self, index: int, piece: Piece, *, first: bool, scored: bool, finish: FinishReason | None
+        self, index: int, piece: Piece, scores: Scores | None, *, first: bool, finish: FinishReason | None
     ) -> ChatChunkChoice:
         # The role rides with the first text: a chunk of its own would count as a first token.
         delta = ChatDelta(role="assistant" if first else UNSET, content=piece.text if piece.text or first else UNSET)
-        logprobs = self._logprobs(piece.scores) if scored and piece.scores else None
+        logprobs = scores.json() if scores is not None and scores.tokens else None
         return ChatChunkChoice(index, delta, logprobs, finish.value if finish else None)
 
-    def _logprobs(self, scores: Sequence[ScoredToken] | None) -> ChatLogprobs | None:
-        if scores is None:
-            return None
-        return ChatLogprobs(
-            [
-                ChatTokenLogprob(
-                    *self._spelled(scored.token_id, score.logprob),
-                    [
-                        TopLogprob(*self._spelled(token_id, value))
-                        for token_id, value in zip(score.top_ids, score.top_logprobs, strict=True)
-                    ],
-                )
-                for scored in scores
-                if (score := scored.score) is not None
-            ]
-        )
+    def _logprobs(self, scores: Sequence[ScoredToken]) -> list[ChatTokenLogprob]:
+        return [
+            ChatTokenLogprob(
+                *self._spelled(scored.token_id, score.logprob),
+                [
+                    TopLogprob(*self._spelled(token_id, value))
+                    for token_id, value in zip(score.top_ids, score.top_logprobs, strict=True)
+                ],
+            )
+            for scored in scores
+            if (score := scored.score) is not None
+        ]
 
     def _spelled(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
         data = self._text.token_bytes(token_id)

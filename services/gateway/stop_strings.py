@@ -1,24 +1,101 @@
 """Stop strings over streamed text: nothing of one ever leaves, and nothing is held back longer than needed.
 
-An Aho–Corasick automaton over all stop strings of a request. Its depth after a character is the length of the longest
-suffix of the text that could still become a stop string: exactly what must be held back. Constant work per character,
-amortised. Called by `choice.py`; pure.
+An Aho–Corasick automaton over all stop strings of a request, built once per HTTP request and shared by its choices,
+each of which keeps a `StopStrings`: where it stands, and what it holds back. The automaton's depth after a character is
+the length of the longest suffix of the text that could still become a stop string: exactly what must be held back.
+Constant work per character, amortised. Called by `openai_api.py` (automaton) and `choice.py`; pure.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
+
+
+class StopAutomaton:
+    """The stop strings of one request; immutable, a dozen bytes a character.
+
+    States are numbered so that a string's next state is nearly always the one behind it: then `_character` says by
+    which character it is reached. Only branches, fewer than there are strings, have edges of their own.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Raises `ValueError` for an empty stop string, which would stop everywhere."""
+        if any(not stop for stop in stops):
+            raise ValueError("an empty stop string stops everywhere")
+        characters = [""]  # by which a state is reached from the one before it; "" = it is not
+        depth, match = array("i", [0]), array("i", [0])
+        self._branches: dict[tuple[int, str], int] = {}
+        for stop in stops:
+            state = 0
+            for character in stop:
+                following = self._follow(characters, state, character)
+                if not following:
+                    following = len(depth)
+                    depth.append(depth[state] + 1)
+                    match.append(0)
+                    characters.append(character if following == state + 1 else "")
+                    if following != state + 1:
+                        self._branches[state, character] = following
+                state = following
+            match[state] = len(stop)
+        self._characters = characters
+        self.depth = depth
+        self.match = match
+        """Per state the length of the longest stop string that ends there."""
+        self._fail = self._failure_links()
+
+    def __len__(self) -> int:
+        """States, the first one apart: 0 without stop strings."""
+        return len(self.depth) - 1
+
+    def after(self, state: int, character: str) -> int:
+        """The state after one more character."""
+        following = self._follow(self._characters, state, character)
+        while not following and state:
+            state = self._fail[state]
+            following = self._follow(self._characters, state, character)
+        return following
+
+    def _follow(self, characters: list[str], state: int, character: str) -> int:
+        """Along the trie; 0 where it ends: no edge leads back to the first state."""
+        following = state + 1
+        if following < len(characters) and characters[following] == character:
+            return following
+        return self._branches.get((state, character), 0)
+
+    def _failure_links(self) -> array[int]:
+        fail = array("i", bytes(4 * len(self.depth)))
+        children: dict[int, list[tuple[str, int]]] = {}
+        for (state, character), child in self._branches.items():
+            children.setdefault(state, []).append((character, child))
+        queue = deque([0])
+        while queue:  # breadth first: a failure link always points to a shallower, finished state
+            state = queue.popleft()
+            straight = state + 1
+            of_state = children.get(state, [])
+            if straight < len(self._characters) and self._characters[straight]:
+                of_state = [(self._characters[straight], straight), *of_state]
+            for character, child in of_state:
+                if state:
+                    link = fail[state]
+                    while link and not self._follow(self._characters, link, character):
+                        link = fail[link]
+                    fail[child] = self._follow(self._characters, link, character)
+                self.match[child] = self.match[child] or self.match[fail[child]]
+                queue.append(child)
+        return fail
 
 
 class StopStrings:
     """Watches one stream. Of several stop strings the one that is complete first counts; of those complete at the
     same character, the longest."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        if any(not stop for stop in stops):
-            raise ValueError("an empty stop string stops everywhere")
-        self._next, self._fail, self._depth, self._match = _automaton(stops)
+    __slots__ = ("_automaton", "_held", "_state", "matched")
+
+    def __init__(self, automaton: StopAutomaton) -> None:
+        self._automaton = automaton
         self._state = 0
         self._held = ""
         self.matched: str | None = None
@@ -27,22 +104,20 @@ class StopStrings:
         """The text that can go out now. After a match (`matched`) nothing ever comes out again."""
         if self.matched is not None:
             return ""
-        if len(self._next) == 1:
+        automaton = self._automaton
+        if not len(automaton):
             return text
         pending = self._held + text
         state = self._state
         for index in range(len(self._held), len(pending)):
-            character = pending[index]
-            while state and character not in self._next[state]:
-                state = self._fail[state]
-            state = self._next[state].get(character, 0)
-            if length := self._match[state]:
+            state = automaton.after(state, pending[index])
+            if length := automaton.match[state]:
                 end = index + 1
                 self.matched = pending[end - length : end]
                 self._held = ""
                 return pending[: end - length]
         self._state = state
-        keep = self._depth[state]
+        keep = automaton.depth[state]
         self._held = pending[len(pending) - keep :]
         return pending[: len(pending) - keep]
 
@@ -50,32 +125,3 @@ class StopStrings:
         """The stream ended: what was held back was no stop string."""
         held, self._held, self._state = self._held, "", 0
         return held
-
-
-def _automaton(stops: Sequence[str]) -> tuple[list[dict[str, int]], list[int], list[int], list[int]]:
-    """Trie edges, failure links, depths, and per state the length of the longest stop string that ends there."""
-    edges: list[dict[str, int]] = [{}]
-    depth = [0]
-    match = [0]
-    for stop in stops:
-        state = 0
-        for character in stop:
-            if character not in edges[state]:
-                edges.append({})
-                depth.append(depth[state] + 1)
-                match.append(0)
-                edges[state][character] = len(edges) - 1
-            state = edges[state][character]
-        match[state] = len(stop)
-    fail = [0] * len(edges)
-    queue = deque(edges[0].values())
-    while queue:  # breadth first: a failure link always points to a shallower, finished state
-        state = queue.popleft()
-        for character, child in edges[state].items():
-            link = fail[state]
-            while link and character not in edges[link]:
-                link = fail[link]
-            fail[child] = edges[link].get(character, 0)
-            match[child] = match[child] or match[fail[child]]
-            queue.append(child)
-    return edges, fail, depth, match

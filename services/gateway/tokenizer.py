@@ -47,6 +47,11 @@ class Tokenizer:
         self._template = ChatTemplate(source, named) if source else None
 
     @property
+    def longest_token(self) -> int:
+        """Characters of the longest token; 0 where the length of a text says nothing certain about its tokens."""
+        return self._longest_token
+
+    @property
     def has_chat_template(self) -> bool:
         return self._template is not None
 
@@ -73,12 +78,16 @@ class Tokenizer:
                 param=param,
             )
 
-    async def encode_soon(self, text: str, *, special_tokens: bool, limit: int) -> list[int]:
-        """Like `encode`, off the event loop when the text is long. Raises `RequestError` when it is hopelessly long."""
-        self.refuse_too_long(text, limit, "prompt")
-        if len(text) <= INLINE_CHARACTERS:
-            return self.encode(text, special_tokens=special_tokens)
-        return await asyncio.to_thread(self.encode, text, special_tokens=special_tokens)
+    async def encode_soon(self, texts: Sequence[str], *, special_tokens: bool, limit: int) -> list[list[int]]:
+        """Like `encode`, of all these, off the event loop when they are long together. Raises `RequestError` when one
+        is hopelessly long."""
+        for text in texts:
+            self.refuse_too_long(text, limit, "prompt")
+
+        def work() -> list[list[int]]:
+            return [self.encode(text, special_tokens=special_tokens) for text in texts]
+
+        return work() if sum(map(len, texts)) <= INLINE_CHARACTERS else await asyncio.to_thread(work)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]

@@ -170,8 +170,9 @@ class SloBatching(ArrivalQueues):
             builder.tokens_left = left if count else 0
             return batch, least
         row = builder.last_row
-        # A prompt that the cache held but for less than its share leaves the rest of the budget to the next.
-        builder.tokens_left = left - row.count if row.count == row.sequence.target - row.start else 0
+        # A prompt that the cache held but for less than its share leaves the rest of the budget to the next; so does a
+        # scored one, of which an iteration may have no more.
+        builder.tokens_left = left - row.count if row.count == row.sequence.uncomputed else 0
         self._budget += row.count
         return batch.with_prefill(row.start, row.count), max(0, least - row.count)
 

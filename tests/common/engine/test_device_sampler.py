@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.engine import device_sampler
-from cohort.common.engine.batch import GREEDY, PenaltyContext, SamplingRow, StepOutput
+from cohort.common.engine.batch import GREEDY, SamplingRow, StepOutput
 from cohort.common.engine.counter_random import exponentials, sample_key
 from cohort.common.engine.device_sampler import sample_on_device
 from cohort.common.engine.sampler import sample
 from cohort.common.engine.uploads import Uploads
+from cohort.common.sampling_inputs import LogitBias, TokenHistory
 
 VOCABULARY = 97
 CPU = torch.device("cpu")
@@ -37,13 +38,14 @@ ROWS = st.builds(
     repetition_penalty=st.sampled_from([1.0, 1.3]),
     presence_penalty=st.sampled_from([0.0, 0.7]),
     frequency_penalty=st.sampled_from([0.0, -0.4]),
-    penalty_context=st.none()
+    history=st.none()
     | st.builds(
-        PenaltyContext,
+        TokenHistory,
         st.lists(st.integers(0, VOCABULARY - 1), max_size=12),
         st.lists(st.integers(0, VOCABULARY - 1), max_size=12),
     ),
-    logit_bias=st.none() | st.dictionaries(st.integers(-2, VOCABULARY + 2), st.floats(-5, 5), max_size=4),
+    logit_bias=st.none()
+    | st.dictionaries(st.integers(-2, VOCABULARY + 2), st.floats(-5, 5), max_size=4).map(LogitBias.of),
     banned=st.lists(st.integers(-1, VOCABULARY), max_size=3).map(tuple),
     logprobs=st.sampled_from([-1, 0, 3]),
 )

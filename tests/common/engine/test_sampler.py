@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohort.common.engine.batch import GREEDY, PenaltyContext, SamplingRow
+from cohort.common.engine.batch import GREEDY, SamplingRow
 from cohort.common.engine.counter_random import exponentials, splitmix64
 from cohort.common.engine.sampler import sample
+from cohort.common.sampling_inputs import LogitBias, TokenHistory
 from tests.examples import examples
 
 PROBABILITIES = [0.4, 0.25, 0.15, 0.1, 0.06, 0.04]
@@ -90,14 +91,16 @@ def test_top_p_over_a_large_flat_vocabulary() -> None:
 
 
 def test_logit_bias_and_bans() -> None:
-    row = SamplingRow(seed=0, position=0, temperature=0.0, logit_bias={5: 100.0})
+    row = SamplingRow(seed=0, position=0, temperature=0.0, logit_bias=LogitBias.of({5: 100.0}))
     assert sample(LOGITS[None], [row]).tokens.tolist() == [5]
     row = dataclasses.replace(row, banned=(5, 0))
     assert sample(LOGITS[None], [row]).tokens.tolist() == [1]
 
 
 def test_ids_beyond_the_vocabulary_change_nothing() -> None:
-    row = SamplingRow(seed=0, position=0, temperature=0.0, logit_bias={99: 100.0, -1: 100.0}, banned=(50, -1))
+    row = SamplingRow(
+        seed=0, position=0, temperature=0.0, logit_bias=LogitBias.of({99: 100.0, -1: 100.0}), banned=(50, -1)
+    )
     assert sample(LOGITS[None], [row]).tokens.tolist() == [0]
 
 
@@ -105,23 +108,23 @@ def test_penalties() -> None:
     logits = torch.tensor([[2.0, 1.5, -1.0, 0.5]])
     base = SamplingRow(seed=0, position=0, temperature=0.0)
 
-    def best(context: PenaltyContext, **penalties: float) -> int:
-        return int(sample(logits, [dataclasses.replace(base, penalty_context=context, **penalties)]).tokens[0])
+    def best(context: TokenHistory, **penalties: float) -> int:
+        return int(sample(logits, [dataclasses.replace(base, history=context, **penalties)]).tokens[0])
 
     # repetition counts the prompt: 2.0 / 2 < 1.5
-    assert best(PenaltyContext([0], []), repetition_penalty=2.0) == 1
+    assert best(TokenHistory([0], []), repetition_penalty=2.0) == 1
     # presence and frequency do not
-    assert best(PenaltyContext([0, 0, 0], []), presence_penalty=2.0, frequency_penalty=2.0) == 0
+    assert best(TokenHistory([0, 0, 0], []), presence_penalty=2.0, frequency_penalty=2.0) == 0
     # presence once, however often the token came: 2.0 - 0.6 < 1.5
-    assert best(PenaltyContext([], [0, 0, 0]), presence_penalty=0.4) == 0
-    assert best(PenaltyContext([], [0]), presence_penalty=0.6) == 1
+    assert best(TokenHistory([], [0, 0, 0]), presence_penalty=0.4) == 0
+    assert best(TokenHistory([], [0]), presence_penalty=0.6) == 1
     # frequency by count: 2.0 - 3 · 0.2 < 1.5
-    assert best(PenaltyContext([], [0]), frequency_penalty=0.2) == 0
-    assert best(PenaltyContext([], [0, 0, 0]), frequency_penalty=0.2) == 1
+    assert best(TokenHistory([], [0]), frequency_penalty=0.2) == 0
+    assert best(TokenHistory([], [0, 0, 0]), frequency_penalty=0.2) == 1
 
 
 def test_logprobs_come_from_the_raw_logits() -> None:
-    row = SamplingRow(seed=0, position=0, temperature=0.0, logit_bias={3: 100.0}, logprobs=2)
+    row = SamplingRow(seed=0, position=0, temperature=0.0, logit_bias=LogitBias.of({3: 100.0}), logprobs=2)
     (logprobs,) = sample(LOGITS[None], [row]).logprobs
     assert logprobs is not None
     assert logprobs.logprob == pytest.approx(math.log(0.1), abs=1e-5)
@@ -144,9 +147,9 @@ def test_logits_are_left_alone() -> None:
         position=1,
         top_p=0.5,
         banned=(0,),
-        logit_bias={1: 3.0},
+        logit_bias=LogitBias.of({1: 3.0}),
         repetition_penalty=1.5,
-        penalty_context=PenaltyContext([1], [2]),
+        history=TokenHistory([1], [2]),
         logprobs=1,
     )
     sample(logits, [row])
@@ -164,8 +167,9 @@ ROWS = st.builds(
     min_p=st.floats(0.0, 1.0),
     repetition_penalty=st.sampled_from([1.0, 1.3]),
     presence_penalty=st.sampled_from([0.0, 0.7]),
-    penalty_context=st.none() | st.just(PenaltyContext([1, 2, 3], [3, 3, 4])),
-    logit_bias=st.none() | st.dictionaries(st.integers(0, VOCABULARY - 1), st.floats(-5, 5), max_size=3),
+    history=st.none() | st.just(TokenHistory([1, 2, 3], [3, 3, 4])),
+    logit_bias=st.none()
+    | st.dictionaries(st.integers(0, VOCABULARY - 1), st.floats(-5, 5), max_size=3).map(LogitBias.of),
     banned=st.lists(st.integers(0, VOCABULARY - 1), max_size=4).map(tuple),
     logprobs=st.sampled_from([-1, 0, 3]),
 )
@@ -188,7 +192,7 @@ def test_a_row_samples_the_same_in_every_batch(rows: list[SamplingRow], seed: in
 def test_what_is_sampled_was_allowed(row: SamplingRow, seed: int) -> None:
     """Against a plain float64 reading of the rules."""
     logits = torch.randn((1, VOCABULARY), generator=torch.Generator().manual_seed(seed)) * 3
-    plain = dataclasses.replace(row, penalty_context=None, logit_bias=None)
+    plain = dataclasses.replace(row, history=None, logit_bias=None)
     token = int(sample(logits, [plain]).tokens[0])
     assert token not in plain.banned
     scores = logits[0].double()

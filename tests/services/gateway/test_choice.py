@@ -9,12 +9,13 @@ from cohort.common.messages import TokenLogprob
 from cohort.common.types import FinishReason
 from cohort.services.gateway.choice import Choice, Piece, ScoredToken
 from cohort.services.gateway.detokenizer import TokenText
+from cohort.services.gateway.stop_strings import StopAutomaton
 from cohort.services.gateway.tokenizer import Tokenizer
 from tests.examples import examples
 
 
 def choice(tokenizer: Tokenizer, stops: Sequence[str] = (), *, min_tokens: int = 0, scored: bool = False) -> Choice:
-    return Choice(TokenText(tokenizer).stream(), stops, min_tokens=min_tokens, scored=scored)
+    return Choice(TokenText(tokenizer).stream(), StopAutomaton(stops), min_tokens=min_tokens, scored=scored)
 
 
 def ids(tokenizer: Tokenizer, text: str) -> list[int]:

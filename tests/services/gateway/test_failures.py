@@ -107,7 +107,8 @@ async def test_a_client_that_leaves_frees_everything(open_site: OpenSite, stream
 
 
 async def test_a_client_that_does_not_read_is_given_up(open_site: OpenSite) -> None:
-    async with open_site(lambda request: [9] * 400, step_s=0.0, write_timeout_s=0.2) as site:
+    options = {"write_timeout_s": 0.2, "max_request_work": 1_000_000, "max_open_work": 1_000_000}
+    async with open_site(lambda request: [9] * 400, step_s=0.0, **options) as site:
         body = b'{"prompt": "x", "max_tokens": 400, "stream": true, "n": 100, "ignore_eos": true, "logprobs": 20}'
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)

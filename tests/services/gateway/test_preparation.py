@@ -11,7 +11,7 @@ from cohort.common.errors import RequestError
 from cohort.common.types import Attempt, Request, SamplingParams, Slo
 from cohort.services.gateway.model_card import ModelCard
 from cohort.services.gateway.parsing import Call
-from cohort.services.gateway.preparation import SEED_MASK, derived_seed, prepare
+from cohort.services.gateway.preparation import SEED_MASK, derived_seed, output_limits, prepare
 
 CARD = ModelCard("tiny", Path("/m"), 100, 50, (2, 4))
 CALL = Call(
@@ -36,17 +36,9 @@ CALL = Call(
 def prepared(
     prompts: list[list[int]], *, context: int = 100, config: GatewayConfig | None = None, **changes: Any
 ) -> list[Request]:
-    return prepare(
-        replace(CALL, **changes),
-        prompts,
-        base_id="id",
-        gateway="gw",
-        seed=77,
-        arrival_s=5.0,
-        config=config or GatewayConfig(),
-        card=CARD,
-        max_model_len=context,
-    )
+    call = replace(CALL, **changes)
+    limits = output_limits(call, [len(prompt) for prompt in prompts], config or GatewayConfig(), context)
+    return prepare(call, prompts, base_id="id", gateway="gw", seed=77, arrival_s=5.0, card=CARD, max_tokens_of=limits)
 
 
 def test_one_request_is_complete() -> None:

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.services.gateway.stop_strings import StopStrings
+from cohort.services.gateway.stop_strings import StopAutomaton, StopStrings
 from tests.counting import lines_run
 
 
 def run(stops: list[str], chunks: list[str]) -> tuple[list[str], str | None]:
-    watcher = StopStrings(stops)
+    watcher = StopStrings(StopAutomaton(stops))
     out = [watcher.feed(chunk) for chunk in chunks]
     return [*out, watcher.flush()], watcher.matched
 
@@ -36,7 +36,7 @@ def test_of_two_complete_at_once_the_longer_one_counts() -> None:
 
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError):
-        StopStrings([""])
+        StopAutomaton([""])
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=4), max_size=4), st.lists(st.text("abc", max_size=5), max_size=8))
@@ -53,7 +53,7 @@ def test_equals_a_search_over_the_whole_text(stops: list[str], chunks: list[str]
 
 @given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4), st.text("abc", max_size=12))
 def test_holds_back_exactly_what_may_become_a_stop_string(stops: list[str], text: str) -> None:
-    watcher = StopStrings(stops)
+    watcher = StopStrings(StopAutomaton(stops))
     sent = ""
     for index, character in enumerate(text):
         sent += watcher.feed(character)
@@ -67,7 +67,7 @@ def test_holds_back_exactly_what_may_become_a_stop_string(stops: list[str], text
 def test_work_per_character_does_not_grow_with_the_stop_strings() -> None:
     # The worst case of a naive search: every character begins a long near-match.
     def fed(stops: list[str]) -> int:
-        watcher = StopStrings(stops)
+        watcher = StopStrings(StopAutomaton(stops))
 
         def feed() -> None:
             for _ in range(5_000):

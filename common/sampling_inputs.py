@@ -1,0 +1,115 @@
+"""What sampling a sequence's next token needs beside its logits, as arrays: made once per request and worker.
+
+Made with the `Sequence` when a worker takes a request, brought up to date by the batch builder, read by both samplers.
+Nothing here is built again in a later step: a biased or penalised row costs a step the length of its arrays, never a
+pass of the interpreter over them. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cohort.common.types import SamplingParams
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitBias:
+    """`values[i]`, float32, is added to the logit of token `ids[i]`; ids are distinct, ascending and not negative."""
+
+    ids: Ids
+    values: npt.NDArray[np.float32]
+
+    @staticmethod
+    def of(bias: Mapping[int, float]) -> LogitBias:
+        ids = np.fromiter(bias.keys(), np.int64, len(bias))
+        values = np.fromiter(bias.values(), np.float32, len(bias))
+        order = ids.argsort()
+        order = order[np.searchsorted(ids[order], 0) :]
+        return LogitBias(ids[order], values[order])
+
+    def within(self, vocabulary: int) -> tuple[Ids, npt.NDArray[np.float32]]:
+        """Views of ids and values that the vocabulary has: others can never be sampled and must not stop the batch."""
+        end = int(np.searchsorted(self.ids, vocabulary))
+        return self.ids[:end], self.values[:end]
+
+
+class TokenHistory:
+    """The tokens that repetition, presence and frequency penalties look back on: each once, those of the output with
+    their number. A token more costs one look-up, however long the history is."""
+
+    def __init__(self, prompt_tokens: Sequence[int], output_tokens: Sequence[int] = ()) -> None:
+        self._seen = np.unique(np.asarray(prompt_tokens, dtype=np.int64))
+        self._seen_ids = set(self._seen.tolist())
+        self._seen_count = len(self._seen)
+        self._slots: dict[int, int] = {}
+        self._said: Ids = np.zeros(16, dtype=np.int64)
+        self._counts: Ids = np.zeros(16, dtype=np.int64)
+        self._tokens = 0
+        self.catch_up(output_tokens)
+
+    @property
+    def output_tokens(self) -> int:
+        """How many tokens of the output are counted."""
+        return self._tokens
+
+    @property
+    def seen(self) -> Ids:
+        """Distinct tokens of prompt and output."""
+        return self._seen[: self._seen_count]
+
+    @property
+    def said(self) -> tuple[Ids, Ids]:
+        """Distinct tokens of the output, and how often each occurred."""
+        count = len(self._slots)
+        return self._said[:count], self._counts[:count]
+
+    def catch_up(self, new_tokens: Sequence[int]) -> None:
+        """These tokens of the output followed those that are counted."""
+        for token in new_tokens:
+            slot = self._slots.get(token)
+            if slot is None:
+                slot = self._slots[token] = len(self._slots)
+                if slot == len(self._said):
+                    self._said, self._counts = _doubled(self._said), _doubled(self._counts)
+                self._said[slot] = token
+                if token not in self._seen_ids:
+                    self._seen_ids.add(token)
+                    if self._seen_count == len(self._seen):
+                        self._seen = _doubled(self._seen)
+                    self._seen[self._seen_count] = token
+                    self._seen_count += 1
+            self._counts[slot] += 1
+        self._tokens += len(new_tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingInputs:
+    """Of one request on one worker; None where the request asks for none."""
+
+    bias: LogitBias | None
+    history: TokenHistory | None
+
+    @staticmethod
+    def of(params: SamplingParams, prompt_tokens: Sequence[int]) -> SamplingInputs | None:
+        """None for a request that needs nothing but its logits."""
+        penalised = (
+            params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        )
+        if not penalised and not params.logit_bias:
+            return None
+        return SamplingInputs(
+            LogitBias.of(params.logit_bias) if params.logit_bias else None,
+            TokenHistory(prompt_tokens) if penalised else None,
+        )
+
+
+def _doubled(array: Ids) -> Ids:
+    grown: Ids = np.zeros(max(16, 2 * len(array)), dtype=np.int64)
+    grown[: len(array)] = array
+    return grown

@@ -6,6 +6,7 @@ the volumes /var/cache/cohort and /var/lib/cohort folders. Called by the tests o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -130,3 +131,20 @@ class Containers:
                 codes[name] = process.wait()
         self.processes.clear()
         return codes
+
+
+def listening(pid: int) -> set[str]:
+    """IPv4 addresses on which a process listens; "::" for anything of IPv6."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile: this listing's own, where it is our process
+            if (target := os.readlink(descriptor)).startswith("socket:["):
+                inodes.add(target[8:-1])
+    found = set()
+    for table, width in (("tcp", 8), ("tcp6", 32)):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                host = fields[1].split(":")[0]
+                found.add(".".join(str(byte) for byte in bytes.fromhex(host)[::-1]) if width == 8 else "::")
+    return found

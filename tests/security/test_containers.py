@@ -32,7 +32,7 @@ from cohort.common.paths import default_model_dir
 from cohort.common.transport.security import generate_keys, load_keys
 from cohort.common.transport.zmq_bus import ZmqBus
 from cohort.common.types import Attempt, Role, WorkerCapacity, WorkerStats
-from tests.containers import Containers
+from tests.containers import Containers, listening
 from tests.e2e.golden import golden_outputs
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
@@ -148,20 +148,3 @@ def test_nothing_is_written_where_a_container_could_not(served: Containers):
     assert {path.name for path in served.cache.iterdir()} == {"keys", "kernels", "models"}
     made = {path.name for service in WORKERS for path in (served.folder / service / "state").rglob("*")}
     assert made <= {"learned"}
-
-
-def listening(pid: int) -> set[str]:
-    """IPv4 addresses on which a process listens; "::" for anything of IPv6."""
-    inodes = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        target = os.readlink(descriptor)
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
-    found = set()
-    for table, width in (("tcp", 8), ("tcp6", 32)):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                host = fields[1].split(":")[0]
-                found.add(".".join(str(byte) for byte in bytes.fromhex(host)[::-1]) if width == 8 else "::")
-    return found

@@ -33,26 +33,10 @@ from cohort.common.messages import (
 from cohort.common.types import InstanceId
 
 _Signed = (
-    TokenBatch
-    | GatewayHello
-    | RegisterWorker
-    | WorkerReport
-    | SegmentEnded
-    | Leaving
-    | KvOffer
-    | Heartbeat
-    | Farewell
+    TokenBatch | GatewayHello | RegisterWorker | WorkerReport | SegmentEnded | Leaving | KvOffer | Heartbeat | Farewell
 )
 _ManagersOwn = (
-    ManagerHello
-    | Placed
-    | AttemptsLost
-    | Refused
-    | ClusterLoad
-    | Registered
-    | StartSegment
-    | BindSegment
-    | PrefetchKv
+    ManagerHello | Placed | AttemptsLost | Refused | ClusterLoad | Registered | StartSegment | BindSegment | PrefetchKv
 )
 
 

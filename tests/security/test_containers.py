@@ -4,8 +4,8 @@ Repeats two attacks over TCP. Dialling the manager's inbox under a worker's name
 dialling the gateway's inbox under that name, to put tokens into a client's stream. With the key that `model` made, the
 stranger is not even heard. And a client without the API key that COHORT_API_KEY names is refused.
 
-The root file system of a container is read-only: so the processes may not write anywhere but into their run folder, their
-own volume and /tmp, and what all of them load, into the cache, least of all.
+The root file system of a container is read-only: so the processes may not write anywhere but into their run folder,
+their own volume and /tmp, and least of all into the cache, which all of them load from.
 """
 
 from __future__ import annotations

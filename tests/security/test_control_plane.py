@@ -1,9 +1,9 @@
 """Messages under somebody else's name, and queues that fill a peer's memory.
 
 Repeats these attacks on the processes of a pipeline, from inside its network: tokens that name the worker whose request
-they belong to, so that they appear in its client's stream; reports, registrations and farewells in another worker's name,
-so that it loses its requests; the manager's decisions from somebody who is not the manager; requests in another gateway's
-name. With keys such a peer is not heard at all (test_containers.py); these are the checks behind that.
+they belong to, so that they appear in its client's stream; reports, registrations and farewells in another worker's
+name, so that it loses its requests; the manager's decisions from somebody who is not the manager; requests in another
+gateway's name. With keys such a peer is not heard at all (test_containers.py); these are the checks behind that.
 """
 
 from __future__ import annotations
@@ -48,16 +48,7 @@ from cohort.common.policies.baselines.fcfs import Fcfs
 from cohort.common.policies.baselines.placements import Colocated
 from cohort.common.transport import zmq_bus
 from cohort.common.transport.zmq_bus import ZmqBus
-from cohort.common.types import (
-    Attempt,
-    Outcome,
-    Prediction,
-    Request,
-    Role,
-    SamplingParams,
-    WorkerCapacity,
-    WorkerStats,
-)
+from cohort.common.types import Attempt, Outcome, Prediction, Request, Role, SamplingParams, WorkerCapacity, WorkerStats
 from cohort.services.global_monitor.service import GlobalMonitor
 from tests.common.machines import small_worker
 from tests.common.machines.small_gateway import Gateway, only

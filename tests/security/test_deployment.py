@@ -258,7 +258,9 @@ def test_the_first_service_makes_the_key_that_the_others_name(tmp_path: Path):
 
 def test_no_container_is_in_the_hosts_namespaces_or_has_a_capability():
     for name, service in SERVICES.items():
-        assert not {"ipc", "pid", "network_mode", "cap_add", "privileged", "userns_mode", "devices"} & set(service), name
+        assert not {"ipc", "pid", "network_mode", "cap_add", "privileged", "userns_mode", "devices"} & set(service), (
+            name
+        )
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert service["read_only"] is True, name
@@ -324,7 +326,9 @@ def test_images_have_exact_tags_and_take_a_digest():
     for name in ("prometheus", "grafana"):
         assert re.fullmatch(r"\$\{COHORT_\w+_IMAGE:-[\w/]+:v?\d+\.\d+\.\d+\}", SERVICES[name]["image"])
     dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
-    assert re.search(r"^ARG PYTHON_IMAGE=python:\d+\.\d+\.\d+-slim-bookworm\nFROM \$\{PYTHON_IMAGE\}$", dockerfile, re.M)
+    assert re.search(
+        r"^ARG PYTHON_IMAGE=python:\d+\.\d+\.\d+-slim-bookworm\nFROM \$\{PYTHON_IMAGE\}$", dockerfile, re.M
+    )
     assert re.match(r"# syntax=docker/dockerfile:\d+\.\d+\.\d+\n", dockerfile)
     python = SERVICES["gateway"]["build"]["args"]["PYTHON_IMAGE"]
     assert python == "${COHORT_PYTHON_IMAGE:-" + re.findall(r"^ARG PYTHON_IMAGE=(.*)$", dockerfile, re.M)[0] + "}"

@@ -37,6 +37,20 @@ _ENDPOINTS: dict[str, EndpointName] = {
 }
 
 
+def never_dialling(role: str) -> frozenset[str]:
+    """Names that have no business in a role's inbox: these processes are dialled by it and answer over that connection,
+    or have nothing to tell it. Predictor and monitor dial the manager; everybody dials the monitor."""
+    match role:
+        case "gateway" | "prefill_worker" | "decode_worker":
+            return frozenset({MANAGER, PREDICTOR, MONITOR})
+        case "length_predictor":
+            return frozenset({MANAGER, MONITOR})
+        case "bucketing_manager":
+            return frozenset({MANAGER})
+        case _:
+            return frozenset()
+
+
 def model_name(config: Config) -> str:
     return config.model.served_name or Path(config.model.path or paths.DEFAULT_MODEL_NAME).name
 

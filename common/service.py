@@ -31,7 +31,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cohort.common import paths
+from cohort.common import exposure, paths
 from cohort.common.addresses import (
     GATEWAY,
     MANAGER,
@@ -45,6 +45,7 @@ from cohort.common.addresses import (
     metrics_port,
     model_name,
     named_host,
+    never_dialling,
 )
 from cohort.common.clock import Clock, SystemClock
 from cohort.common.config import Config, load_config
@@ -212,6 +213,7 @@ class BusCollector(Collector):
             ("sent", counters.sent, "Control messages sent"),
             ("received", counters.received, "Control messages received"),
             ("malformed", counters.malformed, "Control messages skipped because they were not ours"),
+            ("forged", counters.forged, "Control messages skipped because their sender never dials this process"),
             ("unreachable", counters.unreachable, "Control messages that could not be handed to a peer"),
         ):
             family = CounterMetricFamily(f"cohort_bus_{name}", meaning, labels=("model_name", "instance"))
@@ -332,8 +334,9 @@ class _Service:
             advertise = self._inbox
         elif self._inbox:
             bind, advertise = inbox_of(self._config, self._role, self._instance, self._run_dir)
+        exposure.check_endpoints(self._config)
         keys = load_keys(self._config.security.curve_secret_key_file)
-        return ZmqBus(self._instance, bind, keys, advertise=advertise)
+        return ZmqBus(self._instance, bind, keys, advertise=advertise, never_dial=never_dialling(self._role))
 
     def _context(self, bus: ZmqBus) -> ServiceContext:
         registry = CollectorRegistry(auto_describe=True)

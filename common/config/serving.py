@@ -23,6 +23,7 @@ class GatewayConfig(Section, frozen=True):
     host: str = "127.0.0.1"  # address clients connect to; 0.0.0.0 = every interface
     port: Port = 8000  # port clients connect to; 0 = any free one, chosen by the launcher
     api_keys: tuple[str, ...] = ()  # accepted bearer tokens; empty = open. `env:NAME` reads an environment variable
+    open: bool = False  # true: `host` may be reachable from other machines although no api_keys are set
     max_waiting_requests: Positive = 4096  # not yet placed; beyond: 429
     max_waiting_tokens: Positive = 4_000_000  # prompt + predicted output of those
     max_n: Positive = 128  # choices per request
@@ -108,7 +109,15 @@ class TransferAblation(Section, frozen=True):
 
 
 class TransferConfig(Section, frozen=True):
+    """How KV moves between workers. No link is opened where the placement never moves any.
+
+    ucx is fastest and knows neither encryption nor keys. While all endpoints are on this machine it uses shared memory
+    and the loopback interface alone (an own UCX_NET_DEVICES in the environment wins); with endpoints beyond it listens
+    on every interface; with a CURVE key it is left out unless `plain_links_allowed`.
+    """
+
     links: tuple[Literal["ucx", "zmq"], ...] = ("ucx", "zmq")  # best first; one not installed is skipped with a warning
+    plain_links_allowed: bool = False  # with a CURVE key: KV may also take links that do not encrypt it (ucx)
     checksum: Literal["off", "crc32"] = "crc32"  # of the bytes of every run, compared on arrival
     run_timeout_s: Seconds = 5.0  # the longest one run may take on the link
     ablation: TransferAblation = TransferAblation()
@@ -154,9 +163,11 @@ class EndpointsConfig(Section, frozen=True):
 
 
 class SecurityConfig(Section, frozen=True):
-    """CURVE encryption of the control bus. Both files as written by `zmq.auth.create_certificates`."""
+    """CURVE encryption of the control bus and of KV over zmq. One key for the whole cluster (`cohort keys FILE`): who
+    holds the file is a member, nobody else is heard; members can take each other's names."""
 
-    curve_secret_key_file: str = ""  # the cluster's key file; "" = no encryption
+    curve_secret_key_file: str = ""  # the cluster's key file, the same for every process; "" = no encryption
+    allow_plain: bool = False  # true: tcp endpoints beyond this machine may do without a key
 
 
 class LoggingConfig(Section, frozen=True):

@@ -90,6 +90,7 @@ def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
         Stat("transfer_failures_total", "total", lambda s: s.counters.transfer_failures),
         Stat("transfer_retries_total", "total", lambda s: s.counters.transfer_retries, transfer.retries("any")),
         Stat("transfer_stalls_total", "total", lambda s: s.counters.stalls),
+        Stat("misnamed_total", "total", lambda s: s.counters.misnamed),
         Stat("pool_offloads_total", "total", lambda s: s.counters.pooled),
         Stat("pool_prefetches_total", "total", lambda s: s.counters.prefetched),
         Stat("pool_direct_transfers_total", "total", lambda s: s.counters.from_host),

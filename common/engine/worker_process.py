@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from cohort.common import paths
+from cohort.common import exposure, paths
 from cohort.common.config import Config
 from cohort.common.engine.device_memory import DeviceShare, place
 from cohort.common.engine.learned_state import LearnedState
@@ -44,6 +44,8 @@ class WorkerPolicies(Protocol):
     def iteration(self, config: Config) -> IterationScheduler: ...
 
     def allocation(self, config: Config, geometry: KvGeometry, num_blocks: int, host_blocks: int) -> KvAllocator: ...
+
+    def moves_kv(self, config: Config) -> bool: ...
 
 
 def capacity_of(config: Config, role: Role, runner: ModelRunner, model: str) -> WorkerCapacity:
@@ -116,15 +118,20 @@ def _device(config: Config, instance: str) -> tuple[torch.device, int]:
     return torch.device("cuda", device.index if device.index is not None else placement.device_index), placement.sharers
 
 
-def open_worker_links(context: ServiceContext) -> dict[str, KvLink]:
-    """The configured links that can be had here, best first."""
+def open_worker_links(context: ServiceContext, policies: WorkerPolicies) -> dict[str, KvLink]:
+    """The configured links that can be had here, best first. None where no KV ever moves: nothing listens for it."""
+    config = context.config
+    if not policies.moves_kv(config):
+        context.log.info("no KV links: this placement moves no KV", placement=config.policies.placement)
+        return {}
     endpoint = _data_endpoint(context)
-    curve = load_keys(context.config.security.curve_secret_key_file)
     links = open_links(
-        context.config.transfer.links,
-        zmq_bind=bind_address(endpoint, context.config.endpoints.bind_host),
+        config.transfer.links,
+        zmq_bind=bind_address(endpoint, config.endpoints.bind_host),
         zmq_advertise=endpoint,
-        curve=curve,
+        curve=load_keys(config.security.curve_secret_key_file),
+        plain_allowed=config.transfer.plain_links_allowed,
+        one_machine=exposure.stays_here(config),
     )
     return {link.name: link for link in links}
 
@@ -171,7 +178,7 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
         # UCX finds out what it can do, and moves bytes, on the event loop's thread: the device must be current there.
         torch.cuda.set_device(runner.device)
         torch.cuda.synchronize(runner.device)
-    capacity, links = capacity_of(config, role, runner, context.model_name), open_worker_links(context)
+    capacity, links = capacity_of(config, role, runner, context.model_name), open_worker_links(context, policies)
     scheduler = policies.iteration(config)
     kv = policies.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks)
     settings = WorkerSettings.of(config, tuple(links))

@@ -52,6 +52,7 @@ from cohort.common.machines.events import (
 from cohort.common.machines.ledger import Action, CancelAttempt, Ledger, SubmitAttempt
 from cohort.common.machines.manager_link import ManagerLink
 from cohort.common.machines.prediction_desk import PredictionDesk
+from cohort.common.machines.senders import may_say
 from cohort.common.messages import (
     AttemptsLost,
     Cancel,
@@ -133,6 +134,8 @@ class GatewayMachine:
         )
         self.link = ManagerLink(GatewayHello(instance, incarnation, endpoint), load_interval_s=settings.load_interval_s)
         self.draining = False
+        self.misnamed_total = 0
+        """Messages dropped because another peer than their sender would have to say them."""
         self._settings = settings
         self._manager = manager
         self._predictor = predictor
@@ -274,6 +277,9 @@ class GatewayMachine:
     # -- Messages --------------------------------------------------------------------------------------------------
 
     def _received(self, now_s: float, sender: InstanceId, message: ToGateway) -> None:
+        if not may_say(sender, message, manager=self._manager, predictor=self._predictor):
+            self.misnamed_total += 1
+            return
         if sender == self._manager:
             self.link.heard(now_s)
         match message:

@@ -32,6 +32,7 @@ from cohort.common.machines.events import ManagerEvent, Received, Tick, Undelive
 from cohort.common.machines.manager_settings import ManagerSettings
 from cohort.common.machines.parked_requests import ParkedRequests
 from cohort.common.machines.roster import Managed, Roster
+from cohort.common.machines.senders import may_say
 from cohort.common.messages import (
     AttemptsLost,
     Cancel,
@@ -58,14 +59,10 @@ from cohort.common.types import Attempt, InstanceId, Outcome, Request, RequestId
 
 _LISTEN_S = 0.5
 """The longest a new manager waits with placements for workers to register; they try several times a second."""
-_RESUBMIT_S = 0.1
-"""The longest that placements wait for lost attempts to be submitted again: far more than the way there and back."""
-
-
+_RESUBMIT_S = 0.1  # the longest placements wait for lost attempts to come again: far more than the way there and back
 _LOOK_AGAIN_S = 0.05
 """While requests wait: between two looks at the queue that no message calls for. Policies go by the age of reports."""
-_LEAST_WAIT_S = 0.001
-"""Between two ticks, however far in the past a policy wanted to be asked."""
+_LEAST_WAIT_S = 0.001  # between two ticks, however far in the past a policy wanted to be asked
 
 
 @dataclass(slots=True)
@@ -76,6 +73,7 @@ class ManagerCounters:
     attempts_lost: int = 0
     refused: int = 0
     workers_lost: int = 0
+    misnamed: int = 0  # messages dropped because another peer than their sender would have to say them
 
 
 class ManagerMachine:
@@ -171,6 +169,7 @@ class ManagerMachine:
             "attempts_lost_total": float(self.counters.attempts_lost),
             "refused_total": float(self.counters.refused),
             "workers_lost_total": float(self.counters.workers_lost),
+            "misnamed_total": float(self.counters.misnamed),
             **self._order.metrics(),
             **self._placement.metrics(),
             **self._parked.metrics(),
@@ -182,6 +181,9 @@ class ManagerMachine:
         """True when something may be placed or bound now that could not before."""
         if not isinstance(message, ToManager):
             raise InvariantViolated(f"a {type(message).__name__} of {sender} is not for a manager")
+        if not may_say(sender, message):
+            self.counters.misnamed += 1
+            return False
         match message:
             case GatewayHello():
                 if self._roster.greeted(now_s, message):
@@ -193,7 +195,7 @@ class ManagerMachine:
                 for attempt in attempts:
                     self._resubmits.pop(attempt.request_id, None)
                     managed = self._roster.requests.get(attempt.request_id)
-                    if managed is not None and managed.attempt == attempt:
+                    if managed is not None and managed.attempt == attempt and managed.gateway == sender:
                         self._forget(now_s, managed, reason)
             case RevisePrediction():
                 self._revise(now_s, message)

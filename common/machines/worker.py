@@ -37,6 +37,7 @@ from cohort.common.machines.kv_sender import KvSender, brings_back
 from cohort.common.machines.kv_stall import holds_up
 from cohort.common.machines.parked_pool import ParkedPool
 from cohort.common.machines.scored_prompts import ScoringTurns
+from cohort.common.machines.senders import may_say
 from cohort.common.machines.token_updates import TokenUpdates
 from cohort.common.machines.worker_report import WorkerReports
 from cohort.common.machines.worker_state import Held, WorkerSetup, WorkerState
@@ -154,6 +155,9 @@ class WorkerMachine:
     # -- messages ----------------------------------------------------------------------------------------------
 
     def _received(self, now_s: float, sender: InstanceId, message: ToWorker) -> None:
+        if not may_say(sender, message, manager=self.setup.manager):
+            self.counters.misnamed += 1
+            return
         match message:
             case StartSegment():
                 self._start_segment(now_s, message)

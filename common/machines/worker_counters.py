@@ -44,6 +44,8 @@ class WorkerCounters:
     exposed_transfer_s: float = 0.0
     """Of KV transfers to here: time from a segment's last row until the request could go on, which no compute hid."""
     stalls: int = 0
+    misnamed: int = 0
+    """Messages dropped because another peer than their sender would have to say them."""
     pooled: int = 0
     """Parked sequences moved to host memory (A2), prefetched back (A9), sent straight from there."""
     prefetched: int = 0

@@ -107,6 +107,11 @@ def placement(config: Config) -> Placement:
     return chosen("placement", config.policies.placement, PLACEMENTS).build(config)
 
 
+def moves_kv(config: Config) -> bool:
+    """Whether the placement ever lets a worker go on where another one stopped."""
+    return placement(config).moves_kv
+
+
 def prefill_order(config: Config) -> PrefillOrder:
     return chosen("prefill_order", config.policies.prefill_order, PREFILL_ORDERS).build(config)
 

@@ -38,7 +38,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -239,6 +239,9 @@ class Impossible:
 
 
 class Placement(ABC):
+    moves_kv: ClassVar[bool] = True
+    """False: every request stays on one worker, so that workers need no KV links."""
+
     @abstractmethod
     def place(
         self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None

@@ -1,7 +1,8 @@
 """Opens the KV links a configuration asks for, best first.
 
-Called by a worker at start. A link that cannot be opened is skipped with one warning; none at all is an error. Decides
-nothing later: which link a transfer takes is the transfer agent's business.
+Called by a worker at start. A link that cannot be opened is skipped with one warning; none at all is an error. With a
+CURVE key a link that does not encrypt is left out unless the operator allows it. Decides nothing later: which link a
+transfer takes is the transfer agent's business.
 """
 
 from __future__ import annotations
@@ -16,19 +17,35 @@ from cohort.common.transport.security import CurveKeys
 
 log = structlog.get_logger(__name__)
 
+PLAIN = frozenset({"ucx"})
+"""Links that neither encrypt what they move nor ask who sends it."""
+
 
 def open_links(
-    names: Sequence[str], *, zmq_bind: str, zmq_advertise: str = "", curve: CurveKeys | None = None
+    names: Sequence[str],
+    *,
+    zmq_bind: str,
+    zmq_advertise: str = "",
+    curve: CurveKeys | None = None,
+    plain_allowed: bool = False,
+    one_machine: bool = False,
 ) -> list[KvLink]:
-    """`names` as in `transfer.links`. Call it on the event loop that will use them."""
+    """`names` as in `transfer.links`. Call it on the event loop that will use them.
+
+    `plain_allowed`: also with `curve`, open links that do not encrypt. `one_machine`: all peers are on this host, so
+    that none has to be listened for on any other network interface than loopback.
+    """
     links: list[KvLink] = []
     for name in names:
+        if name in PLAIN and curve is not None and not plain_allowed:
+            log.info("KV link left out: it does not encrypt", link=name, option="transfer.plain_links_allowed")
+            continue
         try:
             match name:
                 case "ucx":
                     from cohort.common.transport.ucx_link import UcxLink
 
-                    links.append(UcxLink())
+                    links.append(UcxLink(loopback_only=one_machine))
                 case "zmq":
                     from cohort.common.transport.zmq_link import ZmqLink
 
@@ -37,6 +54,11 @@ def open_links(
                     raise ConfigError(f"transfer.links: no link named {name!r}; there are: ucx, zmq")
         except TransferError as error:
             log.warning("KV link not available, using the next", link=name, reason=str(error))
+    if not links and curve is not None and not plain_allowed and PLAIN.issuperset(names):
+        raise ConfigError(
+            f"transfer.links: {', '.join(names) or 'nothing'} does not encrypt and security.curve_secret_key_file is "
+            "set; add zmq, or set transfer.plain_links_allowed=true"
+        )
     if not links:
         raise ConfigError(f"transfer.links: none of {', '.join(names) or 'nothing'} could be opened")
     return links

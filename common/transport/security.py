@@ -1,8 +1,10 @@
 """CURVE keys: one key pair for the whole cluster, used as server and as client by every process.
 
 Who holds the key file belongs to the cluster; nobody else gets through the handshake, because every listening socket
-asks a ZAP authenticator that knows exactly one public key. Called by the sockets' owners (`zmq_bus`, `zmq_link`) and
-by whoever sets a cluster up (`generate_keys`). Never decides whether encryption is wanted: the configuration does.
+asks a ZAP authenticator that knows exactly one public key. It proves membership, not who a member is: the names of
+peers are their own word, and a member may take another's name over (`ROUTER_HANDOVER`). Called by the sockets' owners
+(`zmq_bus`, `zmq_link`) and by whoever sets a cluster up (`cohort keys`). Never decides whether encryption is wanted:
+the configuration does.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def generate_keys(path: Path) -> CurveKeys:
 
 def load_keys(path: str | Path) -> CurveKeys | None:
     """The pair in a secret key file; None for "", which is how a configuration says that nothing is encrypted."""
-    return _read_keys(Path(path)) if str(path) else None
+    return _read_keys(Path(path).expanduser()) if str(path) else None
 
 
 def _read_keys(path: Path) -> CurveKeys:

@@ -22,6 +22,9 @@ How a transfer ends. On a deadline or a cancelled task the buffer must be silent
 UCX itself does not notice a dead peer on these paths. For a peer on our host the kernel does (`peer_process`), and
 ends everything that waits for it; for others deadlines do.
 
+UCX encrypts nothing and believes every peer that knows an address: whether it may be used where strangers reach its
+sockets is decided before this link is made (`links.py`).
+
 A receive that gave up leaves an empty receive behind for a while, the *void*: what still arrives under its tag is
 discarded, and its sender does not wait for nothing.
 """
@@ -98,16 +101,19 @@ class UcxLink:
 
     name = "ucx"
 
-    def __init__(self) -> None:
+    def __init__(self, *, loopback_only: bool = False) -> None:
+        """`loopback_only`: of the network interfaces take loopback alone, because every peer is on this host; shared
+        memory and copies between GPUs are unaffected. UCX_NET_DEVICES in the environment, an operator's word, wins."""
         for key, value in _ENVIRONMENT.items():
             os.environ.setdefault(key, value)
+        options = {"NET_DEVICES": "lo"} if loopback_only and not os.environ.get("UCX_NET_DEVICES") else {}
         try:
             import ucxx._lib.libucxx as ucxx
 
             self._ucxx: Any = ucxx
             self._api = UcpApi(self._on_endpoint_failed)
             features = (ucxx.Feature.TAG, ucxx.Feature.WAKEUP)
-            self._context: Any = ucxx.UCXContext({}, feature_flags=features)
+            self._context: Any = ucxx.UCXContext(options, feature_flags=features)
         except ImportError as error:
             raise TransferError("ucxx is not installed (pip install ucxx-cu12 or ucxx-cu13)") from error
         except Exception as error:  # ucxx raises many types of its own, and none of them may end the worker

@@ -8,7 +8,13 @@ repair belongs to the protocols above.
     peer ──DEALER──▶   "    ├─▶ ready ring ─▶ receive()   each gives one message per turn
     us   ──DEALER──▶ peer ──┘ (answers)
 
-Messages wait inside libzmq until `receive` takes them, so its high-water marks are the only queue and bound memory.
+Messages wait inside libzmq until `receive` takes them; its high-water marks are the only queue. They count messages,
+so what they bound in bytes is this, for each peer:
+
+    to it      HIGH_WATER_MESSAGES of less than LARGE_BYTES, and LARGE_QUEUE_BYTES of larger ones    384 MiB
+    from it    what the peer's own bounds let out; at worst, from a member of the cluster that means harm,
+               RECEIVED_MESSAGES of MAX_MESSAGE_BYTES, since libzmq offers no bound in bytes
+
 A libzmq descriptor signals *changes* only; so a socket stays on the ring until it says it is empty, and is looked at
 again after every send (which may have swallowed the signal).
 """
@@ -22,6 +28,7 @@ import fcntl
 import os
 import socket as plain_socket
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,8 +44,13 @@ from cohort.common.types import InstanceId
 
 log = structlog.get_logger(__name__)
 
-HIGH_WATER_MESSAGES = 8192  # per direction and peer; beyond it a peer counts as unreachable
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # prompts of millions of tokens fit; a stray peer cannot fill our memory
+HIGH_WATER_MESSAGES = 8192  # to one peer; beyond it the peer counts as unreachable
+LARGE_BYTES = 32 * 1024  # a prompt of some ten thousand tokens; from here on bytes are counted, not messages
+LARGE_QUEUE_BYTES = 128 * 1024 * 1024  # of large messages to one peer; beyond it the peer counts as unreachable
+# From one peer; then it is read no further, and what it sends waits in its own queue. Not less: a process that is busy
+# for longer than PING_TIMEOUT_MS with a full queue sees no pings either, and loses the connection.
+RECEIVED_MESSAGES = 2048
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # prompts of millions of tokens fit; whoever sends more loses the connection
 LINGER_MS = 300  # last words to a connected peer need a few; one that is away is not waited for longer
 RECONNECT_MS, RECONNECT_MAX_MS = 20, 200  # the most that a peer's restart costs beyond its start
 PING_MS, PING_TIMEOUT_MS = 1000, 3000
@@ -56,6 +68,29 @@ class BusCounters:
     received: int = 0
     malformed: int = 0
     unreachable: int = 0
+    forged: int = 0
+    """Skipped: they came in under the name of a process that never dials this one."""
+
+
+class LargeMessages:
+    """Bytes of large messages that libzmq still holds, by peer. One per bus."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._held: dict[InstanceId, list[tuple[zmq.MessageTracker, int]]] = {}
+
+    def admit(self, peer: InstanceId, nbytes: int) -> None:
+        """Raises `PeerUnreachable` if the peer's queue is full. One message always fits into an empty queue."""
+        held = [(tracker, size) for tracker, size in self._held.pop(peer, ()) if not tracker.done]
+        if not held:
+            return
+        self._held[peer] = held
+        queued = sum(size for _, size in held)
+        if queued + nbytes > self._most_bytes:
+            raise PeerUnreachable(f"{peer}: its queue is full: {queued} of {self._most_bytes} bytes in large messages")
+
+    def add(self, peer: InstanceId, tracker: zmq.MessageTracker, nbytes: int) -> None:
+        self._held.setdefault(peer, []).append((tracker, nbytes))
 
 
 @dataclass(slots=True, eq=False)
@@ -76,11 +111,18 @@ class ZmqBus:
     """See `bus.Bus`. Made and used on one running event loop.
 
     `bind` is where the inbox listens ("" = none). `advertise` is where others dial it, when that differs (a container
-    that binds 0.0.0.0 and is known by name); port 0 in either becomes the port the system chose.
+    that binds 0.0.0.0 and is known by name); port 0 in either becomes the port the system chose. `never_dial`: names of
+    peers that are dialled, if at all, and answer over that connection: in the inbox such a name is an impostor's.
     """
 
     def __init__(
-        self, identity: InstanceId, bind: str = "", curve: CurveKeys | None = None, *, advertise: str = ""
+        self,
+        identity: InstanceId,
+        bind: str = "",
+        curve: CurveKeys | None = None,
+        *,
+        advertise: str = "",
+        never_dial: Collection[InstanceId] = (),
     ) -> None:
         if not 0 < len(identity.encode()) < 256:
             raise ConfigError(f"instance name {identity!r} must have 1 to 255 bytes")
@@ -88,6 +130,8 @@ class ZmqBus:
         self.endpoint = ""
         self.counters = BusCounters()
         self._curve = curve
+        self._never_dial = frozenset(never_dial)
+        self._large = LargeMessages(LARGE_QUEUE_BYTES)
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.setsockopt(zmq.MAX_SOCKETS, 16384)
@@ -142,16 +186,21 @@ class ZmqBus:
     def send(self, peer: InstanceId, message: Message) -> None:
         if self._closed:
             raise PeerUnreachable(f"{self.identity}: the bus is closed")
-        source = self._peers.get(peer)
+        source = self._peers.get(peer) or self._inbox
+        if source is None:
+            self.counters.unreachable += 1
+            raise PeerUnreachable(f"{peer}: was not dialled, and this process has no inbox")
+        data = encode(message)
         try:
-            if source is not None:
-                source.socket.send(encode(message), zmq.NOBLOCK)
-            elif self._inbox is not None:
-                source = self._inbox
-                source.socket.send_multipart((peer.encode(), encode(message)), zmq.NOBLOCK)
+            if len(data) >= LARGE_BYTES:
+                self._send_large(source, peer, data)
+            elif source.peer is not None:
+                source.socket.send(data, zmq.NOBLOCK)
             else:
-                self.counters.unreachable += 1
-                raise PeerUnreachable(f"{peer}: was not dialled, and this process has no inbox")
+                source.socket.send_multipart((peer.encode(), data), zmq.NOBLOCK)
+        except PeerUnreachable:
+            self.counters.unreachable += 1
+            raise
         except zmq.Again as error:
             self.counters.unreachable += 1
             raise PeerUnreachable(f"{peer}: its queue is full") from error
@@ -160,9 +209,17 @@ class ZmqBus:
             reason = "is not connected" if error.errno == zmq.EHOSTUNREACH else str(error)
             raise PeerUnreachable(f"{peer}: {reason}") from error
         finally:
-            if source is not None:
-                self._look_at(source)
+            self._look_at(source)
         self.counters.sent += 1
+
+    def _send_large(self, source: _Source, peer: InstanceId, data: bytes) -> None:
+        """Not copied, so that libzmq says when it has let go of the bytes."""
+        self._large.admit(peer, len(data))
+        if source.peer is None:
+            source.socket.send(peer.encode(), zmq.SNDMORE | zmq.NOBLOCK)
+        tracker = source.socket.send(data, zmq.NOBLOCK, copy=False, track=True)
+        if tracker is not None:
+            self._large.add(peer, tracker, len(data))
 
     async def receive(self) -> tuple[InstanceId, Message]:
         while True:
@@ -221,6 +278,10 @@ class ZmqBus:
                 else:
                     name, payload = frames
                     sender = name.decode()
+                    if sender in self._never_dial:
+                        self.counters.forged += 1
+                        log.warning("message skipped: its sender never dials this process", sender=sender)
+                        continue
                 message = decode(payload)
             # A nesting bomb ends in RecursionError; a wrong number of frames or a binary name in ValueError.
             except (WireError, ValueError, RecursionError) as error:
@@ -257,7 +318,8 @@ class ZmqBus:
         socket = self._context.socket(kind)
         tune(socket)
         socket.setsockopt(zmq.SNDHWM, high_water_messages)
-        socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+        socket.setsockopt(zmq.RCVHWM, RECEIVED_MESSAGES)
+        socket.copy_threshold = LARGE_BYTES  # pyzmq copies smaller ones whatever is asked, and says so at once
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         return socket
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import time
 from typing import NoReturn
 
 from aiohttp import web
 
+from cohort.common import exposure
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
 from cohort.common.machines.events import DrainEnded, DrainStarted, Received, Tick
@@ -215,6 +217,7 @@ class Gateway:
             "requests_running": len(ledger) - waiting,
             "open_streams": len(self.streams),
             "resubmitted_total": ledger.resubmitted_total,
+            "misnamed_total": self._machine.misnamed_total,
             "asyncio_tasks": len(asyncio.all_tasks()),
         }
 
@@ -241,6 +244,12 @@ def load_model(config: Config) -> tuple[ModelCard, Tokenizer]:
 async def build(context: ServiceContext) -> None:
     """The gateway process: load the tokenizer, serve, drain."""
     compose.check_names(context.config)
+    exposure.check_api(context.config)
+    if exposure.unused_key(context.config, os.environ):
+        context.log.warning(
+            f"{exposure.KEY_VARIABLE} is set, but no request is asked for it: gateway.api_keys is empty; "
+            f"set gateway.api_keys=[env:{exposure.KEY_VARIABLE}]"
+        )
     began_s = time.perf_counter()
     card, tokenizer = await asyncio.to_thread(load_model, context.config)
     gc.collect()

@@ -59,6 +59,8 @@ class GlobalMonitor:
         while True:
             sender, message = await self._bus.receive()
             match message:
+                case Heartbeat() | Farewell() if message.instance != sender:
+                    self._log.warning("message_of_another_dropped", peer=sender, named=message.instance)
                 case Heartbeat():
                     self._report(self.cluster.heard(self._clock.now_s(), message))
                 case Farewell():

@@ -49,6 +49,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 def _serve(options: argparse.Namespace, arguments: list[str], config: Config) -> int:
     any_port = config.gateway.port == 0
     config = resolve(config, model=_model_folder(config), cores=preflight.usable_cores(), free_port=preflight.free_port)
+    preflight.check_exposure(config)
     plans = plan(config, preflight.usable_cores())
     files = RunFiles(paths.run_dir(config.gateway.port))
     if options.detach:

@@ -1,4 +1,5 @@
-"""Checks before anything is started: model folder, ports, open-file limit. Each failure is one clear sentence.
+"""Checks before anything is started: model folder, ports, what strangers could reach, open-file limit. Each failure is
+one clear sentence.
 
 Called by the launcher only; the processes check their own share again. Never loads a model.
 """
@@ -13,6 +14,8 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
+from cohort.common import exposure
+from cohort.common.config import Config
 from cohort.common.errors import ConfigError, ModelError
 from cohort.services.launcher.plan import ProcessPlan
 
@@ -41,6 +44,12 @@ def check_model(folder: Path, *, with_weights: bool = True) -> None:
         raise ModelError(f"{folder}: no weights ({' or '.join(WEIGHT_PATTERNS)})")
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)})")
+
+
+def check_exposure(config: Config) -> None:
+    """Raises `ConfigError` for what strangers on other machines could use by somebody's oversight."""
+    exposure.check_api(config)
+    exposure.check_endpoints(config)
 
 
 def check_ports(plans: Iterable[ProcessPlan]) -> None:

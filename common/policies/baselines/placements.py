@@ -68,6 +68,8 @@ def _unified(cluster: ClusterView, request: Request) -> list[InstanceView] | Wai
 class Colocated(Placement):
     """One segment on the least loaded instance."""
 
+    moves_kv = False
+
     def place(
         self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None
     ) -> Placed | Wait | Impossible:
@@ -83,6 +85,8 @@ class ColocatedInTurn(Placement):
 
     An instance that could never hold the request is passed over; a preferred instance is chosen as elsewhere.
     """
+
+    moves_kv = False
 
     def __init__(self) -> None:
         self._last: InstanceId = ""

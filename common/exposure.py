@@ -1,0 +1,75 @@
+"""What a configuration opens to other machines: refuses at start what strangers could use by somebody's oversight.
+
+Called by `service.py` for every process, by the gateway for its API, by the launcher before it starts anything, and by
+workers that open KV links. Decides from the configuration alone and resolves no name: a host that is not plainly this
+machine's loopback counts as reachable from elsewhere. Never opens or closes anything.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Mapping
+
+from cohort.common.config import Config
+from cohort.common.errors import ConfigError
+
+KEY_VARIABLE = "COHORT_API_KEY"
+"""Where people and the compose file put an API key; it counts only once `gateway.api_keys` names it."""
+
+_TCP = "tcp://"
+_ENDPOINTS = ("manager", "predictor", "monitor", "gateway", "worker")
+
+
+def is_loopback(host: str) -> bool:
+    """127.0.0.0/8, ::1 and localhost; False for every other name, and for "", which means all interfaces."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_api(config: Config) -> None:
+    """Raises `ConfigError` where other machines could use the API and no key is asked for."""
+    gateway = config.gateway
+    if not (gateway.api_keys or gateway.open or is_loopback(gateway.host)):
+        raise ConfigError(
+            f"gateway.host: {gateway.host or 'every interface'} can be reached from other machines and "
+            f"gateway.api_keys is empty; set gateway.api_keys=[env:{KEY_VARIABLE}] and that variable (in containers "
+            "the variable alone does it), or gateway.open=true (in containers COHORT_OPEN=true) to serve without keys"
+        )
+
+
+def unused_key(config: Config, environment: Mapping[str, str]) -> bool:
+    """Whether somebody set an API key that no request will be asked for."""
+    return bool(environment.get(KEY_VARIABLE)) and not config.gateway.api_keys
+
+
+def check_endpoints(config: Config) -> None:
+    """Raises `ConfigError` where control messages, prompts and tokens among them, would leave this machine in clear and
+    any peer be believed: TCP beyond loopback without a CURVE key."""
+    if config.security.curve_secret_key_file or config.security.allow_plain:
+        return
+    for option, endpoint in _beyond(config):
+        raise ConfigError(
+            f"endpoints.{option}: {endpoint} leaves this machine and security.curve_secret_key_file is empty; make a "
+            "key with `cohort keys FILE` and name that file there on every machine, or set security.allow_plain=true "
+            "on a network without strangers"
+        )
+
+
+def stays_here(config: Config) -> bool:
+    """Whether all processes of the pipeline are on this machine: Unix sockets and loopback only."""
+    return not any(_beyond(config))
+
+
+def _beyond(config: Config) -> Iterator[tuple[str, str]]:
+    """Options of section `endpoints` that say otherwise, with their values."""
+    endpoints = config.endpoints
+    tcp = [(name, value) for name in _ENDPOINTS if (value := str(getattr(endpoints, name))).startswith(_TCP)]
+    for name, value in tcp:
+        if not is_loopback(value.removeprefix(_TCP).rpartition(":")[0]):
+            yield name, value
+    if tcp and not is_loopback(endpoints.bind_host):
+        yield "bind_host", endpoints.bind_host

@@ -1,0 +1,54 @@
+"""Who may say what: a message counts only from the peer that it names.
+
+Called by the gateway's and the manager's machines and by the hosts of workers and monitor, before anything else is done
+with a message. The peer's name is the identity of its connection. What that name proves is the transport's business: on
+Unix sockets that the peer runs as the same user, with CURVE that it holds the cluster's key; never which member it is.
+"""
+
+from __future__ import annotations
+
+from cohort.common.messages import (
+    AttemptsLost,
+    BindSegment,
+    ClusterLoad,
+    Farewell,
+    GatewayHello,
+    Heartbeat,
+    KvOffer,
+    Leaving,
+    ManagerHello,
+    Message,
+    Placed,
+    Predicted,
+    PrefetchKv,
+    Refused,
+    Registered,
+    RegisterWorker,
+    SegmentEnded,
+    StartSegment,
+    Submit,
+    TokenBatch,
+    WorkerReport,
+)
+from cohort.common.types import InstanceId
+
+_Signed = (
+    TokenBatch | GatewayHello | RegisterWorker | WorkerReport | SegmentEnded | Leaving | KvOffer | Heartbeat | Farewell
+)
+_ManagersOwn = (
+    ManagerHello | Placed | AttemptsLost | Refused | ClusterLoad | Registered | StartSegment | BindSegment | PrefetchKv
+)
+
+
+def may_say(
+    sender: InstanceId, message: Message, *, manager: InstanceId = "manager", predictor: InstanceId = "predictor"
+) -> bool:
+    """False for a message that names another instance as its own, and for the manager's and the predictor's words from
+    anybody else."""
+    if isinstance(message, _Signed):
+        return message.instance == sender
+    if isinstance(message, Submit):
+        return message.request.gateway == sender
+    if isinstance(message, Predicted):
+        return sender == predictor
+    return sender == manager or not isinstance(message, _ManagersOwn)

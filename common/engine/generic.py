@@ -33,7 +33,11 @@ class GenericModel:
         try:
             # Loaded with the attention every architecture has; whether ours can take its place is the next question.
             model: Any = AutoModelForCausalLM.from_pretrained(
-                model_dir, dtype=dtype, attn_implementation="eager", local_files_only=True
+                model_dir,
+                dtype=dtype,
+                attn_implementation="eager",
+                local_files_only=True,
+                trust_remote_code=False,  # left out, transformers asks on a terminal whether to run the folder's code
             )
         except (ValueError, OSError, KeyError, ImportError) as error:
             raise ModelError(f"{model_dir}: transformers cannot load {geometry.model_type}: {error}") from error

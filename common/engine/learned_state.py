@@ -17,6 +17,7 @@ import structlog
 
 from cohort.common.errors import ConfigError
 from cohort.common.policies.interface import Learned
+from cohort.common.private_files import open_private, private_folder
 
 SAVE_EVERY_S = 30.0
 
@@ -70,8 +71,9 @@ class LearnedState:
             return
         fresh = self._path.with_suffix(f".{os.getpid()}")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_bytes(state)
+            private_folder(self._path.parent)
+            with open_private(fresh, "wb") as file:
+                file.write(state)
             fresh.replace(self._path)
         except OSError as error:
             with contextlib.suppress(OSError):

@@ -385,7 +385,7 @@ class _IpcLock:
         self._path = path
         self._lock_path = Path(f"{path}.lock")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd = self._take()
         except BlockingIOError as error:
             raise ConfigError(f"{path}: another process listens there; end it or choose another --run-dir") from error

@@ -36,6 +36,7 @@ from cohort.services.gateway.model_card import ModelCard, read_model_card
 from cohort.services.gateway.openai_api import OpenAiApi
 from cohort.services.gateway.probes import Probes
 from cohort.services.gateway.streams import Streams
+from cohort.services.gateway.template_process import TemplateLimits
 from cohort.services.gateway.tokenizer import Tokenizer
 
 KEEP_ALIVE_S = 75.0
@@ -238,7 +239,8 @@ def _header(context: ServiceContext, now_s: float) -> GatewayHeader:
 def load_model(config: Config) -> tuple[ModelCard, Tokenizer]:
     """Raises `ModelError` that says what is missing."""
     card = read_model_card(config.model)
-    return card, Tokenizer(card.path)
+    limits = TemplateLimits(config.gateway.template_cpu_s, config.gateway.template_memory_bytes)
+    return card, Tokenizer(card.path, limits)
 
 
 async def build(context: ServiceContext) -> None:
@@ -252,6 +254,7 @@ async def build(context: ServiceContext) -> None:
         )
     began_s = time.perf_counter()
     card, tokenizer = await asyncio.to_thread(load_model, context.config)
+    await asyncio.to_thread(tokenizer.warm)
     gc.collect()
     gc.freeze()  # what lives as long as the process need not be looked at in every collection
     context.log.debug("tokenizer loaded", seconds=round(time.perf_counter() - began_s, 3))

@@ -2,7 +2,8 @@
 
 Reads tokenizer.json through the `tokenizers` library; a folder that has none falls back to transformers, which builds
 the same kind of object. Called by `openai_api.py` (prompts) and `detokenizer.py` (answers). Long texts are encoded in a
-thread, so that the event loop of a busy gateway never waits for one prompt.
+thread, so that the event loop of a busy gateway never waits for one prompt; chat templates run in processes of their
+own (`template_process.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 import tokenizers
 
 from cohort.common.errors import ModelError, RequestError
-from cohort.services.gateway.chat_template import ChatTemplate, load_template_source
+from cohort.services.gateway.chat_template import load_template_source
+from cohort.services.gateway.template_process import ChatRenderer, TemplateLimits
 
 # About two milliseconds of encoding; a thread switch costs a tenth of one.
 INLINE_CHARACTERS = 4096
@@ -27,7 +29,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 class Tokenizer:
     """One model's tokenizer. Immutable after construction and safe to use from threads."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, limits: TemplateLimits = TemplateLimits()) -> None:  # noqa: B008 -- immutable
         config = _read_json(model_dir / "tokenizer_config.json")
         if (model_dir / "tokenizer.json").is_file():
             self._backend, named = _from_json(model_dir, config)
@@ -44,7 +46,7 @@ class Tokenizer:
         self.decoder_state: Mapping[str, Any] = state.get("decoder") or {}
         self._longest_token = self._longest() if not state.get("normalizer") else 0
         source = load_template_source(model_dir, config)
-        self._template = ChatTemplate(source, named) if source else None
+        self._chats = ChatRenderer(source, named, limits) if source else None
 
     @property
     def longest_token(self) -> int:
@@ -53,7 +55,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return self._chats is not None
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """`special_tokens`: add what the model's tokenizer puts around a text (BOS, say)."""
@@ -89,13 +91,21 @@ class Tokenizer:
 
         return work() if sum(map(len, texts)) <= INLINE_CHARACTERS else await asyncio.to_thread(work)
 
+    def warm(self) -> None:
+        """Start what the first chat needs. Raises `ModelError` when the chat template cannot be compiled."""
+        if self._chats is not None:
+            self._chats.warm()
+
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
-        """Raises `RequestError` when the model has no template or the template refuses."""
-        if self._template is None:
+        """Blocks. Raises `RequestError` when the model has no template or the template refuses."""
+        return self._renderer().render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+
+    def _renderer(self) -> ChatRenderer:
+        if self._chats is None:
             raise RequestError("This model has no chat template; use /v1/completions.", param="messages")
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+        return self._chats
 
     async def encode_chat(
         self,
@@ -106,16 +116,13 @@ class Tokenizer:
         limit: int,
     ) -> list[int]:
         """Render and encode. The template writes the special tokens itself, so none are added."""
-
-        def work() -> list[int]:
-            text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, variables=variables)
-            self.refuse_too_long(text, limit, "messages")
+        text = await self._renderer().render_soon(
+            messages, add_generation_prompt=add_generation_prompt, variables=variables
+        )
+        self.refuse_too_long(text, limit, "messages")
+        if len(text) <= INLINE_CHARACTERS:
             return self.encode(text, special_tokens=False)
-
-        size = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
-        if size + 64 * len(messages) <= INLINE_CHARACTERS:
-            return work()
-        return await asyncio.to_thread(work)
+        return await asyncio.to_thread(self.encode, text, special_tokens=False)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
@@ -149,7 +156,7 @@ def _from_transformers(model_dir: Path) -> tuple[tokenizers.Tokenizer, dict[str,
             f"{model_dir} has no tokenizer.json, and reading its other tokenizer files needs the transformers package"
         ) from error
     try:
-        made = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+        made = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_dir} has no tokenizer that could be read: {error}") from error
     backend = getattr(made, "backend_tokenizer", None)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from cohort.common.errors import CohortError
+from cohort.common.private_files import open_private
 
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -32,7 +33,7 @@ class ChildGone(CohortError):
 
 class Child:
     def __init__(self, command: Sequence[str], log_file: Path, environment: Mapping[str, str]) -> None:
-        with log_file.open("ab") as log:
+        with open_private(log_file, "ab") as log:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from cohort.common.private_files import open_private
 from cohort.services.launcher.console import Console, Line, State
 from cohort.services.launcher.probe import answers_ok
 from cohort.services.launcher.run_files import LauncherState, RunFiles
@@ -33,11 +34,10 @@ def detach(arguments: Sequence[str], files: RunFiles, ready_timeout_s: float) ->
 
     It tells us through a pipe: every line is shown, a last line "ready" ends the wait; end of file means it failed.
     """
-    files.logs.mkdir(parents=True, exist_ok=True)
-    files.folder.chmod(0o700)
+    files.make()
     files.start_log(LAUNCHER_LOG)
     ours, theirs = os.pipe()
-    with files.log_file(LAUNCHER_LOG).open("ab") as log:
+    with open_private(files.log_file(LAUNCHER_LOG), "ab") as log:
         command = [sys.executable, "-P", "-m", "cohort.services.launcher", *arguments, "--notify-fd", str(theirs)]
         process = subprocess.Popen(
             command,

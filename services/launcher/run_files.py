@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from cohort.common.errors import CohortError
+from cohort.common.private_files import private_folder
 
 LOG_LIMIT_BYTES = 64 << 20
 """A log that grew beyond this moves to .1 while its process keeps writing."""
@@ -101,11 +102,16 @@ class RunFiles:
     def log_file(self, instance: str) -> Path:
         return self.logs / f"{instance}.log"
 
+    def make(self) -> None:
+        """For its owner alone: its sockets have no other protection, and logs may tell what users do."""
+        private_folder(self.folder)
+        self.folder.chmod(0o700)
+        private_folder(self.logs)
+
     @contextlib.contextmanager
     def claim(self) -> Iterator[None]:
         """Own the folder as long as the context lasts. Raises `RunFilesError` if a launcher runs here."""
-        self.logs.mkdir(parents=True, exist_ok=True)
-        self.folder.chmod(0o700)
+        self.make()
         with self._lock_file.open("a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

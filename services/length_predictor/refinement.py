@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from cohort.common.private_files import open_private, private_folder
 from cohort.services.length_predictor.calibration import OnlineCalibration
 from cohort.services.length_predictor.model import QUANTILES
 
@@ -116,10 +117,11 @@ class Refiner:
             shifts=self._calibration.shifts,
             figures=np.array([self.learned, self.base_error, self.refined_error, self._variance]),
         )
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(path.parent)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
-            part.write_bytes(stream.getvalue())
+            with open_private(part, "wb") as file:
+                file.write(stream.getvalue())
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)

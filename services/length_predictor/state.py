@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cohort.common.errors import CohortError
+from cohort.common.private_files import open_private, private_folder
 from cohort.services.length_predictor.buffer import Dataset
 from cohort.services.length_predictor.features import layout
 from cohort.services.length_predictor.model import Arrays, LengthModel
@@ -43,10 +44,10 @@ def save(path: Path, state: State) -> None:
     arrays = state.data.to_arrays()
     if state.model is not None:
         arrays |= state.model.to_arrays()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(path.parent)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open("wb") as file:
+        with open_private(part, "wb") as file:
             file.write(pack(arrays))
             file.flush()
             os.fsync(file.fileno())

@@ -209,7 +209,7 @@ async def test_same_instance_twice_and_taken_metrics_port(launch: Launch) -> Non
 
 @pytest.mark.pipeline
 async def test_metrics_on_an_application_of_its_own(launch: Launch, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run").mkdir(mode=0o700)
     monitor = ZmqBus("monitor", f"ipc://{tmp_path}/run/monitor.sock")
     await launch("own-metrics")
     while True:

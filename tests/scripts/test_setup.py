@@ -75,7 +75,7 @@ def test_the_second_run_does_nothing(finished: dict[str, str], tmp_path: Path):
 
 def test_development_needs_more_than_serving_but_not_the_other_way_round(finished: dict[str, str], tmp_path: Path):
     assert setup("--dev", **finished).returncode == 0
-    assert "dev]" in (tmp_path / "calls").read_text()
+    assert "dev.txt" in (tmp_path / "calls").read_text()
     (tmp_path / "calls").unlink()
     assert not (Path(finished["COHORT_VENV"]) / ".cohort-serve").exists()
     assert setup(**finished).stdout == ""

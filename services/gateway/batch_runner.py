@@ -47,7 +47,7 @@ STATUSES = ("validating", "in_progress", "finalizing", "completed", "failed", "c
 
 
 class AnswerLine(Protocol):
-    async def __call__(self, data: bytes, *, chat: bool, line_id: str) -> LineAnswer: ...
+    async def __call__(self, data: bytes, *, chat: bool, line_id: str, owner: str) -> LineAnswer: ...
 
 
 class BatchMetrics:
@@ -256,7 +256,8 @@ class BatchRunner:
         lost = 0
         while True:
             try:
-                return await self._answer(body, chat=chat, line_id=line_id(batch.id, line.number))
+                named = line_id(batch.id, line.number)
+                return await self._answer(body, chat=chat, line_id=named, owner=batch.owner)
             except RequestError as error:
                 lost += error.status == 503
                 if error.status not in (429, 503) or lost >= MAX_TRIES:

@@ -8,6 +8,9 @@ looks at the buffers themselves. Event streams have a timeout of their own besid
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -96,7 +99,7 @@ class SlowReaders:
                     still_s=round(now_s - connection.moved_s, 3),
                     write_timeout_s=self._still_s,
                 )
-                transport.abort()
+                _drop(transport)
                 self._aborted()
         if self._connections:
             self._look_later()
@@ -112,6 +115,14 @@ class SlowReaders:
             connection.pending_since_s = now_s
         late = not connection.endless and now_s - connection.pending_since_s >= self._whole_s
         return late or now_s - connection.moved_s >= self._still_s
+
+
+def _drop(transport: asyncio.Transport) -> None:
+    """Close it with a reset: otherwise the kernel goes on offering the client the megabytes it has taken already."""
+    at_once = struct.pack("ii", 1, 0)
+    with contextlib.suppress(OSError, AttributeError):
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+    transport.abort()
 
 
 def _unsent(transport: asyncio.Transport) -> int:

@@ -47,9 +47,11 @@ from cohort.common.addresses import (
     named_host,
     never_dialling,
 )
+from cohort.common.browsers import BrowserGuard
 from cohort.common.clock import Clock, SystemClock
 from cohort.common.config import Config, load_config
 from cohort.common.errors import ConfigError, ModelError, PeerUnreachable
+from cohort.common.http_server import name_server, refuse_foreign_pages
 from cohort.common.logs import configure_logging, log_loop_errors
 from cohort.common.messages import Farewell, Heartbeat
 from cohort.common.metrics import CONTENT_TYPE, MetricFactory, exposition
@@ -380,8 +382,10 @@ class _Service:
             # Serving does not depend on where metrics are read, and heartbeats say where: take any port.
             self._log.warning("metrics port is taken, using another", host=host, port=port, error=error.strerror)
             listener = _listen(host, 0)
-        application = web.Application()
+        guard = BrowserGuard(host, (), open_=True, option="metrics.host")
+        application = web.Application(middlewares=[refuse_foreign_pages(guard)])
         application.add_routes(metrics_routes(context))
+        name_server()
         runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

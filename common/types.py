@@ -144,7 +144,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     to within what a latency figure needs; no decision about correctness depends on it). Lower `priority` is served
     first. `online` False marks batch work (B10). `waited_s`: of a resubmitted request, seconds from its arrival at the
     gateway until this attempt was sent on, by the gateway or by the manager; a first attempt says 0. A duration, so
-    that the request keeps its place in line on hosts whose monotonic clocks differ.
+    that the request keeps its place in line on hosts whose monotonic clocks differ. Only requests of the same
+    `prefix_salt` share cached prefixes.
     """
 
     attempt: Attempt
@@ -159,6 +160,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     slo: Slo = Slo()
     prediction: Prediction | None = None
     waited_s: float = 0.0
+    prefix_salt: str = ""
 
     @property
     def request_id(self) -> RequestId:

@@ -22,7 +22,8 @@ class ModelConfig(Section, frozen=True):
 class GatewayConfig(Section, frozen=True):
     host: str = "127.0.0.1"  # address clients connect to; 0.0.0.0 = every interface
     port: Port = 8000  # port clients connect to; 0 = any free one, chosen by the launcher
-    api_keys: tuple[str, ...] = ()  # accepted bearer tokens; empty = open. `env:NAME` reads an environment variable
+    # accepted bearer tokens; empty = open; `env:NAME` reads a variable. /health, /ready, /version, /metrics need none
+    api_keys: tuple[str, ...] = ()
     open: bool = False  # true: `host` may be reachable from other machines although no api_keys are set
     max_waiting_requests: Positive = 4096  # not yet placed; beyond: 429
     max_waiting_tokens: Positive = 4_000_000  # prompt + predicted output of those
@@ -36,10 +37,19 @@ class GatewayConfig(Section, frozen=True):
     rt_tpot_slo_s: Seconds = 0.2  # seconds between two tokens, likewise
     request_timeout_s: Seconds = 3600.0  # the longest a request may live, queueing included
     max_attempts: Positive = 8  # placements before a request fails with 503
+    write_timeout_s: Seconds = 60.0  # a client that takes nothing of its answer for so long is given up
+    drain_s: Seconds = 30.0  # on SIGTERM: the longest to wait for running requests
+    body_timeout_s: Seconds = 30.0  # a body of which nothing arrives for so long is given up (408)
+    body_deadline_s: Seconds = 120.0  # a body that is not complete after so long is given up (408)
+    max_bodies_bytes: Positive = 536_870_912  # bodies in flight together, read or parsed but not accepted; beyond: 429
+    # of max_waiting_requests and max_waiting_tokens for one API key where there are several; beyond: 429
+    owner_share: Fraction = 0.5
+    # of a body: free; clamp = to 0 and above: it may let others pass, not pass them; ignore; auto = clamp with api_keys
+    priorities: Literal["auto", "free", "clamp", "ignore"] = "auto"
+    # names that Host and a browser's Origin may have besides localhost; empty: any Host, but none more on open loopback
+    allowed_hosts: tuple[str, ...] = ()
     template_cpu_s: Seconds = 5.0  # processor time of the model's chat template for one request; beyond: 400
     template_memory_bytes: Positive = 536_870_912  # of a process that renders chats; of a prompt: 1/8; beyond: 400
-    write_timeout_s: Seconds = 60.0  # a client that takes nothing of its stream for so long is given up
-    drain_s: Seconds = 30.0  # on SIGTERM: the longest to wait for running requests
     max_choices: Positive = 256  # choices of one request, all its prompts together; beyond: 400, as below
     max_messages: Positive = 4096  # of one chat
     max_metadata_keys: Positive = 64  # of the metadata that is taken and left unread
@@ -47,11 +57,9 @@ class GatewayConfig(Section, frozen=True):
     max_logit_biases: Positive = 1024  # tokens in one logit_bias
     max_stop_length: Positive = 256  # characters of one stop string
     max_stop_characters: Positive = 1024  # of all stop strings of a request
-    # units one request may ask for: choices × (64 + prompt tokens + max_tokens × (1 + log-probabilities of a token)),
-    # the same for an echoed prompt's log-probabilities, and choices × biases
+    # units of one request: choices × (64 + prompt + max_tokens × (1 + log-probabilities)), echo and biases beside
     max_request_work: Positive = 524_288
-    # such units of all open requests together beyond one plain answer each, which bounds the gateway's memory; beyond:
-    # 429
+    # such units of all open requests beyond one plain answer each: bounds the gateway's memory; beyond: 429
     max_open_work: Positive = 786_432
 
 
@@ -93,6 +101,7 @@ class MonitorConfig(Section, frozen=True):
     history_s: Seconds = 900.0  # what the live page can show
     host: str = "127.0.0.1"  # of the live page and the aggregated /metrics
     port: Port = 8001  # port of both; 0 = any free one, chosen by the launcher
+    allowed_hosts: tuple[str, ...] = ()  # as gateway.allowed_hosts, of the live page
 
 
 class KvConfig(Section, frozen=True):
@@ -102,6 +111,8 @@ class KvConfig(Section, frozen=True):
     cpu_memory_bytes: Positive = 536_870_912  # cache of one CPU worker when memory_bytes is 0
     host_memory_bytes: NotNegative = 268_435_456  # host pool for swapped KV
     prefix_caching: bool = True  # keep KV of finished prompts and reuse it where a new prompt begins alike
+    # with several API keys: one key's prompts may begin with what another's computed, and so learn what that one sent
+    share_prefixes_between_keys: bool = False
 
 
 class TransferAblation(Section, frozen=True):

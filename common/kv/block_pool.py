@@ -20,6 +20,9 @@ from cohort.common.errors import InvariantViolated, OutOfBlocks
 from cohort.common.kv.free_blocks import FreeBlocks
 
 BlockHash = bytes
+HASH_BYTES = 16
+ROOT_BYTES = 24
+"""Another length than a hash's: no block's hash is a root."""
 
 
 def block_hashes(
@@ -27,15 +30,22 @@ def block_hashes(
 ) -> list[BlockHash]:
     """Chained 128-bit hashes of the full blocks of `tokens` from `start_block` on.
 
-    A hash names the block's content *and everything before it*, so equal hashes mean equal prefixes (BLAKE2b: a
-    collision would be a wrong answer, so a real hash is worth its microsecond).
+    `parent`: the hash of the block before; of the first block a salt (see `prefix_root`), b"" for none. A hash names
+    the block's content *and everything before it*, so equal hashes mean equal prefixes (BLAKE2b: a collision would be
+    a wrong answer, so a real hash is worth its microsecond).
     """
     hashes = []
     for index in range(start_block, len(tokens) // block_size):
         chunk = array("q", tokens[index * block_size : (index + 1) * block_size]).tobytes()
-        parent = hashlib.blake2b(chunk, digest_size=16, key=parent).digest()
+        parent = hashlib.blake2b(chunk, digest_size=HASH_BYTES, key=parent).digest()
         hashes.append(parent)
     return hashes
+
+
+def prefix_root(salt: str) -> BlockHash:
+    """The parent of a prompt's first block: chains of different salts have no hash in common, so that no request can
+    reuse, and thereby notice, what another salt's requests have computed. b"" without a salt."""
+    return hashlib.blake2b(salt.encode(), digest_size=ROOT_BYTES).digest() if salt else b""
 
 
 class BlockPool:

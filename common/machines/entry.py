@@ -29,6 +29,8 @@ class Entry:
     request: Request
     opened_s: float
     expires_s: float
+    owner: str = ""
+    """Whose share it counts against while it waits; "" where nothing is shared out."""
     attempt: Attempt = field(init=False)
     state: State = State.OPEN
     output: list[int] = field(default_factory=list)

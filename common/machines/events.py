@@ -113,17 +113,21 @@ class RunsReceived(_Event, frozen=True):
 
 class Estimated(_Event, frozen=True):
     """A client is about to send a request of this size. Answered with `Admitted` (without entries) or `Rejected`, so
-    that a busy server need not read it."""
+    that a busy server need not read it. `owner`: as in `Offered`."""
 
     offer_id: RequestId
     body_bytes: int
     traffic_class: TrafficClass
+    owner: str = ""
 
 
 class Offered(_Event, frozen=True):
     """A client's request is parsed and tokenised: one `Request` per choice, `choices_per_prompt` in a row of the same
     prompt. Answered with `Admitted` or `Rejected`. An SLO of 0 takes the gateway's default for its class; a request
-    that brings a prediction is not asked about. `text_bytes`: of the body it came in."""
+    that brings a prediction is not asked about. `text_bytes`: of the body it came in.
+
+    `owner`: whose share of what may wait it takes, a digest of the client's API key; "" where nothing is shared out.
+    `max_tokens_named`: the client said how many tokens it wants, instead of as many as fit."""
 
     offer_id: RequestId
     requests: list[Request]
@@ -131,6 +135,8 @@ class Offered(_Event, frozen=True):
     chat: bool = False
     text_bytes: int = 0
     stop_strings: int = 0
+    owner: str = ""
+    max_tokens_named: bool = False
 
 
 class Closed(_Event, frozen=True):

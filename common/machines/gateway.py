@@ -143,7 +143,6 @@ class GatewayMachine:
         self._predictions = PredictionDesk(
             wait_s=settings.predictor_wait_s, default_tokens=settings.default_prediction_tokens, there=bool(predictor)
         )
-        self._default_output = float(settings.default_prediction_tokens)
         self._beat_s = now_s
         self._wake_s = float("inf")
         """The time that the last `Wake` asked for."""
@@ -199,7 +198,7 @@ class GatewayMachine:
 
     def _estimated(self, now_s: float, offer: Estimated) -> None:
         load = self.link.load
-        refusal = self._admission.estimate(now_s, offer.body_bytes, offer.traffic_class, load)
+        refusal = self._admission.estimate(now_s, offer.body_bytes, offer.traffic_class, load, offer.owner)
         self._decided(offer.offer_id, refusal)
 
     def _decided(self, offer_id: RequestId, refusal: Refuse | None) -> list[Entry] | None:
@@ -227,12 +226,14 @@ class GatewayMachine:
 
     def _offered(self, now_s: float, offer: Offered) -> None:
         requests = [self._with_slo(request) for request in offer.requests]
-        entries = self._decided(offer.offer_id, self._admission.decide(now_s, requests, self.link.load))
+        owner, named = offer.owner, offer.max_tokens_named
+        refusal = self._admission.decide(now_s, requests, self.link.load, owner, max_tokens_named=named)
+        entries = self._decided(offer.offer_id, refusal)
         if entries is None:
             return
         for request in requests:
-            expected = min(self._default_output, float(request.sampling.max_tokens))
-            entries.append(self.ledger.open(now_s, request, expected_output=expected))
+            expected = self._admission.expected_output(request, owner, max_tokens_named=named)
+            entries.append(self.ledger.open(now_s, request, expected_output=expected, owner=owner))
         for first in range(0, len(entries), offer.choices_per_prompt):
             choices = entries[first : first + offer.choices_per_prompt]
             request = choices[0].request

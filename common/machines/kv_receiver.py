@@ -142,11 +142,12 @@ class KvReceiver:
             if not self._fits(offer.positions):
                 postponed.append(offer)
                 break
-            cached = state.kv.reserve(key, held.sequence.tokens, offer.positions)
+            sequence = held.sequence
+            cached = state.kv.reserve(key, sequence.tokens, offer.positions, salt=sequence.request.prefix_salt)
             if cached is None:
                 postponed.append(offer)
                 break
-            self._grant(now_s, offer, held.sequence, cached)
+            self._grant(now_s, offer, sequence, cached)
         postponed.extend(self.offers)
         self.offers = postponed
 

@@ -23,6 +23,15 @@ from cohort.common.machines.entry import Entry, State
 from cohort.common.messages import Placed, StageTimes, TokenUpdate
 from cohort.common.types import Attempt, FinishReason, InstanceId, Request, RequestId
 
+
+@dataclass(slots=True)
+class Waiting:
+    """What of one owner was never placed so far: requests, and their prompt and expected output tokens."""
+
+    requests: int = 0
+    tokens: float = 0.0
+
+
 # -- What the ledger asks of the machine, beside the effects `Deliver` and `Fail` ----------------------------------
 
 
@@ -58,6 +67,8 @@ class Ledger:
         self.waiting_online = 0
         """Those of them that are online requests; batch work starts nothing new meanwhile."""
         self.waiting_tokens = 0.0
+        self._waiting_of: dict[str, Waiting] = {}
+        """By owner; only of owners that have something waiting."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -68,9 +79,13 @@ class Ledger:
     def entries(self) -> Iterable[Entry]:
         return self._entries.values()
 
+    def waiting_of(self, owner: str) -> Waiting:
+        """What of this owner's waits; nothing for an owner without a name."""
+        return self._waiting_of.get(owner) or Waiting()
+
     # -- From the client's side ------------------------------------------------------------------------------------
 
-    def open(self, now_s: float, request: Request, *, expected_output: float = 0.0) -> Entry:
+    def open(self, now_s: float, request: Request, *, expected_output: float = 0.0, owner: str = "") -> Entry:
         """Own a request. It is submitted when its host says so (a prediction may come first)."""
         if request.request_id in self._entries:
             raise ValueError(f"request {request.request_id} is open already")
@@ -78,6 +93,7 @@ class Ledger:
             request=request,
             opened_s=now_s,
             expires_s=now_s + self._request_timeout_s,
+            owner=owner,
             prediction=request.prediction,
             last_news_s=now_s,
             queued_tokens=request.prompt_tokens + max(1.0, expected_output),
@@ -86,6 +102,10 @@ class Ledger:
         self.waiting_requests += 1
         self.waiting_online += request.online
         self.waiting_tokens += entry.queued_tokens
+        if owner:
+            own = self._waiting_of.setdefault(owner, Waiting())
+            own.requests += 1
+            own.tokens += entry.queued_tokens
         return entry
 
     def submit(self, request_id: RequestId) -> list[Action]:
@@ -310,6 +330,12 @@ class Ledger:
         tokens = sum(entry.queued_tokens for entry in waiting)
         if abs(self.waiting_tokens - tokens) > 1e-6 * max(1.0, tokens):
             raise InvariantViolated(f"{self.waiting_tokens} tokens count as waiting, but {tokens} wait")
+        by_owner: dict[str, int] = {}
+        for entry in waiting:
+            if entry.owner:
+                by_owner[entry.owner] = by_owner.get(entry.owner, 0) + 1
+        if {owner: own.requests for owner, own in self._waiting_of.items()} != by_owner:
+            raise InvariantViolated(f"{self._waiting_of} count as waiting by owner, but {by_owner} wait")
         for request_id, entry in self._entries.items():
             if entry.request_id != request_id:
                 raise InvariantViolated(f"{entry.attempt} is kept under the name {request_id}")
@@ -369,6 +395,12 @@ class Ledger:
             self.waiting_requests -= 1
             self.waiting_online -= entry.request.online
             self.waiting_tokens -= entry.queued_tokens
+            if entry.owner:
+                own = self._waiting_of[entry.owner]
+                own.requests -= 1
+                own.tokens -= entry.queued_tokens
+                if not own.requests:
+                    del self._waiting_of[entry.owner]
             entry.queued_tokens = 0.0
 
     def _release(self, entry: Entry, reason: str) -> list[Action]:

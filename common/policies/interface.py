@@ -63,7 +63,8 @@ from cohort.common.types import (
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A request at the door. Before tokenising `prompt_tokens` is an estimate from the body's size."""
+    """A request at the door. Before tokenising `prompt_tokens` is an estimate from the body's size. `owner`: a digest
+    of its API key where several keys share the gateway, "" otherwise."""
 
     prompt_tokens: int
     max_tokens: int
@@ -71,11 +72,13 @@ class Offer:
     traffic_class: TrafficClass
     priority: int
     slo: Slo
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLoad:
-    """The gateway's knowledge when it decides: its own queue and the manager's last word."""
+    """The gateway's knowledge when it decides: its own queue and the manager's last word. `owner_requests`,
+    `owner_tokens`: what of the offer's owner waits at this gateway."""
 
     waiting_requests: int
     waiting_tokens: int
@@ -84,6 +87,8 @@ class AdmissionLoad:
     """Requests finished a second, moving average; 0 = unknown."""
     free_tokens: int
     total_tokens: int
+    owner_requests: int = 0
+    owner_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,8 +106,9 @@ class KvAllocator(ABC):
         the prefix cache already holds, or None when blocks are missing."""
 
     @abstractmethod
-    def reserve(self, key: Attempt, tokens: Seq[int], positions: int) -> int | None:
-        """Blocks for KV that will arrive from elsewhere: like `admit`, for `positions` positions."""
+    def reserve(self, key: Attempt, tokens: Seq[int], positions: int, *, salt: str = "") -> int | None:
+        """Blocks for KV that will arrive from elsewhere: like `admit`, for `positions` positions. `salt`: the
+        request's `prefix_salt`."""
 
     @abstractmethod
     def extend(self, sequence: Sequence, positions: int) -> bool:

@@ -50,7 +50,7 @@ STATUSES = ("validating", "in_progress", "finalizing", "completed", "failed", "c
 
 
 class AnswerLine(Protocol):
-    async def __call__(self, data: bytes, *, chat: bool, line_id: str) -> LineAnswer: ...
+    async def __call__(self, data: bytes, *, chat: bool, line_id: str, owner: str) -> LineAnswer: ...
 
 
 class BatchMetrics:
@@ -326,7 +326,8 @@ class BatchRunner:
         lost = 0
         while True:
             try:
-                answer = await self._answer(body, chat=chat, line_id=line_id(batch.id, line.number))
+                named = line_id(batch.id, line.number)
+                answer = await self._answer(body, chat=chat, line_id=named, owner=batch.owner)
                 if len(answer.body) > MAX_RESULT_BYTES:
                     raise RequestError(f"The answer has more than {MAX_RESULT_BYTES} bytes; ask for less.", status=413)
                 return answer

@@ -1,4 +1,4 @@
-"""Around every handler: the request's id, API keys, and every error as JSON in OpenAI's shape.
+"""Around every handler: the request's id, foreign pages, API keys, and every error as JSON in OpenAI's shape.
 
 Called by aiohttp for each HTTP request. Nothing a client sends may leave here as a 500 with a stack trace or as plain
 text; what is a defect of ours is logged with its traceback and answered with a 500 that says nothing else.
@@ -17,6 +17,7 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from cohort.common.browsers import BrowserGuard
 from cohort.common.errors import ConfigError, RequestError
 from cohort.common.logs import request_scope
 from cohort.services.gateway.responses import error_body, retry_after
@@ -77,6 +78,19 @@ def answer_everything(log: structlog.stdlib.BoundLogger) -> Middleware:
         if not response.prepared:
             response.headers[REQUEST_ID_HEADER] = http_id
         return response
+
+    return middleware
+
+
+def refuse_foreign_pages(guard: BrowserGuard) -> Middleware:
+    """403 for pages of other sites in a browser, and for names that are not this server's."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        refusal = guard.refusal(request.method, request.headers)
+        if refusal is not None:
+            raise RequestError(refusal, status=403, type_="permission_error")
+        return await handler(request)
 
     return middleware
 

@@ -33,7 +33,7 @@ class ModelCard:
 
     @property
     def names(self) -> frozenset[str]:
-        """What clients may call it: the served name, or the folder that `/v1/models` shows as its root."""
+        """What clients may call it: the served name or, if they know where it lies, the folder."""
         return frozenset((self.name, str(self.path)))
 
 

@@ -30,10 +30,12 @@ from cohort.common.types import FinishReason, InstanceId
 from cohort.services.gateway.answering import Answering, Step
 from cohort.services.gateway.choice import Choice
 from cohort.services.gateway.detokenizer import TokenText
-from cohort.services.gateway.middleware import HTTP_ID, REQUEST_ID_HEADER
+from cohort.services.gateway.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
 from cohort.services.gateway.model_card import ModelCard
+from cohort.services.gateway.owners import Owners
 from cohort.services.gateway.parsing import CLASS_HEADER, Call, parse_chat, parse_completion
 from cohort.services.gateway.preparation import output_limits, prepare
+from cohort.services.gateway.request_bodies import RequestBodies
 from cohort.services.gateway.request_budget import RequestBudget
 from cohort.services.gateway.responses import Answer, ChatShape, CompletionShape, Scores, Shape, Usage
 from cohort.services.gateway.sse import EventStream
@@ -77,6 +79,8 @@ class OpenAiApi:
         log: structlog.stdlib.BoundLogger,
         instance: InstanceId,
         max_model_len: Callable[[], int],
+        bodies: RequestBodies,
+        owners: Owners,
     ) -> None:
         self._config = config
         self._card = card
@@ -89,6 +93,8 @@ class OpenAiApi:
         self._instance = instance
         self._max_model_len = max_model_len
         self.budget = RequestBudget(config, tokenizer.longest_token)
+        self._bodies = bodies
+        self._owners = owners
         self._completion = CompletionShape(self._text)
         self._chat = ChatShape(self._text)
 
@@ -117,17 +123,19 @@ class OpenAiApi:
             self._streams.abandon(answering.generation)
             answering.reserved.release()
 
-    async def answer_line(self, data: bytes, *, chat: bool, line_id: str) -> LineAnswer:
+    async def answer_line(self, data: bytes, *, chat: bool, line_id: str, owner: str = "") -> LineAnswer:
         """One line of a batch, as if its body had been posted: best effort, offline, behind all online requests.
 
-        `line_id` becomes part of the ids that workers log. Raises `RequestError` with the status the body would get.
+        `line_id` becomes part of the ids that workers log; `owner` is the batch's. Raises `RequestError` with the
+        status the body would get.
         """
         times = GatewayTimes(arrived_s=self._clock.now_s())
         call = await self._parse(data, _BATCH_HEADERS, chat=chat)
         if call.stream:
             raise RequestError("stream: the answers of a batch are written to a file.", param="stream")
-        call = dataclasses.replace(call, online=False, priority=BEHIND_EVERYBODY + call.priority)
-        answering = await self._begin(call, len(data), times, named=line_id)
+        priority = self._owners.priority(call.priority)
+        call = dataclasses.replace(call, online=False, priority=BEHIND_EVERYBODY + priority)
+        answering = await self._begin(call, len(data), times, owner, named=line_id)
         try:
             answer = await self._whole(answering)
         finally:
@@ -137,12 +145,14 @@ class OpenAiApi:
 
     async def _accept(self, request: web.Request, times: GatewayTimes, *, chat: bool) -> Answering:
         """Everything before the request is owned; refusals are `RequestError`s."""
-        self._streams.check(request.content_length or 0, self._config.default_class)
-        data = await _read(request)
-        call = await self._parse(data, request.headers, chat=chat)
-        http_id = request[HTTP_ID]
-        own = request.headers.get(REQUEST_ID_HEADER) == http_id and _PLAIN_ID.fullmatch(http_id)
-        answering = await self._begin(call, len(data), times, named=http_id if own else "")
+        owner = request[OWNER]
+        self._streams.check(request.content_length or 0, self._config.default_class, self._owners.share_of(owner))
+        async with self._bodies.reading(request) as data:
+            call = await self._parse(data, request.headers, chat=chat)
+            call = dataclasses.replace(call, priority=self._owners.priority(call.priority))
+            http_id = request[HTTP_ID]
+            own = request.headers.get(REQUEST_ID_HEADER) == http_id and _PLAIN_ID.fullmatch(http_id)
+            answering = await self._begin(call, len(data), times, owner, named=http_id if own else "")
         self._log.debug("accepted", http_id=http_id, request_ids=answering.generation.request_ids)
         return answering
 
@@ -156,8 +166,9 @@ class OpenAiApi:
         self.budget.check(call)
         return call
 
-    async def _begin(self, call: Call, body_bytes: int, times: GatewayTimes, *, named: str) -> Answering:
+    async def _begin(self, call: Call, body_bytes: int, times: GatewayTimes, owner: str, *, named: str) -> Answering:
         """Tokenise, offer the requests, own them. `named`: an id of the client's that ours should begin with."""
+        limited = call.max_tokens is not None
         began_s = self._clock.now_s()
         prompts = await self._tokenize(call)
         times.tokenize_s = self._clock.now_s() - began_s
@@ -178,6 +189,7 @@ class OpenAiApi:
             card=self._card,
             max_tokens_of=max_tokens_of,
         )
+        requests = self._owners.marked(requests, owner, max_tokens_named=limited)
         # Of every prompt one, to which its choices refer, like the automaton.
         echoes = [self._echo(call, which, prompt) for which, prompt in enumerate(prompts)]
         stops = StopAutomaton(call.stop_strings)
@@ -192,6 +204,8 @@ class OpenAiApi:
                     chat=call.chat,
                     text_bytes=body_bytes,
                     stop_strings=len(call.stop_strings),
+                    owner=self._owners.share_of(owner),
+                    max_tokens_named=limited,
                 ),
                 times,
             )
@@ -361,10 +375,3 @@ class OpenAiApi:
         self._streams.stats.recent.rejected()
         reason = {429: "busy", 503: "draining"}.get(error.status, "invalid")
         self._metrics.rejections(self._config.default_class, str(error.status), reason).inc()
-
-
-async def _read(request: web.Request) -> bytes:
-    try:
-        return await request.read()
-    except web.RequestPayloadError as error:
-        raise RequestError(f"The body cannot be read: {error}") from error

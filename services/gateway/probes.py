@@ -45,7 +45,7 @@ class Probes:
             web.get("/version", self.version),
             web.get("/metrics", self.metrics),
             web.get("/v1/models", self.models),
-            web.get("/v1/models/{name:.+}", self.model),  # a model's root is a path
+            web.get("/v1/models/{name:.+}", self.model),  # a name may have slashes
         ]
 
     async def health(self, _: web.Request) -> web.Response:
@@ -82,7 +82,7 @@ class Probes:
             "object": "model",
             "created": self._created,
             "owned_by": "cohort",
-            "root": str(self._card.path),
+            "root": self._card.path.name,  # where the folder lies is nobody's business
             "parent": None,
             "max_model_len": self._max_model_len(),
         }

@@ -19,8 +19,10 @@ from typing import NoReturn
 from aiohttp import web
 
 from cohort.common import exposure
+from cohort.common.browsers import BrowserGuard
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
+from cohort.common.http_server import AcceptingSite, name_server, raise_descriptor_limit
 from cohort.common.machines.events import DrainEnded, DrainStarted, Received, Tick
 from cohort.common.machines.gateway import GatewayMachine, GatewaySettings
 from cohort.common.machines.recorder import GatewayHeader, config_text
@@ -31,10 +33,13 @@ from cohort.common.recording import recorded
 from cohort.common.service import MANAGER, PREDICTOR, ServiceContext, named_host
 from cohort.common.types import InstanceId
 from cohort.services.gateway.batches import Batches
-from cohort.services.gateway.middleware import answer_everything, require_key, resolve_keys
+from cohort.services.gateway.middleware import answer_everything, refuse_foreign_pages, require_key, resolve_keys
 from cohort.services.gateway.model_card import ModelCard, read_model_card
 from cohort.services.gateway.openai_api import OpenAiApi
+from cohort.services.gateway.owners import Owners
 from cohort.services.gateway.probes import Probes
+from cohort.services.gateway.request_bodies import RequestBodies, refuse_other_bodies
+from cohort.services.gateway.slow_readers import SlowReaders
 from cohort.services.gateway.streams import Streams
 from cohort.services.gateway.template_process import TemplateLimits
 from cohort.services.gateway.tokenizer import Tokenizer
@@ -83,6 +88,16 @@ class Gateway:
             log=context.log,
             instance=context.instance,
             max_model_len=self._max_model_len,
+            bodies=RequestBodies(config.gateway),
+            owners=Owners(config, self._keys),
+        )
+        gave_up = context.metrics.counter("clients_given_up", "Connections aborted because nothing was read from them")
+        self._accepts_failed = context.metrics.counter("accepts_failed", "Connections that could not be accepted")
+        self._slow_readers = SlowReaders(
+            still_s=config.gateway.write_timeout_s,
+            whole_s=config.gateway.request_timeout_s,
+            aborted=lambda: gave_up().inc(),
+            log=context.log,
         )
         self._probes = Probes(
             card=card,
@@ -95,9 +110,17 @@ class Gateway:
         context.stats = self._stats
 
     def application(self, batches: Batches) -> web.Application:
+        gateway = self._config.gateway
+        guard = BrowserGuard(gateway.host, gateway.allowed_hosts, open_=not self._keys, option="gateway.allowed_hosts")
         application = web.Application(
-            middlewares=[answer_everything(self._context.log), require_key(self._keys)],
-            client_max_size=self._config.gateway.max_body_bytes,
+            middlewares=[
+                self._slow_readers.middleware(),
+                answer_everything(self._context.log),
+                refuse_foreign_pages(guard),
+                require_key(self._keys),
+                refuse_other_bodies,
+            ],
+            client_max_size=gateway.max_body_bytes,
         )
         application.add_routes([*self._api.routes(), *batches.routes(), *self._probes.routes()])
         return application
@@ -120,6 +143,7 @@ class Gateway:
             self.application(batches),
             access_log=None,
             handler_cancellation=True,
+            auto_decompress=False,  # what is compressed is refused; it must not grow before that
             keepalive_timeout=KEEP_ALIVE_S,
             shutdown_timeout=STREAM_END_S,
         )
@@ -139,17 +163,20 @@ class Gateway:
                         task.cancel()
         finally:
             self.streams.end()
+            self._slow_readers.end()
             await runner.cleanup()
 
     async def _listen(self, runner: web.AppRunner) -> None:
         host, port = self._config.gateway.host, self._config.gateway.port
-        site = web.TCPSite(runner, host, port, backlog=BACKLOG)
+        name_server()
+        site = AcceptingSite(
+            runner, host, port, backlog=BACKLOG, failed=lambda: self._accepts_failed().inc(), log=self._context.log
+        )
         try:
             await site.start()
         except OSError as error:
             raise ConfigError(f"gateway.port: cannot listen on {host}:{port}: {error.strerror}") from error
-        addresses = runner.addresses
-        self.port: int = addresses[0][1]
+        self.port: int = site.addresses[0][1]
         named = named_host(host)
         self._context.metrics_url = f"http://{named}:{self.port}/metrics"
         self._context.log.info(
@@ -252,6 +279,8 @@ async def build(context: ServiceContext) -> None:
             f"{exposure.KEY_VARIABLE} is set, but no request is asked for it: gateway.api_keys is empty; "
             f"set gateway.api_keys=[env:{exposure.KEY_VARIABLE}]"
         )
+    soft, hard = raise_descriptor_limit()
+    context.log.debug("descriptor limit", before=soft, now=hard)
     began_s = time.perf_counter()
     card, tokenizer = await asyncio.to_thread(load_model, context.config)
     await asyncio.to_thread(tokenizer.warm)

@@ -87,9 +87,9 @@ class Streams:
 
     # -- For the HTTP handlers -------------------------------------------------------------------------------------
 
-    def check(self, body_bytes: int, traffic_class: TrafficClass) -> None:
-        """Before any work. Raises a 429 or 503 `RequestError`."""
-        self._decide(Estimated("estimate", body_bytes, traffic_class), None)
+    def check(self, body_bytes: int, traffic_class: TrafficClass, owner: str = "") -> None:
+        """Before any work; `owner` as in `Offered`. Raises a 429 or 503 `RequestError`."""
+        self._decide(Estimated("estimate", body_bytes, traffic_class, owner), None)
 
     def offer(self, offer: Offered, times: GatewayTimes) -> Generation:
         """All of the offer's requests come in, or none: then raises a 429 or 503 `RequestError`. Must be abandoned in

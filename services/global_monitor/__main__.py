@@ -7,7 +7,9 @@ import asyncio
 import aiohttp
 from aiohttp import web
 
+from cohort.common.browsers import BrowserGuard
 from cohort.common.errors import ConfigError
+from cohort.common.http_server import name_server
 from cohort.common.service import ServiceContext, service_main
 from cohort.common.transport.zmq_bus import ZmqBus
 from cohort.services.global_monitor.exporter import ClusterCollector, Exporter
@@ -34,9 +36,13 @@ async def build(context: ServiceContext) -> None:
     context.registry.register(ClusterCollector(monitor.cluster, context.clock.now_s))
     async with aiohttp.ClientSession(trust_env=False) as session:
         exporter = Exporter(context.instance, monitor.cluster, context.registry, session, context.log)
-        app = application(
-            exporter, monitor.read_state, max_history_s=config.monitor.history_s, instance=context.instance
+        guard = BrowserGuard(
+            config.monitor.host, config.monitor.allowed_hosts, open_=True, option="monitor.allowed_hosts"
         )
+        app = application(
+            exporter, monitor.read_state, max_history_s=config.monitor.history_s, instance=context.instance, guard=guard
+        )
+        name_server()
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:

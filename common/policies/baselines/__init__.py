@@ -30,7 +30,9 @@ from cohort.common.types import KvGeometry
 def build_admission(config: Config) -> BoundedAdmission:
     gateway = config.gateway
     return BoundedAdmission(
-        max_waiting_requests=gateway.max_waiting_requests, max_waiting_tokens=gateway.max_waiting_tokens
+        max_waiting_requests=gateway.max_waiting_requests,
+        max_waiting_tokens=gateway.max_waiting_tokens,
+        owner_share=gateway.owner_share,
     )
 
 

@@ -2,6 +2,7 @@
 
 The default `Admission`, asked by the gateway once with an estimate before any work and once with the real numbers.
 Looks at what waits only: running requests have their memory already, and how many may run is the workers' business.
+Where several API keys share the gateway, one of them may fill a share of both bounds, not all of them.
 """
 
 from __future__ import annotations
@@ -17,20 +18,55 @@ UNKNOWN_RATE_RETRY_S = 5.0
 class BoundedAdmission(Admission):
     """Refuses beyond either bound. Retry-After is the time the present queue takes to drain at the present pace."""
 
-    def __init__(self, *, max_waiting_requests: int, max_waiting_tokens: int) -> None:
+    def __init__(self, *, max_waiting_requests: int, max_waiting_tokens: int, owner_share: float = 1.0) -> None:
+        """`owner_share`: of both bounds, what may wait of one owner; 0 leaves each owner one request."""
         self._max_requests = max_waiting_requests
         self._max_tokens = max_waiting_tokens
+        self._owner_share = owner_share
+        self._owner_requests = owner_requests(max_waiting_requests, owner_share)
+        self._owner_tokens = int(owner_share * max_waiting_tokens)
 
     def decide(self, now_s: float, offer: Offer, load: AdmissionLoad) -> Admit | Refuse:
+        refusal = self._beyond_share(offer, load) if offer.owner else None
+        return refusal or self._beyond_bounds(offer, load)
+
+    def _beyond_share(self, offer: Offer, load: AdmissionLoad) -> Refuse | None:
+        of = f"gateway.owner_share {self._owner_share:g} of"
+        if load.owner_requests >= self._owner_requests:
+            share = f"{self._owner_requests} ({of} gateway.max_waiting_requests {self._max_requests})"
+            return Refuse(
+                f"{load.owner_requests} requests of this API key are waiting already, its share is {share}",
+                self._retry_after_s(load, load.owner_requests),
+            )
+        tokens = offer.prompt_tokens + offer.predicted_tokens
+        if load.owner_requests and load.owner_tokens + tokens > self._owner_tokens:
+            share = f"{self._owner_tokens} ({of} gateway.max_waiting_tokens {self._max_tokens})"
+            return Refuse(
+                f"{load.owner_tokens} tokens of this API key are waiting already, its share is {share}",
+                self._retry_after_s(load, load.owner_requests),
+            )
+        return None
+
+    def _beyond_bounds(self, offer: Offer, load: AdmissionLoad) -> Admit | Refuse:
         if load.waiting_requests >= self._max_requests:
-            return Refuse(f"{load.waiting_requests} requests are waiting already", self._retry_after_s(load))
+            return Refuse(
+                f"{load.waiting_requests} requests are waiting already",
+                self._retry_after_s(load, load.waiting_requests),
+            )
         tokens = offer.prompt_tokens + offer.predicted_tokens
         # A request larger than the whole bound must still get in when it is alone, or it never would.
         if load.waiting_requests and load.waiting_tokens + tokens > self._max_tokens:
-            return Refuse(f"{load.waiting_tokens} tokens are waiting already", self._retry_after_s(load))
+            return Refuse(
+                f"{load.waiting_tokens} tokens are waiting already", self._retry_after_s(load, load.waiting_requests)
+            )
         return Admit()
 
-    def _retry_after_s(self, load: AdmissionLoad) -> float:
+    def _retry_after_s(self, load: AdmissionLoad, waiting_requests: int) -> float:
         if load.drain_rate <= 0:
             return UNKNOWN_RATE_RETRY_S
-        return min(MAX_RETRY_S, max(MIN_RETRY_S, load.waiting_requests / load.drain_rate))
+        return min(MAX_RETRY_S, max(MIN_RETRY_S, waiting_requests / load.drain_rate))
+
+
+def owner_requests(max_waiting_requests: int, owner_share: float) -> int:
+    """How many requests of one owner may wait; at least one."""
+    return max(1, int(owner_share * max_waiting_requests))

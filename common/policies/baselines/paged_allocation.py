@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from cohort.common.errors import InvariantViolated
-from cohort.common.kv.block_pool import BlockHash, BlockPool, block_hashes
+from cohort.common.kv.block_pool import BlockHash, BlockPool, block_hashes, prefix_root
 from cohort.common.policies.kv_interface import KvAllocator, KvCopy
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, KvGeometry
@@ -49,16 +49,18 @@ class PagedAllocator(KvAllocator):
     def admit(self, sequence: Sequence) -> int | None:
         # At least one position must be computed, or there are no logits to sample from; all, if all are wanted.
         max_cached = 0 if sequence.scores_prompt else sequence.target - 1
-        return self._take(sequence.key, sequence.tokens, self.positions_wanted(sequence), max_cached=max_cached)
+        salt = sequence.request.prefix_salt
+        return self._take(sequence.key, sequence.tokens, self.positions_wanted(sequence), max_cached, salt)
 
-    def reserve(self, key: Attempt, tokens: Seq[int], positions: int) -> int | None:
-        return self._take(key, tokens, positions, max_cached=min(positions, len(tokens)))
+    def reserve(self, key: Attempt, tokens: Seq[int], positions: int, *, salt: str = "") -> int | None:
+        return self._take(key, tokens, positions, min(positions, len(tokens)), salt)
 
-    def _take(self, key: Attempt, tokens: Seq[int], positions: int, max_cached: int) -> int | None:
+    def _take(self, key: Attempt, tokens: Seq[int], positions: int, max_cached: int, salt: str) -> int | None:
         if key in self._held:
             raise InvariantViolated(f"{key} already holds blocks")
         size = self.geometry.block_size
-        hashes = block_hashes(tokens[: max_cached // size * size], size) if self._caching else []
+        cacheable = tokens[: max_cached // size * size]
+        hashes = block_hashes(cacheable, size, parent=prefix_root(salt)) if self._caching else []
         shared = self._pool.lookup(hashes)
         wanted = self.geometry.blocks_for(positions) - len(shared)
         # Shared blocks without an owner are among the available ones until they are taken.
@@ -93,7 +95,7 @@ class PagedAllocator(KvAllocator):
         full = self.keepable(sequence, sequence.computed // size)
         if full <= known:
             return
-        parent = holding.hashes[-1] if holding.hashes else b""
+        parent = holding.hashes[-1] if holding.hashes else prefix_root(sequence.request.prefix_salt)
         fresh = block_hashes(sequence.tokens[: full * size], size, known, parent)
         for offset, digest in enumerate(fresh):
             self._pool.remember(holding.blocks[known + offset], digest)

@@ -73,7 +73,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         reversed_ = sequence.request.traffic_class == "be" and not exclusive
         return self._enter(Tenant(sequence.key, reversed_, exclusive), sequence.target)
 
-    def reserve(self, key: Attempt, tokens: Seq[int], positions: int) -> int | None:
+    def reserve(self, key: Attempt, tokens: Seq[int], positions: int, *, salt: str = "") -> int | None:
         return self._enter(Tenant(key, False, True), positions)
 
     def _enter(self, tenant: Tenant, positions: int) -> int | None:

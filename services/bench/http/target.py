@@ -12,10 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
+from cohort.common import paths
+from cohort.common.config import load_config
 from cohort.common.errors import CohortError, ConfigError
 from cohort.services.bench.http.client import HttpStreamClient, PreparedRequest, error_message
 from cohort.services.bench.http.datasets import DatasetRow
@@ -38,7 +41,8 @@ class TargetError(CohortError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`root` is where a tokenizer may be found, "" if the server does not say; `max_model_len` 0 likewise."""
+    """`root` is where a tokenizer may be found, or the name of its folder, "" if the server does not say;
+    `max_model_len` 0 likewise."""
 
     name: str
     base_url: str
@@ -48,10 +52,26 @@ class Target:
 
     @property
     def local_tokenizer(self) -> Path | None:
+        """Where the server says, or where a pipeline of ours at this port of this machine has its model."""
         for place in (self.root, self.model):
             if place and (Path(place) / "tokenizer.json").is_file():
                 return Path(place)
+        folder = _served_from(self.base_url)
+        known = folder is not None and folder.name == self.root and (folder / "tokenizer.json").is_file()
+        return folder if known else None
+
+
+def _served_from(url: str) -> Path | None:
+    """The model folder of the pipeline that this user runs at that port, from the configuration its processes read:
+    our gateway tells nobody where its files are."""
+    parts = urlsplit(url)
+    if parts.hostname not in ("localhost", "127.0.0.1", "::1") or parts.port is None:
         return None
+    try:
+        model = load_config([paths.run_dir(parts.port) / "resolved.yaml"]).model
+    except ConfigError:
+        return None
+    return Path(model.path).expanduser().resolve() if model.path else paths.default_model_dir()
 
 
 class Dialect(msgspec.Struct, frozen=True):

@@ -115,8 +115,8 @@ async def test_a_client_that_does_not_read_is_given_up(open_site: OpenSite) -> N
         raw.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(raw, ("127.0.0.1", site.gateway.port))
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        await loop.sock_sendall(raw, head.encode() + body)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        await loop.sock_sendall(raw, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         await eventually(lambda: len(site.manager.submitted) == 100)
         await eventually(site.nothing_left, 15)
         raw.close()
@@ -169,7 +169,8 @@ async def test_a_full_queue_answers_429_with_retry_after(open_site: OpenSite) ->
         site.manager.place = False
         waiting = [asyncio.create_task(site.post("/v1/completions", LONG)) for _ in range(2)]
         await eventually(lambda: len(site.manager.submitted) == 2)
-        async with site.session.post(site.url + "/v1/completions", data=b"not even read") as response:
+        headers = {"Content-Type": "application/json"}
+        async with site.session.post(site.url + "/v1/completions", data=b"not even read", headers=headers) as response:
             assert response.status == 429
             assert response.headers["Retry-After"] == "1"
             body = await response.json()

@@ -391,5 +391,7 @@ async def test_half_a_surrogate_pair_is_the_clients_error(site: Site) -> None:
         ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "a\\udc80b"}]}'),
         ("/v1/completions", '{"prompt": "a", "model": "\\udc80"}'),
     ):
-        async with site.session.post(site.url + path, data=data) as response:
+        async with site.session.post(
+            site.url + path, data=data, headers={"Content-Type": "application/json"}
+        ) as response:
             assert response.status in (400, 404), await response.text()

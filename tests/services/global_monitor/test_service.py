@@ -15,6 +15,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from cohort.common.browsers import BrowserGuard
 from cohort.common.config import Config
 from cohort.common.messages import ClusterStats, Farewell, Heartbeat
 from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
@@ -82,7 +83,8 @@ async def http(rig: Rig) -> AsyncIterator[TestClient[web.Request, web.Applicatio
     registry.register(ClusterCollector(rig.monitor.cluster, rig.clock.now_s))
     async with aiohttp.ClientSession() as session:
         exporter = Exporter("monitor", rig.monitor.cluster, registry, session, structlog.get_logger())
-        app = application(exporter, rig.monitor.read_state, max_history_s=900.0, instance="monitor")
+        guard = BrowserGuard("127.0.0.1", (), open_=True, option="monitor.allowed_hosts")
+        app = application(exporter, rig.monitor.read_state, max_history_s=900.0, instance="monitor", guard=guard)
         async with TestClient(TestServer(app)) as client:
             yield client
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -206,6 +208,23 @@ async def test_discover_where_models_are_listed_for_a_key_only(
     with pytest.raises(TargetError, match="answers 401: wrong key"):
         await discover(session, "s", server.url, None, 5)
     assert (await discover(session, "s", server.url, None, 5, api_key="k")).model == "tiny"
+
+
+def test_the_tokenizer_of_a_pipeline_here_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COHORT_CACHE_DIR", str(tmp_path))
+    model, run = tmp_path / "tiny", tmp_path / "run" / "8000"
+    model.mkdir()
+    (model / "tokenizer.json").write_text("{}")
+    run.mkdir(parents=True)
+    (run / "resolved.yaml").write_text(f"model: {{path: {model}}}\n")
+    target = Target("s", "http://127.0.0.1:8000", "served", "tiny", 0)
+    assert target.local_tokenizer == model
+    for other in (
+        replace(target, root="another"),  # what runs there now is not what is configured
+        replace(target, base_url="http://127.0.0.1:8001"),
+        replace(target, base_url="http://far.example:8000"),
+    ):
+        assert other.local_tokenizer is None
 
 
 def test_urls() -> None:

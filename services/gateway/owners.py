@@ -1,0 +1,82 @@
+"""What the owner of an API key may have of what all share: its part of the queue, its cached prefixes, its priority.
+
+Made by `service.py` from the configuration and its keys, asked by `openai_api.py` for every request. An owner is known
+by the digest of its key that `middleware.py` puts on the request (`OWNER`), never by the key. With fewer than two keys
+nothing is shared out: no shares, no salts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Literal, assert_never
+
+import msgspec
+
+from cohort.common.config import Config
+from cohort.common.errors import RequestError
+from cohort.common.policies.baselines.bounded_admission import owner_requests
+from cohort.common.types import Request
+
+Priorities = Literal["free", "clamp", "ignore"]
+
+
+class Owners:
+    """Stateless; `keys` as resolved."""
+
+    def __init__(self, config: Config, keys: Sequence[str]) -> None:
+        gateway = config.gateway
+        self._several = len(set(keys)) > 1
+        self._salted = self._several and not config.kv.share_prefixes_between_keys
+        self._gateway = gateway
+        self._priorities: Priorities = (
+            ("clamp" if keys else "free") if gateway.priorities == "auto" else gateway.priorities
+        )
+
+    def share_of(self, owner: str) -> str:
+        """In whose name admission counts what waits; "" where nothing is shared out."""
+        return owner if self._several else ""
+
+    def priority(self, asked: int) -> int:
+        """What becomes of a priority that a body names; lower is served first, 0 is that of a body that names none."""
+        match self._priorities:
+            case "free":
+                return asked
+            case "clamp":
+                return max(0, asked)
+            case "ignore":
+                return 0
+            case _:
+                assert_never(self._priorities)
+
+    def marked(self, requests: list[Request], owner: str, *, max_tokens_named: bool) -> list[Request]:
+        """With the salt of the owner's prefixes. Raises a 400 `RequestError` for what could never wait within its
+        share, whatever else waits. `max_tokens_named`: as in `Offered`."""
+        if not self._several:
+            return requests
+        self._check(requests, max_tokens_named=max_tokens_named)
+        if not self._salted:
+            return requests
+        salt = hashlib.blake2b(owner.encode(), digest_size=16, person=b"cohort prefixes").hexdigest()
+        return [msgspec.structs.replace(request, prefix_salt=salt) for request in requests]
+
+    def _check(self, requests: list[Request], *, max_tokens_named: bool) -> None:
+        """Counts as admission does. A single choice may exceed the share of tokens, as it may the whole bound."""
+        gateway = self._gateway
+        share = f"gateway.owner_share {gateway.owner_share:g} of gateway"
+        most = owner_requests(gateway.max_waiting_requests, gateway.owner_share)
+        if len(requests) > most:
+            raise RequestError(
+                f"{len(requests)} choices in one request; at most {most} of one API key can wait "
+                f"({share}.max_waiting_requests {gateway.max_waiting_requests}).",
+                param="n",
+            )
+        longest = float("inf") if max_tokens_named else gateway.default_prediction_tokens
+        tokens = sum(r.prompt_tokens + min(longest, r.sampling.max_tokens) for r in requests)
+        most = int(gateway.owner_share * gateway.max_waiting_tokens)
+        if len(requests) > 1 and tokens > most:
+            raise RequestError(
+                f"{len(requests)} choices ask for {tokens} tokens together, prompts included; at most {most} of one "
+                f"API key can wait ({share}.max_waiting_tokens {gateway.max_waiting_tokens}).",
+                param="n",
+            )

@@ -1,0 +1,132 @@
+"""Gives up clients that do not take their answers: a connection whose unsent bytes do not move is aborted.
+
+One per gateway, made by `service.py`; its middleware shows it every request. Whole answers, errors and contents of
+files leave through the transport's buffer after their handler has ended, where no handler's timeout reaches; this watch
+looks at the buffers themselves. Event streams have a timeout of their own besides (`sse.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.typedefs import Handler, Middleware
+
+LOOKS = 4
+"""Within `still_s`: how much later than that a connection may be aborted is a part of it."""
+
+
+@dataclass(slots=True)
+class _Connection:
+    """Bytes that left for the client are those written less those unsent; `moved_s`: when that last grew."""
+
+    writer: AbstractStreamWriter
+    moved_s: float
+    pending_since_s: float | None = None
+    written_before: int = 0
+    """By the requests before this one."""
+    left: int = 0
+    endless: bool = False
+    """It may take as long as it likes while it moves: the content of a file."""
+
+
+class SlowReaders:
+    def __init__(
+        self, *, still_s: float, whole_s: float, aborted: Callable[[], None], log: structlog.stdlib.BoundLogger
+    ) -> None:
+        """`still_s`: the longest an answer may stand still; `whole_s`: the longest it may move and not be through, so
+        that a byte now and then keeps nothing open. `aborted` is called for each connection given up."""
+        self._still_s = still_s
+        self._whole_s = whole_s
+        self._aborted = aborted
+        self._log = log
+        self._connections: dict[asyncio.Transport, _Connection] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def middleware(self) -> Middleware:
+        @web.middleware
+        async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+            connection = self._follow(request)
+            response = await handler(request)
+            if connection is not None:
+                connection.endless = isinstance(response, web.FileResponse)
+            return response
+
+        return middleware
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _follow(self, request: web.Request) -> _Connection | None:
+        transport = request.transport
+        if transport is None:
+            return None
+        now_s = asyncio.get_running_loop().time()
+        connection = self._connections.get(transport)
+        if connection is None:
+            connection = self._connections[transport] = _Connection(request.writer, now_s)
+        else:
+            connection.written_before += connection.writer.output_size
+            connection.writer = request.writer
+            connection.endless = False
+        if self._timer is None:
+            self._look_later()
+        return connection
+
+    def _look_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._still_s / LOOKS, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        now_s = asyncio.get_running_loop().time()
+        for transport, connection in list(self._connections.items()):
+            pending = _unsent(transport)
+            if not pending and transport.is_closing():
+                del self._connections[transport]
+            elif self._too_slow(connection, pending, now_s):
+                del self._connections[transport]
+                self._log.warning(
+                    "client does not read its answer",
+                    unsent_bytes=pending,
+                    still_s=round(now_s - connection.moved_s, 3),
+                    write_timeout_s=self._still_s,
+                )
+                _drop(transport)
+                self._aborted()
+        if self._connections:
+            self._look_later()
+
+    def _too_slow(self, connection: _Connection, pending: int, now_s: float) -> bool:
+        left = connection.written_before + connection.writer.output_size - pending
+        if not pending or left != connection.left:
+            connection.left, connection.moved_s = left, now_s
+        if not pending:
+            connection.pending_since_s = None
+            return False
+        if connection.pending_since_s is None:
+            connection.pending_since_s = now_s
+        late = not connection.endless and now_s - connection.pending_since_s >= self._whole_s
+        return late or now_s - connection.moved_s >= self._still_s
+
+
+def _drop(transport: asyncio.Transport) -> None:
+    """Close it with a reset: otherwise the kernel goes on offering the client the megabytes it has taken already."""
+    at_once = struct.pack("ii", 1, 0)
+    with contextlib.suppress(OSError, AttributeError):
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+    transport.abort()
+
+
+def _unsent(transport: asyncio.Transport) -> int:
+    try:
+        return transport.get_write_buffer_size()
+    except RuntimeError:  # of a closed transport
+        return 0

@@ -1,0 +1,221 @@
+"""Attack: a page on another site uses the server of the machine it is viewed on, or reads it under a name of its own.
+
+"Simple" requests that a browser sends without asking, DNS rebinding, frames; and what answers tell strangers: paths and
+versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from cohort.common.browsers import BrowserGuard
+from cohort.services.global_monitor import server as live_page
+from cohort.services.global_monitor.page import INDEX_HTML, ClusterState
+from tests.services.gateway.conftest import OpenSite, Site, model_dir, open_site, site  # noqa: F401
+
+ASK: dict[str, Any] = {"prompt": "The sea", "max_tokens": 4}
+EVIL = "http://evil.example"
+
+
+async def status(site: Site, method: str, path: str, **headers: str) -> int:  # noqa: F811
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    data = json.dumps(ASK).encode() if method == "POST" else None
+    async with site.session.request(method, site.url + path, data=data, headers=named) as response:
+        await response.read()
+        return response.status
+
+
+# -- the gateway ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+async def test_types_that_a_page_may_send_unasked_are_415(site: Site, content_type: str) -> None:  # noqa: F811
+    async with site.session.post(
+        site.url + "/v1/completions",
+        data=json.dumps(ASK).encode(),
+        headers={"Content-Type": content_type} if content_type else {},
+        skip_auto_headers=["Content-Type"],
+    ) as response:
+        assert response.status == 415
+        assert "application/json" in (await response.json())["error"]["message"]
+    assert not site.manager.submitted
+
+
+async def test_batches_are_made_of_json_too(site: Site) -> None:  # noqa: F811
+    assert await status(site, "POST", "/v1/batches", Content_Type="text/plain") == 415
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "application/json; charset=utf-8", "Application/JSON"])
+async def test_json_is_answered(site: Site, content_type: str) -> None:  # noqa: F811
+    assert await status(site, "POST", "/v1/completions", Content_Type=content_type) == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Sec_Fetch_Site": "cross-site"},
+        {"Sec_Fetch_Site": "cross-site", "Origin": EVIL},
+        {"Sec_Fetch_Site": "same-site", "Origin": "http://localhost:3000"},
+        {"Origin": EVIL},
+        {"Origin": "null"},
+        {"Origin": "http://["},
+        {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "document"},  # a form's POST
+    ],
+)
+async def test_foreign_pages_are_403(site: Site, headers: dict[str, str]) -> None:  # noqa: F811
+    assert await status(site, "POST", "/v1/completions", Content_Type="application/json", **headers) == 403
+    assert not site.manager.submitted
+
+
+async def test_foreign_pages_upload_nothing(site: Site) -> None:  # noqa: F811
+    form = aiohttp.FormData()
+    form.add_field("purpose", "batch")
+    form.add_field("file", b"{}", filename="x.jsonl")
+    async with site.session.post(site.url + "/v1/files", data=form, headers={"Origin": EVIL}) as response:
+        assert response.status == 403
+    assert (await site.get("/v1/files"))[1]["data"] == []
+
+
+async def test_own_pages_and_programs_pass(site: Site) -> None:  # noqa: F811
+    for headers in (
+        {"Origin": site.url},
+        {"Sec_Fetch_Site": "same-origin", "Origin": "https://behind.a.proxy"},
+        {"Sec_Fetch_Site": "none"},
+        {},
+    ):
+        assert await status(site, "POST", "/v1/completions", Content_Type="application/json", **headers) == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/metrics", "/v1/files", "/nothing"])
+async def test_names_that_were_rebound_to_this_machine_are_403(site: Site, path: str) -> None:  # noqa: F811
+    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "[::2]:1"):
+        assert await status(site, "GET", path, Host=host) == 403
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]:8000", "[::1]"])
+async def test_names_of_this_machine_pass(site: Site, host: str) -> None:  # noqa: F811
+    assert await status(site, "GET", "/v1/models", Host=host) == 200
+
+
+async def test_a_refused_name_says_which_option_adds_it(site: Site) -> None:  # noqa: F811
+    async with site.session.get(site.url + "/v1/models", headers={"Host": "gpu.example"}) as response:
+        error = (await response.json())["error"]
+    assert (error["type"], "gpu.example" in error["message"]) == ("permission_error", True)
+    assert "gateway.allowed_hosts" in error["message"]
+
+
+async def test_allowed_hosts_are_names_and_origins(open_site: OpenSite) -> None:  # noqa: F811
+    async with open_site(allowed_hosts=("gpu.example", "chat.example")) as here:
+        assert await status(here, "GET", "/v1/models", Host="gpu.example:8000") == 200
+        own = {"Content_Type": "application/json", "Sec_Fetch_Site": "cross-site"}
+        assert await status(here, "POST", "/v1/completions", Origin="https://chat.example", **own) == 200
+        assert await status(here, "POST", "/v1/completions", Origin=EVIL, **own) == 403
+        assert await status(here, "GET", "/v1/models", Host="evil.example") == 403
+
+
+async def test_with_keys_any_name_will_do(open_site: OpenSite) -> None:  # noqa: F811
+    """A page has no key, under whatever name it comes; a proxy passes its own name on."""
+    async with open_site(api_keys=("k",)) as here:
+        assert await status(here, "GET", "/v1/models", Host="api.example", Authorization="Bearer k") == 200
+        assert await status(here, "GET", "/v1/models", Host="api.example") == 401
+
+
+def test_names_beyond_loopback_are_not_known_unless_listed() -> None:
+    assert BrowserGuard("0.0.0.0", (), open_=True, option="o").refusal("GET", {"Host": "gpu.local"}) is None
+    listed = BrowserGuard("0.0.0.0", ("gpu.local",), open_=True, option="o")
+    assert listed.refusal("GET", {"Host": "gpu.local:8000"}) is None
+    assert listed.refusal("GET", {"Host": "evil.example"}) is not None
+    assert listed.refusal("GET", {}) is None  # HTTP/1.0: no browser
+
+
+# -- what strangers are told ---------------------------------------------------------------------------------------
+
+
+async def test_the_models_folder_stays_private(site: Site) -> None:  # noqa: F811
+    _, body = await site.get("/v1/models")
+    assert body["data"][0]["root"] == "tiny"
+    for path in ("/v1/models", "/v1/models/tiny", "/version", "/ready", "/metrics", "/v1/models/unknown"):
+        async with site.session.get(site.url + path) as response:
+            assert "/models" not in (await response.text()).replace("/v1/models", "")
+
+
+async def test_the_server_header_is_a_name(site: Site) -> None:  # noqa: F811
+    for path in ("/health", "/nothing"):
+        async with site.session.get(site.url + path) as response:
+            assert response.headers["Server"] == "cohort"
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.gateway.port)
+    writer.write(b"no HTTP at all\r\n\r\n")
+    answer = await reader.read(2000)
+    writer.close()
+    assert answer.startswith(b"HTTP/1.") and b" 400 " in answer
+    assert b"Server: cohort\r\n" in answer and b"aiohttp/" not in answer
+
+
+# -- the live page -------------------------------------------------------------------------------------------------
+
+
+class _NoExporter:
+    async def expose(self) -> bytes:
+        return b"metrics"
+
+
+@pytest.fixture
+async def page() -> AsyncIterator[TestClient[web.Request, web.Application]]:
+    def state(_: float) -> ClusterState:
+        return ClusterState("n", "m", 0.0, [], [], 0.0, 0.0, 0.0, 0.0, [], {})
+
+    guard = BrowserGuard("127.0.0.1", (), open_=True, option="monitor.allowed_hosts")
+    app = live_page.application(_NoExporter(), state, max_history_s=9.0, instance="monitor", guard=guard)  # type: ignore[arg-type]
+    async with TestClient(TestServer(app)) as client:
+        yield client
+
+
+LivePage = TestClient[web.Request, web.Application]
+
+
+@pytest.mark.parametrize("path", ["/", "/api/state", "/metrics", "/health"])
+async def test_the_live_page_knows_its_names(page: LivePage, path: str) -> None:
+    assert (await page.get(path)).status == 200
+    for headers in ({"Host": "evil.example"}, {"Origin": EVIL}, {"Sec-Fetch-Site": "cross-site"}):
+        response = await page.get(path, headers=headers)
+        assert response.status == 403
+        assert "monitor.allowed_hosts" in await response.text()
+
+
+async def test_a_link_to_the_live_page_works(page: LivePage) -> None:
+    follows = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    assert (await page.get("/", headers=follows)).status == 200
+    assert (await page.get("/", headers={**follows, "Sec-Fetch-Dest": "iframe"})).status == 403
+
+
+async def test_the_live_page_runs_what_it_carries_and_nothing_else(page: LivePage) -> None:
+    response = await page.get("/")
+    text = await response.text()
+    policy = dict(part.strip().split(" ", 1) for part in response.headers["Content-Security-Policy"].split(";"))
+    assert policy["default-src"] == "'none'" and policy["frame-ancestors"] == "'none'"
+    assert "unsafe" not in response.headers["Content-Security-Policy"]
+    for tag, directive in (("script", "script-src"), ("style", "style-src")):
+        [content] = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert policy[directive] == f"'sha256-{digest}'"
+    assert response.headers["X-Frame-Options"] == "DENY"
+
+
+def test_the_page_needs_nothing_that_its_policy_forbids() -> None:
+    """Hashes allow no style attributes and no handlers in the markup; styles are set through the object model."""
+    text = INDEX_HTML.read_text(encoding="utf-8")
+    assert not re.search(r"<[^>]*\s(style|on\w+)\s*=", text)
+    assert not re.search(r"setAttribute\(\s*[\"'](style|on)", text)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text)
+    assert "/" not in "".join(re.findall(r"<(?:script|link)[^>]*\bsrc=\"([^\"]*)", text))

@@ -1,0 +1,168 @@
+"""Attack: one API key takes what all keys share: the queue, its tokens, the first place in it.
+
+Requests without number, few requests with answers of any length, and priorities that win over everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cohort.common.config import CONFIGS_DIR, Config, GatewayConfig
+from cohort.common.errors import RequestError
+from cohort.common.machines.effects import Admitted, Rejected
+from cohort.common.machines.events import Estimated, Offered
+from cohort.common.messages import Placed
+from cohort.common.types import Attempt
+from cohort.services.gateway.owners import Owners
+from tests.common.machines.small_gateway import PROMPT, Gateway, only, request
+from tests.services.gateway.conftest import OpenSite, Site, eventually, model_dir, open_site  # noqa: F401
+
+A, B = {"Authorization": "Bearer key-a"}, {"Authorization": "Bearer key-b"}
+KEYS = ("key-a", "key-b")
+ASK: dict[str, Any] = {"prompt": "x", "max_tokens": 4}
+
+
+def offer(gateway: Gateway, owner: str, *names: str, named: bool = True, **options: Any) -> RequestError | None:
+    """None when all of them came in."""
+    requests = [request(name, **options) for name in names]
+    effects = gateway.tell(Offered("offer", requests, owner=owner, max_tokens_named=named))
+    rejected = only(Rejected, effects)
+    assert bool(rejected) != bool(only(Admitted, effects))
+    return rejected[0].error if rejected else None
+
+
+# -- the queue -----------------------------------------------------------------------------------------------------
+
+
+def test_one_key_fills_its_share_of_the_queue_and_no_more() -> None:
+    gateway = Gateway(max_waiting_requests=8)
+    assert offer(gateway, "a", "a0", "a1", "a2") is None
+    assert offer(gateway, "a", "a3", "a4") is not None  # together they would be five
+    assert offer(gateway, "a", "a3") is None
+    refused = offer(gateway, "a", "a4")
+    assert refused is not None and refused.status == 429 and refused.retry_after_s
+    assert "gateway.owner_share 0.5 of gateway.max_waiting_requests 8" in refused.message
+    assert only(Rejected, gateway.tell(Estimated("e", 10, "rt", "a")))  # before its body is read
+    assert only(Admitted, gateway.tell(Estimated("e", 10, "rt", "b")))
+    assert offer(gateway, "b", "b0", "b1", "b2", "b3") is None
+    assert offer(gateway, "c", "c0") is not None  # eight wait
+    gateway.answer("a0")
+    gateway.manager(Placed(Attempt("a0", 0), ["w"], 0.1, "test"))  # waits no more
+    assert offer(gateway, "a", "a4") is None
+
+
+def test_a_share_is_counted_by_what_was_asked_for() -> None:
+    gateway = Gateway(max_waiting_tokens=2000, default_prediction_tokens=10)
+    assert offer(gateway, "a", "a0", max_tokens=900) is None
+    refused = offer(gateway, "a", "a1", max_tokens=900)
+    assert refused is not None and "gateway.owner_share 0.5 of gateway.max_waiting_tokens 2000" in refused.message
+    assert offer(gateway, "a", "a1", max_tokens=90) is None
+    assert offer(gateway, "b", "b0", max_tokens=900) is None
+    # "As many as fit" is no wish: it counts as what is predicted.
+    assert offer(gateway, "c", "c0", max_tokens=900, named=False) is None
+    assert gateway.machine.ledger.waiting_of("c").tokens == len(PROMPT) + 10
+
+
+def test_a_single_request_beyond_the_share_comes_in_when_nothing_of_its_key_waits() -> None:
+    gateway = Gateway(max_waiting_tokens=2000)
+    assert offer(gateway, "a", "a0", max_tokens=1500) is None
+    assert offer(gateway, "a", "a1", max_tokens=1) is not None
+
+
+def test_without_owners_nothing_is_shared_out() -> None:
+    gateway = Gateway(max_waiting_requests=4, max_waiting_tokens=10_000, default_prediction_tokens=10)
+    assert offer(gateway, "", "a0", "a1", "a2", "a3", max_tokens=9000) is None
+    assert gateway.machine.ledger.waiting_tokens == 4 * (len(PROMPT) + 10)
+    refused = offer(gateway, "", "a4")
+    assert refused is not None and "owner_share" not in refused.message
+
+
+async def fill(site: Site, headers: dict[str, str], count: int) -> list[asyncio.Task[Any]]:
+    before = len(site.manager.submitted)
+    tasks = [asyncio.create_task(site.post("/v1/completions", ASK, headers=headers)) for _ in range(count)]
+    await eventually(lambda: len(site.manager.submitted) == before + count)
+    return tasks
+
+
+async def test_a_key_that_floods_leaves_half_to_the_others(open_site: OpenSite) -> None:  # noqa: F811
+    async with open_site(api_keys=KEYS, max_waiting_requests=8, max_n=8, batch={"concurrency": 1}) as site:
+        site.manager.place = False
+        tasks = await fill(site, A, 4)
+        async with site.session.post(site.url + "/v1/completions", json=ASK, headers=A) as response:
+            message = (await response.json())["error"]["message"]
+            assert (response.status, bool(response.headers["Retry-After"])) == (429, True)
+        assert "gateway.owner_share 0.5 of gateway.max_waiting_requests 8" in message
+        tasks += await fill(site, B, 4)
+        for task in tasks:
+            task.cancel()
+        await eventually(site.nothing_left)
+
+
+async def test_one_key_alone_has_everything(open_site: OpenSite) -> None:  # noqa: F811
+    async with open_site(api_keys=("key-a",), max_waiting_requests=8, max_n=8) as site:
+        site.manager.place = False
+        for task in await fill(site, A, 8):
+            task.cancel()
+        await eventually(site.nothing_left)
+
+
+async def test_what_never_fits_the_share_is_400(open_site: OpenSite) -> None:  # noqa: F811
+    async with open_site(api_keys=KEYS, max_waiting_requests=8, max_n=8, max_waiting_tokens=2000) as site:
+        status, body = await site.post("/v1/completions", {**ASK, "n": 5}, headers=A)
+        assert (status, "gateway.owner_share" in body["error"]["message"]) == (400, True)
+        status, body = await site.post("/v1/completions", {**ASK, "n": 4, "max_tokens": 400}, headers=A)
+        assert (status, "gateway.max_waiting_tokens 2000" in body["error"]["message"]) == (400, True)
+        assert (await site.post("/v1/completions", {**ASK, "n": 4}, headers=A))[0] == 200
+
+
+async def test_what_is_written_down_names_no_key(open_site: OpenSite) -> None:  # noqa: F811
+    async with open_site(api_keys=KEYS) as site:
+        told: list[Any] = []
+        machine = site.gateway._machine
+        handle = machine.handle
+        machine.handle = lambda now_s, *events: (told.extend(events), handle(now_s, *events))[1]  # type: ignore[method-assign]
+        assert (await site.post("/v1/completions", ASK, headers=A))[0] == 200
+        offered = [event for event in told if isinstance(event, Offered)]
+        assert offered and offered[0].owner
+        assert b"key-a" not in msgspec.json.encode(told)
+
+
+# -- priorities ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "keys", "asked", "becomes"),
+    [
+        ("auto", (), -7, -7),
+        ("auto", ("k",), -7, 0),
+        ("auto", ("k",), 7, 7),
+        ("auto", KEYS, -(2**31), 0),
+        ("free", KEYS, -7, -7),
+        ("clamp", (), -7, 0),
+        ("clamp", (), 3, 3),
+        ("ignore", (), -7, 0),
+        ("ignore", KEYS, 7, 0),
+    ],
+)
+def test_what_a_priority_may_do(mode: Any, keys: tuple[str, ...], asked: int, becomes: int) -> None:
+    config = Config(gateway=GatewayConfig(priorities=mode))
+    assert Owners(config, keys).priority(asked) == becomes
+
+
+async def test_no_key_overtakes_the_others(open_site: OpenSite) -> None:  # noqa: F811
+    async with open_site(api_keys=KEYS) as site:
+        for asked in (-(2**31), 5):
+            assert (await site.post("/v1/completions", {**ASK, "priority": asked}, headers=A))[0] == 200
+        assert [submitted.priority for submitted in site.manager.submitted] == [0, 5]
+
+
+def test_the_keys_option_says_what_needs_none() -> None:
+    text = Path(CONFIGS_DIR / "default.yaml").read_text(encoding="utf-8")
+    beside = text[: text.index("  api_keys:")].splitlines()[-1]
+    for path in ("/health", "/ready", "/version", "/metrics"):
+        assert path in beside

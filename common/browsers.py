@@ -10,21 +10,12 @@ Top-level navigation by GET passes: following a link to the live page shows it t
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Collection, Mapping
 from urllib.parse import urlsplit
 
+from cohort.common.exposure import is_loopback
+
 _LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "::1"))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a server that listens there is reached from its own machine alone. "" is every interface."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class BrowserGuard:

@@ -30,6 +30,8 @@ from cohort.common.metrics import MetricFactory, RequestMetrics
 from cohort.common.policies import compose
 from cohort.services.gateway.answering import Answering
 from cohort.services.gateway.openai_api import OpenAiApi
+from cohort.services.gateway.owners import Owners
+from cohort.services.gateway.request_bodies import RequestBodies
 from cohort.services.gateway.service import load_model
 from cohort.services.gateway.streams import Streams
 from cohort.services.gateway.timing import GatewayTimes
@@ -82,6 +84,8 @@ class Crowd:
             log=log,
             instance="gateway",
             max_model_len=lambda: CONTEXT,
+            bodies=RequestBodies(config.gateway),
+            owners=Owners(config, ()),
         )
         self.open: list[Answering] = []
         self.refused: Counter[int] = Counter()
@@ -90,7 +94,7 @@ class Crowd:
         data = json.dumps(body).encode()
         try:
             call = await self._api._parse(data, {}, chat=False)
-            answering = await self._api._begin(call, len(data), GatewayTimes(arrived_s=0.0), named="")
+            answering = await self._api._begin(call, len(data), GatewayTimes(arrived_s=0.0), "", named="")
         except RequestError as error:
             self.refused[error.status] += 1
             return False

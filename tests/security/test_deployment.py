@@ -8,6 +8,7 @@ have. The compose file is read, the entry point run up to the moment it becomes 
 from __future__ import annotations
 
 import re
+import socket
 import stat
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import structlog
 import yaml
 
 from cohort.common import exposure
+from cohort.common.browsers import BrowserGuard
 from cohort.common.config import Config, EndpointsConfig, GatewayConfig, SecurityConfig, load_config
 from cohort.common.errors import ConfigError
 from cohort.common.transport.security import load_keys
@@ -358,3 +360,21 @@ def test_nobody_logs_in_to_grafana_with_a_known_password():
     assert environment["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
     login = overlay("grafana-login.yml")["grafana"]["environment"]
     assert login["GF_SECURITY_ADMIN_PASSWORD"].startswith("${COHORT_GRAFANA_PASSWORD:?")
+
+
+@pytest.mark.parametrize(
+    ("service", "bind", "section"),
+    [("gateway", "COHORT_BIND", "gateway"), ("global_monitor", "COHORT_MONITOR_BIND", "monitor")],
+)
+def test_a_port_published_here_alone_answers_to_names_of_this_machine_alone(
+    tmp_path: Path, service: str, bind: str, section: str
+) -> None:
+    """In a container every process listens on all interfaces, so what is published must tell."""
+    here = getattr(configured(tmp_path, service, **defaults(service)), section)
+    guard = BrowserGuard(here.host, here.allowed_hosts, open_=True, option="allowed_hosts")
+    assert guard.refusal("POST", {"Host": "evil.example"}) is not None
+    for name in ("localhost:8000", "127.0.0.1:8001", service, socket.gethostname()):
+        assert guard.refusal("POST", {"Host": name}) is None, name
+    settings = {bind: "0.0.0.0", "COHORT_OPEN": "true"}
+    elsewhere = getattr(configured(tmp_path, service, **defaults(service, **settings)), section)
+    assert elsewhere.allowed_hosts == ()

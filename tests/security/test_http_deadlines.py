@@ -155,6 +155,10 @@ async def test_a_head_that_is_never_complete_is_closed(
 # -- answers -------------------------------------------------------------------------------------------------------
 
 
+LARGE: dict[str, int] = {"max_request_work": 1 << 26, "max_open_work": 1 << 26}
+"""The answers here are larger than a request may ask for by default."""
+
+
 @contextlib.contextmanager
 def slow_socket() -> Iterator[socket.socket]:
     with socket.socket() as raw:
@@ -192,7 +196,7 @@ async def read_all(raw: socket.socket, pause_s: float = 0.0) -> tuple[bytes, boo
 
 
 async def test_a_whole_answer_that_nobody_reads_is_given_up(open_site: OpenSite) -> None:  # noqa: F811
-    async with open_site(lambda request: [9] * 400, write_timeout_s=0.4) as site:
+    async with open_site(lambda request: [9] * 400, **LARGE, write_timeout_s=0.4) as site:
         with slow_socket() as raw:
             await ask_for_much(site, raw)
             await asyncio.sleep(1.5)
@@ -202,7 +206,7 @@ async def test_a_whole_answer_that_nobody_reads_is_given_up(open_site: OpenSite)
 
 async def test_an_answer_that_is_read_slowly_arrives(open_site: OpenSite) -> None:  # noqa: F811
     """For several times as long as it may stand still."""
-    async with open_site(lambda request: [9] * 400, write_timeout_s=0.5) as site:
+    async with open_site(lambda request: [9] * 400, **LARGE, write_timeout_s=0.5) as site:
         with slow_socket() as raw:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)
             await ask_for_much(site, raw)
@@ -213,7 +217,7 @@ async def test_an_answer_that_is_read_slowly_arrives(open_site: OpenSite) -> Non
 
 async def test_a_byte_now_and_then_keeps_nothing_open(open_site: OpenSite) -> None:  # noqa: F811
     """An answer that moves, but would take longer than a request may live."""
-    async with open_site(lambda request: [9] * 400, write_timeout_s=1.0, request_timeout_s=2.5) as site:
+    async with open_site(lambda request: [9] * 400, **LARGE, write_timeout_s=1.0, request_timeout_s=2.5) as site:
         with slow_socket() as raw:
             await ask_for_much(site, raw)
             assert not (await read_all(raw, pause_s=0.1))[1]

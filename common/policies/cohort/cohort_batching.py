@@ -199,7 +199,7 @@ class CohortBatching(IterationScheduler):
             least = max(0, least - row.count)
             self._budget += row.count
             batch = batch.with_prefill(row.start, row.count)
-            if row.count < row.sequence.target - row.start:  # cut: no time is left for another one
+            if row.count < sequence.uncomputed:  # cut: no time is left for another one
                 return
 
     def _fitting(self, batch: BatchShape, sequence: Sequence, wanted: int) -> int:

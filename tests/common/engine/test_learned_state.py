@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import structlog
@@ -79,10 +80,10 @@ def test_a_save_that_fails_is_logged_once_of_each_kind(tmp_path: Path, monkeypat
     state = LearnedState(Learner(b"ok"), tmp_path, "w", "")
     failures = iter([28, 28, 13, 28])
 
-    def failing(path: Path, data: bytes) -> int:
+    def failing(path: Path, mode: str) -> BinaryIO:
         raise OSError(next(failures), "it fails")
 
-    monkeypatch.setattr(Path, "write_bytes", failing)
+    monkeypatch.setattr("cohort.common.engine.learned_state.open_private", failing)
     with structlog.testing.capture_logs() as logs:
         for _ in range(4):
             state.save()

@@ -32,7 +32,8 @@ def test_buckets_with_second_predictions_and_processes_that_die(
         compare(goldens, pipeline.complete_all(bodies, concurrency=len(bodies)))
         pipeline.wait_for("manager", "bucket_splits_total", 1)
         pipeline.wait_for("decode-0", "transfers_total", len(goldens) // 2)
-        pipeline.wait_for("predictor", "refinement_observations", len(goldens) // 2)
+        # Those that end after the first model was trained teach nothing: it predicts more than they were allowed.
+        pipeline.wait_for("predictor", "refinement_observations", len(goldens) // 4)
         finished = pipeline.stats("gateway")["generation_tokens_total"]
         answers = other.submit(pipeline.complete_all, bodies, len(bodies))
         for victim in ("manager", "prefill-0"):

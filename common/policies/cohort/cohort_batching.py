@@ -18,15 +18,12 @@ from cohort.common.policies.baselines.batch_builder import BatchBuilder, Iterati
 from cohort.common.policies.cohort.promise import due_s, is_promised, missed_first
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptQueue
 from cohort.common.policies.dynaserve.kv_forecast import fits
-from cohort.common.policies.dynaserve.learned_times import LearnedTimes
-from cohort.common.policies.dynaserve.slo_batching import plan_shape
+from cohort.common.policies.dynaserve.learned_times import LearnedTimes, decode_shape, plan_shape
 from cohort.common.policies.dynaserve.step_cost import BatchShape
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
-
-_EMPTY = BatchShape(0, 0, 0, 0, 0)
 
 
 def victim_rank(now_s: float, sequence: Sequence) -> RankKey:
@@ -54,10 +51,9 @@ class CohortBatching(IterationScheduler):
         """All that hold KV on the device."""
         self._swapped: set[Attempt] = set()
         self._arriving = 0
-        self._observed: frozenset[Attempt] = frozenset()
         self._budget = 0
         self._aim_s = 0.0
-        self._late = self._iterations = 0
+        self._late = 0
 
     # -- the policy interface --------------------------------------------------------------------------------------
 
@@ -86,12 +82,11 @@ class CohortBatching(IterationScheduler):
         for sequence in builder.holders:
             if sequence.uncomputed == 1:
                 builder.continue_row(sequence)
-        batch = plan_shape(IterationPlan(rows=builder.decode_rows))
+        batch = decode_shape(builder.decode_rows)
         self._aim_s = self._aim(batch, [row.sequence for row in builder.decode_rows])
         self._add_prompts(builder, batch, kv)
         plan = builder.finish()
         self._sort_out(now_s, plan)
-        self._iterations += bool(plan.rows)
         plan.estimated_s = self.table.estimate(plan_shape(plan)) or 0.0
         return plan
 
@@ -102,7 +97,7 @@ class CohortBatching(IterationScheduler):
             return 0
         if any(row.count != 1 for row in plan.rows):
             return 0
-        if frozenset(row.sequence.key for row in plan.rows) != self._observed:
+        if not self._times.knows(plan):
             return 0
         full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
         return UNTIL_DISTURBED if full or not len(self._prompts) else 0
@@ -126,20 +121,9 @@ class CohortBatching(IterationScheduler):
     # -- one iteration -----------------------------------------------------------------------------------------
 
     def _learn(self, ran: Ran) -> None:
-        """Decode-only iterations that repeat the last one by row teach nothing new and are left out, as are iterations
-        that copied KV: their time is not the batch's."""
-        plan, latency_s = ran.plan, ran.latency_s
-        rows = frozenset(row.sequence.key for row in plan.rows)
-        decoding = all(row.count == 1 for row in plan.rows)
-        if plan.copies or not plan.rows or (decoding and rows == self._observed):
-            return
-        self._observed = rows if decoding else frozenset()
-        shape = plan_shape(plan)
-        bound_s = self._bound_s(row.sequence for row in plan.rows if row.count == 1)
-        self._late += bound_s is not None and latency_s > bound_s
-        if shape.decodes and shape.prefill_tokens:  # the kind whose size is up to this scheduler
-            self._times.lateness.record(plan.estimated_s, latency_s)
-        self.table.record(shape, latency_s)
+        if self._times.learn(ran) is not None:
+            bound_s = self._bound_s(row.sequence for row in ran.plan.rows if row.count == 1)
+            self._late += bound_s is not None and ran.latency_s > bound_s
 
     def _computed(self, now_s: float, plan: IterationPlan) -> None:
         """Prompts of the last iteration have less left, or nothing: then they decode."""

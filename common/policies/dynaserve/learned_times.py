@@ -10,8 +10,9 @@ import msgspec
 
 from cohort.common.policies.dynaserve.lateness import Lateness
 from cohort.common.policies.dynaserve.profile_table import ProfileTable
-from cohort.common.policies.interface import Learned
-from cohort.common.types import StepTimes
+from cohort.common.policies.dynaserve.step_cost import BatchShape
+from cohort.common.policies.interface import IterationPlan, Learned, Ran, Row
+from cohort.common.types import Attempt, StepTimes
 
 _PERCENTILE = 0.99
 """The bound is one on P99 (§3.1)."""
@@ -29,6 +30,29 @@ class LearnedTimes(Learned):
     def __init__(self) -> None:
         self.table = ProfileTable()
         self.lateness = Lateness(_PERCENTILE)
+
+        self._observed: frozenset[Attempt] = frozenset()
+        """Of the last iteration that was recorded, if all its rows decoded."""
+
+    def learn(self, ran: Ran) -> BatchShape | None:
+        """Record an iteration; its shape, or None where nothing was learned. Decode-only iterations that repeat the
+        last one by row teach nothing new and are left out, as are iterations that copied KV: their time is not the
+        batch's."""
+        plan, latency_s = ran.plan, ran.latency_s
+        rows = frozenset(row.sequence.key for row in plan.rows)
+        decoding = all(row.count == 1 for row in plan.rows)
+        if plan.copies or not plan.rows or (decoding and rows == self._observed):
+            return None
+        self._observed = rows if decoding else frozenset()
+        shape = plan_shape(plan)
+        if shape.decodes and shape.prefill_tokens:  # the kind whose size is up to the scheduler
+            self.lateness.record(plan.estimated_s, latency_s)
+        self.table.record(shape, latency_s)
+        return shape
+
+    def knows(self, plan: IterationPlan) -> bool:
+        """Running these decode rows once more would teach nothing."""
+        return frozenset(row.sequence.key for row in plan.rows) == self._observed
 
     def step_times(self) -> StepTimes | None:
         return self.table.step_times
@@ -50,3 +74,15 @@ class LearnedTimes(Learned):
         lateness.resume(kept.lateness)
         self.table.load(bytes(kept.table))
         self.lateness = lateness
+
+
+def plan_shape(plan: IterationPlan) -> BatchShape:
+    batch = decode_shape([row for row in plan.rows if row.count == 1])
+    for row in plan.rows:
+        if row.count > 1:
+            batch = batch.with_prefill(row.start, row.count)
+    return batch
+
+
+def decode_shape(rows: list[Row]) -> BatchShape:
+    return BatchShape(0, 0, 0, len(rows), sum(row.start + 1 for row in rows)) if rows else BatchShape(0, 0, 0, 0, 0)

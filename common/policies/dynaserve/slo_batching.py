@@ -12,14 +12,11 @@ from cohort.common.config import DynaServeConfig
 from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, leaves_next_blocks
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival
 from cohort.common.policies.dynaserve.kv_forecast import fits
-from cohort.common.policies.dynaserve.learned_times import LearnedTimes
+from cohort.common.policies.dynaserve.learned_times import LearnedTimes, decode_shape, plan_shape
 from cohort.common.policies.dynaserve.step_cost import BatchShape
-from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News, Ran, Row
+from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence
-from cohort.common.types import Attempt
-
-_EMPTY = BatchShape(0, 0, 0, 0, 0)
 
 
 class SloBatching(ArrivalQueues):
@@ -45,8 +42,7 @@ class SloBatching(ArrivalQueues):
         self._times = LearnedTimes()
         self.table = self._times.table
         self._arriving = 0
-        self._observed: frozenset[Attempt] = frozenset()
-        self._iterations = self._decodes_over = self._late = 0
+        self._decodes_over = self._late = 0
         self._budget = 0
         self._bound_s = self._aim_s = options.tbt_slo_s
 
@@ -62,7 +58,7 @@ class SloBatching(ArrivalQueues):
         decodes = [s for s in self._running if s.uncomputed == 1]
         for sequence in decodes:
             builder.continue_row(sequence)
-        batch = _decode_shape(builder.decode_rows)
+        batch = decode_shape(builder.decode_rows)
         self._bound_s = self._bound(row.sequence for row in builder.decode_rows)
         if batch.decodes and self._exceeds(batch):
             self._decodes_over += 1
@@ -84,25 +80,14 @@ class SloBatching(ArrivalQueues):
                     break
         self._sort_out()
         plan = builder.finish()
-        self._iterations += bool(plan.rows)
         estimate_s = self.table.estimate(plan_shape(plan))
         plan.estimated_s = estimate_s or 0.0
         return plan
 
     def _learn(self, ran: Ran) -> None:
-        """Decode-only iterations that repeat the last one by row teach nothing new and are left out, as are iterations
-        that copied KV: their time is not the batch's."""
-        plan, latency_s = ran.plan, ran.latency_s
-        rows = frozenset(row.sequence.key for row in plan.rows)
-        decoding = all(row.count == 1 for row in plan.rows)
-        if plan.copies or not plan.rows or (decoding and rows == self._observed):
-            return
-        self._observed = rows if decoding else frozenset()
-        shape = plan_shape(plan)
-        self._late += shape.decodes > 0 and latency_s > self._bound(row.sequence for row in plan.rows)
-        if shape.decodes and shape.prefill_tokens:  # the kind whose size is up to this scheduler
-            self._times.lateness.record(plan.estimated_s, latency_s)
-        self.table.record(shape, latency_s)
+        shape = self._times.learn(ran)
+        if shape is not None:
+            self._late += shape.decodes > 0 and ran.latency_s > self._bound(row.sequence for row in ran.plan.rows)
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
         """Every sequence decodes, none waits or none can join, and the composition is in the table already."""
@@ -110,7 +95,7 @@ class SloBatching(ArrivalQueues):
             return 0
         if any(row.count != 1 for row in plan.rows) or self._arriving:
             return 0
-        if frozenset(row.sequence.key for row in plan.rows) != self._observed:
+        if not self._times.knows(plan):
             return 0
         full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
         # The forecast changes from one iteration to the next; a lack of blocks does not.
@@ -188,15 +173,3 @@ class SloBatching(ArrivalQueues):
             self._running = sorted((s for s in sequences if s.phase is Phase.RUNNING), key=by_arrival)
             self._waiting = sorted((s for s in sequences if s.phase is Phase.WAITING), key=by_arrival)
             self._swapped = sorted((s for s in sequences if s.phase is Phase.SWAPPED), key=by_arrival)
-
-
-def plan_shape(plan: IterationPlan) -> BatchShape:
-    batch = _decode_shape([row for row in plan.rows if row.count == 1])
-    for row in plan.rows:
-        if row.count > 1:
-            batch = batch.with_prefill(row.start, row.count)
-    return batch
-
-
-def _decode_shape(rows: list[Row]) -> BatchShape:
-    return BatchShape(0, 0, 0, len(rows), sum(row.start + 1 for row in rows)) if rows else _EMPTY

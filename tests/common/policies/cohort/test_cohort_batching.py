@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.cohort.cohort_batching import CohortBatching, victim_rank
-from cohort.common.policies.dynaserve.slo_batching import plan_shape
+from cohort.common.policies.dynaserve.learned_times import plan_shape
 from cohort.common.policies.dynaserve.step_cost import step_seconds
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence

@@ -9,7 +9,8 @@ import pytest
 
 from cohort.common.config import DynaServeConfig
 from cohort.common.policies.baselines.batch_builder import IterationLimits
-from cohort.common.policies.dynaserve.slo_batching import SloBatching, plan_shape
+from cohort.common.policies.dynaserve.learned_times import plan_shape
+from cohort.common.policies.dynaserve.slo_batching import SloBatching
 from cohort.common.policies.dynaserve.step_cost import step_seconds
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Slo, StepTimes

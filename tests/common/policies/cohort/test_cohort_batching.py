@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from random import Random
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +15,9 @@ from cohort.common.policies.dynaserve.learned_times import plan_shape
 from cohort.common.policies.dynaserve.step_cost import step_seconds
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence
-from cohort.common.types import Slo, StepTimes, TrafficClass
-from tests.common.policies.baselines.drive import BLOCK, cache, decide, leave, names, rows, sequence, step
+from cohort.common.types import StepTimes, TrafficClass
+from tests.common.policies.baselines.drive import BLOCK, cache, decide, leave, names, rows, step
+from tests.common.policies.cohort.promised import promised
 from tests.common.policies.dynaserve.test_step_times import random_batch
 
 TIMES = StepTimes(0.001, 0.0002, 0.0001, 0.001, 0.0, 1e-6)
@@ -36,21 +36,6 @@ def scheduler(
             shape = random_batch(random)
             policy.table.record(shape, step_seconds(TIMES, shape))
     return policy
-
-
-def promised(
-    name: str,
-    prompt: int,
-    *,
-    ttft_s: float = 1.0,
-    tpot_s: float = 0.1,
-    arrived_s: float = 0.0,
-    traffic_class: TrafficClass = "rt",
-    max_tokens: int = 100,
-) -> Sequence:
-    made = sequence(name, prompt, arrived_s=arrived_s, max_tokens=max_tokens, traffic_class=traffic_class)
-    made.request = msgspec.structs.replace(made.request, slo=Slo(ttft_s=ttft_s, tpot_s=tpot_s))
-    return made
 
 
 def decoding(policy: CohortBatching, kv: KvAllocator, made: Sequence) -> Sequence:

@@ -11,25 +11,9 @@ from hypothesis import strategies as st
 from cohort.common.policies.cohort.promise import due_s, missed_first
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptQueue
 from cohort.common.sequence import Sequence
-from cohort.common.types import Slo, TrafficClass
-from tests.common.policies.baselines.drive import sequence
+from tests.common.policies.cohort.promised import promised
 
 TOKEN_S = 0.001
-
-
-def prompt(
-    name: str,
-    tokens: int,
-    *,
-    arrived_s: float = 0.0,
-    ttft_s: float = 1.0,
-    tpot_s: float = 0.1,
-    traffic_class: TrafficClass = "rt",
-    priority: int = 0,
-) -> Sequence:
-    made = sequence(name, tokens, arrived_s=arrived_s, traffic_class=traffic_class, priority=priority)
-    made.request = msgspec.structs.replace(made.request, slo=Slo(ttft_s=ttft_s, tpot_s=tpot_s))
-    return made
 
 
 def ordered(now_s: float, prompts: list[Sequence], order: PromptOrder | None = None) -> list[str]:
@@ -42,41 +26,41 @@ def ordered(now_s: float, prompts: list[Sequence], order: PromptOrder | None = N
 
 def test_class_then_feasible_then_shortest_then_late_by_due_time() -> None:
     prompts = [
-        prompt("best effort, short", 1, traffic_class="be", ttft_s=0.0),
-        prompt("late", 400, arrived_s=-0.9),
-        prompt("late for longer", 5, arrived_s=-2.0),
-        prompt("long", 500),
-        prompt("short", 20),
-        prompt("no promise", 2, ttft_s=0.0),
+        promised("best effort, short", 1, traffic_class="be", ttft_s=0.0),
+        promised("late", 400, arrived_s=-0.9),
+        promised("late for longer", 5, arrived_s=-2.0),
+        promised("long", 500),
+        promised("short", 20),
+        promised("no promise", 2, ttft_s=0.0),
     ]
     expected = ["short", "long", "late for longer", "late", "no promise", "best effort, short"]
     assert ordered(0.0, prompts) == expected
 
 
 def test_earliest_due_is_a_setting() -> None:
-    prompts = [prompt("long and urgent", 100, ttft_s=0.5), prompt("short", 10, ttft_s=0.9)]
+    prompts = [promised("long and urgent", 100, ttft_s=0.5), promised("short", 10, ttft_s=0.9)]
     assert ordered(0.0, prompts) == ["short", "long and urgent"]
     assert ordered(0.0, prompts, PromptOrder(first="earliest_due")) == ["long and urgent", "short"]
 
 
 def test_a_priority_counts_within_its_class() -> None:
     prompts = [
-        prompt("urgent", 90, priority=-1),
-        prompt("short", 10),
-        prompt("best", 1, traffic_class="be", priority=-9),
+        promised("urgent", 90, priority=-1),
+        promised("short", 10),
+        promised("best", 1, traffic_class="be", priority=-9),
     ]
     assert ordered(0.0, prompts) == ["urgent", "short", "best"]
 
 
 def test_patience_ends_after_a_minute_and_not_before() -> None:
     """Ageing of seconds would make an overloaded server first come, first served again."""
-    prompts = [prompt("waited", 900, arrived_s=-59.0), prompt("short", 10)]
+    prompts = [promised("waited", 900, arrived_s=-59.0), promised("short", 10)]
     assert ordered(0.0, prompts) == ["short", "waited"]
     assert ordered(2.0, prompts) == ["waited", "short"]
 
 
 def test_a_prompt_that_was_preempted_is_due_when_its_next_token_is() -> None:
-    one = prompt("r", 10, ttft_s=1.0, tpot_s=0.1)
+    one = promised("r", 10, ttft_s=1.0, tpot_s=0.1)
     assert due_s(one) == 1.0 and not missed_first(0.9, one) and missed_first(1.1, one)
     one.tokens += [7] * 5
     assert due_s(one) == 1.5
@@ -85,7 +69,7 @@ def test_a_prompt_that_was_preempted_is_due_when_its_next_token_is() -> None:
 
 
 def test_a_resubmitted_request_has_the_time_of_a_first_token_again() -> None:
-    one = prompt("r", 10, arrived_s=-30.0)
+    one = promised("r", 10, arrived_s=-30.0)
     assert missed_first(0.0, one)
     one.request = msgspec.structs.replace(one.request, waited_s=30.0)
     assert due_s(one) == 1.0 and not missed_first(0.0, one)
@@ -106,7 +90,7 @@ ACTS = st.builds(
 )
 PROMPTS = st.lists(
     st.builds(
-        prompt,
+        promised,
         st.just("?"),
         st.integers(2, 2000),
         arrived_s=st.floats(-50.0, 5.0),

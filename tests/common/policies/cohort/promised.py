@@ -1,0 +1,28 @@
+"""Sequences with promises, made by hand."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cohort.common.sequence import Sequence
+from cohort.common.types import Slo, TrafficClass
+from tests.common.policies.baselines.drive import sequence
+
+
+def promised(
+    name: str,
+    prompt: int,
+    *,
+    ttft_s: float = 1.0,
+    tpot_s: float = 0.1,
+    arrived_s: float = 0.0,
+    traffic_class: TrafficClass = "rt",
+    priority: int = 0,
+    max_tokens: int = 100,
+) -> Sequence:
+    """`prompt`: tokens."""
+    made = sequence(
+        name, prompt, arrived_s=arrived_s, max_tokens=max_tokens, priority=priority, traffic_class=traffic_class
+    )
+    made.request = msgspec.structs.replace(made.request, slo=Slo(ttft_s=ttft_s, tpot_s=tpot_s))
+    return made

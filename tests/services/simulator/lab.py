@@ -9,6 +9,7 @@ from cohort.common.policies.cost_model import ModelShape
 from cohort.common.types import Slo
 from cohort.common.workloads.items import WorkItem, Workload
 from cohort.services.simulator.cluster import SimCluster, SimOptions
+from cohort.services.simulator.engine import SimWorker
 from cohort.services.simulator.hardware import Cluster, load_cluster
 
 # Big enough to be worth batching, small enough that a few blocks fill the cache.
@@ -34,10 +35,19 @@ def workload(*lengths: tuple[float, int, int], slo: Slo | None = None) -> Worklo
 
 
 class Recorded(SimCluster):
-    """Remembers when every token of every request reached the gateway, and in which order requests ended."""
+    """Remembers when every token of every request reached the gateway, in which order requests ended, and how many
+    events were void when their time came: the end of a jump that was interrupted on its way."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.void = 0
+        step_ended = self.engine._step_ended
+
+        def counted(worker: SimWorker, epoch: int) -> None:
+            self.void += epoch != worker.epoch
+            step_ended(worker, epoch)
+
+        self.engine._step_ended = counted  # type: ignore[method-assign]
         self.token_times: dict[str, list[float]] = {}
         clients = self.clients
         one_by_one, together, finished = clients._tokens, clients._repeated, clients._finished

@@ -279,6 +279,8 @@ class WorkerCapacity(msgspec.Struct, frozen=True):
     host_blocks: int
     max_rows: int
     max_step_tokens: int
+    device: str = ""
+    """Host and device that it computes on; workers that name the same one share it. "": not known to be shared."""
 
     @property
     def geometry(self) -> KvGeometry:

@@ -26,6 +26,7 @@ COMMANDS = {
     "bench": "measure any OpenAI-style server, and everything of ours that can be measured",
     "simulate": "replay traffic on a cluster that need not exist",
     "advise": "which preset, roles and settings suit a traffic and a cluster",
+    "compare": "systems side by side over workloads, loads and seeds, simulated",
     "reproduce": "the papers' figures beside ours",
     "replay": "check or step through what live processes recorded",
     "profile": "measure this machine's engine: points for the simulator's cost model",

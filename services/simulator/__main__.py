@@ -1,6 +1,6 @@
-"""`cohort simulate`, `advise`, `reproduce` and `replay`: parsed options in, tables and JSON out, exit code back.
+"""`cohort simulate`, `advise`, `compare`, `reproduce` and `replay`: options in, tables and JSON out, exit code back.
 
-Also `python -m cohort.services.simulator simulate|advise|reproduce|replay …`.
+Also `python -m cohort.services.simulator simulate|advise|compare|reproduce|replay …`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from cohort.common.machines.replayer import replay
 from cohort.common.plotting import check_available
 from cohort.common.types import Slo
 from cohort.services.simulator import advise as advise_
+from cohort.services.simulator import comparison, comparison_tables, plots, render, replays, reproduce
 from cohort.services.simulator import options as options_
-from cohort.services.simulator import plots, render, replays, reproduce
+from cohort.services.simulator.comparison_spec import load_spec
 from cohort.services.simulator.hardware import load_model
 from cohort.services.simulator.run import by_rate, find_capacity, simulate
 from cohort.services.simulator.setup import (
@@ -50,7 +51,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     for value in values:
         preset = value if what == "preset" else options.preset
         cluster = cluster_of(options, value if what == "cluster" else options.cluster)
-        rate = _number(value) if what == "rate" else options.rate
+        rate = _number("--sweep rate", value) if what == "rate" else options.rate
         workload = traffic.workload(rate, options.concurrency)
         reports.append(simulate(configuration(options, preset), cluster, model, workload, sim_options, roles))
     if what:
@@ -104,6 +105,39 @@ def run_advise(options: argparse.Namespace) -> int:
     return 0
 
 
+def run_compare(options: argparse.Namespace) -> int:
+    if options.jobs < 1:
+        raise ConfigError(f"--jobs {options.jobs}: must be at least 1")
+    spec = load_spec(options.spec)
+    asked = comparison.cells(
+        spec,
+        workloads=_words(options.workloads),
+        systems=_words(options.systems),
+        loads=[_number("--loads", word) for word in _words(options.loads)],
+        seeds=[int(_number("--seeds", word)) for word in _words(options.seeds)],
+    )
+    errors = Console(stderr=True)
+    file = Path(options.results) if options.results else None
+    results = comparison.run(
+        asked, file, options.jobs, lambda line: errors.print(line, highlight=False, soft_wrap=True)
+    )
+    found = comparison_tables.Comparison(
+        spec.description,
+        comparison.rows(results),
+        comparison.sustained(results, options.sustained) if options.sustained else {},
+    )
+    if "-" not in (options.json, options.markdown):
+        _console().print(comparison_tables.table(found))
+    if options.markdown:
+        _write(options.markdown, comparison_tables.markdown(found).encode())
+    _write_json(options.json, found)
+    return 0
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
 def run_reproduce(options: argparse.Namespace) -> int:
     figures = reproduce.select(options.paper, options.figure)
     if options.list:
@@ -148,11 +182,11 @@ def _sweep(text: str | None) -> tuple[str, list[str]]:
     return what, found
 
 
-def _number(text: str) -> float:
+def _number(option: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ConfigError(f"--sweep rate: {text!r} is not a number") from None
+        raise ConfigError(f"{option}: {text!r} is not a number") from None
 
 
 def _console(*, quiet: bool = False) -> Console:
@@ -164,7 +198,10 @@ def _console(*, quiet: bool = False) -> Console:
 def _write_json(target: str | None, data: object) -> None:
     if target is None:
         return
-    encoded = msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n"
+    _write(target, msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n")
+
+
+def _write(target: str, encoded: bytes) -> None:
     if target == "-":
         sys.stdout.buffer.write(encoded)
         sys.stdout.flush()
@@ -175,6 +212,7 @@ def _write_json(target: str | None, data: object) -> None:
 COMMANDS = {
     "simulate": (options_.add_simulate_arguments, run_simulate),
     "advise": (options_.add_advise_arguments, run_advise),
+    "compare": (options_.add_compare_arguments, run_compare),
     "reproduce": (options_.add_reproduce_arguments, run_reproduce),
     "replay": (options_.add_replay_arguments, run_replay),
 }

@@ -1,4 +1,4 @@
-"""The options of `cohort simulate`, `advise`, `reproduce` and `replay`. Loads nothing heavy, for `cohort --help`."""
+"""The options of `cohort simulate`, `advise`, `compare`, `reproduce` and `replay`. Loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -74,6 +74,26 @@ def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=400, metavar="N", help="of the traffic, for each candidate")
     parser.add_argument("--capacity", type=float, default=0.9, metavar="SHARE", help="attained SLOs for the capacity")
     parser.add_argument("--json", metavar="FILE", help="write everything; - = standard output")
+
+
+COMPARE_EPILOG = """\
+examples:
+  COHORT_TRACES=~/traces cohort compare combination --results combination.jsonl
+  cohort compare combination --systems cohort,bros --workloads conv,code --loads 1.2 --seeds 0,1,2
+  cohort compare my-comparison.yaml --markdown table.md
+
+A comparison that was interrupted goes on where it stopped when it is given the same --results file."""
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("spec", help="a file of configs/comparisons by name, or a YAML file like them")
+    for name in ("workloads", "systems", "loads", "seeds"):
+        parser.add_argument(f"--{name}", default="", metavar="A,B,…", help=f"only these {name}")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="simulations at once (default: %(default)s)")
+    parser.add_argument("--results", metavar="FILE", help="keep every result there, as JSON lines")
+    parser.add_argument("--sustained", type=float, metavar="SHARE", help="also the load at which so many keep theirs")
+    parser.add_argument("--json", metavar="FILE", help="write the table's data; - = standard output")
+    parser.add_argument("--markdown", metavar="FILE", help="write the table there; - = standard output")
 
 
 def add_reproduce_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,123 @@
+"""The specification of a simulated comparison: a YAML file, read and checked in full before anything runs.
+
+    workloads    streams of requests at load 1.0, each with the SLO it is judged by
+    systems      what is compared: a preset, and options laid over it
+    loads, seeds every workload at every one of them; a load multiplies the rates
+
+Traces are named as files, here or in the folder that `COHORT_TRACES` names.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from cohort.common.config import CONFIGS_DIR
+from cohort.common.errors import ConfigError
+from cohort.common.types import Role, TrafficClass
+
+FOLDER = CONFIGS_DIR / "comparisons"
+
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
+_NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class Part(_Section, frozen=True):
+    """One stream: lengths drawn from a trace, Poisson arrivals (`cv` 1) at `rate` a second while it is on.
+
+    `burst_s` of every `period_s` seconds it is on (0: always), from `start_s` to `end_s` (0: the end). `ttft_s`,
+    `tpot_s`: one SLO, or several of which each request is given one by chance. `scaled` false: its rate is the same at
+    every load."""
+
+    trace: str
+    rate: _Positive
+    cv: _NotNegative = 1.0
+    traffic_class: TrafficClass = "rt"
+    ttft_s: _NotNegative | list[_Positive] = 0.0
+    tpot_s: _NotNegative | list[_Positive] = 0.0
+    deadline_s: _NotNegative = 0.0
+    start_s: _NotNegative = 0.0
+    end_s: _NotNegative = 0.0
+    burst_s: _NotNegative = 0.0
+    period_s: _NotNegative = 0.0
+    max_prompt: int | None = None
+    max_output: int | None = None
+    scaled: bool = True
+
+
+class TrafficSpec(_Section, frozen=True):
+    """`judged`: the requests that count, of one class or all. The others override the specification's."""
+
+    parts: list[Part]
+    judged: Literal["all", "rt", "be"] = "all"
+    model: str = ""
+    cluster: str = ""
+    set: dict[str, Any] = {}
+    loads: list[_Positive] = []
+    note: str = ""
+
+
+class Compared(_Section, frozen=True):
+    """A system: its preset, options over it, and how many instances have which role ({}: the preset's shares)."""
+
+    preset: str
+    set: dict[str, Any] = {}
+    instances: dict[Role, int] = {}
+    note: str = ""
+
+    def roles(self) -> dict[Role, int] | None:
+        return dict(self.instances) or None
+
+
+class Spec(_Section, frozen=True):
+    description: str
+    model: str
+    cluster: str
+    workloads: dict[str, TrafficSpec]
+    systems: dict[str, Compared]
+    loads: tuple[_Positive, ...] = (1.0,)
+    seeds: tuple[int, ...] = (0,)
+    duration_s: _Positive = 60.0
+    horizon_s: _Positive = 120.0
+    predictor: Literal["oracle", "noisy", "lognormal", "none"] = "lognormal"
+    predictor_sigma: _NotNegative = 0.5
+    set: dict[str, Any] = {}
+
+
+def load_spec(text: str) -> Spec:
+    """`NAME` of configs/comparisons, or a YAML file. Raises `ConfigError` that names file and key."""
+    path = Path(text) if Path(text).is_file() else FOLDER / f"{text}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.yaml")))
+        raise ConfigError(f"{text}: neither a file nor one of {known}")
+    try:
+        spec = msgspec.yaml.decode(path.read_bytes(), type=Spec)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    for name, workload in spec.workloads.items():
+        if not workload.parts:
+            raise ConfigError(f"{path}: workloads.{name}: has no parts")
+        for part in workload.parts:
+            if bool(part.burst_s) != bool(part.period_s) or part.burst_s > part.period_s:
+                raise ConfigError(f"{path}: workloads.{name}: burst_s and period_s come together, the first no longer")
+            if part.end_s and part.end_s <= part.start_s:
+                raise ConfigError(f"{path}: workloads.{name}: ends at {part.end_s:g} s, begins at {part.start_s:g} s")
+            trace_file(part.trace)
+    return spec
+
+
+def trace_file(name: str) -> Path:
+    """Raises `ConfigError` for a trace that is not there."""
+    folder = os.environ.get("COHORT_TRACES", "")
+    for path in (Path(name), *([Path(folder) / name] if folder else [])):
+        if path.is_file():
+            return path.resolve()
+    where = f"nor in {folder}" if folder else "; the variable COHORT_TRACES may name a folder of traces"
+    raise ConfigError(f"trace {name}: not here {where}")

@@ -33,10 +33,10 @@ def default_model() -> Path:
 
 @pytest.fixture(scope="session")
 def standard(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Iterator[Pipeline]:
-    """A running pipeline as it is configured by default, for all live tests that need no other: to start one takes
-    seconds. A test that breaks a part of it starts it again and leaves nothing behind."""
+    """A running pipeline in which every request crosses two workers, for all live tests that need no other: to start
+    one takes seconds. A test that breaks a part of it starts it again and leaves nothing behind."""
     from tests.e2e.pipeline import CONTEXT_LIMIT, Pipeline
 
     overrides = {"model": {"max_model_len": CONTEXT_LIMIT}, "kv": {"memory_bytes": 200 << 20}}
-    with Pipeline(tmp_path_factory.mktemp("standard"), default_model, overrides) as running:
+    with Pipeline(tmp_path_factory.mktemp("standard"), default_model, overrides, preset="disaggregated") as running:
         yield running

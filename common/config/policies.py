@@ -18,9 +18,9 @@ class PolicyConfig(Section, frozen=True):
     own is named by its import path, `module:function` (docs/tutorials/your-own-scheduler.md)."""
 
     admission: str = "bounded"  # at the gateway: may a request come in
-    placement: str = "disaggregated"  # at the manager: which worker computes which part of a request
-    prefill_order: str = "fcfs"  # at the manager: which waiting request is dispatched next, in which batch
-    iteration: str = "continuous_batching"  # at the worker: which rows the next iteration computes
+    placement: str = "colocated"  # at the manager: which worker computes which part of a request
+    prefill_order: str = "pass_through"  # at the manager: which waiting request is dispatched next, in which batch
+    iteration: str = "cohort_batching"  # at the worker: which rows the next iteration computes
     allocation: str = "paged"  # at the worker: how KV blocks are handed out
     waiting_kv: str = "none"  # at the manager: when parked KV is bound to a decoding worker
 

@@ -119,7 +119,7 @@ def test_a_drained_worker_finishes_what_it_has(standard: Pipeline) -> None:
 def test_an_encrypted_pipeline_serves_and_strangers_cannot_talk(tmp_path: Path, default_model: Path) -> None:
     generate_keys(tmp_path / "cluster.key")
     overrides = {"security": {"curve_secret_key_file": str(tmp_path / "cluster.key")}, "transfer": {"links": ["zmq"]}}
-    with Pipeline(tmp_path, default_model, overrides) as pipeline:
+    with Pipeline(tmp_path, default_model, overrides, preset="disaggregated") as pipeline:
         (answer,) = pipeline.complete_all([{"prompt": "Hello there", "max_tokens": 5, "ignore_eos": True}])
         assert (answer.error, answer.finish) == ("", "length")
         assert answer.extras["instances"] == ["prefill-0", "decode-0"]
@@ -152,7 +152,7 @@ def test_other_architectures_equal_the_reference(tmp_path: Path, make: type[PreT
     prompts = [[(i * j) % 390 + 5 for j in range(1, 4 + 7 * i)] for i in range(1, 14)]
     goldens = compute(folder, prompts, 20)
     overrides = {"engine": {"prefill_chunk": 24}, "kv": {"memory_bytes": 16 << 20}}
-    with Pipeline(tmp_path, folder, overrides) as pipeline:
+    with Pipeline(tmp_path, folder, overrides, preset="disaggregated") as pipeline:
         answers = pipeline.complete_all(
             [
                 {

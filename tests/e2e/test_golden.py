@@ -15,7 +15,6 @@ from tests.e2e.pipeline import Answer, Pipeline
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 MEBIBYTE = 1 << 20
-UNIFIED: dict[str, Any] = {"workers": [{"role": "unified"}], "policies": {"placement": "colocated"}}
 
 
 def ask(golden: Golden) -> dict[str, Any]:
@@ -55,16 +54,29 @@ def test_disaggregated_with_prefix_cache_and_long_prompts(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "evidence"),
+    ("preset", "overrides", "evidence"),
     [
         pytest.param(
-            {**UNIFIED, "engine": {"prefill_chunk": 48, "preemption": "swap"}, "kv": {"memory_bytes": 56 * MEBIBYTE}},
+            "cohort",
+            {"engine": {"preemption": "swap"}, "kv": {"memory_bytes": 56 * MEBIBYTE}},
+            "preemptions_total",
+            id="the default, swapped",
+        ),
+        pytest.param(
+            "cohort",
+            {"engine": {"preemption": "recompute"}, "kv": {"memory_bytes": 56 * MEBIBYTE}},
+            "preemptions_total",
+            id="the default, recomputed",
+        ),
+        pytest.param(
+            "unified",
+            {"engine": {"prefill_chunk": 48, "preemption": "swap"}, "kv": {"memory_bytes": 56 * MEBIBYTE}},
             "preemptions_total",
             id="colocated, chunks of 48, swapped",
         ),
         pytest.param(
+            "unified",
             {
-                **UNIFIED,
                 "engine": {"prefill_chunk": 500, "preemption": "recompute"},
                 "kv": {"memory_bytes": 56 * MEBIBYTE, "prefix_caching": False},
             },
@@ -72,6 +84,7 @@ def test_disaggregated_with_prefix_cache_and_long_prompts(
             id="colocated, chunks of 500, recomputed",
         ),
         pytest.param(
+            "disaggregated",
             {
                 "engine": {"prefill_chunk": 16, "preemption": "swap"},
                 "transfer": {"links": ["zmq"]},
@@ -83,9 +96,9 @@ def test_disaggregated_with_prefix_cache_and_long_prompts(
     ],
 )
 def test_chunked_preempted_transferred(
-    tmp_path: Path, default_model: Path, goldens: list[Golden], overrides: Mapping[str, Any], evidence: str
+    tmp_path: Path, default_model: Path, goldens: list[Golden], preset: str, overrides: Mapping[str, Any], evidence: str
 ) -> None:
-    with Pipeline(tmp_path, default_model, overrides) as pipeline:
+    with Pipeline(tmp_path, default_model, overrides, preset=preset) as pipeline:
         compare(goldens, pipeline.complete_all([ask(g) for g in goldens], concurrency=32))
         pipeline.wait_for(list(pipeline.config.instance_roles)[-1], evidence, 1)
         pipeline.assert_nothing_left()

@@ -53,7 +53,7 @@ def open_private(path: Path, mode: Literal["ab", "wb"]) -> BinaryIO:
 
 
 def require_private(folder: Path, option: str) -> None:
-    """Raise `ConfigError` if anybody but its owner, or somebody else as its owner, can enter a folder that exists: the
+    """Raise `ConfigError` if a user other than its owner, or another owner, can enter a folder that exists: the
     sockets in it have no other protection."""
     status = folder.stat()
     if status.st_uid not in (os.geteuid(), 0):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cohort.common.engine.model_config import ModelGeometry
 
 SAMPLER_BYTES = 1 << 29
-"""What sampling tokens may take beside the logits; `device_sampler` cuts its batch into pieces of this size."""
+"""Memory for sampling tokens beside the logits; `device_sampler` cuts its batch into pieces of this size."""
 
 STAGING_TOKENS = 32768
 """Positions of prefill rows whose keys and values are gathered for flash attention; more read the paged cache."""
@@ -23,7 +23,7 @@ _CONTEXT_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """What one worker may take of its GPU: `fraction` of the memory, divided by the workers that share it; `most_kv`
+    """One worker's share of its GPU: `fraction` of the memory, divided by the workers that share it; `most_kv`
     bytes for KV at most (0 = no bound); `graphs` bytes for recorded steps."""
 
     fraction: float = 0.9

@@ -24,7 +24,7 @@ class StreamCopier:
         self._kv = kv
         self._compute = compute
         self._copies = copies
-        # What the processor has left to do once the copies launched so far are done; `_outward`: some of them write
+        # The processor's work once the copies launched so far are done; `_outward`: some of them write
         # host memory.
         self._landings: list[Callable[[], None]] = []
         self._outward = False

@@ -119,7 +119,7 @@ class KvSender:
         return outgoing
 
     def computed(self, now_s: float, key: Attempt) -> None:
-        """Its segment is computed: whatever time passes from now on is exposed."""
+        """Its segment is computed: time that passes from now on is exposed."""
         outgoing = self._outgoing[key]
         outgoing.computed_at_s = now_s
         if not outgoing.granted:

@@ -54,7 +54,7 @@ class ParkedPool:
                 self._prefetches.append(key)
 
     def move(self, now_s: float) -> None:
-        """What moves beside the plan that was just decided. Its copies come behind the decision's own."""
+        """Moves beside the plan that was just decided. Their copies come behind the decision's own."""
         if self._state.kv.sends_from_host and not self.quiet:
             self._bring_back()
             self._offload(now_s)

@@ -128,7 +128,7 @@ class PredictionDesk:
         )
 
     def observation_lost(self) -> None:
-        """What was to be learned could not be sent."""
+        """An observation could not be sent."""
         self._silences += 1
 
     # -- Within ----------------------------------------------------------------------------------------------------

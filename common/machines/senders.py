@@ -1,8 +1,9 @@
-"""Who may say what: a message counts only from the peer that it names.
+"""Authority of senders: a message counts only from the peer that it names.
 
 Called by the gateway's and the manager's machines and by the hosts of workers and monitor, before anything else is done
-with a message. The peer's name is the identity of its connection. What that name proves is the transport's business: on
-Unix sockets that the peer runs as the same user, with CURVE that it holds the cluster's key; never which member it is.
+with a message. The peer's name is the identity of its connection. The worth of that name is the transport's business:
+on Unix sockets the peer runs as the same user, with CURVE it holds the cluster's key; neither proves which member it
+is.
 """
 
 from __future__ import annotations

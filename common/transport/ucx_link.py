@@ -433,7 +433,7 @@ class UcxLink:
             log.debug("ucx endpoint could not be closed", error=str(error))
             return
         if request is not None:
-            self._api.free(request)  # nobody waits for it; UCX releases it whenever it gets that far
+            self._api.free(request)  # no caller waits for it; UCX releases it whenever it gets that far
 
     def _text(self, status: int) -> str:
         return "the peer is gone" if status == _ERR_UNREACHABLE else self._api.text(status)

@@ -50,7 +50,7 @@ LARGE_QUEUE_BYTES = 128 * 1024 * 1024  # of large messages to one peer; beyond i
 # From one peer; then it is read no further, and what it sends waits in its own queue. Not less: a process that is busy
 # for longer than PING_TIMEOUT_MS with a full queue sees no pings either, and loses the connection.
 RECEIVED_MESSAGES = 2048
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # prompts of millions of tokens fit; whoever sends more loses the connection
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # prompts of millions of tokens fit; a peer that sends more loses the connection
 LINGER_MS = 300  # last words to a connected peer need a few; one that is away is not waited for longer
 RECONNECT_MS, RECONNECT_MAX_MS = 20, 200  # the most that a peer's restart costs beyond its start
 PING_MS, PING_TIMEOUT_MS = 1000, 3000
@@ -62,7 +62,7 @@ _TCP = "tcp://"
 
 @dataclass(slots=True)
 class BusCounters:
-    """What passed through a bus since it was opened; exported by `service.py`."""
+    """Counts of messages since a bus was opened; exported by `service.py`."""
 
     sent: int = 0
     received: int = 0
@@ -353,7 +353,7 @@ class ZmqBus:
 
 
 def tune(socket: zmq.Socket[Any]) -> None:
-    """What every socket of ours shares: short linger, and dead TCP peers found within seconds."""
+    """Settings of every socket of ours: short linger, and dead TCP peers found within seconds."""
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 5)
@@ -376,7 +376,7 @@ class _IpcLock:
 
     libzmq unlinks whatever lies at the path before it binds, a live socket of another process too. So the path is
     guarded by an advisory lock beside it, which the kernel releases with the process however it dies; and a socket
-    that somebody else (no bus of ours) still answers on is left alone as well.
+    that another program (no bus of ours) still answers on is left alone as well.
     """
 
     def __init__(self, path: Path) -> None:

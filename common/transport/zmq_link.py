@@ -47,7 +47,7 @@ log = structlog.get_logger(__name__)
 CHUNK_BYTES = 1024 * 1024
 WINDOW_BYTES = 4 * CHUNK_BYTES
 RELEASE_S = 1.0  # the longest to wait until libzmq has let go of a buffer
-MAX_OFFERS = 65536  # of transfers nobody has asked for yet; the oldest go first
+MAX_OFFERS = 65536  # of transfers not asked for yet; the oldest go first
 READS_PER_TURN = 16
 HIGH_WATER_MESSAGES = 4096
 

@@ -183,7 +183,7 @@ class VirtualCluster:
                     assert_never(effect)
 
     def _perform(self, node: Node, effects: Iterable[Any]) -> None:
-        """Of a gateway or the manager. What a gateway tells its own process, its clients hear."""
+        """Of a gateway or the manager. A gateway's effects within its own process reach its clients."""
         for effect in effects:
             match effect:
                 case Send(peer=peer, message=message):

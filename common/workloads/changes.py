@@ -33,7 +33,7 @@ def at_rate(workload: Workload, rate_per_s: float) -> Workload:
 
 
 def window(workload: Workload, start_s: float, end_s: float) -> Workload:
-    """What arrives in [start_s, end_s), from second 0 on; closed loops run as long."""
+    """The requests that arrive in [start_s, end_s), from second 0 on; closed loops run as long."""
     kept = tuple(
         replace(item, arrival_s=item.arrival_s - start_s)
         for item in workload.items

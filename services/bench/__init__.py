@@ -1,4 +1,4 @@
-"""The measuring wing: `cohort bench WHAT`, whatever is measured and by whatever means; nothing here serves.
+"""The measuring wing: `cohort bench WHAT`, every measurement by every means; nothing here serves.
 
     http        any OpenAI-style server, seen from a client; what `cohort bench` without a WHAT measures
     live        configurations in turn as live pipelines, from a specification; also `fidelity` and `overhead`

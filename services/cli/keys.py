@@ -1,7 +1,7 @@
 """`cohort keys`: the key file of a cluster, for `security.curve_secret_key_file`.
 
 Writes one CURVE key pair, readable by its owner alone; an existing key is never replaced. Every process of a pipeline
-reads the same file. Decides nothing about who uses it.
+reads the same file. Decides nothing about its use.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _OURS = re.compile(r"file-[0-9a-f]{24}(-output|-error)?(?P<part>\.part)?")
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """What a start found in the folder beside the known files, in numbers: what became of it."""
+    """The unknown files that a start found in the folder, counted by what became of them."""
 
     removed: int = 0
     lost: int = 0

@@ -15,7 +15,7 @@ from cohort.common.errors import ConfigError
 
 SCHEMA_VERSION = 2
 LINE_BYTES = 256
-"""What a line takes besides its custom id and result, here and in the output file: positions, keys, an envelope."""
+"""Bytes of a line besides its custom id and result, here and in the output file: positions, keys, an envelope."""
 CHECKED_BYTES = 1 << 28
 """Databases up to this size are read whole at start to see that they are sound: a second at most."""
 LOG_BYTES = 1 << 26  # what the write-ahead log may keep on disk after it was written back

@@ -23,7 +23,7 @@ class Turns:
         self.taken = 0
 
     async def take(self) -> None:
-        """Whoever took a turn must `give_back` it."""
+        """Wait for a turn, which the caller must `give_back`."""
         async with self._queue:
             while self.taken >= (self._busy_limit if self._online_waiting() else self._limit):
                 self._changed.clear()

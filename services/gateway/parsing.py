@@ -31,7 +31,7 @@ GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a client asked for. `sampling` is complete but for max_tokens, seed and the end tokens, which need the
+    """A client's request, parsed. `sampling` is complete but for max_tokens, seed and the end tokens, which need the
     tokenised prompt. `logprobs` as in `SamplingParams`. `max_tokens` None: what the context leaves."""
 
     chat: bool
@@ -372,7 +372,7 @@ def _refuse_what_chat_cannot(body: ChatBody) -> None:
 def _service(
     options: CohortOptions, headers: Mapping[str, str], config: GatewayConfig
 ) -> tuple[TrafficClass, Slo, bool]:
-    """Class and SLO as named; headers win over the body, because proxies set them. What is not named has a default of
+    """Class and SLO as named; headers win over the body, because proxies set them. A target not named has a default of
     its class, which is filled in on admission."""
     traffic_class: TrafficClass = options.traffic_class or config.default_class
     named = headers.get(CLASS_HEADER)

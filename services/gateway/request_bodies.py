@@ -56,7 +56,7 @@ def _check_type(request: web.Request) -> None:
 
 @dataclass(slots=True)
 class _Held:
-    """What one body has taken of the budget."""
+    """One body's part of the budget."""
 
     bytes: int = 0
 

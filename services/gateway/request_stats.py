@@ -1,4 +1,4 @@
-"""What one gateway measures of its requests: metrics, the figures of its heartbeat, a log line per request.
+"""Measurements of one gateway's requests: metrics, the stats of its heartbeat, a log line per request.
 
 Told by `streams.py` of every admitted request, its tokens and its end, and by `openai_api.py` of refusals. Decides
 nothing.

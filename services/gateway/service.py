@@ -188,7 +188,7 @@ class Gateway:
         )
 
     def _begin(self) -> None:
-        """Dial who is needed and greet; from then on the machine's `Wake` effects say when time matters."""
+        """Dial the peers and greet; from then on the machine's `Wake` effects say when time matters."""
         self._context.bus.connect(MANAGER, self._context.endpoint_of("manager"))
         self._context.bus.connect(PREDICTOR, self._context.endpoint_of("predictor"))
         self.streams.on_told = self._note_ready
@@ -209,13 +209,13 @@ class Gateway:
             try:
                 self.streams.tell(*events)
             except Exception:
-                # A defect in the handling of one message must not end everybody's streams. What was not handled is
-                # like lost on the way; what was decided before it is done.
+                # A defect in the handling of one message must not end all streams. An unhandled message counts as lost
+                # on the way; effects decided before it are performed.
                 log.exception("messages failed", types=[type(event.message).__name__ for event in events])
                 self.streams.tell()
 
     async def _drain(self) -> None:
-        """Running requests finish; what is left at the deadline ends with an error its client can read."""
+        """Running requests finish; those left at the deadline end with an error their clients can read."""
         self.streams.tell(DrainStarted())
         try:
             async with asyncio.timeout(self._config.gateway.drain_s):

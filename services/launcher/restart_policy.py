@@ -7,7 +7,7 @@
                      │
                      └─▶ GiveUp          never ready so far, and: configuration error (exit code 2), or the 5th end
 
-A process that was ready once is never given up: its configuration is good, so whatever ended it may pass.
+A process that was ready once is never given up: its configuration is good, so the cause of its end may pass.
 """
 
 from __future__ import annotations

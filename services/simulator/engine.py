@@ -168,8 +168,8 @@ class CostEngine:
         self._virtual.tell(worker, StepEnded(sampled, latency_s))
 
     def _share_cores(self) -> None:
-        """A step has begun or ended: from now on every running worker has another share of the cores. What is in
-        flight ends earlier or later."""
+        """A step has begun or ended: from now on every running worker has another share of the cores. Steps in flight
+        end earlier or later."""
         cluster, now_s = self._cluster, self._events.now_s
         running = [worker for worker in map(_sim, self._virtual.workers) if worker.stepping]
         slowdowns = cluster.slowdowns([(worker.alone_s, worker.service_load) for worker in running])

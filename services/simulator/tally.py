@@ -1,4 +1,4 @@
-"""What instances did in a simulation, and what deciding cost on the machine that simulated."""
+"""The work of simulated instances, and the cost of deciding on the machine that simulated."""
 
 from __future__ import annotations
 

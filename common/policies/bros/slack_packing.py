@@ -7,7 +7,7 @@
     5. real-time that is late, prompts             likewise
     6. best-effort, least to bring back first      likewise; in a full batch, instead of real-time that can wait
 
-The worker's `IterationScheduler` of the preset. Blocks come from whatever allocator there is; with the bidirectional
+The worker's `IterationScheduler` of the preset. Blocks come from any allocator; with the bidirectional
 one real-time requests share best-effort blocks (R8), with another one best-effort requests are dropped for them (R11,
 `drops.py`).
 """

@@ -80,7 +80,7 @@ class LiveMemory:
         return view.free_blocks - account.growth_blocks - account.reserved_blocks
 
     def idle(self, view: InstanceView) -> bool:
-        """Nothing is there and nothing is on its way: whatever fits at all fits now."""
+        """Nothing is there and nothing is on its way: a request that fits at all fits now."""
         stats = view.stats
         here = stats.running + stats.waiting + stats.awaiting_kv + stats.parked
         return here == 0 and not self._accounts[view.instance].reservations

@@ -1,4 +1,4 @@
-"""What placing one request costs, whatever is queued: `cohort bench decisions placement`.
+"""The cost of placing one request beside those queued: `cohort bench decisions placement`.
 
 D9: the split search as the manager uses it. So many requests, prompts and decodes, are queued on so many instances; a
 request is placed, half of the instances report, the next one is placed, … Prints microseconds of processor time per

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 Form = Literal["linear", "prepacked", "ours", "memory"]
-"""What a step is compared with: the model's matrix products by torch's `F.linear`; by torch over weights prepacked for
+"""References for a step: the model's matrix products by torch's `F.linear`; by torch over weights prepacked for
 oneDNN, the fastest form PyTorch has on a CPU; in the engine's own form; and the time to read the weights once."""
 
 Section = Literal["decode", "prefill", "shares", "attention", "allocations"]

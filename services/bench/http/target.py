@@ -63,7 +63,7 @@ class Target:
 
 def _served_from(url: str) -> Path | None:
     """The model folder of the pipeline that this user runs at that port, from the configuration its processes read:
-    our gateway tells nobody where its files are."""
+    our gateway does not tell where its files are."""
     parts = urlsplit(url)
     if parts.hostname not in ("localhost", "127.0.0.1", "::1") or parts.port is None:
         return None

@@ -107,7 +107,7 @@ class Step:
             paged_attention(self.query, self.kv, layer, self.meta, self.scale, self.out)
 
     def gather_then_sdpa(self) -> None:
-        """What plain torch offers: copy the rows' blocks together, then one dense attention. Equal rows only."""
+        """The best of plain torch: copy the rows' blocks together, then one dense attention. Equal rows only."""
         rows, columns = self.meta.block_tables.shape
         heads, dim = self.shape.kv_heads, self.shape.head_dim
         queries = self.meta.max_query_len

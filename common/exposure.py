@@ -1,4 +1,4 @@
-"""A configuration's openings to other machines: refuses at start those that strangers could use by an oversight.
+"""A configuration's openings to other machines: refuses at start those that an oversight leaves to strangers.
 
 Called by `service.py` for every process, by the gateway for its API, by the launcher before it starts anything, and by
 workers that open KV links. Decides from the configuration alone and resolves no name: a host that is not plainly this

@@ -53,7 +53,7 @@ class StreamCopier:
         """Nothing of its own to end: `around` leaves nothing behind."""
 
     def _launch(self, copy: KvCopy) -> None:
-        # The host memory it reads may still be written; what it writes there, an earlier slot's part would overwrite.
+        # The host memory it reads may still be written, and an earlier slot's part would overwrite its own writes.
         if (copy.direction == "in" and self._outward) or (copy.unit == "block" and self._landings):
             self._land()
         with torch.inference_mode(), self._copies.use():

@@ -108,7 +108,7 @@ class RunsReceived(_Event, frozen=True):
 
 
 # -- To a gateway ----------------------------------------------------------------------------------------------------
-# `DrainStarted`: the gateway is to end and takes nothing new. `DrainEnded`: what is left fails.
+# `DrainStarted`: the gateway is to end and takes nothing new. `DrainEnded`: requests left fail.
 
 
 class Estimated(_Event, frozen=True):

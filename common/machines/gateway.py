@@ -12,7 +12,7 @@ Everything but HTTP, text and metrics is decided here; four parts keep the state
     manager_link.py      whether the manager is there and what it last said of the cluster
 
 Hosted by the live gateway (`services/gateway`) and by virtual clusters. A manager, predictor or worker that dies costs
-a pause: a message that cannot be sent comes back as `Undelivered`, or those sent every second repair its loss.
+a pause: a message that cannot be sent comes back as `Undelivered`, or the messages of the next second repair its loss.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ class GatewayMachine:
             # This may answer something that was said to its predecessor: then it does not know us yet.
             self._effects.append(Send(self._manager, self.link.hello(now_s)))
             again = self.ledger.manager_replaced(now_s)
-            held = self.ledger.outstanding()  # runs somewhere; what waited comes anew
+            held = self.ledger.outstanding()  # runs somewhere; waiting requests come anew
             self._act(now_s, again)
             self._name(held)
         self._submit_unsent(now_s)
@@ -337,7 +337,7 @@ class GatewayMachine:
             case ObserveLength():
                 self._predictions.observation_lost()
             case _:
-                pass  # greetings and what is outstanding are repeated; a cancel, at the next word of its attempt
+                pass  # greetings and outstanding requests are repeated; a cancel, at the next word of its attempt
 
     # -- Time ------------------------------------------------------------------------------------------------------
 

@@ -7,9 +7,9 @@
                                                     ended (forgotten; one final delivery)
 
 Decides what a message about a request means: which of its tokens are new, whether an attempt is lost and must be
-resubmitted, when a request has ended. Called by `gateway.py`, which performs the actions it returns; it never speaks
-to anyone itself. Exactly-once delivery lives here: whatever workers and managers repeat, reorder or lose, the client
-gets every position once, in order.
+resubmitted, when a request has ended. Called by `gateway.py`, which performs the actions it returns; it never sends
+itself. Exactly-once delivery lives here: whatever workers and managers repeat, reorder or lose, the client gets every
+position once, in order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Waiting:
     tokens: float = 0.0
 
 
-# -- Actions that the ledger asks for, beside the effects `Deliver` and `Fail` ----------------------------------
+# -- Actions that the ledger asks for, beside the effects `Deliver` and `Fail` -------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Ledger:
         self.resubmitted_total = 0
         self.dropped_tokens_total = 0
         self.waiting_requests = 0
-        """Never placed so far; what admission bounds."""
+        """Never placed so far; bounded by admission."""
         self.waiting_online = 0
         """Those of them that are online requests; batch work starts nothing new meanwhile."""
         self.waiting_tokens = 0.0

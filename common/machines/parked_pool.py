@@ -1,6 +1,6 @@
 """A2, A9 · Parked KV between device and host memory: which of it moves beside the next step.
 
-Asked by `WorkerMachine` once per plan. Nothing it moves is in a row of the plan, and what is freed is taken by no other
+Asked by `WorkerMachine` once per plan. Nothing it moves is in a row of the plan, and freed blocks go to no other
 sequence until the step has ended. Knows where parked KV lies; frees nothing but by moving it. With an allocator whose
 KV cannot be sent from host memory there is no pool: parked KV then stays on the device.
 """

@@ -78,7 +78,7 @@ class Offer:
 @dataclass(frozen=True, slots=True)
 class AdmissionLoad:
     """The gateway's knowledge when it decides: its own queue and the manager's last word. `owner_requests`,
-    `owner_tokens`: what of the offer's owner waits at this gateway."""
+    `owner_tokens`: those of the offer's owner that wait at this gateway."""
 
     waiting_requests: int
     waiting_tokens: int
@@ -258,7 +258,7 @@ class Placement(ABC):
         return
 
     def finished(self, now_s: float, request_id: RequestId) -> None:
-        """The request is off all instances; what is kept about it can go."""
+        """The request is off all instances; state about it can go."""
         return
 
     def metrics(self) -> dict[str, float]:
@@ -418,8 +418,8 @@ class IterationScheduler(ABC):
     """Picks the rows of the next iteration. Owns the order of the worker's sequences; changes their phase, and takes
     and gives their blocks, while it decides and at no other time. Deterministic: no I/O, time comes as an argument.
 
-    `decide` follows every iteration that ran, before anything is reported or kept: what is learned from `news.ran` is
-    never behind by an iteration when the host reads `learned` or `metrics`.
+    `decide` follows every iteration that ran, before anything is reported or kept: lessons from `news.ran` are never an
+    iteration behind when the host reads `learned` or `metrics`.
     """
 
     wants_arriving = False

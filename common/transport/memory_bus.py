@@ -2,7 +2,7 @@
 
 Called by tests and by hosts of several services in one event loop. Same behaviour as `zmq_bus`: a dialled peer
 that is not there yet gets its messages when it comes, an answer to a peer that is gone raises, order per pair holds,
-death loses what was under way. Every message passes through the codec, so what could not travel fails here too.
+death loses messages under way. Every message passes through the codec, so an unencodable message fails here too.
 
 Delivery is immediate unless `delay_s` says otherwise; then `call_later` (the event loop's, or a virtual clock's)
 decides when.

@@ -1,6 +1,6 @@
 """Workload → workload: rate, window, clipping, classes, SLOs, mixing. Lost items are counted.
 
-Pure. Each returns a new workload whose facts say what was done.
+Pure. Each returns a new workload whose facts name the change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The manager's `PrefillOrder` with a stopwatch: what its decisions cost and what they are, as metrics.
+"""The manager's `PrefillOrder` with a stopwatch: its decisions and their cost, as metrics.
 
 Wraps the order that the configuration names; changes no decision. Hosted by `service.py`.
 """

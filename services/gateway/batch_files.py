@@ -1,4 +1,4 @@
-"""Contents of files on disk: uploads as they arrive, what batches produce, and what a killed process left behind.
+"""Contents of files on disk: uploads as they arrive, outputs of batches, and leftovers of a killed process.
 
     <folder>/            0700, held (flock) by one gateway
       lock

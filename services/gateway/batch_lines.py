@@ -1,4 +1,4 @@
-"""Lines of a batch: what the input file must look like, and what the output and error files say.
+"""Lines of a batch: the form of the input file, and the contents of the output and error files.
 
     in   {"custom_id", "method": "POST", "url": endpoint, "body": {…}}
     out  {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error": null}
@@ -223,7 +223,7 @@ def answered(batch_id: str, line: PendingLine, request_id: str, body: bytes) -> 
 
 
 def refused(batch_id: str, line: PendingLine, error: RequestError) -> bytes:
-    """A line of the error file: what a client who had posted the body would have been told."""
+    """A line of the error file: the answer to a client that had posted the body."""
     name = line_id(batch_id, line.number)
     response = _Response(error.status, name, msgspec.Raw(_encode(error_body(error))))
     return _encode(_OutputLine(name, line.custom_id, response, None))

@@ -1,7 +1,7 @@
 """Whose turn it is: how many lines of batches may be in work, so that batches fill what online requests leave.
 
 Called by `batch_runner.py` before and after every line; told by `streams.py` when no online request waits any more.
-Decides only when a line may start: what runs is never taken back here, the workers' own policies do that.
+Decides only when a line may start: a running line is never taken back here, the workers' own policies do that.
 """
 
 from __future__ import annotations

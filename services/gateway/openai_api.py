@@ -50,7 +50,7 @@ PARSE_AT_ONCE_BYTES = 65_536
 BATCH_PRIORITY = 2**32
 _BATCH_HEADERS = {CLASS_HEADER: "be"}
 
-# Client's request ids that may become part of ours (they travel through logs and file names).
+# Request ids of clients that may become part of ours (they travel through logs and file names).
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _encode = msgspec.json.Encoder().encode
 

@@ -38,8 +38,7 @@ class Owners:
         return owner if self._several else ""
 
     def priority(self, asked: int) -> int:
-        """The priority in place of the one that a body names; lower is served first, 0 is that of a body that names
-        none."""
+        """The priority that replaces a body's; lower is served first, 0 is that of a body that names none."""
         match self._priorities:
             case "free":
                 return asked

@@ -32,8 +32,7 @@ _OTHER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Units by cause. `plain`: those of the first choice alone without scores; any number of such requests may be
-    open."""
+    """Units by cause. `plain`: those of the first choice alone without scores; any number of these may be open."""
 
     choices: int
     prompt: int

@@ -143,7 +143,7 @@ class Gateway:
             self.application(batches),
             access_log=None,
             handler_cancellation=True,
-            auto_decompress=False,  # what is compressed is refused; it must not grow before that
+            auto_decompress=False,  # compressed bodies are refused; they must not grow before that
             keepalive_timeout=KEEP_ALIVE_S,
             shutdown_timeout=STREAM_END_S,
         )
@@ -156,7 +156,7 @@ class Gateway:
                 background = [tasks.create_task(self._receive(), name="receive"), working_off]
                 try:
                     await context.stopping.wait()
-                    working_off.cancel()  # what is in work is answered again after the next start
+                    working_off.cancel()  # lines in work are answered again after the next start
                     await self._drain()
                 finally:
                     for task in background:
@@ -285,6 +285,6 @@ async def build(context: ServiceContext) -> None:
     card, tokenizer = await asyncio.to_thread(load_model, context.config)
     await asyncio.to_thread(tokenizer.warm)
     gc.collect()
-    gc.freeze()  # what lives as long as the process need not be looked at in every collection
+    gc.freeze()  # objects as old as the process need not be looked at in every collection
     context.log.debug("tokenizer loaded", seconds=round(time.perf_counter() - began_s, 3))
     await Gateway(context, card, tokenizer).run()

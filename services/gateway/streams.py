@@ -132,7 +132,8 @@ class Streams:
     # -- Effects ---------------------------------------------------------------------------------------------------
 
     def _perform(self, effects: Sequence[GatewayEffect]) -> list[Undelivered]:
-        """Returns what could not be sent. A defect in one effect must not keep the others from being performed."""
+        """Returns the messages not sent. A defect in one effect must not keep the others from being
+        performed."""
         lost: list[Undelivered] = []
         for effect in effects:
             try:

@@ -68,8 +68,7 @@ class Child:
             self._kill_group()
 
     def _reap(self) -> None:
-        """It ended. As long as it is not reaped its group id cannot belong to another process: clear the group
-        first."""
+        """It ended. Until it is reaped its group id cannot belong to another process: clear the group first."""
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._kill_group()

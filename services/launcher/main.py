@@ -83,7 +83,7 @@ def _model_folder(config: Config) -> Path:
 
 
 def _check(files: RunFiles, plans: list[ProcessPlan]) -> None:
-    """Failures of the background process are raised here, where the operator reads them."""
+    """Errors that would end the background process are raised here, where the operator reads them."""
     if files.claimed:
         with files.claim():  # raises with the message that names the other one
             pass

@@ -16,7 +16,7 @@ import signal
 from dataclasses import dataclass
 
 SECOND_DELAY_S = 0.2
-"""The first restart waits for nothing: what ended a healthy process was most likely not the process."""
+"""The first restart waits for nothing: the cause that ended a healthy process was most likely outside."""
 LONGEST_DELAY_S = 5.0
 HEALTHY_AFTER_S = 10.0
 ATTEMPTS_AT_START = 5

@@ -37,7 +37,7 @@ PredictorKind = Literal["oracle", "noisy", "lognormal", "none"]
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A request on its way: what its client knows."""
+    """A request on its way: its client's knowledge."""
 
     item: WorkItem
     index: int

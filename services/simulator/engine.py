@@ -246,7 +246,7 @@ class CostEngine:
         del latencies_s[:count]
 
     def catch_up(self, worker: SimWorker, until_s: float) -> None:
-        """Apply the steps run ahead that end before then: what ends at that very moment comes after."""
+        """Apply the steps run ahead that end before then: those that end at that very moment come after."""
         self._catch_up(worker, until_s)
 
     def _catch_up(self, worker: SimWorker, until_s: float) -> None:
@@ -256,7 +256,7 @@ class CostEngine:
                 self._repeat(worker, ended)
 
     def _interrupt(self, worker: SimWorker) -> None:
-        """Something happens to this worker: what has ended is applied, what was run ahead beyond is void."""
+        """Something happens to this worker: steps that have ended are applied, those run ahead beyond are void."""
         if len(worker.ends_s) <= 1:
             return
         self._catch_up(worker, self._events.now_s)

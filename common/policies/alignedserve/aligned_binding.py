@@ -150,7 +150,7 @@ class AlignedBinding(LateBinding):
             self._tree.insert(item)
 
     def _disband(self, instance: InstanceId) -> None:
-        """A decode worker is gone: what was meant for it waits for another one."""
+        """A decode worker is gone: requests meant for it wait for another one."""
         batch = self._batches.pop(instance)
         self._give_back([*batch.requests, *batch.candidate])
 

@@ -8,7 +8,7 @@ come back when that best-effort request is to run again: in place if the other i
 Works under any iteration scheduler: `extend` makes a request whole again, `take_copies` yields what has to be copied
 before the rows run. A tenant served since the last `take_copies` keeps its slots until the next.
 
-KV that travels between workers (its segment has an end, or starts elsewhere) is exclusive and left to right:
+KV that travels between workers (of a segment with an end, or from elsewhere) is exclusive and left to right:
 transfers move whole blocks, and the other end may have another allocator. There is no prefix cache: a block whose slots
 change hands cannot be known by its content.
 """

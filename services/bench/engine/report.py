@@ -82,7 +82,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 class StepPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One step of the real engine: `rows` rows of `tokens_per_row` new tokens, `context` positions each afterwards.
 
-    `ratios`: step over each lower bound, median of the rounds' own ratios, so that what a round met counts on both
+    `ratios`: step over each lower bound, median of the rounds' own ratios, so that a round's conditions count on both
     sides.
     """
 

@@ -1,4 +1,4 @@
-"""Time of live iterations beside that of the cost model: for clusters whose engines share cores.
+"""Time of live iterations beyond the cost model's: for clusters whose engines share cores.
 
     cohort bench fit shared-cores RECORDING… --cluster cpu-2x1
 

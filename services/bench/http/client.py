@@ -37,7 +37,7 @@ class PreparedRequest:
 
 
 class StreamClient(Protocol):
-    """The path of prepared requests to a server; HTTP here. Another mode brings its own, the driver stays."""
+    """A client for prepared requests; HTTP here. Another mode brings its own, the driver stays."""
 
     async def stream(self, request: PreparedRequest, record: RequestRecord, start_s: float) -> None: ...
 

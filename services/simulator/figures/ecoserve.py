@@ -406,7 +406,7 @@ REMARKS: tuple[str, ...] = (
     "weaker than that. OPT-175B is shown on ShareGPT only: its answers take half a minute and more, its windows 6.",
     "Tried, first way: a borrower takes blocks from several lenders instead of one piece of one (paged blocks need not "
     "lie together): 64.3 % of the slots instead of 63.6, 838 tokens a second instead of 857, twice as many late "
-    "borrowers. What idles is wanted back sooner than any borrower would be done. Not kept.",
+    "borrowers. An idle block is wanted back sooner than any borrower would be done. Not kept.",
     "Second way: overdue requests go last, so that feasible ones keep their SLO: 25 instead of 18 % kept, "
     "but a mean normalised latency of 127 instead of 116 ms. Not kept.",
     "Third way, kept as preset `ecoserve-forecast`: a decode gets each block when it reaches it; the rows are decided "

@@ -103,7 +103,7 @@ def parse_chat(data: bytes, headers: Mapping[str, str], config: GatewayConfig, c
             "(gateway.max_messages).",
             param="messages",
         )
-    _refuse_completion_fields(body)
+    _refuse_unsupported_chat_options(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
     max_tokens = _max_tokens(body.max_tokens, body.max_completion_tokens)
@@ -351,7 +351,7 @@ def _text_part(part: Any, where: str) -> str:
     return text
 
 
-def _refuse_completion_fields(body: ChatBody) -> None:
+def _refuse_unsupported_chat_options(body: ChatBody) -> None:
     if body.response_format is not None and body.response_format.get("type") != "text":
         raise _refused("response_format", 'only {"type": "text"} is supported')
     if body.tools:

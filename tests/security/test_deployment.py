@@ -286,7 +286,7 @@ def test_writes_of_a_read_only_container_have_a_place():
         assert sharers == (set(WORKERS) if name in WORKERS else {name})
 
 
-def test_shared_modules_are_written_by_one_process():
+def test_shared_volumes_are_written_by_one_process():
     writers = [
         name
         for name, service in SERVICES.items()

@@ -180,13 +180,13 @@ def _spared(lab: Lab, preset: str, eco: dict[str, Any] | None = None, *, oracle:
     return 100.0 * (1.0 - sum(_failed(report, preset) for report in reports) / len(reports))
 
 
-def _spared_figure(id_: str, who: str, preset: str, paper: float, eco: dict[str, Any], *, oracle: bool) -> Figure:
+def _spared_figure(id_: str, system: str, preset: str, paper: float, eco: dict[str, Any], *, oracle: bool) -> Figure:
     return Figure(
         f"ecoserve-1d-failures{id_}",
         "ecoserve",
         "EcoServe Fig. 1d",
         "all three, mean, OPT-13B",
-        who,
+        system,
         "requests without allocation failure",
         "%",
         paper,
@@ -232,13 +232,13 @@ def _filled(lab: Lab, preset: str, eco: dict[str, Any]) -> float:
     return 100.0 * sum(report.instances[0].kv_filled for report in reports) / len(reports)
 
 
-def _filled_figure(id_: str, who: str, preset: str, part: str, paper: float, note: str) -> Figure:
+def _filled_figure(id_: str, system: str, preset: str, part: str, paper: float, note: str) -> Figure:
     return Figure(
         f"ecoserve-1-kv-{id_}",
         "ecoserve",
         "EcoServe Fig. 1",
         "all three, mean, OPT-13B",
-        who,
+        system,
         "KV slots filled",
         "%",
         paper,

@@ -28,7 +28,7 @@ def batch(driver: Driver) -> StepBatch:
     return driver.batch([("0", 9), ("2", 3), ("3", 11), ("1", 1)])
 
 
-def test_check_accepts_bodies_of_the_driver(batch: StepBatch) -> None:
+def test_check_accepts_batches_of_the_driver(batch: StepBatch) -> None:
     batch.check()
     assert (batch.num_rows, batch.num_tokens) == (4, 24)
     assert batch.sample_rows.tolist() == [0, 1, 3]

@@ -31,7 +31,7 @@ def test_a_strided_array_arrives_in_order() -> None:
     assert tensor.tolist() == array.tolist()
 
 
-def test_growth_leaves_earlier_entries() -> None:
+def test_growth_leaves_earlier_uploads() -> None:
     uploads = Uploads(CPU)
     (first,) = uploads.put([np.full(1000, 3)])
     (large,) = uploads.put([np.full(1 << 20, 5)])

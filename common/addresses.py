@@ -1,4 +1,4 @@
-"""Names and addresses of a pipeline's processes: what each is called, where to dial it, where it binds.
+"""Names and addresses of a pipeline's processes: the name of each, where to dial it, where it binds.
 
 Called by `service.py` for every process, and by code that plans or dials one. Decides from the configuration and the
 run folder alone; opens nothing.

@@ -83,7 +83,7 @@ class PendingLine(msgspec.Struct, frozen=True):
 
 
 class FinishedLine(msgspec.Struct, frozen=True):
-    """A line of the output file (`succeeded`) or of the error file, and what it cost."""
+    """A line of the output file (`succeeded`) or of the error file, and its cost."""
 
     number: int
     succeeded: bool

@@ -1,4 +1,4 @@
-"""The database of files and batches: its tables, how it is opened, and what an older one needs.
+"""The database of files and batches: its tables, its opening, and the upgrade of an older one.
 
 Called by `batch_store.py`. Decides the schema, the modes of the database's files (0600) and whether a database may be
 used at all; never reads or writes a file's or a batch's row.
@@ -80,7 +80,7 @@ CREATE TABLE lines (
 CREATE INDEX lines_pending ON lines (batch_id, number) WHERE result IS NULL;
 """
 
-# Version 2 counts what lines take, so that results are within the storage limit, and what an owner has.
+# Version 2 counts the bytes of lines, so that results are within the storage limit, and those of an owner.
 _TO_VERSION_2 = f"""
 ALTER TABLE batches ADD COLUMN line_bytes INTEGER NOT NULL DEFAULT 0;
 CREATE INDEX files_by_owner ON files (owner, bytes);

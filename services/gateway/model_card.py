@@ -38,7 +38,7 @@ class ModelCard:
 
 
 def read_model_card(config: ModelConfig) -> ModelCard:
-    """Raises `ModelError` that names the file and what is missing."""
+    """Raises `ModelError` that names the file and the missing part."""
     path = Path(config.path).expanduser().resolve() if config.path else default_model_dir()
     file = path / "config.json"
     if not file.is_file():

@@ -27,8 +27,8 @@ from cohort.services.simulator.hardware import Cluster
 
 
 class Deployment:
-    """Makes the machines of a simulation, as the live services make theirs (`Builder`). `profile`: what schedulers
-    that learn step times start from, if they do."""
+    """Makes the machines of a simulation, as the live services make theirs (`Builder`). `profile`: the start of
+    schedulers that learn step times, if they do."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ MAX_FAST_FORWARD = 64
 
 @dataclass(slots=True, eq=False)
 class SimWorker(WorkerNode):
-    """One instance: its machine, the step in flight, and what it did so far."""
+    """One instance: its machine, the step in flight, and its work so far."""
 
     fast_forward: FastForward = field(init=False)
     tally: WorkerTally = field(default_factory=WorkerTally)

@@ -137,8 +137,8 @@ class Cluster(msgspec.Struct, frozen=True):
         return (self.service_step_s + self.service_row_s * rows) / alone_s
 
     def slowdowns(self, engines: Sequence[tuple[float, float]]) -> list[float]:
-        """How much longer the iterations in flight take than alone; `engines`: what each takes alone, in seconds, and
-        its `service_load`.
+        """How much longer the iterations in flight take than alone; `engines`: the seconds of each alone, and its
+        `service_load`.
 
         Engines share the cores equally. Time of the other processes comes from engines in proportion to the length of
         their iterations: a fair scheduler favours processes that slept last, and an engine sleeps between iterations.

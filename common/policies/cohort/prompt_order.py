@@ -35,7 +35,7 @@ _REPRICED = 0.1
 @dataclass(frozen=True, slots=True)
 class PromptOrder:
     """`patience_s`: after so long a client is about to give up, and its request goes before all others of its class.
-    `caution`: what a prompt takes beside decode rows, relative to alone."""
+    `caution`: time of a prompt beside decode rows, relative to alone."""
 
     first: Literal["shortest", "earliest_due"] = "shortest"
     patience_s: float = 60.0

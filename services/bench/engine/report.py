@@ -178,7 +178,7 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything; empty where a section was not asked for. `notes`: what could not be measured here, and why."""
+    """Everything; empty where a section was not asked for. `notes`: measurements left out here, and why."""
 
     machine: Machine
     model: ModelFacts

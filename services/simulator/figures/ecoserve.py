@@ -1,6 +1,6 @@
 """EcoServe §2 and §4: OPT-13B, Llama-33B and OPT-175B on A100-80GB, against ORCA, vLLM, FastGen and MultiRes.
 
-Models, data sets, systems and what was taken where the paper leaves something open: `ecoserve_setup`.
+Models, data sets, systems and choices that the paper leaves open: `ecoserve_setup`.
 
 The paper's ratios are ranges over its three models, per data set; `paper` is the end nearer to 1, the note says the
 range. (Its text also gives ranges per model over the data sets, which do not go together: 2.5 to 4 times vLLM's rate on

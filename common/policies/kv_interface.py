@@ -50,7 +50,7 @@ class BlockSharing(ABC):
         return 0
 
     def spare(self, keys: Iterable[Attempt]) -> None:
-        """In this iteration nothing moves into the blocks of these; tenants that share one already may go on."""
+        """In this iteration nothing moves into the blocks of these; sequences that share one may go on."""
         return
 
     def checkpointed(self, key: Attempt) -> int:

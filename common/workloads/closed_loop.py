@@ -32,8 +32,7 @@ class ClosedLoopUsers:
         return self._ask(now_s, self._part.concurrency)
 
     def answered(self, now_s: float) -> list[WorkItem]:
-        """One answer is complete: the next requests. Empty in the middle of a batch, and when the part is
-        through."""
+        """One answer is complete: the next requests. Empty in the middle of a batch, and when the part is through."""
         if self._open == 0:
             raise ValueError("an answer to a question that was not asked")
         self._open -= 1

@@ -132,8 +132,7 @@ class Streams:
     # -- Effects ---------------------------------------------------------------------------------------------------
 
     def _perform(self, effects: Sequence[GatewayEffect]) -> list[Undelivered]:
-        """Returns the messages not sent. A defect in one effect must not keep the others from being
-        performed."""
+        """Returns the messages not sent. A defect in one effect must not keep the others from being performed."""
         lost: list[Undelivered] = []
         for effect in effects:
             try:

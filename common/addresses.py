@@ -1,4 +1,4 @@
-"""Names and addresses of a pipeline's processes: what each is called, where to dial it, where it binds.
+"""Names and addresses of a pipeline's processes: the name of each, where to dial it, where it binds.
 
 Called by `service.py` for every process, and by code that plans or dials one. Decides from the configuration and the
 run folder alone; opens nothing.
@@ -39,7 +39,7 @@ _ENDPOINTS: dict[str, EndpointName] = {
 
 def never_dialling(role: str) -> frozenset[str]:
     """Names that have no business in a role's inbox: these processes are dialled by it and answer over that connection,
-    or have nothing to tell it. Predictor and monitor dial the manager; everybody dials the monitor."""
+    or have nothing to tell it. Predictor and monitor dial the manager; all processes dial the monitor."""
     match role:
         case "gateway" | "prefill_worker" | "decode_worker":
             return frozenset({MANAGER, PREDICTOR, MONITOR})

@@ -1,6 +1,6 @@
 """Keeps pages of other sites from using a server through the browser of a person who can reach it.
 
-A server on loopback, or one without keys, trusts whoever can connect, and a browser connects for every page it shows:
+A server on loopback, or one without keys, trusts every client, and a browser connects for every page it shows:
 by a request that the page sends there itself (cross-site), or under the page's own name once that name resolves to
 this machine (DNS rebinding). Browsers say both in headers that pages cannot change. Called for every request by the
 gateway, the live page and every process's metrics; clients that are no browsers pass unless they send a foreign `Host`.

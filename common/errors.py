@@ -79,7 +79,7 @@ class ChecksumMismatch(TransferError):
 
 
 class LeaseExpired(CohortError):
-    """A lease was not renewed before its deadline; what it held is free again."""
+    """A lease was not renewed before its deadline; its blocks are free again."""
 
 
 class OutOfBlocks(CohortError):

@@ -1,4 +1,4 @@
-"""What a configuration opens to other machines: refuses at start what strangers could use by somebody's oversight.
+"""A configuration's openings to other machines: refuses at start those that an oversight leaves to strangers.
 
 Called by `service.py` for every process, by the gateway for its API, by the launcher before it starts anything, and by
 workers that open KV links. Decides from the configuration alone and resolves no name: a host that is not plainly this
@@ -42,7 +42,7 @@ def check_api(config: Config) -> None:
 
 
 def unused_key(config: Config, environment: Mapping[str, str]) -> bool:
-    """Whether somebody set an API key that no request will be asked for."""
+    """Whether an API key is set that no request will be asked for."""
     return bool(environment.get(KEY_VARIABLE)) and not config.gateway.api_keys
 
 

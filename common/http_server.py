@@ -1,4 +1,4 @@
-"""What HTTP servers here have in common below their handlers: what they call themselves, how they accept connections.
+"""The common base of HTTP servers, below their handlers: their name and the way they accept connections.
 
 Called by the gateway, the monitor and `service.py`. Knows no routes.
 """

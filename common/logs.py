@@ -85,7 +85,7 @@ def request_scope(request_id: str) -> AbstractContextManager[None]:
 
 
 def log_loop_errors(loop: asyncio.AbstractEventLoop, logger: structlog.stdlib.BoundLogger) -> None:
-    """What asyncio would drop or print (a task's unread exception, a failed callback) becomes an error event."""
+    """Errors that asyncio would drop or print (a task's unread exception, a failed callback) become error events."""
 
     def handle(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")

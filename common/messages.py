@@ -223,7 +223,7 @@ class SegmentEnded(_Base, frozen=True):
 
 
 class Leaving(_Base, frozen=True):
-    """An instance ends on purpose: place nothing there; what it still holds is rescheduled."""
+    """An instance ends on purpose: place nothing there; requests it still holds are rescheduled."""
 
     instance: InstanceId
     incarnation: int

@@ -1,7 +1,7 @@
-"""Folders and files for their owner alone: what is learned from users' requests, logs, sockets, configurations.
+"""Folders and files for their owner alone: state learned from users' requests, logs, sockets, configurations.
 
-Two layers. A process that serves creates nothing that others may read (`keep_private`, its umask); and what holds
-users' words or protects sockets says so itself, which also mends what an older version, or another umask, has left.
+Two layers. A process that serves creates nothing that others may read (`keep_private`, its umask); and files with
+users' words and folders of sockets set their own mode, which also mends those of an older version or another umask.
 Folders outside the cache are the operator's: they are created closed, and left as they are when they exist.
 """
 
@@ -20,9 +20,9 @@ OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def keep_private() -> None:
-    """From now on, whatever this process and its children create is their owner's alone; so is the cache."""
+    """From now on, files that this process and its children create are their owner's alone; so is the cache."""
     os.umask(OTHERS)
-    with contextlib.suppress(OSError):  # what cannot be made or changed fails where it is needed, by name
+    with contextlib.suppress(OSError):  # a folder that cannot be made or changed fails where it is needed, by name
         private_folder(paths.cache_dir())
 
 
@@ -53,7 +53,7 @@ def open_private(path: Path, mode: Literal["ab", "wb"]) -> BinaryIO:
 
 
 def require_private(folder: Path, option: str) -> None:
-    """Raise `ConfigError` if anybody but its owner, or somebody else as its owner, can enter a folder that exists: the
+    """Raise `ConfigError` if a user other than its owner, or another owner, can enter a folder that exists: the
     sockets in it have no other protection."""
     status = folder.stat()
     if status.st_uid not in (os.geteuid(), 0):

@@ -69,8 +69,8 @@ class RecordingFile:
 def recorded(
     context: ServiceContext, machine: Machine[Event, Effect], header: Callable[[], Header]
 ) -> Machine[Event, Effect]:
-    """The machine, or what records it; to be asked for before its first event. Only `handle` and `check` go through it:
-    what a host reads of the machine it reads of the machine itself."""
+    """The machine, or its recorder; to be asked for before its first event. Only `handle` and `check` go through it: a
+    host reads the state of the machine itself."""
     folder = context.config.recording.folder
     if not folder:
         return machine

@@ -1,4 +1,4 @@
-"""What sampling a sequence's next token needs beside its logits, as arrays: made once per request and worker.
+"""Inputs of sampling a sequence's next token beside its logits, as arrays: made once per request and worker.
 
 Made with the `Sequence` when a worker takes a request, brought up to date by the batch builder, read by both samplers.
 Nothing here is built again in a later step: a biased or penalised row costs a step the length of its arrays, never a

@@ -179,7 +179,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
-    """Shape of a model's KV cache: what a token and a block weigh.
+    """Shape of a model's KV cache: the bytes of a token and a block.
 
     Formula of B1 per token: 2·L·H·D·B bytes (H after GQA).
     """
@@ -204,7 +204,7 @@ class KvGeometry:
 
 
 class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
-    """Progress of one request on an instance: what an execution predictor replays (D4).
+    """Progress of one request on an instance, for an execution predictor to replay (D4).
 
     Tokens still to prefill there, KV positions it holds, output tokens still expected there: of an answer that has
     outlived its prediction as many as it is beyond it.

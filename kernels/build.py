@@ -2,7 +2,7 @@
 
 Called by `native` at first use and by the set-up (`python -m cohort.kernels.build FOLDER`). Compiles with the compiler
 directly: four files need no build system. Two processes that build at once are serialised by a file lock, and the
-library appears by an atomic rename, so a reader never sees half of one. Never loads what it built.
+library appears by an atomic rename, so a reader never sees half of one. Never loads the library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What kernels raise. They know nothing of Cohort's own errors; the engine translates."""
+"""Exceptions of the kernels. They know nothing of Cohort's own errors; the engine translates."""
 
 from __future__ import annotations
 

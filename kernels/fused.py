@@ -52,8 +52,7 @@ def rope_and_write_kv(
     layer: int,
     slot_mapping: Tensor,
 ) -> None:
-    """`rope_inplace` of query and key, then `write_kv`: on a GPU one launch. What is left in `key` is not to be
-    read."""
+    """`rope_inplace` of query and key, then `write_kv`: on a GPU one launch. `key` is not to be read afterwards."""
     if (ops := gpu.ops_for(kv)) is not None:
         ops.rope_and_write_kv(query, key, value, cos, sin, positions, kv, layer, slot_mapping)
     else:

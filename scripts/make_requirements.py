@@ -31,7 +31,7 @@ PYTHONS = ("3.11", "3.12")
 PLATFORM = "x86_64-unknown-linux-gnu"  # decides markers; the hashes are those of every platform's files
 SERVE_EXTRAS = ("engine", "predictor", "bench")
 
-# What differs between accelerators, by name: pinned by version where pyproject.toml names it, else by PyTorch itself.
+# Packages that differ between accelerators: pinned by version where pyproject.toml names it, else by PyTorch itself.
 ACCELERATOR = re.compile(r"torch|triton|cuda-.*|nvidia-(?!ml-py).*")
 # UCX's own use of CUDA's bindings is the same bytes whatever PyTorch is beside it.
 CUDA_BINDINGS = re.compile(r"cuda-(bindings|core|pathfinder)")
@@ -68,7 +68,7 @@ Pins = dict[str, list[Pin]]
 
 
 def resolve(extras: Sequence[str], constraints: Pins, *, upgrade: bool = False, without_torch: bool = False) -> Pins:
-    """What pyproject.toml with these extras needs on Linux, for each supported Python."""
+    """Requirements of pyproject.toml with these extras on Linux, for each supported Python."""
     pins: Pins = {}
     for python in PYTHONS:
         text = compiled(extras, lines(constraints, python), python, upgrade=upgrade, without_torch=without_torch)

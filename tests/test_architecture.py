@@ -66,7 +66,7 @@ def test_imports_go_through_the_root():
     assert found == []
 
 
-def test_nobody_imports_scripts_or_tests():
+def test_no_module_imports_scripts_or_tests():
     found = [
         shown(path, line, name)
         for file in sources(*CODE)
@@ -158,7 +158,7 @@ def test_every_service_can_be_started_and_read():
     assert [name for name in sorted(processes) if not (ROOT / "services" / name / "service.py").exists()] == []
 
 
-def test_every_module_says_what_it_is():
+def test_every_module_has_a_docstring():
     found = [
         str(file.relative_to(ROOT))
         for file in sources(*CODE, "scripts")

@@ -163,7 +163,7 @@ def test_every_token_is_right_when_segments_meet_anywhere_and_processes_die(seed
 
 
 @pytest.mark.slow
-def test_the_simulation_says_what_the_page_says(folder: Path) -> None:
+def test_the_simulation_agrees_with_the_page(folder: Path) -> None:
     printed = {
         words[0]: [float(number) for number in words[1:]]
         for words in re.findall(r"^\| `([\w:]+)` \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", PAGE, re.MULTILINE)

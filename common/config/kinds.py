@@ -1,4 +1,4 @@
-"""What values options may have, and the struct that every section is."""
+"""Types of options' values, and the struct that every section is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that are elsewhere now, or no options any more: what the error says to a file that still has them."""
+"""Options that are elsewhere now, or no options any more: the error for a file that still has them."""
 
 from __future__ import annotations
 
@@ -59,4 +59,4 @@ MOVED: dict[str, str] = {
     **{old: f"it is no option any more, but fixed: {value}" for old, value in _FIXED.items()},
     "bucketserve.padding": "'policies.iteration' padded_prefill alone pads the batches now",
 }
-"""Dotted old name → what it became, as the end of a sentence."""
+"""Dotted old name → its replacement, as the end of a sentence."""

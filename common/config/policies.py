@@ -95,7 +95,7 @@ class AlignedServeConfig(Section, frozen=True):
 
 
 class BaselinesAblation(Section, frozen=True):
-    """What else the compared systems may have done."""
+    """Readings of the compared systems that their papers leave open."""
 
     rectangular_kv: bool = False  # predicted_batches: memory of a batch is rows times longest prompt and output
 
@@ -105,7 +105,7 @@ class BaselinesConfig(Section, frozen=True):
 
     batch_size: Positive = 8  # orca, mlfq, srtf: requests in one iteration, as EcoServe §2.1 gives ORCA and FastServe
     prediction_padding: NotNegativeReal = 0.15  # allocation predicted: share added to the predicted output
-    queue_starvation_s: Seconds = 60.0  # mlfq: who got nothing for so long moves to the first queue
+    queue_starvation_s: Seconds = 60.0  # mlfq: a request that got nothing for so long moves to the first queue
     padded: bool = False  # predicted_batches: prompts of an iteration are computed as long as the longest
     ablation: BaselinesAblation = BaselinesAblation()
 

@@ -176,8 +176,8 @@ class EndpointsConfig(Section, frozen=True):
 
 
 class SecurityConfig(Section, frozen=True):
-    """CURVE encryption of the control bus and of KV over zmq. One key for the whole cluster (`cohort keys FILE`): who
-    holds the file is a member, nobody else is heard; members can take each other's names."""
+    """CURVE encryption of the control bus and of KV over zmq. One key for the whole cluster (`cohort keys FILE`): its
+    holders are members, no other peer is heard; members can take each other's names."""
 
     curve_secret_key_file: str = ""  # the cluster's key file, the same for every process; "" = no encryption
     allow_plain: bool = False  # true: tcp endpoints beyond this machine may do without a key

@@ -22,7 +22,7 @@ def splitmix64(value: int) -> int:
 
 
 def sample_key(seed: int, position: int) -> int:
-    """What all random numbers of one sample start from, 64 bits.
+    """The 64-bit start of all random numbers of one sample.
 
     The seed is scrambled before the position enters, so that neighbouring seeds do not walk through the same
     sequence shifted by one.

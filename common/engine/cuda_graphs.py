@@ -15,8 +15,8 @@ from cohort.common.engine.static_decode import DecodeOutput, Recorded
 
 _WARM_UPS = 2
 _DRIVER_BYTES = 16 << 20
-"""What the driver may keep for a graph of some hundred kernels, beside the memory pool. Not measured: what the device
-has free changes with the other processes on it."""
+"""Memory that the driver may keep for a graph of some hundred kernels, beside the pool. Not measured: the device's free
+memory changes with the other processes on it."""
 
 
 class CudaGraphRecorder:

@@ -29,7 +29,7 @@ def class_for(rows: int, classes: Iterable[int]) -> int | None:
 
 
 def capture_order(classes: Sequence[int]) -> tuple[int, ...]:
-    """Largest first: its memory pool then serves all smaller ones, and what the budget cuts off are small classes,
+    """Largest first: its memory pool then serves all smaller ones, and the budget cuts off only small classes,
     whose steps a larger class can take."""
     return tuple(sorted(classes, reverse=True))
 

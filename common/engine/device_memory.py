@@ -1,8 +1,8 @@
 """How a GPU's memory is divided: between the workers that share it, and inside a worker between KV and all else.
 
-Called once at start, when the weights are loaded, so that what is left is known and not guessed. Arithmetic only: the
-caller asks the device. Nothing is allocated later that is not in these sums; that is why a full cache cannot run the
-device out of memory.
+Called once at start, when the weights are loaded, so that the free memory is known and not guessed. Arithmetic only:
+the caller asks the device. Nothing is allocated later that is not in these sums; that is why a full cache cannot run
+the device out of memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cohort.common.engine.model_config import ModelGeometry
 
 SAMPLER_BYTES = 1 << 29
-"""What sampling tokens may take beside the logits; `device_sampler` cuts its batch into pieces of this size."""
+"""Memory for sampling tokens beside the logits; `device_sampler` cuts its batch into pieces of this size."""
 
 STAGING_TOKENS = 32768
 """Positions of prefill rows whose keys and values are gathered for flash attention; more read the paged cache."""
@@ -23,7 +23,7 @@ _CONTEXT_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """What one worker may take of its GPU: `fraction` of the memory, divided by the workers that share it; `most_kv`
+    """One worker's share of its GPU: `fraction` of the memory, divided by the workers that share it; `most_kv`
     bytes for KV at most (0 = no bound); `graphs` bytes for recorded steps."""
 
     fraction: float = 0.9
@@ -65,7 +65,7 @@ def kv_bytes(*, total: int, free: int, own: int, sharers: int, fraction: float, 
 
     `total` and `free` are the device's, `own` what this worker has allocated already (its weights), `fraction` the
     share of the memory that may be used at all, `reserved` what its steps and graphs will take. Each sharer counts on
-    its part of the whole, however far the others have got with loading; what is really free bounds it.
+    its part of the whole, however far the others have got with loading; the memory really free bounds it.
     """
     part = int(fraction * total / max(1, sharers)) - own
     return max(0, min(part, int(fraction * free)) - reserved)

@@ -2,7 +2,7 @@
 
 Called by `device_steps`. Same order (penalties, bias, bans, temperature, top_k, top_p, min_p, the race), same random
 numbers, so the same tokens as `sampler.sample` on the same logits, up to the last bits of a logarithm. Asks the device
-for nothing: what a row wants is known on the host, and the answer stays where the logits are until
+for nothing: a row's parameters are known on the host, and the answer stays where the logits are until
 `SampledOnDevice.download`.
 """
 

@@ -1,4 +1,4 @@
-"""Steps on a GPU: what is launched in which order, and the one wait at the end.
+"""Steps on a GPU: the order of launches, and the one wait at the end.
 
     host                                          device (one stream)
     batch ─▶ page-locked buffers ── launch ──▶    copy in · recorded decode step, or the forward kernel by kernel

@@ -1,7 +1,7 @@
 """Any other decoder: transformers' own layers with their attention replaced by ours over the paged cache.
 
-Called by the model runner for architectures without a lean form. What the replacement cannot serve is refused at load
-(`generic_probe`), so a model that loads computes what transformers computes.
+Called by the model runner for architectures without a lean form. A model that the replacement cannot serve is refused
+at load (`generic_probe`), so one that loads computes what transformers computes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Called once per load by `generic`. Two questions: is attention, in the form the kernels compute, all that the model
 remembers its past by (`check_structure`); and does it, over the paged cache, answer what it answers by itself
-(`check_answers`), which catches whatever an architecture hides from the first question.
+(`check_answers`), which catches all that an architecture hides from the first question.
 """
 
 from __future__ import annotations

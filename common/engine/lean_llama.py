@@ -1,6 +1,6 @@
 """Llama-shaped decoders (Llama, Mistral, Qwen2, Qwen2.5, Qwen3, SmolLM2) as one function per step.
 
-Called by the model runner. The mathematics and the order of roundings are transformers'; what differs is the cost: one
+Called by the model runner. The mathematics and the order of roundings are transformers'; only the cost differs: one
 product for q, k and v, one for gate and up that also activates, no module dispatch, no allocation, normalisation and
 rotation in place, and the vocabulary only for sampled rows. Knows nothing of requests: it sees tokens, positions and
 slots.

@@ -2,7 +2,7 @@
 
 Made by `worker_process`, kept by `worker_loop`: loaded once before serving, saved now and then and at the end. The
 scheduler itself stays pure (`Learned`). One file per instance, model, device, precision, thread count and kind of
-scheduler: what was learned holds for nothing else.
+scheduler: its values hold for nothing else.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 LLAMA_SHAPED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 LEAN_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
-# What transformers assumes where a config.json says nothing; only keys that change results.
+# Defaults of transformers where a config.json says nothing; only keys that change results.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"vocab_size": 32000, "max_position_embeddings": 2048, "eos_token_id": 2},
     "mistral": {

@@ -57,7 +57,7 @@ _current: ContextVar[RunningStep | Probe | None] = ContextVar("cohort_attention"
 
 @contextmanager
 def attending(state: RunningStep | Probe) -> Iterator[None]:
-    """Whatever model runs inside attends for `state`."""
+    """A model that runs inside attends for `state`."""
     token = _current.set(state)
     try:
         yield

@@ -1,8 +1,8 @@
 """Decode steps over standing buffers, padded to a few batch sizes, each recorded once and replayed from then on.
 
 Owned by `device_steps`. A step of R rows of one token each is written into the buffers of the smallest class that holds
-it; the rows between R and the class are padding. What "recorded" means is the recorder's business: a CUDA graph on a
-GPU; plain repetition of the forward elsewhere, which is how tests hold this logic against the ordinary path. Decides
+it; the rows between R and the class are padding. The meaning of "recorded" is the recorder's business: a CUDA graph on
+a GPU; plain repetition of the forward elsewhere, which is how tests hold this logic against the ordinary path. Decides
 nothing about requests.
 
 Padding rows are ordinary rows of one token that lie in the spare block, which no request ever owns: every kernel
@@ -137,7 +137,7 @@ class StaticDecode:
                 refused.append(rows)
                 continue
             self._steps[rows] = recorded.replay
-            # A smaller class fits into the same pool: what comes on top is no more than this one took.
+            # A smaller class fits into the same pool: it adds no more than this one took.
             estimate = recorded.cost_bytes
         log.info(
             "decode steps recorded",

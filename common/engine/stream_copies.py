@@ -24,7 +24,7 @@ class StreamCopier:
         self._kv = kv
         self._compute = compute
         self._copies = copies
-        # What the processor has left to do once the copies launched so far are done; `_outward`: some of them write
+        # The processor's work once the copies launched so far are done; `_outward`: some of them write
         # host memory.
         self._landings: list[Callable[[], None]] = []
         self._outward = False
@@ -53,7 +53,7 @@ class StreamCopier:
         """Nothing of its own to end: `around` leaves nothing behind."""
 
     def _launch(self, copy: KvCopy) -> None:
-        # The host memory it reads may still be written; what it writes there, an earlier slot's part would overwrite.
+        # The host memory it reads may still be written, and an earlier slot's part would overwrite its own writes.
         if (copy.direction == "in" and self._outward) or (copy.unit == "block" and self._landings):
             self._land()
         with torch.inference_mode(), self._copies.use():

@@ -1,6 +1,6 @@
 """Orders of work on a device: one interface over CUDA streams and over the processor, where all work is done at once.
 
-Used by whatever launches work for the device (steps, copies), so that the order they ask for can be tested without
+Used by modules that launch work for the device (steps, copies), so that the order they ask for can be tested without
 one. Decides nothing.
 """
 

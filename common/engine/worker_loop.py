@@ -74,7 +74,7 @@ class WorkerLoop:
         learned: LearnedState | None,
         engine: ThreadPoolExecutor,
     ) -> None:
-        """`told`: the machine itself, or what records it. `engine`: one thread."""
+        """`told`: the machine itself, or its recorder. `engine`: one thread."""
         config = context.config
         self._context = context
         self._config = config
@@ -99,7 +99,7 @@ class WorkerLoop:
             on_sent=self._run_sent,
             on_received=self._run_received,
         )
-        # A GPU's step leaves the processor free: what the step before has to tell is told while it computes. On a
+        # A GPU's step leaves the processor free: the results of the step before are told while it computes. On a
         # processor that would only take the step's own time.
         self._overlaps = runner.device.type == "cuda"
         self._copier: KvCopier | StreamCopier
@@ -295,7 +295,7 @@ class WorkerLoop:
             await asyncio.sleep(pause_s)
 
     async def _drain(self) -> None:
-        """Finish what is here; what is left at the deadline is rescheduled by the leave."""
+        """Finish the sequences here; those left at the deadline are rescheduled by the leave."""
         self._tell(DrainStarted())
         deadline_s = self._clock.now_s() + self._config.engine.drain_s
         while not self._machine.idle and self._clock.now_s() < deadline_s:

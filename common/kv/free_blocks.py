@@ -1,4 +1,4 @@
-"""Free blocks as extents: maximal runs of neighbouring ids, so that what is allocated together lies together.
+"""Free blocks as extents: maximal runs of neighbouring ids, so that blocks allocated together lie together.
 
 KV moves between instances in runs of blocks that are neighbours at both ends, and a run costs its two ends a message
 whatever its length; a free list in the order of release would hand out strangers after a while. Best fit: the smallest

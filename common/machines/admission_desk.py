@@ -1,8 +1,8 @@
 """Whether a request may come in: asks the admission policy with what the gateway knows.
 
 Called by `gateway.py` twice per HTTP request: with an estimate from the body's size before anything is read, and with
-the real numbers after tokenising. The policy decides (`common/policies`); this file gathers what it decides on: what
-waits altogether and, where several API keys share the gateway, what of the same owner does.
+the real numbers after tokenising. The policy decides (`common/policies`); this file gathers what it decides on: the
+requests that wait altogether and, where several API keys share the gateway, those of the same owner.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One owned request, as its gateway knows it: what the ledger keeps and what the gateway's effects refer to.
+"""One owned request, as its gateway knows it: kept by the ledger, referred to by the gateway's effects.
 
 Changed by `ledger.py` and `prediction_desk.py` alone. Hosts read it for answers, metrics and log lines.
 """

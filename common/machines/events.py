@@ -1,4 +1,4 @@
-"""What happens to a machine: everything a host may tell it. Data only, so that a recording can hold it.
+"""Events of a machine: everything a host may tell it. Data only, so that a recording can hold it.
 
 Each machine has one union of events, at the end of this file, and ends its match over them with `assert_never`.
 """
@@ -108,7 +108,7 @@ class RunsReceived(_Event, frozen=True):
 
 
 # -- To a gateway ----------------------------------------------------------------------------------------------------
-# `DrainStarted`: the gateway is to end and takes nothing new. `DrainEnded`: what is left fails.
+# `DrainStarted`: the gateway is to end and takes nothing new. `DrainEnded`: requests left fail.
 
 
 class Estimated(_Event, frozen=True):

@@ -50,8 +50,8 @@ class FastForward:
 
     def undisturbed_by(self, message: Message) -> bool:
         """Whether receiving this neither needs nor changes what iterations depend on: sequences in them, the scheduler,
-        free blocks. What a host foresaw (`repeatable`) then holds, and need not be applied first. For peers that keep
-        to the protocol: a virtual-time host has no others."""
+        free blocks. Iterations that a host foresaw (`repeatable`) then hold, and need not be applied first. For peers
+        that keep to the protocol: a virtual-time host has no others."""
         match message:
             case StartSegment(index=index):  # another worker computes first
                 return index > 0 and not self._receiver.offers
@@ -102,7 +102,7 @@ class FastForward:
         for latency_s in latencies_s:
             averages.step_s = mix(averages.step_s, latency_s)
             averages.decode_step_s = mix(averages.decode_step_s, latency_s)
-        # What touches blocks happens in the order of the iterations: after each, full blocks are committed; then the
+        # Blocks change in the order of the iterations: after each, full blocks are committed; then the
         # next one reserves. So the same blocks go to the same rows.
         touched: list[tuple[int, bool, int]] = []
         last_s = ends_s[-1]

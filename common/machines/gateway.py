@@ -4,7 +4,7 @@
                               │ ▲                     TokenBatch ◀─ workers
     Deliver, Fail, Ended ◀────┘ └──── Placed, AttemptsLost, Refused ◀─ manager
 
-What is not HTTP, text or metrics is decided here; four parts keep what it takes:
+Everything but HTTP, text and metrics is decided here; four parts keep the state:
 
     ledger.py            what is owned, exactly-once delivery, attempts, deadlines
     admission_desk.py    whether a request may come in
@@ -12,7 +12,7 @@ What is not HTTP, text or metrics is decided here; four parts keep what it takes
     manager_link.py      whether the manager is there and what it last said of the cluster
 
 Hosted by the live gateway (`services/gateway`) and by virtual clusters. A manager, predictor or worker that dies costs
-a pause: whatever cannot be sent comes back as `Undelivered`, or is repaired by what is said once a second.
+a pause: a message that cannot be sent comes back as `Undelivered`, or the messages of the next second repair its loss.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class GatewayMachine:
             self._act(now_s, self.ledger.submit(entry.request_id))
 
     def _submit_unsent(self, now_s: float) -> None:
-        """What could not be handed to the manager before. Without a prediction it still waits for one."""
+        """Requests that could not be handed to the manager before. Without a prediction they still wait for one."""
         self._held_back = False
         self._submit(now_s, (entry for entry in self.ledger.unsubmitted() if entry.prediction is not None))
 
@@ -314,7 +314,7 @@ class GatewayMachine:
             # This may answer something that was said to its predecessor: then it does not know us yet.
             self._effects.append(Send(self._manager, self.link.hello(now_s)))
             again = self.ledger.manager_replaced(now_s)
-            held = self.ledger.outstanding()  # runs somewhere; what waited comes anew
+            held = self.ledger.outstanding()  # runs somewhere; waiting requests come anew
             self._act(now_s, again)
             self._name(held)
         self._submit_unsent(now_s)
@@ -337,7 +337,7 @@ class GatewayMachine:
             case ObserveLength():
                 self._predictions.observation_lost()
             case _:
-                pass  # greetings and what is outstanding are repeated; a cancel, at the next word of its attempt
+                pass  # greetings and outstanding requests are repeated; a cancel, at the next word of its attempt
 
     # -- Time ------------------------------------------------------------------------------------------------------
 

@@ -119,7 +119,7 @@ class KvSender:
         return outgoing
 
     def computed(self, now_s: float, key: Attempt) -> None:
-        """Its segment is computed: whatever time passes from now on is exposed."""
+        """Its segment is computed: time that passes from now on is exposed."""
         outgoing = self._outgoing[key]
         outgoing.computed_at_s = now_s
         if not outgoing.granted:
@@ -259,7 +259,7 @@ class KvSender:
         if not leaving and not self._settings.chunked_transfer:
             return
         if sequence.phase not in (Phase.RUNNING, Phase.LEAVING):
-            return  # preempted: what was sent stays sent, the rest follows when it is computed again
+            return  # preempted: the blocks sent stay sent, the rest follows when it is computed again
         computed = min(sequence.computed, outgoing.positions)
         blocks = state.kv.geometry.blocks_for(computed) if leaving else computed // state.block_size
         source = state.kv.host_table(sequence.key) if held.pooled else state.kv.blocks(sequence.key)

@@ -7,9 +7,9 @@
                                                     ended (forgotten; one final delivery)
 
 Decides what a message about a request means: which of its tokens are new, whether an attempt is lost and must be
-resubmitted, when a request has ended. Called by `gateway.py`, which performs the actions it returns; it never speaks
-to anyone itself. Exactly-once delivery lives here: whatever workers and managers repeat, reorder or lose, the client
-gets every position once, in order.
+resubmitted, when a request has ended. Called by `gateway.py`, which performs the actions it returns; it never sends
+itself. Exactly-once delivery lives here: whatever workers and managers repeat, reorder or lose, the client gets every
+position once, in order.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from cohort.common.types import Attempt, FinishReason, InstanceId, Request, Requ
 
 @dataclass(slots=True)
 class Waiting:
-    """What of one owner was never placed so far: requests, and their prompt and expected output tokens."""
+    """One owner's requests that were never placed so far, and their prompt and expected output tokens."""
 
     requests: int = 0
     tokens: float = 0.0
 
 
-# -- What the ledger asks of the machine, beside the effects `Deliver` and `Fail` ----------------------------------
+# -- Actions that the ledger asks for, beside the effects `Deliver` and `Fail` -------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class SubmitAttempt:
 
 @dataclass(frozen=True, slots=True)
 class CancelAttempt:
-    """The manager and these workers should free whatever they hold of this attempt."""
+    """The manager and these workers should free all they hold of this attempt."""
 
     attempt: Attempt
     holders: tuple[InstanceId, ...]
@@ -63,7 +63,7 @@ class Ledger:
         self.resubmitted_total = 0
         self.dropped_tokens_total = 0
         self.waiting_requests = 0
-        """Never placed so far; what admission bounds."""
+        """Never placed so far; bounded by admission."""
         self.waiting_online = 0
         """Those of them that are online requests; batch work starts nothing new meanwhile."""
         self.waiting_tokens = 0.0
@@ -80,7 +80,7 @@ class Ledger:
         return self._entries.values()
 
     def waiting_of(self, owner: str) -> Waiting:
-        """What of this owner's waits; nothing for an owner without a name."""
+        """This owner's waiting requests; none for an owner without a name."""
         return self._waiting_of.get(owner) or Waiting()
 
     # -- From the client's side ------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Ledger:
         return self._release(entry, reason)
 
     def fail_all(self, error: RequestError) -> list[Action]:
-        """The gateway ends: whatever still runs ends with this error."""
+        """The gateway ends: requests that still run end with this error."""
         return [action for entry in list(self._entries.values()) for action in self._fail(entry, error)]
 
     # -- From workers ----------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class Ledger:
         return None
 
     def tokens(self, now_s: float, sender: InstanceId, update: TokenUpdate) -> list[Action]:
-        """Whatever a worker may say of a request."""
+        """Any update that a worker sends of a request."""
         entry = self._entries.get(update.attempt.request_id)
         if entry is None:
             # Ended here (a stop string, say) while the worker went on: its next message would be void as well.
@@ -186,7 +186,7 @@ class Ledger:
         return self._judge(now_s, entry, sender, update)
 
     def _judge(self, now_s: float, entry: Entry, sender: InstanceId, update: TokenUpdate) -> list[Action]:
-        """Whatever a worker may say of the current attempt."""
+        """Any update of the current attempt."""
         if update.finish is FinishReason.FAILED:
             return self._fail(
                 entry,

@@ -1,7 +1,7 @@
 """The bucketing manager as a pure state machine: requests and reports in, placements out.
 
-Its state is soft. Gateways own the requests, workers own what they compute; every second both say what they have, and
-whatever one side misses is repaired:
+Its state is soft. Gateways own the requests, workers own what they compute; every second both say what they have, which
+repairs the loss of any message:
 
     gateway says outstanding, no worker holds it   → AttemptsLost: the gateway submits it again (attempt + 1)
     worker holds it, no gateway says so            → Cancel: the worker frees it

@@ -47,7 +47,7 @@ class ManagerLink:
         return max(spoken_s, self._greeted_s + GREETING_INTERVAL_S)
 
     def greeting(self, now_s: float) -> GatewayHello | None:
-        """What to say now: a greeting, while the manager is not known to be there."""
+        """The greeting that is due while the manager is not known to be there."""
         if now_s < self.due_s():
             return None
         return self.hello(now_s)

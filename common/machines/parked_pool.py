@@ -1,6 +1,6 @@
 """A2, A9 · Parked KV between device and host memory: which of it moves beside the next step.
 
-Asked by `WorkerMachine` once per plan. Nothing it moves is in a row of the plan, and what is freed is taken by no other
+Asked by `WorkerMachine` once per plan. Nothing it moves is in a row of the plan, and freed blocks go to no other
 sequence until the step has ended. Knows where parked KV lies; frees nothing but by moving it. With an allocator whose
 KV cannot be sent from host memory there is no pool: parked KV then stays on the device.
 """
@@ -54,7 +54,7 @@ class ParkedPool:
                 self._prefetches.append(key)
 
     def move(self, now_s: float) -> None:
-        """What moves beside the plan that was just decided. Its copies come behind the decision's own."""
+        """Moves beside the plan that was just decided. Their copies come behind the decision's own."""
         if self._state.kv.sends_from_host and not self.quiet:
             self._bring_back()
             self._offload(now_s)

@@ -113,7 +113,7 @@ class PredictionDesk:
         return ready
 
     def ended(self, entry: Entry, finish: FinishReason) -> ObserveLength | None:
-        """A request is over: what the predictor may learn from it. One that is away learns nothing."""
+        """A request is over: the lesson for the predictor. One that is away learns nothing."""
         question = self._questions.get(entry.asked_as)
         if question is not None:
             question.entries = [other for other in question.entries if other is not entry]
@@ -128,7 +128,7 @@ class PredictionDesk:
         )
 
     def observation_lost(self) -> None:
-        """What was to be learned could not be sent."""
+        """An observation could not be sent."""
         self._silences += 1
 
     # -- Within ----------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class WorkerHeader(_Header, frozen=True, tag="worker"):
     seed: int
     config: str
     learned: bytes = b""
-    """What its scheduler knew of the machine before (`Learned.import_state`)."""
+    """Its scheduler's earlier knowledge of the machine (`Learned.import_state`)."""
 
 
 class ManagerHeader(_Header, frozen=True, tag="manager"):

@@ -99,7 +99,7 @@ class Roster:
     # -- gateways ----------------------------------------------------------------------------------------------
 
     def greeted(self, now_s: float, hello: GatewayHello) -> bool:
-        """True if a gateway of this name was known and has restarted: what it had asked for is void."""
+        """True if a gateway of this name was known and has restarted: its earlier requests are void."""
         known = self.gateways.get(hello.instance)
         self.gateways[hello.instance] = Gateway(hello.incarnation, hello.endpoint, now_s)
         self.expected.update(hello.workers)

@@ -1,7 +1,7 @@
 """Scored prompts take turns: one at a time is a worker's scheduler's to plan, and of that one a slice an iteration.
 
 Every position of a scored prompt goes through the head of the model, its softmax and a selection of the likeliest
-tokens: several times the work of a position that is only computed, which schedulers, who plan by tokens, do not see.
+tokens: several times the work of a position that is only computed, which schedulers, planning by tokens, do not see.
 `Sequence.uncomputed` shows them a slice (`Sequence.scored_slice`); this file keeps the number of such sequences at one,
 so that a hundred scored prompts take no more of an iteration than one. Called by `WorkerMachine`; pure.
 """

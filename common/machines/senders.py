@@ -1,8 +1,8 @@
-"""Who may say what: a message counts only from the peer that it names.
+"""Authority of senders: a message counts only from the peer that it names.
 
 Called by the gateway's and the manager's machines and by the hosts of workers and monitor, before anything else is done
-with a message. The peer's name is the identity of its connection. What that name proves is the transport's business: on
-Unix sockets that the peer runs as the same user, with CURVE that it holds the cluster's key; never which member it is.
+with a message. The peer's name is the identity of its connection. The worth of that name is the transport's business:
+on Unix sockets the peer runs as the same user, with CURVE it holds the cluster's key; neither proves which member.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def may_say(
     sender: InstanceId, message: Message, *, manager: InstanceId = "manager", predictor: InstanceId = "predictor"
 ) -> bool:
     """False for a message that names another instance as its own, and for the manager's and the predictor's words from
-    anybody else."""
+    any other sender."""
     if isinstance(message, _Signed):
         return message.instance == sender
     if isinstance(message, Submit):

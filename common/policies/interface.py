@@ -20,7 +20,7 @@ How the five systems fill them (ids of the mechanism tables in docs/papers.md):
 |              | continuous decode    |                         |                           |                         | groups; late predictions  |
 | KvAllocator  | paged                | R7–R10 bidirectional    | paged                     | paged                   | E2, E7, E8 exact, nested  |
 
-What each needed from the interfaces, and where it is: live memory and lengths (B7, B9: `ClusterView`); batches that
+Needs of each, and where the interfaces meet them: live memory and lengths (B7, B9: `ClusterView`); batches that
 stay together (B5, A4: `Dispatch.batch_id`, `Sequence.batch_id`); deadlines per token group, times of the last token
 (R2, R15: `Sequence`); measured iteration costs coming back (R3, D5: `News.ran`, `Learned`); copies between
 device and host slots as part of a plan (R9–R12, E8: `KvAllocator.take_copies`); fill direction per block (R13:
@@ -78,7 +78,7 @@ class Offer:
 @dataclass(frozen=True, slots=True)
 class AdmissionLoad:
     """The gateway's knowledge when it decides: its own queue and the manager's last word. `owner_requests`,
-    `owner_tokens`: what of the offer's owner waits at this gateway."""
+    `owner_tokens`: those of the offer's owner that wait at this gateway."""
 
     waiting_requests: int
     waiting_tokens: int
@@ -198,8 +198,8 @@ class PrefillOrder(ABC):
 
     @abstractmethod
     def decide(self, now_s: float, cluster: ClusterView) -> list[Dispatch]:
-        """What goes next; dispatched requests leave the queue. Never more than the cluster can take soon: what is
-        dispatched too early can no longer be reordered."""
+        """The requests that go next; they leave the queue. Never more than the cluster can take soon: one dispatched
+        too early can no longer be reordered."""
 
     def next_wake_s(self, now_s: float) -> float | None:
         """When `decide` wants to be asked again although nothing happened; None = only on events."""
@@ -258,7 +258,7 @@ class Placement(ABC):
         return
 
     def finished(self, now_s: float, request_id: RequestId) -> None:
-        """The request is off all instances; what is kept about it can go."""
+        """The request is off all instances; state about it can go."""
         return
 
     def metrics(self) -> dict[str, float]:
@@ -379,7 +379,7 @@ class Ran(msgspec.Struct, frozen=True):
 
 
 class News(msgspec.Struct, frozen=True):
-    """What happened on the worker since the last decision."""
+    """Events on the worker since the last decision."""
 
     ran: Ran | None = None
     """None when no iteration ran: at first, where the last decision had nothing to run, or when it failed."""
@@ -418,8 +418,8 @@ class IterationScheduler(ABC):
     """Picks the rows of the next iteration. Owns the order of the worker's sequences; changes their phase, and takes
     and gives their blocks, while it decides and at no other time. Deterministic: no I/O, time comes as an argument.
 
-    `decide` follows every iteration that ran, before anything is reported or kept: what is learned from `news.ran` is
-    never behind by an iteration when the host reads `learned` or `metrics`.
+    `decide` follows every iteration that ran, before anything is reported or kept: lessons from `news.ran` are never an
+    iteration behind when the host reads `learned` or `metrics`.
     """
 
     wants_arriving = False

@@ -50,7 +50,7 @@ class BlockSharing(ABC):
         return 0
 
     def spare(self, keys: Iterable[Attempt]) -> None:
-        """In this iteration nothing moves into the blocks of these; what shares one with them already may go on."""
+        """In this iteration nothing moves into the blocks of these; sequences that share one may go on."""
         return
 
     def checkpointed(self, key: Attempt) -> int:
@@ -95,7 +95,7 @@ class KvAllocator(ABC):
     geometry: KvGeometry
     grows_by_block = False
     """`extend` changes nothing but at the first position of a block, `committed` nothing but when one is full, and
-    `extend` succeeds while blocks are free or cached: what virtual-time hosts must know to run iterations as one."""
+    `extend` succeeds while blocks are free or cached. Virtual-time hosts rely on it to run iterations as one."""
     sends_from_host = False
     """Swapped-out sequences lie in `host_table`, whole blocks in order: parked KV can move to host memory and be handed
     over from there (A2, A9). Else it stays on the device."""

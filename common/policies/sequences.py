@@ -13,7 +13,7 @@ from cohort.common.sequence import Phase, Sequence
 
 
 def start(sequence: Sequence, kv: KvAllocator) -> bool:
-    """WAITING → RUNNING with its first blocks and whatever prefix the cache holds. False: no room, nothing changed."""
+    """WAITING → RUNNING with its first blocks and the prefix that the cache holds. False: no room, nothing changed."""
     cached = kv.admit(sequence)
     if cached is None:
         return False

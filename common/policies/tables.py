@@ -1,4 +1,4 @@
-"""Tables of policies: what an entry declares, and how a configuration is checked against all of them.
+"""Tables of policies: the fields of an entry, and the check of a configuration against all of them.
 
 `compose.py` holds the tables. Nothing here knows a policy by name. A policy from outside the tree is named by its
 import path, "package.module:function"; the function is called as the table's builders are.

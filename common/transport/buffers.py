@@ -1,4 +1,4 @@
-"""What a link is given to move: one contiguous region of memory, wherever it lies.
+"""The buffers that links move: each one contiguous region of memory, wherever it lies.
 
 Called by the links. Takes torch tensors (CPU or CUDA), NumPy arrays, anything with the buffer protocol or
 `__cuda_array_interface__`. Never copies, except `HostStaging`, which is what a link without access to device memory

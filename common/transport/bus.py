@@ -1,4 +1,4 @@
-"""The control bus: what every service needs of a message transport.
+"""The control bus: every service's interface to a message transport.
 
 Two implementations: `zmq_bus.ZmqBus` between processes and `memory_bus.MemoryNetwork` inside one, under a virtual
 clock, for tests. A bus owns one inbox that others dial, and any number of outgoing connections.

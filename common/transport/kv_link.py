@@ -16,7 +16,7 @@ class KvLink(Protocol):
     """"ucx" or "zmq"; the key of `KvGrant.links`."""
 
     def address(self) -> bytes:
-        """What a sender needs to reach this process; travels in `KvGrant`."""
+        """The address at which senders reach this process; travels in `KvGrant`."""
 
     async def send(self, peer: bytes, tag: int, buffer: object, *, timeout_s: float) -> None:
         """Send one buffer to the process with that address, matched by the 64-bit tag.

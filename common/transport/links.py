@@ -18,7 +18,7 @@ from cohort.common.transport.security import CurveKeys
 log = structlog.get_logger(__name__)
 
 PLAIN = frozenset({"ucx"})
-"""Links that neither encrypt what they move nor ask who sends it."""
+"""Links that neither encrypt their data nor ask for its sender."""
 
 
 def open_links(

@@ -1,8 +1,8 @@
 """The control bus inside one process: several services, or a test, exchange real encoded messages without sockets.
 
-Called by tests and by whoever hosts several services in one event loop. Same behaviour as `zmq_bus`: a dialled peer
+Called by tests and by hosts of several services in one event loop. Same behaviour as `zmq_bus`: a dialled peer
 that is not there yet gets its messages when it comes, an answer to a peer that is gone raises, order per pair holds,
-death loses what was under way. Every message passes through the codec, so what could not travel fails here too.
+death loses messages under way. Every message passes through the codec, so an unencodable message fails here too.
 
 Delivery is immediate unless `delay_s` says otherwise; then `call_later` (the event loop's, or a virtual clock's)
 decides when.
@@ -25,7 +25,7 @@ CallLater = Callable[[float, Callable[[], None]], object]
 
 
 class MemoryNetwork:
-    """Who is there and what is on its way. One per test or per hosted pipeline."""
+    """The open buses and the messages on their way. One per test or per hosted pipeline."""
 
     def __init__(
         self, *, delay_s: float | Callable[[InstanceId, InstanceId], float] = 0.0, call_later: CallLater | None = None
@@ -80,7 +80,7 @@ class MemoryNetwork:
         waiting.append((sender, data))
 
     def carry(self, sender: InstanceId, receiver: InstanceId, data: bytes) -> None:
-        """Bring one message to whoever bears the name now, after the delay."""
+        """Bring one message to the bus that bears the name now, after the delay."""
         if frozenset((sender, receiver)) in self._cut:
             return
         pair = (sender, receiver)

@@ -67,7 +67,7 @@ def watch(identity: ProcessIdentity, loop: asyncio.AbstractEventLoop, died: Call
         return None
     except OSError:
         return None
-    if _start_ticks(identity.pid) != identity.start_ticks:  # the pid belongs to somebody else by now
+    if _start_ticks(identity.pid) != identity.start_ticks:  # the pid belongs to another process by now
         os.close(fd)
         loop.call_soon(died)
         return None

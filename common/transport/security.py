@@ -1,10 +1,10 @@
 """CURVE keys: one key pair for the whole cluster, used as server and as client by every process.
 
-Who holds the key file belongs to the cluster; nobody else gets through the handshake, because every listening socket
-asks a ZAP authenticator that knows exactly one public key. It proves membership, not who a member is: the names of
-peers are their own word, and a member may take another's name over (`ROUTER_HANDOVER`). Called by the sockets' owners
-(`zmq_bus`, `zmq_link`) and by whoever sets a cluster up (`cohort keys`). Never decides whether encryption is wanted:
-the configuration does.
+A holder of the key file belongs to the cluster; no other peer gets through the handshake, because every listening
+socket asks a ZAP authenticator that knows exactly one public key. It proves membership, not identity: the names
+of peers are their own word, and a member may take another's name over (`ROUTER_HANDOVER`). Called by the sockets'
+owners (`zmq_bus`, `zmq_link`) and by `cohort keys`, which sets a cluster up. Never decides whether encryption is
+wanted: the configuration does.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Authenticator:
     """The ZAP handler of one context: admits the cluster's own key and no other.
 
     It has its own thread, so that a handshake never waits for a busy event loop. Without it a listening socket with
-    keys refuses everybody, because `protect_server` names a ZAP domain: it fails closed.
+    keys refuses every peer, because `protect_server` names a ZAP domain: it fails closed.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: CurveKeys) -> None:

@@ -1,7 +1,7 @@
 """The KV link over UCX: NVLink, RDMA, shared memory or TCP, as UCX chooses for each pair of processes.
 
-Called by the worker's transfer agent, one link per process, on its event loop. Decides how UCX is driven and what
-happens when a transfer does not end; never what is sent, to whom or whether again.
+Called by the worker's transfer agent, one link per process, on its event loop. Decides how UCX is driven and how a
+transfer that does not end is ended; never what is sent, where or whether again.
 
 How UCX is driven. Peers connect by *worker address*, exchanged over the control plane, without endpoint error
 handling: listeners, and error handling, each cost UCX its shared-memory path. The event loop sleeps on UCX's event
@@ -25,7 +25,7 @@ ends everything that waits for it; for others deadlines do.
 UCX encrypts nothing and believes every peer that knows an address: whether it may be used where strangers reach its
 sockets is decided before this link is made (`links.py`).
 
-A receive that gave up leaves an empty receive behind for a while, the *void*: what still arrives under its tag is
+A receive that gave up leaves an empty receive behind for a while, the *void*: data that still arrive under its tag are
 discarded, and its sender does not wait for nothing.
 """
 
@@ -261,7 +261,7 @@ class UcxLink:
         self._progress()
 
     def _look(self) -> None:
-        """Settle what has ended."""
+        """Settle the transfers that have ended."""
         api = self._api
         ended = [operation for operation in self._operations.values() if api.status(operation.request) != IN_PROGRESS]
         for operation in ended:
@@ -292,7 +292,7 @@ class UcxLink:
         if len(self._operations) > 1 and not self._closed:  # more than the standing receive for withdrawals
             self._tick = self._loop.call_later(SAFETY_TICK_S, self._on_tick)
 
-    # ---- ending what does not end ---------------------------------------------------------------------------
+    # ---- ending stuck transfers -----------------------------------------------------------------------------
 
     async def _silence_receive(self, operation: _Operation) -> None:
         """Returns when nothing writes into the buffer any more; also when cancelled meanwhile."""
@@ -433,7 +433,7 @@ class UcxLink:
             log.debug("ucx endpoint could not be closed", error=str(error))
             return
         if request is not None:
-            self._api.free(request)  # nobody waits for it; UCX releases it whenever it gets that far
+            self._api.free(request)  # no caller waits for it; UCX releases it whenever it gets that far
 
     def _text(self, status: int) -> str:
         return "the peer is gone" if status == _ERR_UNREACHABLE else self._api.text(status)

@@ -1,15 +1,15 @@
 """The control bus between processes: one ROUTER inbox, one DEALER per dialled peer, msgpack inside.
 
 Called by `service.py`, which owns one bus per process. Decides how sockets are tuned, that a live Unix socket is
-never stolen, and that what arrives malformed is counted and skipped. Never retries, reorders or inspects messages:
+never stolen, and that malformed messages are counted and skipped. Never retries, reorders or inspects messages:
 repair belongs to the protocols above.
 
     peer ──DEALER──▶ ROUTER ┐                       ready ring: sockets that have something;
     peer ──DEALER──▶   "    ├─▶ ready ring ─▶ receive()   each gives one message per turn
     us   ──DEALER──▶ peer ──┘ (answers)
 
-Messages wait inside libzmq until `receive` takes them; its high-water marks are the only queue. They count messages,
-so what they bound in bytes is this, for each peer:
+Messages wait inside libzmq until `receive` takes them; its high-water marks are the only queue. They count messages, so
+the bound in bytes is this, for each peer:
 
     to it      HIGH_WATER_MESSAGES of less than LARGE_BYTES, and LARGE_QUEUE_BYTES of larger ones    384 MiB
     from it    what the peer's own bounds let out; at worst, from a member of the cluster that means harm,
@@ -47,10 +47,10 @@ log = structlog.get_logger(__name__)
 HIGH_WATER_MESSAGES = 8192  # to one peer; beyond it the peer counts as unreachable
 LARGE_BYTES = 32 * 1024  # a prompt of some ten thousand tokens; from here on bytes are counted, not messages
 LARGE_QUEUE_BYTES = 128 * 1024 * 1024  # of large messages to one peer; beyond it the peer counts as unreachable
-# From one peer; then it is read no further, and what it sends waits in its own queue. Not less: a process that is busy
+# From one peer; then it is read no further, and its messages wait in its own queue. Not less: a process that is busy
 # for longer than PING_TIMEOUT_MS with a full queue sees no pings either, and loses the connection.
 RECEIVED_MESSAGES = 2048
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # prompts of millions of tokens fit; whoever sends more loses the connection
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # prompts of millions of tokens fit; a peer that sends more loses the connection
 LINGER_MS = 300  # last words to a connected peer need a few; one that is away is not waited for longer
 RECONNECT_MS, RECONNECT_MAX_MS = 20, 200  # the most that a peer's restart costs beyond its start
 PING_MS, PING_TIMEOUT_MS = 1000, 3000
@@ -62,7 +62,7 @@ _TCP = "tcp://"
 
 @dataclass(slots=True)
 class BusCounters:
-    """What passed through a bus since it was opened; exported by `service.py`."""
+    """Counts of messages since a bus was opened; exported by `service.py`."""
 
     sent: int = 0
     received: int = 0
@@ -353,7 +353,7 @@ class ZmqBus:
 
 
 def tune(socket: zmq.Socket[Any]) -> None:
-    """What every socket of ours shares: short linger, and dead TCP peers found within seconds."""
+    """Settings of every socket of ours: short linger, and dead TCP peers found within seconds."""
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 5)
@@ -374,9 +374,9 @@ def _with_port_of(endpoint: str, bound: str) -> str:
 class _IpcLock:
     """Ownership of one Unix socket path, for as long as the process lives.
 
-    libzmq unlinks whatever lies at the path before it binds, a live socket of another process too. So the path is
-    guarded by an advisory lock beside it, which the kernel releases with the process however it dies; and a socket
-    that somebody else (no bus of ours) still answers on is left alone as well.
+    libzmq unlinks the path before it binds, a live socket of another process too. So the path is guarded by an advisory
+    lock beside it, which the kernel releases with the process however it dies; and a socket that another program (no
+    bus of ours) still answers on is left alone as well.
     """
 
     def __init__(self, path: Path) -> None:
@@ -399,8 +399,8 @@ class _IpcLock:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _answers(self._path):
-                    raise BlockingIOError(errno.EADDRINUSE, "somebody answers there")
-                # A predecessor unlinks the lock file when it ends: what was locked must still be what lies there.
+                    raise BlockingIOError(errno.EADDRINUSE, "a socket answers there")
+                # A predecessor unlinks the lock file when it ends: the locked file must still lie at the path.
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(fd), os.stat(self._lock_path)):
                         return fd

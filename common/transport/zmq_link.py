@@ -15,10 +15,9 @@ DEALER per peer it sends to.
 
     ABORT, from either side, ends it.
 
-The receiver pulls, so memory is bounded: at most WINDOW_BYTES of a transfer are in any queue, and nothing is sent that
-nobody asked for. Bytes are written into the buffer only by this loop, so a receive that gave up is silent at once. The
-sender hands its memory to libzmq without copying; it waits until libzmq has let go, if need be by dropping the
-connection.
+The receiver pulls, so memory is bounded: at most WINDOW_BYTES of a transfer are in any queue, and nothing is sent
+unasked. Bytes are written into the buffer only by this loop, so a receive that gave up is silent at once. The sender
+hands its memory to libzmq without copying; it waits until libzmq has let go, if need be by dropping the connection.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ log = structlog.get_logger(__name__)
 CHUNK_BYTES = 1024 * 1024
 WINDOW_BYTES = 4 * CHUNK_BYTES
 RELEASE_S = 1.0  # the longest to wait until libzmq has let go of a buffer
-MAX_OFFERS = 65536  # of transfers nobody has asked for yet; the oldest go first
+MAX_OFFERS = 65536  # of transfers not asked for yet; the oldest go first
 READS_PER_TURN = 16
 HIGH_WATER_MESSAGES = 4096
 
@@ -205,7 +204,7 @@ class ZmqLink:
         self._loop.call_soon(self._read, socket, peer)
 
     def _read(self, socket: zmq.Socket[bytes], peer: _Peer | None) -> None:
-        """A bounded turn; a libzmq descriptor signals changes only, so what is left is read in another turn."""
+        """A bounded turn; a libzmq descriptor signals changes only, so the rest is read in another turn."""
         for _ in range(READS_PER_TURN):
             if socket.closed:
                 return

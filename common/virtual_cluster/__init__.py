@@ -1,7 +1,7 @@
 """One virtual cluster, which is the simulator and the fault tester: the live machines under virtual time.
 
-    events.py       the clock and what is to come
-    cluster.py      nodes, messages, ticks, reports, kills: what performs the machines' effects
+    events.py       the clock and the events to come
+    cluster.py      nodes, messages, ticks, reports, kills: the machines' effects, performed
     kv_flights.py   runs of KV blocks on their way between two workers
     plugins.py      what a host brings: engine, network, clients, and how its machines are made
 

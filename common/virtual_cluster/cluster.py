@@ -5,7 +5,7 @@
        └──────────────────┴────────────────────────┴─────────────────────────────┘
 
 Every effect of every machine is performed here, in its order. A process may be killed, stopped or started again at any
-moment: what was on its way to or from a killed one is lost, what comes to a stopped one waits. Nothing here is random;
+moment: messages on their way to or from a killed one are lost, those to a stopped one wait. Nothing here is random;
 the network is, if it wants.
 """
 
@@ -149,7 +149,7 @@ class VirtualCluster:
     # -- machines ----------------------------------------------------------------------------------------------
 
     def tell(self, node: Node, *events: Any) -> None:
-        """These happen to the node now; what its machine wants done is done."""
+        """These happen to the node now; its machine's effects are performed."""
         if not node.alive:
             return
         if node.frozen_until_s > self.events.now_s:
@@ -183,7 +183,7 @@ class VirtualCluster:
                     assert_never(effect)
 
     def _perform(self, node: Node, effects: Iterable[Any]) -> None:
-        """Of a gateway or the manager. What a gateway tells its own process, its clients hear."""
+        """Of a gateway or the manager. A gateway's effects within its own process reach its clients."""
         for effect in effects:
             match effect:
                 case Send(peer=peer, message=message):

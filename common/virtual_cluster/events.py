@@ -1,4 +1,4 @@
-"""The clock and what is to come: a heap of (time, rank, order of scheduling, what to do).
+"""The clock and the events to come: a heap of (time, rank, order of scheduling, what to do).
 
 Two events of the same moment happen by rank, then in the order in which they were scheduled, so a run depends on its
 inputs and seed only. Ranks keep that order the same however early an event was foreseen.

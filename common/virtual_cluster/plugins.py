@@ -29,7 +29,7 @@ class Node:
     """The machine's verb, as the host wants it called."""
     alive: bool = True
     frozen_until_s: float = float("-inf")
-    """Stopped, not killed: what comes before then is handled then."""
+    """Stopped, not killed: events before then are handled then."""
     wake_s: float = float("inf")
     """When its machine's last `Wake` asks for a tick."""
 
@@ -67,7 +67,7 @@ class Engine(Protocol):
     def begin(self, node: WorkerNode, step: StartStep) -> None: ...
 
     def about_to_tell(self, node: WorkerNode, events: tuple[WorkerEvent, ...]) -> None:
-        """These events are about to reach the worker: what the engine foresaw beyond this moment may not hold."""
+        """These events are about to reach the worker: the steps foreseen beyond this moment may not hold."""
 
     def told(self, node: WorkerNode, events: tuple[WorkerEvent, ...], effects: list[Any]) -> None:
         """The worker has answered, and these effects are about to be performed."""
@@ -117,7 +117,7 @@ class Clients(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Cadence:
-    """How often a host does what it does without being asked, in seconds. 0 = only when the machine's `Wake` asks, or,
+    """Intervals of a host's unasked actions, in seconds. 0 = only when the machine's `Wake` asks, or,
     for workers' ticks, together with the report."""
 
     report_s: float

@@ -1,6 +1,6 @@
 """Workload → workload: rate, window, clipping, classes, SLOs, mixing. Lost items are counted.
 
-Pure. Each returns a new workload whose facts say what was done.
+Pure. Each returns a new workload whose facts name the change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def at_rate(workload: Workload, rate_per_s: float) -> Workload:
 
 
 def window(workload: Workload, start_s: float, end_s: float) -> Workload:
-    """What arrives in [start_s, end_s), from second 0 on; closed loops run as long."""
+    """The requests that arrive in [start_s, end_s), from second 0 on; closed loops run as long."""
     kept = tuple(
         replace(item, arrival_s=item.arrival_s - start_s)
         for item in workload.items

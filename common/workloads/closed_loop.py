@@ -1,7 +1,8 @@
 """The running side of a `ClosedLoopPart`: which user asks next when a response ends.
 
 Pure bookkeeping, hosted by the simulator: it calls `start` at the part's `start_s` and `answered` whenever a request of
-this part ended (finished, failed or refused alike, or its user would wait forever), and sends what comes back at once.
+this part ended (finished, failed or refused alike, or its user would wait forever), and sends the requests it returns
+at once.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class ClosedLoopUsers:
         return self._ask(now_s, self._part.concurrency)
 
     def answered(self, now_s: float) -> list[WorkItem]:
-        """One answer is complete: what is asked now. Empty in the middle of a batch, and when the part is through."""
+        """One answer is complete: the next requests. Empty in the middle of a batch, and when the part is through."""
         if self._open == 0:
             raise ValueError("an answer to a question that was not asked")
         self._open -= 1

@@ -28,7 +28,7 @@ def open_text(path: Path) -> TextIO:
 
 @contextmanager
 def reading(path: Path) -> Iterator[TextIO]:
-    """`open_text`, and what goes wrong while reading on becomes a `ConfigError` too."""
+    """`open_text`, and an error while reading on becomes a `ConfigError` too."""
     with open_text(path) as file:
         try:
             yield file

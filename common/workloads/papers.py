@@ -1,4 +1,4 @@
-"""The papers' workloads by name: lengths from the figures they print, and what had to be assumed.
+"""The papers' workloads by name: lengths from the figures they print, and assumptions where they print none.
 
 Pure. For data sets that are not at hand; with the trace itself use `traces` and `generate.FromTrace`. Every length
 distribution has the mean that its paper prints, after clipping to the minimum and maximum it prints; where a paper

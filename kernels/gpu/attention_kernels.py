@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, no-any-return"
 """Attention over the paged cache in Triton: walk keys, cut contexts into parts, merge the parts, gather for others.
 
-Launched by `attention` and `prefill`. What they compute is `reference.paged_attention`; where a token lies is R7, R13:
+Launched by `attention` and `prefill`. They compute `reference.paged_attention`; where a token lies is R7, R13:
 position j of a context is in block j // BLOCK_SIZE of the row's table, in slot j % BLOCK_SIZE counted from the left, or
 from the right where the block's direction is 1.
 

@@ -1,4 +1,4 @@
-"""The measuring wing: `cohort bench WHAT`, whatever is measured and by whatever means; nothing here serves.
+"""The measuring wing, `cohort bench WHAT`; nothing here serves.
 
     http        any OpenAI-style server, seen from a client; what `cohort bench` without a WHAT measures
     live        configurations in turn as live pipelines, from a specification; also `fidelity` and `overhead`
@@ -10,6 +10,6 @@
     study       how well lengths can be predicted
     fit         the simulator's constants from measurements
 
-Every package has a module with `add_arguments(parser)` and `run(args)` that is cheap to import; what needs torch is
-imported, or started as a process, only when it runs. `spread`, `tables`, `picture` and `child` are shared by all.
+Every package has a module with `add_arguments(parser)` and `run(args)` that is cheap to import; modules that need torch
+are imported, or started as a process, only when it runs. `spread`, `tables`, `picture` and `child` are shared by all.
 """

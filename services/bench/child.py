@@ -1,7 +1,7 @@
 """A measuring process of ours: started, its progress shown, waited for.
 
-The benchmark itself loads neither torch nor UCX; what needs them runs as a child that writes its result to a file and
-says on stderr what it is doing, as lines `progress DONE TOTAL WHAT`.
+The benchmark itself loads neither torch nor UCX; code that needs them runs as a child that writes its result to a file
+and says on stderr what it is doing, as lines `progress DONE TOTAL WHAT`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The manager's `PrefillOrder` with a stopwatch: what its decisions cost and what they are, as metrics.
+"""The manager's `PrefillOrder` with a stopwatch: its decisions and their cost, as metrics.
 
-Wraps whatever order the configuration names; changes no decision. Hosted by `service.py`.
+Wraps the order that the configuration names; changes no decision. Hosted by `service.py`.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _MOST_EVENTS = 256
 def make_machine(
     context: ServiceContext, metrics: SchedulerMetrics
 ) -> tuple[ManagerMachine, Machine[ManagerEvent, ManagerEffect]]:
-    """The machine to look at, and what is told events: itself, or what records it."""
+    """The machine to look at, and the receiver of its events: itself, or its recorder."""
     config, now_s = context.config, context.clock.now_s()
     settings = ManagerSettings.of(config)
     machine = ManagerMachine(
@@ -160,5 +160,5 @@ async def serve(context: ServiceContext) -> None:
     compose.check_names(context.config)
     service = ManagerService(context)
     gc.collect()
-    gc.freeze()  # what lives as long as the process need not be looked at in every collection
+    gc.freeze()  # objects as old as the process need not be looked at in every collection
     await service.run()

@@ -1,7 +1,7 @@
 """`cohort keys`: the key file of a cluster, for `security.curve_secret_key_file`.
 
 Writes one CURVE key pair, readable by its owner alone; an existing key is never replaced. Every process of a pipeline
-reads the same file. Decides nothing about who uses it.
+reads the same file. Decides nothing about its use.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ examples:
   cohort serve --set security.curve_secret_key_file=~/.config/cohort/cluster.key
 
 Copy the file to every machine of the pipeline and name it in the configuration of every process. It is one shared
-secret: who holds it is a member of the cluster and may speak under any name, nobody else is heard. To change it, write
-a new file elsewhere, name that one and restart all processes: old and new do not talk to each other.
+secret: its holders are members of the cluster and may speak under any name, no others are heard. To change it, write a
+new file elsewhere, name that one and restart all processes: old and new do not talk to each other.
 """
 
 

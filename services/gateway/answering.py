@@ -1,7 +1,7 @@
 """One HTTP request on its way back: tokens become text, text becomes what the client is sent.
 
-Made by `openai_api.py` once a request is admitted, and fed by it with every delta. Knows nothing of HTTP. What is the
-same for all choices of a prompt exists once: its first choice scores an echoed prompt, and the deltas of the others
+Made by `openai_api.py` once a request is admitted, and fed by it with every delta. Knows nothing of HTTP. The state
+that all choices of a prompt share exists once: its first choice scores an echoed prompt, and the deltas of the others
 wait for that.
 """
 
@@ -27,7 +27,7 @@ WRITTEN_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one delta means for the client. `first`: the choice's first visible piece."""
+    """One delta as the client sees it. `first`: the choice's first visible piece."""
 
     piece: Piece
     finish: FinishReason | None
@@ -53,11 +53,11 @@ class Answering:
     _echo_scores: dict[int, Scores] = field(default_factory=dict)
     """By the first choice of a prompt."""
     _held: dict[int, dict[int, Delta]] = field(default_factory=dict)
-    """By the same: what came for its other choices before its prompt was scored."""
+    """By the same: deltas of its other choices that came before its prompt was scored."""
 
     def due(self, delta: Delta) -> list[Delta]:
-        """What to answer now that this has come: nothing as long as its prompt is not scored, else with it whatever
-        waited for that."""
+        """The deltas to answer now: none as long as the prompt is not scored, else this one and those that waited for
+        the scores."""
         first = delta.index - delta.index % self.call.n
         if not self.call.scores_prompt or delta.error is not None or self._is_scored(first):
             return [delta, *self._held.pop(first, {}).values()]
@@ -76,7 +76,7 @@ class Answering:
         """The delta as text; a stop string ends the choice. An echoed prompt rides with the first text."""
         index, tokens, finish = delta.index, delta.tokens, delta.finish
         if self.call.max_tokens == 0 and finish is not None:
-            tokens, finish = [], FinishReason.LENGTH  # a scored prompt yields a token that nobody wanted
+            tokens, finish = [], FinishReason.LENGTH  # a scored prompt yields a token that was not asked for
         piece = self.choices[index].feed(tokens, delta.logprobs, finish)
         self.generation.entries[index].logprobs.clear()  # they are written below; nothing looks at them again
         finish = FinishReason.STOP if piece.stopped else finish

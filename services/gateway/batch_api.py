@@ -2,8 +2,8 @@
 
     upload ─▶ chunks to disk ─▶ file row          create batch ─▶ batch row ─▶ runner          content ◀─ disk
 
-Called by aiohttp through `middleware.py`; whoever's API key made a file or a batch sees it, nobody else. Checks what a
-client says (`batch_objects.py`) and stores it; what happens to a batch then is `batch_runner.py`'s business.
+Called by aiohttp through `middleware.py`; only the API key that made a file or a batch sees it. Checks what a
+client says (`batch_objects.py`) and stores it; running a batch is `batch_runner.py`'s business.
 
 Differs from OpenAI: only files of purpose `batch` are taken; `completion_window` may be any number of minutes, hours or
 days ("30m", "24h", "7d"), not "24h" alone; an input file that batches still read cannot be deleted (409).

@@ -67,7 +67,7 @@ async def _send(response: web.StreamResponse, file: BinaryIO, left: int, write_t
 
 
 async def _taken(request: web.Request, write_timeout_s: float) -> None:
-    """Until the kernel has all of it: what waits in our own buffer would keep the connection, even a closed one."""
+    """Until the kernel has all of it: bytes in our own buffer would keep the connection, even a closed one."""
     async with asyncio.timeout(write_timeout_s):
         while request.transport is not None and request.transport.get_write_buffer_size():  # noqa: ASYNC110 -- no event
             await asyncio.sleep(LOOK_S)

@@ -1,4 +1,4 @@
-"""Contents of files on disk: uploads as they arrive, what batches produce, and what a killed process left behind.
+"""Contents of files on disk: uploads as they arrive, outputs of batches, and leftovers of a killed process.
 
     <folder>/            0700, held (flock) by one gateway
       lock
@@ -35,7 +35,7 @@ _OURS = re.compile(r"file-[0-9a-f]{24}(-output|-error)?(?P<part>\.part)?")
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """What a start found in the folder beside the known files, in numbers: what became of it."""
+    """The unknown files that a start found in the folder, counted by what became of them."""
 
     removed: int = 0
     lost: int = 0

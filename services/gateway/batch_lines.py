@@ -1,4 +1,4 @@
-"""Lines of a batch: what the input file must look like, and what the output and error files say.
+"""Lines of a batch: the form of the input file, and the contents of the output and error files.
 
     in   {"custom_id", "method": "POST", "url": endpoint, "body": {…}}
     out  {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error": null}
@@ -87,10 +87,10 @@ class InputReader:
         self._done = False
         self.errors: list[LineError] = []
         self.model: str | None = None
-        """What the first line asks for."""
+        """The model that the first line asks for."""
 
     def next(self) -> list[PendingLine]:
-        """The next good lines; empty at the end of the file, or when there are more errors than anybody reads."""
+        """The next good lines; empty at the end of the file, or when there are too many errors to list."""
         found: list[PendingLine] = []
         while len(found) < LINES_AT_ONCE and not self._done:
             # One byte more than a line may have: a longer one is noticed without being read into memory.
@@ -164,7 +164,7 @@ class InputReader:
 
 
 def _model(text: bytes) -> str | None:
-    """What a line that was accepted asks for, as far as it can be read: values in a body are the endpoint's business,
+    """The model that an accepted line asks for, as far as it can be read: values in a body are the endpoint's business,
     and a number out of range or a broken character there is refused when the line runs."""
     try:
         model = _model_decoder.decode(text).body.model
@@ -223,7 +223,7 @@ def answered(batch_id: str, line: PendingLine, request_id: str, body: bytes) -> 
 
 
 def refused(batch_id: str, line: PendingLine, error: RequestError) -> bytes:
-    """A line of the error file: what a client who had posted the body would have been told."""
+    """A line of the error file: the answer to a client that had posted the body."""
     name = line_id(batch_id, line.number)
     response = _Response(error.status, name, msgspec.Raw(_encode(error_body(error))))
     return _encode(_OutputLine(name, line.custom_id, response, None))

@@ -1,4 +1,4 @@
-"""OpenAI's objects of files and batches: what a client may send of them, and what it is shown of those in store.
+"""OpenAI's objects of files and batches: the fields that a client may send, and those it is shown.
 
 Called by `batch_api.py`. Decides which fields there are, their limits and how a wrong one is named; knows neither HTTP
 nor where anything is stored.

@@ -1,7 +1,7 @@
 """How much of files and batches there may be, of all owners together and of each one.
 
 Called by `batch_api.py` before anything is taken and while an upload arrives, and by `batch_runner.py` before a line
-starts; always in the store's thread, so that what is checked and what is taken are one step and no two uploads pass the
+starts; always in the store's thread, so that check and reservation are one step and no two uploads pass the
 same check. An owner is an API key: where several are configured, none may fill what all of them share.
 """
 

@@ -1,4 +1,4 @@
-"""What is stored of files and batches: one struct per row, as the store returns it and the API shows it.
+"""The rows stored of files and batches: one struct each, as the store returns it and the API shows it.
 
 Used by everything named `batch_*.py`. Decides names and types alone; which change is allowed when is `batch_store.py`'s
 business.
@@ -83,7 +83,7 @@ class PendingLine(msgspec.Struct, frozen=True):
 
 
 class FinishedLine(msgspec.Struct, frozen=True):
-    """A line of the output file (`succeeded`) or of the error file, and what it cost."""
+    """A line of the output file (`succeeded`) or of the error file, and its cost."""
 
     number: int
     succeeded: bool

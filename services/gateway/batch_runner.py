@@ -1,12 +1,12 @@
 """Runs batches: checks the input, answers its lines, writes the files, whatever interrupts it.
 
     new or found at start ─▶ validate ─▶ lines, many at a time ─▶ write files ─▶ ended
-                                │             │ cancel, expiry: what is in work is given up
+                                │             │ cancel, expiry: lines in work are given up
                                 └── failed,   └── every result is stored before the next step
                                     expired
 
-Called by `service.py` (run, until cancelled) and `batch_api.py` (submit, cancel). All state is in the store; this
-holds only what is in work, so ending it at any moment, kill -9 included, loses the lines in work and nothing else.
+Called by `service.py` (run, until cancelled) and `batch_api.py` (submit, cancel). All state is in the store; this holds
+only the lines in work, so ending it at any moment, kill -9 included, loses the lines in work and nothing else.
 
 Every batch ends. A step that the disk refuses is logged and tried again later, until it works or the batch expires.
 Any other failure is a defect of this program: after `MAX_FAILURES` tries the batch has failed, with the results it has.
@@ -123,7 +123,7 @@ class BatchRunner:
             job.cancelled.set()
 
     async def run(self) -> NoReturn:
-        """Until cancelled; what is in work then stays pending in the store."""
+        """Until cancelled; lines in work then stay pending in the store."""
         await self._until_it_works("finding unfinished batches", self._find)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._sweep(), name="sweep")
@@ -280,7 +280,7 @@ class BatchRunner:
                 after = page[-1].number
 
     async def _storage_for_line(self, batch: StoredBatch) -> None:
-        """Results are stored too: while what is stored fills the limit, no further line starts."""
+        """Results are stored too: while the store is at its limit, no further line starts."""
         waiting = False
         while not await self._store.run(lambda store: self._quota.may_run_line(store, batch.owner)):
             if not waiting:

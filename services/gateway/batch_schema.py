@@ -1,4 +1,4 @@
-"""The database of files and batches: its tables, how it is opened, and what an older one needs.
+"""The database of files and batches: its tables, its opening, and the upgrade of an older one.
 
 Called by `batch_store.py`. Decides the schema, the modes of the database's files (0600) and whether a database may be
 used at all; never reads or writes a file's or a batch's row.
@@ -15,7 +15,7 @@ from cohort.common.errors import ConfigError
 
 SCHEMA_VERSION = 2
 LINE_BYTES = 256
-"""What a line takes besides its custom id and result, here and in the output file: positions, keys, an envelope."""
+"""Bytes of a line besides its custom id and result, here and in the output file: positions, keys, an envelope."""
 CHECKED_BYTES = 1 << 28
 """Databases up to this size are read whole at start to see that they are sound: a second at most."""
 LOG_BYTES = 1 << 26  # what the write-ahead log may keep on disk after it was written back
@@ -80,7 +80,7 @@ CREATE TABLE lines (
 CREATE INDEX lines_pending ON lines (batch_id, number) WHERE result IS NULL;
 """
 
-# Version 2 counts what lines take, so that results are within the storage limit, and what an owner has.
+# Version 2 counts the bytes of lines, so that results are within the storage limit, and those of an owner.
 _TO_VERSION_2 = f"""
 ALTER TABLE batches ADD COLUMN line_bytes INTEGER NOT NULL DEFAULT 0;
 CREATE INDEX files_by_owner ON files (owner, bytes);

@@ -1,4 +1,4 @@
-"""What the gateway must not forget: files, batches and the lines of batches, in one SQLite database.
+"""The durable state of the gateway: files, batches and the lines of batches, in one SQLite database.
 
     validating ─▶ in_progress ─▶ finalizing ─▶ completed | expired
         │  └──────────┬──▶ cancelling ───────▶ cancelled
@@ -43,7 +43,7 @@ SHRINK_PAGES = 1024  # given back at once, 4 MiB: other work need not wait long
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What is taken, of all owners and of one: bytes of files, uploads and lines; files; uploads."""
+    """Storage in use, of all owners and of one: bytes of files, uploads and lines; files; uploads."""
 
     bytes: int
     owner_bytes: int
@@ -86,7 +86,7 @@ class BatchStore:
     # -- Files -----------------------------------------------------------------------------------------------------
 
     def add_file(self, file: StoredFile) -> StoredFile:
-        """`file.seq` is ignored; the stored one comes back. What was reserved for its upload is released. A file of
+        """`file.seq` is ignored; the stored one comes back. The reservation of its upload is released. A file of
         the same id is replaced: finalizing repeats."""
         with self._transaction():
             stored = self._put_file(file)
@@ -103,7 +103,7 @@ class BatchStore:
         return msgspec.convert(dict(row), StoredFile)
 
     def file(self, file_id: str, owner: str, now_s: float) -> StoredFile | None:
-        """None also for somebody else's file and for one that has expired."""
+        """None also for another owner's file and for one that has expired."""
         row = self._db.execute(
             f"SELECT {_FILE} FROM files WHERE id = ? AND owner = ? AND expires_at > ?", (file_id, owner, now_s)
         ).fetchone()
@@ -145,7 +145,7 @@ class BatchStore:
         row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'files'").fetchone()
         return row is not None and row[0] > 0
 
-    # -- What is taken ---------------------------------------------------------------------------------------------
+    # -- Storage in use --------------------------------------------------------------------------------------------
 
     def usage(self, owner: str) -> Usage:
         """Lines count twice until their batch ends: they are here, and will be in a file before they go."""
@@ -170,7 +170,7 @@ class BatchStore:
         )
 
     def reserve(self, file_id: str, owner: str, size: int) -> None:
-        """An upload has come so far. What it takes counts from now on; a restart forgets it, and the upload."""
+        """An upload has come so far. Its size counts from now on; a restart forgets it, and the upload."""
         self._uploads[file_id] = _Upload(owner, size)
 
     def release(self, file_id: str) -> None:
@@ -199,7 +199,7 @@ class BatchStore:
         )
 
     def batch(self, batch_id: str, owner: str | None = None) -> StoredBatch | None:
-        """`owner` None: whoever made it."""
+        """`owner` None: of any owner."""
         row = self._db.execute(
             f"SELECT {_BATCH} FROM batches WHERE id = ? AND coalesce(? = owner, 1)", (batch_id, owner)
         ).fetchone()
@@ -276,7 +276,7 @@ class BatchStore:
             self._drop_lines(batch_id)
 
     def give_up(self, batch_id: str, now_s: float, errors: Sequence[LineError]) -> None:
-        """Whatever it is, unless it has ended → failed."""
+        """Any batch that has not ended → failed."""
         with self._transaction():
             self._db.execute(
                 "UPDATE batches SET status = 'failed', failed_at = ?, errors = ?, failed = total - completed "

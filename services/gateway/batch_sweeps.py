@@ -1,4 +1,4 @@
-"""When the clock may be believed: what has expired is deleted for good, so a clock that jumped must delete nothing.
+"""When the clock may be believed: expired data is deleted for good, so a clock that jumped must delete nothing.
 
 Called by `batch_runner.py` before it deletes anything. Decides by comparing the wall clock with time that passed: while
 both agree, the wall clock is right, or as wrong as it was when it stamped the files. After a jump one of the two times

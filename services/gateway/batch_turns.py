@@ -1,7 +1,7 @@
 """Whose turn it is: how many lines of batches may be in work, so that batches fill what online requests leave.
 
 Called by `batch_runner.py` before and after every line; told by `streams.py` when no online request waits any more.
-Decides only when a line may start: what runs is never taken back here, the workers' own policies do that.
+Decides only when a line may start: a running line is never taken back here, the workers' own policies do that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Turns:
         self.taken = 0
 
     async def take(self) -> None:
-        """Whoever took a turn must `give_back` it."""
+        """Wait for a turn, which the caller must `give_back`."""
         async with self._queue:
             while self.taken >= (self._busy_limit if self._online_waiting() else self._limit):
                 self._changed.clear()

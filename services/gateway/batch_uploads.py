@@ -29,7 +29,7 @@ LONGEST_NAME = 255
 
 
 class UploadStream:
-    """What aiohttp's form reader reads from, in place of the request's own stream: counts and hurries.
+    """The input of aiohttp's form reader, in place of the request's own stream: counts and hurries.
 
     While less than `bytes_per_s` arrives, the time that is spent waiting for the client adds up; at `idle_s` the upload
     ends with a `RequestError` 408. Time that the server takes to store what has arrived does not count.

@@ -1,6 +1,6 @@
 """The bodies of POST requests, field by field, as clients send them.
 
-Types and ranges live here; what needs more than one field, the model or the configuration is checked in `parsing.py`.
+Types and ranges live here; rules on more than one field, the model or the configuration are in `parsing.py`.
 Every field is in one of three groups: honoured; tolerated (documented below: it cannot change the answer); refused with
 a reason unless it has the value that asks for nothing. A key in none of them is a 400 that names it.
 """

@@ -28,7 +28,7 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one delivery adds to the client's text. `stopped`: a stop string was found, nothing follows."""
+    """One delivery's addition to the client's text. `stopped`: a stop string was found, nothing follows."""
 
     text: str
     scores: Sequence[ScoredToken]

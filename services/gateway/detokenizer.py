@@ -30,7 +30,7 @@ class Detokenizer(Protocol):
         """The text that is certain now."""
 
     def flush(self) -> str:
-        """The end: what was held back."""
+        """The end: the text held back."""
 
 
 class TokenText:

@@ -1,6 +1,6 @@
 """Between the host of the gateway machine and the handler that waits for tokens: one mailbox per HTTP request.
 
-Filled by `streams.py`, emptied by `openai_api.py`. What waits here is bounded by the request's own max_tokens.
+Filled by `streams.py`, emptied by `openai_api.py`. Its content is bounded by the request's own max_tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cohort.services.gateway.timing import GatewayTimes
 
 @dataclass(slots=True)
 class Delta:
-    """What arrived for one choice since its handler last looked."""
+    """Tokens, and perhaps the end, of one choice since its handler last looked."""
 
     index: int
     tokens: list[int] = field(default_factory=list)

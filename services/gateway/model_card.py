@@ -1,4 +1,4 @@
-"""What the gateway knows of the served model: its name, its limits and its end tokens.
+"""The served model as the gateway knows it: its name, its limits and its end tokens.
 
 Read once at start from the JSON files of a model folder in Hugging Face format; no weights, no torch. Called by
 `service.py`; everything else gets the finished card. It never guesses: a folder without a context length needs
@@ -33,12 +33,12 @@ class ModelCard:
 
     @property
     def names(self) -> frozenset[str]:
-        """What clients may call it: the served name or, if they know where it lies, the folder."""
+        """Names that clients may use: the served one or, if they know where it lies, the folder."""
         return frozenset((self.name, str(self.path)))
 
 
 def read_model_card(config: ModelConfig) -> ModelCard:
-    """Raises `ModelError` that names the file and what is missing."""
+    """Raises `ModelError` that names the file and the missing part."""
     path = Path(config.path).expanduser().resolve() if config.path else default_model_dir()
     file = path / "config.json"
     if not file.is_file():

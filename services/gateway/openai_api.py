@@ -44,13 +44,13 @@ from cohort.services.gateway.streams import Streams
 from cohort.services.gateway.timing import GatewayTimes
 from cohort.services.gateway.tokenizer import Tokenizer
 
-# A few milliseconds of parsing, whatever is in it; beyond, a thread does it.
+# A few milliseconds of parsing at most; a thread parses longer bodies.
 PARSE_AT_ONCE_BYTES = 65_536
-# Further than any priority a client may name: batch work never overtakes a request that somebody waits for.
-BEHIND_EVERYBODY = 2**32
+# Further than any priority a client may name: batch work never overtakes a request that a client waits for.
+BATCH_PRIORITY = 2**32
 _BATCH_HEADERS = {CLASS_HEADER: "be"}
 
-# What of a client's request id may become part of ours (they travel through logs and file names).
+# Request ids of clients that may become part of ours (they travel through logs and file names).
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _encode = msgspec.json.Encoder().encode
 
@@ -134,7 +134,7 @@ class OpenAiApi:
         if call.stream:
             raise RequestError("stream: the answers of a batch are written to a file.", param="stream")
         priority = self._owners.priority(call.priority)
-        call = dataclasses.replace(call, online=False, priority=BEHIND_EVERYBODY + priority)
+        call = dataclasses.replace(call, online=False, priority=BATCH_PRIORITY + priority)
         answering = await self._begin(call, len(data), times, owner, named=line_id)
         try:
             answer = await self._whole(answering)

@@ -1,4 +1,4 @@
-"""What the owner of an API key may have of what all share: its part of the queue, its cached prefixes, its priority.
+"""Bounds on the owner of one API key: its share of the queue, its own cached prefixes, its priority.
 
 Made by `service.py` from the configuration and its keys, asked by `openai_api.py` for every request. An owner is known
 by the digest of its key that `middleware.py` puts on the request (`OWNER`), never by the key. With fewer than two keys
@@ -34,11 +34,11 @@ class Owners:
         )
 
     def share_of(self, owner: str) -> str:
-        """In whose name admission counts what waits; "" where nothing is shared out."""
+        """The owner under which admission counts waiting requests; "" where nothing is shared out."""
         return owner if self._several else ""
 
     def priority(self, asked: int) -> int:
-        """What becomes of a priority that a body names; lower is served first, 0 is that of a body that names none."""
+        """The priority that replaces a body's; lower is served first, 0 is that of a body that names none."""
         match self._priorities:
             case "free":
                 return asked
@@ -50,8 +50,8 @@ class Owners:
                 assert_never(self._priorities)
 
     def marked(self, requests: list[Request], owner: str, *, max_tokens_named: bool) -> list[Request]:
-        """With the salt of the owner's prefixes. Raises a 400 `RequestError` for what could never wait within its
-        share, whatever else waits. `max_tokens_named`: as in `Offered`."""
+        """With the salt of the owner's prefixes. Raises a 400 `RequestError` for a request that could never wait within
+        its share. `max_tokens_named`: as in `Offered`."""
         if not self._several:
             return requests
         self._check(requests, max_tokens_named=max_tokens_named)

@@ -31,7 +31,7 @@ GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a client asked for. `sampling` is complete but for max_tokens, seed and the end tokens, which need the
+    """A client's request, parsed. `sampling` is complete but for max_tokens, seed and the end tokens, which need the
     tokenised prompt. `logprobs` as in `SamplingParams`. `max_tokens` None: what the context leaves."""
 
     chat: bool
@@ -103,7 +103,7 @@ def parse_chat(data: bytes, headers: Mapping[str, str], config: GatewayConfig, c
             "(gateway.max_messages).",
             param="messages",
         )
-    _refuse_what_chat_cannot(body)
+    _refuse_unsupported_chat_options(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
     max_tokens = _max_tokens(body.max_tokens, body.max_completion_tokens)
@@ -351,7 +351,7 @@ def _text_part(part: Any, where: str) -> str:
     return text
 
 
-def _refuse_what_chat_cannot(body: ChatBody) -> None:
+def _refuse_unsupported_chat_options(body: ChatBody) -> None:
     if body.response_format is not None and body.response_format.get("type") != "text":
         raise _refused("response_format", 'only {"type": "text"} is supported')
     if body.tools:
@@ -372,7 +372,7 @@ def _refuse_what_chat_cannot(body: ChatBody) -> None:
 def _service(
     options: CohortOptions, headers: Mapping[str, str], config: GatewayConfig
 ) -> tuple[TrafficClass, Slo, bool]:
-    """Class and SLO as named; headers win over the body, because proxies set them. What is not named has a default of
+    """Class and SLO as named; headers win over the body, because proxies set them. A target not named has a default of
     its class, which is filled in on admission."""
     traffic_class: TrafficClass = options.traffic_class or config.default_class
     named = headers.get(CLASS_HEADER)

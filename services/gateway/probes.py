@@ -1,4 +1,4 @@
-"""What monitors and clients ask before they ask for text: health, readiness, version, metrics, models.
+"""Probes of monitors and clients: health, readiness, version, metrics, models.
 
 Called by aiohttp. `/health` says that the process lives; `/ready` that a request could be served now.
 """
@@ -82,7 +82,7 @@ class Probes:
             "object": "model",
             "created": self._created,
             "owned_by": "cohort",
-            "root": self._card.path.name,  # where the folder lies is nobody's business
+            "root": self._card.path.name,  # where the folder lies stays private
             "parent": None,
             "max_model_len": self._max_model_len(),
         }

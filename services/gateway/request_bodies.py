@@ -28,7 +28,7 @@ _FORMS = ("/v1/files",)
 
 @web.middleware
 async def refuse_other_bodies(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Bodies that nothing here reads: compressed ones, and what is not JSON where JSON is expected.
+    """Bodies that nothing here reads: compressed ones, and other types where JSON is expected.
 
     A page in a browser may send other types than JSON to any server without asking it first (a "simple" request), so
     this is also what keeps foreign pages out where the browser names no origin.
@@ -56,7 +56,7 @@ def _check_type(request: web.Request) -> None:
 
 @dataclass(slots=True)
 class _Held:
-    """What one body has taken of the budget."""
+    """One body's part of the budget."""
 
     bytes: int = 0
 

@@ -1,11 +1,11 @@
-"""What one request may cost: its price in units of work, from counts alone, and the limits it must keep.
+"""The cost of one request: its price in units of work, from counts alone, and the limits it must keep.
 
     after parsing      choices, biases, stop strings, and the tokens its prompts have at least    `check`
     after tokenising   the same with the tokens they have                                          `price`
     while it is open   what it holds beyond a plain request, together with all others'             `reserve`
 
 A unit is a token that is computed or a score that is told: the prompt's tokens for each choice, the answers' tokens
-times one plus the scores each carries, the same of an echoed prompt, and whatever else travels with every choice
+times one plus the scores each carries, the same of an echoed prompt, and all else that travels with every choice
 (`CHOICE_UNITS` for the choice itself). It costs a worker about as much as a token and the gateway less than a hundred
 bytes, so one limit bounds both. Nothing is built before a request has passed: a price is a few multiplications. Called
 by `openai_api.py`; knows nothing of HTTP.
@@ -22,18 +22,17 @@ from cohort.services.gateway.parsing import Call
 
 # Others' answers have to end before there is headroom again; nothing tells when.
 _RETRY_AFTER_S = 1.0
-# What a choice costs beside its tokens: a record at the gateway, the manager and a worker, a few messages.
+# A choice's cost beside its tokens: a record at the gateway, the manager and a worker, a few messages.
 CHOICE_UNITS = 64
 # JSON's longest spelling of one byte of text: backslash, u and four digits.
 _BYTES_PER_CHARACTER = 6
-# What may stand beside prompts in a body.
+# Of a body, beside its prompts.
 _OTHER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Units by what asks for them. `plain`: what the first choice alone would cost without scores, of which any
-    number may be open."""
+    """Units by cause. `plain`: those of the first choice alone without scores; any number of these may be open."""
 
     choices: int
     prompt: int
@@ -53,7 +52,7 @@ class Price:
 
 
 class Reservation:
-    """What one open request holds of the budget."""
+    """One open request's part of the budget."""
 
     def __init__(self, budget: RequestBudget, units: int) -> None:
         self._budget = budget
@@ -74,7 +73,7 @@ class RequestBudget:
 
     @property
     def open_units(self) -> int:
-        """What is reserved now."""
+        """Units reserved now."""
         return self._open
 
     def check_body(self, body_bytes: int, *, chat: bool, max_model_len: int) -> None:

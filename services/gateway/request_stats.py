@@ -1,4 +1,4 @@
-"""What one gateway measures of its requests: metrics, the figures of its heartbeat, a log line per request.
+"""Measurements of one gateway's requests: metrics, the stats of its heartbeat, a log line per request.
 
 Told by `streams.py` of every admitted request, its tokens and its end, and by `openai_api.py` of refusals. Decides
 nothing.
@@ -21,7 +21,7 @@ class RequestStats:
         self._metrics = metrics
         self._log = log
         self._dropped_tokens = self._default_predictions = 0
-        """Of the machine's totals, what the metrics have already."""
+        """Of the machine's totals, the part that the metrics have already."""
 
     def admitted(self, request: Request) -> None:
         self._metrics.in_flight(request.traffic_class).inc()

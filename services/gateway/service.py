@@ -143,7 +143,7 @@ class Gateway:
             self.application(batches),
             access_log=None,
             handler_cancellation=True,
-            auto_decompress=False,  # what is compressed is refused; it must not grow before that
+            auto_decompress=False,  # compressed bodies are refused; they must not grow before that
             keepalive_timeout=KEEP_ALIVE_S,
             shutdown_timeout=STREAM_END_S,
         )
@@ -156,7 +156,7 @@ class Gateway:
                 background = [tasks.create_task(self._receive(), name="receive"), working_off]
                 try:
                     await context.stopping.wait()
-                    working_off.cancel()  # what is in work is answered again after the next start
+                    working_off.cancel()  # lines in work are answered again after the next start
                     await self._drain()
                 finally:
                     for task in background:
@@ -188,7 +188,7 @@ class Gateway:
         )
 
     def _begin(self) -> None:
-        """Dial who is needed and greet; from then on the machine's `Wake` effects say when time matters."""
+        """Dial the peers and greet; from then on the machine's `Wake` effects say when time matters."""
         self._context.bus.connect(MANAGER, self._context.endpoint_of("manager"))
         self._context.bus.connect(PREDICTOR, self._context.endpoint_of("predictor"))
         self.streams.on_told = self._note_ready
@@ -209,13 +209,13 @@ class Gateway:
             try:
                 self.streams.tell(*events)
             except Exception:
-                # A defect in the handling of one message must not end everybody's streams. What was not handled is
-                # like lost on the way; what was decided before it is done.
+                # A defect in the handling of one message must not end all streams. An unhandled message counts as lost
+                # on the way; effects decided before it are performed.
                 log.exception("messages failed", types=[type(event.message).__name__ for event in events])
                 self.streams.tell()
 
     async def _drain(self) -> None:
-        """Running requests finish; what is left at the deadline ends with an error its client can read."""
+        """Running requests finish; those left at the deadline end with an error their clients can read."""
         self.streams.tell(DrainStarted())
         try:
             async with asyncio.timeout(self._config.gateway.drain_s):
@@ -264,7 +264,7 @@ def _header(context: ServiceContext, now_s: float) -> GatewayHeader:
 
 
 def load_model(config: Config) -> tuple[ModelCard, Tokenizer]:
-    """Raises `ModelError` that says what is missing."""
+    """Raises `ModelError` that names the missing part."""
     card = read_model_card(config.model)
     limits = TemplateLimits(config.gateway.template_cpu_s, config.gateway.template_memory_bytes)
     return card, Tokenizer(card.path, limits)
@@ -285,6 +285,6 @@ async def build(context: ServiceContext) -> None:
     card, tokenizer = await asyncio.to_thread(load_model, context.config)
     await asyncio.to_thread(tokenizer.warm)
     gc.collect()
-    gc.freeze()  # what lives as long as the process need not be looked at in every collection
+    gc.freeze()  # objects as old as the process need not be looked at in every collection
     context.log.debug("tokenizer loaded", seconds=round(time.perf_counter() - began_s, 3))
     await Gateway(context, card, tokenizer).run()

@@ -1,6 +1,6 @@
 """Server-sent events to one client: when the stream opens, how an event is written, how it ends.
 
-Called by `openai_api.py`. The response is opened with the first event, so that whatever fails before the first token is
+Called by `openai_api.py`. The response is opened with the first event, so that a failure before the first token is
 still answered with a proper HTTP status. A client that reads too slowly fills the socket, then blocks this stream only,
 and is given up after `write_timeout_s`.
 """

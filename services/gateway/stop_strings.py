@@ -1,7 +1,7 @@
 """Stop strings over streamed text: nothing of one ever leaves, and nothing is held back longer than needed.
 
 An Aho–Corasick automaton over all stop strings of a request, built once per HTTP request and shared by its choices,
-each of which keeps a `StopStrings`: where it stands, and what it holds back. The automaton's depth after a character is
+each of which keeps a `StopStrings`: its state, and the text it holds back. The automaton's depth after a character is
 the length of the longest suffix of the text that could still become a stop string: exactly what must be held back.
 Constant work per character, amortised. Called by `openai_api.py` (automaton) and `choice.py`; pure.
 """
@@ -122,6 +122,6 @@ class StopStrings:
         return pending[: len(pending) - keep]
 
     def flush(self) -> str:
-        """The stream ended: what was held back was no stop string."""
+        """The stream ended: the text held back was no stop string."""
         held, self._held, self._state = self._held, "", 0
         return held

@@ -1,4 +1,4 @@
-"""Hosts the gateway machine: tells it what happened and does what it asks; a stream survives whatever its workers do.
+"""Hosts the gateway machine: tells it events and performs its effects; a stream survives the failures of its workers.
 
     HTTP handlers ─▶ Estimated, Offered, Closed ─▶ machine ─▶ effects ─┬─▶ mailbox of the waiting HTTP handler
     bus ─▶ Received ──────────────────────────────▶   ▲                ├─▶ bus (Undelivered, where that fails)
@@ -74,7 +74,7 @@ class Streams:
         self._empty.set()
         self._timer: asyncio.TimerHandle | None = None
         self._offered: tuple[RequestId, Generation | None] = ("", None)
-        """What the machine is deciding on, and whose offer it is; an estimate has no generation."""
+        """The request that the machine is deciding on and the generation that offered it; an estimate has none."""
         self._refusal: RequestError | None = None
         self._online_waited = False
         self.on_online_placed: Callable[[], None] = lambda: None
@@ -132,7 +132,7 @@ class Streams:
     # -- Effects ---------------------------------------------------------------------------------------------------
 
     def _perform(self, effects: Sequence[GatewayEffect]) -> list[Undelivered]:
-        """Returns what could not be sent. A defect in one effect must not keep the others from being performed."""
+        """Returns the messages not sent. A defect in one effect must not keep the others from being performed."""
         lost: list[Undelivered] = []
         for effect in effects:
             try:

@@ -249,7 +249,7 @@ def main() -> int:
             template = ChatTemplate(hello["source"], hello["special_tokens"])
         except MemoryError:
             raise
-        except Exception as error:  # whatever the compiler makes of a stranger's text
+        except Exception as error:  # a stranger's text can fail the compiler in any way
             _send(sink, _BROKEN, _short(f"{type(error).__name__}: {error}"))
             return 0
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,8 +1,8 @@
 """Many Prometheus expositions into one valid one.
 
 Pure. Called by `exporter.py`. Families of the same name are joined under one HELP and TYPE; every sample without an
-`instance` label gets its source's, so that no two sources write the same series. What cannot be read (a broken line,
-a family whose type contradicts an earlier source's) is left out and counted, and never spoils the rest.
+`instance` label gets its source's, so that no two sources write the same series. Unreadable input (a broken line, a
+family whose type contradicts an earlier source's) is left out and counted, and never spoils the rest.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ _SECURITY = {
 
 
 def content_policy(page: str) -> str:
-    """The page runs the script and style it carries, known by their hashes, and talks to nobody else: what a name or a
-    stat could smuggle into it would be neither run nor sent anywhere."""
+    """The page runs the script and style it carries, known by their hashes, and talks to no other server: code that a
+    name or a stat smuggles into it is neither run nor sent anywhere."""
 
     def hashes(tag: str) -> str:
         found = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)

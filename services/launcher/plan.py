@@ -127,8 +127,8 @@ def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
 
 
 def resolve(config: Config, *, model: Path, cores: int, free_port: Callable[[], int]) -> Config:
-    """Settle what is open. `free_port` is asked at most once, for the first of a block of free ports; what is
-    configured as 0 takes its usual distance from it."""
+    """Settle the options left open. `free_port` is asked at most once, for the first of a block of free ports; ports
+    configured as 0 take their usual distance from it."""
     groups = tuple(
         WorkerGroup(role=group.role, count=group.count, threads=group.threads or config.default_threads(cores))
         for group in config.workers

@@ -47,7 +47,7 @@ def check_model(folder: Path, *, with_weights: bool = True) -> None:
 
 
 def check_exposure(config: Config) -> None:
-    """Raises `ConfigError` for what strangers on other machines could use by somebody's oversight."""
+    """Raises `ConfigError` for openings that an oversight leaves to strangers on other machines."""
     exposure.check_api(config)
     exposure.check_endpoints(config)
 

@@ -7,7 +7,7 @@
                      │
                      └─▶ GiveUp          never ready so far, and: configuration error (exit code 2), or the 5th end
 
-A process that was ready once is never given up: its configuration is good, so whatever ended it may pass.
+A process that was ready once is never given up: its configuration is good, so the cause of its end may pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 from dataclasses import dataclass
 
 SECOND_DELAY_S = 0.2
-"""The first restart waits for nothing: what ended a healthy process was most likely not the process."""
+"""The first restart waits for nothing: the cause that ended a healthy process was most likely outside."""
 LONGEST_DELAY_S = 5.0
 HEALTHY_AFTER_S = 10.0
 ATTEMPTS_AT_START = 5

@@ -1,4 +1,4 @@
-"""The run folder of one pipeline: its owner, its state file, its logs, and what a crashed run left behind.
+"""The run folder of one pipeline: its owner, its state file, its logs, and the leftovers of a crashed run.
 
 run/<port>/             0700
   launcher.lock         held (flock) as long as a launcher lives: the one truth about "is it running"

@@ -1,7 +1,7 @@
 """The newest finished requests, as training sees them: a bounded first-in-first-out buffer and its array form.
 
 Owned by the training process; filled from the pipe or from the state file. Holds features and lengths only, never
-prompts: what a person wrote cannot be read back from it.
+prompts: a person's words cannot be read back from it.
 """
 
 from __future__ import annotations

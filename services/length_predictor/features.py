@@ -82,7 +82,7 @@ def layout() -> str:
 
 
 def extract(facts: Facts) -> FeatureVector:
-    """Pure; finite for any input whatever."""
+    """Pure; finite for any input."""
     read = _read(facts.tokens)
     compact = np.fromiter((_finite(feature.of(facts, read)) for feature in COMPACT), np.float32, len(COMPACT))
     table = np.bincount(_hashed_ngrams(read), minlength=HASH_DIMS)

@@ -152,7 +152,7 @@ class LengthPredictor:
         self.child.observe(Observation(vector, output_tokens, max(1, facts.max_tokens), truncated))
 
     def stats(self) -> dict[str, float]:
-        """What rides in heartbeats; the error only once there is one."""
+        """Stats for heartbeats; the error only once there is one."""
         stats = {
             "observations": float(self.child.remembered + self._observations),
             "predictions_total": float(self._predictions),

@@ -1,4 +1,4 @@
-"""What travels between the serving process and its training child: length-prefixed msgpack over the child's pipes.
+"""Messages between the serving process and its training child: length-prefixed msgpack over the child's pipes.
 
     parent ── Finished ──▶ child         parent ◀── Loaded, Learned, Trouble ── child
 

@@ -1,8 +1,8 @@
 """The clients of a simulation: requests arrive at the gateway from a trace; the tokens that come back become metrics.
 
 They know what no policy may know: how long every answer really is. Requests carry a stop token and the client's
-`max_tokens` like live ones; what the model samples (`sample`) is the stop token exactly at the true length. What has
-ended is forgotten, so memory holds what is in flight and the histograms, however long the run.
+`max_tokens` like live ones; the model samples (`sample`) the stop token exactly at the true length. An ended request is
+forgotten, so memory holds requests in flight and the histograms, however long the run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PredictorKind = Literal["oracle", "noisy", "lognormal", "none"]
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A request on its way: what its client knows."""
+    """A request on its way: its client's knowledge."""
 
     item: WorkItem
     index: int

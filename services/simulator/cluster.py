@@ -173,7 +173,7 @@ class SimCluster:
             self.clients.end_at(self.options.horizon_s)
 
     def _begin_counting(self) -> None:
-        """The cluster is warm: what came before is no result."""
+        """The cluster is warm: earlier events are no result."""
         now_s = self.events.now_s
         self.clients.begin_counting(now_s)
         for worker in self.workers:

@@ -1,4 +1,4 @@
-"""What stands in a simulated cluster: its machines, from a configuration and a cluster's description."""
+"""The machines of a simulated cluster, from a configuration and a cluster's description."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from cohort.services.simulator.hardware import Cluster
 
 
 class Deployment:
-    """Makes the machines of a simulation, as the live services make theirs (`Builder`). `profile`: what schedulers
-    that learn step times start from, if they do."""
+    """Makes the machines of a simulation, as the live services make theirs (`Builder`). `profile`: the start of
+    schedulers that learn step times, if they do."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ def spread_roles(config: Config, instances: int) -> dict[Role, int]:
     total = sum(counts.values())
     spread = {role: max(1, instances * count // total) for role, count in counts.items()}
 
-    # What rounding left over goes to the role furthest below its share.
+    # Instances left over by rounding go to the role furthest below its share.
     def above(role: Role) -> float:
         return spread[role] - instances * counts[role] / total
 

@@ -35,7 +35,7 @@ MAX_FAST_FORWARD = 64
 
 @dataclass(slots=True, eq=False)
 class SimWorker(WorkerNode):
-    """One instance: its machine, the step in flight, and what it did so far."""
+    """One instance: its machine, the step in flight, and its work so far."""
 
     fast_forward: FastForward = field(init=False)
     tally: WorkerTally = field(default_factory=WorkerTally)
@@ -168,8 +168,8 @@ class CostEngine:
         self._virtual.tell(worker, StepEnded(sampled, latency_s))
 
     def _share_cores(self) -> None:
-        """A step has begun or ended: from now on every running worker has another share of the cores. What is in
-        flight ends earlier or later."""
+        """A step has begun or ended: from now on every running worker has another share of the cores. Steps in flight
+        end earlier or later."""
         cluster, now_s = self._cluster, self._events.now_s
         running = [worker for worker in map(_sim, self._virtual.workers) if worker.stepping]
         slowdowns = cluster.slowdowns([(worker.alone_s, worker.service_load) for worker in running])
@@ -246,7 +246,7 @@ class CostEngine:
         del latencies_s[:count]
 
     def catch_up(self, worker: SimWorker, until_s: float) -> None:
-        """Apply the steps run ahead that end before then: what ends at that very moment comes after."""
+        """Apply the steps run ahead that end before then: those that end at that very moment come after."""
         self._catch_up(worker, until_s)
 
     def _catch_up(self, worker: SimWorker, until_s: float) -> None:
@@ -256,7 +256,7 @@ class CostEngine:
                 self._repeat(worker, ended)
 
     def _interrupt(self, worker: SimWorker) -> None:
-        """Something happens to this worker: what has ended is applied, what was run ahead beyond is void."""
+        """Something happens to this worker: steps that have ended are applied, those run ahead beyond are void."""
         if len(worker.ends_s) <= 1:
             return
         self._catch_up(worker, self._events.now_s)

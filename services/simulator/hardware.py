@@ -5,8 +5,8 @@
     configs/hardware/links.yaml  bandwidth and latency by kind of link
     configs/clusters/NAME.yaml   which devices, how many, how they are connected
 
-Read by the commands of the simulator; whatever is wrong is a `ConfigError` that names file and field. Knows nothing of
-requests or policies.
+Read by the commands of the simulator; every mistake in them is a `ConfigError` that names file and field. Knows nothing
+of requests or policies.
 """
 
 from __future__ import annotations
@@ -137,12 +137,12 @@ class Cluster(msgspec.Struct, frozen=True):
         return (self.service_step_s + self.service_row_s * rows) / alone_s
 
     def slowdowns(self, engines: Sequence[tuple[float, float]]) -> list[float]:
-        """How much longer the iterations in flight take than alone; `engines`: what each takes alone, in seconds, and
-        its `service_load`.
+        """How much longer the iterations in flight take than alone; `engines`: the seconds of each alone, and its
+        `service_load`.
 
-        Engines share the cores equally. What the other processes take comes from engines in proportion to the length
-        of their iterations: a fair scheduler favours processes that slept last, and an engine sleeps between
-        iterations. No process is left with less than half of an equal share.
+        Engines share the cores equally. Time of the other processes comes from engines in proportion to the length of
+        their iterations: a fair scheduler favours processes that slept last, and an engine sleeps between iterations.
+        No process is left with less than half of an equal share.
         """
         if not engines:
             return []

@@ -1,4 +1,4 @@
-"""KV between instances: when runs of blocks arrive, given the links and what else is on its way.
+"""KV between instances: when runs of blocks arrive, given the links and the other transfers on them.
 
 Every instance sends one piece at a time and receives one at a time (a full-duplex port); a piece takes the link's
 latency, its bytes over the link's bandwidth, and a time for each of its runs. Pure bookkeeping of busy ports: the host

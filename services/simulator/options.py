@@ -14,7 +14,7 @@ examples:
   cohort simulate … --sweep preset=unified,disaggregated --json -
   cohort simulate … --slo ttft=2,tpot=0.1 --capacity 0.9
 
-Without --rate or --concurrency a trace keeps its own times; what has none arrives all at once."""
+Without --rate or --concurrency a trace keeps its own times; workloads without any arrive all at once."""
 
 
 def _cluster(parser: argparse.ArgumentParser) -> None:

@@ -29,8 +29,8 @@ def summary(found: Replayed) -> str:
 
 
 def show(path: Path, line: int, around: int) -> Iterator[str]:
-    """The calls from `around` before a line of the recording to as many after it, readably: what the machine was told,
-    and what it wanted done. A call whose replay differs shows both. Raises `ConfigError` for a line that is no call."""
+    """The calls from `around` before a line of the recording to as many after it, readably: the machine's events and
+    its effects. A call whose replay differs shows both. Raises `ConfigError` for a line that is no call."""
     replayed = Replay(path)
     began_s, last = None, 1
     for step in replayed.steps():

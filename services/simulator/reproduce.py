@@ -69,7 +69,7 @@ def select(system: str | None, prefix: str | None) -> list[Figure]:
 
 
 def remarks(system: str) -> list[str]:
-    """The remarks of a module of figures about them as a whole (`REMARKS`): why some differ, and what was tried."""
+    """The remarks of a module of figures about them as a whole (`REMARKS`): why some differ, and further attempts."""
     if system not in MODULES:
         return []
     return list(getattr(importlib.import_module(f"cohort.services.simulator.figures.{system}"), "REMARKS", ()))

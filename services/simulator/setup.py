@@ -1,4 +1,4 @@
-"""Parsed options → what a simulation needs: configuration, cluster, model, roles. Every fault is a `ConfigError`."""
+"""Parsed options → the parts of a simulation: configuration, cluster, model, roles. Every fault is a `ConfigError`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What instances did in a simulation, and what deciding cost on the machine that simulated."""
+"""The work of simulated instances, and the cost of deciding on the machine that simulated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cohort.common.machines.worker_counters import WorkerCounters
 
 @dataclass(slots=True)
 class WallTime:
-    """Measured wall-clock time of machines: what scheduling costs, not part of virtual time."""
+    """Measured wall-clock time of machines: the cost of scheduling, not part of virtual time."""
 
     calls: int = 0
     seconds: float = 0.0
@@ -60,5 +60,5 @@ class WorkerTally:
 
     @staticmethod
     def begin(counters: WorkerCounters, allocation_failures: int) -> WorkerTally:
-        """Counting begins now: what the machine counted so far is no result."""
+        """Counting begins now: earlier counts are no result."""
         return WorkerTally(before=replace(counters), failures_before=allocation_failures)

@@ -37,7 +37,7 @@ def _binds(message: Message) -> bool:
 
 
 @pytest.mark.parametrize("lost", [_says_parked, _binds])
-def test_parked_kv_that_nobody_sends_on_is_computed_anew(lost: Callable[[Message], bool]) -> None:
+def test_parked_kv_that_is_not_sent_on_is_computed_anew(lost: Callable[[Message], bool]) -> None:
     """Every worker that has the request waits for another; two reports later the manager takes it for lost."""
     world = of_config(3, small("alignedserve"), stall_timeout_s=1e9)
     gone = _lose_first(world, lost)

@@ -110,7 +110,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("data", WRONG.values(), ids=WRONG.keys())
-def test_what_is_no_message(data: bytes) -> None:
+def test_other_bytes_are_a_wire_error(data: bytes) -> None:
     with pytest.raises(WireError):
         decode(data)
 

@@ -90,7 +90,7 @@ def test_standard_logging_takes_the_same_way() -> None:
     assert "ValueError: why" in event["exception"]
 
 
-def test_what_json_cannot_hold_is_written_by_its_representation() -> None:
+def test_values_beyond_json_are_written_by_their_representation() -> None:
     log, stream = configured()
     log.info("odd", value={1, 2}, thing=object, path=io.StringIO)
     assert events(stream)[0]["value"] in ([1, 2], [2, 1], "{1, 2}")

@@ -58,7 +58,7 @@ def test_without_a_folder_the_machine_itself_is_told() -> None:
     assert told is machine
 
 
-def test_after_a_second_what_was_written_is_there_though_the_process_is_killed(tmp_path: Path, clock: Clock) -> None:
+def test_after_a_second_written_calls_survive_a_killed_process(tmp_path: Path, clock: Clock) -> None:
     _, told = manager(tmp_path / "new" / "folder")
     (path,) = tmp_path.rglob("manager-*.jsonl")
     told.handle(5.0, HELLO, Tick())

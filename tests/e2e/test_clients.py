@@ -67,7 +67,7 @@ def test_choices_logprobs_and_stop_strings(client: openai.OpenAI) -> None:
     assert "12" not in counted.choices[0].text
 
 
-def test_refusals_name_what_is_wrong(client: openai.OpenAI) -> None:
+def test_refusals_name_the_fault(client: openai.OpenAI) -> None:
     model = client.models.list().data[0].id
     with pytest.raises(openai.NotFoundError, match="no-such-model"):
         client.completions.create(model="no-such-model", prompt="x")
@@ -90,7 +90,7 @@ def test_every_process_has_metrics_and_the_monitor_has_all(standard: Pipeline) -
         assert f"cohort_{family}" in merged
 
 
-def test_a_drained_worker_finishes_what_it_has(standard: Pipeline) -> None:
+def test_a_drained_worker_finishes_its_requests(standard: Pipeline) -> None:
     async def run(pipeline: Pipeline) -> None:
         async with aiohttp.ClientSession() as session:
             asked = [

@@ -27,7 +27,7 @@ def test_padding_changes_no_answer(tmp_path: Path, make: Callable[[], PreTrained
     assert len({golden.output for golden in together}) == len(LENGTHS)
 
 
-def test_batches_hold_everybody_and_only_similar_lengths() -> None:
+def test_batches_hold_every_request_and_only_similar_lengths() -> None:
     lengths = [700, 1, 2, 3, 15, 16, 33, 48, 100, 129, 300, *[20] * 20]
     made = batches(lengths)
     assert sorted(index for batch in made for index in batch) == list(range(len(lengths)))

@@ -75,7 +75,7 @@ def test_other_dtypes_go_to_the_reference():
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 class TestWithTheExtension:
-    def test_it_is_what_runs(self):
+    def test_it_is_the_implementation_in_use(self):
         assert native.implementation() == "native"
         assert library_path(cache_dir()).exists()
 

@@ -42,7 +42,7 @@ def test_scatter_undoes_gather_and_leaves_the_rest(implementation, dtype):
     assert torch.equal(kv, before)
 
 
-def test_native_refuses_what_would_leave_the_cache(implementation):
+def test_native_refuses_slots_outside_the_cache(implementation):
     if implementation != "native":
         pytest.skip("the reference leaves these checks to torch's indexing")
     kv = random_cache(torch.float32)

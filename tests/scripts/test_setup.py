@@ -82,7 +82,7 @@ def test_development_needs_more_than_serving_but_not_the_other_way_round(finishe
     assert not (tmp_path / "calls").exists()
 
 
-def test_what_was_being_installed_when_a_set_up_was_killed_is_installed_anew(finished: dict[str, str]):
+def test_packages_of_a_killed_set_up_are_installed_anew(finished: dict[str, str]):
     packages = Path(finished["COHORT_VENV"]) / "lib" / "python3.11" / "site-packages"
     half, whole = packages / "half-1.dist-info", packages / "whole-1.dist-info"
     for info in (half, whole):
@@ -93,7 +93,7 @@ def test_what_was_being_installed_when_a_set_up_was_killed_is_installed_anew(fin
     assert not half.exists() and whole.exists()
 
 
-def test_a_folder_of_somebody_else_is_never_removed(tmp_path: Path):
+def test_a_foreign_folder_is_never_removed(tmp_path: Path):
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.txt").write_text("…")

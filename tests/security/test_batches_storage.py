@@ -162,7 +162,7 @@ async def test_ended_batches_do_not_add_up(open_site: OpenSite) -> None:  # noqa
         assert [batch.id async for batch in you.batches.list()] == [yours.id]
 
 
-async def test_the_database_gives_back_what_batches_took(open_site: OpenSite, tmp_path: Path) -> None:  # noqa: F811
+async def test_the_database_gives_back_the_space_of_batches(open_site: OpenSite, tmp_path: Path) -> None:  # noqa: F811
     """Also one of an earlier version, which could not."""
     folder = tmp_path / "batches"
     folder.mkdir(mode=0o700)

@@ -199,7 +199,7 @@ async def test_a_link_to_the_live_page_works(page: LivePage) -> None:
     assert (await page.get("/", headers={**follows, "Sec-Fetch-Dest": "iframe"})).status == 403
 
 
-async def test_the_live_page_runs_what_it_carries_and_nothing_else(page: LivePage) -> None:
+async def test_the_live_page_runs_its_own_script_and_nothing_else(page: LivePage) -> None:
     response = await page.get("/")
     text = await response.text()
     policy = dict(part.strip().split(" ", 1) for part in response.headers["Content-Security-Policy"].split(";"))

@@ -59,7 +59,7 @@ def render(chats: ChatRenderer, chat: list[dict[str, str]]) -> str:
     ],
     ids=["nested", "power", "repeated", "growing", "justified", "formatted", "long"],
 )
-async def test_what_a_template_may_use_is_bounded(attack: str, limit: str, figure: str) -> None:
+async def test_a_templates_resources_are_bounded(attack: str, limit: str, figure: str) -> None:
     """One attack in the middle of other chats: refused with the limit's name; before and after it all is well."""
     chats = renderer(f"{WHEN}{attack}{THEN}")
     assert render(chats, CHAT) == "Hi"

@@ -76,7 +76,7 @@ def complete(containers: Containers, key: str) -> tuple[int, list[int]]:
     return status, answer["cohort"]["requests"][0]["token_ids"] if status == 200 else []
 
 
-def test_the_answer_is_right_and_only_for_who_has_the_key(served: Containers):
+def test_the_answer_is_right_and_only_for_holders_of_the_key(served: Containers):
     [golden] = golden_outputs(model_folder(), [PROMPT], 8)
     assert complete(served, KEY) == (200, list(golden.output))
     assert complete(served, "") == (401, [])
@@ -121,7 +121,7 @@ def test_a_stranger_is_handed_no_prompt_and_puts_no_token_into_a_stream(
     assert "restarted" not in served.log("bucketing_manager")  # the true worker has kept its place
 
 
-def test_the_cluster_has_a_key_that_nobody_else_may_read(served: Containers):
+def test_the_cluster_has_a_key_that_only_its_owner_may_read(served: Containers):
     path = served.cache / "keys" / "cluster.key"
     assert load_keys(path) is not None
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

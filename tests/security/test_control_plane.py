@@ -132,7 +132,7 @@ def messages(effects: list[ManagerEffect]) -> list[Message]:
         Submit(request("b")),
     ],
 )
-def test_the_manager_believes_nobody_in_anothers_name(lie: Message):
+def test_the_manager_believes_no_message_in_anothers_name(lie: Message):
     made = manager()
     assert (made.live, made.workers) == (1, 1)
     assert messages(made.handle(0.2, Received("stranger", lie))) == []
@@ -170,7 +170,7 @@ def test_a_worker_takes_no_offer_in_anothers_name():
     assert worker.counters.misnamed == 1
 
 
-async def test_nobody_reports_for_another_process():
+async def test_no_process_reports_for_another():
     class Inbox:
         """Says these things and is then silent."""
 
@@ -212,7 +212,7 @@ async def test_nobody_reports_for_another_process():
 # -- the bus ---------------------------------------------------------------------------------------------------------
 
 
-async def test_who_never_dials_a_process_is_not_heard_in_its_inbox(tmp_path: Path):
+async def test_a_peer_that_never_dials_a_process_is_not_heard_in_its_inbox(tmp_path: Path):
     """Whoever dials the gateway's inbox as "manager" could have told it the manager's decisions."""
     gateway = ZmqBus("gateway", f"ipc://{tmp_path}/gateway.sock", never_dial=never_dialling("gateway"))
     true, false = ZmqBus("manager", f"ipc://{tmp_path}/manager.sock"), ZmqBus("manager")
@@ -240,7 +240,7 @@ def test_processes_that_do_dial_are_heard():
     assert all("gateway" not in never_dialling(role) for role in ROLES)
 
 
-async def test_what_waits_for_a_peer_is_bounded_in_bytes(tmp_path: Path):
+async def test_messages_that_wait_for_a_peer_are_bounded_in_bytes(tmp_path: Path):
     """64 MiB messages, 8192 of them, would have been half a terabyte."""
     size = 8 << 20
     bus = ZmqBus("a")

@@ -149,7 +149,7 @@ def write(folder: Path, text: str) -> Path:
     return folder
 
 
-def test_a_key_that_nobody_asks_for_is_noticed():
+def test_a_key_that_is_never_asked_for_is_noticed():
     assert exposure.unused_key(Config(), {"COHORT_API_KEY": "sk-1"})
     assert not exposure.unused_key(Config(), {"COHORT_API_KEY": ""})
     assert not exposure.unused_key(Config(gateway=GatewayConfig(api_keys=("a",))), {"COHORT_API_KEY": "sk-1"})
@@ -268,7 +268,7 @@ def test_no_container_is_in_the_hosts_namespaces_or_has_a_capability():
         assert service["read_only"] is True, name
 
 
-def test_what_a_read_only_container_writes_has_a_place():
+def test_writes_of_a_read_only_container_have_a_place():
     for name in PROCESSES:
         mounts = {mount.split(":")[0]: mount.partition(":")[2] for mount in SERVICES[name]["tmpfs"]}
         assert set(mounts) == {"/run/cohort", "/tmp"}
@@ -286,7 +286,7 @@ def test_what_a_read_only_container_writes_has_a_place():
         assert sharers == (set(WORKERS) if name in WORKERS else {name})
 
 
-def test_what_all_processes_load_is_written_by_one():
+def test_shared_volumes_are_written_by_one_process():
     writers = [
         name
         for name, service in SERVICES.items()
@@ -353,7 +353,7 @@ def test_memory_is_shared_among_workers_alone_and_only_on_request():
     assert keeper["cap_drop"] == ["ALL"] and keeper["read_only"] is True
 
 
-def test_nobody_logs_in_to_grafana_with_a_known_password():
+def test_grafana_has_no_known_password():
     environment = SERVICES["grafana"]["environment"]
     assert environment["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
     assert environment["GF_AUTH_BASIC_ENABLED"] == "false"

@@ -195,7 +195,7 @@ async def read_all(raw: socket.socket, pause_s: float = 0.0) -> tuple[bytes, boo
     return bytes(received), False
 
 
-async def test_a_whole_answer_that_nobody_reads_is_given_up(open_site: OpenSite) -> None:  # noqa: F811
+async def test_a_whole_answer_left_unread_is_given_up(open_site: OpenSite) -> None:  # noqa: F811
     async with open_site(lambda request: [9] * 400, **LARGE, write_timeout_s=0.4) as site:
         with slow_socket() as raw:
             await ask_for_much(site, raw)

@@ -56,7 +56,7 @@ def test_one_key_fills_its_share_of_the_queue_and_no_more() -> None:
     assert offer(gateway, "a", "a4") is None
 
 
-def test_a_share_is_counted_by_what_was_asked_for() -> None:
+def test_a_share_is_counted_by_requested_tokens() -> None:
     gateway = Gateway(max_waiting_tokens=2000, default_prediction_tokens=10)
     assert offer(gateway, "a", "a0", max_tokens=900) is None
     refused = offer(gateway, "a", "a1", max_tokens=900)
@@ -111,7 +111,7 @@ async def test_one_key_alone_has_everything(open_site: OpenSite) -> None:  # noq
         await eventually(site.nothing_left)
 
 
-async def test_what_never_fits_the_share_is_400(open_site: OpenSite) -> None:  # noqa: F811
+async def test_a_request_beyond_the_share_is_400(open_site: OpenSite) -> None:  # noqa: F811
     async with open_site(api_keys=KEYS, max_waiting_requests=8, max_n=8, max_waiting_tokens=2000) as site:
         status, body = await site.post("/v1/completions", {**ASK, "n": 5}, headers=A)
         assert (status, "gateway.owner_share" in body["error"]["message"]) == (400, True)
@@ -120,7 +120,7 @@ async def test_what_never_fits_the_share_is_400(open_site: OpenSite) -> None:  #
         assert (await site.post("/v1/completions", {**ASK, "n": 4}, headers=A))[0] == 200
 
 
-async def test_what_is_written_down_names_no_key(open_site: OpenSite) -> None:  # noqa: F811
+async def test_logs_and_recordings_name_no_key(open_site: OpenSite) -> None:  # noqa: F811
     async with open_site(api_keys=KEYS) as site:
         told: list[Any] = []
         machine = site.gateway._machine
@@ -149,7 +149,7 @@ async def test_what_is_written_down_names_no_key(open_site: OpenSite) -> None:  
         ("ignore", KEYS, 7, 0),
     ],
 )
-def test_what_a_priority_may_do(mode: Any, keys: tuple[str, ...], asked: int, becomes: int) -> None:
+def test_the_reach_of_a_priority(mode: Any, keys: tuple[str, ...], asked: int, becomes: int) -> None:
     config = Config(gateway=GatewayConfig(priorities=mode))
     assert Owners(config, keys).priority(asked) == becomes
 
@@ -161,7 +161,7 @@ async def test_no_key_overtakes_the_others(open_site: OpenSite) -> None:  # noqa
         assert [submitted.priority for submitted in site.manager.submitted] == [0, 5]
 
 
-def test_the_keys_option_says_what_needs_none() -> None:
+def test_the_keys_option_names_paths_without_a_key() -> None:
     text = Path(CONFIGS_DIR / "default.yaml").read_text(encoding="utf-8")
     beside = text[: text.index("  api_keys:")].splitlines()[-1]
     for path in ("/health", "/ready", "/version", "/metrics"):

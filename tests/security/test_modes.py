@@ -52,14 +52,14 @@ class Learns:
     def import_state(self, data: bytes) -> None: ...
 
 
-def test_what_the_predictor_learned_is_its_owners(cache: Path) -> None:
+def test_learned_state_of_the_predictor_is_private_to_its_owner(cache: Path) -> None:
     file = cache / "length_predictor" / "m.npz"
     state.save(file, state.State(ObservationBuffer(5).dataset(), None))
     Refiner(4).save(file.with_suffix(".refined.npz"))
     assert [mode(file.parent), mode(file), mode(file.with_suffix(".refined.npz"))] == ["700", "600", "600"]
 
 
-def test_what_a_scheduler_learned_is_its_owners(cache: Path) -> None:
+def test_learned_state_of_a_scheduler_is_private_to_its_owner(cache: Path) -> None:
     LearnedState(Learns(), cache / "learned", "m", "").save()  # type: ignore[arg-type]
     assert [mode(cache / "learned"), mode(cache / "learned" / "m.json")] == ["700", "600"]
 

@@ -126,7 +126,7 @@ async def test_requests_carry_their_keys_salt(open_site: OpenSite) -> None:  # n
         assert len({request.prefix_salt for request in site.manager.submitted}) == 2
 
 
-async def test_lines_of_a_batch_carry_the_salt_of_who_made_it(open_site: OpenSite) -> None:  # noqa: F811
+async def test_lines_of_a_batch_carry_the_salt_of_its_owner(open_site: OpenSite) -> None:  # noqa: F811
     async with open_site(api_keys=("key-a", "key-b")) as site:
         direct = await submit(site, "key-b")
         async with client_of(site, "key-b") as client:

@@ -121,7 +121,7 @@ async def test_limits_are_the_configured_ones(open_site: OpenSite) -> None:
             assert figure in (await refusal(site, path, body))["message"]
 
 
-async def test_what_all_open_requests_hold_together_is_bounded(open_site: OpenSite) -> None:
+async def test_the_units_of_all_open_requests_are_bounded(open_site: OpenSite) -> None:
     """Beyond the limit a request waits outside with 429; plain ones always come in; what ends gives back."""
     async with open_site(max_open_work=1000) as site:
         site.manager.place = False
@@ -142,7 +142,7 @@ async def test_what_all_open_requests_hold_together_is_bounded(open_site: OpenSi
         await eventually(lambda: budget.open_units == 0)
 
 
-async def test_a_refused_offer_gives_back_what_it_reserved(open_site: OpenSite) -> None:
+async def test_a_refused_offer_gives_back_its_reservation(open_site: OpenSite) -> None:
     async with open_site(max_waiting_requests=8) as site:
         site.manager.place = False
         asking = asyncio.create_task(site.post("/v1/completions", {"prompt": "a", "n": 8}))

@@ -174,7 +174,7 @@ def test_only_the_accelerators_own_packages_are_without_hashes() -> None:
 
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize("what", sorted(WANTED))
-def test_the_pins_are_what_the_project_asks_for(what: str, python: str) -> None:
+def test_the_pins_satisfy_the_projects_requirements(what: str, python: str) -> None:
     """Drift in either direction: a range that was changed, a dependency that was added, without new pins."""
     pinned: dict[str, str] = {}
     for name in INSTALLED[what]:
@@ -188,7 +188,7 @@ def test_the_pins_are_what_the_project_asks_for(what: str, python: str) -> None:
 
 
 @pytest.mark.parametrize("package", ["aiohttp", "msgspec", "pyzmq", "transformers", "ucxx-cu12", "ucxx-cu13"])
-def test_what_the_limits_rely_on_has_an_upper_bound(package: str) -> None:
+def test_packages_behind_the_limits_have_an_upper_bound(package: str) -> None:
     """Their defaults (header sizes, decoding, wire format, loading of models) are part of what was tested."""
     stated = [Requirement(text) for text in (*PROJECT["dependencies"], *EXTRAS["engine"], *EXTRAS["ucx12"])]
     stated += [Requirement(text) for text in EXTRAS["ucx13"]]

@@ -7,9 +7,9 @@ A `LateBinding`. After every event it looks at every decode worker once:
     A6  case 1: room, candidate requests → they join           case 2: room, and none of them → the switch
     A4  no candidate batch?              the next one from the quad-tree to the Candidate Batch Buffer, prefetched (A9)
 
-A6's case 3, the eviction, happens on the worker (`AlignedBatching`); what it set aside comes back here as parked and is
-sent to a prefill worker's buffer. Decides at the manager, so no decode iteration ever waits for it (A10). Never moves
-anything itself.
+A6's case 3, the eviction, happens on the worker (`AlignedBatching`); requests set aside come back here as parked and
+are sent to a prefill worker's buffer. Decides at the manager, so no decode iteration ever waits for it (A10). Never
+moves anything itself.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class AlignedBinding(LateBinding):
             self._tree.insert(item)
 
     def _disband(self, instance: InstanceId) -> None:
-        """A decode worker is gone: what was meant for it waits for another one."""
+        """A decode worker is gone: requests meant for it wait for another one."""
         batch = self._batches.pop(instance)
         self._give_back([*batch.requests, *batch.candidate])
 
@@ -260,7 +260,7 @@ class AlignedBinding(LateBinding):
 
     def _switch(self, view: InstanceView, batch: RunningBatch, actions: list[Bind | Prefetch]) -> None:
         """A6 case 2 · The candidate batch joins as far as there is room; from its first request on it is the running
-        one, and what matched the old one is the pool's again."""
+        one, and matches of the old one are the pool's again."""
         candidates = {item.request_id: item.positions for item in batch.candidate}
         batch_id, batch.batch_id = batch.batch_id, batch.candidate_id
         self._join(batch.candidate, view, batch, actions, "starved" if batch.starved else "next batch")

@@ -37,7 +37,7 @@ class SkipJoinQueues(Ranking):
     """`quantum_s` 0: the base quantum is the mean time of an iteration without prefill, learned from `observe`.
 
     Differs from FastServe: the prefill time of a newcomer comes from measured iterations instead of an offline profile,
-    so the first requests after a start join at the top; what is preempted goes to host memory when its blocks are
+    so the first requests after a start join at the top; a preempted request goes to host memory when its blocks are
     needed, not ahead of that; and the starving get the last queue's quantum at the top, not the first one's: in a long
     backlog every sequence starves, and places would be swapped for one token each. Even so `starvation_s` must be long
     beside the time a swap takes: with ten seconds an overloaded large model does little but swap.

@@ -20,7 +20,7 @@ from cohort.common.types import Attempt
 class MultiResource(IterationScheduler):
     """`limits.max_tokens` is the target forward size, `reservation` the allocator's exact allocation.
 
-    What runs goes on; swapped sequences come back first, by arrival. Then, again and again, of the waiting requests
+    Running sequences go on; swapped ones come back first, by arrival. Then, again and again, of the waiting requests
     that fit, the one whose demand vector (prompt tokens / target forward size, blocks / all blocks) has the smallest
     Euclidean distance to the vector of what is left.
 

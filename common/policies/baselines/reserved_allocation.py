@@ -5,7 +5,7 @@ Two of the field's schemes over the paged allocator, so that prefix caching, swa
 - max-allocation (ORCA §4.2, FastServe, SRTF as in EcoServe §2.1): prompt and `max_tokens`. No sequence runs out of
   blocks while it runs, at the price of blocks that are never used.
 - exact allocation by prediction (S³, MultiRes and EcoServe §2.1, UELLM): prompt and padded predicted response.
-  What grows beyond its prediction takes further blocks on demand, and may have to give way.
+  A sequence that outgrows its prediction takes further blocks on demand, and may have to give way.
 
 Differs from the papers: blocks instead of one contiguous piece, so there is no external fragmentation to measure.
 These schemes know requests that stay where they are. A segment that will be handed over, or came by KV transfer, gets
@@ -26,7 +26,7 @@ Reservation = Callable[[Sequence], int]
 
 
 def known_positions(sequence: Sequence) -> int:
-    """Block allocation on demand (vLLM): what is known now."""
+    """Block allocation on demand (vLLM): the known length."""
     return sequence.target
 
 

@@ -8,7 +8,7 @@ come back when that best-effort request is to run again: in place if the other i
 Works under any iteration scheduler: `extend` makes a request whole again, `take_copies` yields what has to be copied
 before the rows run. A tenant served since the last `take_copies` keeps its slots until the next.
 
-What travels between workers (a segment with an end, or KV that comes from elsewhere) is exclusive and left to right:
+KV that travels between workers (of a segment with an end, or from elsewhere) is exclusive and left to right:
 transfers move whole blocks, and the other end may have another allocator. There is no prefix cache: a block whose slots
 change hands cannot be known by its content.
 """
@@ -87,7 +87,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         return 0
 
     def extend(self, sequence: Sequence, positions: int) -> bool:
-        """Also brings back whatever of [0, positions) lies in host memory."""
+        """Also brings back the part of [0, positions) that lies in host memory."""
         tenant = self._tenants[sequence.key]
         if positions == tenant.stored + 1 <= len(tenant.blocks) * self._size and not tenant.host:
             # Almost always: one more slot of the last block, and a free one.
@@ -156,7 +156,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         return True
 
     def _find(self, tenant: Tenant, positions: int) -> _Change | None:
-        """What would have to change; None when blocks or host blocks are missing."""
+        """The change needed; None when blocks or host blocks are missing."""
         table, held = self._table, len(tenant.blocks)
         count = max(held, self.geometry.blocks_for(max(positions, tenant.stored)))
         if not tenant.reversed and count == held and not tenant.host and positions <= tenant.claimed:

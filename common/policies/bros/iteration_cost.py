@@ -115,8 +115,8 @@ class IterationCost(Learned):
     # -- learning ----------------------------------------------------------------------------------------------
 
     def observe(self, load: BatchLoad, slots: int, latency_s: float, *, slots_before: int = 0) -> None:
-        """An iteration took so long, with `slots` copied beside its rows and `slots_before` ahead of them. What copies
-        made longer says what a slot costs, everything else what rows cost."""
+        """An iteration took so long, with `slots` copied beside its rows and `slots_before` ahead of them. Time that
+        copies add sets the cost of a slot, the rest that of rows."""
         if slots_before:
             if self._known and latency_s > self.exec_s(load):
                 self._note_slot((latency_s - self.exec_s(load)) / slots_before)

@@ -7,7 +7,7 @@
     5. real-time that is late, prompts             likewise
     6. best-effort, least to bring back first      likewise; in a full batch, instead of real-time that can wait
 
-The worker's `IterationScheduler` of the preset. Blocks come from whatever allocator there is; with the bidirectional
+The worker's `IterationScheduler` of the preset. Blocks come from any allocator; with the bidirectional
 one real-time requests share best-effort blocks (R8), with another one best-effort requests are dropped for them (R11,
 `drops.py`).
 """
@@ -44,7 +44,7 @@ class SlackPacking(IterationScheduler):
       for ever. They follow the others, and no request waits beyond the starvation times.
     - After the first request that does not fit no further prompt is taken, but rows of one token are, or best-effort
       rows would run in their stead. Prompts that need not make it are cut to the room there is (`cut_prompts`).
-    - The batch size (R6) holds back best-effort and late requests only: what limits the others are their deadlines.
+    - The batch size (R6) holds back best-effort and late requests only: the others are limited by their deadlines.
     - A request that has not started yet drops no real-time request (R11), and leaves running ones their next block:
       under overload every newcomer on time would make a request late that has been served already.
     - The oldest best-effort requests keep a share of the cache (`best_effort_share`), and have it before prompts that

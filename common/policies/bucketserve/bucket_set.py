@@ -115,7 +115,7 @@ class BucketSet:
                 index += 1
 
     def rebound(self, lows: Sequence[int]) -> None:
-        """Take these lower bounds (cells, ascending, the first 0): a merge, or what another splitter found."""
+        """Take these lower bounds (cells, ascending, the first 0): a merge, or another splitter's result."""
         highs = [*lows[1:], self.cells]
         self._lows = list(lows)
         self._buckets = [self._counted(low, high) for low, high in zip(lows, highs, strict=True)]

@@ -24,7 +24,7 @@ from cohort.common.types import InstanceId, RequestId
 MEMORY_RESERVE = 0.1
 """Share of the remaining KV memory that no batch may reserve: the paper's 10 % (B3)."""
 _STATS_MAX_AGE_S = 1.0
-"""A worker whose last report is older gets no batch: five reports were lost, and what it said of its memory no longer
+"""A worker whose last report is older gets no batch: five reports were lost, and its word on its memory no longer
 holds."""
 
 
@@ -213,7 +213,7 @@ class BatchController:
         return max((self._forward_tokens(view) for view in cluster.instances.values() if view.role.prefills), default=0)
 
     def _safe_blocks(self, view: InstanceView) -> int:
-        """M_safe of Eq. 5 in whole blocks; what is promised beyond it stays negative."""
+        """M_safe of Eq. 5 in whole blocks; an excess of promises stays negative."""
         remaining = self._memory.remaining_blocks(view)
         return safe_bytes(remaining, MEMORY_RESERVE) if remaining > 0 else remaining
 

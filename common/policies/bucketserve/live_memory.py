@@ -1,6 +1,6 @@
 """How much KV memory every worker really has left: reported free blocks, less what is already spoken for.
 
-A worker's report is a moment old, and what runs there still grows. So from the reported free blocks go
+A worker's report is a moment old, and sequences there still grow. So from the reported free blocks go
 
   * the growth of everything the report lists: to the end of its prompt on a worker that prefills, to the predicted
     peak of all outputs together on one that decodes, and
@@ -80,7 +80,7 @@ class LiveMemory:
         return view.free_blocks - account.growth_blocks - account.reserved_blocks
 
     def idle(self, view: InstanceView) -> bool:
-        """Nothing is there and nothing is on its way: whatever fits at all fits now."""
+        """Nothing is there and nothing is on its way: a request that fits at all fits now."""
         stats = view.stats
         here = stats.running + stats.waiting + stats.awaiting_kv + stats.parked
         return here == 0 and not self._accounts[view.instance].reservations
@@ -103,8 +103,8 @@ class LiveMemory:
 
 
 def _growth_blocks(view: InstanceView) -> int:
-    """Blocks that what the report lists will still take at the worst moment to come; what is beyond the list counts
-    like its mean. Rows end in a partial block as they do now, so tokens are counted and rounded once."""
+    """Blocks that the listed sequences will still take at the worst moment to come; those beyond the list count like
+    its mean. Rows end in a partial block as they do now, so tokens are counted and rounded once."""
     stats = view.stats
     if view.role.decodes:
         final = _peak_tokens([(work.prefill_left + work.context, work.decode_left) for work in stats.queue])

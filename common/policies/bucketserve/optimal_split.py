@@ -1,6 +1,6 @@
 """The K bucket bounds with the least expected waste: an exact dynamic programme on Eq. 3.
 
-What BucketServe names as future work ("distribution-aware methods") and a yardstick for its bisection. Asked by
+Future work of BucketServe ("distribution-aware methods") and a yardstick for its bisection. Asked by
 `prefill_order.py` now and then when the configuration chooses it, and by the comparison of waste against K. Pure.
 """
 

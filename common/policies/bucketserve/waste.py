@@ -1,4 +1,4 @@
-"""What padding wastes: of one batch, and expected over all buckets.
+"""Waste of padding: of one batch, and expected over all buckets.
 
 Pure arithmetic over lengths, asked by the bucket manager for its metrics and by the splitters for what they minimise.
 Real only on padded paths (`IterationPlan.padded_to`): the variable-length path computes no padding, there the figures

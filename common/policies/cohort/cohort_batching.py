@@ -2,7 +2,7 @@
 that the strictest promise among the decodes leaves.
 
     decide ─▶ learn what the last iteration took (D5's profile table)
-           ─▶ a row for every decode; whoever must give way for its block is chosen by `victim_rank`
+           ─▶ a row for every decode; victims that free a block for it are chosen by `victim_rank`
            ─▶ aim: the strictest TPOT among these rows, less what iterations come late by
            ─▶ prompts in `PromptQueue`'s order, each as much as still fits the aim
 
@@ -27,8 +27,8 @@ from cohort.common.types import Attempt
 
 
 def victim_rank(now_s: float, sequence: Sequence) -> RankKey:
-    """Who keeps its place in the cache, safest first: real-time before best-effort, a promise that can still be kept
-    before one that is broken, the least slack before the most. The last of this order gives way."""
+    """Rank in keeping a place in the cache, safest first: real-time before best-effort, a promise that can still be
+    kept before one that is broken, the least slack before the most. The last of this order gives way."""
     best_effort = sequence.request.traffic_class != "rt"
     return (best_effort, missed_first(now_s, sequence), due_s(sequence), *by_arrival(sequence))
 
@@ -154,8 +154,8 @@ class CohortBatching(IterationScheduler):
         return min(aim_s, max(aim_s / 2, (self.table.estimate(decodes) or 0.0) + aim_s / 4))
 
     def _add_prompts(self, builder: BatchBuilder, batch: BatchShape, kv: KvAllocator) -> None:
-        """In order, while time, tokens and rows last. Whatever does not fit the cache waits, and what is behind it as
-        well, or large prompts would wait for ever; those that hold blocks already go on."""
+        """In order, while time, tokens and rows last. A prompt that does not fit the cache waits, and those behind it
+        as well, or large prompts would wait for ever; those that hold blocks already go on."""
         self._budget = 0
         least = self._options.least_prefill
         admits = not builder.preempted
@@ -193,7 +193,7 @@ class CohortBatching(IterationScheduler):
         return self.table.prefill_budget(batch, sequence.computed, wanted, self._aim_s)
 
     def _sort_out(self, now_s: float, plan: IterationPlan) -> None:
-        """What was preempted has its prompt to compute again, or waits in host memory; what has a row holds blocks."""
+        """A preempted sequence computes its prompt again or waits in host memory; one with a row holds blocks."""
         for preempt in plan.preempted:
             sequence = preempt.sequence
             del self._running[sequence.key]

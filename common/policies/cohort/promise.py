@@ -1,4 +1,4 @@
-"""What a request was promised, as times of this worker's clock: when its next token is due, and whether it is late.
+"""The deadlines of a request, as times of this worker's clock: when its next token is due, and whether it is late.
 
 The one place where order, bound and victims look up deadlines. Knows requests, not queues. A token's due time comes
 from the request's own SLO: the first token after TTFT, every later one a TPOT after the one before it was due; so a

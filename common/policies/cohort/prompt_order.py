@@ -29,13 +29,13 @@ from cohort.common.types import Attempt
 
 _PATIENT, _FEASIBLE, _LATE = 0, 1, 2
 _REPRICED = 0.1
-"""A price that moved by this share changes who can still make it: everything is ranked anew."""
+"""A price that moved by this share changes which prompts can still make it: all are ranked anew."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptOrder:
     """`patience_s`: after so long a client is about to give up, and its request goes before all others of its class.
-    `caution`: what a prompt takes beside decode rows, relative to alone."""
+    `caution`: time of a prompt beside decode rows, relative to alone."""
 
     first: Literal["shortest", "earliest_due"] = "shortest"
     patience_s: float = 60.0
@@ -60,7 +60,7 @@ class PromptOrder:
 
 
 class PromptQueue:
-    """Sequences with a prompt to compute, in order. Whoever computes a part of one says so (`changed`)."""
+    """Sequences with a prompt to compute, in order. A scheduler that computes a part of one says so (`changed`)."""
 
     def __init__(self, order: PromptOrder) -> None:
         self._order = order

@@ -45,7 +45,7 @@ def fits(kv: KvAllocator, running: Collection[Sequence], newcomer: Sequence) -> 
     if not running or not leaves_next_blocks(kv, running, newcomer):
         return not running
     holders = [holding(s) for s in (*running, newcomer)]
-    # In positions; what is left of every last block is included.
+    # In positions; the rest of every last block is included.
     begun = sum(kv.geometry.blocks_for(s.computed if s.uncomputed == 1 else s.target) for s in running)
     held = sum(held for held, _ in holders)
     left = (kv.free_blocks + kv.cached_blocks + begun) * kv.geometry.block_size - held

@@ -12,7 +12,7 @@ _FIRST_STEP, _STEP = 0.1, 0.02
 lowers it by a hundredth of that. The step shrinks from the first value to the second over the first `_YOUNG`."""
 _YOUNG = 100
 _MOST = math.log(2.0)
-"""Half the bound at most: what comes later still has other reasons than the size of the iteration."""
+"""Half the bound at most: greater lateness has other reasons than the size of the iteration."""
 
 
 class Lateness:
@@ -32,8 +32,8 @@ class Lateness:
         return self._log_ratio, self._recorded
 
     def resume(self, kept: tuple[float, int]) -> None:
-        """Go on from what an earlier process had `keep`, with the steps of its age: what changed meanwhile is tracked
-        as it would have been without a restart. Raises `ValueError` for what cannot have been kept."""
+        """Go on from what an earlier process had `keep`, with the steps of its age: changes meanwhile are tracked as
+        without a restart. Raises `ValueError` for what cannot have been kept."""
         log_ratio, recorded = kept
         if not 0.0 <= log_ratio <= _MOST or recorded < 0:
             raise ValueError(f"no lateness: {kept}")

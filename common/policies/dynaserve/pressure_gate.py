@@ -1,7 +1,7 @@
 """First come, first served, but nothing goes out while every instance's decodes alone take longer than their bound.
 
 A `PrefillOrder` of the manager: the admission half of what happens when decodes exceed the bound by themselves (the
-other half is the placement, which avoids such instances while there are others). What is kept here fills the
+other half is the placement, which avoids such instances while there are others). Requests kept here fill the
 gateway's waiting bounds, so that its admission refuses in time.
 """
 

@@ -1,4 +1,4 @@
-"""Measured iterations by composition, and what follows from them for any other: the profile table of Alg. 2.
+"""Measured iterations by composition, and estimates from them for any other: the profile table of Alg. 2.
 
 Owned by the worker's scheduler, which records every iteration and asks for estimates. Cells hold what was measured
 there; a curve through all cells (`step_fit`) answers for compositions that have not run yet. Starts empty or from a

@@ -43,8 +43,8 @@ def split_gain_s(
     with Poisson arrivals at rate λ (`requests_per_s`) that is e^(−λt), here averaged over the time in between.
 
     Differs from the paper: Alg. 1 takes every difference between the two ends for a gain. It is one for the last
-    request of all (λ = 0, the same here). Under load the instance that ends sooner gets the next request anyway; what
-    remains of a split is what it costs.
+    request of all (λ = 0, the same here). Under load the instance that ends sooner gets the next request anyway; of a
+    split only its cost remains.
     """
     gain_s = whole_s - later_s
     given_s = other_after_s - other_before_s

@@ -1,8 +1,8 @@
 """The global scheduler: which two instances serve a request, and at which token it changes hands.
 
 A `Placement` of the manager. Per request: the two instances with the least work, the split that lets both end together
-(`split_search` over `timeline`s), and whether that is worth a KV transfer at all. What an instance does with its
-segment is its own scheduler's business.
+(`split_search` over `timeline`s), and whether that is worth a KV transfer at all. How an instance runs its segment is
+its own scheduler's business.
 """
 
 from __future__ import annotations

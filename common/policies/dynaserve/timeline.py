@@ -36,8 +36,8 @@ class SegmentWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PassLimits:
-    """`pass_s`: what the instance's scheduler aims an iteration at (D5); `max_tokens`, `max_rows`: what it may hold;
-    `least_prefill`: what it computes of waiting prompts in any case."""
+    """`pass_s`: the length of iteration that the instance's scheduler aims at (D5); `max_tokens`, `max_rows`: its
+    bounds; `least_prefill`: tokens of waiting prompts that it computes in any case."""
 
     pass_s: float
     max_tokens: int

@@ -1,4 +1,4 @@
-"""E9 · When a request should be complete: its SLO, or what an undisturbed run would take, times a scale.
+"""E9 · When a request should be complete: its SLO, or the time of an undisturbed run, times a scale.
 
 Owned by `TimeSynced`; ordering (E6) and the choice of borrowers (E7) ask it.
 """

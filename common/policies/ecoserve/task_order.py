@@ -21,8 +21,8 @@ _Entry = tuple[float, float, Attempt]
 class Ranges:
     """E6 · EcoServe §3.3's magnitude ranges.
 
-    `deadline_s`: bounds between ranges of the time left (the paper's example: 0.5 and 2). `overdue_s`: what is late is
-    ranged by its deadline in steps of this, the latest first, so that no task starves behind ever new ones.
+    `deadline_s`: bounds between ranges of the time left (the paper's example: 0.5 and 2). `overdue_s`: late tasks are
+    ranged by deadline in steps of this, the latest first, so that no task starves behind ever new ones.
     `occupied_tokens`: KV positions held, in steps of this.
     """
 

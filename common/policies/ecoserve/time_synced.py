@@ -127,7 +127,7 @@ class TimeSynced(IterationScheduler):
         return plan
 
     def _take_in(self, now_s: float, kv: KvAllocator, news: News) -> None:
-        """What happened since the last decision: predictions, iterations, blocks that were freed."""
+        """News since the last decision: predictions, iterations, blocks that were freed."""
         for sequence in news.revised:
             self._revise(now_s, sequence)
         if news.ran is not None:

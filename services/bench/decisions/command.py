@@ -1,4 +1,4 @@
-"""`cohort bench decisions WHICH`: what one decision costs, by the policy that makes it."""
+"""`cohort bench decisions WHICH`: the cost of one decision, by the policy that makes it."""
 
 from __future__ import annotations
 

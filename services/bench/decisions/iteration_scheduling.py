@@ -1,4 +1,4 @@
-"""What deciding one iteration costs a worker: `cohort bench decisions iteration`.
+"""The cost of deciding one iteration on a worker: `cohort bench decisions iteration`.
 
 Measures an `IterationScheduler` with its allocator as the worker machine uses them, without model or processes: so many
 requests are on the worker all the time, half real-time, half best-effort; those that end are replaced. Iterations take

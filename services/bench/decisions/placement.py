@@ -1,4 +1,4 @@
-"""What placing one request costs, whatever is queued: `cohort bench decisions placement`.
+"""The cost of placing one request beside those queued: `cohort bench decisions placement`.
 
 D9: the split search as the manager uses it. So many requests, prompts and decodes, are queued on so many instances; a
 request is placed, half of the instances report, the next one is placed, … Prints microseconds of processor time per
@@ -40,7 +40,7 @@ _TIMES = StepTimes(1.3e-3, 1.06e-4, 1.3e-4, 0.022, 6e-9, 1.5e-7)
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds of processor time per placement: what other processes take of the wall clock is not in it."""
+    """Microseconds of processor time per placement: time of other processes is not in it."""
 
     preset: str
     balance: str

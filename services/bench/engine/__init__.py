@@ -1,1 +1,1 @@
-"""The engine of this machine, measured. What loads torch is in `inside`."""
+"""The engine of this machine, measured. Modules that load torch are in `inside`."""

@@ -1,4 +1,4 @@
-"""`cohort bench engine`: what the engine's CPU path costs on this machine, against what it cannot be faster than.
+"""`cohort bench engine`: the cost of the engine's CPU path on this machine, against its lower bounds.
 
 Starts the measuring process (torch lives there), measures the growth of decisions itself (pure policies, no torch), and
 publishes tables, JSON and a picture.

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 Form = Literal["linear", "prepacked", "ours", "memory"]
-"""What a step is compared with: the model's matrix products by torch's `F.linear`; by torch over weights prepacked for
+"""References for a step: the model's matrix products by torch's `F.linear`; by torch over weights prepacked for
 oneDNN, the fastest form PyTorch has on a CPU; in the engine's own form; and the time to read the weights once."""
 
 Section = Literal["decode", "prefill", "shares", "attention", "allocations"]
@@ -82,7 +82,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 class StepPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One step of the real engine: `rows` rows of `tokens_per_row` new tokens, `context` positions each afterwards.
 
-    `ratios`: step over each lower bound, median of the rounds' own ratios, so that what a round met counts on both
+    `ratios`: step over each lower bound, median of the rounds' own ratios, so that a round's conditions count on both
     sides.
     """
 
@@ -178,7 +178,7 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything; empty where a section was not asked for. `notes`: what could not be measured here, and why."""
+    """Everything; empty where a section was not asked for. `notes`: measurements left out here, and why."""
 
     machine: Machine
     model: ModelFacts

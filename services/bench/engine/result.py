@@ -1,4 +1,4 @@
-"""The document of `cohort bench engine`: what was measured in the child and here, and what follows from it.
+"""The document of `cohort bench engine`: measurements of the child and here, and their consequences.
 
 Made by `engine`, shown by `engine_render` and `engine_plot`.
 """

@@ -1,4 +1,4 @@
-"""What live iterations take beside what the cost model says: for clusters whose engines share cores.
+"""Time of live iterations beyond the cost model's: for clusters whose engines share cores.
 
     cohort bench fit shared-cores RECORDING… --cluster cpu-2x1
 
@@ -92,7 +92,7 @@ def beside(iteration: Iteration, others: Sequence[Iteration], starts: Sequence[f
 
 def kv_transfers(sender: Path, receiver: Path) -> Iterator[tuple[int, int, float]]:
     """Of prompts computed in one iteration whose KV went to this receiver: runs of blocks, blocks, seconds until all
-    of it was there. What took longer than `_STALLED_S` waited for something else."""
+    of it was there. Transfers longer than `_STALLED_S`, which waited for something else, are left out."""
     block_size = _setup(sender)["capacity"]["block_size"]
     computed: list[float] = []
     blocks: list[tuple[int, int]] = []
@@ -124,7 +124,7 @@ def kv_transfers(sender: Path, receiver: Path) -> Iterator[tuple[int, int, float
 
 
 def _setup(path: Path) -> dict[str, Any]:
-    """What the machine is made of."""
+    """The parts of the recorded machine."""
     with path.open(encoding="utf-8") as lines:
         setup: dict[str, Any] = json.loads(next(lines))["setup"]
         return setup
@@ -188,7 +188,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def shared_s(shared: Sequence[Sequence[tuple[Iteration, float]]], own_s: float, cluster: Cluster) -> float:
-    """What the model says for the first of each, while the second runs beside it. `own_s`: what a worker adds."""
+    """The model's time for the first of each, while the second runs beside it. `own_s`: the worker's part."""
     total_s = 0.0
     for engines in shared:
         alone_s = [seconds + own_s for _, seconds in engines]

@@ -54,7 +54,7 @@ def main() -> int:
     try:
         with torch.inference_mode():
             SECTIONS[options.section](Check(device, device.type == "cuda", folder, found))
-    except Exception as error:  # whatever it was, the table tells
+    except Exception as error:  # of any kind: the table tells
         traceback.print_exc()
         words = str(error).partition("\n")[0]
         found.checked("ran to its end", False, f"{type(error).__name__}: {words}")

@@ -10,7 +10,7 @@ from cohort.services.bench.gpu_check import rates
 from cohort.services.bench.gpu_check.context import Check
 
 _BLOCK_SIZE = 16
-_LAYERS = 4  # in turn, so that what is read is never still in the second-level cache
+_LAYERS = 4  # in turn, so that no input is still in the second-level cache
 _LONG = 8192
 WANTED = 0.75
 

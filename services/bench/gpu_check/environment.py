@@ -1,4 +1,4 @@
-"""Section: what is installed, the C++ kernels built, and the device's own rates."""
+"""Section: installed packages, the C++ kernels built, and the device's own rates."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def _answers(engine: InProcessEngine, prompts: list[list[int]], outputs: int) ->
 
 
 def _compare(answers: list[list[int]], expected: Expected) -> tuple[list[str], int]:
-    """What differs at a clear decision, and how many answers left the reference at a near tie."""
+    """Differences at a clear decision, and how many answers left the reference at a near tie."""
     wrong, ties = [], 0
     for index, (ours, (theirs, margins)) in enumerate(zip(answers, expected, strict=True)):
         if len(ours) != len(theirs):

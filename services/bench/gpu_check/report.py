@@ -38,7 +38,7 @@ def measured(
     at_most: float | None = None,
     note: str = "",
 ) -> Row:
-    """A figure and what is wanted of it, if anything."""
+    """A figure and its target, if any."""
     if at_least is not None:
         verdict: Verdict = "pass" if figure >= at_least else "miss"
         return Row(

@@ -4,10 +4,10 @@
     scripts/gpu_check --only kernels golden --json out.json
     scripts/gpu_check --dry-run                           # no GPU: every section with tiny shapes, nothing measured
 
-Runs under any Python 3.11 or 3.12 that holds torch, triton and transformers; what else is missing comes from the folder
-of wheels that `scripts/gpu_pack` made. Every section runs in a process of its own with a deadline: what breaks or hangs
-is a line of the table and hides nothing else. The table, and the JSON beside it, tell figure, target and verdict: pass,
-miss (right, but slower than wanted), fail (wrong, or broken), info (no target), not run.
+Runs under any Python 3.11 or 3.12 that holds torch, triton and transformers; all other packages come from the folder of
+wheels that `scripts/gpu_pack` made. Every section runs in a process of its own with a deadline: one that breaks or
+hangs is a line of the table and hides nothing else. The table, and the JSON beside it, tell figure, target and verdict:
+pass, miss (right, but slower than wanted), fail (wrong, or broken), info (no target), not run.
 
 `cohort bench gpu-check` is the same. Called by both; until the wheels are unpacked it needs the standard library alone.
 

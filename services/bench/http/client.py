@@ -4,7 +4,7 @@ Called by `driver`, one `stream` at a time per record. Never raises for a failed
 happened; only cancellation passes through (after it is recorded). Never retries: a benchmark reports what the server
 did.
 
-What counts as output: a chunk whose choice has text, content, reasoning or a tool call. A chunk that only names the
+Output is a chunk whose choice has text, content, reasoning or a tool call. A chunk that only names the
 role (sent by some servers before anything is computed) is no token; neither is an empty one that only says why the
 answer ended (unless nothing came before), but it does set the end of the request.
 """
@@ -37,7 +37,7 @@ class PreparedRequest:
 
 
 class StreamClient(Protocol):
-    """Whatever answers prepared requests; HTTP here. Another mode brings another client, the driver stays."""
+    """A client for prepared requests; HTTP here. Another mode brings its own, the driver stays."""
 
     async def stream(self, request: PreparedRequest, record: RequestRecord, start_s: float) -> None: ...
 

@@ -1,7 +1,7 @@
 """Sends a prepared workload on time and collects the records: open loop by due times, closed loop by free slots.
 
 Called by `harness`. Owns the tasks of the run (one TaskGroup), measures its own lateness, and stops early
-when `stop` is set: what is in flight is then cancelled and counted as such. Never builds a body and never interprets
+when `stop` is set: requests in flight are then cancelled and counted as such. Never builds a body and never interprets
 a result.
 """
 

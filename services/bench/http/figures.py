@@ -69,8 +69,8 @@ FIGURES: tuple[Figure, ...] = (
 
 
 class ComparedFigure(msgspec.Struct, frozen=True):
-    """`by_name`: spread over the rounds; `ratio_to_first`: of the rounds' own ratios, so that what both servers met
-    in a round (a busy machine) cancels out."""
+    """`by_name`: spread over the rounds; `ratio_to_first`: of the rounds' own ratios, so that conditions of a round (a
+    busy machine) cancel out."""
 
     key: str
     title: str

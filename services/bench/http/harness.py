@@ -1,4 +1,4 @@
-"""One measurement: workload → prepared requests → warm-up → run → report. What every mode is built from.
+"""The measurement of every mode: workload → prepared requests → warm-up → run → report.
 
 Called by the modes. Owns the HTTP session's use and the negotiated servers; a mode decides only what is measured next.
 Draws prompts before the clock starts and keeps the garbage collector out of the run.

@@ -1,4 +1,4 @@
-"""What prompts say: token ids (or words) of exact length, drawn by seed and salt, with shared prefixes where planned.
+"""Contents of prompts: token ids (or words) of exact length, drawn by seed and salt, prefixes shared where planned.
 
 Pure but for reading a tokenizer file. Called by `harness` before a run, so that no drawing falls into measured time.
 

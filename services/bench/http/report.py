@@ -329,7 +329,7 @@ def _warnings(
     ignore_eos_wanted: bool,
     bounded_concurrency: bool,
 ) -> list[str]:
-    """What makes these figures less than they seem."""
+    """Reasons why these figures are worth less than they seem."""
     found = []
     if lag is not None and lag.p99 > LAG_WARNING_MS:
         found.append(f"this client woke up late (p99 {lag.p99:.1f} ms): latencies contain its own delay")

@@ -1,8 +1,8 @@
 """The server at a URL, and which wishes it accepts: model, context, token ids, `ignore_eos`, usage in streams.
 
 Called by `harness` before the first run. `discover` reads `/v1/models`; `negotiate` sends tiny requests until one is
-accepted, giving up the wishes a server refuses one by one, so that the same benchmark drives strict servers too. What
-was given up is in the `Dialect`, which the report states.
+accepted, giving up the wishes a server refuses one by one, so that the same benchmark drives strict servers too.
+Parameters given up are in the `Dialect`, which the report states.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Target:
 
 def _served_from(url: str) -> Path | None:
     """The model folder of the pipeline that this user runs at that port, from the configuration its processes read:
-    our gateway tells nobody where its files are."""
+    our gateway does not tell where its files are."""
     parts = urlsplit(url)
     if parts.hostname not in ("localhost", "127.0.0.1", "::1") or parts.port is None:
         return None

@@ -40,7 +40,7 @@ SHAPES = (Shape("SmolLM2-135M", 9, 3, 64), Shape("Llama-3-8B", 32, 8, 128))
 
 
 def each_s(calls: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """Each call's times over rounds in which all run in turn: what else the machine does then hits all alike."""
+    """Each call's times over rounds in which all run in turn: other load on the machine then hits all alike."""
     seconds: list[list[float]] = [[] for _ in calls]
     for round_index in range(rounds + 1):
         for call, times in zip(calls, seconds, strict=True):
@@ -107,7 +107,7 @@ class Step:
             paged_attention(self.query, self.kv, layer, self.meta, self.scale, self.out)
 
     def gather_then_sdpa(self) -> None:
-        """What plain torch offers: copy the rows' blocks together, then one dense attention. Equal rows only."""
+        """Plain torch's way: copy the rows' blocks together, then one dense attention. Equal rows only."""
         rows, columns = self.meta.block_tables.shape
         heads, dim = self.shape.kv_heads, self.shape.head_dim
         queries = self.meta.max_query_len

@@ -2,7 +2,7 @@
 
 For a person deciding on `transfer.links`, or looking for a link that fell back to TCP. Gigabytes per second by message
 size for each link, and beside them what UCX's own `ucx_perftest` reaches in the same rounds, if the libucx wheel
-brought it: all run in turn, so that what else the machine does hits all alike.
+brought it: all run in turn, so that other load on the machine hits all alike.
 """
 
 from __future__ import annotations

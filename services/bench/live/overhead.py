@@ -1,10 +1,11 @@
-"""`cohort bench overhead`: what the pipeline costs. The same workload over HTTP and against the same engine in process.
+"""`cohort bench overhead`: the pipeline's cost. The same workload over HTTP and against the same engine in
+process.
 
     cohort bench overhead --url http://127.0.0.1:8000 --config ~/.cache/cohort/run/8000/resolved.yaml
 
 Start a pipeline first (`--preset unified`), with the threads named here. The two take turns A B A B; one engine works
-at a time, the other is idle meanwhile. Prints medians over the rounds of the rounds' own differences: what the pipeline
-adds to the time to first token, and what it keeps of the output tokens a second.
+at a time, the other is idle meanwhile. Prints medians over the rounds of the rounds' own differences: the time that the
+pipeline adds to the first token, and the share it keeps of output tokens a second.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summarise(concurrency: int, rounds: list[Round]) -> Overhead:
-    """Differences and ratios within each round: what else the machine did then hit both."""
+    """Differences and ratios within each round: other load on the machine hit both."""
     added = [each.http_ttft_ms - each.direct_ttft_ms for each in rounds]
     kept = [each.http_tokens_per_s / each.direct_tokens_per_s for each in rounds]
     return Overhead(concurrency, spread(added), spread(kept), rounds)

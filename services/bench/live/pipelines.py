@@ -63,7 +63,7 @@ class Served:
     monitor_url: str
 
     def load(self, clients: Sequence[ClientCommand]) -> dict[str, Observed]:
-        """All clients to their end, each begun when it says; what each saw, by name. Raises `MeasurementFailed`."""
+        """All clients to their end, each begun when it says; their records, by name. Raises `MeasurementFailed`."""
         with tempfile.TemporaryDirectory() as folder:
             reports = {client.name: Path(folder) / f"{number}.json" for number, client in enumerate(clients)}
             running: dict[str, subprocess.Popen[bytes]] = {}

@@ -218,7 +218,7 @@ def read(path: Path, parameters: Mapping[str, Value] | None = None) -> Compariso
 
 
 def check(case: Case, origin: str) -> None:
-    """What would fail only once a pipeline is up, or silently not count. Raises `ConfigError`."""
+    """Refuse a case that would fail only once a pipeline is up, or silently not count. Raises `ConfigError`."""
     where = f"{origin}: systems.{case.system} under loads.{case.load}"
     if not case.clients:
         raise ConfigError(f"{origin}: loads.{case.load}.clients: nothing there")

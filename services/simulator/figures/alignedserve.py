@@ -1,6 +1,6 @@
 """AlignedServe §4: OPT on H100s, against vLLM, DistServe and FastGen, and with parts switched off.
 
-What the paper leaves open, and what is taken here for all systems alike:
+Choices that the paper leaves open, made here for all systems alike:
 
     devices     a prefill and a decode worker; against unified instances four devices (the paper has eight): one that
                 computes prompts and three that decode, because one keeps up with three
@@ -124,7 +124,7 @@ def _p99_tpot(report: SimReport) -> float:
 
 
 def _said(run: _Run) -> str:
-    """What of a run is not as in the module's head."""
+    """Where a run departs from the module's head."""
     kernels = "" if run.attention == "unit_per_row" else run.attention.replace("_", " ").replace("kv", "KV")
     waits = "iterations wait as in Fig. 11" if run.waits else ""
     bound = f"no request waits beyond {run.starvation_s:g} s" if run.starvation_s < _NEVER_S else ""

@@ -3,8 +3,8 @@
 How the cells are measured, the same way for all six. The paper says that rates were raised until the system was
 saturated, and not to which rates. So there are two operating points:
 
-    throughput   arrivals at `_OVERLOAD` times the paper's throughput: more than either system can serve. What it
-                 serves in the long run is its throughput.
+    throughput   arrivals at `_OVERLOAD` times the paper's throughput: more than either system can serve. Its rate
+                 in the long run is its throughput.
     TBT          arrivals at the paper's own throughput of that cell: both systems then do the same work per second.
 
 Settings are the ones the paper states or vLLM's defaults: chunks and batches of 2,048 tokens, at most 256 rows,

@@ -1,6 +1,6 @@
 """BROS §7: real-time requests over best-effort ones, against vLLM (first come, first served) and round robin.
 
-What the paper leaves open, and what is taken here for all systems alike:
+Choices that the paper leaves open, made here for all systems alike:
 
     rates         printed only in the pictures, up to 15 a second; here `_RATES`
     length        100 seconds instead of ten minutes, which would take too long; the first 50 do not count. Overloaded

@@ -1,6 +1,6 @@
 """BucketServe §V: Llama-2-13B on four A100-40GB, against UELLM (four colocated) and DistServe.
 
-What the paper leaves open, and what is taken here for all systems alike:
+Choices that the paper leaves open, made here for all systems alike:
 
     Mixed        half Alpaca with its prompt template, half LongBench cut to the model's 4,096 tokens
     placement    one prefill and three decode workers for BucketServe and DistServe: the best for DistServe here, since
@@ -12,8 +12,8 @@ What the paper leaves open, and what is taken here for all systems alike:
     predictions  of output lengths: log-normal error of sigma 0.3 for all
 
 The baselines are `baseline-uellm` (padded batches) and `baseline-distserve` (variable length). BucketServe runs on the
-variable-length path too, so none of its advantage over DistServe is padding: see docs/papers.md. What else was tried is
-in `_SYSTEMS`, each a row of its own beside the paper's number.
+variable-length path too, so none of its advantage over DistServe is padding: see docs/papers.md. Other attempts are in
+`_SYSTEMS`, each a row of its own beside the paper's number.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _simulate(name: str, workload: Workload, options: SimOptions) -> SimReport:
 
 
 def _pooled() -> Cluster:
-    """Four devices that hold one model: the memory of all, the speed of the one whose turn it is. What passes between
-    them (a few kilobytes per row and layer boundary) is left out, in the baseline's favour."""
+    """Four devices that hold one model: the memory of all, the speed of the one whose turn it is. Traffic between them
+    (a few kilobytes per row and layer boundary) is left out, in the baseline's favour."""
     cluster = load_cluster("a100-40:1")
     memory = 4 * cluster.device.memory_bytes - 3 * cluster.device_reserve_bytes
     return msgspec.structs.replace(cluster, device=replace(cluster.device, memory_bytes=memory))

@@ -1,6 +1,6 @@
 """DynaServe §6: Qwen-2.5 of 14B, 32B and 72B on A100-80GB, against colocated chunked prefill and P/D disaggregation.
 
-Workloads, systems and what was taken where the paper leaves something open: `dynaserve_setup`. Goodput is output tokens
+Workloads, systems and choices that the paper leaves open: `dynaserve_setup`. Goodput is output tokens
 a second that came within 100 ms of the one before them, when more comes than can be served: at `_PRESSURE` times the
 capacity of the best system there (14B), at the rate that would fill the devices (`full_rate`; 32B, 72B, bursts). RDMA
 connects the instances for the figure about transfers (the paper's two servers). No figure tunes anything but the

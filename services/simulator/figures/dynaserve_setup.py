@@ -1,6 +1,6 @@
 """DynaServe §6.1 as simulations: workloads, systems, model scales, and the search for a capacity.
 
-What the paper leaves open, and what is taken here for all systems alike:
+Choices that the paper leaves open, made here for all systems alike:
 
     lengths      rows of the public traces where `COHORT_TRACES` names their folder, drawn with replacement; else fitted
                  to them (common/workloads/papers.py). Mini Reasoning is Table 1's shape, 219 + 1467

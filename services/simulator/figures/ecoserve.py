@@ -1,6 +1,6 @@
 """EcoServe §2 and §4: OPT-13B, Llama-33B and OPT-175B on A100-80GB, against ORCA, vLLM, FastGen and MultiRes.
 
-Models, data sets, systems and what was taken where the paper leaves something open: `ecoserve_setup`.
+Models, data sets, systems and choices that the paper leaves open: `ecoserve_setup`.
 
 The paper's ratios are ranges over its three models, per data set; `paper` is the end nearer to 1, the note says the
 range. (Its text also gives ranges per model over the data sets, which do not go together: 2.5 to 4 times vLLM's rate on
@@ -180,13 +180,13 @@ def _spared(lab: Lab, preset: str, eco: dict[str, Any] | None = None, *, oracle:
     return 100.0 * (1.0 - sum(_failed(report, preset) for report in reports) / len(reports))
 
 
-def _spared_figure(id_: str, who: str, preset: str, paper: float, eco: dict[str, Any], *, oracle: bool) -> Figure:
+def _spared_figure(id_: str, system: str, preset: str, paper: float, eco: dict[str, Any], *, oracle: bool) -> Figure:
     return Figure(
         f"ecoserve-1d-failures{id_}",
         "ecoserve",
         "EcoServe Fig. 1d",
         "all three, mean, OPT-13B",
-        who,
+        system,
         "requests without allocation failure",
         "%",
         paper,
@@ -232,13 +232,13 @@ def _filled(lab: Lab, preset: str, eco: dict[str, Any]) -> float:
     return 100.0 * sum(report.instances[0].kv_filled for report in reports) / len(reports)
 
 
-def _filled_figure(id_: str, who: str, preset: str, part: str, paper: float, note: str) -> Figure:
+def _filled_figure(id_: str, system: str, preset: str, part: str, paper: float, note: str) -> Figure:
     return Figure(
         f"ecoserve-1-kv-{id_}",
         "ecoserve",
         "EcoServe Fig. 1",
         "all three, mean, OPT-13B",
-        who,
+        system,
         "KV slots filled",
         "%",
         paper,
@@ -406,7 +406,7 @@ REMARKS: tuple[str, ...] = (
     "weaker than that. OPT-175B is shown on ShareGPT only: its answers take half a minute and more, its windows 6.",
     "Tried, first way: a borrower takes blocks from several lenders instead of one piece of one (paged blocks need not "
     "lie together): 64.3 % of the slots instead of 63.6, 838 tokens a second instead of 857, twice as many late "
-    "borrowers. What idles is wanted back sooner than any borrower would be done. Not kept.",
+    "borrowers. An idle block is wanted back sooner than any borrower would be done. Not kept.",
     "Second way: overdue requests go last, so that feasible ones keep their SLO: 25 instead of 18 % kept, "
     "but a mean normalised latency of 127 instead of 116 ms. Not kept.",
     "Third way, kept as preset `ecoserve-forecast`: a decode gets each block when it reaches it; the rows are decided "

@@ -1,6 +1,6 @@
 """EcoServe §2 and §4 as simulations: models, data sets, systems and their parts, and the search for a sustained rate.
 
-What the paper leaves open, and what is taken here for all systems alike:
+Choices that the paper leaves open, made here for all systems alike:
 
     rates        the paper's own (Table 2) are beyond what one device serves by its data sheet (28 ShareGPT requests a
                  second are 9,500 tokens a second), so figures at one rate are taken where EcoServe itself saturates:

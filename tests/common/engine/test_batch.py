@@ -28,7 +28,7 @@ def batch(driver: Driver) -> StepBatch:
     return driver.batch([("0", 9), ("2", 3), ("3", 11), ("1", 1)])
 
 
-def test_check_accepts_what_the_driver_builds(batch: StepBatch) -> None:
+def test_check_accepts_batches_of_the_driver(batch: StepBatch) -> None:
     batch.check()
     assert (batch.num_rows, batch.num_tokens) == (4, 24)
     assert batch.sample_rows.tolist() == [0, 1, 3]
@@ -44,7 +44,7 @@ def test_check_accepts_what_the_driver_builds(batch: StepBatch) -> None:
         ("directions", lambda a: a[:, :1], "directions match"),
     ],
 )
-def test_check_names_what_is_wrong(batch: StepBatch, field: str, change: Callable, message: str) -> None:  # type: ignore[type-arg]
+def test_check_names_the_fault(batch: StepBatch, field: str, change: Callable, message: str) -> None:  # type: ignore[type-arg]
     with pytest.raises(InvariantViolated, match=message):
         dataclasses.replace(batch, **{field: change(getattr(batch, field))}).check()
 

@@ -95,7 +95,7 @@ def test_together_the_sharers_never_take_more_than_the_device_has(
     assert used <= total * GIB
 
 
-def test_what_a_step_takes_covers_its_largest_tensors() -> None:
+def test_the_reserve_for_a_step_covers_its_largest_tensors() -> None:
     taken = step_bytes(LLAMA_8B, 2, 256, 2048)
     gate_up, logits, staging = 2048 * 2 * 14336 * 2, 256 * 128256 * (2 + 4), 2 * STAGING_TOKENS * 8 * 128 * 2
     assert taken > gate_up + logits + staging + SAMPLER_BYTES

@@ -94,7 +94,7 @@ def test_a_save_that_fails_is_logged_once_of_each_kind(tmp_path: Path, monkeypat
     assert logs[0]["path"] == str(tmp_path / "w.json")
 
 
-def test_a_save_that_fails_keeps_what_was_saved_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_keeps_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     learner = Learner(b"ok 1")
     state = LearnedState(learner, tmp_path, "w", "")
     state.save()

@@ -36,7 +36,7 @@ LLAMA = {
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "opt"])
-def test_silent_keys_mean_what_transformers_assumes(tmp_path: Path, model_type: str) -> None:
+def test_absent_keys_take_the_defaults_of_transformers(tmp_path: Path, model_type: str) -> None:
     """A config.json with only its model_type and sizes."""
     sizes = {"hidden_size": 256, "num_hidden_layers": 30, "num_attention_heads": 32, "intermediate_size": 96}
     if model_type == "opt":

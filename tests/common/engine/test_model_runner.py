@@ -109,7 +109,7 @@ def test_trial_batch_that_does_not_fit() -> None:
     assert trial_batch(1, 9, 8, block_size=8, num_blocks=12) is None
 
 
-def test_profiler_measures_what_fits(model_folder: Callable[[str], Path]) -> None:
+def test_profiler_measures_batches_that_fit(model_folder: Callable[[str], Path]) -> None:
     runner = make_runner(model_folder("llama"), num_blocks=12)
     shapes = [StepShape(1, 16, 16), StepShape(4, 1, 20), StepShape(9, 1, 20)]
     points = measure(runner, shapes, repeats=3)

@@ -125,7 +125,7 @@ def test_a_scored_prompt_takes_nothing_from_the_prefix_cache(model_folder: Calla
     assert kv.admit(scored) == 32
 
 
-def test_nothing_follows_what_is_not_in_the_prompt() -> None:
+def test_nothing_follows_tokens_that_are_not_in_the_prompt() -> None:
     """A row that ends with the prompt, one that ends before, and one of one token: how many targets each has."""
     from cohort.common.types import KvGeometry
 

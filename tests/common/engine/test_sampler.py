@@ -189,7 +189,7 @@ def test_a_row_samples_the_same_in_every_batch(rows: list[SamplingRow], seed: in
 
 @settings(max_examples=examples(2))
 @given(row=ROWS, seed=st.integers(0, 1000))
-def test_what_is_sampled_was_allowed(row: SamplingRow, seed: int) -> None:
+def test_sampled_tokens_were_allowed(row: SamplingRow, seed: int) -> None:
     """Against a plain float64 reading of the rules."""
     logits = torch.randn((1, VOCABULARY), generator=torch.Generator().manual_seed(seed)) * 3
     plain = dataclasses.replace(row, history=None, logit_bias=None)

@@ -25,13 +25,13 @@ def test_contents_and_types_survive() -> None:
         assert tensor.dtype == torch.from_numpy(array).dtype
 
 
-def test_what_is_not_contiguous_arrives_in_order() -> None:
+def test_a_strided_array_arrives_in_order() -> None:
     array = np.arange(12).reshape(3, 4).T
     (tensor,) = Uploads(CPU).put([array])
     assert tensor.tolist() == array.tolist()
 
 
-def test_growth_leaves_what_was_put_before() -> None:
+def test_growth_leaves_earlier_uploads() -> None:
     uploads = Uploads(CPU)
     (first,) = uploads.put([np.full(1000, 3)])
     (large,) = uploads.put([np.full(1 << 20, 5)])

@@ -31,7 +31,7 @@ def test_neighbours_that_become_free_join_on_both_sides() -> None:
     assert free.take(6) == [2, 3, 4, 5, 6, 7]
 
 
-def test_what_no_extent_holds_comes_from_the_longest_ones() -> None:
+def test_a_count_beyond_any_extent_comes_from_the_longest_ones() -> None:
     free = FreeBlocks(12)
     free.take(12)
     free.add([0, 2, 3, 6, 7, 8])

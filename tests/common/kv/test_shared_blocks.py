@@ -60,7 +60,7 @@ def test_the_block_with_most_empty_slots_is_preempted_first() -> None:
     assert list(table.find_preemptable([full, half, most])) == [5, 3, 4, 2, 1, 0]
 
 
-def test_who_misses_slots_already_is_preempted_before_others() -> None:
+def test_a_tenant_that_misses_slots_is_preempted_before_others() -> None:
     table = SharedBlocks(8, 4)
     small = tenant("small", table, [0], 4, be=True)
     hit = tenant("hit", table, [1, 2], 8, be=True)

@@ -198,7 +198,7 @@ def test_a_prediction_is_waited_for_only_so_long_and_corrected_later() -> None:
     assert sent(RevisePrediction, gateway.answer("r")) == []
 
 
-def test_a_late_prediction_of_what_is_not_submitted_rides_along() -> None:
+def test_a_late_prediction_of_an_unsubmitted_request_rides_along() -> None:
     gateway = Gateway()
     gateway.offer("r")
     gateway.until(0.02)
@@ -262,7 +262,7 @@ def test_a_silent_manager_is_greeted_several_times_a_second_and_gets_nothing_new
     assert len(sent(Submit, gateway.manager(LOAD))) == 1  # it was busy, and is the same
 
 
-def test_another_manager_hears_at_once_what_runs_and_gets_what_waited() -> None:
+def test_another_manager_hears_of_running_requests_and_gets_waiting_ones() -> None:
     gateway = Gateway(predictor="")
     gateway.offer("runs")
     gateway.manager(Placed(Attempt("runs", 0), ["w"], 0.1, "test"))
@@ -282,7 +282,7 @@ def test_another_manager_hears_at_once_what_runs_and_gets_what_waited() -> None:
     assert gateway.effects == []
 
 
-def test_what_is_outstanding_is_named_once_a_second() -> None:
+def test_outstanding_requests_are_named_once_a_second() -> None:
     gateway = Gateway(predictor="")
     gateway.offer("r")
     assert sent(Outstanding, gateway.live(4.1)) == [Outstanding([Attempt("r", 0)])] * 4
@@ -305,7 +305,7 @@ def test_a_submit_that_was_not_handed_over_goes_out_as_soon_as_a_lost_manager_sp
     assert sent(Submit, gateway.manager(LOAD)) == [submit]
 
 
-def test_what_no_gateway_expects_changes_nothing() -> None:
+def test_an_unexpected_message_changes_nothing() -> None:
     gateway = Gateway()
     assert gateway.manager(Registered(3)) == []
 
@@ -313,7 +313,7 @@ def test_what_no_gateway_expects_changes_nothing() -> None:
 # -- the end -------------------------------------------------------------------------------------------------------
 
 
-def test_draining_takes_nothing_new_and_then_fails_what_is_left() -> None:
+def test_draining_takes_nothing_new_and_then_fails_the_rest() -> None:
     gateway = Gateway(drain_s=12.0)
     entry = gateway.serve("r")
     gateway.tell(DrainStarted())
@@ -336,7 +336,7 @@ def test_a_counter_that_is_wrong_is_found() -> None:
         gateway.machine.check()
 
 
-def test_what_was_decided_before_a_defect_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decisions_before_a_defect_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     gateway = Gateway()
     entry = gateway.serve("r")
     monkeypatch.setattr(gateway.machine.ledger, "placed", lambda *_: 1 / 0)

@@ -54,7 +54,7 @@ def test_tokens_are_delivered_in_order_and_the_last_one_ends_it() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[10], [10, 11, 12]])
-def test_the_short_way_of_the_next_tokens_says_what_the_long_way_says(tokens: list[int]) -> None:
+def test_the_short_way_of_the_next_tokens_equals_the_long_way(tokens: list[int]) -> None:
     """The same entry, update for update, whether or not an update has what sends it the long way."""
     entries = []
     for times in (None, StageTimes("w")):
@@ -147,7 +147,7 @@ def test_a_failure_on_a_worker_ends_the_request_and_frees_it() -> None:
     assert len(book) == 0
 
 
-def test_a_cancel_nobody_here_asked_for_is_a_loss() -> None:
+def test_an_unrequested_cancel_is_a_loss() -> None:
     book = ledger()
     entry = opened(book)
     assert book.tokens(1.0, "w", update(3, [], finish=FinishReason.CANCELLED))[-1] == SubmitAttempt(entry)
@@ -182,7 +182,7 @@ def test_displaced_requests_are_submitted_in_the_order_they_came() -> None:
     assert [action.entry.attempt for action in again] == [Attempt("early", 1), Attempt("late", 1)]
 
 
-def test_another_manager_takes_over_only_what_waited() -> None:
+def test_another_manager_takes_over_only_waiting_requests() -> None:
     book = ledger()
     running = opened(book)
     waiting = book.open(0.0, request("w"))
@@ -196,7 +196,7 @@ def test_another_manager_takes_over_only_what_waited() -> None:
     assert book.outstanding() == [Attempt("r", 0)]
 
 
-def test_what_could_not_be_handed_over_is_unsubmitted_again() -> None:
+def test_an_undelivered_attempt_is_unsubmitted_again() -> None:
     book = ledger()
     entry = book.open(0.0, request())
     book.submitted(0.0, "r")
@@ -252,7 +252,7 @@ def test_closing_frees_everywhere_and_later_tokens_stop_their_sender() -> None:
     )
 
 
-def test_what_never_left_needs_no_cancel() -> None:
+def test_an_unsent_attempt_needs_no_cancel() -> None:
     book = ledger()
     book.open(0.0, request())
     assert book.close("r", "gone") == []

@@ -95,7 +95,7 @@ def placed(name: str = "a") -> ManagerMachine:
     return found
 
 
-def test_a_first_tick_says_what_is_there_and_when_the_next_one_is_wanted() -> None:
+def test_a_first_tick_reports_the_state_and_its_next_wake() -> None:
     found = machine()
     assert found.handle(0.0, from_gateway(HELLO), register(), Tick()) == [
         Send("g", ManagerHello(7)),
@@ -166,7 +166,7 @@ def test_messages_do_not_put_off_a_wake_that_is_due() -> None:
     assert found.handle(0.51, Tick())[-1] == Wake(1.01)
 
 
-def test_what_no_worker_holds_is_displaced_only_after_settling() -> None:
+def test_a_request_on_no_worker_is_rescheduled_only_after_settling() -> None:
     found = ready()
     named = from_gateway(Outstanding([Attempt("x", 1)]))
     assert found.handle(1.9, named) == []
@@ -175,7 +175,7 @@ def test_what_no_worker_holds_is_displaced_only_after_settling() -> None:
     ]
 
 
-def test_a_new_manager_takes_over_what_workers_compute() -> None:
+def test_a_new_manager_takes_over_running_requests() -> None:
     found = machine()
     held = Attempt("x", 1)
     effects = found.handle(0.0, from_gateway(HELLO), register([held]), from_gateway(Outstanding([held])))

@@ -100,7 +100,7 @@ def test_every_difference_is_noticed(tmp_path: Path, line: int, old: str, new: s
     assert "recorded" in replay(path).difference
 
 
-def test_what_a_scheduler_had_learned_before_is_part_of_the_recording(tmp_path: Path) -> None:
+def test_earlier_learned_state_of_a_scheduler_is_part_of_the_recording(tmp_path: Path) -> None:
     """A recorded worker is no other one than it would be: its reports carry the step times it kept over a restart."""
     config, made, path = load_config(preset="dynaserve"), setup(Role.UNIFIED), tmp_path / "unified.jsonl"
     scheduler = compose.iteration(config)
@@ -122,7 +122,7 @@ def test_what_a_scheduler_had_learned_before_is_part_of_the_recording(tmp_path: 
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", '{"machine":"toaster"}\n', "not json\n"])
-def test_what_is_no_recording_is_said(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_recording_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match="not a recording"):

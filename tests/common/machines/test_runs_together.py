@@ -67,7 +67,7 @@ def test_a_sender_is_done_when_all_have_left_and_were_accepted(together: tuple[i
     assert worker.idle
 
 
-def test_what_the_iterations_of_a_receiver_do_not_depend_on() -> None:
+def test_messages_that_leave_a_receivers_iterations_undisturbed() -> None:
     worker, grant = granted()
     ahead = FastForward(worker)
     assert ahead.undisturbed_by(segment(1, "later"))  # another worker computes first

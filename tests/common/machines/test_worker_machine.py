@@ -119,14 +119,14 @@ def test_nothing_is_planned_while_a_step_is_in_flight() -> None:
     assert started(worker) == first
 
 
-def test_what_was_never_asked_is_not_answered() -> None:
+def test_unasked_questions_are_not_answered() -> None:
     worker = machine(Role.UNIFIED)
     for event in (StepEnded([], 0.1), StepFailed("broken"), RunsSent(5), RunsReceived(5, 0)):
         with pytest.raises(InvariantViolated):
             worker.handle(0.0, event)
 
 
-def test_what_exceeds_the_whole_cache_fails_at_once() -> None:
+def test_a_request_beyond_the_whole_cache_fails_at_once() -> None:
     worker = machine(Role.UNIFIED, PagedAllocator(GEOMETRY, 4, 0, prefix_caching=False))
     assert worker.handle(0.0, Received("manager", whole())) == [
         Dial("gateway", "ipc://gateway"),
@@ -323,7 +323,7 @@ def test_a_draining_worker_says_so_and_takes_its_leave() -> None:
     assert worker.handle(0.3, DrainEnded()) == [Send("manager", Leaving("unified", 3))]
 
 
-def test_what_only_waits_is_reported_as_awaiting() -> None:
+def test_a_request_that_only_waits_is_reported_as_awaiting() -> None:
     worker = machine(Role.DECODE)
     worker.handle(0.0, Received("manager", Registered(1)), Received("manager", segment(1)))
     match worker.handle(0.1, ReportDue(0)):

@@ -120,7 +120,7 @@ def test_the_only_decode_worker_dies_and_the_prefill_worker_stands_in() -> None:
     finish(world)
 
 
-def test_a_restarted_manager_takes_over_what_workers_hold() -> None:
+def test_a_restarted_manager_takes_over_requests_on_workers() -> None:
     world = World(7, PD, Disaggregated)
     offer(world, 40)
     world.at(2.3, lambda: world.kill_manager(0.4))

@@ -115,7 +115,7 @@ def test_pairs_are_counted_as_by_hand(start: int, count: int):
     attention=st.sampled_from(["split_kv", "unit_per_row", "unit_last"]),
     devices=st.sampled_from([1, 4]),
 )
-def test_repeated_iterations_cost_what_they_cost_one_by_one(rows, mean, longest, attention, devices):
+def test_repeated_iterations_cost_as_much_as_one_by_one(rows, mean, longest, attention, devices):
     cost = CostModel(MODEL, DEVICE, StackShape("s", 0.3, 0.2, 0.1), tensor_parallel=devices, decode_attention=attention)
     context = rows * mean
     expected = [cost.step_s(decode(rows, context + step * rows, longest + step)) for step in range(20)]

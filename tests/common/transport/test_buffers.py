@@ -34,7 +34,7 @@ def test_read_only_memory_can_be_sent_only() -> None:
         region_of(b"abcd", writable=True)
 
 
-def test_what_is_refused() -> None:
+def test_unusable_buffers_are_refused() -> None:
     with pytest.raises(TransferError, match="contiguous"):
         region_of(np.zeros((4, 4))[:, 1], writable=False)
     with pytest.raises(TransferError, match="no buffer"):

@@ -62,7 +62,7 @@ async def test_order_holds(new_bus: Open) -> None:
     assert received == [("a", Registered(number)) for number in range(2000)]
 
 
-async def test_what_is_there_already_can_be_taken_without_waiting(new_bus: Open) -> None:
+async def test_messages_already_there_are_taken_without_waiting(new_bus: Open) -> None:
     a, b = new_bus("a"), new_bus("b")
     a.connect("b", b.endpoint)
     assert b.take() is None

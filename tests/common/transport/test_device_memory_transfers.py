@@ -66,13 +66,13 @@ def host_tensors_are_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cohort.common.transport.buffers.region_of", region)
 
 
-def test_what_is_sent_is_copied_out_once() -> None:
+def test_a_send_buffer_is_copied_out_once() -> None:
     tensor = DeviceTensor(b"abcdefgh")
     staging = HostStaging(tensor, writable=False)
     assert (bytes(staging.view), tensor.copied_out) == (b"abcdefgh", 1)
 
 
-def test_what_is_received_into_is_not_copied_out() -> None:
+def test_a_receive_buffer_is_not_copied_out() -> None:
     tensor = DeviceTensor(b"abcdefgh")
     staging = HostStaging(tensor, writable=True)
     staging.view[:] = b"12345678"

@@ -259,7 +259,7 @@ class TestFlashPrefill:
         assert workspace.starts[:4].tolist() == [0, 20, 65, 84]
 
     @pytest.mark.parametrize("why", ["no workspace", "no room", "context unknown", "too many rows"])
-    def test_what_it_leaves_to_our_own_kernel(self, make_gpu_step, assert_close, why):
+    def test_steps_left_to_our_own_kernel(self, make_gpu_step, assert_close, why):
         step = make_gpu_step(MIXED, dtype=torch.bfloat16, directions="mixed")
         meta = step.meta
         meta.prefill_context = 0 if why == "context unknown" else 20 + 45 + 19

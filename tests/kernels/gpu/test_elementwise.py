@@ -119,7 +119,7 @@ def test_a_slot_below_zero_takes_nothing(device):
     assert torch.equal(made.cache, before)
 
 
-def test_refuses_what_does_not_fit(device):
+def test_refuses_mismatched_tensors(device):
     made = Projection(torch.float32, 64, 64, device)
     with pytest.raises(ValueError, match="slots"):
         elementwise.write_kv(made.key, made.value, made.cache, 1, made.slots[:2])

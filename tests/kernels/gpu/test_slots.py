@@ -54,7 +54,7 @@ def test_a_reversed_block_is_gathered_by_its_slots(device):
     assert torch.equal(out, kv[3].permute(3, 0, 1, 2, 4).flip(0)[:5])
 
 
-def test_refuses_what_does_not_fit(device):
+def test_refuses_mismatched_tensors(device):
     kv = random_cache(torch.float32, device)
     token = torch.randn(1, LAYERS, 2, KV_HEADS, HEAD_DIM, device=device)
     slot = torch.tensor([1], device=device)

@@ -110,7 +110,7 @@ def test_a_line_too_long_is_skipped_as_one(tmp_path: Path, extra: int) -> None:
     assert json.loads(read_body(path, found[-1])) == {"prompt": "x"}
 
 
-def test_nobody_reads_more_errors_than_that(tmp_path: Path) -> None:
+def test_errors_are_bounded(tmp_path: Path) -> None:
     _, errors = read(written(tmp_path, *[b"?"] * 1000))
     assert len(errors) == batch_lines.MAX_ERRORS
 

@@ -152,7 +152,7 @@ def test_a_line_is_finished_once(store: BatchStore) -> None:
     assert (current(store).completed, current(store).failed, current(store).input_tokens) == (1, 0, 3)
 
 
-def test_a_late_line_does_not_change_what_is_being_written(store: BatchStore) -> None:
+def test_a_late_line_does_not_change_an_output_in_writing(store: BatchStore) -> None:
     running(store)
     store.begin_finalizing("batch_a", NOW_S)
     assert not store.finish_line("batch_a", done(1))
@@ -226,7 +226,7 @@ def test_too_late_to_cancel(store: BatchStore) -> None:
     assert not store.cancel("batch_a", NOW_S)
 
 
-def test_everybody_sees_their_own(store: BatchStore) -> None:
+def test_every_owner_sees_its_own_rows(store: BatchStore) -> None:
     store.add_file(file("file-a", "me"))
     store.add_batch(batch("batch_a", "me"))
     assert store.file("file-a", "you", NOW_S) is None
@@ -249,7 +249,7 @@ def test_lists_are_pages(store: BatchStore) -> None:
     assert ids(purpose="batch") == ["3", "1"]
     assert ids(after="file-of-nobody") == []
     assert [found.id for found in store.batches("me", after="batch_3", limit=2)] == ["batch_2", "batch_1"]
-    assert store.batches("me", after="batch_of_nobody", limit=2) == []
+    assert store.batches("me", after="batch_unknown", limit=2) == []
 
 
 def test_retention(store: BatchStore) -> None:

@@ -53,7 +53,7 @@ async def test_a_batch(client: openai.AsyncOpenAI, site: Site, kind: str) -> Non
     assert (output.purpose, output.filename) == ("batch_output", f"{batch.id}_output.jsonl")
 
 
-async def test_lines_are_best_effort_offline_and_behind_everybody(client: openai.AsyncOpenAI, site: Site) -> None:
+async def test_lines_are_best_effort_offline_and_last_in_priority(client: openai.AsyncOpenAI, site: Site) -> None:
     await client.completions.create(**ask(), extra_body={"priority": 2**31 - 1})
     named: dict[str, Any] = {"cohort": {"class": "rt", "online": True}, "priority": -(2**31)}
     await ended(client, await begin(client, job(ask(), ask(**named))))
@@ -89,7 +89,7 @@ async def test_a_batch_of_errors_alone_has_no_output_file(client: openai.AsyncOp
     assert (batch.status, batch.output_file_id) == ("completed", None) and batch.error_file_id
 
 
-async def test_cancelling_keeps_what_is_done(open_site: OpenSite) -> None:
+async def test_cancelling_keeps_finished_lines(open_site: OpenSite) -> None:
     """The first lines have short answers, the others never end."""
     async with open_site(lambda request: [9] * 4000, step_s=0.02) as site, client_of(site) as client:
         bodies = [ask(max_tokens=1), ask(max_tokens=1), *[ask(max_tokens=400, ignore_eos=True)] * 4]
@@ -113,7 +113,7 @@ async def test_cancelling_keeps_what_is_done(open_site: OpenSite) -> None:
         await client.files.delete(batch.input_file_id)
 
 
-async def test_expiry_writes_what_is_done(open_site: OpenSite) -> None:
+async def test_expiry_writes_finished_lines(open_site: OpenSite) -> None:
     async with open_site(lambda request: [9] * 4000, step_s=0.02) as site, client_of(site) as client:
         bodies = [ask(max_tokens=1), ask(max_tokens=400, ignore_eos=True)]
         batch = await ended(client, await begin(client, job(*bodies), window="2s"))
@@ -168,7 +168,7 @@ async def test_bad_batches_are_400(client: openai.AsyncOpenAI, site: Site, chang
     assert (await site.get("/v1/batches"))[1]["data"] == []
 
 
-async def test_what_does_not_exist_is_404(site: Site) -> None:
+async def test_an_unknown_id_is_404(site: Site) -> None:
     for path in ("/v1/files/x", "/v1/files/x/content", "/v1/batches/x", "/v1/files/%ff", "/v1/files/%2e%2e%2flock"):
         assert (await site.get(path))[0] == 404
     assert (await site.post("/v1/batches/x/cancel", {}))[0] == 404
@@ -186,7 +186,7 @@ async def test_batches_are_listed_newest_first(client: openai.AsyncOpenAI) -> No
         await ended(client, batch)
 
 
-async def test_everybody_has_their_own(open_site: OpenSite) -> None:
+async def test_every_key_has_its_own_files(open_site: OpenSite) -> None:
     async with (
         open_site(api_keys=("mine", "yours")) as site,
         client_of(site, "mine") as me,

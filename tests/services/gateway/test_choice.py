@@ -36,7 +36,7 @@ def test_a_stop_string_ends_it_and_later_tokens_do_not_count(tokenizer: Tokenize
     assert (one.tokens, one.stop_string) == (len(ids(tokenizer, "ax")) + 1, "xy")
 
 
-def test_what_was_held_back_leaves_with_the_end(tokenizer: Tokenizer) -> None:
+def test_text_held_back_leaves_with_the_end(tokenizer: Tokenizer) -> None:
     one = choice(tokenizer, ["xy"])
     assert one.feed(ids(tokenizer, "x"), [], None).text == ""
     assert one.feed([], [], FinishReason.STOP).text == "x"

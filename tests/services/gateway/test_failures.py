@@ -147,7 +147,7 @@ async def test_an_error_in_mid_stream_is_an_event_and_a_proper_end(open_site: Op
         await eventually(site.nothing_left)
 
 
-async def test_a_request_nobody_can_finish_ends_with_503(open_site: OpenSite) -> None:
+async def test_a_request_that_no_worker_can_finish_ends_with_503(open_site: OpenSite) -> None:
     async with open_site(step_s=5.0, max_attempts=2) as site:
         asking = asyncio.create_task(site.post("/v1/completions", LONG))
         for attempt in range(2):
@@ -195,7 +195,7 @@ async def test_choices_come_in_together_or_not_at_all(open_site: OpenSite) -> No
         await eventually(site.nothing_left)
 
 
-async def test_draining_finishes_what_runs_and_refuses_what_comes(open_site: OpenSite) -> None:
+async def test_draining_finishes_running_requests_and_refuses_new_ones(open_site: OpenSite) -> None:
     async with open_site(step_s=0.02) as site:
         stream = asyncio.create_task(site.stream("/v1/completions", LONG))
         await running(site)
@@ -206,7 +206,7 @@ async def test_draining_finishes_what_runs_and_refuses_what_comes(open_site: Ope
         assert texts(await stream) == ANSWER
 
 
-async def test_what_is_not_done_when_the_drain_ends_is_told_so(open_site: OpenSite) -> None:
+async def test_a_request_cut_off_by_the_end_of_the_drain_is_told_so(open_site: OpenSite) -> None:
     async with open_site(lambda request: [9] * 90, step_s=0.05, drain_s=0.3) as site:
         stream = asyncio.create_task(site.stream("/v1/completions", {**LONG, "max_tokens": 90}))
         await eventually(lambda: any(entry.output for entry in site.gateway.streams.ledger.entries()))

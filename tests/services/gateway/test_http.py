@@ -99,7 +99,7 @@ async def test_compressed_bodies_are_not_read(site: Site) -> None:
         assert response.status == 415
 
 
-async def test_a_wrong_content_type_says_what_curl_needs(site: Site) -> None:
+async def test_a_wrong_content_type_names_the_curl_option(site: Site) -> None:
     headers = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl says when told nothing
     data = json.dumps(ASK).encode()
     async with site.session.post(site.url + "/v1/completions", data=data, headers=headers) as response:

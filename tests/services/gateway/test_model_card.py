@@ -52,7 +52,7 @@ def test_the_text_part_of_a_multimodal_config_counts(tmp_path: Path) -> None:
         (BASE, {"max_model_len": 65}, "allows 64"),
     ],
 )
-def test_what_is_missing_is_named(
+def test_a_missing_part_is_named(
     tmp_path: Path, config: dict[str, Any] | None, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):

@@ -144,11 +144,11 @@ def test_chat_logprobs(asked: dict[str, Any], logprobs: int) -> None:
         {"model": "/models/tiny"},
     ],
 )
-def test_what_clients_send_is_accepted(parse: Any, body: dict[str, Any]) -> None:
+def test_bodies_of_common_clients_are_accepted(parse: Any, body: dict[str, Any]) -> None:
     parse(**body)
 
 
-def test_what_asks_for_nothing_is_accepted() -> None:
+def test_fields_that_ask_for_nothing_are_accepted() -> None:
     chat(
         tools=[],
         tool_choice="none",
@@ -202,7 +202,7 @@ def test_what_asks_for_nothing_is_accepted() -> None:
     ],
 )
 @pytest.mark.parametrize("parse", [completion, chat])
-def test_what_cannot_be_honoured_is_refused_by_name(parse: Any, body: dict[str, Any], param: str) -> None:
+def test_a_field_that_cannot_be_honoured_is_refused_by_name(parse: Any, body: dict[str, Any], param: str) -> None:
     assert refusal(parse, **body) == (400, param)
 
 

@@ -79,7 +79,7 @@ def test_seeds_depend_on_seed_and_index_only() -> None:
     ("tokens", "max_tokens", "named"),
     [(100, 10, ["100 tokens"]), (120, None, ["100 tokens", "120 tokens"]), (95, 6, ["100 tokens", "101", "95", "6"])],
 )
-def test_what_exceeds_the_context_names_both_numbers(tokens: int, max_tokens: int | None, named: list[str]) -> None:
+def test_a_request_beyond_the_context_names_both_numbers(tokens: int, max_tokens: int | None, named: list[str]) -> None:
     with pytest.raises(RequestError) as caught:
         prepared([[1] * tokens], max_tokens=max_tokens)
     assert (caught.value.status, caught.value.param) == (400, "prompt")

@@ -18,7 +18,7 @@ def test_a_stop_string_split_over_chunks_never_leaks() -> None:
     assert run(["STOP"], ["one S", "T", "O", "P two"]) == (["one ", "", "", "", ""], "STOP")
 
 
-def test_what_turns_out_harmless_is_released_at_once() -> None:
+def test_harmless_text_is_released_at_once() -> None:
     assert run(["STOP"], ["one S", "Tx", "ST", ""]) == (["one ", "STx", "", "", "ST"], None)
 
 
@@ -52,7 +52,7 @@ def test_equals_a_search_over_the_whole_text(stops: list[str], chunks: list[str]
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4), st.text("abc", max_size=12))
-def test_holds_back_exactly_what_may_become_a_stop_string(stops: list[str], text: str) -> None:
+def test_holds_back_exactly_a_possible_stop_string(stops: list[str], text: str) -> None:
     watcher = StopStrings(StopAutomaton(stops))
     sent = ""
     for index, character in enumerate(text):

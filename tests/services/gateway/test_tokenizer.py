@@ -89,7 +89,7 @@ def test_variables_reach_the_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "template", ["{{ raise_exception('roles must alternate') }}", "{{ messages[0].content + 1 }}", "{{ 1 // 0 }}"]
 )
-def test_what_a_template_refuses_is_the_clients_error(tmp_path: Path, template: str) -> None:
+def test_a_templates_refusal_is_the_clients_error(tmp_path: Path, template: str) -> None:
     folder = tiny_model.write_model(tmp_path / "m", template=template)
     with pytest.raises(RequestError) as caught:
         Tokenizer(folder).render_chat(CHATS[0], add_generation_prompt=True, variables={})
@@ -207,7 +207,7 @@ async def test_a_text_far_too_long_is_refused_before_it_is_encoded(
 
 
 @given(st.text(max_size=200))
-def test_what_may_fit_is_never_refused(tokenizer: Tokenizer, text: str) -> None:
+def test_a_text_that_may_fit_is_never_refused(tokenizer: Tokenizer, text: str) -> None:
     tokenizer.refuse_too_long(text, len(tokenizer.encode(text, special_tokens=False)), "prompt")
 
 

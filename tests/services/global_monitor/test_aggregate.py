@@ -84,7 +84,7 @@ def test_the_number_of_processes_is_bounded() -> None:
     assert len(watched.processes) == MAX_INSTANCES
 
 
-def test_what_the_manager_is_told() -> None:
+def test_the_stats_for_the_manager() -> None:
     watched = cluster()
     watched.heard(0.0, beat("gateway", "gateway", requests_total=0, prompt_tokens_total=0))
     for second in range(1, 31):

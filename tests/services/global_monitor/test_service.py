@@ -93,7 +93,7 @@ def beat(instance: str, role: str, url: str = "", **stats: float) -> Heartbeat:
     return Heartbeat(instance, role, 1, 1, True, url, stats)
 
 
-async def test_the_manager_hears_of_demand_and_the_state_holds_everybody(rig: Rig) -> None:
+async def test_the_manager_hears_of_demand_and_the_state_holds_all_processes(rig: Rig) -> None:
     rig.monitor.tick()  # no manager yet: harmless
     manager = rig.peer("manager")
     rig.peer("decode-0").send("monitor", beat("decode-0", "decode_worker", running=3))
@@ -152,7 +152,7 @@ async def test_page_state_and_health(rig: Rig) -> None:
         assert (await client.get("/ready")).status == 200
 
 
-async def test_history_is_cut_to_what_was_asked(rig: Rig) -> None:
+async def test_history_is_cut_to_the_span_asked(rig: Rig) -> None:
     for _ in range(60):
         rig.monitor.tick()
         rig.clock.advance(1.0)

@@ -66,7 +66,7 @@ def test_stop(launcher, capsys):
     assert capsys.readouterr().out.endswith("stopped\n")
 
 
-def test_what_does_not_stop_is_killed(launcher, tmp_path: Path):
+def test_a_launcher_that_does_not_stop_is_killed(launcher, tmp_path: Path):
     files = launcher("stubborn")
     state = files.state()
     assert state is not None
@@ -75,7 +75,7 @@ def test_what_does_not_stop_is_killed(launcher, tmp_path: Path):
     assert not state.launcher.alive
 
 
-def test_status_names_what_is_down(launcher, tmp_path: Path, capsys):
+def test_status_names_processes_that_are_down(launcher, tmp_path: Path, capsys):
     files = launcher("ready")
     state = files.state()
     assert state is not None
@@ -113,6 +113,6 @@ def test_detach_shows_why_it_failed(detached, capsys):
     assert "no such model" in capsys.readouterr().err
 
 
-def test_detach_ends_what_is_not_ready_in_time(detached, capsys):
+def test_detach_ends_a_pipeline_that_is_not_ready_in_time(detached, capsys):
     assert detached("import time; time.sleep(600)", timeout_s=0.5) != 0
     assert "not ready after" in capsys.readouterr().err

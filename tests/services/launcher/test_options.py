@@ -33,7 +33,7 @@ def test_the_port_takes_monitor_and_metrics_along():
     }
 
 
-def test_ports_that_somebody_set_stay():
+def test_configured_ports_stay():
     assert overrides_of(parse("--port", "9000", "--set", "metrics.base_port=7000"), {"monitor.port"}) == {
         "gateway": {"port": 9000},
         "metrics": {"base_port": 7000},

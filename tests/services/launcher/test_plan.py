@@ -28,7 +28,7 @@ def test_the_default_is_six_processes_with_a_port_each():
     assert [p.instance for p in plans if p.stage is StopStage.WORKERS] == ["prefill-0", "decode-0"]
 
 
-def test_ports_agree_with_what_the_processes_choose_by_themselves():
+def test_ports_agree_with_the_processes_own_choice():
     config = Config(workers=(WorkerGroup(Role.PREFILL, 2), WorkerGroup(Role.DECODE), WorkerGroup(Role.UNIFIED)))
     for process in plan(config):
         if process.passes_metrics_port:
@@ -40,7 +40,7 @@ def test_a_unified_worker_runs_the_prefill_program():
     assert [(p.instance, p.folder) for p in workers] == [("unified-0", "prefill_worker")]
 
 
-def test_the_command_is_what_a_person_would_type():
+def test_the_command_can_be_typed_by_a_person():
     predictor = plan(Config())[1]
     assert predictor.command("python", Path("/r/resolved.yaml"), Path("/r")) == [
         "python",

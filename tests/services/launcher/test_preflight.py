@@ -27,7 +27,7 @@ def test_a_model_folder_passes(tmp_path: Path):
     ("removed", "complaint"),
     [("config.json", "no config.json"), ("model.safetensors", "no weights"), ("tokenizer.json", "no tokenizer")],
 )
-def test_what_is_missing_is_named(tmp_path: Path, removed: str, complaint: str):
+def test_a_missing_part_is_named(tmp_path: Path, removed: str, complaint: str):
     (model_folder(tmp_path) / removed).unlink()
     with pytest.raises(ModelError, match=complaint):
         preflight.check_model(tmp_path)

@@ -111,7 +111,7 @@ def test_a_killed_launcher_takes_its_processes_along_and_the_next_start_works(se
     assert serve("--stop").returncode == 0
 
 
-def test_what_cannot_work_is_said_before_anything_starts(serve: Serve, tmp_path: Path):
+def test_errors_are_raised_before_anything_starts(serve: Serve, tmp_path: Path):
     result = serve(model=tmp_path / "absent")
     assert result.returncode == 2 and "absent: no such folder" in result.stderr
     result = serve("--preset", "nonsense")

@@ -59,7 +59,7 @@ async def test_a_process_that_never_starts_is_given_up_after_five_attempts(run, 
     assert "never became ready in 5 attempts" in pipeline.supervisor.failure
 
 
-async def test_what_ignores_sigterm_is_killed_after_its_deadline(run, toys, capsys):
+async def test_a_process_that_ignores_sigterm_is_killed_after_its_deadline(run, toys, capsys):
     pipeline = run(toys(gateway="stubborn"))
     await pipeline.until_ready()
     mark = pipeline.supervisor.marks["gateway"]

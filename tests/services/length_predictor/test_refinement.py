@@ -36,7 +36,7 @@ def learn(refiner: Refiner, habit: Habit, count: int) -> None:
 
 
 @pytest.mark.parametrize("hidden_size", [24, 700])
-def test_it_learns_what_prompt_features_cannot_see(hidden_size: int) -> None:
+def test_it_learns_beyond_prompt_features(hidden_size: int) -> None:
     habit, refiner = Habit(hidden_size), Refiner(hidden_size)
     base, hidden, _ = habit.request()
     assert refiner.predict_log(base, hidden)[0] == pytest.approx(base)  # nothing learned: the base itself
@@ -89,7 +89,7 @@ def test_no_state_moves_a_prediction_without_bound() -> None:
     assert np.isfinite(refiner.predict_log(2.0, np.zeros(3))).all()
 
 
-def test_what_was_learned_survives_a_restart_of_the_same_model_only(tmp_path: Path) -> None:
+def test_learned_state_survives_a_restart_of_the_same_model_only(tmp_path: Path) -> None:
     habit, refiner = Habit(24), Refiner(24)
     learn(refiner, habit, 300)
     path = tmp_path / "deep" / "state.npz"

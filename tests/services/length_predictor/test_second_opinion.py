@@ -60,7 +60,7 @@ def test_after_some_requests_revisions_are_sent_and_right(tmp_path: Path) -> Non
     assert stats["refined_log_error"] < 0.5 * stats["base_log_error"]
 
 
-def test_what_nobody_asked_about_or_cannot_be_a_state_is_ignored(tmp_path: Path) -> None:
+def test_unrequested_or_malformed_states_are_ignored(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "r.npz")
     state, _ = rig.request("unknown")
     rig.opinions.state_came(state)
@@ -73,7 +73,7 @@ def test_what_nobody_asked_about_or_cannot_be_a_state_is_ignored(tmp_path: Path)
     assert rig.opinions.stats() == {}
 
 
-def test_requests_whose_end_nobody_tells_are_forgotten(tmp_path: Path) -> None:
+def test_requests_whose_end_is_never_told_are_forgotten(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "r.npz")
     for index in range(5000):
         rig.opinions.asked(f"r{index}", Prediction(10.0, 9.0, 30.0, 50.0), 100)
@@ -81,7 +81,7 @@ def test_requests_whose_end_nobody_tells_are_forgotten(tmp_path: Path) -> None:
     assert "r0" not in rig.opinions._asked
 
 
-async def test_what_was_learned_is_saved_when_the_service_ends(tmp_path: Path) -> None:
+async def test_learned_state_is_saved_when_the_service_ends(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "r.npz")
     keeping = asyncio.create_task(rig.opinions.keep(60.0))
     await asyncio.sleep(0)

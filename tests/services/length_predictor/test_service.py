@@ -127,7 +127,7 @@ async def test_corrupt_state_starts_afresh(world: World, tmp_path: Path) -> None
 
 
 @pytest.mark.pipeline
-async def test_a_killed_child_comes_back_with_what_it_knew(world: World, tmp_path: Path) -> None:
+async def test_a_killed_child_comes_back_with_its_knowledge(world: World, tmp_path: Path) -> None:
     async with running(tmp_path) as rig:
         await rig.until(lambda: rig.service.child.pid is not None)
         for _ in range(40):

@@ -18,7 +18,7 @@ from cohort.services.length_predictor.service import LengthPredictor
 WIDTH = 16
 
 
-async def test_states_revise_what_prompts_could_not_tell(tmp_path: Path) -> None:
+async def test_states_revise_predictions_from_prompts(tmp_path: Path) -> None:
     network = MemoryNetwork()
     config = Config(predictor=PredictorConfig(state_path=str(tmp_path / "s.npz"), refine_after_prefill=True))
     bus = network.bus("predictor")

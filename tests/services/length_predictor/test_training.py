@@ -38,7 +38,7 @@ def test_beats_the_mean_by_far_on_requests_it_has_not_seen(
     assert predicted.mean() == pytest.approx(actual.mean(), rel=0.15)
 
 
-def test_quantiles_cover_what_they_promise(model: LengthModel, world: World) -> None:
+def test_quantiles_cover_their_share(model: LengthModel, world: World) -> None:
     rows = held_out(world)
     predictions = [to_prediction(model.predict_log(row.vector), row.max_tokens) for row in rows]
     below = {
@@ -137,7 +137,7 @@ def test_default_is_marked_as_such() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 3, 10, 512, 1000, 8191])
-def test_what_exceeds_the_clients_limit_is_exactly_the_limit(limit: int) -> None:
+def test_a_prediction_beyond_the_clients_limit_is_the_limit(limit: int) -> None:
     """Not the exponential of its logarithm, which is less: a response that is cut at the limit is covered."""
     found = to_prediction(np.array([np.log(limit) + 1.0] * 4), limit)
     assert (found.mean, found.p50, found.p90, found.p99) == (limit,) * 4

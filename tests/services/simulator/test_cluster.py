@@ -63,7 +63,7 @@ def test_shared_prefixes_are_computed_once():
     assert sim.workers[0].machine.counters.prefill_tokens == 300 + (300 - 256)
 
 
-def test_a_full_cache_preempts_and_everybody_ends():
+def test_a_full_cache_preempts_and_every_request_ends():
     load = workload(*((0.001 * i, 100, 200) for i in range(8)))
     sim = run(config(kv=cache_of(60)), cluster(), load)
     assert sim.workers[0].machine.counters.preemptions > 0
@@ -77,7 +77,7 @@ def test_swapping_costs_the_host_link():
     assert sim.clients.all.finished == 8
 
 
-def test_on_one_core_an_iteration_also_waits_for_what_the_services_do_for_it():
+def test_on_one_core_an_iteration_also_waits_for_the_services_work():
     load = {"service_step_s": 0.0005, "service_row_s": 0.0002}
     one = workload((0.0, 100, 3))
     alone, crowded = (run(config(), cluster(1, **extra), one) for extra in ({}, load | {"cores": 1}))
@@ -114,7 +114,7 @@ def test_slo_attainment_is_counted():
     assert (slo.attainment, slo.ttft, slo.tpot) == (0.0, 0.0, 1.0)
 
 
-def test_warm_up_counts_nothing_and_loses_nobody():
+def test_warm_up_counts_nothing_and_loses_no_request():
     load = workload(*((0.1 * i, 100, 20) for i in range(20)))
     whole, late = run(config(), cluster(), load), run(config(), cluster(), load, warmup_s=1.0)
     assert late.token_times == whole.token_times

@@ -62,7 +62,7 @@ def test_iterations_stay_within_the_bound_that_plain_chunks_break() -> None:
     assert plain.tbt.quantile(0.99) > 0.1 > aware.tbt.quantile(0.99)
 
 
-def test_what_schedulers_learn_reaches_the_manager_and_ends_are_judged() -> None:
+def test_lessons_of_schedulers_reach_the_manager_and_ends_are_judged() -> None:
     sim = large()
     stats = sim.manager.stats()
     assert stats["finish_tracked_total"] >= 20  # the run ends before the manager hears of the last ones

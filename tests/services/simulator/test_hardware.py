@@ -117,7 +117,7 @@ def cores(count: int) -> Cluster:
     return load_cluster("cpu-core:2", {"cores": count})
 
 
-def test_what_the_services_take_comes_from_the_longer_iterations():
+def test_time_of_the_services_comes_from_the_longer_iterations():
     # 2 cores, 2.2 wanted; the rates 1 - 0.9 x and 1 - 0.1 x have to leave room for 0.2 of the second one's services.
     long, short = cores(2).slowdowns([(0.09, 0.0), (0.01, 0.2)])
     missing = 0.2 / (0.9 + 0.1 * 1.2)

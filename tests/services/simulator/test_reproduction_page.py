@@ -28,7 +28,7 @@ def test_the_page_on_disk_is_one_of_ours() -> None:
     assert markdown([], page) == page
 
 
-def test_what_a_paper_is_said_about_stays_with_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remarks_on_a_paper_stay_with_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "REMARKS", ("theirs pads", "three ways tried"), raising=False)
     page = markdown([result("bucketserve", "Fig. 5", 1.0)])
     assert page.endswith("\n## Why, and what was tried (bucketserve)\n\n- theirs pads\n- three ways tried\n")

@@ -1,1 +1,1 @@
-"""The measuring process of `cohort bench engine` and what it measures with: the only part of `engine` with torch."""
+"""The measuring process of `cohort bench engine` and its tools: the only part of `engine` with torch."""

@@ -1,8 +1,8 @@
 """Clocks around functions that know nothing of them: where a step's time goes, without a line of it in the engine.
 
 `clocked` puts a wrapper in place of each function, by its name in the module, class or object that callers look it up
-in, and puts the function back at the end. Times are the functions' own: what runs inside another clocked function
-counts for that one alone, so the parts of a step add up to the step.
+in, and puts the function back at the end. Times are the functions' own: time inside another clocked function counts for
+that one alone, so the parts of a step add up to the step.
 """
 
 from __future__ import annotations

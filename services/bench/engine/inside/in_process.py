@@ -1,8 +1,8 @@
 """The engine without the pipeline: scheduler, cache and model in one process, driven by a closed loop.
 
-What remains when gateway, manager, wire and streams are taken away: `cohort bench in-process`, which `cohort bench
-overhead` compares with the same workload over HTTP. Same policies, same `WorkerMachine`, same `ModelRunner` as a
-worker; nothing of the network. All of the measuring wing's uses of the machine are here.
+`cohort bench in-process` runs without gateway, manager, wire and streams; `cohort bench overhead` compares it with the
+same workload over HTTP. Same policies, same `WorkerMachine`, same `ModelRunner` as a worker; nothing of the network.
+All of the measuring wing's uses of the machine are here.
 """
 
 from __future__ import annotations

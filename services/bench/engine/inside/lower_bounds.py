@@ -2,7 +2,7 @@
 memory.
 
 Used by `comparisons`, which runs them in turn with the engine's steps. The weights are random, of the model's shapes,
-and not the engine's own: what a form does to them is its own business. Inputs stay as they are, so products do not feed
+and not the engine's own: each form packs them as it likes. Inputs stay as they are, so products do not feed
 one another; activations, norms and attention are not part of a lower bound, except what the engine's form fuses into a
 product.
 """

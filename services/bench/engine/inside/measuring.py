@@ -193,7 +193,7 @@ def _tasks(
         elif (one := decode_allocations(runner, rows, context)) is not None:
             found.allocations.append(one)
 
-    # What a worker of this configuration can be given at all
+    # Bounds on the steps of a worker of this configuration
     max_rows = min(config.engine.max_rows, config.engine.max_step_tokens)
     longest = min(config.engine.max_step_tokens, runner.geometry.max_positions)
     if "decode" in sections:

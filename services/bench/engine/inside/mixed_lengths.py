@@ -54,7 +54,7 @@ def decode_batch(contexts: Sequence[int], *, block_size: int, num_blocks: int) -
 
 
 def measure(runner: ModelRunner, batches: Sequence[tuple[str, Sequence[int]]], rounds: int) -> list[Timed]:
-    """Every batch the cache can hold, round by round in turn, so that whatever else the machine does hits all alike."""
+    """Every batch the cache can hold, round by round in turn, so that other load on the machine hits all alike."""
     steps = []
     for name, contexts in batches:
         batch = decode_batch(contexts, block_size=runner.block_size, num_blocks=len(runner.kv.blocks))

@@ -30,7 +30,7 @@ def available_bytes() -> int:
 
 def weights_and_buffers(runner: ModelRunner) -> tuple[int, int]:
     """Bytes of the tensors the model's parts hold (layers, embedding, head), and of those it holds itself: buffers that
-    every step writes anew, and small tables. What two names share counts once."""
+    every step writes anew, and small tables. A tensor under two names counts once."""
     model = runner._model
     direct = {name: value for name, value in vars(model).items() if isinstance(value, Tensor)}
     parts = [value for name, value in vars(model).items() if name not in direct]

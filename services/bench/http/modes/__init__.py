@@ -1,4 +1,4 @@
-"""What is measured and in which order; one file per mode, each `run(harness, …) -> BenchResult`.
+"""The measurements and their order; one file per mode, each `run(harness, …) -> BenchResult`.
 
 A further mode is a dataclass in `options.Mode`, a file here and a branch in `run_mode`. One that measures something
 else than an HTTP server brings its own `StreamClient`; driver, report and export stay as they are.

@@ -25,7 +25,7 @@ def decoding(policy: AlignedBatching, kv: KvAllocator, name: str, context: int, 
     return found
 
 
-def test_with_room_everybody_decodes() -> None:
+def test_with_capacity_every_sequence_decodes() -> None:
     policy, kv = scheduler(), cache(100)
     for name, context in (("a", 8), ("b", 30)):
         decoding(policy, kv, name, context, 1)
@@ -83,7 +83,7 @@ def test_alone_it_preempts_the_longest_instead() -> None:
     assert preempted[:1] == [("a", "swap")]
 
 
-def test_what_goes_on_from_this_workers_pool_is_brought_back() -> None:
+def test_a_sequence_in_this_workers_pool_is_brought_back() -> None:
     policy, kv = scheduler(), cache(20, 20)
     parked = decoding(policy, kv, "a", 12, 1)
     policy.remove(0.0, parked)
@@ -97,7 +97,7 @@ def test_what_goes_on_from_this_workers_pool_is_brought_back() -> None:
     leave(policy, kv, parked)
 
 
-def test_foresight_ends_where_somebody_would_be_evicted() -> None:
+def test_foresight_ends_where_a_sequence_would_be_evicted() -> None:
     policy, kv = scheduler(), cache(40)
     decoding(policy, kv, "a", 48, 1)
     decoding(policy, kv, "b", 48, 1)

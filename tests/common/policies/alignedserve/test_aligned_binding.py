@@ -91,7 +91,7 @@ def running(blocks: int = 60) -> ClusterView:
     return busy(4, blocks, *((f"s{index}", 80) for index in range(4)))
 
 
-def test_dynamic_scheduling_takes_in_who_matches_the_grown_batch() -> None:
+def test_dynamic_scheduling_takes_in_a_match_of_the_grown_batch() -> None:
     policy = started()
     policy.parked(1.0, parked("grown", 85))
     policy.parked(1.0, parked("other", 300))
@@ -99,7 +99,7 @@ def test_dynamic_scheduling_takes_in_who_matches_the_grown_batch() -> None:
     assert policy.metrics()["pool_requests"] == 1
 
 
-def test_who_matches_waits_prefetched_while_there_is_no_room() -> None:
+def test_a_match_waits_prefetched_while_there_is_no_room() -> None:
     policy = started()
     policy.parked(1.0, parked("grown", 85))
     before = waiting(policy)
@@ -109,7 +109,7 @@ def test_who_matches_waits_prefetched_while_there_is_no_room() -> None:
     assert binds(policy.decide(1.1, running(70))) == [("grown", "decode-0", 0)]
 
 
-def test_one_long_prefix_in_a_batch_does_not_make_everybody_match() -> None:
+def test_one_long_prefix_in_a_batch_does_not_make_all_requests_match() -> None:
     policy = binding()
     for index in range(12):
         policy.parked(0.0, parked(f"s{index}", 16))
@@ -131,7 +131,7 @@ def test_memory_is_filled_or_a_batchs_share_of_it_kept() -> None:
         assert len(binds(policy.decide(0.0, busy(2, 16)))) == joined
 
 
-def test_a_starved_request_goes_before_those_who_match() -> None:
+def test_a_starved_request_goes_before_matching_ones() -> None:
     policy = started()
     policy.parked(1.0, parked("long", 480))
     assert binds(policy.decide(1.0, running())) == []
@@ -148,7 +148,7 @@ def test_without_alignment_the_pool_is_first_come_first_served() -> None:
     assert binds(policy.decide(4.0, busy(0, 0)))[0][0] == "r0"
 
 
-def test_nobody_overtakes_who_was_preempted_on_the_worker() -> None:
+def test_no_request_overtakes_one_preempted_on_the_worker() -> None:
     policy = started()
     policy.parked(1.0, parked("grown", 85))
     preempted = busy(3, 60, *((f"s{index}", 80) for index in range(4)), waiting=1)
@@ -173,7 +173,7 @@ def test_without_prefetch_nothing_is_asked_of_the_holder() -> None:
     assert policy.decide(0.0, busy(20, 85)) == []
 
 
-def test_what_ends_in_the_pool_is_forgotten() -> None:
+def test_a_request_that_ends_in_the_pool_is_forgotten() -> None:
     policy = binding()
     policy.parked(0.0, parked("a", 60))
     policy.removed(0.0, "a")

@@ -33,7 +33,7 @@ def test_an_empty_pool_gives_no_batch() -> None:
     assert search(tree_of(), 100, 2) == []
 
 
-def test_case_1_what_fits_and_is_enough_is_the_batch() -> None:
+def test_case_1_a_match_that_fits_and_suffices_is_the_batch() -> None:
     assert lengths(search(tree_of((3, 10, 1), (2, 900, 20)), 43, 5)) == [10, 10, 10, 900, 900]
 
 
@@ -82,7 +82,7 @@ def test_a_request_larger_than_a_batch_runs_alone() -> None:
     assert lengths(search(tree_of((1, 1000, 500)), 100, 2)) == [1000]
 
 
-def test_nobody_is_starved_before_the_threshold() -> None:
+def test_no_request_is_starved_before_the_threshold() -> None:
     assert starved_batch(tree_of((3, 10, 1)), 99.0, max_blocks=100, min_requests=2, max_requests=9) == []
 
 

@@ -57,7 +57,7 @@ def test_a_pool_without_host_memory_slows_and_never_fails() -> None:
 
 
 @pytest.mark.parametrize(("seed", "blocks"), [(0, 24), (3, 24), (4, 20), (5, 24), (8, 24)])
-def test_decode_workers_that_hold_what_the_other_waits_for_run_it_themselves(seed: int, blocks: int) -> None:
+def test_decode_workers_run_the_requests_they_hold_for_each_other(seed: int, blocks: int) -> None:
     """Seeds that once ended with KV parked on two decode workers, each in the other's buffer, in caches too full for
     either to move."""
     found = world(seed, blocks=blocks, host_blocks=0)

@@ -51,7 +51,7 @@ def test_thresholds_follow_the_device() -> None:
     assert Thresholds(AlignedServeConfig(least_requests=1000)).min_requests(capacity) == 64
 
 
-def test_patience_is_a_share_of_what_tpot_allows_for_the_response() -> None:
+def test_patience_is_a_share_of_the_responses_tpot_allowance() -> None:
     with_slo = request("a", tpot_s=0.1, max_tokens=50)
     rules = {"share": 0.5, "longest_s": 10.0, "default_output": 256.0}
     assert patience_s(with_slo, **rules) == pytest.approx(0.5 * 0.1 * 50)
@@ -70,6 +70,6 @@ def test_the_preset_names_its_policies() -> None:
     assert compose.late_binding(load_config()) is None
 
 
-def test_a_late_bound_segment_needs_somebody_who_binds() -> None:
+def test_a_late_bound_segment_needs_a_binding_policy() -> None:
     with pytest.raises(ConfigError, match="waiting_kv aligned"):
         compose.check_names(load_config(preset="alignedserve", overrides={"policies": {"waiting_kv": "none"}}))

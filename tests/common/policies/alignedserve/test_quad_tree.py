@@ -52,7 +52,7 @@ def test_a_node_is_due_when_the_first_below_it_is() -> None:
     assert tree.due_s(QuadTree.ROOT) == 9.0
 
 
-def test_who_waited_longest_comes_first_within_a_leaf() -> None:
+def test_the_longest_waiting_comes_first_within_a_leaf() -> None:
     tree = QuadTree()
     for name, since_s in (("b", 2.0), ("a", 1.0), ("c", 3.0)):
         tree.insert(pooled(name, 5, since_s=since_s))

@@ -36,7 +36,7 @@ def test_a_class_with_nothing_to_run_leaves_its_turn() -> None:
     assert [names(step(robin, kv)) for _ in range(2)] == [["rt"], ["rt"]]
 
 
-def test_who_found_no_blocks_is_not_overtaken_by_the_other_class() -> None:
+def test_a_request_without_blocks_is_not_overtaken_by_the_other_class() -> None:
     robin, kv = policy(), cache(5)
     first = sequence("first", 12, max_tokens=2, traffic_class="be")
     robin.add(0.0, first)

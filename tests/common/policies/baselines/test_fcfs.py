@@ -50,7 +50,7 @@ def test_priority_before_online_before_arrival() -> None:
     assert dispatched(order, 5) == ["batch"]
 
 
-def test_who_comes_back_with_another_priority_is_judged_by_that() -> None:
+def test_a_request_back_with_another_priority_is_ranked_by_that() -> None:
     order = Fcfs(dispatch_ahead_tokens=1000)
     order.add(0.0, waiting("a", 0.0))
     order.add(0.0, waiting("b", 1.0))
@@ -71,7 +71,7 @@ def test_who_comes_back_with_another_priority_is_judged_by_that() -> None:
         max_size=120,
     )
 )
-def test_equals_sorting_everybody(steps: list[tuple[object, ...]]) -> None:
+def test_equals_sorting_all_requests(steps: list[tuple[object, ...]]) -> None:
     order, model = Fcfs(dispatch_ahead_tokens=1000), dict[str, tuple[int, bool, float, str]]()
     for step in steps:
         match step:

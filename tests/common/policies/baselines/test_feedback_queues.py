@@ -30,7 +30,7 @@ def test_a_newcomer_skips_queues_that_its_prompt_would_use_up() -> None:
     assert levels == {5: 0, 10: 0, 15: 1, 20: 1, 35: 2, 400: 2}
 
 
-def test_who_uses_up_a_quantum_goes_down_and_stays_in_the_last() -> None:
+def test_a_request_that_uses_up_a_quantum_goes_down_and_stays_in_the_last() -> None:
     policy = queues()
     one = sequence("a", 1)
     policy.added(0.0, one)
@@ -75,7 +75,7 @@ def test_a_promotion_is_worth_a_quantum_of_the_last_queue_and_ends_there() -> No
     assert seen == [0, 0, 0, 2]
 
 
-def test_newcomers_run_before_those_who_had_their_share() -> None:
+def test_newcomers_run_before_requests_that_had_their_share() -> None:
     ranking = queues()
     policy = RankedBatching(
         ranking, IterationLimits(1, 32, 32, "recompute"), reservation=known_positions, evicting=True

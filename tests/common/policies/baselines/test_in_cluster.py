@@ -100,7 +100,7 @@ def test_segments_may_meet_anywhere(name: str) -> None:
     assert total(cluster, "transfers_in") > 5
 
 
-def test_padded_batches_write_behind_their_rows_and_harm_nobody() -> None:
+def test_padded_batches_write_behind_their_rows_and_harm_no_block() -> None:
     cluster = world(23, UNIFIED, Colocated, "predicted_batches", blocks=40, padded=True)
     offer(cluster, 50, requests)
     finish(cluster)

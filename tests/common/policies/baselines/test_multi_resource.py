@@ -32,7 +32,7 @@ def test_the_nearest_demand_joins_first() -> None:
     assert [(row.sequence.request_id, row.count) for row in plan.rows] == [("c", 8), ("b", 12)]
 
 
-def test_what_does_not_fit_is_passed_over() -> None:
+def test_a_request_that_does_not_fit_is_passed_over() -> None:
     multi, kv = policy(), cache(5, reservation=RULE)
     multi.add(0.0, sequence("large", 18, predicted=10, max_tokens=100))  # seven blocks
     multi.add(0.0, sequence("small", 3, predicted=2, arrived_s=1.0))

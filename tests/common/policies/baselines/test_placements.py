@@ -75,7 +75,7 @@ def test_colocation_avoids_the_busy_instance() -> None:
     assert segments(Colocated().place(0.0, waiting(), instances, None)) == (Segment(0, None, "u1"),)
 
 
-def test_in_turn_means_whatever_the_load_and_who_is_there() -> None:
+def test_in_turn_means_any_load_and_present_instances_only() -> None:
     three = [view(name, Role.UNIFIED, queued=queued) for name, queued in (("u0", 900), ("u1", 0), ("u2", 50))]
     policy = ColocatedInTurn()
 
@@ -95,7 +95,7 @@ def test_a_preferred_instance_is_chosen() -> None:
     assert segments(Colocated().place(0.0, waiting(), instances, "u1")) == (Segment(0, None, "u1"),)
 
 
-def test_nobody_there_means_wait_and_too_long_means_impossible() -> None:
+def test_no_instance_means_wait_and_too_long_means_impossible() -> None:
     assert isinstance(Colocated().place(0.0, waiting(), cluster(), None), Wait)
     instances = cluster(view("p0", Role.PREFILL), view("d0", Role.DECODE))
     for policy in (Colocated(), Disaggregated()):

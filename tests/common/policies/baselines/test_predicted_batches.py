@@ -14,7 +14,7 @@ def policy(rows: int = 4, tokens: int = 32, *, padded: bool = False) -> Predicte
     return PredictedBatches(IterationLimits(rows, tokens, tokens, "recompute", padded), reservation=RULE, spread=1.5)
 
 
-def test_the_oldest_chooses_its_company_by_prediction_and_nobody_joins_later() -> None:
+def test_the_oldest_chooses_its_batch_by_prediction_and_no_request_joins_later() -> None:
     batches, kv = policy(), cache(60, reservation=RULE)
     everybody = {
         name: sequence(name, 4, predicted=predicted, arrived_s=at, max_tokens=60)

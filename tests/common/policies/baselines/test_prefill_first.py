@@ -39,7 +39,7 @@ def test_prompts_are_not_cut_unless_no_iteration_could_hold_them() -> None:
     assert names(step(policy, kv)) == ["a", "b", "c"]
 
 
-def test_the_latest_is_swapped_out_and_nobody_new_comes_before_it_is_back() -> None:
+def test_the_latest_is_swapped_out_and_no_new_sequence_comes_before_it_is_back() -> None:
     policy, kv = vllm(), cache(4, 8)
     old, young = sequence("old", 8), sequence("young", 8, arrived_s=1.0)
     policy.add(0.0, old)

@@ -152,7 +152,7 @@ def test_everything_ends_within_bounds(
     budget=st.integers(1, 40),
     caching=st.booleans(),
 )
-def test_what_is_foreseen_is_decided(
+def test_foreseen_iterations_are_decided(
     name: str, loads: list[Load], allocation: str, blocks: int, max_rows: int, budget: int, caching: bool
 ) -> None:
     config = configured(name, allocation, max_rows=max_rows, budget=budget, swap=True, caching=caching, padded=False)

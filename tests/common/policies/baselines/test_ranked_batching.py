@@ -35,7 +35,7 @@ def test_orca_runs_a_fixed_batch_and_lets_the_next_in_at_the_next_iteration() ->
     assert rows(step(policy, kv)) == [("c", 0, 5), ("b", 6, 1)]  # prefill rows first (R14)
 
 
-def test_orca_admits_by_what_a_request_may_need_and_nobody_overtakes() -> None:
+def test_orca_admits_by_a_requests_greatest_need_and_in_order() -> None:
     policy, kv = orca(rows=4), cache(5, reservation=all_positions)
     policy.add(0.0, sequence("a", 4, max_tokens=9))  # 12 positions: 3 blocks
     policy.add(0.0, sequence("b", 4, max_tokens=9, arrived_s=1.0))
@@ -76,7 +76,7 @@ def test_srtf_takes_the_place_of_longer_ones_when_the_cache_is_full() -> None:
     assert names(step(policy, kv)) == ["short"]
 
 
-def test_nobody_gives_way_in_the_middle_of_its_prompt_or_while_it_is_read() -> None:
+def test_no_sequence_gives_way_in_the_middle_of_its_prompt_or_while_it_is_read() -> None:
     policy, kv = srtf(), cache(10, 10)
     long = sequence("long", 40, predicted=20)
     policy.add(0.0, long)
@@ -90,7 +90,7 @@ def test_nobody_gives_way_in_the_middle_of_its_prompt_or_while_it_is_read() -> N
     assert (names(step(policy, kv)), long.phase) == (["short"], Phase.SWAPPED)
 
 
-def test_nobody_is_pushed_out_in_vain() -> None:
+def test_no_sequence_is_preempted_in_vain() -> None:
     policy, kv = srtf(), cache(4, 8)
     running = sequence("running", 6, predicted=20)
     held = sequence("held elsewhere", 8)

@@ -34,7 +34,7 @@ def test_positions_by_hand(rule: Reservation, positions: int) -> None:
     assert len(kv.blocks(one.key)) == -(-positions // BLOCK)
 
 
-def test_what_outlived_its_prediction_gets_what_is_known() -> None:
+def test_a_sequence_beyond_its_prediction_gets_its_known_length() -> None:
     one = sequence("a", 10, max_tokens=30, predicted=3.0)
     one.tokens += [1] * 12  # preempted after twelve tokens
     assert predicted_positions(0.15)(one) == 22
@@ -87,7 +87,7 @@ def test_beyond_the_prediction_blocks_come_on_demand() -> None:
     padding=st.floats(0, 1),
     everything=st.booleans(),
 )
-def test_who_was_admitted_under_its_reservation_never_waits_for_a_block(
+def test_a_sequence_admitted_under_its_reservation_never_waits_for_a_block(
     requests: list[tuple[int, int, float]], blocks: int, caching: bool, padding: float, everything: bool
 ) -> None:
     rule = all_positions if everything else predicted_positions(padding)

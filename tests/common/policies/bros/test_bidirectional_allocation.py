@@ -77,7 +77,7 @@ def test_slots_that_are_still_taken_come_back_in_another_block() -> None:
     assert memory.kv.metrics()["shared_blocks"] == 0
 
 
-def test_what_comes_back_beside_the_rows_is_there_for_the_next_iteration() -> None:
+def test_blocks_brought_back_beside_the_rows_are_there_for_the_next_iteration() -> None:
     memory = Memory(blocks=2, host_blocks=2)
     be, rt = request("be", 6, "be"), request("rt", 3)
     memory.prefill(be)
@@ -102,7 +102,7 @@ def test_a_best_effort_tail_grows_beside_a_real_time_request() -> None:
     assert memory.kv.checkpointed(be.key) == 1
 
 
-def test_who_was_served_in_an_iteration_is_not_robbed_in_it() -> None:
+def test_a_tenant_served_in_an_iteration_is_not_preempted_in_it() -> None:
     memory = Memory(blocks=1, host_blocks=2)
     be, rt = request("be", 3, "be"), request("rt", 2)
     memory.prefill(be)
@@ -145,7 +145,7 @@ def test_a_dropped_request_comes_back_whole(traffic_class: str) -> None:
     assert memory.kv.checkpointed(dropped.key) == 0
 
 
-def test_what_is_handed_over_is_exclusive_and_left_to_right() -> None:
+def test_transferred_kv_is_exclusive_and_left_to_right() -> None:
     memory = Memory(blocks=4, host_blocks=4)
     leaving = request("leaving", 5, "be", end=5)
     memory.prefill(leaving)

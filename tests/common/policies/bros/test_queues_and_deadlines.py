@@ -90,7 +90,7 @@ def test_the_lazy_merge_is_the_full_sort(seed: int) -> None:
     assert len(queues) == len(alive)
 
 
-def test_best_effort_by_what_has_to_come_back() -> None:
+def test_best_effort_by_blocks_to_bring_back() -> None:
     memory = Memory(blocks=3, host_blocks=8)
     whole, apart, new = (request(name, 4, "be", arrived_s=at) for name, at in (("w", 2.0), ("a", 1.0), ("n", 0.0)))
     queues = BestEffortQueues()

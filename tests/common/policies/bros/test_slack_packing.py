@@ -100,7 +100,7 @@ def test_urgent_requests_first_until_the_most_urgent_deadline_then_best_effort()
     assert policy.metrics()["batch_backoffs_total"] == 1
 
 
-def test_in_a_full_batch_best_effort_takes_the_place_of_whoever_can_wait() -> None:
+def test_in_a_full_batch_best_effort_takes_the_row_of_a_request_with_slack() -> None:
     policy, kv = packing(first=2), roomy()
     running(policy, kv, "urgent", 8, "rt", last_s=0.85)
     running(policy, kv, "can-wait", 8, "rt", last_s=0.99)
@@ -109,7 +109,7 @@ def test_in_a_full_batch_best_effort_takes_the_place_of_whoever_can_wait() -> No
     assert policy.metrics()["replaced_total"] == 1
 
 
-def test_who_cannot_wait_is_not_replaced() -> None:
+def test_a_request_without_slack_is_not_replaced() -> None:
     policy, kv = packing(first=2), roomy()
     running(policy, kv, "urgent", 8, "rt", last_s=0.82)
     running(policy, kv, "too", 8, "rt", last_s=0.821)  # 21 ms left: no second iteration of 11
@@ -167,7 +167,7 @@ def test_the_oldest_best_effort_requests_keep_their_share_of_the_cache() -> None
         assert (["old"] if kv.checkpointed(old.key) else []) == away
 
 
-def test_what_is_guaranteed_and_not_held_yet_is_reserved() -> None:
+def test_guaranteed_blocks_not_held_yet_are_reserved() -> None:
     for share, then in ((0.0, ["rt"]), (0.6, ["be"])):
         policy, kv = packing(share=share), BidirectionalAllocator(GEOMETRY, 10, 20)
         policy.add(0.1, request("be", 19, "be", arrived_s=0.1))
@@ -194,7 +194,7 @@ def test_late_decodes_go_before_best_effort_that_keeps_its_share() -> None:
     assert names(step(policy, kv, 1.0))[0] == "late"
 
 
-def test_nobody_comes_back_whose_blocks_who_waits_would_take() -> None:
+def test_no_sequence_comes_back_into_blocks_that_a_waiting_one_takes() -> None:
     for waits, returned in ((False, True), (True, False)):
         policy, kv = packing(), BidirectionalAllocator(GEOMETRY, 10, 20)
         be = running(policy, kv, "be", 30, "be", last_s=0.0)
@@ -211,7 +211,7 @@ def test_nobody_comes_back_whose_blocks_who_waits_would_take() -> None:
         assert (kv.checkpointed(be.key) < away) == returned
 
 
-def test_without_shared_blocks_best_effort_is_dropped_for_who_is_due() -> None:
+def test_without_shared_blocks_best_effort_is_dropped_for_a_due_request() -> None:
     policy, kv = packing(), PagedAllocator(GEOMETRY, 10, 0, prefix_caching=False)
     running(policy, kv, "older", 14, "be", last_s=0.0)
     younger = running(policy, kv, "younger", 14, "be", last_s=0.0)
@@ -222,7 +222,7 @@ def test_without_shared_blocks_best_effort_is_dropped_for_who_is_due() -> None:
     assert names(plan) == ["rt", "older"]
 
 
-def test_with_shared_blocks_nobody_is_dropped_and_slots_come_back_beside_the_next_batch() -> None:
+def test_with_shared_blocks_no_sequence_is_dropped_and_slots_come_back_beside_the_next_batch() -> None:
     policy, kv = packing(), BidirectionalAllocator(GEOMETRY, 10, 10)
     be = running(policy, kv, "be", 30, "be", last_s=0.0)
     rt = request("rt", 12, arrived_s=0.9)
@@ -250,12 +250,12 @@ def test_the_preset_names_its_policies() -> None:
 
 
 @pytest.mark.parametrize("overrides", [{"kv": {"prefix_caching": True}}, {"baselines": {"padded": True}}])
-def test_what_would_write_into_shared_blocks_is_refused(overrides: dict[str, dict[str, bool]]) -> None:
+def test_policies_that_write_into_shared_blocks_are_refused(overrides: dict[str, dict[str, bool]]) -> None:
     with pytest.raises(ConfigError, match="bidirectional"):
         compose.check_names(load_config(preset="bros", overrides=overrides))
 
 
-def test_what_is_guaranteed_does_not_count_towards_the_size_of_the_batch() -> None:
+def test_guaranteed_requests_do_not_count_towards_the_size_of_the_batch() -> None:
     for share, then in ((0.0, ["be0", "late"]), (0.5, ["be0", "be1", "late"])):
         policy, kv = packing(first=2, share=share), roomy()
         for index in range(2):

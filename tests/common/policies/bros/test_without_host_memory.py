@@ -101,7 +101,7 @@ def _shared(host: int) -> tuple[BidirectionalAllocator, Sequence, Sequence, Sequ
     return kv, real_time, best_effort, other
 
 
-def test_what_no_host_block_can_take_crowds_the_real_time_request_out() -> None:
+def test_kv_without_a_host_block_crowds_the_real_time_request_out() -> None:
     kv, real_time, best_effort, _ = _shared(host=0)
     assert not kv.extend(real_time, real_time.target)
     assert kv.crowding(real_time) == {best_effort.key}

@@ -56,7 +56,7 @@ def test_a_bucket_splits_at_its_midpoint_until_nothing_splits() -> None:
     lengths.buckets.check(6)
 
 
-def test_on_a_padded_path_what_a_forward_holds_of_a_bucket_bounds_it_too() -> None:
+def test_on_a_padded_path_one_forward_bounds_a_batch_of_a_bucket_too() -> None:
     lengths = Lengths(1024)
     lengths.add(20, 22, 24, 26, 100, 900)
     lengths.buckets.adjust(100)

@@ -12,7 +12,7 @@ from tests.examples import examples
 TOKEN_BYTES = 2 * 2 * 1 * 8 * 2
 
 
-def test_ten_per_cent_of_what_remains_is_kept() -> None:
+def test_ten_per_cent_of_the_rest_is_kept() -> None:
     # 100 blocks of which 10 are kept: 9 requests of 10 blocks
     round_ = controller().open(0.0, pair(blocks=100))
     assert round_.next_batch() == "p0"
@@ -37,7 +37,7 @@ def test_memory_is_looked_at_anew_for_every_batch() -> None:
     assert round_.take("r1", 8, 80, online=True)
 
 
-def test_what_fits_no_safe_share_runs_alone_on_an_idle_worker() -> None:
+def test_a_request_beyond_the_safe_share_runs_alone_on_an_idle_worker() -> None:
     round_ = controller().open(0.0, pair(blocks=100))
     round_.next_batch()
     assert round_.take("big", 8, 396, online=True)  # 99 of 100 blocks, 90 are safe
@@ -150,7 +150,7 @@ def test_nothing_goes_to_a_worker_whose_stats_are_old() -> None:
         assert round_.next_batch() in (None, "d0")  # at most the fresh one stands in
 
 
-def test_offline_work_leaves_what_online_work_is_expected_to_need() -> None:
+def test_offline_work_leaves_the_expected_need_of_online_work() -> None:
     control = controller(demand=demand_rule(blind_share=0.5))
     round_ = control.open(0.0, pair(blocks=100))
     round_.next_batch()

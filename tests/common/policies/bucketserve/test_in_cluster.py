@@ -97,7 +97,7 @@ def test_the_last_of_a_role_is_stood_in_for(victim: str) -> None:
     finish(world)
 
 
-def test_what_fits_nowhere_is_refused_and_blocks_nobody() -> None:
+def test_a_request_that_fits_nowhere_is_refused_and_blocks_no_other() -> None:
     world = World(31, PD_TWICE, Disaggregated, blocks=8, order=buckets)
     world.run(3.0)
     world.submit("big", [1] * 40, 30)

@@ -62,7 +62,7 @@ def test_against_brute_force(data: st.DataObject, cells: int) -> None:
     assert index.longest(low, high) == min((e for c, e in inside if c == highest), default=None)
 
 
-def test_nothing_is_left_of_who_went() -> None:
+def test_nothing_is_left_of_removed_entries() -> None:
     index = LengthIndex(2)
     index.add(0, -1)
     for entry in range(1, 1000):

@@ -14,7 +14,7 @@ def work(name: str, prefill_left: int, context: int, decode_left: int) -> Queued
     return QueuedWork(name, prefill_left, context, decode_left)
 
 
-def test_what_runs_grows_to_its_predicted_peak() -> None:
+def test_running_requests_grow_to_their_predicted_peak() -> None:
     # r1 has 10 tokens and 15 to come, r2 12 (still to be handed over) and 8. When r2 is about to leave, both have grown
     # by 8: 38 tokens, 28 more than the 10 that are there, 7 blocks. Before r1 leaves: 25.
     queue = [work("r1", 0, 10, 15), work("r2", 12, 0, 8)]
@@ -27,7 +27,7 @@ def test_what_runs_grows_to_its_predicted_peak() -> None:
 
 
 @given(rows=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8))
-def test_the_peak_is_what_stepping_through_time_finds(rows: list[tuple[int, int]]) -> None:
+def test_the_peak_equals_that_of_stepping_through_time(rows: list[tuple[int, int]]) -> None:
     stepped = max(sum(tokens + step for tokens, left in rows if left >= step) for step in range(61))
     assert _peak_tokens(rows) == stepped
 

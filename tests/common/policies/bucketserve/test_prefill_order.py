@@ -148,7 +148,7 @@ def test_without_a_prediction_the_monitors_mean_counts_while_it_is_fresh() -> No
     assert queue._items["r2"].total_length == 38
 
 
-def test_what_no_worker_could_ever_hold_is_passed_on_to_be_refused() -> None:
+def test_a_request_beyond_every_worker_is_passed_on_to_be_refused() -> None:
     queue = filled(order(), waiting("huge", prompt=900, max_tokens=500), waiting("small", arrival_s=1.0))
     assert queue.decide(2.0, pair()) == [
         Dispatch(("huge",), 1, None, "fits no worker"),
@@ -156,7 +156,7 @@ def test_what_no_worker_could_ever_hold_is_passed_on_to_be_refused() -> None:
     ]
 
 
-def test_what_could_not_be_placed_comes_back_without_its_reservation() -> None:
+def test_an_unplaced_request_comes_back_without_its_reservation() -> None:
     queue = filled(order(), waiting("r", prompt=8, output=300, max_tokens=350))
     seen = pair(blocks=100, free=99, running=0)
     assert names(queue.decide(0.0, seen)) == [("r",)]
@@ -180,7 +180,7 @@ def test_nothing_is_sent_while_the_prefill_workers_have_enough() -> None:
     assert queue.decide(0.0, cluster()) == []
 
 
-def test_the_optimal_splitter_separates_what_bisection_leaves_together() -> None:
+def test_the_optimal_splitter_separates_lengths_that_bisection_leaves_together() -> None:
     """All above the midpoint: Alg. 1 never splits, whatever waits."""
     lengths = [600] * 6 + [1000] * 6
     for splitter, bounds in (("bisection", [1024]), ("optimal", [601, 1024])):

@@ -24,7 +24,7 @@ def test_equation_3_by_hand() -> None:
     assert expected_waste([20, 100], lengths, weights) == pytest.approx(0.4)
 
 
-def test_a_bound_is_exclusive_and_the_last_bucket_takes_what_is_longer() -> None:
+def test_a_bound_is_exclusive_and_the_last_bucket_takes_longer_requests() -> None:
     one = np.array([1.0])
     assert expected_waste([10, 20], np.array([10.0]), one) == pytest.approx(0.5)
     assert expected_waste([10, 20], np.array([35.0]), one) == 0.0

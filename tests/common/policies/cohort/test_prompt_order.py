@@ -105,7 +105,7 @@ PROMPTS = st.lists(
 
 
 @given(PROMPTS, st.lists(ACTS, max_size=40), st.sampled_from(["shortest", "earliest_due"]))
-def test_the_queue_is_what_sorting_everything_would_give(prompts: list[Sequence], acts: list[Act], first: str) -> None:
+def test_the_queue_equals_sorting_everything(prompts: list[Sequence], acts: list[Act], first: str) -> None:
     order = PromptOrder(first="shortest" if first == "shortest" else "earliest_due")
     queue, inside, now_s, token_s = PromptQueue(order), {}, 6.0, TOKEN_S
     for index, each in enumerate(prompts):

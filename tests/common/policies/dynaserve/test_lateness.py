@@ -41,7 +41,7 @@ def test_it_never_aims_beyond_the_bound_nor_below_half_of_it() -> None:
     assert lateness.ratio == pytest.approx(2.0)
 
 
-def test_it_finds_the_percentile_of_what_scatters() -> None:
+def test_it_finds_the_percentile_of_scattered_values() -> None:
     """Normal in logarithm with deviation 0.1: a twentieth lies beyond 1.645 deviations."""
     random, lateness, within = Random(3), Lateness(0.95), 0
     for number in range(20_000):
@@ -51,7 +51,7 @@ def test_it_finds_the_percentile_of_what_scatters() -> None:
     assert within / 10_000 == pytest.approx(0.95, abs=0.02)
 
 
-def test_what_was_learned_is_kept_and_goes_on_as_if_nothing_had_happened() -> None:
+def test_learned_state_is_kept_and_goes_on_as_if_nothing_had_happened() -> None:
     lateness, resumed = Lateness(0.99), Lateness(0.99)
     for _ in range(1000):
         lateness.record(0.1, 0.13)

@@ -45,7 +45,7 @@ def running(policy: SloBatching, kv, name: str, prompt: int, slo_s: float = 0.0)
     return found
 
 
-def test_decodes_come_first_and_prompts_share_what_is_left_of_the_bound() -> None:
+def test_decodes_come_first_and_prompts_share_the_rest_of_the_bound() -> None:
     policy, kv = scheduler(), cache(200)
     running(policy, kv, "d0", 40)
     running(policy, kv, "d1", 40)
@@ -200,7 +200,7 @@ def test_a_prompt_waits_where_expected_decodes_would_outgrow_the_cache(predicted
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_everybody_ends_and_no_iteration_exceeds_bound_rows_or_tokens(seed: int, preemption: str) -> None:
+def test_every_request_ends_and_no_iteration_exceeds_bound_rows_or_tokens(seed: int, preemption: str) -> None:
     random = Random(seed)
     policy = scheduler(slo_s=random.choice([0.004, 0.02]))
     policy._limits = IterationLimits(8, 400, 400, preemption)  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ def test_more_requests_and_more_work_leave_less_to_gain(
         assert elsewhere_s <= worth_s + 1e-9
 
 
-def test_the_rate_is_unknown_at_first_and_forgets_what_is_long_ago() -> None:
+def test_the_rate_is_unknown_at_first_and_forgets_old_values() -> None:
     rate = PlacementRate()
     for index in range(3):
         rate.placed(float(index))

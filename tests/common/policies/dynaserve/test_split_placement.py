@@ -133,7 +133,7 @@ def test_a_short_request_stays_whole_on_the_less_loaded() -> None:
     assert placed.reason == "whole: no gain from a split"
 
 
-def test_under_load_the_next_request_fills_what_a_split_would() -> None:
+def test_under_load_the_next_request_fills_the_gap_of_a_split() -> None:
     """Both instances have 0.7 s of prompts. Requests that came every ten seconds leave one of them idle for most of the
     second half of the newcomer; at ten a second another request will be there long before, unless that counts
     nothing."""
@@ -154,7 +154,7 @@ def test_under_load_the_next_request_fills_what_a_split_would() -> None:
     assert reasons == {(10.0, True): split, (0.1, True): "whole: no gain from a split", (0.1, False): split}
 
 
-def test_what_was_just_sent_counts_before_it_is_reported_and_only_once_after() -> None:
+def test_a_request_just_sent_counts_before_its_report_and_only_once_after() -> None:
     policy = placement()
     views = instance("a"), instance("b")
     names = [place(policy, request(f"r{index}", 4000, 50.0), *views).segments[0].instance for index in range(2)]
@@ -168,7 +168,7 @@ def test_what_was_just_sent_counts_before_it_is_reported_and_only_once_after() -
     assert work.load_s < 0.5 * believed_s
 
 
-def test_nobody_is_believed_nearer_to_the_end_than_the_margin() -> None:
+def test_no_answer_is_believed_nearer_to_its_end_than_the_margin() -> None:
     work = InstanceWork("a", pass_s=0.09, least_prefill=16, balance="work", margin_tokens=20)
     work.refresh(0.0, instance("a", QueuedWork("r", 0, 500, 1), QueuedWork("s", 300, 0, 0)), GPU)
     # The second only computes a chunk of a prompt here: no token is sampled, and none is believed to be.
@@ -176,7 +176,7 @@ def test_nobody_is_believed_nearer_to_the_end_than_the_margin() -> None:
     assert work.load_s == pytest.approx(expected_s)
 
 
-def test_what_never_appears_in_a_report_is_forgotten_in_time() -> None:
+def test_a_request_that_appears_in_no_report_is_forgotten_in_time() -> None:
     work = InstanceWork("a", pass_s=0.09, least_prefill=16, balance="work", margin_tokens=20)
     work.refresh(0.0, instance("a"), GPU)
     work.assign(0.0, "r", SegmentWork(100, 0, 10))
@@ -208,7 +208,7 @@ def test_alone_there_is_nothing_to_share() -> None:
     )
 
 
-def test_nobody_and_nowhere() -> None:
+def test_no_instance_means_wait_and_no_capacity_means_impossible() -> None:
     policy = placement()
     assert isinstance(policy.place(0.0, request("r", 10, 5.0), cluster(), None), Wait)
     small = instance("a", blocks=4), instance("b", blocks=4)

@@ -32,7 +32,7 @@ def test_an_iteration_by_hand() -> None:
     assert step_seconds(simple, batch()) == 0.0
 
 
-def test_few_tokens_cost_what_reading_the_weights_takes() -> None:
+def test_few_tokens_cost_the_reading_of_the_weights() -> None:
     assert step_seconds(GPU, batch(1, 1)) == pytest.approx(1.3e-3 + 1.06e-4 + 0.022, rel=1e-3)
     both = step_seconds(GPU, batch(prefill=2000))
     assert 2000 * GPU.token_s < both < 1.06 * 2000 * GPU.token_s + 2000 * 2001 / 2 * GPU.pair_s
@@ -90,7 +90,7 @@ def test_an_empty_table_knows_nothing_and_bounds_nothing() -> None:
     assert table.step_times is None
 
 
-def test_a_learned_table_estimates_what_it_has_never_seen() -> None:
+def test_a_learned_table_estimates_unseen_batches() -> None:
     table = learned(GPU)
     for shape in (batch(30, 700, 300), batch(90, 1500), batch(7, 100, 900, 2000)):
         assert table.estimate(shape) == pytest.approx(step_seconds(GPU, shape), rel=0.06)

@@ -76,7 +76,7 @@ def test_decodes_by_hand() -> None:
     assert timeline.finish_of(SegmentWork(0, 10, 4), earliest_s=2.0) == pytest.approx(6.0)
 
 
-def test_who_has_no_row_waits_for_one() -> None:
+def test_a_sequence_without_a_row_waits_for_one() -> None:
     timeline = Watched(
         [SegmentWork(0, 1, 4), SegmentWork(0, 1, 2), SegmentWork(0, 1, 3)], SECONDS, PassLimits(0.09, 2048, 2, 16)
     )
@@ -112,7 +112,7 @@ def test_ends_are_those_of_passes_one_by_one(queue: list[SegmentWork]) -> None:
 
 @settings(max_examples=examples(0.4))
 @given(queued_work, st.integers(1, 3000), st.integers(1, 300), st.booleans())
-def test_a_probe_adds_what_a_new_simulation_would(
+def test_a_probe_adds_as_much_as_a_new_simulation(
     queue: list[SegmentWork], tokens: int, decode: int, prompt: bool
 ) -> None:
     extra = SegmentWork(tokens, 0, decode) if prompt else SegmentWork(0, tokens, decode)

@@ -30,7 +30,7 @@ def test_a_group_ends_together() -> None:
     assert batch.left(c) == 2
 
 
-def test_who_joins_later_with_as_much_left_is_of_the_group() -> None:
+def test_a_late_sequence_with_as_much_left_joins_the_group() -> None:
     batch, (a, b, c) = three()
     advance(batch, 2)
     late = sequence("late", 9, arrived_s=9.0)

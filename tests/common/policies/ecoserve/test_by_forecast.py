@@ -19,7 +19,7 @@ def sequence_of(name: str, prompt: int, predicted: float, **more: Any) -> Sequen
     return sequence(name, prompt, predicted=predicted, max_tokens=100, **more)
 
 
-def test_nobody_holds_what_it_does_not_use_and_the_next_starts_in_time() -> None:
+def test_no_sequence_holds_unused_blocks_and_the_next_starts_in_time() -> None:
     """Blocks of 4. a: 8 + 8 positions, 4 blocks at its end. b: 4 + 16, which is 3 blocks then, 5 when a is gone: with 7
     both run at once, with 6 b starts when its last positions and a's no longer meet."""
     policy, kv = scheduler(), nested(7)

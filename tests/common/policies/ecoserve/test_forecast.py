@@ -20,7 +20,7 @@ def test_the_second_fits_because_the_first_is_gone_before_it_grows() -> None:
     assert not tight.fits(4, 16)
 
 
-def test_what_waits_and_what_is_spared_is_not_there() -> None:
+def test_held_and_spared_blocks_are_not_free() -> None:
     forecast = Forecast(10, 4)
     forecast.hold(3)
     assert forecast.fits(4, 24)  # 7 blocks

@@ -83,7 +83,7 @@ def test_a_borrower_outlives_its_lender() -> None:
     kv.check()
 
 
-def test_what_is_in_use_or_lacking_is_not_lent() -> None:
+def test_slots_in_use_or_lacking_are_not_lent() -> None:
     kv = nested(20)
     host, guest, other = running(kv, "h", 4, 32), running(kv, "g", 4), running(kv, "o", 4)
     assert not kv.lend(host, guest, 7, 20)  # beyond its table

@@ -31,7 +31,7 @@ def test_the_buffer_shortens_the_borrower() -> None:
     assert longest_borrower(Place(4, 8, 16), 1.0) == 8
 
 
-def test_what_is_left_of_a_place_is_reached_later() -> None:
+def test_the_rest_of_a_place_is_reached_later() -> None:
     assert Place(4, 8, 16).behind(3, 4) == Place(7, 8, 28)
 
 

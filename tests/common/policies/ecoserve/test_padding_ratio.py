@@ -39,7 +39,7 @@ def test_it_stays_within_bounds_however_wrong_the_predictor() -> None:
 
 
 @pytest.mark.parametrize("sigma", [0.15, 0.35])
-def test_where_everybody_stops_one_in_four_outlives_its_allocation_at_rest(sigma: float) -> None:
+def test_where_every_request_stops_one_in_four_outlives_its_allocation_at_rest(sigma: float) -> None:
     random, padding = Random(1), PaddingRatio(0.15, tuned=True, under_cost=3.0)
     for _ in range(4000):
         tokens = round(1000 * math.exp(random.gauss(0, sigma)))

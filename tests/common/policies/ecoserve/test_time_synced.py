@@ -140,7 +140,7 @@ def test_a_late_borrower_is_moved_to_host_memory_and_returns() -> None:
     assert [name for name, _, _ in rows(back)] == ["short"]
 
 
-def test_a_late_prediction_regroups_who_waits() -> None:
+def test_a_late_prediction_regroups_a_waiting_sequence() -> None:
     """E4: placed with the default of 30, grouped as 5 once the prediction is there."""
     policy, kv = scheduler(pipelined=False), nested(6)
     a = sequence_of("a", 8, 30)
@@ -151,7 +151,7 @@ def test_a_late_prediction_regroups_who_waits() -> None:
     assert kv.owners() == {Attempt("a", 1): 3}  # 8 + 4 positions
 
 
-def test_nobody_able_to_run_the_last_makes_room_for_the_first() -> None:
+def test_with_no_sequence_able_to_run_the_last_makes_room_for_the_first() -> None:
     policy, kv = scheduler(ordered=False, pipelined=False, preemption="recompute"), nested(6)
     a, b = sequence_of("a", 12, 13, arrived_s=0), sequence_of("b", 12, 13, arrived_s=1)
     offer(policy, a, b)

@@ -77,7 +77,7 @@ def test_every_form_multiplies_the_same_weights() -> None:
         vocabulary()
 
 
-def test_a_comparison_measures_what_model_and_cache_can_hold(model_folder: ModelFolder) -> None:
+def test_a_comparison_measures_steps_that_fit_model_and_cache(model_folder: ModelFolder) -> None:
     runner = make_runner(model_folder("llama"), num_blocks=64)  # 512 positions; the model knows 256
     products = model_products(runner.geometry)
     assert products is not None

@@ -23,7 +23,7 @@ def test_every_row_has_blocks_of_its_own_and_writes_its_last_position() -> None:
     assert len(batch.sampling) == 3
 
 
-def test_what_the_cache_cannot_hold_is_no_batch() -> None:
+def test_requests_beyond_the_cache_are_no_batch() -> None:
     assert decode_batch([3, 9, 4], block_size=4, num_blocks=4) is None
 
 

@@ -116,7 +116,7 @@ async def test_failures_are_named(
     assert detail in record.error_detail
 
 
-async def test_nobody_listens(session: aiohttp.ClientSession) -> None:
+async def test_a_closed_port_fails_the_request(session: aiohttp.ClientSession) -> None:
     server = FakeServer(url="http://127.0.0.1:9")
     record = await send(session, server)
     assert (record.status, record.error_kind) == ("failed", "connect")
@@ -174,7 +174,7 @@ async def test_duration_ends_a_closed_loop(session: aiohttp.ClientSession, serve
     assert {r.status for r in log.records} == {"completed"}
 
 
-async def test_stop_cancels_and_keeps_what_is_done(session: aiohttp.ClientSession, server: FakeServer) -> None:
+async def test_stop_cancels_and_keeps_finished_requests(session: aiohttp.ClientSession, server: FakeServer) -> None:
     server.behaviour.fault = lambda index: "hang" if index >= 3 else None
     stop = asyncio.Event()
     running = asyncio.create_task(run(session, server, AllAtOnce(), 10, stop=stop))
@@ -247,7 +247,7 @@ async def agree(session: aiohttp.ClientSession, server: FakeServer, *, text_poss
     return await negotiate(session, target(server), preferences, WORDS, RequestBuilder(), 5.0)
 
 
-async def test_negotiation_gives_up_only_what_is_refused(session: aiohttp.ClientSession, server: FakeServer) -> None:
+async def test_negotiation_gives_up_only_refused_parameters(session: aiohttp.ClientSession, server: FakeServer) -> None:
     assert await agree(session, server) == Dialect("completions", "ids", True, True)
     server.behaviour.takes_ignore_eos = False
     assert await agree(session, server) == Dialect("completions", "ids", False, True)

@@ -202,7 +202,7 @@ def test_in_flight_counts_back_to_back_once() -> None:
     assert max_in_flight([record(0.0, [1.0]), record(1.0, [2.0]), record(1.5, [3.0])]) == 2
 
 
-def test_warnings_name_what_weakens_the_figures() -> None:
+def test_warnings_name_weaknesses_of_the_figures() -> None:
     late = record(1.0, [1.5], due_s=0.0, usage=(10, 3))
     failed = record(0.0, [], status="failed", kind="http_500")
     text = "\n".join(summary([late, failed], lag_s=[0.5]).warnings)

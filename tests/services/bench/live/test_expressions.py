@@ -82,7 +82,7 @@ def test_values_by_hand(text: str, expected: float) -> None:
         'within("decode-7", "iteration_gap_seconds", 1)',
     ],
 )
-def test_what_does_not_exist_is_no_number(text: str) -> None:
+def test_an_unknown_name_is_no_number(text: str) -> None:
     assert math.isnan(value(text))
 
 
@@ -112,7 +112,7 @@ def test_a_parameter_alone_keeps_its_kind() -> None:
         ('__import__("os")', "no function '__import__'"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, said: str) -> None:
+def test_a_fault_is_named(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse(text, KNOWN)
     assert said in str(refused.value) and repr(text) in str(refused.value)

@@ -120,7 +120,7 @@ def test_nothing_starts_with_a_wrong_option(
     assert said in " ".join(capsys.readouterr().err.split()) and started == []
 
 
-def test_what_can_be_told_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["live", small(tmp_path), "--list", "--param", "lengths=7"]) == 2  # of the wrong kind
     assert main(["live", small(tmp_path), "--list"]) == 0
     shown = capsys.readouterr().out

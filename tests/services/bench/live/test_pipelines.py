@@ -130,7 +130,7 @@ def test_it_is_stopped_when_the_comparison_is_terminated(calls: list[tuple[str, 
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_what_did_not_start_is_not_stopped(calls: list[tuple[str, ...]]) -> None:
+def test_a_pipeline_that_did_not_start_is_not_stopped(calls: list[tuple[str, ...]]) -> None:
     """Its own launcher cleaned up; and on that port another pipeline may be running, which is why it did not start."""
     with pytest.raises(MeasurementFailed), live.pipeline("broken", {}, PORT):
         raise AssertionError("never reached")

@@ -63,13 +63,13 @@ def changed(keys: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", spec.known())
-def test_what_comes_with_cohort_is_right(name: str) -> None:
+def test_specs_of_cohort_are_right(name: str) -> None:
     comparison = spec.read(spec.find(name))
     assert any(system.usual for system in comparison.spec.systems.values())
     assert any(load.usual for load in comparison.spec.loads.values())
 
 
-def test_what_comes_with_cohort_is_packaged() -> None:
+def test_specs_of_cohort_are_packaged() -> None:
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["cohort"]
     assert len(spec.known()) == 5
     for name in spec.known():
@@ -90,7 +90,7 @@ def test_layers_parameters_and_rounds(tmp_path: Path) -> None:
     assert (late.arguments, late.after_s) == (("--seed=1004", "--concurrency=1"), 0.75)
 
 
-def test_a_preset_that_is_not_among_the_systems_gets_what_is_common(tmp_path: Path) -> None:
+def test_a_preset_that_is_not_among_the_systems_gets_the_common_settings(tmp_path: Path) -> None:
     case = spec.read(written(tmp_path, SMALL)).case("two", "bros", 0)
     assert (case.preset, case.config["kv"]) == ("bros", {"block_size": 8})
 
@@ -116,7 +116,7 @@ def test_a_preset_that_is_not_among_the_systems_gets_what_is_common(tmp_path: Pa
         ("parameters/seed", 1, "parameters.seed"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_file(tmp_path: Path, keys: str, value: Any, said: str) -> None:
+def test_a_fault_is_named_with_its_file(tmp_path: Path, keys: str, value: Any, said: str) -> None:
     path = written(tmp_path, changed(keys, value))
     with pytest.raises(ConfigError) as refused:
         spec.read(path)

@@ -65,6 +65,14 @@ class DynaServeConfig(Section, frozen=True):
     ablation: DynaServeAblation = DynaServeAblation()
 
 
+class CohortAblation(Section, frozen=True):
+    """Parts of the mechanism that can be taken away to measure them."""
+
+    ordered: bool = True  # prompts in the order that keeps most SLOs; false = first come, first served
+    bounded: bool = True  # prompts as the strictest TPOT leaves time; false = engine.prefill_chunk tokens an iteration
+    victims: Literal["slack", "youngest"] = "slack"  # without blocks: missed first, then most slack; or the youngest
+
+
 class CohortConfig(Section, frozen=True):
     """`policies.iteration: cohort_batching`."""
 
@@ -73,6 +81,7 @@ class CohortConfig(Section, frozen=True):
     headroom: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05  # of the strictest TPOT, left free
     longest_step_s: Seconds = 0.4  # an iteration without real-time decodes: so long newcomers wait at most
     least_prefill: Positive = 16  # prompt tokens in every iteration that prompts wait for, whatever decodes take
+    ablation: CohortAblation = CohortAblation()
 
 
 class AlignedServeAblation(Section, frozen=True):

@@ -98,13 +98,15 @@ def cells(
     loads: Sequence[float] = (),
     seeds: Sequence[int] = (),
 ) -> list[Cell]:
-    """Those of the named workloads, systems, loads and seeds; of all where none is named. Raises `ConfigError`."""
+    """Those of the named workloads, systems, loads and seeds; of all (usual) ones where none is named. Raises
+    `ConfigError`."""
+    usual = [name for name, system in spec.systems.items() if system.usual]
     found = []
     for workload in _named("workload", workloads, spec.workloads):
         asked = spec.workloads[workload]
         for load in loads or asked.loads or spec.loads:
             for seed in seeds or spec.seeds:
-                for system in _named("system", systems, spec.systems):
+                for system in _named("system", systems or usual, spec.systems):
                     compared = spec.systems[system]
                     cell = Cell(
                         workload=workload,

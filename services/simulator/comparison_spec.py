@@ -65,11 +65,13 @@ class TrafficSpec(_Section, frozen=True):
 
 
 class Compared(_Section, frozen=True):
-    """A system: its preset, options over it, and how many instances have which role ({}: the preset's shares)."""
+    """A system: its preset, options over it, and how many instances have which role ({}: the preset's shares). `usual`
+    false: run only when it is named."""
 
     preset: str
     set: dict[str, Any] = {}
     instances: dict[Role, int] = {}
+    usual: bool = True
     note: str = ""
 
     def roles(self) -> dict[Role, int] | None:

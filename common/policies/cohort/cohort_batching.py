@@ -33,6 +33,11 @@ def victim_rank(now_s: float, sequence: Sequence) -> RankKey:
     return (best_effort, missed_first(now_s, sequence), due_s(sequence), *by_arrival(sequence))
 
 
+def youngest_rank(now_s: float, sequence: Sequence) -> RankKey:
+    """The same without SLOs (an ablation): the youngest gives way."""
+    return (sequence.request.traffic_class != "rt", *by_arrival(sequence))
+
+
 class CohortBatching(IterationScheduler):
     """`limits.chunk` is not asked: a prompt's share of an iteration follows from time alone."""
 
@@ -44,7 +49,9 @@ class CohortBatching(IterationScheduler):
         self._cold_chunk = cold_chunk
         self._times = LearnedTimes()
         self.table = self._times.table
-        order = PromptOrder(first=options.prompt_order, patience_s=options.patience_s)
+        first = options.prompt_order if options.ablation.ordered else "fcfs"
+        order = PromptOrder(first=first, patience_s=options.patience_s)
+        self._victims = victim_rank if options.ablation.victims == "slack" else youngest_rank
         self._prompts = PromptQueue(order)
         """All that have more than their last token to compute, whether they hold KV or not."""
         self._running: dict[Attempt, Sequence] = {}
@@ -78,7 +85,7 @@ class CohortBatching(IterationScheduler):
         times = self.table.step_times
         self._prompts.advance(now_s, times.token_s if times is not None else 0.0)
 
-        builder = BatchBuilder(self._limits, kv, self._running.values(), lambda s: victim_rank(now_s, s))
+        builder = BatchBuilder(self._limits, kv, self._running.values(), lambda s: self._victims(now_s, s))
         for sequence in builder.holders:
             if sequence.uncomputed == 1:
                 builder.continue_row(sequence)
@@ -188,7 +195,7 @@ class CohortBatching(IterationScheduler):
 
     def _fitting(self, batch: BatchShape, sequence: Sequence, wanted: int) -> int:
         """Tokens of this prompt that this iteration has time for."""
-        if self.table.step_times is None:
+        if self.table.step_times is None or not self._options.ablation.bounded:
             return min(wanted, max(0, self._cold_chunk - batch.prefill_tokens))
         return self.table.prefill_budget(batch, sequence.computed, wanted, self._aim_s)
 

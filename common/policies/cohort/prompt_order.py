@@ -37,7 +37,7 @@ class PromptOrder:
     """`patience_s`: after so long a client is about to give up, and its request goes before all others of its class.
     `caution`: time of a prompt beside decode rows, relative to alone."""
 
-    first: Literal["shortest", "earliest_due"] = "shortest"
+    first: Literal["shortest", "earliest_due", "fcfs"] = "shortest"
     patience_s: float = 60.0
     caution: float = 1.3
 
@@ -46,6 +46,8 @@ class PromptOrder:
         seconds a prompt token takes."""
         request, arrived_s = sequence.request, sequence.arrived_s
         best_effort = request.traffic_class != "rt"
+        if self.first == "fcfs":
+            return (best_effort, request.priority, _PATIENT, arrived_s, arrived_s, sequence.key), inf
         impatient_s = arrived_s + self.patience_s
         if now_s >= impatient_s:
             return (best_effort, request.priority, _PATIENT, arrived_s, arrived_s, sequence.key), inf

@@ -147,5 +147,7 @@ def test_the_comparison_that_comes_with_cohort_is_whole(tmp_path: Path, monkeypa
         for part in workload["parts"]:
             (tmp_path / part["trace"]).touch()
     asked: Spec = load_spec("combination")
-    assert len(comparison.cells(asked)) == len(asked.workloads) * len(asked.systems) * len(asked.loads) * 5
+    usual = sum(system.usual for system in asked.systems.values())
+    assert len(comparison.cells(asked)) == len(asked.workloads) * usual * len(asked.loads) * 5
+    assert len(comparison.cells(asked, systems=list(asked.systems))) == len(asked.workloads) * len(asked.systems) * 15
     assert comparison_tables.markdown(comparison_tables.Comparison("", [], {}))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.config import CohortConfig
+from cohort.common.config import CohortAblation, CohortConfig
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.cohort.cohort_batching import CohortBatching, victim_rank
 from cohort.common.policies.dynaserve.learned_times import plan_shape
@@ -25,9 +25,17 @@ TIMES = StepTimes(0.001, 0.0002, 0.0001, 0.001, 0.0, 1e-6)
 
 
 def scheduler(
-    *, learned: bool = True, longest_s: float = 0.04, rows_: int = 8, tokens: int = 600, how: str = "recompute"
+    *,
+    learned: bool = True,
+    longest_s: float = 0.04,
+    rows_: int = 8,
+    tokens: int = 600,
+    how: str = "recompute",
+    ablation: CohortAblation | None = None,
 ) -> CohortBatching:
-    options = CohortConfig(headroom=0.0, least_prefill=2, longest_step_s=longest_s)
+    options = CohortConfig(
+        headroom=0.0, least_prefill=2, longest_step_s=longest_s, ablation=ablation or CohortAblation()
+    )
     limits = IterationLimits(rows_, tokens, tokens, "swap" if how == "swap" else "recompute")
     policy = CohortBatching(options, limits, cold_chunk=24)
     if learned:
@@ -112,6 +120,24 @@ def test_the_one_with_most_slack_gives_way_and_comes_back() -> None:
     assert (hurried.phase, relaxed.phase, relaxed.computed) == (Phase.RUNNING, Phase.WAITING, 0)
     leave(policy, kv, hurried)
     assert names(decide(policy, kv, 0.2)) == ["relaxed"]
+
+
+def test_each_part_can_be_taken_away() -> None:
+    def prompts_of(ablation: CohortAblation) -> list[tuple[str, int, int]]:
+        policy, kv = scheduler(ablation=ablation), cache(400)
+        decoding(policy, kv, promised("d", 40, tpot_s=0.01))
+        policy.add(0.0, promised("long", 500, ttft_s=9.0, arrived_s=-1.0))
+        policy.add(0.0, promised("short", 20, ttft_s=9.0))
+        return [row for row in rows(decide(policy, kv, 0.0)) if row[0] != "d"]
+
+    assert [name for name, *_ in prompts_of(CohortAblation())] == ["short", "long"]
+    assert [name for name, *_ in prompts_of(CohortAblation(ordered=False))] == ["long"]
+    assert prompts_of(CohortAblation(bounded=False)) == [("short", 0, 20), ("long", 0, 4)], "24 tokens: the cold chunk"
+    policy, kv = scheduler(ablation=CohortAblation(victims="youngest")), cache(8)
+    decoding(policy, kv, promised("relaxed", 4 * BLOCK - 1, ttft_s=50.0, arrived_s=-1.0))
+    decoding(policy, kv, promised("hurried", 4 * BLOCK - 1, ttft_s=1.0))
+    step(policy, kv)
+    assert [preempt.sequence.request_id for preempt in decide(policy, kv, 0.1).preempted] == ["hurried"]
 
 
 REQUESTS = st.lists(

@@ -43,6 +43,15 @@ def test_earliest_due_is_a_setting() -> None:
     assert ordered(0.0, prompts, PromptOrder(first="earliest_due")) == ["long and urgent", "short"]
 
 
+def test_without_its_order_prompts_come_first_come_first_served_within_a_class() -> None:
+    prompts = [
+        promised("late", 900, arrived_s=-0.9),
+        promised("best", 10, arrived_s=-5.0, traffic_class="be"),
+        promised("short", 10, arrived_s=-0.1),
+    ]
+    assert ordered(0.0, prompts, PromptOrder(first="fcfs")) == ["late", "short", "best"]
+
+
 def test_a_priority_counts_within_its_class() -> None:
     prompts = [
         promised("urgent", 90, priority=-1),
@@ -104,9 +113,11 @@ PROMPTS = st.lists(
 )
 
 
-@given(PROMPTS, st.lists(ACTS, max_size=40), st.sampled_from(["shortest", "earliest_due"]))
-def test_the_queue_equals_sorting_everything(prompts: list[Sequence], acts: list[Act], first: str) -> None:
-    order = PromptOrder(first="shortest" if first == "shortest" else "earliest_due")
+ORDERS = [PromptOrder(first="shortest"), PromptOrder(first="earliest_due"), PromptOrder(first="fcfs")]
+
+
+@given(PROMPTS, st.lists(ACTS, max_size=40), st.sampled_from(ORDERS))
+def test_the_queue_equals_sorting_everything(prompts: list[Sequence], acts: list[Act], order: PromptOrder) -> None:
     queue, inside, now_s, token_s = PromptQueue(order), {}, 6.0, TOKEN_S
     for index, each in enumerate(prompts):
         each.key = msgspec.structs.replace(each.key, request_id=f"r{index}")

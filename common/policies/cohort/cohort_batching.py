@@ -18,10 +18,10 @@ from cohort.common.policies.baselines.batch_builder import BatchBuilder, Iterati
 from cohort.common.policies.cohort.promise import due_s, is_promised, missed_first
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptQueue
 from cohort.common.policies.dynaserve.kv_forecast import fits
-from cohort.common.policies.dynaserve.learned_times import LearnedTimes, decode_shape, plan_shape
-from cohort.common.policies.dynaserve.step_cost import BatchShape
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.policies.step_times.learned_times import LearnedTimes, decode_shape, plan_shape
+from cohort.common.policies.step_times.step_cost import BatchShape
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
 

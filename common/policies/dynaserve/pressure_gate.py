@@ -10,8 +10,8 @@ from __future__ import annotations
 from cohort.common.config import DynaServeConfig
 from cohort.common.policies.baselines.fcfs import Fcfs
 from cohort.common.policies.dynaserve.instance_work import decoding
-from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
 from cohort.common.policies.interface import ClusterView, Dispatch, InstanceView
+from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import InstanceId, WorkerStats
 
 

@@ -12,10 +12,10 @@ from cohort.common.config import DynaServeConfig
 from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, leaves_next_blocks
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival
 from cohort.common.policies.dynaserve.kv_forecast import fits
-from cohort.common.policies.dynaserve.learned_times import LearnedTimes, decode_shape, plan_shape
-from cohort.common.policies.dynaserve.step_cost import BatchShape
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.policies.step_times.learned_times import LearnedTimes, decode_shape, plan_shape
+from cohort.common.policies.step_times.step_cost import BatchShape
 from cohort.common.sequence import Phase, Sequence
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cohort.common.policies.dynaserve.step_cost import CORNER, BatchShape, linear_seconds, step_seconds, tokens_within
+from cohort.common.policies.step_times.step_cost import CORNER, BatchShape, linear_seconds, step_seconds, tokens_within
 from cohort.common.types import StepTimes
 
 _Array = npt.NDArray[np.float64]

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohort.common.policies.dynaserve.profile_table import ProfileTable, cell_key
-from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds, tokens_within
-from cohort.common.policies.dynaserve.step_fit import fit_step_times
+from cohort.common.policies.step_times.profile_table import ProfileTable, cell_key
+from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds, tokens_within
+from cohort.common.policies.step_times.step_fit import fit_step_times
 from cohort.common.types import StepTimes
 from tests.examples import examples
 

@@ -1,17 +1,17 @@
-"""D5 · What SLO-bounded batching learns of its machine: the profile table, and how late iterations come.
+"""What is learned of a machine's iterations: the profile table, and how late they come beside what was estimated.
 
-Owned by `SloBatching`, which fills both; the host keeps the exported state over a restart, and reports carry the fitted
-step times to the placement (D4).
+Owned by a scheduler that decides by it, which records every iteration; the host keeps the exported state over a
+restart, and reports carry the fitted step times to the placement (D4).
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from cohort.common.policies.dynaserve.lateness import Lateness
-from cohort.common.policies.dynaserve.profile_table import ProfileTable
-from cohort.common.policies.dynaserve.step_cost import BatchShape
 from cohort.common.policies.interface import IterationPlan, Learned, Ran, Row
+from cohort.common.policies.step_times.lateness import Lateness
+from cohort.common.policies.step_times.profile_table import ProfileTable
+from cohort.common.policies.step_times.step_cost import BatchShape
 from cohort.common.types import Attempt, StepTimes
 
 _PERCENTILE = 0.99

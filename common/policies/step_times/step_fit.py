@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from cohort.common.policies.dynaserve.step_cost import CORNER, BatchShape
+from cohort.common.policies.step_times.step_cost import CORNER, BatchShape
 from cohort.common.types import StepTimes
 
 _ROUNDS = 40

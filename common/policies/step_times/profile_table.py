@@ -11,8 +11,8 @@ import math
 
 import msgspec
 
-from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
-from cohort.common.policies.dynaserve.step_fit import fit_step_times
+from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
+from cohort.common.policies.step_times.step_fit import fit_step_times
 from cohort.common.types import StepTimes
 
 _NEW = 0.1

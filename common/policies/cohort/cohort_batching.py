@@ -73,7 +73,7 @@ class CohortBatching(IterationScheduler):
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         self._arriving = news.arriving
         if news.ran is not None:
-            self._learn(news.ran)
+            self._learn(news.ran, kv)
             self._computed(now_s, news.ran.plan)
         times = self.table.step_times
         self._prompts.advance(now_s, times.token_s if times is not None else 0.0)
@@ -120,8 +120,8 @@ class CohortBatching(IterationScheduler):
 
     # -- one iteration -----------------------------------------------------------------------------------------
 
-    def _learn(self, ran: Ran) -> None:
-        if self._times.learn(ran) is not None:
+    def _learn(self, ran: Ran, kv: KvAllocator) -> None:
+        if self._times.learn(ran, kv.geometry) is not None:
             bound_s = self._bound_s(row.sequence for row in ran.plan.rows if row.count == 1)
             self._late += bound_s is not None and ran.latency_s > bound_s
 

@@ -21,6 +21,8 @@ class PressureGate(Fcfs):
     `tbt_slo_s`, `headroom` as in `SloBatching`. Differs from the paper: it says nothing of this case.
     """
 
+    wants_step_times = True
+
     def __init__(self, options: DynaServeConfig, *, dispatch_ahead_tokens: int) -> None:
         super().__init__(dispatch_ahead_tokens=dispatch_ahead_tokens)
         self._within_s = options.tbt_slo_s * (1.0 - options.headroom)

@@ -52,7 +52,7 @@ class SloBatching(ArrivalQueues):
         """Alg. 2 · the executed batch goes into the table, then the next one is made."""
         self._arriving = news.arriving
         if news.ran is not None:
-            self._learn(news.ran)
+            self._learn(news.ran, kv)
         builder = BatchBuilder(self._limits, kv, self._running, by_arrival)
         # 1. Every decode.
         decodes = [s for s in self._running if s.uncomputed == 1]
@@ -84,8 +84,8 @@ class SloBatching(ArrivalQueues):
         plan.estimated_s = estimate_s or 0.0
         return plan
 
-    def _learn(self, ran: Ran) -> None:
-        shape = self._times.learn(ran)
+    def _learn(self, ran: Ran, kv: KvAllocator) -> None:
+        shape = self._times.learn(ran, kv.geometry)
         if shape is not None:
             self._late += shape.decodes > 0 and ran.latency_s > self._bound(row.sequence for row in ran.plan.rows)
 

@@ -223,6 +223,11 @@ class EngineMetrics:
             "swapped_slots", "Single KV slots moved between device and host (in, out)", ("direction",)
         )
         self.out_of_memory = make.counter("out_of_memory_retries", "Batches halved because the device refused memory")
+        self.step_time_error = make.gauge(
+            "step_time_error",
+            "Mean relative error of foreseen iteration times, by kind: prefill, decode, mixed",
+            ("kind",),
+        )
         self.step_seconds = make.histogram(
             "step_seconds", "One iteration, by kind: prefill, decode, mixed", ("kind",), SHORT_BUCKETS_S
         )

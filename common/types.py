@@ -217,11 +217,13 @@ class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True):
-    """The time of an iteration on an instance, as its scheduler has learned it (D5), in seconds:
+    """The time of an iteration on an instance, as learned there (D5), in seconds:
 
         step + row · rows + ((token · tokens)⁴ + floor⁴)^¼ + pair · prefill query-key pairs + position · decode context
 
-    `floor_s` is what reading the weights takes: few tokens cost no less.
+    `floor_s` is what reading the weights takes: few tokens cost no less. Where prompt chunks and decodes share an
+    iteration, it takes 1 + `mixed_share` times that: what mixing itself costs. Before its rows, an iteration copies KV
+    between device and host memory at `copy_s` a position. Ask `step_times.step_cost`, not these.
     """
 
     step_s: float
@@ -230,6 +232,8 @@ class StepTimes(msgspec.Struct, frozen=True, array_like=True):
     floor_s: float
     pair_s: float
     position_s: float
+    mixed_share: float = 0.0
+    copy_s: float = 0.0
 
 
 class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -261,7 +265,7 @@ class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
     expired_leases: int = 0
     queue: list[QueuedWork] = []
     step_times: StepTimes | None = None
-    """None where the scheduler learns none."""
+    """None until enough was seen, or where none are learned."""
 
 
 class WorkerCapacity(msgspec.Struct, frozen=True):

@@ -15,15 +15,18 @@ from cohort.common.engine.batch import StepBatch
 from cohort.common.engine.model_runner import ModelRunner, trial_batch
 
 
-class StepShape(msgspec.Struct, frozen=True):
+class StepShape(msgspec.Struct, frozen=True, omit_defaults=True):
     """`rows` rows of `tokens_per_row` new tokens, each with `context` KV positions after the step.
 
-    One token per row is a decode step, one row of many tokens a prefill chunk.
+    One token per row is a decode step, one row of many tokens a prefill chunk. Beside them `decodes` rows of one token,
+    each with `decode_context` positions: a mixed iteration.
     """
 
     rows: int
     tokens_per_row: int
     context: int
+    decodes: int = 0
+    decode_context: int = 0
 
 
 class StepPoint(msgspec.Struct, frozen=True):

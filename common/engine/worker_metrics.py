@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, get_args
 
 from prometheus_client import Counter, Gauge
 
@@ -15,6 +16,7 @@ from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_counters import WorkerCounters
 from cohort.common.metrics import EngineMetrics, MetricFactory, TransferMetrics
 from cohort.common.policies.interface import IterationPlan
+from cohort.common.policies.step_times.profile_table import IterationKind
 from cohort.common.sequence import Phase
 from cohort.common.types import WorkerStats
 
@@ -31,6 +33,8 @@ class Snapshot:
     held_blocks: int
     quarantined_blocks: int
     memory_retries: int
+    step_time_errors: dict[IterationKind, float]
+    """Relative, of the learned iteration times (`ProfileTable.error_of`)."""
 
     @property
     def used_blocks(self) -> int:
@@ -72,6 +76,10 @@ def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
         Stat("held_blocks", "gauge", lambda s: s.held_blocks),
         Stat("quarantined_blocks", "gauge", lambda s: s.quarantined_blocks),
         Stat("step_ms", "gauge", lambda s: s.stats.step_s * 1000),
+        *(
+            Stat(f"step_time_error_{kind}", "gauge", partial(_step_time_error, kind), engine.step_time_error(kind))
+            for kind in get_args(IterationKind)
+        ),
         Stat("steps_total", "total", lambda s: s.counters.steps),
         Stat("", "total", lambda s: s.stats.prefix_queries, engine.prefix_cache_queries()),
         Stat("", "total", lambda s: s.stats.prefix_hits, engine.prefix_cache_hits()),
@@ -96,6 +104,10 @@ def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
         Stat("pool_direct_transfers_total", "total", lambda s: s.counters.from_host),
         Stat("device_memory_free_bytes", "gauge", lambda s: s.stats.memory_free_bytes),
     )
+
+
+def _step_time_error(kind: IterationKind, snapshot: Snapshot) -> float:
+    return snapshot.step_time_errors[kind]
 
 
 class WorkerMetrics:
@@ -151,7 +163,12 @@ class WorkerMetrics:
             group = running if sequence.phase is Phase.RUNNING else waiting
             group[sequence.request.traffic_class] += 1
         held = sum(machine.kv.owners().values())
-        return Snapshot(stats, machine.counters, running, waiting, held, quarantined_blocks, self._memory_retries())
+        times = machine.times
+        errors: dict[IterationKind, float] = {
+            kind: times.table.error_of(kind) if times is not None else 0.0 for kind in get_args(IterationKind)
+        }
+        retries = self._memory_retries()
+        return Snapshot(stats, machine.counters, running, waiting, held, quarantined_blocks, retries, errors)
 
     def _policy_stats(self) -> Iterator[tuple[str, str, float]]:
         for interface, policy in (("iteration", self._machine.scheduler), ("allocation", self._machine.kv)):

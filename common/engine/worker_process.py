@@ -145,14 +145,14 @@ def _data_endpoint(context: ServiceContext) -> str:
 
 
 def _learned_state(
-    context: ServiceContext, runner: ModelRunner, scheduler: IterationScheduler, threads: int
+    context: ServiceContext, runner: ModelRunner, machine: WorkerMachine, threads: int
 ) -> LearnedState | None:
-    """Read what this scheduler learned before, if it learns."""
-    if scheduler.learned is None:
+    """Read what was learned before."""
+    if machine.learned is None:
         return None
     config = context.config
     learned = LearnedState(
-        scheduler.learned,
+        machine.learned,
         Path(config.engine.state_dir) if config.engine.state_dir else paths.cache_dir() / "learned",
         f"{context.model_name}-{runner.device}-{runner.dtype}-{threads}-{context.instance}-{config.policies.iteration}",
         config.engine.profile,
@@ -185,7 +185,7 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     setup = WorkerSetup(context.instance, context.incarnation, context.bus.endpoint, MANAGER, capacity, settings)
     seed = random.SystemRandom().getrandbits(53)
     machine = WorkerMachine(setup, scheduler, kv, random.Random(seed))
-    learned = _learned_state(context, runner, scheduler, threads)
+    learned = _learned_state(context, runner, machine, threads)
     start = learned.imported if learned is not None else b""
     told = recorded(context, machine, lambda: WorkerHeader(setup, seed, config_text(config), start))
     loop = WorkerLoop(context, runner, links, machine, told, learned, engine)

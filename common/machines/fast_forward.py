@@ -98,6 +98,8 @@ class FastForward:
         plan, state = self._machine.plan_in_flight, self._state
         count, size, kv = len(ends_s), state.kv.geometry.block_size, state.kv
         averages, counters = state.averages, state.counters
+        if self._machine.observed is not None:  # the first of them; those after it teach nothing
+            self._machine.observed.note(plan, latencies_s[0], kv.geometry)
         state.skipped_s += latencies_s
         for latency_s in latencies_s:
             averages.step_s = mix(averages.step_s, latency_s)

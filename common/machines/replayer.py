@@ -129,9 +129,10 @@ def _build(header: Header) -> tuple[str, Machine[Any, Any], Any]:
             capacity = setup.capacity
             kv = compose.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks)
             scheduler = compose.iteration(config)
-            if header.learned and scheduler.learned is not None:
-                scheduler.learned.import_state(header.learned)
-            return setup.instance, WorkerMachine(setup, scheduler, kv, Random(seed)), WorkerEvent
+            machine = WorkerMachine(setup, scheduler, kv, Random(seed))
+            if header.learned and machine.learned is not None:
+                machine.learned.import_state(header.learned)
+            return setup.instance, machine, WorkerEvent
         case ManagerHeader(instance=instance, incarnation=incarnation, settings=settings, now_s=now_s):
             policies = compose.prefill_order(config), compose.placement(config), compose.late_binding(config)
             return instance, ManagerMachine(instance, incarnation, settings, *policies, now_s), ManagerEvent

@@ -59,14 +59,18 @@ from cohort.common.messages import (
     StartSegment,
     ToWorker,
 )
-from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Ran
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, Learned, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.policies.step_times.learned_times import LearnedTimes
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, FinishReason, InstanceId, Outcome, WorkerStats
 
 
 class WorkerMachine:
-    def __init__(self, setup: WorkerSetup, scheduler: IterationScheduler, kv: KvAllocator, random: Random) -> None:
+    def __init__(
+        self, setup: WorkerSetup, scheduler: IterationScheduler, kv: KvAllocator, random: Random, *, learns: bool = True
+    ) -> None:
+        """`learns`: what iterations take is learned and reported even if the scheduler does not decide by it."""
         self.setup = setup
         self.scheduler = scheduler
         self.kv = kv
@@ -76,7 +80,12 @@ class WorkerMachine:
         self.receiver = KvReceiver(state, lambda: self.sender.settling, self._arrived, self._fail)
         self.leases = self.receiver.leases
         self.pool = ParkedPool(state)
-        self._reports = WorkerReports(state, self.leases, scheduler.learned)
+        learned = scheduler.learned
+        self.observed = LearnedTimes() if setup.settings.learns and not isinstance(learned, LearnedTimes) else None
+        """What iterations take, learned here because the scheduler learns no such thing."""
+        self.times = learned if isinstance(learned, LearnedTimes) else self.observed
+        """What iterations take, whoever learns it; None: nobody does."""
+        self._reports = WorkerReports(state, self.leases, self.times)
         self._held = state.held
         self._effects = state.effects
         self._tokens = TokenUpdates(state)
@@ -129,6 +138,11 @@ class WorkerMachine:
     def idle(self) -> bool:
         """No request is here in any phase and no transfer is settling."""
         return not self._held and not self.sender.settling and not self.receiver.settling
+
+    @property
+    def learned(self) -> Learned | None:
+        """The state that a host keeps over a restart: the scheduler's own, or else the times that are learned here."""
+        return self.scheduler.learned or self.observed
 
     @property
     def plan_in_flight(self) -> IterationPlan:
@@ -334,6 +348,8 @@ class WorkerMachine:
         counters.steps += 1
         if plan.rows:
             self.state.averages.note(plan, event.latency_s)
+        if self.observed is not None:
+            self.observed.note(plan, event.latency_s, kv.geometry)
         self._ran = Ran(plan, now_s, (*self.state.skipped_s, event.latency_s))
         self.state.skipped_s = []
         for row in plan.rows:

@@ -45,6 +45,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """Push the blocks of a chunk while the next one computes (D6); else all of them once the segment is done."""
     scored_step_tokens: int = 64
     """Tokens of scored prompts in one iteration."""
+    learns: bool = True
+    """What iterations take is learned and reported, even if the scheduler does not decide by it."""
 
     @staticmethod
     def of(config: Config, links: tuple[str, ...]) -> WorkerSettings:

@@ -112,6 +112,11 @@ def moves_kv(config: Config) -> bool:
     return placement(config).moves_kv
 
 
+def wants_step_times(config: Config) -> bool:
+    """Whether the manager decides by what workers' iterations take."""
+    return placement(config).wants_step_times or prefill_order(config).wants_step_times
+
+
 def prefill_order(config: Config) -> PrefillOrder:
     return chosen("prefill_order", config.policies.prefill_order, PREFILL_ORDERS).build(config)
 

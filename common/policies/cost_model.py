@@ -4,7 +4,7 @@ One formula for every device; the simulator turns plans into virtual time with i
 may ask it too. Pure arithmetic on numbers that `configs/models` and `configs/devices` hold and
 `cohort bench fit cost-model` fits; nothing here is tuned to a result of a paper.
 
-    step  =  max(host, device) + fixed + per_row · rows
+    step  =  (max(host, device) + fixed + per_row · rows) · (1 + mixed share, where prompts and decodes share it)
     host  =  launch · layers                                     the host issuing kernels; 0 where graphs are replayed
     device = linear + prefill attention + decode attention + tensor-parallel exchange + layer · layers
     linear = (computeⁿ + memoryⁿ)^(1/n), n = 4                   a roofline with a round corner: both limits are near
@@ -107,7 +107,8 @@ class StackShape:
 
     `launch_s`: host time to issue one layer, hidden behind the device unless it is longer. `step_s`: fixed, per
     iteration. `row_s`: per row (scheduling, block tables, sampling, detokenising). The `parallel_*` are added where an
-    instance has several devices (their driver has to talk to them).
+    instance has several devices (their driver has to talk to them). `mixed_share`: how much longer an iteration takes
+    because it holds both prompt chunks and decodes, beside what its tokens and positions cost.
     """
 
     name: str
@@ -116,6 +117,7 @@ class StackShape:
     row_s: float
     parallel_step_s: float = 0.0
     parallel_row_s: float = 0.0
+    mixed_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,9 @@ class CostModel:
         """Seconds of one iteration; 0 rows cost nothing."""
         if work.rows == 0:
             return 0.0
-        return self._fixed_s + self._row_s * work.rows + max(self._host_s, self._device_s(work))
+        seconds = self._fixed_s + self._row_s * work.rows + max(self._host_s, self._device_s(work))
+        mixed = work.pairs and work.decode_rows
+        return seconds * (1.0 + self.stack.mixed_share) if mixed else seconds
 
     def repeated_s(self, work: StepWork) -> Iterator[float]:
         """Seconds of this all-decode iteration and of those that follow with the same rows, one position longer each

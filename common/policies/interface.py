@@ -186,6 +186,9 @@ class Dispatch:
 class PrefillOrder(ABC):
     """Owns the manager's waiting requests: in which order and in which company they are dispatched."""
 
+    wants_step_times: ClassVar[bool] = False
+    """As of a placement."""
+
     @abstractmethod
     def add(self, now_s: float, waiting: WaitingRequest) -> None: ...
 
@@ -246,6 +249,9 @@ class Impossible:
 class Placement(ABC):
     moves_kv: ClassVar[bool] = True
     """False: every request stays on one worker, so that workers need no KV links."""
+    wants_step_times: ClassVar[bool] = False
+    """It decides by `WorkerStats.step_times`. Live workers learn them always; a simulation, only where they are asked
+    for."""
 
     @abstractmethod
     def place(
@@ -397,8 +403,8 @@ UNTIL_DISTURBED = 1 << 30
 
 
 class Learned(ABC):
-    """Iteration times that a scheduler learns on its machine (R3, D5). The host keeps them over a restart, and
-    reports carry them to the manager (D4)."""
+    """Iteration times that a scheduler learns on its machine (R3, D5). The host keeps them over a restart. Whether a
+    scheduler learns or not, its worker learns and reports `StepTimes` (D4, `step_times`)."""
 
     def step_times(self) -> StepTimes | None:
         """For placements; None until enough was seen, or where the model says nothing to them."""
@@ -446,7 +452,8 @@ class IterationScheduler(ABC):
 
     @property
     def learned(self) -> Learned | None:
-        """None: it needs to know nothing about times."""
+        """None: it needs to know nothing about times. `LearnedTimes` of the package `step_times` are reported as well;
+        beside anything else the worker learns such times itself."""
         return None
 
     def metrics(self) -> dict[str, float]:

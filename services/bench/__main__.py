@@ -28,6 +28,10 @@ COMMANDS = {
     "engine": (f"{_HERE}.engine.command", "the CPU engine's steps against their floors, taken apart, their growth"),
     "in-process": (f"{_HERE}.engine.in_process_command", "the engine without the pipeline, in a closed loop"),
     "mixed-lengths": (f"{_HERE}.engine.mixed_lengths_command", "what mixed prefix lengths cost in one step"),
+    "mixed-iterations": (
+        f"{_HERE}.engine.mixed_iterations_command",
+        "a prompt chunk beside decode rows, and both apart",
+    ),
     "kernels": (f"{_HERE}.kernels.command", "the C++ kernels against memory and plain torch"),
     "links": (f"{_HERE}.links.command", "the KV links of this machine against ucx_perftest"),
     "decisions": (f"{_HERE}.decisions.command", "what one decision of a policy costs"),

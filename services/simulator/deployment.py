@@ -57,6 +57,7 @@ class Deployment:
         self._predicted = predicted
         self._slo_defaults = slo_defaults
         self._placement = placement
+        self._learns = compose.wants_step_times(config) or (placement is not None and placement.wants_step_times)
         self._profile = profile
         self._random = Random(seed)
         self._numbers = itertools.count()
@@ -103,15 +104,17 @@ class Deployment:
             config.engine.max_rows,
             config.engine.max_step_tokens,
         )
-        scheduler = compose.iteration(config)
-        if scheduler.learned is not None and self._profile is not None:
-            scheduler.learned.import_state(self._profile())
+        settings = msgspec.structs.replace(WorkerSettings.of(config, ("link",)), learns=self._learns)
         machine = WorkerMachine(
-            WorkerSetup(name, incarnation, "", MANAGER, capacity, WorkerSettings.of(config, ("link",))),
-            scheduler,
+            WorkerSetup(name, incarnation, "", MANAGER, capacity, settings),
+            compose.iteration(config),
             compose.allocation(config, geometry, num_blocks, host_blocks),
             Random(self._random.getrandbits(32)),
         )
+        if self._profile is not None:
+            for learned in (machine.scheduler.learned, machine.observed):
+                if learned is not None:
+                    learned.import_state(self._profile())
         machine.handle(now_s, LinkAddresses({"link": b""}))
         return SimWorker(name, machine, number=next(self._numbers))
 

@@ -56,6 +56,7 @@ class _StackFile(_File, frozen=True):
     row_s: _NotNegative
     parallel_step_s: _NotNegative = 0.0
     parallel_row_s: _NotNegative = 0.0
+    mixed_share: _NotNegative = 0.0
 
 
 class _DeviceFile(_File, frozen=True):
@@ -102,13 +103,14 @@ class _ClusterFile(_File, frozen=True):
     cores: Annotated[int, msgspec.Meta(ge=0)] = 0
     service_step_s: _NotNegative = 0.0
     service_row_s: _NotNegative = 0.0
+    mixed_share: _NotNegative | None = None
 
 
 class Cluster(msgspec.Struct, frozen=True):
     """Hardware: equal instances of `tensor_parallel` devices, `per_host` of them (0 = all) on one machine.
 
-    `stack` is a property of the serving software on this device (graphs replayed, eager …). `control_latency_s` is
-    what a control message takes between two processes.
+    `stack` is a property of the serving software on this device (graphs replayed, eager …); a `mixed_share` in the
+    cluster's file stands in for the stack's. `control_latency_s` is what a control message takes between two processes.
 
     `cores`: where engines of one thread run on so many cores that they share with each other, with the other processes
     of the pipeline and with its clients; 0: every instance has hardware of its own. `service_step_s`, `service_row_s`:
@@ -195,6 +197,8 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
         known_stacks = ", ".join(device_file.stacks)
         raise ConfigError(f"cluster {text}: stack: {file.device} has no stack {stack_name!r}; known: {known_stacks}")
     stack = device_file.stacks[stack_name]
+    if file.mixed_share is not None:
+        stack = msgspec.structs.replace(stack, mixed_share=file.mixed_share)
     if file.per_host and file.instances > file.per_host and file.instances % file.per_host:
         raise ConfigError(f"cluster {text}: per_host: {file.instances} instances do not fill hosts of {file.per_host}")
     return Cluster(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
+from cohort.common.policies.cost_model import StackShape
 from cohort.common.workloads.items import WorkloadFacts
 from cohort.services.simulator.clients import ClassStats
 from cohort.services.simulator.cluster import SimCluster
@@ -116,6 +117,10 @@ class SimReport(msgspec.Struct, frozen=True):
     measured: Measured
 
 
+def _stack(stack: StackShape) -> str:
+    return f"{stack.name}, mixed iterations +{100 * stack.mixed_share:g} %" if stack.mixed_share else stack.name
+
+
 def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
     clients, cluster = sim.clients, sim.cluster
     start_s = clients.first_arrival_s if clients.first_arrival_s < float("inf") else 0.0
@@ -141,7 +146,7 @@ def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
         model=sim.model.name,
         cluster=cluster.name,
         device=f"{cluster.instances} x {cluster.tensor_parallel} {cluster.device.name}",
-        stack=cluster.stack.name,
+        stack=_stack(cluster.stack),
         decode_attention=cluster.decode_attention,
         workload=name,
         source=facts.source,

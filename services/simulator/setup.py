@@ -35,6 +35,7 @@ def cluster_of(options: argparse.Namespace, text: str) -> Cluster:
             "tensor_parallel": options.tensor_parallel,
             "decode_attention": options.decode_attention,
             "stack": options.stack,
+            "mixed_share": options.mixed_share,
         },
     )
 

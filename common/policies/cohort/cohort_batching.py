@@ -3,7 +3,8 @@ that the strictest promise among the decodes leaves.
 
     decide ─▶ learn what the last iteration took (D5's profile table)
            ─▶ a row for every decode; victims that free a block for it are chosen by `victim_rank`
-           ─▶ aim: the strictest TPOT among these rows, less what iterations come late by
+           ─▶ aim: the strictest TPOT among these rows, less what iterations come late by (`mixing`, where prompts
+              beside decodes have a price: the time that those have won)
            ─▶ prompts in `PromptQueue`'s order, each as much as still fits the aim
 
 An `IterationScheduler`. Knows one worker; which worker a request runs on is the placement's business.
@@ -15,13 +16,14 @@ from collections.abc import Iterable
 
 from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, RankKey, by_arrival
+from cohort.common.policies.cohort.mixing import FREE, best_chunk, spare_s
 from cohort.common.policies.cohort.promise import due_s, is_promised, missed_first
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptQueue
 from cohort.common.policies.dynaserve.kv_forecast import fits
-from cohort.common.policies.dynaserve.learned_times import LearnedTimes, decode_shape, plan_shape
-from cohort.common.policies.dynaserve.step_cost import BatchShape
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.policies.step_times.learned_times import LearnedTimes, decode_shape, plan_shape
+from cohort.common.policies.step_times.step_cost import BatchShape
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
 
@@ -80,7 +82,7 @@ class CohortBatching(IterationScheduler):
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         self._arriving = news.arriving
         if news.ran is not None:
-            self._learn(news.ran)
+            self._learn(news.ran, kv)
             self._computed(now_s, news.ran.plan)
         times = self.table.step_times
         self._prompts.advance(now_s, times.token_s if times is not None else 0.0)
@@ -90,8 +92,10 @@ class CohortBatching(IterationScheduler):
             if sequence.uncomputed == 1:
                 builder.continue_row(sequence)
         batch = decode_shape(builder.decode_rows)
-        self._aim_s = self._aim(batch, [row.sequence for row in builder.decode_rows])
-        self._add_prompts(builder, batch, kv)
+        decoding = [row.sequence for row in builder.decode_rows]
+        self._aim_s = self._aim(batch, decoding)
+        least = self._mix(now_s, batch, decoding)
+        self._add_prompts(builder, batch, kv, least)
         plan = builder.finish()
         self._sort_out(now_s, plan)
         plan.estimated_s = self.table.estimate(plan_shape(plan)) or 0.0
@@ -127,8 +131,8 @@ class CohortBatching(IterationScheduler):
 
     # -- one iteration -----------------------------------------------------------------------------------------
 
-    def _learn(self, ran: Ran) -> None:
-        if self._times.learn(ran) is not None:
+    def _learn(self, ran: Ran, kv: KvAllocator) -> None:
+        if self._times.learn(ran, kv.geometry) is not None:
             bound_s = self._bound_s(row.sequence for row in ran.plan.rows if row.count == 1)
             self._late += bound_s is not None and ran.latency_s > bound_s
 
@@ -160,11 +164,29 @@ class CohortBatching(IterationScheduler):
             return aim_s
         return min(aim_s, max(aim_s / 2, (self.table.estimate(decodes) or 0.0) + aim_s / 4))
 
-    def _add_prompts(self, builder: BatchBuilder, batch: BatchShape, kv: KvAllocator) -> None:
+    def _mix(self, now_s: float, decodes: BatchShape, decoding: list[Sequence]) -> int:
+        """Prompt tokens that this iteration holds at least. Where mixing has a price and the size that pays does not
+        fit the aim, prompts get that size as soon as those that decode can spare it, and nothing before."""
+        least, times = self._options.least_prefill, self.table.step_times
+        if times is None or times.mixed_share < FREE or not decodes.decodes or not len(self._prompts):
+            return least
+        first = next(iter(self._prompts))
+        most = min(self._limits.max_tokens - decodes.decodes, sum(s.uncomputed for s in self._prompts))
+        if most <= 0:
+            return least
+        chunk = best_chunk(times, decodes, first.computed, most)
+        mixed_s = self.table.estimate(decodes.with_prefill(first.computed, chunk)) or 0.0
+        if mixed_s <= self._aim_s:
+            return least
+        alone_s = self.table.estimate(decodes) or 0.0
+        spare = spare_s(now_s, decoding, alone_s, headroom=self._options.headroom)
+        self._aim_s = mixed_s if mixed_s * self._times.lateness.ratio <= spare else 0.0
+        return 0
+
+    def _add_prompts(self, builder: BatchBuilder, batch: BatchShape, kv: KvAllocator, least: int) -> None:
         """In order, while time, tokens and rows last. A prompt that does not fit the cache waits, and those behind it
         as well, or large prompts would wait for ever; those that hold blocks already go on."""
         self._budget = 0
-        least = self._options.least_prefill
         admits = not builder.preempted
         tokens_left = builder.tokens_left
         for sequence in self._prompts:

@@ -1,9 +1,5 @@
 """DynaServe: requests split at any token over unified workers, batches under a bound on the time between tokens.
 
-step_cost       what an iteration costs, in closed form (D4, D5)
-profile_table   measured iterations, and what follows from them for any other (D5)
-learned_times   table and lateness as one state that outlives the process (D5)
-lateness        how late iterations come, beside what was estimated (D5)
 kv_forecast     what the cache will have to hold at worst (D5)
 slo_batching    the worker's scheduler (D5, Alg. 2)
 timeline        an instance's future in virtual passes (D4)
@@ -12,6 +8,8 @@ split_search    the bounded binary search for the split (D3, Alg. 1)
 split_gain      what a split is worth while requests keep coming (D3)
 split_placement the manager's placement (D1–D3, D7, D8)
 pressure_gate   dispatches nothing while every instance's decodes alone exceed their bound
+
+What iterations take is learned by `step_times`, shared with other systems.
 """
 
 from __future__ import annotations

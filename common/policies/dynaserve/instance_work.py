@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
 from cohort.common.policies.dynaserve.timeline import PassLimits, SegmentWork, Timeline
 from cohort.common.policies.interface import InstanceView
+from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import InstanceId, RequestId, StepTimes, WorkerStats
 
 Balance = Literal["work", "end"]

@@ -10,8 +10,8 @@ from __future__ import annotations
 from cohort.common.config import DynaServeConfig
 from cohort.common.policies.baselines.fcfs import Fcfs
 from cohort.common.policies.dynaserve.instance_work import decoding
-from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
 from cohort.common.policies.interface import ClusterView, Dispatch, InstanceView
+from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import InstanceId, WorkerStats
 
 
@@ -20,6 +20,8 @@ class PressureGate(Fcfs):
 
     `tbt_slo_s`, `headroom` as in `SloBatching`. Differs from the paper: it says nothing of this case.
     """
+
+    wants_step_times = True
 
     def __init__(self, options: DynaServeConfig, *, dispatch_ahead_tokens: int) -> None:
         super().__init__(dispatch_ahead_tokens=dispatch_ahead_tokens)

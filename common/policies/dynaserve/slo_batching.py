@@ -12,10 +12,10 @@ from cohort.common.config import DynaServeConfig
 from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, leaves_next_blocks
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival
 from cohort.common.policies.dynaserve.kv_forecast import fits
-from cohort.common.policies.dynaserve.learned_times import LearnedTimes, decode_shape, plan_shape
-from cohort.common.policies.dynaserve.step_cost import BatchShape
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.policies.step_times.learned_times import LearnedTimes, decode_shape, plan_shape
+from cohort.common.policies.step_times.step_cost import BatchShape
 from cohort.common.sequence import Phase, Sequence
 
 
@@ -52,7 +52,7 @@ class SloBatching(ArrivalQueues):
         """Alg. 2 · the executed batch goes into the table, then the next one is made."""
         self._arriving = news.arriving
         if news.ran is not None:
-            self._learn(news.ran)
+            self._learn(news.ran, kv)
         builder = BatchBuilder(self._limits, kv, self._running, by_arrival)
         # 1. Every decode.
         decodes = [s for s in self._running if s.uncomputed == 1]
@@ -84,8 +84,8 @@ class SloBatching(ArrivalQueues):
         plan.estimated_s = estimate_s or 0.0
         return plan
 
-    def _learn(self, ran: Ran) -> None:
-        shape = self._times.learn(ran)
+    def _learn(self, ran: Ran, kv: KvAllocator) -> None:
+        shape = self._times.learn(ran, kv.geometry)
         if shape is not None:
             self._late += shape.decodes > 0 and ran.latency_s > self._bound(row.sequence for row in ran.plan.rows)
 

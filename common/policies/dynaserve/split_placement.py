@@ -68,6 +68,8 @@ class SplitPlacement(Placement):
     time).
     """
 
+    wants_step_times = True
+
     def __init__(self, options: DynaServeConfig, *, default_output: float) -> None:
         """`default_output`: tokens expected of a request without a prediction."""
         self._options, self._default_output = options, default_output

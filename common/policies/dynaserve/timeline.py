@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cohort.common.policies.dynaserve.step_cost import CORNER, BatchShape, linear_seconds, step_seconds, tokens_within
+from cohort.common.policies.step_times.step_cost import CORNER, BatchShape, linear_seconds, step_seconds, tokens_within
 from cohort.common.types import StepTimes
 
 _Array = npt.NDArray[np.float64]
@@ -136,12 +136,14 @@ class Timeline:
             + times.pair_s * self._pairs_per_token * prefill
             + times.position_s * context
         )
+        seconds = np.where(prefilling & (rows > 0.5), (1.0 + times.mixed_share) * seconds, seconds)
         return np.where(all_rows > 0.5, seconds, 0.0)
 
     def _prefill_budget(self, rows: float, context: float, pairs_per_token: float) -> float:
         """Prompt tokens of a pass that stays within `pass_s`."""
         times, limits = self._times, self._limits
-        left_s = limits.pass_s - times.step_s - times.row_s * (rows + 1) - times.position_s * context
+        pass_s = limits.pass_s / (1.0 + times.mixed_share) if rows else limits.pass_s
+        left_s = pass_s - times.step_s - times.row_s * (rows + 1) - times.position_s * context
         tokens = tokens_within(times, left_s) - rows
         if pairs_per_token and tokens > 0:
             # Attention of the chunk takes its share; once more with what is then left.
@@ -168,7 +170,9 @@ class Timeline:
             if inside:
                 # Beside the decodes that run anyway: the chunk's own tokens, not another reading of the weights.
                 mixed = linear_seconds(times, rows + self._budget) - linear_seconds(times, rows)
-                added_s += inside * (mixed + times.row_s + times.pair_s * chunk.prefill_pairs)
+                added_s += (
+                    inside * (1.0 + times.mixed_share) * (mixed + times.row_s + times.pair_s * chunk.prefill_pairs)
+                )
             if passes > inside:
                 added_s += (passes - inside) * step_seconds(times, chunk)
             start += passes

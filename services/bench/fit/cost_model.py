@@ -2,9 +2,14 @@
 
     cohort bench fit cost-model splitwise TRACES/profile_splitwise_a100_h100.csv.gz     A100 and H100
     cohort bench fit cost-model profile points.json --device cpu-2core                  what `cohort profile` wrote
+    cohort bench fit cost-model recordings RECORDING…                                   live workers' (recording.folder)
 
 Prints the fitted values as they stand in configs/devices, beside what is there now, and the error of both against the
-measurements: median, 90th percentile and worst, prefill and decode apart. Changes no file.
+measurements: median, 90th percentile and worst, prefill, decode and mixed iterations apart. Changes no file.
+
+What mixing prompts and decodes costs (`mixed_share` of a stack) is fitted where the points hold mixed iterations, as
+those of `cohort bench mixed-iterations` do. Recordings say no more than that share, beside how well the model that
+workers learn online (`step_times`) foresaw each of their iterations: other processes take part in all their times.
 
 The GPU profile was taken with an eager stack whose launch time differs between the two models' implementations, so
 launch and per-row times are fitted per (device, model) beside the device's own efficiencies; attention is bounded by
@@ -30,6 +35,9 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from cohort.common.policies.cost_model import CostModel, DeviceShape, StackShape, StepWork, prefill_pairs
+from cohort.common.policies.step_times.profile_table import IterationKind, ProfileTable, kind_of
+from cohort.common.policies.step_times.step_cost import BatchShape
+from cohort.services.bench.fit.shared_cores import iterations
 from cohort.services.simulator.hardware import load_device, load_model
 
 MODELS = {"llama2-70b": "llama-2-70b", "bloom-176b": "bloom-176b"}
@@ -81,13 +89,25 @@ def profile_points(path: Path, time_of: str) -> tuple[str, list[Point]]:
     for entry in data["points"]:
         shape = entry["shape"]
         rows, count, context = shape["rows"], shape["tokens_per_row"], shape["context"]
+        label, kind = f"{rows} x {count} at {context}", "prefill"
         if count == 1:
-            work = StepWork(rows, rows, rows, 0, 0, rows, rows * context, context)
+            kind, work = "decode", StepWork(rows, rows, rows, 0, 0, rows, rows * context, context)
         else:
             pairs = rows * prefill_pairs(context - count, count)
-            work = StepWork(rows * count, rows, rows, pairs, rows * context)
-        kind = "decode" if count == 1 else "prefill"
-        points.append(Point(data["model"], 1, kind, f"{rows} x {count} at {context}", work, entry[time_of]))
+            beside, positions = shape.get("decodes", 0), shape.get("decode_context", 0)
+            work = StepWork(
+                rows * count + beside,
+                rows + beside,
+                rows + beside,
+                pairs,
+                rows * context,
+                beside,
+                beside * positions,
+                positions,
+            )
+            if beside:
+                kind, label = "mixed", f"{label}, {beside} at {positions}"
+        points.append(Point(data["model"], 1, kind, label, work, entry[time_of]))
     return data["model"], points
 
 
@@ -98,8 +118,10 @@ def predicted(point: Point, model: str, device: DeviceShape, stack: StackShape) 
 def errors(points: Sequence[Point], predict: Callable[[Point], float]) -> dict[str, tuple[float, float, float, str]]:
     """Median, 90th percentile and worst relative error, and where the worst is; by kind."""
     table = {}
-    for kind in ("prefill", "decode"):
+    for kind in ("prefill", "decode", "mixed"):
         some = [point for point in points if point.kind == kind]
+        if not some:
+            continue
         off = np.array([abs(predict(point) / point.seconds - 1) for point in some])
         worst = int(off.argmax())
         table[kind] = (float(np.median(off)), float(np.quantile(off, 0.9)), float(off[worst]), some[worst].label)
@@ -150,6 +172,8 @@ def _eager(point: Point, device: DeviceShape, stack: StackShape) -> float:
 
 
 def fit_cpu(points: Sequence[Point], model: str, device: DeviceShape) -> tuple[DeviceShape, StackShape]:
+    mixes = any(point.kind == "mixed" for point in points)
+
     def unpack(x: np.ndarray[Any, Any]) -> tuple[DeviceShape, StackShape]:
         fitted = replace(
             device,
@@ -159,21 +183,22 @@ def fit_cpu(points: Sequence[Point], model: str, device: DeviceShape) -> tuple[D
             layer_s=x[3] * 1e-5,
             kv_efficiency=x[6],
         )
-        return fitted, StackShape("fit", 0.0, x[4] * 1e-4, x[5] * 1e-5)
+        return fitted, StackShape("fit", 0.0, x[4] * 1e-4, x[5] * 1e-5, mixed_share=x[7] if mixes else 0.0)
 
     def residuals(x: np.ndarray[Any, Any]) -> list[float]:
         fitted, stack = unpack(x)
         return [float(np.log(predicted(point, model, fitted, stack) / point.seconds)) for point in points]
 
-    start = np.array([0.6, 0.6, 0.3, 2.0, 5.0, 2.0, 0.4])
-    high = np.array([0.9, 0.9, 0.9, 100.0, 500.0, 500.0, 0.9])
-    result = least_squares(residuals, start, bounds=(np.full(7, [1e-3]), high), loss="soft_l1", f_scale=0.1)
+    start = np.array([0.6, 0.6, 0.3, 2.0, 5.0, 2.0, 0.4, 0.05])
+    low = np.array([*[1e-3] * 7, -0.5])
+    high = np.array([0.9, 0.9, 0.9, 100.0, 500.0, 500.0, 0.9, 2.0])
+    result = least_squares(residuals, start, bounds=(low, high), loss="soft_l1", f_scale=0.1)
     return unpack(result.x)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", choices=("splitwise", "profile"))
-    parser.add_argument("path", type=Path)
+    parser.add_argument("source", choices=("splitwise", "profile", "recordings"))
+    parser.add_argument("paths", type=Path, nargs="+", metavar="FILE", help="one, or recordings")
     parser.add_argument("--device", default="cpu-2core", help="device file the profile belongs to")
     parser.add_argument("--fastest", action="store_true", help="fit the fastest repetition (on a machine that is busy)")
     parser.add_argument("--verbose", action="store_true", help="every point")
@@ -186,6 +211,8 @@ def execute(options: argparse.Namespace) -> int:
             _fit_splitwise(options)
         case "profile":
             _fit_profile(options)
+        case "recordings":
+            _fit_recordings(options)
     return 0
 
 
@@ -193,7 +220,7 @@ def _fit_splitwise(options: argparse.Namespace) -> None:
     for hardware, name in DEVICES.items():
         device, file = load_device(name)
         known = next(iter(file.stacks.values()))
-        points = splitwise_points(options.path, hardware)
+        points = splitwise_points(options.paths[0], hardware)
         fitted, stacks = fit_gpu(points, device, StackShape("", 0.0, known.step_s, 0.0, known.parallel_step_s))
         print(f"{name}: {len(points)} points of {hardware}")
         for field in FITTED:
@@ -210,17 +237,46 @@ def _fit_splitwise(options: argparse.Namespace) -> None:
 
 def _fit_profile(options: argparse.Namespace) -> None:
     device, file = load_device(options.device)
-    model, points = profile_points(options.path, "fastest_s" if options.fastest else "median_s")
+    model, points = profile_points(options.paths[0], "fastest_s" if options.fastest else "median_s")
     cpu, stack = fit_cpu(points, model, device)
     print(f"{options.device}: {len(points)} points of {model}")
     for field in (*FITTED[:3], "kv_efficiency", "layer_s"):
         print(f"  {field}: {getattr(cpu, field):.4g}  (in the file: {getattr(device, field)})")
     print(f"  step_s: {stack.step_s:.3g}, row_s: {stack.row_s:.3g}")
-    show_errors("fitted", errors(points, lambda p: predicted(p, model, cpu, stack)))
     known = next(iter(file.stacks.values()))
-    present = StackShape("file", known.launch_s, known.step_s, known.row_s)
+    if any(point.kind == "mixed" for point in points):
+        print(f"  mixed_share: {stack.mixed_share:.3f}  (in the file: {known.mixed_share})")
+    show_errors("fitted", errors(points, lambda p: predicted(p, model, cpu, stack)))
+    present = StackShape("file", known.launch_s, known.step_s, known.row_s, mixed_share=known.mixed_share)
     show_errors("file", errors(points, lambda p: predicted(p, model, device, present)))
     if options.verbose:
         for point in points:
             ratio = predicted(point, model, cpu, stack) / point.seconds
             print(f"    {point.kind:8s} {point.label:24s} {point.seconds * 1e3:9.2f} ms  x {ratio:.2f}")
+
+
+def _fit_recordings(options: argparse.Namespace) -> None:
+    for path in options.paths:
+        table, counted = learned(path)
+        times = table.step_times
+        if times is None:
+            print(f"{path.name}: too few iterations")
+            continue
+        print(f"{path.name}: mixed_share {times.mixed_share:.3f}")
+        for kind, count in sorted(counted.items()):
+            print(f"  {kind:8s} {count:6d} iterations, mean error of the last fifty {table.error_of(kind):6.1%}")
+
+
+def learned(path: Path) -> tuple[ProfileTable, dict[IterationKind, int]]:
+    """What a worker would have learned of its recorded iterations, and how many of each kind there were."""
+    table = ProfileTable()
+    counted: dict[IterationKind, int] = defaultdict(int)
+    for iteration in iterations(path):
+        decodes = [end for start, end in iteration.rows if end - start == 1]
+        shape = BatchShape(0, 0, 0, len(decodes), sum(decodes))
+        for start, end in iteration.rows:
+            if end - start > 1:
+                shape = shape.with_prefill(start, end - start)
+        table.record(shape, iteration.ended_s - iteration.planned_s)
+        counted[kind_of(shape)] += bool(iteration.rows)
+    return table, counted

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from cohort.common.config import CohortAblation, CohortConfig
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.cohort.cohort_batching import CohortBatching, victim_rank
-from cohort.common.policies.dynaserve.learned_times import plan_shape
-from cohort.common.policies.dynaserve.step_cost import step_seconds
 from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.policies.step_times.learned_times import plan_shape
+from cohort.common.policies.step_times.step_cost import step_seconds
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import StepTimes, TrafficClass
 from tests.common.policies.baselines.drive import BLOCK, cache, decide, leave, names, rows, step
 from tests.common.policies.cohort.promised import promised
-from tests.common.policies.dynaserve.test_step_times import random_batch
+from tests.common.policies.step_times.test_step_times import random_batch
 
 TIMES = StepTimes(0.001, 0.0002, 0.0001, 0.001, 0.0, 1e-6)
 """A prompt token is 0.1 ms, a decode row 0.2 ms and its context a microsecond a position."""

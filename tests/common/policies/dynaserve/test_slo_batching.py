@@ -9,13 +9,13 @@ import pytest
 
 from cohort.common.config import DynaServeConfig
 from cohort.common.policies.baselines.batch_builder import IterationLimits
-from cohort.common.policies.dynaserve.learned_times import plan_shape
 from cohort.common.policies.dynaserve.slo_batching import SloBatching
-from cohort.common.policies.dynaserve.step_cost import step_seconds
+from cohort.common.policies.step_times.learned_times import plan_shape
+from cohort.common.policies.step_times.step_cost import step_seconds
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Slo, StepTimes
 from tests.common.policies.baselines.drive import BLOCK, cache, decide, leave, names, ran, rows, run, sequence, step
-from tests.common.policies.dynaserve.test_step_times import random_batch
+from tests.common.policies.step_times.test_step_times import random_batch
 
 TIMES = StepTimes(0.001, 0.0002, 0.0001, 0.001, 0.0, 1e-6)
 """A prompt token is 0.1 ms, a decode row 0.2 ms and its context a microsecond a position."""

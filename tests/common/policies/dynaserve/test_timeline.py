@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
 from cohort.common.policies.dynaserve.timeline import PassLimits, SegmentWork, Timeline
+from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import StepTimes
 from tests.examples import examples
 

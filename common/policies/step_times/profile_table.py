@@ -8,11 +8,12 @@ profile, refines itself while serving, and can be exported: the host keeps it, n
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import msgspec
 
-from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
-from cohort.common.policies.dynaserve.step_fit import fit_step_times
+from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
+from cohort.common.policies.step_times.step_fit import fit_step_times
 from cohort.common.types import StepTimes
 
 _NEW = 0.1
@@ -22,12 +23,15 @@ _WILD = 0.2
 _SETTLED = 5
 _HALF_TRUST = 4.0
 """Measurements after which a cell corrects the curve by half its deviation from it."""
+_SMOOTH = 0.02
+"""Weight of an iteration in the moving mean of errors."""
 _FIRST_FIT = 6
 """Cells that a curve needs."""
 _FIT_EVERY = 2048
 """Measurements between two fits at most; the first ones come after a few, then doubling."""
 
-CellKey = tuple[int, int, int]
+CellKey = tuple[int, ...]
+IterationKind = Literal["decode", "mixed", "prefill"]
 
 
 class _Cell(msgspec.Struct, array_like=True):
@@ -40,6 +44,7 @@ class _Cell(msgspec.Struct, array_like=True):
     decodes: float
     decode_context: float
     log_s: float
+    copied: float = 0.0
 
     @property
     def shape(self) -> BatchShape:
@@ -49,6 +54,7 @@ class _Cell(msgspec.Struct, array_like=True):
             round(self.prefill_pairs),
             round(self.decodes),
             round(self.decode_context),
+            round(self.copied),
         )
 
 
@@ -61,6 +67,8 @@ class _ProfileShape(msgspec.Struct):
     rows: int
     tokens_per_row: int
     context: int
+    decodes: int = 0
+    decode_context: int = 0
 
 
 class _ProfilePoint(msgspec.Struct):
@@ -76,8 +84,14 @@ class _Profile(msgspec.Struct):
 
 def cell_key(shape: BatchShape) -> CellKey:
     """D5 · the table's key: prefill tokens, mean context, decode rows; each in half octaves, so that neighbours in a
-    cell differ by some 40 % at most and a few hundred cells hold everything a worker runs."""
-    return (_bin(shape.prefill_tokens), _bin(shape.mean_context), _bin(shape.decodes))
+    cell differ by some 40 % at most and a few hundred cells hold everything a worker runs. Iterations that copy KV have
+    cells of their own."""
+    key = (_bin(shape.prefill_tokens), _bin(shape.mean_context), _bin(shape.decodes))
+    return (*key, _bin(shape.copied)) if shape.copied else key
+
+
+def kind_of(shape: BatchShape) -> IterationKind:
+    return "mixed" if shape.mixed else "decode" if shape.decodes else "prefill"
 
 
 def _bin(value: float) -> int:
@@ -98,6 +112,7 @@ class ProfileTable:
         self._seen = 0
         self._next_fit = 8
         self._error = 0.0
+        self._errors: dict[IterationKind, tuple[int, float]] = {}
 
     def __len__(self) -> int:
         return len(self._cells)
@@ -112,13 +127,19 @@ class ProfileTable:
         """Moving mean of |log(estimate / measured)| at the time of each measurement."""
         return self._error
 
+    def error_of(self, kind: IterationKind) -> float:
+        """Moving mean of |estimate / measured - 1| over iterations of this kind since this process started; 0 before
+        the first."""
+        return self._errors.get(kind, (0, 0.0))[1]
+
     def record(self, shape: BatchShape, seconds: float) -> None:
         """Alg. 2, first step: the tuple of the batch that just ran."""
-        if seconds <= 0.0 or not shape.prefill_rows + shape.decodes:
+        if seconds <= 0.0 or not shape.prefill_rows + shape.decodes + shape.copied:
             return
         estimate = self.estimate(shape)
-        if estimate is not None:
-            self._error += 0.02 * (abs(math.log(estimate / seconds)) - self._error)
+        if estimate:
+            self._error += _SMOOTH * (abs(math.log(estimate / seconds)) - self._error)
+            self._judge(kind_of(shape), abs(estimate / seconds - 1.0))
         self._put(shape, seconds)
         self._seen += 1
         if self._seen >= self._next_fit:
@@ -173,6 +194,11 @@ class ProfileTable:
             raise ValueError(f"not JSON: {error}") from error
         self._fit()
 
+    def _judge(self, kind: IterationKind, off: float) -> None:
+        judged, error = self._errors.get(kind, (0, 0.0))
+        judged += 1
+        self._errors[kind] = judged, error + max(_SMOOTH, 1.0 / judged) * (off - error)
+
     def _put(self, shape: BatchShape, seconds: float) -> None:
         key, log_s = cell_key(shape), math.log(seconds)
         cell = self._cells.get(key)
@@ -185,6 +211,7 @@ class ProfileTable:
                 float(shape.decodes),
                 float(shape.decode_context),
                 log_s,
+                float(shape.copied),
             )
             return
         cell.count += 1
@@ -198,6 +225,7 @@ class ProfileTable:
         cell.prefill_pairs += weight * (shape.prefill_pairs - cell.prefill_pairs)
         cell.decodes += weight * (shape.decodes - cell.decodes)
         cell.decode_context += weight * (shape.decode_context - cell.decode_context)
+        cell.copied += weight * (shape.copied - cell.copied)
 
     def _fit(self) -> None:
         cells = list(self._cells.values())
@@ -215,7 +243,7 @@ def _measured_shape(shape: _ProfileShape) -> BatchShape:
     """`context` of a profile's point counts positions after the step."""
     if shape.tokens_per_row == 1:
         return BatchShape(0, 0, 0, shape.rows, shape.rows * shape.context)
-    empty = BatchShape(0, 0, 0, 0, 0)
+    batch = BatchShape(0, 0, 0, shape.decodes, shape.decodes * shape.decode_context)
     for _ in range(shape.rows):
-        empty = empty.with_prefill(shape.context - shape.tokens_per_row, shape.tokens_per_row)
-    return empty
+        batch = batch.with_prefill(shape.context - shape.tokens_per_row, shape.tokens_per_row)
+    return batch

@@ -1,4 +1,4 @@
-"""The time of an iteration, from six constants in closed form; and the inverse: how much prefill fits a time.
+"""The time of an iteration, from a few constants in closed form; and the inverse: how much prefill fits a time.
 
 Asked by the worker's scheduler (through the profile table) and by the manager's execution predictor, which gets the
 constants with every report. Pure arithmetic; learns nothing (`profile_table` does).
@@ -16,9 +16,11 @@ CORNER = 4.0
 
 class BatchShape(NamedTuple):
     """An iteration in the numbers of Alg. 2: prefill tokens (plen), decode rows (dnum) and the KV positions they read
-    together (ctx · dnum), and the query-key pairs of the prefill part, which long prompts make dear.
+    together (ctx · dnum), and the query-key pairs of the prefill part, which long prompts make dear. `copied`:
+    positions whose KV is copied between device and host memory before the rows are computed.
 
-    Differs from the paper: it has no pairs; there a chunk costs the same wherever in its prompt it lies.
+    Differs from the paper: it has neither pairs (there a chunk costs the same wherever in its prompt it lies) nor
+    copies.
     """
 
     prefill_tokens: int
@@ -26,6 +28,12 @@ class BatchShape(NamedTuple):
     prefill_pairs: int
     decodes: int
     decode_context: int
+    copied: int = 0
+
+    @property
+    def mixed(self) -> bool:
+        """Prompt chunks and decodes share the iteration."""
+        return self.prefill_tokens > 0 and self.decodes > 0
 
     @property
     def mean_context(self) -> float:
@@ -43,21 +51,24 @@ class BatchShape(NamedTuple):
             self.prefill_pairs + pairs,
             self.decodes,
             self.decode_context,
+            self.copied,
         )
 
 
 def step_seconds(times: StepTimes, shape: BatchShape) -> float:
     """Seconds of an iteration; 0 for an empty one."""
     rows = shape.prefill_rows + shape.decodes
+    copy_s = times.copy_s * shape.copied
     if not rows:
-        return 0.0
-    return (
+        return copy_s
+    rows_s = (
         times.step_s
         + times.row_s * rows
         + linear_seconds(times, shape.prefill_tokens + shape.decodes)
         + times.pair_s * shape.prefill_pairs
         + times.position_s * shape.decode_context
     )
+    return copy_s + (rows_s * (1.0 + times.mixed_share) if shape.mixed else rows_s)
 
 
 def linear_seconds(times: StepTimes, tokens: float) -> float:

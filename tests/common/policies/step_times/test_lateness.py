@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from cohort.common.policies.dynaserve.lateness import Lateness
+from cohort.common.policies.step_times.lateness import Lateness
 
 
 def test_one_late_iteration_weighs_as_much_as_many_in_time() -> None:

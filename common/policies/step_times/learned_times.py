@@ -1,18 +1,18 @@
-"""D5 · What SLO-bounded batching learns of its machine: the profile table, and how late iterations come.
+"""What is learned of a machine's iterations: the profile table, and how late they come beside what was estimated.
 
-Owned by `SloBatching`, which fills both; the host keeps the exported state over a restart, and reports carry the fitted
-step times to the placement (D4).
+Owned by a scheduler that decides by it, which records every iteration; the host keeps the exported state over a
+restart, and reports carry the fitted step times to the placement (D4).
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from cohort.common.policies.dynaserve.lateness import Lateness
-from cohort.common.policies.dynaserve.profile_table import ProfileTable
-from cohort.common.policies.dynaserve.step_cost import BatchShape
 from cohort.common.policies.interface import IterationPlan, Learned, Ran, Row
-from cohort.common.types import Attempt, StepTimes
+from cohort.common.policies.step_times.lateness import Lateness
+from cohort.common.policies.step_times.profile_table import ProfileTable
+from cohort.common.policies.step_times.step_cost import BatchShape
+from cohort.common.types import Attempt, KvGeometry, StepTimes
 
 _PERCENTILE = 0.99
 """The bound is one on P99 (§3.1)."""
@@ -34,18 +34,29 @@ class LearnedTimes(Learned):
         self._observed: frozenset[Attempt] = frozenset()
         """Of the last iteration that was recorded, if all its rows decoded."""
 
-    def learn(self, ran: Ran) -> BatchShape | None:
+    def learn(self, ran: Ran, geometry: KvGeometry) -> BatchShape | None:
+        """`note` of what ran last."""
+        return self.note(ran.plan, ran.latency_s, geometry)
+
+    def note(self, plan: IterationPlan, latency_s: float, geometry: KvGeometry) -> BatchShape | None:
         """Record an iteration; its shape, or None where nothing was learned. Decode-only iterations that repeat the
-        last one by row teach nothing new and are left out, as are iterations that copied KV: their time is not the
-        batch's."""
-        plan, latency_s = ran.plan, ran.latency_s
-        rows = frozenset(row.sequence.key for row in plan.rows)
-        decoding = all(row.count == 1 for row in plan.rows)
-        if plan.copies or not plan.rows or (decoding and rows == self._observed):
+        last one by row teach nothing new and are left out, as are those that copied KV beside their rows: which of the
+        two took the time is not known."""
+        rows = frozenset([row.sequence.key for row in plan.rows])
+        copies = plan.copies
+        decoding = all([row.count == 1 for row in plan.rows])
+        if not copies and decoding and rows == self._observed:
+            return None
+        if copies and any(copy.beside for copy in copies):
+            return None
+        shape = plan_shape(plan, geometry)
+        if copies:
+            self.table.record(shape, latency_s)
+            return shape
+        if not rows:
             return None
         self._observed = rows if decoding else frozenset()
-        shape = plan_shape(plan)
-        if shape.decodes and shape.prefill_tokens:  # the kind whose size is up to the scheduler
+        if shape.mixed:  # the kind whose size is up to the scheduler
             self.lateness.record(plan.estimated_s, latency_s)
         self.table.record(shape, latency_s)
         return shape
@@ -76,12 +87,16 @@ class LearnedTimes(Learned):
         self.lateness = lateness
 
 
-def plan_shape(plan: IterationPlan) -> BatchShape:
+def plan_shape(plan: IterationPlan, geometry: KvGeometry | None = None) -> BatchShape:
+    """With its copies, where `geometry` says how many positions a block has."""
     batch = decode_shape([row for row in plan.rows if row.count == 1])
     for row in plan.rows:
         if row.count > 1:
             batch = batch.with_prefill(row.start, row.count)
-    return batch
+    if not plan.copies or geometry is None:
+        return batch
+    positions = {"block": geometry.block_size, "slot": 1}
+    return batch._replace(copied=sum(positions[copy.unit] * len(copy.device) for copy in plan.copies))
 
 
 def decode_shape(rows: list[Row]) -> BatchShape:

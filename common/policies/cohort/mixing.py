@@ -1,0 +1,55 @@
+"""Whether prompts share an iteration with decodes where mixing itself has a price: at which size it pays, and what the
+promises of those that decode can spare for it.
+
+Where nothing is paid for mixing, a few prompt tokens beside decodes cost next to nothing, and every iteration takes what
+fits its bound. Where something is, few tokens cost as much as many: prompts then gather for iterations of the size that
+gets most of them done for the time it adds, and decodes go alone until all whose TPOT can be kept have won enough time
+for one. `CohortBatching` asks; pure functions of prices and times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+
+from cohort.common.policies.cohort.promise import is_promised, missed_first
+from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
+from cohort.common.sequence import Sequence
+from cohort.common.types import StepTimes
+
+FREE = 0.05
+"""A share of an iteration below which mixing has no price: fits scatter by as much."""
+_SIZES = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)
+
+
+def best_chunk(times: StepTimes, decodes: BatchShape, start: int, most: int) -> int:
+    """The number of tokens, at most `most`, of a prompt from position `start` on that adds least time a token to an
+    iteration of these decodes."""
+    alone_s = step_seconds(times, decodes)
+    sizes = [size for size in _SIZES if size < most] + [most]
+    return min(sizes, key=lambda size: (step_seconds(times, decodes.with_prefill(start, size)) - alone_s) / size)
+
+
+def spare_s(now_s: float, decoding: Iterable[Sequence], decodes_s: float, *, headroom: float) -> float:
+    """The longest iteration after which each of these has kept its mean TPOT so far: a TPOT, and what its tokens came
+    before their time. Requests whose promises are lost whatever happens have no say, so infinite if nothing is at
+    stake. `decodes_s`: an iteration of decodes alone, in which time is won. `headroom`: share of a TPOT left free."""
+    least_s = inf
+    for sequence in decoding:
+        tpot_s = sequence.request.slo.tpot_s
+        if not tpot_s or not is_promised(sequence) or missed_first(now_s, sequence):
+            continue
+        won_s = _won_s(now_s, sequence)
+        to_win_s = max(0.0, sequence.predicted - sequence.output_tokens) * max(0.0, tpot_s - decodes_s)
+        if won_s + to_win_s >= 0.0:
+            least_s = min(least_s, won_s + tpot_s * (1.0 - headroom))
+    return least_s
+
+
+def _won_s(now_s: float, sequence: Sequence) -> float:
+    """By how much its last token came before its time, by its mean TPOT since the first; 0 where the first is not this
+    worker's."""
+    if sequence.prefill_done_s is None:
+        return 0.0
+    since_first = max(0, sequence.output_tokens - sequence.request.output_known - 1)
+    return sequence.prefill_done_s + since_first * sequence.request.slo.tpot_s - now_s

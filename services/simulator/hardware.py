@@ -133,8 +133,8 @@ class Cluster(msgspec.Struct, frozen=True):
     service_step_s: float
     service_row_s: float
     parts: tuple[Cluster, ...] = ()
-    """Of unlike instances: groups of equal ones, numbered through in this order; the fields above are the first's. Empty:
-    all are equal."""
+    """Of unlike instances: groups of equal ones, numbered through; the fields above are those of the first.
+    Empty: all are equal."""
 
     def of(self, number: int) -> Cluster:
         """The equal instances among which this one is."""

@@ -13,8 +13,8 @@ from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload
 from cohort.services.simulator.cluster import SimCluster, SimOptions
 from cohort.services.simulator.deployment import spread_roles
 from cohort.services.simulator.engine import MAX_FAST_FORWARD
-from cohort.services.simulator.report import make_report
 from cohort.services.simulator.hardware import load_cluster
+from cohort.services.simulator.report import make_report
 from tests.examples import examples
 from tests.services.simulator.lab import MODEL, Recorded, cache_of, cluster, config, run, workload
 

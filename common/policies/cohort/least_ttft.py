@@ -17,10 +17,11 @@ from math import inf
 
 from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.placements import fits, impossible
+from cohort.common.policies.cohort.arriving_prompts import ArrivingPrompts, stretch
 from cohort.common.policies.cohort.placed_work import Known, PlacedWork
 from cohort.common.policies.cohort.prefix_record import Chain, PrefixRecord
-from cohort.common.policies.cohort.ttft_forecast import memory_price_s, mixes, transfer_fits
-from cohort.common.policies.dynaserve.step_cost import step_seconds
+from cohort.common.policies.cohort.ttft_forecast import Pace, memory_price_s, mixes, transfer_fits
+from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
 from cohort.common.policies.interface import (
     ClusterView,
     Impossible,
@@ -35,6 +36,9 @@ from cohort.common.types import InstanceId, Request, RequestId, Segment
 _USEFUL = 64
 """Prompt tokens: where not even so many can be computed beside the decode rows in time, prompts get nowhere."""
 
+_ALL = 1 << 30
+"""Longer than any prompt."""
+
 
 @dataclass(slots=True)
 class Candidate:
@@ -44,6 +48,7 @@ class Candidate:
 
     view: InstanceView
     work: PlacedWork
+    pace: Pace
     cached: int
     ttft_s: float
     price_s: float
@@ -58,12 +63,14 @@ class Candidate:
 
 @dataclass(slots=True)
 class _Wanted:
-    """A request to be placed. `output`: tokens expected of it; `variance`: of that."""
+    """A request to be placed. `output`: tokens expected of it; `variance`: of that. `stretch`: what a second of its wait,
+    and one of its computing, become because shorter prompts keep coming."""
 
     request: Request
     known: Known
     output: float
     variance: float
+    stretch: tuple[float, float]
     chain: Chain
     cached: dict[InstanceId, int]
 
@@ -75,6 +82,8 @@ class LeastTtft(Placement):
         self._work: dict[InstanceId, PlacedWork] = {}
         self._known: dict[RequestId, Known] = {}
         self._prefixes = PrefixRecord() if prefix_caching else None
+        self._arriving = ArrivingPrompts() if own_order and options.prompt_order == "shortest" else None
+        self._rate = 0.0
         self._whole = self._splits = self._full = self._standbys = 0
         self._cached_tokens = 0
         self._tracked = 0
@@ -99,6 +108,7 @@ class LeastTtft(Placement):
         best = next((c for c in candidates if c.view.instance == preferred), None)
         if best is not None:
             return self._keep(now_s, wanted, best, "as preferred")
+        self._rate = sum([candidate.pace.rate for candidate in candidates])
         # What is best of all: whoever asks whether any worker can make it asks here.
         best = min(candidates, key=_key)
         if not (best.closes or best.closed):
@@ -138,20 +148,21 @@ class LeastTtft(Placement):
             if work is None:
                 work = self._work[name] = PlacedWork(self._options, own_order=self._own_order)
             if work.refresh(now_s, view, self._known):
-                self._learn(now_s, view)
+                self._learn(work.reported_s, view)
         if self._prefixes is not None:
             self._prefixes.only(views)
 
-    def _learn(self, now_s: float, view: InstanceView) -> None:
+    def _learn(self, reported_s: float, view: InstanceView) -> None:
         """How well first tokens were foreseen. A report names the positions of every decode row, so that the time of
-        its first token follows to within an iteration; a response that ended before any report showed it teaches
-        nothing, nor does one whose prompt another worker computed."""
-        step_s = view.stats.decode_step_s or view.stats.step_s
+        its first token follows: as many iterations ago as it has positions beyond its prompt, and half of the one in
+        flight. What is not known is when the report came, up to half the time between two placements. A response that
+        ended before any report showed it teaches nothing, nor does one whose prompt another worker computed."""
+        step_s = view.stats.step_s
         for work in view.stats.queue:
             known = self._known.get(work.request_id) if work.prefill_left == 0 else None
             if known is None or known.predicted_s is None or work.context < known.tokens:
                 continue
-            first_s = now_s - view.report_age_s - (work.context - known.tokens) * step_s
+            first_s = reported_s - (work.context - known.tokens + 0.5) * step_s
             real_s = max(first_s - known.placed_s, step_s, 1e-3)
             predicted_s, known.predicted_s = known.predicted_s, None
             self._tracked += 1
@@ -180,7 +191,20 @@ class LeastTtft(Placement):
         )
         chain = Chain(request)
         cached = self._prefixes.cached(chain) if self._prefixes is not None else {}
-        return _Wanted(request, known, output, spread * spread, chain, cached)
+        return _Wanted(request, known, output, spread * spread, self._stretch(now_s, known), chain, cached)
+
+    def _stretch(self, now_s: float, known: Known) -> tuple[float, float]:
+        """As it is computed less of it is left, and fewer are shorter: on the way half of it."""
+        if self._arriving is None:
+            return 1.0, 1.0
+        if known.best_effort:
+            every = stretch(self._arriving.shorter_per_s(_ALL), self._rate)
+            return every, every
+        waiting, computing = (
+            stretch(self._arriving.shorter_per_s(tokens), self._rate) for tokens in (known.tokens, known.tokens // 2)
+        )
+        self._arriving.arrived(now_s, known.tokens)
+        return waiting, computing
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
@@ -226,6 +250,10 @@ class LeastTtft(Placement):
             busy, strictest_s = busy or other.busy, min(strictest_s, other.strictest_s)
         behind = max(0, behind - int(done) - tokens)
         ttft_s = pace.seconds(tokens + own, pairs + own * (cached + 0.5 * own), behind)
+        if ttft_s > pace.aim_s:  # what comes while it waits, and while it is computed
+            waiting, own_part = wanted.stretch
+            share = own / (tokens + own)
+            ttft_s = pace.aim_s + (ttft_s - pace.aim_s) * (waiting * (1.0 - share) + own_part * share)
         if busy:  # the iteration in flight
             ttft_s += 0.5 * min(pace.aim_s, view.stats.step_s or pace.aim_s)
         needed, variance, free = work.memory(view)
@@ -233,16 +261,16 @@ class LeastTtft(Placement):
         full = closed = closes = False
         tpot_s = min(strictest_s, known.tpot_s or inf)
         if tpot_s < inf:
-            decodes, bound_s = work.decodes_with(known.tokens), tpot_s * headroom
+            rows, context = work.rows, work.context
             for other in others:
-                decodes = decodes._replace(
-                    decodes=decodes.decodes + other.rows, decode_context=decodes.decode_context + other.context
-                )
-            closes = known.tpot_s > 0 and not mixes(work.times, decodes, _USEFUL, bound_s)
-            full = closes and step_seconds(work.times, decodes) > bound_s
+                rows, context = rows + other.rows, context + other.context
+            with_it, bound_s = BatchShape(0, 0, 0, rows + 1, context + known.tokens), tpot_s * headroom
+            closes = known.tpot_s > 0 and not mixes(work.times, with_it, _USEFUL, bound_s)
+            full = closes and step_seconds(work.times, with_it) > bound_s
             if strictest_s < inf:
-                closed = not mixes(work.times, pace.decodes, _USEFUL, strictest_s * headroom)
-        return Candidate(view, work, cached, ttft_s, price_s, full, closed, closes)
+                without_it = BatchShape(0, 0, 0, max(rows, 1), context)
+                closed = not mixes(work.times, without_it, _USEFUL, strictest_s * headroom)
+        return Candidate(view, work, pace, cached, ttft_s, price_s, full, closed, closes)
 
     def _home(self, candidates: list[Candidate], best: Candidate, wanted: _Wanted) -> Candidate | None:
         """Where only its decode goes: a worker that is closed to prompts already and has time and memory for one more
@@ -262,7 +290,8 @@ class LeastTtft(Placement):
             home = min(homes, key=lambda c: (c.price_s > 1.0, c.work.rows, c.view.instance))
         else:
             return None
-        pass_s = step_seconds(home.work.times, home.work.decodes_with(tokens))
+        with_it = BatchShape(0, 0, 0, home.work.rows + 1, home.work.context + tokens)
+        pass_s = step_seconds(home.work.times, with_it)
         transfer_s = tokens * best.view.capacity.geometry.token_bytes / self._options.kv_bytes_per_s
         tpot_s = wanted.known.tpot_s
         return home if not free or transfer_fits(transfer_s, wanted.output, pass_s, tpot_s) else None

@@ -23,6 +23,8 @@ from cohort.common.policies.interface import InstanceView
 from cohort.common.types import Attempt, RequestId, StepTimes, WorkerStats
 
 _DISTANT_S = 1e9
+_REPORT_S = 0.2
+"""Between two reports of a worker."""
 _UNSEEN_S = 2.0
 """A request sent so long ago and still in no report has ended between two of them."""
 
@@ -71,7 +73,7 @@ class PlacedWork:
         self._coming: dict[RequestId, Coming] = {}
         self._reported: list[tuple[RankKey, int, float]] = []
         self._reported_tokens = 0
-        self._seen_s = 0.0
+        self.reported_s = self._looked_s = -inf
         self._rows = self._context = 0
         self._needed = self._variance = 0.0
         self._bound_s = self._bound_to_come_s = inf
@@ -84,10 +86,12 @@ class PlacedWork:
 
     def refresh(self, now_s: float, view: InstanceView, known: Mapping[RequestId, Known]) -> bool:
         """Take the newest report in; True when there was one. Cheap when there is none."""
-        stats = view.stats
+        stats, looked_s, self._looked_s = view.stats, self._looked_s, now_s
         if stats is self._stats:
             return False
-        self._stats, self._view, self._seen_s = stats, view, now_s
+        self._stats, self._view = stats, view
+        # It came at some moment since the last look at this worker, and not before the report that followed it was due.
+        self.reported_s = now_s - 0.5 * min(now_s - looked_s, _REPORT_S)
         self.times = learned_times(stats)
         self._ranks = self._pace = None
         token_s = self.times.token_s
@@ -205,15 +209,7 @@ class PlacedWork:
         """Prompt tokens that were computed since the report, of those in it."""
         if not self._reported:
             return 0.0
-        return min(pace.rate * max(0.0, now_s - self._seen_s), float(self._reported_tokens))
-
-    def decodes_with(self, context: int) -> BatchShape:
-        """All decode rows here, those on their way, and one more with this context."""
-        rows, positions = self._rows + 1, self._context + context
-        for coming in self._coming.values():
-            if coming.decode_context:
-                rows, positions = rows + 1, positions + coming.decode_context
-        return BatchShape(0, 0, 0, rows, positions)
+        return min(pace.rate * max(0.0, now_s - self.reported_s), float(self._reported_tokens))
 
     @property
     def strictest_s(self) -> float:

@@ -4,13 +4,13 @@
     its own prompt, less what is cached     ┴ ÷ the rate that the decodes there leave  ─▶ seconds to its first token
     KV that everything there will still need ÷ what is free                            ─▶ the price of memory
 
-Asked by the placement (`least_ttft`), for which `placed_work` knows the tokens. Times come from `step_seconds` of what the
-worker has learned and from nothing else, so that whatever an iteration costs is in the forecast.
+Asked by the placement (`least_ttft`), for which `placed_work` knows the tokens. Times come from `step_seconds` of what
+the worker has learned and from nothing else, so that whatever an iteration costs is in the forecast.
 """
 
 from __future__ import annotations
 
-from math import inf, sqrt
+from math import sqrt
 from typing import NamedTuple
 
 from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
@@ -40,8 +40,8 @@ class Pace(NamedTuple):
     pair_s: float
 
     def seconds(self, tokens: int, pairs: float, behind: int = 0) -> float:
-        """Until so many prompt tokens, which attend to so many pairs together, are computed. `behind`: prompt tokens that
-        wait behind them and share their last iteration."""
+        """Until so many prompt tokens, which attend to so many pairs together, are computed. `behind`: prompt tokens
+        that wait behind them and share their last iteration."""
         if tokens <= 0:
             return 0.0
         rows, context = self.decodes.decodes, self.decodes.decode_context

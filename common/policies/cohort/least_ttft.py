@@ -42,15 +42,20 @@ _ALL = 1 << 30
 
 @dataclass(slots=True)
 class Candidate:
-    """A worker, and what would become of the request there. `ttft_s`: predicted; `price_s`: of memory, added to it when
-    workers are compared. `full`: with one more decode row, these alone exceed the strictest TPOT. `closed`: no useful
-    chunk of a prompt can go with the decode rows there in time. `closes`: nor could it with this request's."""
+    """A worker, and what would become of the request there.
+
+    `ttft_s`: predicted. When workers are compared two prices are added to it: `delay_s`, of the prompts that go behind
+    it there and wait longer for it, and `price_s`, of memory. `full`: with one more decode row, these alone exceed the
+    strictest TPOT. `closed`: no useful chunk of a prompt can go with the decode rows there in time. `closes`: nor could
+    it with this request's.
+    """
 
     view: InstanceView
     work: PlacedWork
     pace: Pace
     cached: int
     ttft_s: float
+    delay_s: float
     price_s: float
     full: bool
     closed: bool
@@ -58,13 +63,13 @@ class Candidate:
 
     @property
     def key(self) -> tuple[bool, float, InstanceId]:
-        return (self.full or self.closed, self.ttft_s + self.price_s, self.view.instance)
+        return (self.full or self.closed, self.ttft_s + self.delay_s + self.price_s, self.view.instance)
 
 
 @dataclass(slots=True)
 class _Wanted:
-    """A request to be placed. `output`: tokens expected of it; `variance`: of that. `stretch`: what a second of its wait,
-    and one of its computing, become because shorter prompts keep coming."""
+    """A request to be placed. `output`: tokens expected of it; `variance`: of that. `stretch`: what a second of its
+    wait, and one of its computing, become because shorter prompts keep coming."""
 
     request: Request
     known: Known
@@ -270,7 +275,7 @@ class LeastTtft(Placement):
             if strictest_s < inf:
                 without_it = BatchShape(0, 0, 0, max(rows, 1), context)
                 closed = not mixes(work.times, without_it, _USEFUL, strictest_s * headroom)
-        return Candidate(view, work, pace, cached, ttft_s, price_s, full, closed, closes)
+        return Candidate(view, work, pace, cached, ttft_s, behind / pace.rate, price_s, full, closed, closes)
 
     def _home(self, candidates: list[Candidate], best: Candidate, wanted: _Wanted) -> Candidate | None:
         """Where only its decode goes: a worker that is closed to prompts already and has time and memory for one more

@@ -12,10 +12,11 @@ requests is its own scheduler's business; how long that takes is `ttft_forecast`
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from cohort.common.config import CohortConfig
+from cohort.common.policies.baselines.batch_builder import RankKey
 from cohort.common.policies.baselines.placements import fits, impossible
 from cohort.common.policies.cohort.arriving_prompts import ArrivingPrompts, stretch
 from cohort.common.policies.cohort.placed_work import Known, PlacedWork
@@ -78,6 +79,8 @@ class _Wanted:
     stretch: tuple[float, float]
     chain: Chain
     cached: dict[InstanceId, int]
+    ranks: dict[float, RankKey] = field(default_factory=dict)
+    """Its place among a worker's prompts, by what a token takes there."""
 
 
 class LeastTtft(Placement):
@@ -244,7 +247,10 @@ class LeastTtft(Placement):
         options, known, work = self._options, wanted.known, self._work[view.instance]
         cached = wanted.cached.get(view.instance, 0)
         own, headroom = known.tokens - cached, 1.0 - options.headroom
-        pace, rank = work.pace(others), work.rank(now_s, known)
+        pace = work.pace(others)
+        rank = wanted.ranks.get(work.times.token_s)
+        if rank is None:
+            rank = wanted.ranks[work.times.token_s] = work.rank(now_s, known)
         done = work.done(now_s, pace)
         tokens, pairs = work.before(rank, done)
         behind = work.prompt_tokens
@@ -261,15 +267,15 @@ class LeastTtft(Placement):
             ttft_s = pace.aim_s + (ttft_s - pace.aim_s) * (waiting * (1.0 - share) + own_part * share)
         if busy:  # the iteration in flight
             ttft_s += 0.5 * min(pace.aim_s, view.stats.step_s or pace.aim_s)
-        needed, variance, free = work.memory(view)
+        needed, variance, free = work.memory
         price_s = memory_price_s(needed + own + wanted.output, variance + wanted.variance, free)
         full = closed = closes = False
-        tpot_s = min(strictest_s, known.tpot_s or inf)
-        if tpot_s < inf:
+        bound_s = min(strictest_s, known.tpot_s or inf) * headroom
+        if others or work.crowded_s(_USEFUL) > bound_s:
             rows, context = work.rows, work.context
             for other in others:
                 rows, context = rows + other.rows, context + other.context
-            with_it, bound_s = BatchShape(0, 0, 0, rows + 1, context + known.tokens), tpot_s * headroom
+            with_it = BatchShape(0, 0, 0, rows + 1, context + known.tokens)
             closes = known.tpot_s > 0 and not mixes(work.times, with_it, _USEFUL, bound_s)
             full = closes and step_seconds(work.times, with_it) > bound_s
             if strictest_s < inf:

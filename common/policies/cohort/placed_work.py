@@ -18,7 +18,7 @@ from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import RankKey
 from cohort.common.policies.cohort.prompt_order import PromptOrder
 from cohort.common.policies.cohort.ttft_forecast import Pace, learned_times, prompt_pace
-from cohort.common.policies.dynaserve.step_cost import BatchShape
+from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
 from cohort.common.policies.interface import InstanceView
 from cohort.common.types import Attempt, RequestId, StepTimes, WorkerStats
 
@@ -81,6 +81,8 @@ class PlacedWork:
         self._tokens: list[int] = []
         self._pairs: list[float] = []
         self._pace: Pace | None = None
+        self._memory: tuple[float, float, float] | None = None
+        self._crowded_s: float | None = None
 
     # -- what happened ------------------------------------------------------------------------------------------------
 
@@ -93,7 +95,7 @@ class PlacedWork:
         # It came at some moment since the last look at this worker, and not before the report that followed it was due.
         self.reported_s = now_s - 0.5 * min(now_s - looked_s, _REPORT_S)
         self.times = learned_times(stats)
-        self._ranks = self._pace = None
+        self._changed()
         token_s = self.times.token_s
         rows = context = 0
         needed = variance = 0.0
@@ -153,11 +155,14 @@ class PlacedWork:
             left + (output if decode else 0.0),
             request,
         )
-        self._ranks = self._pace = None
+        self._changed()
 
     def forget(self, request_id: RequestId) -> None:
         if self._coming.pop(request_id, None) is not None:
-            self._ranks = self._pace = None
+            self._changed()
+
+    def _changed(self) -> None:
+        self._ranks = self._pace = self._memory = self._crowded_s = None
 
     # -- what follows -------------------------------------------------------------------------------------------------
 
@@ -214,8 +219,11 @@ class PlacedWork:
     @property
     def strictest_s(self) -> float:
         """TPOT of all that decode here or will; infinite if nothing was promised to any of them."""
-        coming = [c.known.tpot_s for c in self._coming.values() if c.decode_context and c.known.tpot_s]
-        return min(self._bound_s, self._bound_to_come_s, *coming)
+        strictest_s = min(self._bound_s, self._bound_to_come_s)
+        for coming in self._coming.values():
+            if coming.decode_context and coming.known.tpot_s and coming.known.tpot_s < strictest_s:
+                strictest_s = coming.known.tpot_s
+        return strictest_s
 
     @property
     def busy(self) -> bool:
@@ -230,13 +238,26 @@ class PlacedWork:
         """Positions that `rows` attend to together."""
         return self._context + sum(coming.decode_context for coming in self._coming.values())
 
-    def memory(self, view: InstanceView) -> tuple[float, float, float]:
+    def crowded_s(self, chunk: int) -> float:
+        """An iteration with as long a decode row as can come here, and so many prompt tokens: what is quicker than a
+        bound needs no closer look."""
+        if self._crowded_s is None:
+            assert self._view is not None
+            longest = self._view.capacity.max_model_len
+            self._crowded_s = step_seconds(self.times, BatchShape(chunk, 1, 0, self.rows + 1, self.context + longest))
+        return self._crowded_s
+
+    @property
+    def memory(self) -> tuple[float, float, float]:
         """Positions that everything here will still need, the variance of that, and those that are free."""
-        coming = self._coming.values()
-        needed = self._needed + sum(c.needed for c in coming)
-        variance = self._variance + sum(c.known.variance for c in coming)
-        blocks = view.free_blocks if view.stats.total_blocks else view.capacity.num_blocks  # no report yet
-        return needed, variance, float(blocks * view.capacity.block_size)
+        if self._memory is None:
+            assert self._view is not None
+            view, coming = self._view, self._coming.values()
+            needed = self._needed + sum([c.needed for c in coming])
+            variance = self._variance + sum([c.known.variance for c in coming])
+            blocks = view.free_blocks if view.stats.total_blocks else view.capacity.num_blocks  # no report yet
+            self._memory = needed, variance, float(blocks * view.capacity.block_size)
+        return self._memory
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

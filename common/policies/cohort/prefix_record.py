@@ -9,13 +9,13 @@ an estimate of time follows from it; the tokens themselves are looked up by the 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cohort.common.policies.interface import InstanceView
 from cohort.common.types import InstanceId, Request
 
-_CHUNK = 128
-"""Tokens of a chunk: so much of a common prefix may go unnoticed."""
+_SHORT, _SHORTS, _LONG = 128, 8, 512
+"""Tokens of a chunk: so many of the first ones, and of all others. So much of a common prefix may go unnoticed."""
 _CHUNKS = 65_536
 """Chunks remembered at most, of all workers together (some 20 MB)."""
 
@@ -29,25 +29,29 @@ class _Cache:
     taken: float = 0.0
 
 
-@dataclass(slots=True)
 class Chain:
-    """A prompt's chunks as far as they have been asked for."""
+    """A prompt's full chunks: where each ends, and its name, computed as far as it is asked for."""
 
-    request: Request
-    hashes: list[int] = field(default_factory=list)
+    __slots__ = ("_hashes", "ends", "request")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        tokens = len(request.tokens)
+        self.ends = list(range(_SHORT, min(tokens, _SHORT * _SHORTS) + 1, _SHORT))
+        self.ends += range(_SHORT * _SHORTS + _LONG, tokens + 1, _LONG)
+        self._hashes: list[int] = []
 
     def __getitem__(self, index: int) -> int:
-        tokens, salt = self.request.tokens, self.request.prefix_salt
-        while len(self.hashes) <= index:
-            start = len(self.hashes) * _CHUNK
-            before = self.hashes[-1] if self.hashes else salt
-            self.hashes.append(hash((before, tuple(tokens[start : start + _CHUNK]))))
-        return self.hashes[index]
-
-    @property
-    def chunks(self) -> int:
-        """Full ones."""
-        return len(self.request.tokens) // _CHUNK
+        hashes = self._hashes
+        if index < len(hashes):
+            return hashes[index]
+        tokens, before = self.request.tokens, hash(self.request.prefix_salt)
+        if hashes:
+            before = hashes[-1]
+        for at in range(len(hashes), index + 1):
+            before = hash((before, *tokens[self.ends[at - 1] if at else 0 : self.ends[at]]))
+            hashes.append(before)
+        return before
 
 
 class PrefixRecord:
@@ -65,15 +69,17 @@ class PrefixRecord:
         request = chain.request
         if request.sampling.prompt_logprobs >= 0:  # every position is computed
             return found
-        for index in range(chain.chunks):
+        begun = 0
+        for index, end in enumerate(chain.ends):
             holders = self._holders.get((request.prefix_salt, chain[index]))
             going_on = False
             for name, taken in holders.items() if holders else ():
-                if found.get(name, 0) == index * _CHUNK and self._lasts(name, taken):
-                    found[name] = (index + 1) * _CHUNK
+                if found.get(name, 0) == begun and self._lasts(name, taken):
+                    found[name] = end
                     going_on = True
             if not going_on:
                 break
+            begun = end
         most = len(request.tokens) - 1
         return {name: min(tokens, most) for name, tokens in found.items()}
 
@@ -86,7 +92,7 @@ class PrefixRecord:
             cache = self._caches[name] = _Cache(view, view.capacity.num_blocks * view.capacity.block_size)
         cache.taken += new_positions
         holders = self._holders
-        for index in range(chain.chunks):
+        for index in range(len(chain.ends)):
             key = (salt, chain[index])
             entry = holders.get(key)
             if entry is None:

@@ -33,6 +33,7 @@ PLACEMENTS: Table[Placement] = {
         requires=(Rule("policies.waiting_kv", ("aligned",), "no other policy binds what this one leaves open"),),
     ),
     "split": Policy(dynaserve.build_placement),
+    "least_ttft": Policy(cohort.build_placement),
 }
 
 PREFILL_ORDERS: Table[PrefillOrder] = {

@@ -74,16 +74,14 @@ class SimCluster:
         workload.check()
         compose.check_names(config)
         self.config, self.cluster, self.model, self.options = config, cluster, model, options
-        self.cost = CostModel(
-            model,
-            cluster.device,
-            cluster.stack,
-            tensor_parallel=cluster.tensor_parallel,
-            decode_attention=cluster.decode_attention,
-        )
         self.geometry = model.kv_geometry(config.kv.block_size)
-        blocks = kv_blocks(config, cluster, model, self.geometry)
-        longest = min(config.model.max_model_len or model.max_positions, blocks[0] * config.kv.block_size)
+        parts = [cluster.of(number) for number in range(cluster.instances)]
+        costs = {part.device: _cost_model(model, part) for part in parts}
+        self.costs = [costs[part.device] for part in parts]
+        """Of every instance, by number."""
+        blocks = [kv_blocks(config, part, model, self.geometry) for part in parts]
+        largest = max(on_device for on_device, _ in blocks)
+        longest = min(config.model.max_model_len or model.max_positions, largest * config.kv.block_size)
         named = {
             f"{role.value}-{index}": role
             for role, count in (roles or spread_roles(config, cluster.instances)).items()
@@ -133,7 +131,7 @@ class SimCluster:
             self.virtual,
             self.clients,
             cluster,
-            self.cost,
+            self.costs,
             self.geometry,
             jump=options.jump,
             late_binding=config.policies.waiting_kv != "none",
@@ -189,10 +187,10 @@ class SimCluster:
         if name in self.wall:
             node.handle = timed(node.handle, self.wall[name])
 
-    def _profile(self, longest: int) -> bytes:
-        """What `cohort profile` would measure on such an instance."""
+    def _profile(self, longest: int, number: int) -> bytes:
+        """What `cohort profile` would measure on this instance."""
         engine = self.config.engine
-        return profile_points(self.cost, longest, engine.max_rows, engine.max_step_tokens)
+        return profile_points(self.costs[number], longest, engine.max_rows, engine.max_step_tokens)
 
     # -- arrivals ----------------------------------------------------------------------------------------------
 
@@ -224,6 +222,12 @@ class SimCluster:
     def _send_next(self, users: ClosedLoopUsers) -> None:
         for item in users.answered(self.events.now_s):
             self._arrive(item, users)
+
+
+def _cost_model(model: ModelShape, part: Cluster) -> CostModel:
+    return CostModel(
+        model, part.device, part.stack, tensor_parallel=part.tensor_parallel, decode_attention=part.decode_attention
+    )
 
 
 def _prompts_are_shared(config: Config, workload: Workload) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -28,14 +28,14 @@ from cohort.services.simulator.hardware import Cluster
 
 class Deployment:
     """Makes the machines of a simulation, as the live services make theirs (`Builder`). `profile`: the start of
-    schedulers that learn step times, if they do."""
+    schedulers that learn step times, if they do. It and `blocks` (on devices, in host memory): by instance number."""
 
     def __init__(
         self,
         config: Config,
         model: ModelShape,
         geometry: KvGeometry,
-        blocks: tuple[int, int],
+        blocks: Sequence[tuple[int, int]],
         longest: int,
         roles: Mapping[InstanceId, Role],
         *,
@@ -43,12 +43,12 @@ class Deployment:
         predicted: bool,
         slo_defaults: bool,
         placement: Placement | None,
-        profile: Callable[[], bytes] | None,
+        profile: Callable[[int], bytes] | None,
         seed: int,
     ) -> None:
-        self._config = config
-        # Where no prompt shares anything the prefix cache can only miss: hashing every block would change nothing.
-        self._worker_config = config if shared_prompts else _without_prefix_cache(config)
+        # Where no prompt shares anything the prefix cache can only miss: hashing every block would change nothing. And
+        # the prompts are all made of the same token then: nothing may look for common prefixes.
+        self._config = config = config if shared_prompts else _without_prefix_cache(config)
         self._model = model
         self._geometry = geometry
         self._blocks = blocks
@@ -88,12 +88,12 @@ class Deployment:
         )
 
     def make_worker(self, name: InstanceId, incarnation: int, now_s: float) -> SimWorker:
-        config, geometry = self._worker_config, self._geometry
-        num_blocks, host_blocks = self._blocks
+        config, geometry, number = self._config, self._geometry, next(self._numbers)
+        num_blocks, host_blocks = self._blocks[number]
         capacity = WorkerCapacity(
             self._roles[name],
             self._model.name,
-            self._longest,
+            min(self._longest, num_blocks * geometry.block_size),
             geometry.num_layers,
             geometry.num_kv_heads,
             geometry.head_dim,
@@ -114,9 +114,9 @@ class Deployment:
         if self._profile is not None:
             for learned in (machine.scheduler.learned, machine.observed):
                 if learned is not None:
-                    learned.import_state(self._profile())
+                    learned.import_state(self._profile(number))
         machine.handle(now_s, LinkAddresses({"link": b""}))
-        return SimWorker(name, machine, number=next(self._numbers))
+        return SimWorker(name, machine, number=number)
 
 
 def spread_roles(config: Config, instances: int) -> dict[Role, int]:
@@ -144,7 +144,7 @@ def spread_roles(config: Config, instances: int) -> dict[Role, int]:
 
 
 def kv_blocks(config: Config, cluster: Cluster, model: ModelShape, geometry: KvGeometry) -> tuple[int, int]:
-    """Blocks of one instance on its devices and in host memory, by the rules of the live worker.
+    """Blocks of each of these equal instances, on its devices and in host memory, by the rules of the live worker.
 
     Raises `ConfigError` when the model does not fit.
     """

@@ -8,6 +8,7 @@ worker. Decisions and times are the same as one by one; a test demands it. On co
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -68,22 +69,23 @@ class CostEngine:
         virtual: VirtualCluster,
         clients: TraceClients,
         cluster: Cluster,
-        cost: CostModel,
+        costs: Sequence[CostModel],
         geometry: KvGeometry,
         *,
         jump: bool,
         late_binding: bool,
     ) -> None:
+        """`costs`: of every instance, by number."""
         self._virtual = virtual
         self._events = virtual.events
         self._clients = clients
         self._cluster = cluster
-        self._cost = cost
+        self._costs = costs
         self._geometry = geometry
         self._late_binding = late_binding
         # On shared cores the others decide how long the next step takes: none is run ahead.
         self._jump = jump and not cluster.cores
-        shape = cost.model
+        shape = costs[0].model
         self._row_flops = 2.0 * (shape.layers * shape.layer_parameters + shape.head_parameters)
         self._position_flops = 4.0 * shape.layers * shape.heads * shape.head_dim
 
@@ -92,9 +94,9 @@ class CostEngine:
     def begin(self, node: WorkerNode, step: StartStep) -> None:
         worker = _sim(node)
         plan, now_s = step.plan, self._events.now_s
-        cost = plan_cost(plan, self._geometry)
-        beside_s = self._cost.swap_s(cost.beside_bytes)
-        latency_s = self._cost.swap_s(cost.copied_bytes) + max(self._cost.step_s(cost.work), beside_s)
+        cost, model = plan_cost(plan, self._geometry), self._costs[worker.number]
+        beside_s = model.swap_s(cost.beside_bytes)
+        latency_s = model.swap_s(cost.copied_bytes) + max(model.step_s(cost.work), beside_s)
         worker.plan = plan
         worker.ends_s, worker.latencies_s = [now_s + latency_s], [latency_s]
         if self._late_binding:
@@ -186,7 +188,7 @@ class CostEngine:
         tally = worker.tally
         tally.steps += 1
         tally.busy_s += worker.latencies_s[0]
-        tally.flops += self._cost.flops(cost.work)
+        tally.flops += self._costs[worker.number].flops(cost.work)
         tally.rows += cost.work.rows
         tally.useful_tokens += cost.useful_tokens
         tally.padded_tokens += cost.padded_tokens
@@ -214,7 +216,7 @@ class CostEngine:
         if wanted < 1:
             return
         ends_s, latencies_s = worker.ends_s, worker.latencies_s
-        durations = self._cost.repeated_s(cost.work)
+        durations = self._costs[worker.number].repeated_s(cost.work)
         next(durations)
         end_s = ends_s[0]
         for latency_s in islice(durations, worker.fast_forward.fitting_repetitions(wanted)):

@@ -107,7 +107,8 @@ class _ClusterFile(_File, frozen=True):
 
 
 class Cluster(msgspec.Struct, frozen=True):
-    """Hardware: equal instances of `tensor_parallel` devices, `per_host` of them (0 = all) on one machine.
+    """Hardware: instances of `tensor_parallel` devices, `per_host` of them (0 = all) on one machine; equal ones, or
+    `parts` of equal ones.
 
     `stack` is a property of the serving software on this device (graphs replayed, eager …); a `mixed_share` in the
     cluster's file stands in for the stack's. `control_latency_s` is what a control message takes between two processes.
@@ -133,6 +134,27 @@ class Cluster(msgspec.Struct, frozen=True):
     cores: int
     service_step_s: float
     service_row_s: float
+    parts: tuple[Cluster, ...] = ()
+    """Of unlike instances: groups of equal ones, numbered through; the fields above are those of the first.
+    Empty: all are equal."""
+
+    def of(self, number: int) -> Cluster:
+        """The equal instances among which this one is."""
+        return self._place(number)[0]
+
+    def _place(self, number: int) -> tuple[Cluster, int, int]:
+        """The part an instance belongs to, that part's place in the order, and the instance's number there."""
+        for index, part in enumerate(self.parts):
+            if number < part.instances:
+                return part, index, number
+            number -= part.instances
+        return self, 0, number
+
+    @property
+    def hardware(self) -> str:
+        """In words."""
+        each = self.parts or (self,)
+        return " + ".join(f"{part.instances} x {part.tensor_parallel} {part.device.name}" for part in each)
 
     def service_load(self, rows: int, alone_s: float) -> float:
         """Cores that other processes need for an iteration of so many rows; alone on a core it takes `alone_s`."""
@@ -161,7 +183,10 @@ class Cluster(msgspec.Struct, frozen=True):
         return [1.0 / max(share * (1.0 - missing * part), equal / 2.0) for part in parts]
 
     def link(self, first: int, second: int) -> LinkShape:
-        """Between the instances of these numbers."""
+        """Between the instances of these numbers. Unlike ones are never on one machine."""
+        if self.parts:
+            (part, index, first), (_, other, second) = self._place(first), self._place(second)
+            return part.link(first, second) if index == other else self.across
         per_host = self.per_host or self.instances
         return self.within if first // per_host == second // per_host else self.across
 
@@ -179,7 +204,10 @@ def load_device(name: str) -> tuple[DeviceShape, _DeviceFile]:
 
 
 def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Cluster:
-    """`NAME` of configs/clusters, a YAML file, or `DEVICE:COUNT` (all on one host). Raises `ConfigError`."""
+    """`NAME` of configs/clusters, a YAML file, or `DEVICE:COUNT` (all on one host); several joined by `+` are one
+    cluster of unlike instances, whose machines are the first part's `across` apart. Raises `ConfigError`."""
+    if "+" in text and not Path(text).is_file():
+        return _joined(text, [load_cluster(part.strip(), overrides) for part in text.split("+")])
     device_name, colon, count = text.rpartition(":")
     if colon and not Path(text).exists():
         if not count.isdigit() or int(count) < 1:
@@ -219,6 +247,16 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
         service_step_s=file.service_step_s,
         service_row_s=file.service_row_s,
     )
+
+
+def _joined(text: str, parts: list[Cluster]) -> Cluster:
+    """Numbered through, in this order."""
+    if any(part.cores for part in parts):
+        raise ConfigError(f"cluster {text}: cores: only equal instances can share cores")
+    if any(part.tensor_parallel != parts[0].tensor_parallel for part in parts):
+        raise ConfigError(f"cluster {text}: tensor_parallel: all instances want as many shards, for their KV transfers")
+    instances = sum(part.instances for part in parts)
+    return msgspec.structs.replace(parts[0], name=text, instances=instances, parts=tuple(parts))
 
 
 @cache

@@ -31,7 +31,8 @@ class SimNetwork:
         assert sender is not None and receiver is not None
         link = self._cluster.link(sender.number, receiver.number)
         if flight.from_host:  # no faster than the host's own path to its devices
-            host_rate = self._cluster.device.host_bytes_per_s * self._cluster.tensor_parallel
+            part = self._cluster.of(sender.number)
+            host_rate = part.device.host_bytes_per_s * part.tensor_parallel
             link = LinkShape(min(link.bytes_per_s, host_rate), link.latency_s, link.run_s)
         size = flight.num_blocks * self._geometry.block_bytes
         landing_s = self.ports.transfer(now_s, sender.number, receiver.number, link, size, len(flight.sent))

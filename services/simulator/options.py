@@ -6,6 +6,8 @@ import argparse
 
 TRAFFIC_HELP = "a trace file, PROMPTxOUTPUT (all requests alike), or a paper's shape by name"
 
+_CLUSTER_HELP = "a file of configs/clusters, a YAML file, or DEVICE:COUNT; A+B: unlike instances"
+
 SIMULATE_EPILOG = """\
 examples:
   cohort simulate --trace azure_conv.csv.gz --cluster a100-80:8 --model llama-2-13b --preset unified
@@ -19,7 +21,7 @@ Without --rate or --concurrency a trace keeps its own times; workloads without a
 
 def _cluster(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cluster")
-    group.add_argument("--cluster", required=True, help="a file of configs/clusters, a YAML file, or DEVICE:COUNT")
+    group.add_argument("--cluster", required=True, help=_CLUSTER_HELP)
     group.add_argument("--model", required=True, help="a file of configs/models, or a YAML file")
     group.add_argument("--tensor-parallel", type=int, metavar="N", help="devices of one instance")
     kernels = ("split_kv", "unit_per_row", "unit_last")

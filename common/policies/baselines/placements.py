@@ -29,7 +29,7 @@ def fits(view: InstanceView, request: Request) -> bool:
     )
 
 
-def _impossible(views: Iterable[InstanceView], request: Request) -> Impossible:
+def impossible(views: Iterable[InstanceView], request: Request) -> Impossible:
     most = max((min(v.capacity.max_model_len, v.capacity.num_blocks * v.capacity.block_size) for v in views), default=0)
     wanted = request.prompt_tokens + request.sampling.max_tokens
     return Impossible(f"needs {wanted} positions; the largest instance holds {most}")
@@ -61,7 +61,7 @@ def _unified(cluster: ClusterView, request: Request) -> list[InstanceView] | Wai
         return Wait("no worker is registered")
     able = [view for view in views if fits(view, request)]
     if not able:
-        return _impossible(views, request)
+        return impossible(views, request)
     return [view for view in able if view.role.prefills and view.role.decodes] or able
 
 
@@ -124,7 +124,7 @@ class Disaggregated(Placement):
         split = len(request.tokens)
         able = [view for view in prefills if view.capacity.geometry.blocks_for(split) <= view.capacity.num_blocks]
         if not decodes or not able:
-            return _impossible(views, request)
+            return impossible(views, request)
         prefill = next((view for view in able if view.instance == preferred), None) or min(able, key=_prefill_load)
         if split - request.prompt_tokens + 1 >= request.sampling.max_tokens:
             return Placed((Segment(0, None, prefill.instance),), "its last token comes with the prefill")

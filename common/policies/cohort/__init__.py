@@ -3,6 +3,10 @@
 promise          when a request's next token is due
 prompt_order     which prompt is computed next
 cohort_batching  the worker's scheduler: decodes, then prompts in this order, as much as the strictest promise leaves
+ttft_forecast    when a worker would yield the first token of one more request
+placed_work      what is on a worker: the last report, and what was placed there since
+prefix_record    which prompts were computed where
+least_ttft       the manager's placement: where the first token comes soonest
 """
 
 from __future__ import annotations
@@ -10,9 +14,19 @@ from __future__ import annotations
 from cohort.common.config import Config
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.cohort.cohort_batching import CohortBatching
+from cohort.common.policies.cohort.least_ttft import LeastTtft
 
 
 def build_iteration(config: Config) -> CohortBatching:
     engine = config.engine
     limits = IterationLimits(engine.max_rows, engine.max_step_tokens, engine.max_step_tokens, engine.preemption)
     return CohortBatching(config.cohort, limits, cold_chunk=engine.prefill_chunk)
+
+
+def build_placement(config: Config) -> LeastTtft:
+    return LeastTtft(
+        config.cohort,
+        default_output=float(config.gateway.default_prediction_tokens),
+        own_order=config.policies.iteration == "cohort_batching",
+        prefix_caching=config.kv.prefix_caching,
+    )

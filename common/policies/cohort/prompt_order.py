@@ -23,7 +23,7 @@ from math import inf
 from typing import Literal
 
 from cohort.common.policies.baselines.batch_builder import RankKey
-from cohort.common.policies.cohort.promise import due_s, is_promised
+from cohort.common.policies.cohort.promise import due_s
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt
 
@@ -44,21 +44,39 @@ class PromptOrder:
     def rank(self, now_s: float, sequence: Sequence, token_s: float) -> tuple[RankKey, float]:
         """Its place now, and the moment from which on it has another one (infinite if none is foreseen). `token_s`:
         seconds a prompt token takes."""
-        request, arrived_s = sequence.request, sequence.arrived_s
+        request = sequence.request
         best_effort = request.traffic_class != "rt"
+        due, work = due_s(sequence), sequence.uncomputed
+        return self.place(
+            now_s, best_effort, request.priority, sequence.arrived_s, due, work, token_s, key=sequence.key
+        )
+
+    def place(
+        self,
+        now_s: float,
+        best_effort: bool,
+        priority: int,
+        arrived_s: float,
+        due_s: float,
+        work: int,
+        token_s: float,
+        *,
+        key: Attempt,
+    ) -> tuple[RankKey, float]:
+        """`rank` of a prompt with so many tokens left, by what it depends on: also of one on another machine. `due_s`:
+        when its next token is due, infinite where nothing was promised; `key` tells equals apart."""
         if self.first == "fcfs":
-            return (best_effort, request.priority, _PATIENT, arrived_s, arrived_s, sequence.key), inf
+            return (best_effort, priority, _PATIENT, arrived_s, arrived_s, key), inf
         impatient_s = arrived_s + self.patience_s
         if now_s >= impatient_s:
-            return (best_effort, request.priority, _PATIENT, arrived_s, arrived_s, sequence.key), inf
-        if not is_promised(sequence):
-            return (best_effort, request.priority, _LATE, inf, arrived_s, sequence.key), impatient_s
-        due, work = due_s(sequence), sequence.uncomputed
-        start_s = due - work * token_s * self.caution
+            return (best_effort, priority, _PATIENT, arrived_s, arrived_s, key), inf
+        if due_s == inf:
+            return (best_effort, priority, _LATE, inf, arrived_s, key), impatient_s
+        start_s = due_s - work * token_s * self.caution
         if now_s >= start_s:
-            return (best_effort, request.priority, _LATE, due, arrived_s, sequence.key), impatient_s
-        first = float(work) if self.first == "shortest" else due
-        return (best_effort, request.priority, _FEASIBLE, first, arrived_s, sequence.key), min(start_s, impatient_s)
+            return (best_effort, priority, _LATE, due_s, arrived_s, key), impatient_s
+        first = float(work) if self.first == "shortest" else due_s
+        return (best_effort, priority, _FEASIBLE, first, arrived_s, key), min(start_s, impatient_s)
 
 
 class PromptQueue:

@@ -1,8 +1,9 @@
 """The cost of placing one request beside those queued: `cohort bench decisions placement`.
 
-D9: the split search as the manager uses it. So many requests, prompts and decodes, are queued on so many instances; a
-request is placed, half of the instances report, the next one is placed, … Prints microseconds of processor time per
-placement. One core, no processes, no model.
+D9: the split search as the manager uses it; or any preset's placement. So many requests, prompts and decodes, are
+queued on so many instances; a request is placed, a share of the instances reports, the next one is placed, … Prints
+microseconds of processor time per placement: what a report costs is in that of the placement that looks at it first.
+One core, no processes, no model.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import json
 import random
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
-from cohort.common.config import load_config
+from cohort.common.config import load_config, nested
 from cohort.common.policies import compose
 from cohort.common.policies.interface import ClusterView, InstanceView, WaitingRequest
 from cohort.common.types import (
@@ -29,6 +33,7 @@ from cohort.common.types import (
     Request,
     Role,
     SamplingParams,
+    Slo,
     StepTimes,
     WorkerCapacity,
     WorkerStats,
@@ -52,11 +57,21 @@ class Cost:
     splits: int
 
 
-def measure(preset: str, balance: str, instances: int, queued: int, rounds: int, seed: int = 0) -> Cost:
+def measure(
+    preset: str,
+    balance: str,
+    instances: int,
+    queued: int,
+    rounds: int,
+    *,
+    reporting: float = 0.5,
+    settings: Sequence[str] = (),
+    seed: int = 0,
+) -> Cost:
     draw = random.Random(seed)
-    placement = compose.placement(
-        load_config(preset=preset, overrides={"dynaserve": {"ablation": {"balance": balance}}})
-    )
+    options: dict[str, Any] = {"dynaserve.ablation.balance": balance}
+    options |= {key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in settings)}
+    placement = compose.placement(load_config(preset=preset, overrides=nested(options, "--set")))
     capacity = WorkerCapacity(Role.UNIFIED, "m", 32_768, 48, 8, 128, 2, 16, 100_000, 0, 256, 2048)
     views = {f"u{index}": InstanceView(f"u{index}", capacity) for index in range(instances)}
     for index, view in enumerate(views.values()):
@@ -73,10 +88,11 @@ def measure(preset: str, balance: str, instances: int, queued: int, rounds: int,
             request = Request(
                 Attempt(f"r{round_}", 1),
                 "gateway",
-                [0] * prompt,
+                draw.choices(range(32_000), k=prompt),
                 prompt,
                 SamplingParams(max_tokens=4096),
                 0.0,
+                slo=Slo(2.0, 0.1),
                 prediction=prediction,
             )
             waiting = WaitingRequest(request, 0.0, prediction)
@@ -85,7 +101,7 @@ def measure(preset: str, balance: str, instances: int, queued: int, rounds: int,
             taken.append((time.thread_time() - started) * 1e6)
             splits += len(getattr(placed, "segments", ())) == 2
             placement.finished(0.2 * round_, request.request_id)
-            for view in draw.sample(list(views.values()), max(1, instances // 2)):
+            for view in draw.sample(list(views.values()), max(1, round(reporting * instances))):
                 view.stats = _report(draw, view.instance, queued // instances)
     finally:
         gc.enable()
@@ -117,6 +133,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", default="dynaserve", help="whose placement is measured (default: %(default)s)")
     parser.add_argument("--instances", nargs="*", type=int, default=[2, 16])
     parser.add_argument("--queued", nargs="*", type=int, default=[100, 1000], help="requests on all instances together")
+    share = "of the instances that report between two requests (default: %(default)s)"
+    parser.add_argument("--reporting", type=float, default=0.5, metavar="SHARE", help=share)
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.OPTION=VALUE", help="may repeat")
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--json", action="store_true", help="a list of objects instead of the table")
 
@@ -124,8 +143,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Everything from parsed options."""
     costs = [
-        measure(options.preset, balance, instances, queued, options.rounds)
-        for balance in ("work", "end")
+        measure(
+            options.preset,
+            balance,
+            instances,
+            queued,
+            options.rounds,
+            reporting=options.reporting,
+            settings=options.set,
+        )
+        for balance in (("work", "end") if options.preset == "dynaserve" else ("work",))
         for instances in options.instances
         for queued in options.queued
     ]

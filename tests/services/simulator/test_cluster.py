@@ -13,6 +13,7 @@ from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload
 from cohort.services.simulator.cluster import SimCluster, SimOptions
 from cohort.services.simulator.deployment import spread_roles
 from cohort.services.simulator.engine import MAX_FAST_FORWARD
+from cohort.services.simulator.hardware import load_cluster
 from cohort.services.simulator.report import make_report
 from tests.examples import examples
 from tests.services.simulator.lab import MODEL, Recorded, cache_of, cluster, config, run, workload
@@ -20,7 +21,7 @@ from tests.services.simulator.lab import MODEL, Recorded, cache_of, cluster, con
 
 def test_one_request_takes_the_cost_of_its_iterations():
     sim = run(config(engine={"prefill_chunk": 64}), cluster(), workload((0.0, 100, 3)))
-    cost = sim.cost
+    cost = sim.costs[0]
     steps = [
         StepWork(64, 1, 0, prefill_pairs(0, 64), 64),
         StepWork(36, 1, 1, prefill_pairs(64, 36), 100),
@@ -37,6 +38,31 @@ def test_one_request_takes_the_cost_of_its_iterations():
     assert stats.tpot.sum_s == pytest.approx((expected[2] - expected[0]) / 2)
     assert stats.jct.sum_s == pytest.approx(expected[2])
     assert stats.normalised.sum_s == pytest.approx(expected[2] / 3)
+
+
+def test_unlike_instances_take_the_time_and_have_the_memory_of_their_own_devices():
+    unlike = load_cluster("h200:1+a100-80:2")
+    # One after another, in turn: each instance serves one of them.
+    load = workload((0.0, 400, 8), (5.0, 400, 8), (10.0, 400, 8))
+    sim = run(config(policies={"placement": "colocated_in_turn"}), unlike, load)
+    fast, *slow = sim.workers
+    alone = [run(config(), load_cluster(device), workload((0.0, 400, 8))) for device in ("h200", "a100-80")]
+    assert [worker.tally.busy_s for worker in (fast, *slow)] == pytest.approx(
+        [alone[0].workers[0].tally.busy_s] + 2 * [alone[1].workers[0].tally.busy_s]
+    )
+    assert fast.tally.busy_s < slow[0].tally.busy_s
+    blocks = [worker.machine.kv.total_blocks for worker in sim.workers]
+    assert blocks == [alone[0].workers[0].machine.kv.total_blocks] + 2 * [alone[1].workers[0].machine.kv.total_blocks]
+    report = make_report(sim, "unlike", Workload("unlike", ()).facts)
+    assert report.device == "1 x 1 h200 + 2 x 1 a100-80"
+    # What is in use of a device is a share of its own peak.
+    shares = [
+        instance.compute / worker.tally.flops for instance, worker in zip(report.instances, sim.workers, strict=True)
+    ]
+    peaks = [cost.peak_flops_per_s for cost in sim.costs]
+    assert [share * peak for share, peak in zip(shares, peaks, strict=True)] == pytest.approx(
+        3 * [1 / report.duration_s]
+    )
 
 
 def test_disaggregated_kv_crosses_the_link_once():

@@ -69,6 +69,29 @@ def test_instances_on_different_hosts_use_the_network(tmp_path: Path):
     assert cluster.link(1, 2) == load_link("tcp")
 
 
+def test_unlike_instances_are_numbered_through_and_never_on_one_machine():
+    cluster = load_cluster("h100-80:1+a100-80:2")
+    assert (cluster.instances, cluster.hardware) == (3, "1 x 1 h100-80 + 2 x 1 a100-80")
+    assert [cluster.of(number).device.name for number in range(3)] == ["h100-80", "a100-80", "a100-80"]
+    assert cluster.link(1, 2) == load_link("nvlink3")
+    assert cluster.link(0, 1) == cluster.link(2, 0) == load_link("rdma")
+    twice = load_cluster("a100-80:2+a100-80:2")
+    assert twice.link(0, 1) == twice.link(2, 3) == load_link("nvlink3")
+    assert twice.link(1, 2) == load_link("rdma")
+
+
+def test_unlike_instances_that_cannot_work_together_are_refused(tmp_path: Path):
+    file = tmp_path / "wide.yaml"
+    file.write_text("{device: a100-80, instances: 2, tensor_parallel: 2}")
+    assert load_cluster(f"{file}+{file}").instances == 4
+    with pytest.raises(ConfigError, match="as many shards"):
+        load_cluster(f"{file}+a100-80:2")
+    with pytest.raises(ConfigError, match="share cores"):
+        load_cluster("cpu-2x1+cpu-core:2")
+    with pytest.raises(ConfigError, match="nothing"):
+        load_cluster("a100-80:1+nothing:2")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -1,0 +1,340 @@
+"""Where a request runs: the worker on which its first token is predicted to come soonest.
+
+    every worker that can hold it ─▶ one per device (the others of a device stand by)
+           ─▶ predicted TTFT there + the price of the memory that everything there will still need
+           ─▶ whole on the best; or, where its decode row would close a worker to prompts, its prompt there and its
+              decode row with those that have closed one already (P/D of this one request)
+
+A `Placement` of the manager. Roles are preferences: every worker may prefill and decode. What a worker does with its
+requests is its own scheduler's business; how long that takes is `ttft_forecast`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import inf
+
+from cohort.common.config import CohortConfig
+from cohort.common.policies.baselines.batch_builder import RankKey
+from cohort.common.policies.baselines.placements import fits, impossible
+from cohort.common.policies.cohort.arriving_prompts import ArrivingPrompts, stretch
+from cohort.common.policies.cohort.placed_work import Known, PlacedWork
+from cohort.common.policies.cohort.prefix_record import Chain, PrefixRecord
+from cohort.common.policies.cohort.ttft_forecast import Pace, memory_price_s, mixes, transfer_fits
+from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
+from cohort.common.policies.interface import (
+    ClusterView,
+    Impossible,
+    InstanceView,
+    Placed,
+    Placement,
+    Wait,
+    WaitingRequest,
+)
+from cohort.common.types import InstanceId, Request, RequestId, Segment
+
+_USEFUL = 64
+"""Prompt tokens: where not even so many can be computed beside the decode rows in time, prompts get nowhere."""
+
+_ALL = 1 << 30
+"""Longer than any prompt."""
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A worker, and what would become of the request there.
+
+    `ttft_s`: predicted. When workers are compared two prices are added to it: `delay_s`, of the prompts that go behind
+    it there and wait longer for it, and `price_s`, of memory. `full`: with one more decode row, these alone exceed the
+    strictest TPOT. `closed`: no useful chunk of a prompt can go with the decode rows there in time. `closes`: nor could
+    it with this request's.
+    """
+
+    view: InstanceView
+    work: PlacedWork
+    pace: Pace
+    cached: int
+    ttft_s: float
+    delay_s: float
+    price_s: float
+    full: bool
+    closed: bool
+    closes: bool
+
+    @property
+    def key(self) -> tuple[bool, float, InstanceId]:
+        return (self.full or self.closed, self.ttft_s + self.delay_s + self.price_s, self.view.instance)
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A request to be placed. `output`: tokens expected of it; `variance`: of that. `stretch`: what a second of its
+    wait, and one of its computing, become because shorter prompts keep coming."""
+
+    request: Request
+    known: Known
+    output: float
+    variance: float
+    stretch: tuple[float, float]
+    chain: Chain
+    cached: dict[InstanceId, int]
+    ranks: dict[float, RankKey] = field(default_factory=dict)
+    """Its place among a worker's prompts, by what a token takes there."""
+
+
+class LeastTtft(Placement):
+    def __init__(self, options: CohortConfig, *, default_output: float, own_order: bool, prefix_caching: bool) -> None:
+        """`default_output`: tokens expected of a request without a prediction. `own_order`: see `PlacedWork`."""
+        self._options, self._default_output, self._own_order = options, default_output, own_order
+        self._work: dict[InstanceId, PlacedWork] = {}
+        self._known: dict[RequestId, Known] = {}
+        self._prefixes = PrefixRecord() if prefix_caching else None
+        self._arriving = ArrivingPrompts() if own_order and options.prompt_order == "shortest" else None
+        self._rate = 0.0
+        self._whole = self._splits = self._full = self._standbys = 0
+        self._cached_tokens = 0
+        self._tracked = 0
+        self._error = self._bias = 0.0
+
+    # -- the policy interface --------------------------------------------------------------------------------------
+
+    def place(
+        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None
+    ) -> Placed | Wait | Impossible:
+        views = cluster.instances
+        if not views:
+            return Wait("no worker is registered")
+        able = [view for view in views.values() if fits(view, waiting.request)]
+        if not able:
+            return impossible(views.values(), waiting.request)
+        self._refresh(now_s, cluster)
+        wanted = self._wanted(now_s, waiting)
+        candidates = [
+            self.forecast(now_s, view, others, wanted) for view, others in self._devices(able, views.values())
+        ]
+        best = next((c for c in candidates if c.view.instance == preferred), None)
+        if best is not None:
+            return self._keep(now_s, wanted, best, "as preferred")
+        self._rate = sum([candidate.pace.rate for candidate in candidates])
+        # What is best of all: whoever asks whether any worker can make it asks here.
+        best = min(candidates, key=_key)
+        if not (best.closes or best.closed):
+            return self._keep(now_s, wanted, best, "its first token comes soonest here")
+        home = self._home(candidates, best, wanted)
+        if home is None:
+            return self._keep(now_s, wanted, best, "no worker for its decode alone")
+        return self._share(now_s, wanted, best, home)
+
+    def finished(self, now_s: float, request_id: RequestId) -> None:
+        if self._known.pop(request_id, None) is not None:
+            for work in self._work.values():
+                work.forget(request_id)
+
+    def metrics(self) -> dict[str, float]:
+        """`ttft_error`, `ttft_bias`: |predicted − real| / real, and predicted / real, moving averages over requests
+        whose first token shows in reports. `placed_full_total`: where every worker's decodes fill the bound."""
+        return {
+            "splits_total": float(self._splits),
+            "whole_total": float(self._whole),
+            "placed_full_total": float(self._full),
+            "standby_workers": float(self._standbys),
+            "prefix_tokens_expected_total": float(self._cached_tokens),
+            "ttft_error": self._error,
+            "ttft_bias": self._bias,
+            "ttft_tracked_total": float(self._tracked),
+        }
+
+    # -- what is known ---------------------------------------------------------------------------------------------
+
+    def _refresh(self, now_s: float, cluster: ClusterView) -> None:
+        views = cluster.instances
+        for name in [name for name in self._work if name not in views]:
+            del self._work[name]
+        for name, view in views.items():
+            work = self._work.get(name)
+            if work is None:
+                work = self._work[name] = PlacedWork(self._options, own_order=self._own_order)
+            if work.refresh(now_s, view, self._known):
+                self._learn(work.reported_s, view)
+        if self._prefixes is not None:
+            self._prefixes.only(views)
+
+    def _learn(self, reported_s: float, view: InstanceView) -> None:
+        """How well first tokens were foreseen. A report names the positions of every decode row, so that the time of
+        its first token follows: as many iterations ago as it has positions beyond its prompt, and half of the one in
+        flight. What is not known is when the report came, up to half the time between two placements. A response that
+        ended before any report showed it teaches nothing, nor does one whose prompt another worker computed."""
+        step_s = view.stats.step_s
+        for work in view.stats.queue:
+            known = self._known.get(work.request_id) if work.prefill_left == 0 else None
+            if known is None or known.predicted_s is None or work.context < known.tokens:
+                continue
+            first_s = reported_s - (work.context - known.tokens + 0.5) * step_s
+            real_s = max(first_s - known.placed_s, step_s, 1e-3)
+            predicted_s, known.predicted_s = known.predicted_s, None
+            self._tracked += 1
+            share = max(0.02, 1.0 / self._tracked)
+            self._error += share * (abs(predicted_s - real_s) / real_s - self._error)
+            self._bias += share * (predicted_s / real_s - self._bias)
+
+    def _wanted(self, now_s: float, waiting: WaitingRequest) -> _Wanted:
+        request = waiting.request
+        most = float(request.sampling.max_tokens - request.output_known)
+        output = max(1.0, min(most, waiting.expected_output(self._default_output) - request.output_known))
+        prediction = waiting.prediction
+        spread = max(0.0, min(prediction.p90, most) - prediction.mean) if prediction else 0.0
+        promised = request.traffic_class == "rt" and request.slo.ttft_s > 0
+        known = Known(
+            attempt=request.attempt,
+            best_effort=request.traffic_class != "rt",
+            priority=request.priority,
+            arrived_s=now_s - request.waited_s,
+            due_s=now_s + request.slo.ttft_s if promised else inf,
+            tpot_s=request.slo.tpot_s if promised else 0.0,
+            tokens=len(request.tokens),
+            cached=0,
+            variance=spread * spread,
+            placed_s=now_s,
+        )
+        chain = Chain(request)
+        cached = self._prefixes.cached(chain) if self._prefixes is not None else {}
+        return _Wanted(request, known, output, spread * spread, self._stretch(now_s, known), chain, cached)
+
+    def _stretch(self, now_s: float, known: Known) -> tuple[float, float]:
+        """As it is computed less of it is left, and fewer are shorter: on the way half of it."""
+        if self._arriving is None:
+            return 1.0, 1.0
+        if known.best_effort:
+            every = stretch(self._arriving.shorter_per_s(_ALL), self._rate)
+            return every, every
+        waiting, computing = (
+            stretch(self._arriving.shorter_per_s(tokens), self._rate) for tokens in (known.tokens, known.tokens // 2)
+        )
+        self._arriving.arrived(now_s, known.tokens)
+        return waiting, computing
+
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    def _devices(
+        self, able: list[InstanceView], views: Iterable[InstanceView]
+    ) -> list[tuple[InstanceView, list[PlacedWork]]]:
+        """One worker per device, and the work of those that share it. On a shared device decode rows gather on one: on
+        the one whose role decodes, then the one that has rows already; the others are warm standbys."""
+        if not any(view.capacity.device for view in able):
+            return [(view, []) for view in able]
+        chosen: dict[str, InstanceView] = {}
+        for view in able:
+            device = view.capacity.device or view.instance
+            other = chosen.get(device)
+            if other is None or self._leads(view) < self._leads(other):
+                chosen[device] = view
+        sharing: dict[str, list[InstanceView]] = {}
+        for view in views:
+            if view.capacity.device:
+                sharing.setdefault(view.capacity.device, []).append(view)
+        self._standbys = sum(len(group) - 1 for group in sharing.values())
+        return [
+            (view, [self._work[v.instance] for v in sharing.get(view.capacity.device, ()) if v is not view])
+            for view in chosen.values()
+        ]
+
+    def _leads(self, view: InstanceView) -> tuple[bool, int, InstanceId]:
+        return (not view.role.decodes, -self._work[view.instance].rows, view.instance)
+
+    def forecast(self, now_s: float, view: InstanceView, others: list[PlacedWork], wanted: _Wanted) -> Candidate:
+        """What would become of this request on this worker. `others`: the work of those that share its device."""
+        options, known, work = self._options, wanted.known, self._work[view.instance]
+        cached = wanted.cached.get(view.instance, 0)
+        own, headroom = known.tokens - cached, 1.0 - options.headroom
+        pace = work.pace(others)
+        rank = wanted.ranks.get(work.times.token_s)
+        if rank is None:
+            rank = wanted.ranks[work.times.token_s] = work.rank(now_s, known)
+        done = work.done(now_s, pace)
+        tokens, pairs = work.before(rank, done)
+        behind = work.prompt_tokens
+        busy, strictest_s = work.busy, work.strictest_s
+        for other in others:
+            more, more_pairs = other.before(other.rank(now_s, known), 0.0)
+            tokens, pairs, behind = tokens + more, pairs + more_pairs, behind + other.prompt_tokens
+            busy, strictest_s = busy or other.busy, min(strictest_s, other.strictest_s)
+        behind = max(0, behind - int(done) - tokens)
+        ttft_s = pace.seconds(tokens + own, pairs + own * (cached + 0.5 * own), behind)
+        if ttft_s > pace.aim_s:  # what comes while it waits, and while it is computed
+            waiting, own_part = wanted.stretch
+            share = own / (tokens + own)
+            ttft_s = pace.aim_s + (ttft_s - pace.aim_s) * (waiting * (1.0 - share) + own_part * share)
+        if busy:  # the iteration in flight
+            ttft_s += 0.5 * min(pace.aim_s, view.stats.step_s or pace.aim_s)
+        needed, variance, free = work.memory
+        price_s = memory_price_s(needed + own + wanted.output, variance + wanted.variance, free)
+        full = closed = closes = False
+        bound_s = min(strictest_s, known.tpot_s or inf) * headroom
+        if others or work.crowded_s(_USEFUL) > bound_s:
+            rows, context = work.rows, work.context
+            for other in others:
+                rows, context = rows + other.rows, context + other.context
+            with_it = BatchShape(0, 0, 0, rows + 1, context + known.tokens)
+            closes = known.tpot_s > 0 and not mixes(work.times, with_it, _USEFUL, bound_s)
+            full = closes and step_seconds(work.times, with_it) > bound_s
+            if strictest_s < inf:
+                without_it = BatchShape(0, 0, 0, max(rows, 1), context)
+                closed = not mixes(work.times, without_it, _USEFUL, strictest_s * headroom)
+        return Candidate(view, work, pace, cached, ttft_s, behind / pace.rate, price_s, full, closed, closes)
+
+    def _home(self, candidates: list[Candidate], best: Candidate, wanted: _Wanted) -> Candidate | None:
+        """Where only its decode goes: a worker that is closed to prompts already and has time and memory for one more
+        row, the one with the most, so that the others open again. None where there is no such worker, or the transfer
+        of its KV would cost it its own TPOT."""
+        request, tokens = wanted.request, wanted.known.tokens
+        if best.closed or tokens - request.prompt_tokens + 1 >= request.sampling.max_tokens:
+            return None
+        homes = [c for c in candidates if c is not best and c.closed]
+        if not homes:
+            return None
+        last = sum(not c.closed for c in candidates) == 1
+        free = [c for c in homes if not c.full and c.price_s <= 1.0]
+        if free:
+            home = max(free, key=lambda c: (c.work.rows, c.view.instance))
+        elif last:  # without it no prompt would be computed in time at all
+            home = min(homes, key=lambda c: (c.price_s > 1.0, c.work.rows, c.view.instance))
+        else:
+            return None
+        with_it = BatchShape(0, 0, 0, home.work.rows + 1, home.work.context + tokens)
+        pass_s = step_seconds(home.work.times, with_it)
+        transfer_s = tokens * best.view.capacity.geometry.token_bytes / self._options.kv_bytes_per_s
+        tpot_s = wanted.known.tpot_s
+        return home if not free or transfer_fits(transfer_s, wanted.output, pass_s, tpot_s) else None
+
+    # -- one request -----------------------------------------------------------------------------------------------
+
+    def _keep(self, now_s: float, wanted: _Wanted, best: Candidate, why: str) -> Placed:
+        self._whole += 1
+        self._note(now_s, wanted, best, prompt=True, decode=True)
+        wanted.known.predicted_s = best.ttft_s
+        return Placed((Segment(0, None, best.view.instance),), f"whole: {why}", best.ttft_s)
+
+    def _share(self, now_s: float, wanted: _Wanted, first: Candidate, second: Candidate) -> Placed:
+        self._splits += 1
+        self._note(now_s, wanted, first, prompt=True, decode=False)
+        self._note(now_s, wanted, second, prompt=False, decode=True)
+        end = wanted.known.tokens
+        segments = (Segment(0, end, first.view.instance), Segment(end, None, second.view.instance))
+        return Placed(segments, "split: its decode would close a worker to prompts", first.ttft_s)
+
+    def _note(self, now_s: float, wanted: _Wanted, where: Candidate, *, prompt: bool, decode: bool) -> None:
+        known = wanted.known
+        if prompt:
+            known.cached = where.cached
+            self._cached_tokens += where.cached
+            self._full += where.full
+            self._known[known.attempt.request_id] = known
+        where.work.place(now_s, known, prompt=prompt, decode=decode, output=wanted.output)
+        if self._prefixes is not None:
+            positions = known.tokens - where.cached + (wanted.output if decode else 0.0)
+            self._prefixes.placed(wanted.chain, where.view, positions)
+
+
+def _key(candidate: Candidate) -> tuple[bool, float, InstanceId]:
+    return candidate.key

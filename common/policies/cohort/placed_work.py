@@ -1,0 +1,294 @@
+"""What is on a worker, as the placement knows it: the last report, and what was placed there since.
+
+Kept by the placement, one per worker. A report says of every request how much of its prompt is left and how long its
+context is; what it was promised and what of its prompt the cache spares, only the placement knows (`Known`). From both
+follow the prompts that go before a newcomer, in the worker's own order, and the pace at which they are computed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+from typing import NamedTuple
+
+from cohort.common.config import CohortConfig
+from cohort.common.policies.baselines.batch_builder import RankKey
+from cohort.common.policies.cohort.prompt_order import PromptOrder
+from cohort.common.policies.cohort.ttft_forecast import Pace, learned_times, prompt_pace
+from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
+from cohort.common.policies.interface import InstanceView
+from cohort.common.types import Attempt, RequestId, StepTimes, WorkerStats
+
+_DISTANT_S = 1e9
+_REPORT_S = 0.2
+"""Between two reports of a worker."""
+_UNSEEN_S = 2.0
+"""A request sent so long ago and still in no report has ended between two of them."""
+
+
+@dataclass(slots=True)
+class Known:
+    """A request that was placed. `tokens`: of its prompt; `cached`: of these, expected in the cache where it is
+    computed. `tpot_s`: promised to its decode row, 0 if nothing was. `variance`: of its predicted length."""
+
+    attempt: Attempt
+    best_effort: bool
+    priority: int
+    arrived_s: float
+    due_s: float
+    tpot_s: float
+    tokens: int
+    cached: int
+    variance: float
+    placed_s: float
+    predicted_s: float | None = None
+    """TTFT, to be compared with what came of it; None: it was, or cannot be."""
+
+
+class Coming(NamedTuple):
+    """A prompt, or a decode row, that was placed and is in no report yet."""
+
+    since_s: float
+    rank: RankKey | None
+    tokens: int
+    pairs: float
+    decode_context: int
+    needed: float
+    known: Known
+
+
+class PlacedWork:
+    """`own_order`: the worker computes prompts in Cohort's order and within the strictest TPOT (`cohort_batching`);
+    else as they came, in full iterations."""
+
+    def __init__(self, options: CohortConfig, *, own_order: bool) -> None:
+        self._options, self._own_order = options, own_order
+        self._order = PromptOrder(first=options.prompt_order, patience_s=options.patience_s)
+        self._stats: WorkerStats | None = None
+        self._view: InstanceView | None = None
+        self.times: StepTimes
+        self._coming: dict[RequestId, Coming] = {}
+        self._reported: list[tuple[RankKey, int, float]] = []
+        self._reported_tokens = 0
+        self.reported_s = self._looked_s = -inf
+        self._rows = self._context = 0
+        self._needed = self._variance = 0.0
+        self._bound_s = self._bound_to_come_s = inf
+        self._ranks: list[RankKey] | None = None
+        self._tokens: list[int] = []
+        self._pairs: list[float] = []
+        self._pace: Pace | None = None
+        self._memory: tuple[float, float, float] | None = None
+        self._crowded_s: float | None = None
+
+    # -- what happened ------------------------------------------------------------------------------------------------
+
+    def refresh(self, now_s: float, view: InstanceView, known: Mapping[RequestId, Known]) -> bool:
+        """Take the newest report in; True when there was one. Cheap when there is none."""
+        stats, looked_s, self._looked_s = view.stats, self._looked_s, now_s
+        if stats is self._stats:
+            return False
+        self._stats, self._view = stats, view
+        # It came at some moment since the last look at this worker, and not before the report that followed it was due.
+        self.reported_s = now_s - 0.5 * min(now_s - looked_s, _REPORT_S)
+        self.times = learned_times(stats)
+        self._changed()
+        token_s = self.times.token_s
+        rows = context = 0
+        needed = variance = 0.0
+        bound_s = to_come_s = inf
+        reported: list[tuple[RankKey, int, float]] = []
+        for work in stats.queue:
+            left, computed, decode = work.prefill_left, work.context, work.decode_left
+            needed += left + decode
+            request = known.get(work.request_id)
+            if request is None:
+                tpot_s = 0.0
+            else:
+                tpot_s = request.tpot_s if decode else 0.0
+                variance += request.variance
+            if left == 0:
+                if decode:
+                    rows += 1
+                    context += computed
+                    if tpot_s and tpot_s < bound_s:
+                        bound_s = tpot_s
+                continue
+            if tpot_s and tpot_s < to_come_s:
+                to_come_s = tpot_s
+            if request is None:
+                rank = self._rank_of_unknown(work.request_id, left)
+            else:
+                rank = self._rank(now_s, request, left, token_s)
+                if computed == 0:
+                    computed = min(request.cached, left - 1)
+                    left -= computed
+            reported.append((rank, left, left * (computed + 0.5 * left)))
+        reported.sort()
+        self._reported = reported
+        self._reported_tokens = sum(tokens for _, tokens, _ in reported)
+        self._rows, self._context = rows, context
+        self._needed, self._variance = needed, variance
+        self._bound_s, self._bound_to_come_s = bound_s, to_come_s
+        if self._coming:
+            there = {work.request_id for work in stats.queue}
+            self._coming = {
+                name: coming
+                for name, coming in self._coming.items()
+                if name not in there and now_s - coming.since_s < _UNSEEN_S
+            }
+        return True
+
+    def place(self, now_s: float, request: Known, *, prompt: bool, decode: bool, output: float) -> None:
+        """It was sent here: its prompt, its decode row, or both."""
+        left = request.tokens - request.cached
+        rank = self._rank(now_s, request, request.tokens, self.times.token_s) if prompt else None
+        self._coming[request.attempt.request_id] = Coming(
+            now_s,
+            rank,
+            left if prompt else 0,
+            left * (request.cached + 0.5 * left) if prompt else 0.0,
+            request.tokens if decode else 0,
+            left + (output if decode else 0.0),
+            request,
+        )
+        self._changed()
+
+    def forget(self, request_id: RequestId) -> None:
+        if self._coming.pop(request_id, None) is not None:
+            self._changed()
+
+    def _changed(self) -> None:
+        self._ranks = self._pace = self._memory = self._crowded_s = None
+
+    # -- what follows -------------------------------------------------------------------------------------------------
+
+    def rank(self, now_s: float, request: Known) -> RankKey:
+        """The place of a newcomer among the prompts here."""
+        return self._rank(now_s, request, request.tokens, self.times.token_s)
+
+    def before(self, rank: RankKey, done: float) -> tuple[int, float]:
+        """Tokens and pairs of the prompts that go before this rank, less `done` tokens that were computed since the
+        report, the first ones first."""
+        if self._ranks is None:
+            self._sum_up()
+        at = bisect_left(self._ranks, rank) if self._ranks else 0
+        if not at:
+            return 0, 0.0
+        tokens, pairs = self._tokens[at - 1], self._pairs[at - 1]
+        if done <= 0.0:
+            return tokens, pairs
+        left = max(0.0, tokens - done)
+        return int(left), pairs * left / tokens
+
+    def pace(self, companions: Iterable[PlacedWork] = ()) -> Pace:
+        """Of this worker, with the decode rows of those that share its device."""
+        if self._pace is not None and not companions:
+            return self._pace
+        assert self._view is not None
+        capacity, options = self._view.capacity, self._options
+        rows, context, bound_s = self._rows, self._context, self._bound_s
+        for other in companions:
+            rows, context, bound_s = rows + other._rows, context + other._context, min(bound_s, other._bound_s)
+        decodes = BatchShape(0, 0, 0, rows, context)
+        most = max(1, capacity.max_step_tokens - rows)
+        if not self._own_order:
+            pace = prompt_pace(self.times, decodes, inf, most=most, least=1)
+        else:
+            aim_s = min(options.longest_step_s, bound_s * (1.0 - options.headroom))
+            pace = prompt_pace(self.times, decodes, aim_s, most=most, least=options.least_prefill)
+        self._pace = None if companions else pace
+        return pace
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts here, whatever their rank."""
+        if self._ranks is None:
+            self._sum_up()
+        return self._tokens[-1] if self._tokens else 0
+
+    def done(self, now_s: float, pace: Pace) -> float:
+        """Prompt tokens that were computed since the report, of those in it."""
+        if not self._reported:
+            return 0.0
+        return min(pace.rate * max(0.0, now_s - self.reported_s), float(self._reported_tokens))
+
+    @property
+    def strictest_s(self) -> float:
+        """TPOT of all that decode here or will; infinite if nothing was promised to any of them."""
+        strictest_s = min(self._bound_s, self._bound_to_come_s)
+        for coming in self._coming.values():
+            if coming.decode_context and coming.known.tpot_s and coming.known.tpot_s < strictest_s:
+                strictest_s = coming.known.tpot_s
+        return strictest_s
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._rows or self._reported or self._coming)
+
+    @property
+    def rows(self) -> int:
+        return self._rows + sum(coming.decode_context > 0 for coming in self._coming.values())
+
+    @property
+    def context(self) -> int:
+        """Positions that `rows` attend to together."""
+        return self._context + sum(coming.decode_context for coming in self._coming.values())
+
+    def crowded_s(self, chunk: int) -> float:
+        """An iteration with as long a decode row as can come here, and so many prompt tokens: what is quicker than a
+        bound needs no closer look."""
+        if self._crowded_s is None:
+            assert self._view is not None
+            longest = self._view.capacity.max_model_len
+            self._crowded_s = step_seconds(self.times, BatchShape(chunk, 1, 0, self.rows + 1, self.context + longest))
+        return self._crowded_s
+
+    @property
+    def memory(self) -> tuple[float, float, float]:
+        """Positions that everything here will still need, the variance of that, and those that are free."""
+        if self._memory is None:
+            assert self._view is not None
+            view, coming = self._view, self._coming.values()
+            needed = self._needed + sum([c.needed for c in coming])
+            variance = self._variance + sum([c.known.variance for c in coming])
+            blocks = view.free_blocks if view.stats.total_blocks else view.capacity.num_blocks  # no report yet
+            self._memory = needed, variance, float(blocks * view.capacity.block_size)
+        return self._memory
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _rank(self, now_s: float, request: Known, left: int, token_s: float) -> RankKey:
+        """As `PromptQueue` ranks it; where prompts are computed as they come, by that."""
+        if not self._own_order:
+            return (request.arrived_s, request.attempt)
+        rank, _ = self._order.place(
+            now_s,
+            request.best_effort,
+            request.priority,
+            request.arrived_s,
+            request.due_s,
+            left,
+            token_s,
+            key=request.attempt,
+        )
+        return rank
+
+    def _rank_of_unknown(self, request_id: RequestId, left: int) -> RankKey:
+        """Of a request that a former manager placed: as the order has one that can keep its TTFT."""
+        key = Attempt(request_id, 0)
+        if not self._own_order:
+            return (0.0, key)
+        return self._order.place(0.0, False, 0, 0.0, _DISTANT_S, left, 0.0, key=key)[0]
+
+    def _sum_up(self) -> None:
+        prompts = self._reported
+        coming = [(c.rank, c.tokens, c.pairs) for c in self._coming.values() if c.rank is not None]
+        if coming:
+            prompts = sorted([*prompts, *coming])
+        self._ranks = [rank for rank, _, _ in prompts]
+        self._tokens = list(accumulate(tokens for _, tokens, _ in prompts))
+        self._pairs = list(accumulate(pairs for _, _, pairs in prompts))

@@ -1,0 +1,121 @@
+"""Which prompts were computed where: what the placement believes of the workers' prefix caches.
+
+Workers do not say what they have cached, so this is a record of what was placed: the beginning of every prompt in
+chunks, each named by a hash of it and of everything before it. What a worker's cache has dropped since is estimated by
+how much was placed there since: a cache that gave all its blocks to others in the meantime has nothing left of it. Only
+an estimate of time follows from it; the tokens themselves are looked up by the worker, by real hashes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from cohort.common.policies.interface import InstanceView
+from cohort.common.types import InstanceId, Request
+
+_SHORT, _SHORTS, _LONG = 128, 8, 512
+"""Tokens of a chunk: so many of the first ones, and of all others. So much of a common prefix may go unnoticed."""
+_CHUNKS = 65_536
+"""Chunks remembered at most, of all workers together (some 20 MB)."""
+
+
+@dataclass(slots=True)
+class _Cache:
+    """One worker's. `taken`: positions that were placed there so far; `view`: of the process that is meant."""
+
+    view: InstanceView
+    positions: int
+    taken: float = 0.0
+
+
+class Chain:
+    """A prompt's full chunks: where each ends, and its name, computed as far as it is asked for."""
+
+    __slots__ = ("_hashes", "ends", "request")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        tokens = len(request.tokens)
+        self.ends = list(range(_SHORT, min(tokens, _SHORT * _SHORTS) + 1, _SHORT))
+        self.ends += range(_SHORT * _SHORTS + _LONG, tokens + 1, _LONG)
+        self._hashes: list[int] = []
+
+    def __getitem__(self, index: int) -> int:
+        hashes = self._hashes
+        if index < len(hashes):
+            return hashes[index]
+        tokens, before = self.request.tokens, hash(self.request.prefix_salt)
+        if hashes:
+            before = hashes[-1]
+        for at in range(len(hashes), index + 1):
+            before = hash((before, *tokens[self.ends[at - 1] if at else 0 : self.ends[at]]))
+            hashes.append(before)
+        return before
+
+
+class PrefixRecord:
+    def __init__(self) -> None:
+        self._holders: OrderedDict[tuple[str, int], dict[InstanceId, float]] = OrderedDict()
+        """Salt and hash of a chunk → who computed it, and what had been placed there by then."""
+        self._caches: dict[InstanceId, _Cache] = {}
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def cached(self, chain: Chain) -> dict[InstanceId, int]:
+        """Tokens of this prompt that workers have in their caches; those that are not named have none."""
+        found: dict[InstanceId, int] = {}
+        request = chain.request
+        if request.sampling.prompt_logprobs >= 0:  # every position is computed
+            return found
+        begun = 0
+        for index, end in enumerate(chain.ends):
+            holders = self._holders.get((request.prefix_salt, chain[index]))
+            going_on = False
+            for name, taken in holders.items() if holders else ():
+                if found.get(name, 0) == begun and self._lasts(name, taken):
+                    found[name] = end
+                    going_on = True
+            if not going_on:
+                break
+            begun = end
+        most = len(request.tokens) - 1
+        return {name: min(tokens, most) for name, tokens in found.items()}
+
+    def placed(self, chain: Chain, view: InstanceView, new_positions: float) -> None:
+        """It is computed there, and takes so many positions beside those that it found."""
+        name, salt = view.instance, chain.request.prefix_salt
+        cache = self._caches.get(name)
+        if cache is None or cache.view is not view:  # another process of this name starts with an empty cache
+            self.forget(name)
+            cache = self._caches[name] = _Cache(view, view.capacity.num_blocks * view.capacity.block_size)
+        cache.taken += new_positions
+        holders = self._holders
+        for index in range(len(chain.ends)):
+            key = (salt, chain[index])
+            entry = holders.get(key)
+            if entry is None:
+                entry = holders[key] = {}
+            else:
+                holders.move_to_end(key)
+            entry[name] = cache.taken
+        while len(holders) > _CHUNKS:
+            holders.popitem(last=False)
+
+    def forget(self, name: InstanceId) -> None:
+        """Its cache is gone. What was said of it counts for nothing from now on."""
+        if self._caches.pop(name, None) is not None:
+            for entry in self._holders.values():
+                entry.pop(name, None)
+
+    def only(self, views: dict[InstanceId, InstanceView]) -> None:
+        """These workers are there; a new process of an old name has nothing cached."""
+        for name in [name for name, cache in self._caches.items() if views.get(name) is not cache.view]:
+            self.forget(name)
+
+    def _lasts(self, name: InstanceId, taken: float) -> bool:
+        """Between a request's placement and its release others take as many positions as are in use together; then the
+        free ones and the caches of all that were released before go first. Together that is the whole cache."""
+        cache = self._caches.get(name)
+        return cache is not None and cache.taken - taken < cache.positions

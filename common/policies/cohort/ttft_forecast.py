@@ -1,0 +1,126 @@
+"""When a worker would yield the first token of one more request: arithmetic over what is known of it. Pure functions.
+
+    prompts before it in the worker's order ┐
+    its own prompt, less what is cached     ┴ ÷ the rate that the decodes there leave  ─▶ seconds to its first token
+    KV that everything there will still need ÷ what is free                            ─▶ the price of memory
+
+Asked by the placement (`least_ttft`), for which `placed_work` knows the tokens. Times come from `step_seconds` of what
+the worker has learned and from nothing else, so that whatever an iteration costs is in the forecast.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import NamedTuple
+
+from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
+from cohort.common.types import StepTimes, WorkerStats
+
+_COLD = StepTimes(1e-3, 1e-4, 1e-4, 1e-2, 1e-9, 1e-8)
+"""Until a worker has reported times; only the proportions matter, and only for the first requests."""
+_PROBE_PAIRS = 1_000_000
+"""Query-key pairs by which the price of one is asked."""
+_CLOSE = 0.005
+"""A chunk whose iteration misses the aim by this share is good enough."""
+_CROWDED = 0.5
+"""From this share of the free positions on, what will still be needed costs a newcomer time."""
+
+
+class Pace(NamedTuple):
+    """How a worker computes prompts at present: beside `decodes`, in iterations of `aim_s`, `chunk` tokens each where
+    these attend to nothing. `token_s`: what one token more adds there; `pair_s`: what a query-key pair adds."""
+
+    times: StepTimes
+    decodes: BatchShape
+    aim_s: float
+    most: int
+    least: int
+    chunk: float
+    token_s: float
+    pair_s: float
+
+    def seconds(self, tokens: int, pairs: float, behind: int = 0) -> float:
+        """Until so many prompt tokens, which attend to so many pairs together, are computed. `behind`: prompt tokens
+        that wait behind them and share their last iteration."""
+        if tokens <= 0:
+            return 0.0
+        rows, context = self.decodes.decodes, self.decodes.decode_context
+        share_s, everything = self.pair_s * pairs / tokens, tokens + behind
+        if everything <= self.most:
+            shape = BatchShape(everything, 1, int(pairs * everything / tokens), rows, context)
+            at_once_s = step_seconds(self.times, shape)
+            if at_once_s <= self.aim_s or everything <= self.least:
+                return at_once_s
+        chunk, iteration_s = self.chunk, self.aim_s
+        if share_s > 0.0 and chunk > self.least:  # where the line through the chunk, with the pairs, meets the aim
+            chunk = max(self.least, chunk * self.token_s / (self.token_s + share_s))
+        if chunk <= self.least:
+            iteration_s = step_seconds(
+                self.times, BatchShape(int(chunk), 1, int(chunk * pairs / tokens), rows, context)
+            )
+        return max(1.0, tokens / chunk + 0.5 * min(1.0, behind / chunk)) * iteration_s
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second while prompts wait."""
+        return self.chunk / max(self.aim_s, self.pass_s)
+
+    @property
+    def pass_s(self) -> float:
+        """An iteration of the decodes alone."""
+        return step_seconds(self.times, self.decodes)
+
+
+def prompt_pace(times: StepTimes, decodes: BatchShape, aim_s: float, *, most: int, least: int) -> Pace:
+    """`aim_s`: seconds that an iteration may take, infinite where nothing bounds it; `most`, `least`: prompt tokens in
+    one, whatever it takes."""
+    rows, context = decodes.decodes, decodes.decode_context
+
+    def seconds(tokens: float) -> float:
+        return step_seconds(times, BatchShape(max(1, int(tokens)), 1, 0, rows, context))
+
+    most = max(1, most)
+    pairs_s = step_seconds(times, BatchShape(most, 1, _PROBE_PAIRS, rows, context)) - seconds(most)
+    pair_s = max(0.0, pairs_s) / _PROBE_PAIRS
+    right, right_s = float(most), seconds(most)
+    aim_s = min(aim_s, right_s)
+    before = max(1.0, 0.9 * right)
+    slope_s = max((right_s - seconds(before)) / max(1.0, right - before), 1e-9)
+    # The time of an iteration bends upwards: a line through two points beyond the aim meets it beyond the curve.
+    for _ in range(6):
+        if right_s <= aim_s * (1.0 + _CLOSE) or right <= least:
+            break
+        left = right - (right_s - aim_s) / slope_s
+        if left <= max(1, least):
+            right = float(least)
+            break
+        left_s = seconds(left)
+        slope_s = max((right_s - left_s) / max(right - left, 1.0), 1e-9)
+        right, right_s = left, left_s
+    return Pace(times, decodes, aim_s, most, least, max(right, float(least)), slope_s, pair_s)
+
+
+def mixes(times: StepTimes, decodes: BatchShape, chunk: int, bound_s: float) -> bool:
+    """Whether a chunk of so many prompt tokens can go with these decodes and keep the bound."""
+    return step_seconds(times, BatchShape(chunk, 1, 0, decodes.decodes, decodes.decode_context)) <= bound_s
+
+
+def learned_times(stats: WorkerStats) -> StepTimes:
+    """As reported; of a worker whose scheduler learns none, two constants from its averages, the rest as usual."""
+    if stats.step_times is not None:
+        return stats.step_times
+    rate, decode_s = stats.prefill_tokens_per_s, stats.decode_step_s
+    token_s = 1.0 / rate if rate else _COLD.token_s
+    return StepTimes(0.0, _COLD.row_s, token_s, decode_s or _COLD.floor_s, _COLD.pair_s, _COLD.position_s)
+
+
+def memory_price_s(needed: float, variance: float, free: float) -> float:
+    """What it costs a newcomer that `needed` positions, all in all, will still be wanted of those that are `free`. An
+    upper estimate: `variance` is the sum of every prediction's own (p90 − mean)²; errors of many cancel in part."""
+    return max(0.0, (needed + sqrt(variance)) / max(free, 1.0) - _CROWDED)
+
+
+def transfer_fits(transfer_s: float, tokens: float, pass_s: float, tpot_s: float) -> bool:
+    """Whether a response of so many tokens still keeps its mean TPOT if its second token comes this much later: the
+    rest of them has to make up for it."""
+    return transfer_s <= max(0.0, tokens - 1.0) * (tpot_s - pass_s)

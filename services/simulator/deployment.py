@@ -102,6 +102,7 @@ class Deployment:
             host_blocks,
             config.engine.max_rows,
             config.engine.max_step_tokens,
+            device=name,
         )
         scheduler = compose.iteration(config)
         if scheduler.learned is not None and self._profile is not None:

@@ -4,10 +4,10 @@
     peer lives, connection broke ──────────────▶ DISCONNECTED ─▶ it dials again at once      │
                                                                   its route is back ◀── no ──┴── yes ─▶ lost
 
-The kernel closes a process's sockets however it ends, so on one host, between containers and between hosts the end of a
-connection is the first sign of a death. A peer that lives dials again, first after `zmq_bus.RECONNECT_MS`: only one that
-is still away after `RETURN_S` counts as lost. A host that vanishes closes nothing: its peers are found by the bus's own
-heartbeats, seconds later, and by the protocols' deadlines.
+The kernel closes a process's sockets however it ends, so on one host, between containers and between hosts the end of
+a connection is the first sign of a death. A peer that lives dials again, first after `zmq_bus.RECONNECT_MS`: only one
+that is still away after `RETURN_S` counts as lost. A host that vanishes closes nothing: its peers are found by the
+bus's own heartbeats, seconds later, and by the protocols' deadlines.
 
 libzmq does not say whose connection ended. So each caller gets an empty message, which every bus skips: sending one to
 a peer without a connection fails at once (ROUTER_MANDATORY). Connections end seldom, and an empty message is one byte.

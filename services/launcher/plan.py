@@ -78,8 +78,8 @@ def http_base(host: str, port: int) -> str:
 def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
     """All processes of a resolved configuration, in the order a person reads the pipeline.
 
-    `cores` of this machine, 0 if unknown: workers that have more threads between them must yield while they wait, unless
-    only one of them computes at a time.
+    `cores` of this machine, 0 if unknown: workers that have more threads between them must yield while they wait,
+    unless only one of them computes at a time.
     """
     single = _threads_environment(1)
     host, base = config.metrics.host, config.metrics.base_port

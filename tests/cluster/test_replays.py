@@ -46,8 +46,8 @@ def test_whatever_breaks_every_machine_replays(preset: str) -> None:
 
 
 def broken(preset: str, seed: int) -> Case:
-    """The manager and every worker are killed once and come back, one worker is cut off, one is thought dead, clients go
-    away."""
+    """The manager and every worker are killed once and come back, one worker is cut off, one is thought dead, clients
+    go away."""
     random = Random(seed)
     config = Case(preset=preset, arrivals=[]).config
     names = sorted(config.instance_roles)

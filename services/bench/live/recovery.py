@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 import urllib.request
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def round_of(streams: list[list[float]], killed_s: float, back_s: float) -> Roun
     before: list[float] = []
     early = hit = 0
     for times in streams:
-        gaps = [(later - sooner, later) for sooner, later in zip(times, times[1:], strict=False)]
+        gaps = [(later - sooner, later) for sooner, later in pairwise(times)]
         before += [gap for gap, at_s in gaps if at_s <= killed_s]
         late = [(gap, at_s) for gap, at_s in gaps if at_s > killed_s]
         after += [gap for gap, _ in late]

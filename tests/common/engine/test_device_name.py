@@ -10,8 +10,7 @@ from cohort.common.engine.device_name import device_name, own_cores, ranges
 
 
 @pytest.mark.parametrize(
-    ("numbers", "text"),
-    [({0}, "0"), ({0, 1, 2, 3}, "0-3"), ({5, 0, 2, 1}, "0-2,5"), ({1, 3, 5}, "1,3,5"), (set(), "")],
+    ("numbers", "text"), [({0}, "0"), ({0, 1, 2, 3}, "0-3"), ({5, 0, 2, 1}, "0-2,5"), ({1, 3, 5}, "1,3,5"), (set(), "")]
 )
 def test_core_numbers_are_written_as_ranges(numbers: set[int], text: str) -> None:
     assert ranges(numbers) == text

@@ -329,8 +329,9 @@ class World:
     def inflict(self, kind: str, back_s: float, *, leaving: str = "decode-1", cancelled: int = 5) -> None:
         """One fault, as `tests.common.machines.faults` names them: "manager" (killed, back after `back_s`), the name of
         a worker to kill with its host, so that its silence tells, "crash NAME" (the same, but its connections end),
-        "alarm NAME" (its connection to the manager ends, and it lives), "leave" (the worker `leaving` drains), "cancel" (of the first `cancelled` requests), "freeze
-        NAME" (stopped and, `back_s` later, continued), "cut NAME NAME" (the two hear nothing of each other)."""
+        "alarm NAME" (its connection to the manager ends, and it lives), "leave" (the worker `leaving` drains), "cancel"
+        (of the first `cancelled` requests), "freeze NAME" (stopped and, `back_s` later, continued), "cut NAME NAME"
+        (the two hear nothing of each other)."""
         match kind.split():
             case ["manager"]:
                 self.kill_manager(back_s)

@@ -189,39 +189,33 @@ async def test_close_ends_a_waiting_receive(new_bus: Open) -> None:
     await a.close()
 
 
-async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 async def test_a_peer_that_is_gone_is_named_and_no_other(new_bus: Open) -> None:
     hub, stays, goes = new_bus("hub"), new_bus("stays"), new_bus("goes")
-    lost: list[str] = []
-    hub.watch(lost.append)
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    hub.watch(lost.put_nowait)
     for number, peer in enumerate((stays, goes)):
         peer.connect("hub", hub.endpoint)
         peer.send("hub", Registered(number))
         await soon(hub)
     await goes.close()
-    await until(lambda: bool(lost))
+    assert await asyncio.wait_for(lost.get(), 5) == "goes"
     hub.send("stays", Registered(7))
     assert await soon(stays) == ("hub", Registered(7))
-    assert lost == ["goes"]
+    assert lost.empty()
 
 
 async def test_who_comes_again_under_a_lost_name_is_watched_again(new_bus: Open) -> None:
     hub, first = new_bus("hub"), new_bus("w")
-    lost: list[str] = []
-    hub.watch(lost.append)
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    hub.watch(lost.put_nowait)
     first.connect("hub", hub.endpoint)
     first.send("hub", Registered(1))
     await soon(hub)
     await first.close()
-    await until(lambda: lost == ["w"])
+    assert await asyncio.wait_for(lost.get(), 5) == "w"
     second = new_bus("w")
     second.connect("hub", hub.endpoint)
     second.send("hub", Registered(2))
     assert await soon(hub) == ("w", Registered(2))
     await second.close()
-    await until(lambda: lost == ["w", "w"])
+    assert await asyncio.wait_for(lost.get(), 5) == "w"

@@ -57,10 +57,8 @@ async def next_of(bus: ZmqBus) -> tuple[str, object]:
     return await asyncio.wait_for(bus.receive(), 5)
 
 
-async def until_said(lost: list[str], name: str) -> None:
-    async with asyncio.timeout(10):
-        while name not in lost:
-            await asyncio.sleep(0.005)
+async def first_of(lost: asyncio.Queue[str]) -> str:
+    return await asyncio.wait_for(lost.get(), 10)
 
 
 async def met(hub: ZmqBus, peer: ZmqBus, endpoint: str) -> None:
@@ -72,14 +70,14 @@ async def met(hub: ZmqBus, peer: ZmqBus, endpoint: str) -> None:
 async def test_a_cut_between_living_peers_loses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost_peers, "RETURN_S", 1.0)  # however busy this machine is
     hub, peer = ZmqBus("hub", "tcp://127.0.0.1:0"), ZmqBus("peer")
-    lost: list[str] = []
-    hub.watch(lost.append)
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    hub.watch(lost.put_nowait)
     line = Line(int(hub.endpoint.rpartition(":")[2]))
     await line.open()
     await met(hub, peer, line.endpoint)
     line.cut()
     await asyncio.sleep(1.3)
-    assert (line.made, lost) == (2, [])
+    assert (line.made, lost.empty()) == (2, True)
     hub.send("peer", Registered(2))  # the new connection bears the old name
     assert await next_of(peer) == ("hub", Registered(2))
     await line.close()
@@ -89,18 +87,18 @@ async def test_a_cut_between_living_peers_loses_nobody(monkeypatch: pytest.Monke
 
 async def test_a_peer_that_needs_longer_to_come_back_is_lost_and_heard_again() -> None:
     hub, peer = ZmqBus("hub", "tcp://127.0.0.1:0"), ZmqBus("peer")
-    lost: list[str] = []
-    hub.watch(lost.append)
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    hub.watch(lost.put_nowait)
     line = Line(int(hub.endpoint.rpartition(":")[2]))
     await line.open()
     at = int(line.endpoint.rpartition(":")[2])
     await met(hub, peer, line.endpoint)
     await line.close()
-    await until_said(lost, "peer")
+    assert await first_of(lost) == "peer"
     await line.open(at)
     peer.send("hub", Registered(2))
     assert await next_of(hub) == ("peer", Registered(2))
-    assert lost == ["peer"]
+    assert lost.empty()
     await line.close()
     await peer.close()
     await hub.close()
@@ -117,24 +115,24 @@ async def test_kill_9_is_noticed(tmp_path: Path) -> None:
         "asyncio.run(main())\n"
     )
     hub = ZmqBus("hub", f"ipc://{tmp_path}/hub.sock")
-    lost: list[str] = []
-    hub.watch(lost.append)
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    hub.watch(lost.put_nowait)
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, hub.endpoint)
     assert (await asyncio.wait_for(hub.receive(), 30))[0] == "victim"
     os.kill(process.pid, signal.SIGKILL)
-    await until_said(lost, "victim")
+    assert await first_of(lost) == "victim"
     await process.wait()
     await hub.close()
 
 
 async def test_probes_reach_no_living_peer_as_messages() -> None:
     hub, peer, other = ZmqBus("hub", "tcp://127.0.0.1:0"), ZmqBus("peer"), ZmqBus("other")
-    lost: list[str] = []
-    hub.watch(lost.append)
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    hub.watch(lost.put_nowait)
     await met(hub, peer, hub.endpoint)
     await met(hub, other, hub.endpoint)
     await other.close()
-    await until_said(lost, "other")
+    assert await first_of(lost) == "other"
     hub.send("peer", Registered(3))
     assert await next_of(peer) == ("hub", Registered(3))
     assert (peer.counters.received, peer.counters.malformed) == (1, 0)

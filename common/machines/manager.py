@@ -117,8 +117,7 @@ class ManagerMachine:
                 case Received(sender=sender, message=message):
                     schedule |= self._received(now_s, sender, message)
                 case Undelivered(peer=peer) | PeerLost(peer=peer):
-                    # A worker that cannot be reached is dead to the manager, and registers anew if it lives: then the
-                    # attempts it had are superseded. A gateway will greet again.
+                    # Such a worker is dead to the manager, and registers anew if it lives; a gateway will greet again.
                     if peer in self._roster.workers:
                         self._worker_lost(now_s, peer, "cannot be reached")
                 case Tick():

@@ -187,7 +187,7 @@ class ZmqBus:
 
     def watch(self, lost: Callable[[InstanceId], None]) -> None:
         if self._inbox is not None and self._lost_peers is None and not self._closed:
-            self._lost_peers = LostPeers(self._inbox.socket, self._loop, lost)
+            self._lost_peers = LostPeers(self._inbox.socket, self._loop, self._has_route, lost)
 
     # ---- sending and receiving ------------------------------------------------------------------------------
 
@@ -305,6 +305,17 @@ class ZmqBus:
             self.counters.received += 1
             return sender, message
         return None
+
+    def _has_route(self, caller: InstanceId) -> bool:
+        """Whether a peer that dialled the inbox is connected; one that is gets an empty message, and skips it."""
+        assert self._inbox is not None
+        try:
+            self._inbox.socket.send_multipart((caller.encode(), PROBE), zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # a full queue has a connection
+            return error.errno != zmq.EHOSTUNREACH
+        finally:
+            self._look_at(self._inbox)
+        return True
 
     def _open_inbox(self, bind: str, advertise: str) -> None:
         if bind.startswith(_IPC):

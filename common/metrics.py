@@ -222,6 +222,7 @@ class EngineMetrics:
         self.swapped_slots = make.counter(
             "swapped_slots", "Single KV slots moved between device and host (in, out)", ("direction",)
         )
+        self.device = make.gauge("worker_device", "1: this worker computes on that device of that host", ("device",))
         self.out_of_memory = make.counter("out_of_memory_retries", "Batches halved because the device refused memory")
         self.step_time_error = make.gauge(
             "step_time_error",

@@ -72,8 +72,10 @@ class Config(Section, frozen=True):
 
     def default_threads(self, cores: int) -> int:
         """The engine's, else an equal share of the cores, but at least two where there are two: prefill and decode
-        workers are seldom both busy (measured: docs/benchmarks.md)."""
-        return self.engine.threads or max(min(2, cores), cores // max(1, len(self.instance_roles)))
+        workers are seldom both busy (measured: docs/benchmarks.md). All of them for workers that stand by."""
+        if self.engine.threads or self.engine.standby:
+            return self.engine.threads or max(1, cores)
+        return max(min(2, cores), cores // max(1, len(self.instance_roles)))
 
     def _instances(self) -> list[tuple[str, WorkerGroup]]:
         counts: dict[Role, int] = {}

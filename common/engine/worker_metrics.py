@@ -113,6 +113,7 @@ def _step_time_error(kind: IterationKind, snapshot: Snapshot) -> float:
 class WorkerMetrics:
     def __init__(self, make: MetricFactory, machine: WorkerMachine, memory_retries: Callable[[], int]) -> None:
         self.engine = EngineMetrics(make)
+        self.engine.device(machine.setup.capacity.device).set(1)
         self.transfer = TransferMetrics(make)
         self._machine = machine
         self._memory_retries = memory_retries

@@ -6,7 +6,6 @@ Called by the worker services. Decides where the engine runs and how large the c
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ import torch
 from cohort.common import exposure, paths
 from cohort.common.config import Config
 from cohort.common.engine.device_memory import DeviceShare, place
+from cohort.common.engine.device_name import device_name, own_cores
 from cohort.common.engine.learned_state import LearnedState
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner, resolve_device, resolve_dtype
@@ -65,6 +65,7 @@ def capacity_of(config: Config, role: Role, runner: ModelRunner, model: str) -> 
         host_blocks=len(runner.kv.host_blocks),
         max_rows=config.engine.max_rows,
         max_step_tokens=config.engine.max_step_tokens,
+        device=device_name(runner.device, own_cores()),
     )
 
 
@@ -166,7 +167,7 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     config = context.config
     policies.check_names(config)
     role = config.instance_roles.get(context.instance, default_role)
-    threads = config.worker_threads(context.instance, len(_cores()))
+    threads = config.worker_threads(context.instance, len(own_cores()))
     started = time.monotonic()
     # One thread does everything with torch, from loading on: OpenMP keeps a pool per calling thread, and with two pools
     # on the cores of one it stops spinning between two operators, which makes a step half as slow again.
@@ -192,6 +193,7 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     context.log.info(
         "worker ready",
         role=role.value,
+        device=capacity.device,
         threads=threads,
         seconds=round(time.monotonic() - started, 2),
         kv_blocks=capacity.num_blocks,
@@ -202,7 +204,3 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
         await loop.run()
     finally:
         engine.shutdown(wait=True)
-
-
-def _cores() -> set[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

@@ -36,6 +36,16 @@ class Tick(_Event, frozen=True):
     """Time has passed: deadlines. Comes at regular intervals, and at the time a `Wake` effect asked for."""
 
 
+# -- To the manager --------------------------------------------------------------------------------------------------
+
+
+class PeerLost(_Event, frozen=True):
+    """The connection of this peer ended and did not come back at once: it died, or nothing gets through to it. It may
+    be wrong: a peer that is heard again lives."""
+
+    peer: InstanceId
+
+
 # -- To a worker -----------------------------------------------------------------------------------------------------
 
 
@@ -161,5 +171,5 @@ WorkerEvent = (
     | RunsSent
     | RunsReceived
 )
-ManagerEvent = Received | Undelivered | Tick
+ManagerEvent = Received | Undelivered | PeerLost | Tick
 GatewayEvent = Received | Undelivered | Tick | Estimated | Offered | Closed | DrainStarted | DrainEnded

@@ -28,7 +28,7 @@ import msgspec
 from cohort.common.errors import InvariantViolated
 from cohort.common.machines.cluster_load import DrainRate, cluster_load
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
-from cohort.common.machines.events import ManagerEvent, Received, Tick, Undelivered
+from cohort.common.machines.events import ManagerEvent, PeerLost, Received, Tick, Undelivered
 from cohort.common.machines.manager_settings import ManagerSettings
 from cohort.common.machines.parked_requests import ParkedRequests
 from cohort.common.machines.roster import Managed, Roster
@@ -116,8 +116,8 @@ class ManagerMachine:
             match event:
                 case Received(sender=sender, message=message):
                     schedule |= self._received(now_s, sender, message)
-                case Undelivered(peer=peer):
-                    # A worker that cannot be reached is dead to the manager; a gateway will greet again.
+                case Undelivered(peer=peer) | PeerLost(peer=peer):
+                    # Such a worker is dead to the manager, and registers anew if it lives; a gateway will greet again.
                     if peer in self._roster.workers:
                         self._worker_lost(now_s, peer, "cannot be reached")
                 case Tick():

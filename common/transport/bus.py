@@ -6,6 +6,7 @@ clock, for tests. A bus owns one inbox that others dial, and any number of outgo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from cohort.common.messages import Message
@@ -41,6 +42,11 @@ class Bus(Protocol):
 
     def take(self) -> tuple[InstanceId, Message] | None:
         """The next message if one is there already and it is not time to let other tasks run."""
+
+    def watch(self, lost: Callable[[InstanceId], None]) -> None:
+        """From now on, call `lost` with the name of each peer that had dialled this inbox, is connected no more and did
+        not dial again at once: its process has ended, or nothing gets through to it. May be wrong: then the peer is
+        heard again. Once per bus."""
 
     async def close(self) -> None:
         """Close all sockets; nothing lingers longer than a second."""

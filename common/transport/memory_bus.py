@@ -39,8 +39,7 @@ class MemoryNetwork:
 
     def bus(self, identity: InstanceId) -> MemoryBus:
         """Open a bus. A second one of the same name replaces the first, as a restarted process does."""
-        if identity in self._alive:
-            self.kill(identity)
+        self._end(identity)
         bus = MemoryBus(self, identity)
         self._alive[identity] = bus
         bus.dialled_by.update(name for name, other in self._alive.items() if other.has_dialled(identity))
@@ -50,11 +49,18 @@ class MemoryNetwork:
 
     def kill(self, identity: InstanceId) -> None:
         """As kill -9: everything it had queued is lost, its receive never returns, its peers find it gone."""
+        for watching in self._end(identity):
+            watching.lost(identity)
+
+    def _end(self, identity: InstanceId) -> list[MemoryBus]:
+        """Returns the buses that it had dialled."""
         bus = self._alive.pop(identity, None)
         if bus is not None:
             bus.die()
-        for other in self._alive.values():
+        dialled = [other for other in self._alive.values() if identity in other.dialled_by]
+        for other in dialled:
             other.dialled_by.discard(identity)
+        return dialled
 
     def cut(self, one: InstanceId, other: InstanceId) -> None:
         """Lose everything between two peers, silently, until `heal`."""
@@ -108,6 +114,7 @@ class MemoryBus:
         self.identity = identity
         self.endpoint = f"memory://{identity}"
         self.dialled_by: set[InstanceId] = set()
+        self.lost: Callable[[InstanceId], None] = lambda peer: None
         self._network = network
         self._dialled: dict[InstanceId, InstanceId] = {}
         self._inbox: deque[tuple[InstanceId, bytes]] = deque()
@@ -125,6 +132,9 @@ class MemoryBus:
 
     def disconnect(self, peer: InstanceId) -> None:
         self._dialled.pop(peer, None)
+
+    def watch(self, lost: Callable[[InstanceId], None]) -> None:
+        self.lost = lost
 
     def send(self, peer: InstanceId, message: Message) -> None:
         data = encode(message)

@@ -28,7 +28,7 @@ import fcntl
 import os
 import socket as plain_socket
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ import zmq
 from cohort.common.codec import decode, encode
 from cohort.common.errors import ConfigError, PeerUnreachable, WireError
 from cohort.common.messages import Message
+from cohort.common.transport.lost_peers import PROBE, LostPeers
 from cohort.common.transport.security import Authenticator, CurveKeys, protect_client, protect_server
 from cohort.common.types import InstanceId
 
@@ -52,7 +53,9 @@ LARGE_QUEUE_BYTES = 128 * 1024 * 1024  # of large messages to one peer; beyond i
 RECEIVED_MESSAGES = 2048
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # prompts of millions of tokens fit; a peer that sends more loses the connection
 LINGER_MS = 300  # last words to a connected peer need a few; one that is away is not waited for longer
-RECONNECT_MS, RECONNECT_MAX_MS = 20, 200  # the most that a peer's restart costs beyond its start
+# The first: well within `lost_peers.RETURN_S`, or a broken connection counts as a death. The second: the most that a
+# peer's restart costs beyond its start.
+RECONNECT_MS, RECONNECT_MAX_MS = 10, 200
 PING_MS, PING_TIMEOUT_MS = 1000, 3000
 YIELD_EVERY_MESSAGES = 32
 
@@ -138,6 +141,7 @@ class ZmqBus:
         self._authenticator: Authenticator | None = None
         self._ipc_lock: _IpcLock | None = None
         self._inbox: _Source | None = None
+        self._lost_peers: LostPeers | None = None
         self._peers: dict[InstanceId, _Source] = {}
         self._ring: deque[_Source] = deque()
         self._something = asyncio.Event()
@@ -180,6 +184,10 @@ class ZmqBus:
         source = self._peers.pop(peer, None)
         if source is not None:
             self._drop(source)
+
+    def watch(self, lost: Callable[[InstanceId], None]) -> None:
+        if self._inbox is not None and self._lost_peers is None and not self._closed:
+            self._lost_peers = LostPeers(self._inbox.socket, self._loop, self._has_route, lost)
 
     # ---- sending and receiving ------------------------------------------------------------------------------
 
@@ -250,6 +258,8 @@ class ZmqBus:
         self._closed = True
         self._something.set()
         self._ring.clear()
+        if self._lost_peers is not None:
+            self._lost_peers.close()
         for source in (*self._peers.values(), *([self._inbox] if self._inbox else [])):
             self._loop.remove_reader(source.fd)
             source.socket.close(linger=LINGER_MS)
@@ -275,6 +285,8 @@ class ZmqBus:
                 if source.peer is not None:
                     (payload,) = frames
                     sender = source.peer
+                    if payload == PROBE:
+                        continue
                 else:
                     name, payload = frames
                     sender = name.decode()
@@ -282,6 +294,8 @@ class ZmqBus:
                         self.counters.forged += 1
                         log.warning("message skipped: its sender never dials this process", sender=sender)
                         continue
+                    if self._lost_peers is not None:
+                        self._lost_peers.heard(sender)
                 message = decode(payload)
             # A nesting bomb ends in RecursionError; a wrong number of frames or a binary name in ValueError.
             except (WireError, ValueError, RecursionError) as error:
@@ -291,6 +305,17 @@ class ZmqBus:
             self.counters.received += 1
             return sender, message
         return None
+
+    def _has_route(self, caller: InstanceId) -> bool:
+        """Whether a peer that dialled the inbox is connected; one that is gets an empty message, and skips it."""
+        assert self._inbox is not None
+        try:
+            self._inbox.socket.send_multipart((caller.encode(), PROBE), zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # a full queue has a connection
+            return error.errno != zmq.EHOSTUNREACH
+        finally:
+            self._look_at(self._inbox)
+        return True
 
     def _open_inbox(self, bind: str, advertise: str) -> None:
         if bind.startswith(_IPC):

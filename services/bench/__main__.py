@@ -25,6 +25,7 @@ COMMANDS = {
     "live": (f"{_HERE}.live.command", "configurations in turn, each a live pipeline, from a specification"),
     "fidelity": (f"{_HERE}.live.fidelity", "the live pipeline beside its simulation"),
     "overhead": (f"{_HERE}.live.overhead", "the pipeline beside the same engine called in process"),
+    "recovery": (f"{_HERE}.live.recovery", "the longest wait for a token when a worker dies"),
     "engine": (f"{_HERE}.engine.command", "the CPU engine's steps against their floors, taken apart, their growth"),
     "in-process": (f"{_HERE}.engine.in_process_command", "the engine without the pipeline, in a closed loop"),
     "mixed-lengths": (f"{_HERE}.engine.mixed_lengths_command", "what mixed prefix lengths cost in one step"),

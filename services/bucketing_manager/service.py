@@ -14,7 +14,7 @@ from typing import assert_never
 
 from cohort.common.errors import PeerUnreachable
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
-from cohort.common.machines.events import ManagerEvent, Received, Tick, Undelivered
+from cohort.common.machines.events import ManagerEvent, PeerLost, Received, Tick, Undelivered
 from cohort.common.machines.machine import Machine
 from cohort.common.machines.manager import ManagerMachine
 from cohort.common.machines.manager_settings import ManagerSettings
@@ -67,6 +67,7 @@ class ManagerService:
     async def run(self) -> None:
         context = self._context
         context.stats = self.machine.stats
+        context.bus.watch(self._lost)
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._receive(), name="receive"), tasks.create_task(self._tick(), name="tick")]
             await context.stopping.wait()
@@ -82,6 +83,10 @@ class ManagerService:
                 arrived.append(more)
             events = [Received(sender, message) for sender, message in arrived if self._is_ours(sender, message)]
             self._handle(*events)
+
+    def _lost(self, peer: InstanceId) -> None:
+        self._context.log.info("peer lost", peer=peer)
+        self._handle(PeerLost(peer))
 
     def _is_ours(self, sender: InstanceId, message: Message) -> bool:
         if isinstance(message, ToManager):

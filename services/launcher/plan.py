@@ -78,7 +78,8 @@ def http_base(host: str, port: int) -> str:
 def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
     """All processes of a resolved configuration, in the order a person reads the pipeline.
 
-    `cores` of this machine, 0 if unknown: workers that have more threads between them must yield while they wait.
+    `cores` of this machine, 0 if unknown: workers that have more threads between them must yield while they wait,
+    unless only one of them computes at a time.
     """
     single = _threads_environment(1)
     host, base = config.metrics.host, config.metrics.base_port
@@ -110,7 +111,8 @@ def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
         ),
     ]
     threads = {instance: config.worker_threads(instance, 1) for instance in config.instance_roles}
-    crowded = 0 < cores < sum(threads.values())
+    busy = max if config.engine.standby else sum  # threads that compute at one time
+    crowded = 0 < cores < busy(threads.values())
     for index, (instance, role) in enumerate(config.instance_roles.items()):
         plans.append(
             ProcessPlan(

@@ -103,6 +103,7 @@ class Deployment:
             host_blocks,
             config.engine.max_rows,
             config.engine.max_step_tokens,
+            device=name,
         )
         settings = msgspec.structs.replace(WorkerSettings.of(config, ("link",)), learns=self._learns)
         machine = WorkerMachine(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from pathlib import Path
 from random import Random
@@ -19,6 +20,8 @@ pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 STREAMS = 100
 NEW_TOKENS = 20
 LONGEST_PAUSE_S = 60.0
+NEWCOMERS = 4
+ALL_LINES = 1_000_000
 
 
 def bodies() -> list[dict[str, Any]]:
@@ -60,8 +63,9 @@ def greedy_truth(default_model: Path) -> list[Golden]:
     return golden_outputs(default_model, prompts, NEW_TOKENS)
 
 
-async def disturb(pipeline: Pipeline, victim: str, back_after_s: float) -> tuple[list[Answer], float]:
-    """All streams at once; the victim dies when a good part of the tokens is there, and comes back."""
+async def disturb(pipeline: Pipeline, victim: str, back_after_s: float | None) -> tuple[list[Answer], float]:
+    """All streams at once; the victim dies when a good part of the tokens is there, and comes back. None: only when
+    every stream has ended, and `NEWCOMERS` more that begin meanwhile."""
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         tasks = [asyncio.create_task(pipeline.complete(session, **body)) for body in bodies()]
@@ -75,9 +79,14 @@ async def disturb(pipeline: Pipeline, victim: str, back_after_s: float) -> tuple
             await asyncio.sleep(0.05)
         unfinished = sum(not task.done() for task in tasks)
         pipeline.kill(victim)
-        await asyncio.sleep(back_after_s)
-        pipeline.start(victim)
+        if back_after_s is not None:
+            await asyncio.sleep(back_after_s)
+            pipeline.start(victim)
+        else:
+            tasks += [asyncio.create_task(pipeline.complete(session, **body)) for body in bodies()[:NEWCOMERS]]
         answers = await asyncio.gather(*tasks)
+        if back_after_s is None:
+            pipeline.start(victim)
     assert unfinished > STREAMS // 4, f"only {unfinished} streams were still running when {victim} died"
     return answers, max(answer.longest_pause_s for answer in answers)
 
@@ -91,6 +100,28 @@ def test_a_killed_process_costs_a_pause_and_nothing_else(
     print(f"{victim}: longest pause {pause_s:.1f} s")
     check(answers, undisturbed, greedy_truth)
     assert pause_s < LONGEST_PAUSE_S
+    pipeline.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("victim", "other"), [("decode-0", "prefill-0"), ("prefill-0", "decode-0")])
+def test_the_other_role_goes_on_while_the_dead_worker_is_away(
+    pipeline: Pipeline, undisturbed: list[Answer], greedy_truth: list[Golden], victim: str, other: str
+) -> None:
+    """The end of its connection tells of the death, never its silence."""
+    before = pipeline.log("manager", ALL_LINES)
+    answers, pause_s = asyncio.run(disturb(pipeline, victim, back_after_s=None))
+    print(f"{victim}, away to the end: longest pause {pause_s:.2f} s")
+    check(answers[:STREAMS], undisturbed, greedy_truth)
+    newcomers = answers[STREAMS:]
+    assert [(it.error, len(it.tokens)) for it in newcomers] == [("", NEW_TOKENS)] * NEWCOMERS
+    said = pipeline.log("manager", ALL_LINES).removeprefix(before)
+    assert "silent for" not in said
+    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    lost_at = next(i for i, line in enumerate(lines) if line["event"] == "peer lost" and line["peer"] == victim)
+    placed = [tuple(line["instances"]) for line in lines[lost_at:] if line["event"] == "placed"]
+    assert len(placed) >= NEWCOMERS
+    assert set(placed) == {(other,)}, "until it registers again"
+    pipeline.wait_ready()
     pipeline.assert_nothing_left()
 
 

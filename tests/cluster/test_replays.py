@@ -46,7 +46,8 @@ def test_whatever_breaks_every_machine_replays(preset: str) -> None:
 
 
 def broken(preset: str, seed: int) -> Case:
-    """The manager and every worker are killed once and come back, one worker is cut off, clients go away."""
+    """The manager and every worker are killed once and come back, one worker is cut off, one is thought dead, clients
+    go away."""
     random = Random(seed)
     config = Case(preset=preset, arrivals=[]).config
     names = sorted(config.instance_roles)
@@ -65,7 +66,8 @@ def broken(preset: str, seed: int) -> Case:
         ],
         seed=seed,
         faults=[("manager", 1.0, 0.3), (f"cut {names[0]} gateway", 0.5, 0.4), ("cancel", 1.5, 0.0)]
-        + [(name, 2.0 + 0.5 * index, 0.6) for index, name in enumerate(names)],
+        + [(f"crash {name}" if index % 2 else name, 2.0 + 0.5 * index, 0.6) for index, name in enumerate(names)]
+        + [(f"alarm {names[-1]}", 1.8, 0.0)],
         blocks=30,
         failures=0.05,
     )

@@ -200,7 +200,8 @@ class BatchController:
 
     def expected_batch(self, cluster: ClusterView, mean_total_length: float) -> int:
         """B4 · N_max of Alg. 1: Eq. 6 at the mean total length of what waits, never past the configured bound."""
-        view = next((v for v in cluster.instances.values() if v.role.decodes), None)
+        views = cluster.instances.values()
+        view = next((v for v in views if v.role.decodes), next(iter(views), None))
         if view is None:
             return self.max_batch
         expected = expected_safe_batch(mean_total_length, self.safe_memory_bytes, view.capacity.geometry)
@@ -210,7 +211,8 @@ class BatchController:
         """Tokens of one padded batch, rows times the longest; 0 on the path without padding."""
         if not self._padded:
             return 0
-        return max((self._forward_tokens(view) for view in cluster.instances.values() if view.role.prefills), default=0)
+        views = cluster.instances.values()
+        return max(map(self._forward_tokens, [v for v in views if v.role.prefills] or views), default=0)
 
     def _safe_blocks(self, view: InstanceView) -> int:
         """M_safe of Eq. 5 in whole blocks; an excess of promises stays negative."""

@@ -41,7 +41,8 @@ class DemandRule:
         """
         if not self.known(cluster):
             return self.blind_share
-        decoding = [view.capacity for view in cluster.instances.values() if view.role.decodes]
+        views = cluster.instances.values()
+        decoding = [view.capacity for view in views if view.role.decodes] or [view.capacity for view in views]
         tokens = sum(capacity.num_blocks * capacity.block_size for capacity in decoding)
         coming = max(cluster.arrival_rate_forecast, cluster.arrival_rate) * self.horizon_s
         mean_tokens = cluster.mean_prompt_tokens + self.expected_output(cluster)

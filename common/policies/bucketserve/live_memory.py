@@ -104,12 +104,10 @@ class LiveMemory:
 
 def _growth_blocks(view: InstanceView) -> int:
     """Blocks that the listed sequences will still take at the worst moment to come; those beyond the list count like
-    its mean. Rows end in a partial block as they do now, so tokens are counted and rounded once."""
+    its mean. Rows end in a partial block as they do now, so tokens are counted and rounded once. A sequence that is
+    handed over before its response grows says that nothing is left to decode, whatever the worker's role."""
     stats = view.stats
-    if view.role.decodes:
-        final = _peak_tokens([(work.prefill_left + work.context, work.decode_left) for work in stats.queue])
-    else:  # it hands over before the response grows
-        final = sum(work.prefill_left + work.context for work in stats.queue)
+    final = _peak_tokens([(work.prefill_left + work.context, work.decode_left) for work in stats.queue])
     growth = view.capacity.geometry.blocks_for(max(0, final - sum(work.context for work in stats.queue)))
     present = stats.running + stats.waiting + stats.awaiting_kv + stats.parked
     listed = len(stats.queue)

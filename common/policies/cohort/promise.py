@@ -25,11 +25,17 @@ def began_s(sequence: Sequence) -> float:
 
 
 def due_s(sequence: Sequence) -> float:
-    """When its next token is due; infinite where nothing was promised."""
+    """When its next token is due; infinite where nothing was promised. Tokens of former attempts earn no time."""
     if not is_promised(sequence):
         return inf
-    slo = sequence.request.slo
-    return began_s(sequence) + slo.ttft_s + sequence.output_tokens * slo.tpot_s
+    request = sequence.request
+    tokens = sequence.output_tokens - request.output_known
+    return began_s(sequence) + request.slo.ttft_s + tokens * request.slo.tpot_s
+
+
+def is_interrupted(sequence: Sequence) -> bool:
+    """It lost its worker amid its output and has no token of this one yet: its client waits for the next token."""
+    return 0 < sequence.request.output_known == sequence.output_tokens
 
 
 def missed_first(now_s: float, sequence: Sequence) -> bool:

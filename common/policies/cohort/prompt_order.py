@@ -3,7 +3,8 @@
     real-time ┬ can still make its first token ── shortest first (or earliest due)
               └ cannot any more ──────────────── by due time, behind all that can
     best-effort ──────────────────────────────── behind all real-time ones, as they came
-    (waited longer than a client's patience: before all others of its class)
+    (interrupted amid its output by the loss of its worker, or waited longer than a client's patience: before all
+    others of its class)
 
 `PromptOrder` is that rule, a function of class, due time, remaining work and price. `PromptQueue` keeps prompts in this
 order while time passes: a prompt changes its place at two moments that are known when it comes, so no decision sorts
@@ -23,7 +24,7 @@ from math import inf
 from typing import Literal
 
 from cohort.common.policies.baselines.batch_builder import RankKey
-from cohort.common.policies.cohort.promise import due_s
+from cohort.common.policies.cohort.promise import due_s, is_interrupted
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt
 
@@ -46,6 +47,8 @@ class PromptOrder:
         seconds a prompt token takes."""
         request = sequence.request
         best_effort = request.traffic_class != "rt"
+        if is_interrupted(sequence):
+            return (best_effort, request.priority, _PATIENT, sequence.arrived_s, sequence.arrived_s, sequence.key), inf
         due, work = due_s(sequence), sequence.uncomputed
         return self.place(
             now_s, best_effort, request.priority, sequence.arrived_s, due, work, token_s, key=sequence.key

@@ -3,6 +3,7 @@ manager places at once."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -11,7 +12,7 @@ from cohort.common.config import load_config
 from cohort.common.policies import compose
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
 from cohort.common.types import Attempt, Role
-from tests.common.machines.world import VOCABULARY, Owned, World
+from tests.common.machines.world import MANAGER_SETTINGS, VOCABULARY, Owned, World
 
 UNIFIED = {"unified-0": Role.UNIFIED}
 PD = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
@@ -105,3 +106,51 @@ def test_a_worker_that_died_with_the_manager_delays_placements_by_the_listening_
     world.run_until_quiet()
     (owned,) = world.owned.values()
     assert owned.times_s[0] - owned.submitted_s < 1.2
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+def test_the_other_role_takes_over_before_a_dead_worker_would_count_as_silent(victim: str) -> None:
+    """And it keeps the work while the dead one stays away: prompts and tokens, old requests and new ones."""
+    world, random = World(4, PD, Disaggregated, blocks=256), Random(4)
+    for index in range(6):
+        submit_at(world, 2.0 + 0.01 * index, f"streaming{index}", prompt(random), 60)
+    submit_at(world, 2.5, "new", prompt(random), 20)
+    world.at(2.3, lambda: world.inflict(f"crash {victim}", 1e6))
+    world.run(4.0, lambda: all(owned.over for owned in world.owned.values()) and len(world.owned) == 7)
+    world.check_outputs()
+    gaps_s = [later - sooner for it in world.owned.values() for sooner, later in pairwise(it.times_s)]
+    assert world.attempts_lost > 0
+    assert max(gaps_s) < 0.5 < MANAGER_SETTINGS.report_timeout_s
+    assert world.owned["new"].over
+    assert world.owned["new"].attempt == Attempt("new", 0)
+
+
+def test_requests_use_both_roles_again_once_the_dead_worker_is_back() -> None:
+    world, random = World(4, PD, Disaggregated), Random(4)
+    world.run(2.0)
+    world.inflict("crash decode-0", 1.0)
+    submit_at(world, 2.5, "meanwhile", prompt(random), 20)
+    submit_at(world, 4.0, "afterwards", prompt(random), 20)
+    world.run(5.0)
+    world.run_until_quiet()
+    world.check_outputs()
+    transfers = {name: node.worker.counters.transfers_out for name, node in world.workers.items()}
+    assert transfers == {"prefill-0": 1, "decode-0": 0}
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+def test_a_false_alarm_costs_attempts_and_no_tokens(victim: str) -> None:
+    """The worker lives: what it goes on computing is superseded, and it serves again as soon as it has registered."""
+    world, random = World(4, PD, Disaggregated), Random(4)
+    for index in range(6):
+        submit_at(world, 2.0 + 0.01 * index, f"r{index}", prompt(random), 60)
+    world.at(2.3, lambda: world.inflict(f"alarm {victim}", 0.0))
+    submit_at(world, 3.5, "afterwards", prompt(random), 20)
+    world.run(4.0)
+    world.run_until_quiet()
+    world.check_outputs()
+    lost = world.attempts_lost
+    assert 0 < lost <= 6, "each request at most once"
+    assert world.manager.workers == 2
+    assert world.workers["decode-0"].worker.counters.decode_tokens > 0
+    assert world.owned["afterwards"].attempt == Attempt("afterwards", 0)

@@ -6,7 +6,7 @@ import pytest
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
-from cohort.common.machines.events import Received, Tick, Undelivered
+from cohort.common.machines.events import PeerLost, Received, Tick, Undelivered
 from cohort.common.machines.manager import ManagerMachine
 from cohort.common.machines.manager_settings import ManagerSettings
 from cohort.common.messages import (
@@ -65,6 +65,10 @@ def request(name: str, number: int = 1, arrival_s: float = 0.0, waited_s: float 
 
 def register(held: list[Attempt] | None = None, incarnation: int = 1) -> Received:
     return Received("u", RegisterWorker("u", incarnation, "at-u", CAPACITY, held or []))
+
+
+def report(held: list[Attempt]) -> Received:
+    return Received("u", WorkerReport("u", 1, 1, WorkerStats(), held))
 
 
 def from_gateway(message: Message) -> Received:
@@ -133,8 +137,7 @@ def test_events_that_arrive_together_are_decided_on_once() -> None:
 
 def test_a_manager_that_does_not_know_a_gateway_or_a_worker_asks_for_them() -> None:
     found = machine()
-    report = WorkerReport("u", 1, 1, WorkerStats(), [])
-    events = [from_gateway(Submit(request("a"))), from_gateway(Outstanding([])), Received("u", report)]
+    events = [from_gateway(Submit(request("a"))), from_gateway(Outstanding([])), report([])]
     assert sends(found.handle(0.0, *events)) == [("g", ManagerHello(7)), ("g", ManagerHello(7)), ("u", ManagerHello(7))]
 
 
@@ -187,15 +190,32 @@ def test_a_new_manager_takes_over_running_requests() -> None:
     assert found.live == 0
 
 
-def test_a_worker_that_cannot_be_reached_is_lost() -> None:
+@pytest.mark.parametrize("said", [Undelivered("u", Registered(7)), PeerLost("u")])
+def test_a_worker_that_cannot_be_reached_is_lost(said: Undelivered | PeerLost) -> None:
     found = placed()
     lost = Attempt("a", 1)
-    assert found.handle(0.2, Undelivered("u", Registered(7))) == [
-        Send("g", AttemptsLost([lost], "u: cannot be reached"))
-    ]
+    assert found.handle(0.2, said) == [Send("g", AttemptsLost([lost], "u: cannot be reached"))]
     assert (found.workers, found.live) == (0, 0)
     found.check()
-    assert found.handle(0.3, Undelivered("g", Placed(lost, [], 0.0, ""))) == []  # a gateway will greet again
+    assert found.handle(0.3, said, Undelivered("g", Placed(lost, [], 0.0, "")), PeerLost("g")) == []
+    assert found.counters.workers_lost == 1  # said twice; and a gateway will greet again
+
+
+def test_a_worker_that_was_lost_and_lives_is_asked_to_register_and_loses_what_is_superseded() -> None:
+    found = placed()
+    found.handle(1.0, PeerLost("u"))
+    (asked,) = sends(found.handle(1.1, report([Attempt("a", 1)])), ManagerHello)
+    assert asked[0] == "u"
+    found.handle(1.2, register([Attempt("a", 1)]))
+    effects = found.handle(1.2, from_gateway(Submit(request("a", 2))))
+    assert [message.request.attempt for _, message in sends(effects, StartSegment)] == [Attempt("a", 2)]
+    for at_s in (2.0, 3.0, 4.0, 5.0):
+        effects = found.handle(
+            at_s, from_gateway(Outstanding([Attempt("a", 2)])), report([Attempt("a", 1), Attempt("a", 2)]), Tick()
+        )
+    assert sends(effects, Cancel) == [("u", Cancel([Attempt("a", 1)], "no gateway owns it"))]
+    assert (found.workers, found.live) == (1, 1)
+    found.check()
 
 
 def test_lost_requests_are_placed_before_those_that_waited_meanwhile() -> None:

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from cohort.common.machines.effects import Admitted, Deliver, Ended, Fail, GatewayEffect, ManagerFound, Rejected
-from cohort.common.machines.events import Closed, DrainEnded, DrainStarted, LinkAddresses, Offered
+from cohort.common.machines.events import Closed, DrainEnded, DrainStarted, LinkAddresses, Offered, PeerLost
 from cohort.common.machines.gateway import GatewayMachine, GatewaySettings
 from cohort.common.machines.manager import ManagerMachine
 from cohort.common.machines.manager_settings import ManagerSettings
@@ -75,6 +75,8 @@ GATEWAY_SETTINGS = GatewaySettings(
     drain_s=30.0,
 )
 """No SLO defaults: what a policy assumes for a request without an SLO is the policy's own option here."""
+RETURN_S = 0.05
+"""From the end of a connection until its peer counts as lost."""
 MANAGER_SETTINGS = ManagerSettings(3.0, 1.5, 0.5, 10_000)
 
 
@@ -326,8 +328,10 @@ class World:
 
     def inflict(self, kind: str, back_s: float, *, leaving: str = "decode-1", cancelled: int = 5) -> None:
         """One fault, as `tests.common.machines.faults` names them: "manager" (killed, back after `back_s`), the name of
-        a worker to kill, "leave" (the worker `leaving` drains), "cancel" (of the first `cancelled` requests), "freeze
-        NAME" (stopped and, `back_s` later, continued), "cut NAME NAME" (the two hear nothing of each other)."""
+        a worker to kill with its host, so that its silence tells, "crash NAME" (the same, but its connections end),
+        "alarm NAME" (its connection to the manager ends, and it lives), "leave" (the worker `leaving` drains), "cancel"
+        (of the first `cancelled` requests), "freeze NAME" (stopped and, `back_s` later, continued), "cut NAME NAME"
+        (the two hear nothing of each other)."""
         match kind.split():
             case ["manager"]:
                 self.kill_manager(back_s)
@@ -339,6 +343,11 @@ class World:
                         self.cancel(name)
             case ["cut", one, other]:
                 self.network.cut(one, other, self.now_s + back_s)
+            case ["crash", name]:
+                self.kill_worker(name, back_s)
+                self.lose_peer(name)
+            case ["alarm", name]:
+                self.lose_peer(name)
             case ["freeze", name]:
                 self.cluster.freeze(name, back_s)
             case [worker]:
@@ -356,6 +365,10 @@ class World:
             self.cluster.kill(name)
             if back_after_s is not None:
                 self.at(back_after_s, lambda: self.cluster.start_worker(name))
+
+    def lose_peer(self, name: str) -> None:
+        """The manager's bus says that the connection of `name` ended and did not come back."""
+        self.at(RETURN_S, lambda: self.cluster.tell(self.cluster.nodes[MANAGER], PeerLost(name)))
 
     def leave_worker(self, name: str) -> None:
         node = self.workers[name]

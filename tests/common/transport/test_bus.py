@@ -187,3 +187,35 @@ async def test_close_ends_a_waiting_receive(new_bus: Open) -> None:
     with pytest.raises(PeerUnreachable):
         a.send("b", KvRenew([1]))
     await a.close()
+
+
+async def test_a_peer_that_is_gone_is_named_and_no_other(new_bus: Open) -> None:
+    hub, stays, goes = new_bus("hub"), new_bus("stays"), new_bus("goes")
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    hub.watch(lost.put_nowait)
+    for number, peer in enumerate((stays, goes)):
+        peer.connect("hub", hub.endpoint)
+        peer.send("hub", Registered(number))
+        await soon(hub)
+    await goes.close()
+    assert await asyncio.wait_for(lost.get(), 5) == "goes"
+    hub.send("stays", Registered(7))
+    assert await soon(stays) == ("hub", Registered(7))
+    assert lost.empty()
+
+
+async def test_who_comes_again_under_a_lost_name_is_watched_again(new_bus: Open) -> None:
+    hub, first = new_bus("hub"), new_bus("w")
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    hub.watch(lost.put_nowait)
+    first.connect("hub", hub.endpoint)
+    first.send("hub", Registered(1))
+    await soon(hub)
+    await first.close()
+    assert await asyncio.wait_for(lost.get(), 5) == "w"
+    second = new_bus("w")
+    second.connect("hub", hub.endpoint)
+    second.send("hub", Registered(2))
+    assert await soon(hub) == ("w", Registered(2))
+    await second.close()
+    assert await asyncio.wait_for(lost.get(), 5) == "w"

@@ -83,6 +83,18 @@ def test_workers_that_share_cores_yield_while_they_wait():
     assert all("OMP_WAIT_POLICY" not in p.environment for p in plan(config, 4))
 
 
+def test_workers_that_stand_by_for_each_other_have_all_cores_and_need_not_yield():
+    config = Config(engine=EngineConfig(standby=True))
+    for cores in (1, 2, 8):
+        workers = [
+            p
+            for p in plan(resolve(config, model=Path("/m"), cores=cores, free_port=never), cores)
+            if p.stage is StopStage.WORKERS
+        ]
+        assert [int(p.environment["OMP_NUM_THREADS"]) for p in workers] == [cores, cores]
+        assert all("OMP_WAIT_POLICY" not in p.environment for p in workers)
+
+
 def test_ports_given_as_zero_are_settled():
     config = Config(gateway=GatewayConfig(port=0), monitor=MonitorConfig(port=0), metrics=MetricsConfig(base_port=0))
     settled = resolve(config, model=Path("/m"), cores=2, free_port=lambda: 40_000)

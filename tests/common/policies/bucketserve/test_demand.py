@@ -25,6 +25,14 @@ def test_expected_online_work_is_kept_free() -> None:
     assert demand_rule().expected_output(seen) == 40.0
 
 
+def test_where_no_decode_worker_lives_those_that_stand_in_keep_the_memory_free() -> None:
+    (stand_in,) = (view("p0", Role.PREFILL, blocks=250),)
+    seen = cluster(
+        stand_in, arrival_rate_forecast=1.0, mean_prompt_tokens=60.0, mean_output_tokens=40.0, forecast_age_s=0.5
+    )
+    assert demand_rule().kept_free(seen) == pytest.approx(0.1)
+
+
 def test_a_silent_monitor_is_neither_believed_nor_waited_for() -> None:
     old = cluster(*WORKERS, arrival_rate_forecast=50.0, mean_output_tokens=900.0, forecast_age_s=3.5)
     never = cluster(*WORKERS)

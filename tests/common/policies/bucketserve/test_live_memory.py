@@ -19,9 +19,11 @@ def test_running_requests_grow_to_their_predicted_peak() -> None:
     # by 8: 38 tokens, 28 more than the 10 that are there, 7 blocks. Before r1 leaves: 25.
     queue = [work("r1", 0, 10, 15), work("r2", 12, 0, 8)]
     memory = LiveMemory()
-    decode, prefill = view("d", Role.DECODE, free=50, queue=queue), view("p", Role.PREFILL, free=50, queue=queue)
-    memory.update(0.0, cluster(decode, prefill))
-    assert memory.remaining_blocks(decode) == 50 - 7
+    handing_over = [work("r1", 0, 10, 0), work("r2", 12, 0, 0)]
+    decode, prefill = view("d", Role.DECODE, free=50, queue=queue), view("p", Role.PREFILL, free=50, queue=handing_over)
+    stand_in = view("q", Role.PREFILL, free=50, queue=queue)
+    memory.update(0.0, cluster(decode, prefill, stand_in))
+    assert memory.remaining_blocks(decode) == memory.remaining_blocks(stand_in) == 50 - 7
     # A prefill worker hands over before the response grows: r1 needs nothing more, r2 three blocks
     assert memory.remaining_blocks(prefill) == 50 - 0 - 3
 

@@ -19,10 +19,15 @@ def promised(
     traffic_class: TrafficClass = "rt",
     priority: int = 0,
     max_tokens: int = 100,
+    known: int = 0,
+    waited_s: float = 0.0,
 ) -> Sequence:
-    """`prompt`: tokens."""
+    """`prompt`: tokens; with `known` more, which a former attempt has sampled before `waited_s` had passed."""
     made = sequence(
         name, prompt, arrived_s=arrived_s, max_tokens=max_tokens, priority=priority, traffic_class=traffic_class
     )
-    made.request = msgspec.structs.replace(made.request, slo=Slo(ttft_s=ttft_s, tpot_s=tpot_s))
+    made.tokens += [1] * known
+    made.request = msgspec.structs.replace(
+        made.request, slo=Slo(ttft_s=ttft_s, tpot_s=tpot_s), tokens=list(made.tokens), waited_s=waited_s
+    )
     return made

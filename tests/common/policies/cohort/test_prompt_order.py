@@ -61,6 +61,21 @@ def test_a_priority_counts_within_its_class() -> None:
     assert ordered(0.0, prompts) == ["urgent", "short", "best"]
 
 
+def test_a_stream_that_lost_its_worker_goes_on_before_new_prompts_until_it_has_a_token() -> None:
+    stream = promised("stream", 300, known=50, arrived_s=-7.0, waited_s=7.0)
+    prompts = [promised("short", 10), stream, promised("best effort", 1, traffic_class="be")]
+    assert ordered(0.0, prompts) == ["stream", "short", "best effort"]
+    stream.tokens.append(1)
+    assert ordered(0.0, prompts) == ["short", "stream", "best effort"]
+
+
+def test_tokens_of_a_former_attempt_earn_no_time() -> None:
+    stream = promised("stream", 300, known=50, arrived_s=-7.0, waited_s=7.0)
+    assert due_s(stream) == 1.0
+    stream.tokens.append(1)
+    assert due_s(stream) == 1.1
+
+
 def test_patience_ends_after_a_minute_and_not_before() -> None:
     """Ageing of seconds would make an overloaded server first come, first served again."""
     prompts = [promised("waited", 900, arrived_s=-59.0), promised("short", 10)]

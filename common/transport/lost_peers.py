@@ -1,0 +1,97 @@
+"""Which peers that dialled this process are gone, within some fifty milliseconds of their death.
+
+    peer dies ─▶ its kernel closes its sockets ─▶ DISCONNECTED at our inbox ──RETURN_S──▶ each caller is probed
+    peer lives, connection broke ──────────────▶ DISCONNECTED ─▶ it dials again at once      │
+                                                                  its route is back ◀── no ──┴── yes ─▶ lost
+
+The kernel closes a process's sockets however it ends, so on one host, between containers and between hosts the end of
+a connection is the first sign of a death. A peer that lives dials again, first after `zmq_bus.RECONNECT_MS`: only one
+that is still away after `RETURN_S` counts as lost. A host that vanishes closes nothing: its peers are found by the
+bus's own heartbeats, seconds later, and by the protocols' deadlines.
+
+libzmq does not say whose connection ended. So each caller gets an empty message, which every bus skips: sending one to
+a peer without a connection fails at once (ROUTER_MANDATORY). Connections end seldom.
+
+Used by `zmq_bus`. Says that a peer is gone, never why, and can be wrong (a peer that needs longer to come back): what
+follows from it must be harmless for one that lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from cohort.common.types import InstanceId
+
+RETURN_S = 0.05
+"""A peer whose connection broke gets so long to dial again."""
+_LOOKS_S = (0.005, 0.02, 0.1, 1.0)
+"""After the end of a connection. libzmq says so first and drops the route next, in a thread that may have to wait. One
+of each at a time: strangers that connect and leave in a row cause no more."""
+
+PROBE = b""
+
+
+class LostPeers:
+    """Watches an inbox (a ROUTER with ROUTER_MANDATORY) on the running event loop."""
+
+    def __init__(
+        self,
+        inbox: zmq.Socket[Any],
+        loop: asyncio.AbstractEventLoop,
+        has_route: Callable[[InstanceId], bool],
+        lost: Callable[[InstanceId], None],
+    ) -> None:
+        """`has_route` sends a peer a `PROBE`: False where it has no connection."""
+        self._inbox = inbox
+        self._loop = loop
+        self._has_route = has_route
+        self._lost = lost
+        self._callers: set[InstanceId] = set()
+        self._looks: dict[float, asyncio.TimerHandle] = {}
+        """Pending ones, by their delay."""
+        self._judgements: dict[InstanceId, asyncio.TimerHandle] = {}
+        """Of callers that have no connection and may still come back."""
+        self._monitor = inbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._fd: int = self._monitor.FD
+        loop.add_reader(self._fd, self._connections_ended)
+        self._connections_ended()
+
+    def heard(self, peer: InstanceId) -> None:
+        """It sent something to the inbox, so it has a connection."""
+        self._callers.add(peer)
+
+    def close(self) -> None:
+        """Before the inbox is closed."""
+        self._loop.remove_reader(self._fd)
+        for timer in (*self._looks.values(), *self._judgements.values()):
+            timer.cancel()
+        self._inbox.disable_monitor()
+        self._monitor.close(linger=0)
+
+    def _connections_ended(self) -> None:
+        ended = False
+        with contextlib.suppress(zmq.Again):
+            while True:  # the descriptor signals changes only
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+                ended = True
+        if ended:
+            for delay_s in _LOOKS_S:
+                if delay_s not in self._looks:
+                    self._looks[delay_s] = self._loop.call_later(delay_s, self._look, delay_s)
+
+    def _look(self, delay_s: float) -> None:
+        del self._looks[delay_s]
+        for peer in sorted(self._callers - self._judgements.keys()):
+            if not self._has_route(peer):
+                self._judgements[peer] = self._loop.call_later(RETURN_S, self._judge, peer)
+
+    def _judge(self, peer: InstanceId) -> None:
+        del self._judgements[peer]
+        if not self._has_route(peer):
+            self._callers.discard(peer)
+            self._lost(peer)

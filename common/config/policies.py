@@ -66,13 +66,16 @@ class DynaServeConfig(Section, frozen=True):
 
 
 class CohortConfig(Section, frozen=True):
-    """`policies.iteration: cohort_batching`."""
+    """`policies.iteration: cohort_batching`; `refuse_late`: `policies.placement: colocated_early_rejection`."""
 
     prompt_order: Literal["shortest", "earliest_due"] = "shortest"  # among prompts that can still keep their TTFT
     patience_s: Seconds = 60.0  # a request that waited so long goes first: its client is about to give up
     headroom: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05  # of the strictest TPOT, left free
     longest_step_s: Seconds = 0.4  # an iteration without real-time decodes: so long newcomers wait at most
     least_prefill: Positive = 16  # prompt tokens in every iteration that prompts wait for, whatever decodes take
+    refuse_late: Literal["named", "all", "none"] = (
+        "named"  # who gets a 429 when no worker keeps its TTFT: those that named one
+    )
 
 
 class AlignedServeAblation(Section, frozen=True):

@@ -27,6 +27,7 @@ ADMISSIONS: Table[Admission] = {"bounded": Policy(baselines.build_admission)}
 PLACEMENTS: Table[Placement] = {
     "colocated": Policy(lambda config: Colocated()),
     "colocated_in_turn": Policy(lambda config: ColocatedInTurn()),
+    "colocated_early_rejection": Policy(cohort.build_early_rejection),
     "disaggregated": Policy(lambda config: Disaggregated()),
     "late_bound": Policy(
         alignedserve.build_placement,

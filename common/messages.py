@@ -94,8 +94,8 @@ class ManagerHello(_Base, frozen=True):
 
 
 class Placed(_Base, frozen=True):
-    """Where an attempt runs and why; for the gateway's TTFT decomposition, logs and direct cancels. `best_effort`: it was
-    demoted, as its TTFT was predicted to be `forecast_s`."""
+    """Where an attempt runs and why; for the gateway's TTFT decomposition, logs and direct cancels. `best_effort`: it
+    was demoted, as its TTFT was predicted to be `forecast_s`."""
 
     attempt: Attempt
     instances: list[InstanceId]

@@ -157,8 +157,7 @@ class RequestMetrics:
         )
         self.requests_refused = make.counter(
             "requests_refused",
-            "Accepted at arrival, refused by the manager: infeasible (no worker keeps its TTFT SLO), impossible (none can "
-            "hold it), queue_full",
+            "Refused by the manager: infeasible (no worker keeps the TTFT), impossible (none can hold it), queue_full",
             ("class", "reason"),
         )
         self.requests_demoted = make.counter(

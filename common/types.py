@@ -17,8 +17,8 @@ InstanceId = str
 TrafficClass = Literal["rt", "be"]
 """Real-time (a person waits) or best-effort (a batch job)."""
 IfLate = Literal["", "refuse", "best_effort", "serve"]
-"""What a client prefers where its TTFT SLO cannot be kept: an error at once, the answer as best-effort, or the answer late.
-"" = the operator decides (`cohort.refuse_late`)."""
+"""What a client prefers where its TTFT SLO cannot be kept: an error at once, the answer as best-effort, or the answer
+late. "" = the operator decides (`cohort.refuse_late`)."""
 
 
 class Attempt(msgspec.Struct, frozen=True, array_like=True, order=True, cache_hash=True):

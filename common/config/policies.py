@@ -73,9 +73,7 @@ class CohortConfig(Section, frozen=True):
     headroom: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05  # of the strictest TPOT, left free
     longest_step_s: Seconds = 0.4  # an iteration without real-time decodes: so long newcomers wait at most
     least_prefill: Positive = 16  # prompt tokens in every iteration that prompts wait for, whatever decodes take
-    refuse_late: Literal["named", "all", "none"] = (
-        "named"  # who gets a 429 when no worker keeps its TTFT: those that named one
-    )
+    refuse_late: Literal["named", "all", "none"] = "named"  # 429 where no worker keeps a TTFT: to those that named it
 
 
 class AlignedServeAblation(Section, frozen=True):

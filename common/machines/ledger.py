@@ -23,9 +23,8 @@ from cohort.common.machines.entry import Entry, State
 from cohort.common.messages import Placed, Refused, StageTimes, TokenUpdate
 from cohort.common.types import Attempt, FinishReason, InstanceId, Request, RequestId
 
-
-MIN_RETRY_S, MAX_RETRY_S = 1.0, 120.0
-"""Bounds of what a refused client is told to wait, as of `bounded_admission`."""
+_MIN_RETRY_S, _MAX_RETRY_S = 1.0, 120.0
+"""Bounds of what a refused client is told to wait; `bounded_admission` has the same."""
 
 
 @dataclass(slots=True)
@@ -438,12 +437,12 @@ def _refusal(entry: Entry, message: Refused) -> RequestError:
     status, reason = message.status, message.reason
     if message.forecast_s:
         reason = (
-            f"The server is busy: the first token was predicted {message.forecast_s:.2f} s after the request's arrival, "
-            f"and its TTFT SLO is {entry.request.slo.ttft_s:g} s. Please retry later, or ask for another outcome with "
-            "cohort.if_late."
+            f"The server is busy: the first token is predicted {message.forecast_s:.2f} s after the request's arrival, "
+            f"its TTFT SLO is {entry.request.slo.ttft_s:g} s. Please retry later, or say in cohort.if_late what you "
+            "would rather have."
         )
     if status == 429:
-        retry_after_s = min(MAX_RETRY_S, max(MIN_RETRY_S, message.retry_after_s))
+        retry_after_s = min(_MAX_RETRY_S, max(_MIN_RETRY_S, message.retry_after_s))
         return RequestError(reason, status=status, type_="rate_limit_error", retry_after_s=retry_after_s)
     kind = "invalid_request_error" if 400 <= status < 500 else "service_unavailable_error"
     return RequestError(reason, status=status, type_=kind)

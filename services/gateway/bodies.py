@@ -36,7 +36,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CohortOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Our own part of a body: class, SLO, and what is to happen where a worker can keep no TTFT of it: an error at once,
+    """Our own part of a body: class, SLO, and what is to happen where no worker can keep its TTFT: an error at once,
     the answer as best-effort, or late. The x-cohort-… headers say the same and win."""
 
     traffic_class: TrafficClass | None = msgspec.field(default=None, name="class")

@@ -1,8 +1,8 @@
 """Which preset, roles and settings suit this traffic on this cluster: try them, rank them, show the evidence.
 
 Candidates are every preset, for presets with several roles every sensible split of the instances, and chunk sizes of
-prefill. Each replays the same requests. Candidates are ranked by the SLOs kept of all sent, then by tokens finished in time,
-then by the lower 99th percentile of the time to the first token. For the best few the capacity is searched.
+prefill. Each replays the same requests. Candidates are ranked by the SLOs kept of all sent, then by tokens finished in
+time, then by the lower 99th percentile of the time to the first token. For the best few the capacity is searched.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Everything but `measured` depends on inputs and seed only. Definitions (docs/gui
     normalised latency   JCT / output tokens          goodput   requests that kept their whole SLO, a second
     kept of sent         requests that kept their whole SLO / requests sent with one: refused, failed and unserved ones
                          count as missed. The headline
-    attainment           the same / those of them that ended or were refused: what was unserved at the horizon is left out
+    attainment           the same / those of them that ended or were refused: what was unserved at the end is left out
 """
 
 from __future__ import annotations

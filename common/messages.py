@@ -94,12 +94,15 @@ class ManagerHello(_Base, frozen=True):
 
 
 class Placed(_Base, frozen=True):
-    """Where an attempt runs and why; for the gateway's TTFT decomposition, logs and direct cancels."""
+    """Where an attempt runs and why; for the gateway's TTFT decomposition, logs and direct cancels. `best_effort`: it
+    was demoted, as its TTFT was predicted to be `forecast_s`."""
 
     attempt: Attempt
     instances: list[InstanceId]
     queued_s: float
     reason: str
+    best_effort: bool = False
+    forecast_s: float = 0.0
 
 
 class AttemptsLost(_Base, frozen=True):
@@ -110,11 +113,15 @@ class AttemptsLost(_Base, frozen=True):
 
 
 class Refused(_Base, frozen=True):
-    """An attempt can never be served as it is (no worker could hold it, say): fail it with this status."""
+    """An attempt is not served as it is (no worker could hold it, its TTFT cannot be kept): fail it with this status.
+    `cause`: the reason in one word, for metrics. `forecast_s`: the predicted TTFT that it was refused for."""
 
     attempt: Attempt
     status: int
     reason: str
+    cause: str = ""
+    retry_after_s: float = 0.0
+    forecast_s: float = 0.0
 
 
 class ClusterLoad(_Base, frozen=True):

@@ -155,6 +155,14 @@ class RequestMetrics:
         self.rejections = make.counter(
             "rejections", "Requests refused at arrival, by HTTP status and reason", ("class", "status", "reason")
         )
+        self.requests_refused = make.counter(
+            "requests_refused",
+            "Refused by the manager: infeasible (no worker keeps the TTFT), impossible (none can hold it), queue_full",
+            ("class", "reason"),
+        )
+        self.requests_demoted = make.counter(
+            "requests_demoted", "Requests served as best-effort, as no worker keeps their TTFT SLO", by_class
+        )
         self.resubmissions = make.counter("resubmissions", "Attempts after the first, by reason", ("reason",))
         self.default_predictions = make.counter(
             "default_predictions", "Requests that went on without an answer of the length predictor"

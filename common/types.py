@@ -16,6 +16,9 @@ RequestId = str
 InstanceId = str
 TrafficClass = Literal["rt", "be"]
 """Real-time (a person waits) or best-effort (a batch job)."""
+IfLate = Literal["", "refuse", "best_effort", "serve"]
+"""What a client prefers where its TTFT SLO cannot be kept: an error at once, the answer as best-effort, or the answer
+late. "" = the operator decides (`cohort.refuse_late`)."""
 
 
 class Attempt(msgspec.Struct, frozen=True, array_like=True, order=True, cache_hash=True):
@@ -145,7 +148,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     first. `online` False marks batch work (B10). `waited_s`: of a resubmitted request, seconds from its arrival at the
     gateway until this attempt was sent on, by the gateway or by the manager; a first attempt says 0. A duration, so
     that the request keeps its place in line on hosts whose monotonic clocks differ. Only requests of the same
-    `prefix_salt` share cached prefixes.
+    `prefix_salt` share cached prefixes. `if_late`: see `IfLate`.
     """
 
     attempt: Attempt
@@ -161,6 +164,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     prediction: Prediction | None = None
     waited_s: float = 0.0
     prefix_salt: str = ""
+    if_late: IfLate = ""
 
     @property
     def request_id(self) -> RequestId:
@@ -175,6 +179,11 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     def max_positions(self) -> int:
         """Positions whose KV can ever be needed: the last output token is never processed."""
         return self.prompt_tokens + self.sampling.max_tokens - 1
+
+    def as_best_effort(self) -> Request:
+        """The same request, demoted: nothing orders it by latency targets any more; a deadline of its own stays."""
+        slo = Slo(deadline_s=self.slo.deadline_s)
+        return msgspec.structs.replace(self, traffic_class="be", slo=slo)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ class PolicyConfig(Section, frozen=True):
     own is named by its import path, `module:function` (docs/tutorials/your-own-scheduler.md)."""
 
     admission: str = "bounded"  # at the gateway: may a request come in
-    placement: str = "colocated"  # at the manager: which worker computes which part of a request
+    placement: str = "least_ttft"  # at the manager: which worker computes which part of a request
     prefill_order: str = "pass_through"  # at the manager: which waiting request is dispatched next, in which batch
     iteration: str = "cohort_batching"  # at the worker: which rows the next iteration computes
     allocation: str = "paged"  # at the worker: how KV blocks are handed out
@@ -74,13 +74,14 @@ class CohortAblation(Section, frozen=True):
 
 
 class CohortConfig(Section, frozen=True):
-    """`policies.placement: least_ttft` and `policies.iteration: cohort_batching`."""
+    """`policies.placement: least_ttft` and `policies.iteration: cohort_batching` (docs/cohort.md)."""
 
     prompt_order: Literal["shortest", "earliest_due"] = "shortest"  # among prompts that can still keep their TTFT
     patience_s: Seconds = 60.0  # a request that waited so long goes first: its client is about to give up
     headroom: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05  # of the strictest TPOT, left free
     longest_step_s: Seconds = 0.4  # an iteration without real-time decodes: so long newcomers wait at most
     least_prefill: Positive = 16  # prompt tokens in every iteration that prompts wait for, whatever decodes take
+    refuse_late: Literal["named", "all", "none"] = "named"  # 429 where no worker keeps a TTFT: to those that named it
     kv_bytes_per_s: Annotated[float, msgspec.Meta(gt=0)] = 2.5e9  # between workers: what a split costs
     ablation: CohortAblation = CohortAblation()
 

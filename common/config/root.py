@@ -72,10 +72,15 @@ class Config(Section, frozen=True):
 
     def default_threads(self, cores: int) -> int:
         """The engine's, else an equal share of the cores, but at least two where there are two: prefill and decode
-        workers are seldom both busy (measured: docs/benchmarks.md). All of them for workers that stand by."""
-        if self.engine.threads or self.engine.standby:
+        workers are seldom both busy (measured: docs/benchmarks.md). All of them where one worker computes at a time."""
+        if self.engine.threads or self.gathers:
             return self.engine.threads or max(1, cores)
         return max(min(2, cores), cores // max(1, len(self.instance_roles)))
+
+    @property
+    def gathers(self) -> bool:
+        """Of the workers of one device one computes and the others stand by."""
+        return self.policies.placement == "least_ttft"
 
     def _instances(self) -> list[tuple[str, WorkerGroup]]:
         counts: dict[Role, int] = {}

@@ -139,9 +139,6 @@ class TransferConfig(Section, frozen=True):
 class EngineConfig(Section, frozen=True):
     device: str = "auto"  # cpu, cuda, cuda:1 …
     threads: NotNegative = 0  # CPU threads of one worker; 0 = cores divided by workers, at least 2
-    standby: bool = (
-        False  # of workers that share cores only one computes at a time, the others stand by: all cores each
-    )
     max_rows: Positive = 256  # requests in one iteration
     max_step_tokens: Positive = 2048  # tokens in one iteration, prefill and decode together
     # chunked_prefill, multires, time_synced: tokens that fill the device, as `cohort profile` finds; 0 = a full step

@@ -64,6 +64,14 @@ class Entry:
     """The same in one word: lost, gap, stall, cancelled, contradiction or manager."""
     queued_tokens: float = 0.0
     """Prompt and expected output while it counts as waiting; 0 afterwards."""
+    together: tuple[RequestId, ...] = ()
+    """All choices of its HTTP request, itself included, where there are several: they are refused together."""
+    refused_because: str = ""
+    """Why the manager refused it, in one word."""
+    best_effort: bool = False
+    """The manager demoted it: it is served as best-effort, whatever was asked for."""
+    forecast_s: float = 0.0
+    """The predicted TTFT it was refused or demoted for."""
 
     def __post_init__(self) -> None:
         self.attempt = self.request.attempt
@@ -82,9 +90,9 @@ class Entry:
 
     def current(self, now_s: float) -> Request:
         """The request as it must be submitted now. Another attempt keeps its place in line: it says how long the
-        request has waited."""
+        request has waited. What was accepted as best-effort stays so."""
         return msgspec.structs.replace(
-            self.request,
+            self.request.as_best_effort() if self.best_effort else self.request,
             attempt=self.attempt,
             tokens=[*self.request.tokens, *self.output] if self.output else self.request.tokens,
             prediction=self.prediction,

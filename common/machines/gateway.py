@@ -231,9 +231,11 @@ class GatewayMachine:
         entries = self._decided(offer.offer_id, refusal)
         if entries is None:
             return
+        together = tuple(request.request_id for request in requests) if len(requests) > 1 else ()
         for request in requests:
             expected = self._admission.expected_output(request, owner, max_tokens_named=named)
-            entries.append(self.ledger.open(now_s, request, expected_output=expected, owner=owner))
+            entry = self.ledger.open(now_s, request, expected_output=expected, owner=owner, together=together)
+            entries.append(entry)
         for first in range(0, len(entries), offer.choices_per_prompt):
             choices = entries[first : first + offer.choices_per_prompt]
             request = choices[0].request
@@ -295,8 +297,8 @@ class GatewayMachine:
                 self._act(now_s, self.ledger.placed(now_s, message))
             case AttemptsLost(attempts, reason):
                 self._act(now_s, self.ledger.attempts_lost(now_s, attempts, reason))
-            case Refused(attempt, status, reason):
-                self._act(now_s, self.ledger.refused(attempt, status, reason))
+            case Refused():
+                self._act(now_s, self.ledger.refused(message))
             case Predicted():
                 self._predicted(now_s, message)
             case ClusterLoad():

@@ -20,8 +20,11 @@ from dataclasses import dataclass
 from cohort.common.errors import InvariantViolated, RequestError
 from cohort.common.machines.effects import Deliver, Fail
 from cohort.common.machines.entry import Entry, State
-from cohort.common.messages import Placed, StageTimes, TokenUpdate
+from cohort.common.messages import Placed, Refused, StageTimes, TokenUpdate
 from cohort.common.types import Attempt, FinishReason, InstanceId, Request, RequestId
+
+_MIN_RETRY_S, _MAX_RETRY_S = 1.0, 120.0
+"""Bounds of what a refused client is told to wait; `bounded_admission` has the same."""
 
 
 @dataclass(slots=True)
@@ -85,8 +88,17 @@ class Ledger:
 
     # -- From the client's side ------------------------------------------------------------------------------------
 
-    def open(self, now_s: float, request: Request, *, expected_output: float = 0.0, owner: str = "") -> Entry:
-        """Own a request. It is submitted when its host says so (a prediction may come first)."""
+    def open(
+        self,
+        now_s: float,
+        request: Request,
+        *,
+        expected_output: float = 0.0,
+        owner: str = "",
+        together: tuple[RequestId, ...] = (),
+    ) -> Entry:
+        """Own a request. It is submitted when its host says so (a prediction may come first). `together`: as in
+        `Entry`."""
         if request.request_id in self._entries:
             raise ValueError(f"request {request.request_id} is open already")
         entry = Entry(
@@ -97,6 +109,7 @@ class Ledger:
             prediction=request.prediction,
             last_news_s=now_s,
             queued_tokens=request.prompt_tokens + max(1.0, expected_output),
+            together=together,
         )
         self._entries[request.request_id] = entry
         self.waiting_requests += 1
@@ -261,6 +274,8 @@ class Ledger:
         if entry.first_token_s is None:
             entry.bucket_s = message.queued_s
         entry.placement_reason = message.reason
+        if message.best_effort:
+            entry.best_effort, entry.forecast_s = True, message.forecast_s
         entry.holders.update(message.instances)
         entry.instances.extend(name for name in message.instances if name not in entry.instances)
         return []
@@ -277,12 +292,20 @@ class Ledger:
             actions += self._lost(entry, now_s, "lost", reason)
         return actions
 
-    def refused(self, attempt: Attempt, status: int, reason: str) -> list[Action]:
-        entry = self._entries.get(attempt.request_id)
-        if entry is None or attempt != entry.attempt:
+    def refused(self, message: Refused) -> list[Action]:
+        """With one choice all of its HTTP request end: the client gets one error, and no other choice is served in
+        vain."""
+        entry = self._entries.get(message.attempt.request_id)
+        if entry is None or message.attempt != entry.attempt:
             return []
-        kind = "invalid_request_error" if 400 <= status < 500 else "service_unavailable_error"
-        return self._fail(entry, RequestError(reason, status=status, type_=kind))
+        error = _refusal(entry, message)
+        actions: list[Action] = []
+        for name in entry.together or (entry.request_id,):
+            each = self._entries.get(name)
+            if each is not None:
+                each.refused_because, each.forecast_s = message.cause or "other", message.forecast_s
+                actions += self._fail(each, error)
+        return actions
 
     def manager_replaced(self, now_s: float) -> list[Action]:
         """Another manager took over and knows nothing of its predecessor's queue. The next attempts replace those that
@@ -407,6 +430,22 @@ class Ledger:
         if entry.state is State.OPEN and not entry.holders:
             return []  # this attempt never left the gateway
         return [CancelAttempt(entry.attempt, tuple(sorted(entry.holders)), reason)]
+
+
+def _refusal(entry: Entry, message: Refused) -> RequestError:
+    """What the client is told."""
+    status, reason = message.status, message.reason
+    if message.forecast_s:
+        reason = (
+            f"The server is busy: the first token is predicted {message.forecast_s:.2f} s after the request's arrival, "
+            f"its TTFT SLO is {entry.request.slo.ttft_s:g} s. Please retry later, or say in cohort.if_late what you "
+            "would rather have."
+        )
+    if status == 429:
+        retry_after_s = min(_MAX_RETRY_S, max(_MIN_RETRY_S, message.retry_after_s))
+        return RequestError(reason, status=status, type_="rate_limit_error", retry_after_s=retry_after_s)
+    kind = "invalid_request_error" if 400 <= status < 500 else "service_unavailable_error"
+    return RequestError(reason, status=status, type_=kind)
 
 
 def _finish_by_tokens(entry: Entry) -> FinishReason | None:

@@ -20,7 +20,6 @@ feeds events and performs effects; the policies decide what goes where.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import assert_never
 
 import msgspec
@@ -29,6 +28,7 @@ from cohort.common.errors import InvariantViolated
 from cohort.common.machines.cluster_load import DrainRate, cluster_load
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
 from cohort.common.machines.events import ManagerEvent, PeerLost, Received, Tick, Undelivered
+from cohort.common.machines.manager_counters import ManagerCounters
 from cohort.common.machines.manager_settings import ManagerSettings
 from cohort.common.machines.parked_requests import ParkedRequests
 from cohort.common.machines.roster import Managed, Roster
@@ -63,17 +63,6 @@ _RESUBMIT_S = 0.1  # the longest placements wait for lost attempts to come again
 _LOOK_AGAIN_S = 0.05
 """While requests wait: between two looks at the queue that no message calls for. Policies go by the age of reports."""
 _LEAST_WAIT_S = 0.001  # between two ticks, however far in the past a policy wanted to be asked
-
-
-@dataclass(slots=True)
-class ManagerCounters:
-    submitted: int = 0
-    dispatched: int = 0
-    finished: int = 0
-    attempts_lost: int = 0
-    refused: int = 0
-    workers_lost: int = 0
-    misnamed: int = 0  # messages dropped because another peer than their sender would have to say them
 
 
 class ManagerMachine:
@@ -164,12 +153,7 @@ class ManagerMachine:
             "waiting": float(self.waiting),
             "live": float(self.live),
             "workers": float(self.workers),
-            "dispatched_total": float(self.counters.dispatched),
-            "finished_total": float(self.counters.finished),
-            "attempts_lost_total": float(self.counters.attempts_lost),
-            "refused_total": float(self.counters.refused),
-            "workers_lost_total": float(self.counters.workers_lost),
-            "misnamed_total": float(self.counters.misnamed),
+            **self.counters.metrics(),
             **self._order.metrics(),
             **self._placement.metrics(),
             **self._parked.metrics(),
@@ -283,7 +267,7 @@ class ManagerMachine:
             return False
         self.counters.submitted += 1
         if len(self._order) >= self._settings.max_waiting_requests:
-            self._refuse(request, sender, 429, "the manager's queue is full")
+            self._refuse(sender, Refused(request.attempt, 429, "the manager's queue is full", "queue_full"))
             return False
         item = WaitingRequest(request, now_s, request.prediction)
         self._roster.add(Managed(request.attempt, sender, item, waiting=True))
@@ -372,16 +356,28 @@ class ManagerMachine:
                 self._order.add(now_s, item)
             case policies.Impossible(reason=reason):
                 self._roster.remove(managed)
-                self._refuse(item.request, managed.gateway, 400, reason)
-            case policies.Placed(segments=segments, reason=reason):
+                self._refuse(managed.gateway, Refused(managed.attempt, 400, reason, "impossible"))
+            case policies.Refuse() if item.accepted:
+                self._order.add(now_s, item)
+            case policies.Refuse(reason=cause, retry_after_s=retry_after_s, forecast_s=forecast_s):
+                self._roster.remove(managed)
+                self._placement.finished(now_s, managed.request_id)
+                refused = Refused(managed.attempt, 429, "the server is busy", cause, retry_after_s, forecast_s)
+                self._refuse(managed.gateway, refused)
+            case policies.Placed(segments=segments, reason=reason, forecast_s=forecast_s):
                 managed.waiting = False
                 managed.segments = segments
                 self.counters.dispatched += 1
+                demoted = decision.best_effort and not item.accepted
+                if demoted:
+                    item.request = item.request.as_best_effort()
+                    self.counters.demoted += 1
                 # Later segments first: their workers know the request when the KV offer comes.
                 for index in reversed(range(len(segments))):
                     self._start(now_s, managed, item, index, dispatch.batch_id)
                 instances = [segment.instance for segment in segments if segment.instance is not None]
-                self._send(managed.gateway, Placed(managed.attempt, instances, now_s - item.since_s, reason))
+                queued_s = now_s - item.since_s
+                self._send(managed.gateway, Placed(managed.attempt, instances, queued_s, reason, demoted, forecast_s))
             case _:
                 assert_never(decision)
 
@@ -464,9 +460,9 @@ class ManagerMachine:
         for instance in holders:
             self._send(instance, Cancel([managed.attempt], reason))
 
-    def _refuse(self, request: Request, gateway: InstanceId, status: int, reason: str) -> None:
-        self.counters.refused += 1
-        self._send(gateway, Refused(request.attempt, status, reason))
+    def _refuse(self, gateway: InstanceId, refused: Refused) -> None:
+        self.counters.refused[refused.cause] = self.counters.refused.get(refused.cause, 0) + 1
+        self._send(gateway, refused)
 
     # -- what policies and gateways are told -------------------------------------------------------------------
 

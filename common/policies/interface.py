@@ -98,10 +98,13 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Answered with 429 and Retry-After."""
+    """Answered with 429 and Retry-After. An admission's `reason` is a text for the client; a placement's is one word,
+    a label of metrics, and `forecast_s` is the TTFT it predicts, in seconds from the request's arrival at the manager
+    (0 = none)."""
 
     reason: str
     retry_after_s: float
+    forecast_s: float = 0.0
 
 
 class Admission(ABC):
@@ -162,6 +165,11 @@ class WaitingRequest:
     @property
     def request_id(self) -> RequestId:
         return self.request.request_id
+
+    @property
+    def accepted(self) -> bool:
+        """An attempt after the first, or output exists: it is served, neither refused nor demoted."""
+        return self.request.attempt.number > 0 or self.request.output_known > 0
 
     def expected_output(self, default_tokens: float) -> float:
         """Predicted output, bounded by max_tokens."""
@@ -225,11 +233,14 @@ class PrefillOrder(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Segments that meet exactly: the first starts at 0, the last is open-ended (end None)."""
+    """Segments that meet exactly: the first starts at 0, the last is open-ended (end None). `best_effort`: demoted, its
+    workers see a best-effort request; `forecast_s` as in `Refuse`."""
 
     segments: tuple[Segment, ...]
     reason: str
     estimated_s: float = 0.0
+    best_effort: bool = False
+    forecast_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +267,9 @@ class Placement(ABC):
     @abstractmethod
     def place(
         self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None
-    ) -> Placed | Wait | Impossible: ...
+    ) -> Placed | Wait | Impossible | Refuse:
+        """`Refuse`, and `Placed.best_effort`, only of a request that is not `accepted` yet: of another one the first
+        means `Wait`, the second nothing."""
 
     def completed(self, now_s: float, request_id: RequestId) -> None:
         """Its last token was sampled; before `finished`, which also comes for cancelled and lost requests. For

@@ -7,11 +7,13 @@ a reason unless it has the value that asks for nothing. A key in none of them is
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from cohort.common.types import TrafficClass
+
+OutcomeIfLate = Literal["refuse", "best_effort", "serve"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -34,12 +36,14 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CohortOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Our own part of a body: class and SLO. The x-cohort-… headers say the same and win."""
+    """Our own part of a body: class, SLO, and what is to happen where no worker can keep its TTFT: an error at once,
+    the answer as best-effort, or late. The x-cohort-… headers say the same and win."""
 
     traffic_class: TrafficClass | None = msgspec.field(default=None, name="class")
     ttft_slo_ms: Milliseconds | None = None
     tpot_slo_ms: Milliseconds | None = None
     deadline_ms: Milliseconds | None = None
+    if_late: OutcomeIfLate | None = None
     online: bool | None = None
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
-from cohort.common.types import SamplingParams, Slo, TrafficClass
+from cohort.common.types import IfLate, SamplingParams, Slo, TrafficClass
 from cohort.services.gateway.bodies import ChatBody, CohortOptions, CompletionBody, StreamOptions
 from cohort.services.gateway.body_shape import refuse_shape
 from cohort.services.gateway.model_card import ModelCard
@@ -22,6 +22,7 @@ from cohort.services.gateway.model_card import ModelCard
 CLASS_HEADER = "x-cohort-class"
 TTFT_HEADER = "x-cohort-ttft-slo-ms"
 TPOT_HEADER = "x-cohort-tpot-slo-ms"
+IF_LATE_HEADER = "x-cohort-if-late"
 
 # OpenAI's default for completions; chat completions may use what the context leaves.
 COMPLETION_MAX_TOKENS = 16
@@ -49,6 +50,7 @@ class Call:
     slo: Slo
     priority: int
     online: bool
+    if_late: IfLate = ""
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
@@ -186,7 +188,8 @@ def _call(
     options = body.stream_options or StreamOptions()
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true.", param="stream_options")
-    traffic_class, slo, online = _service(body.cohort or CohortOptions(), headers, config)
+    wishes = body.cohort or CohortOptions()
+    traffic_class, slo, online = _service(wishes, headers, config)
     temperature = 1.0 if body.temperature is None else body.temperature
     return Call(
         chat=chat,
@@ -216,6 +219,7 @@ def _call(
         slo=slo,
         priority=body.priority or 0,
         online=online,
+        if_late=_if_late(wishes, headers, slo),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
@@ -394,6 +398,21 @@ def _service(
         deadline_s=options.deadline_ms / 1000 if options.deadline_ms else 0.0,
     )
     return traffic_class, slo, options.online is not False
+
+
+def _if_late(options: CohortOptions, headers: Mapping[str, str], slo: Slo) -> IfLate:
+    """As named; a client that names a TTFT SLO and no outcome prefers an error at once to an answer that is late."""
+    named = headers.get(IF_LATE_HEADER)
+    if named is None:
+        return options.if_late or ("refuse" if slo.ttft_s else "")
+    match named.strip().lower():
+        case "refuse" | "best_effort" | "serve" as outcome:
+            return outcome
+        case other:
+            raise RequestError(
+                f"{IF_LATE_HEADER}: {printable(other)!r} is none of 'refuse', 'best_effort' and 'serve'.",
+                param=IF_LATE_HEADER,
+            )
 
 
 def _milliseconds(headers: Mapping[str, str], name: str) -> float | None:

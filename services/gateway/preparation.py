@@ -65,6 +65,7 @@ def prepare(
                     online=call.online,
                     priority=call.priority,
                     slo=call.slo,
+                    if_late=call.if_late,
                 )
             )
     return requests

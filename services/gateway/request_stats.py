@@ -69,11 +69,15 @@ class RequestStats:
         e2e_s = now_s - times.arrived_s
         ttft_s = None if entry.first_token_s is None else entry.first_token_s - times.arrived_s
         self._count(entry, finish, ttft_s, e2e_s)
-        write = self._log.warning if finish is FinishReason.FAILED else self._log.info
+        refused = bool(entry.refused_because)
+        write = self._log.warning if finish is FinishReason.FAILED and not refused else self._log.info
+        judged = {}
+        if entry.forecast_s:
+            judged = {"forecast_ttft_s": round(entry.forecast_s, 3), "slo_ttft_s": entry.request.slo.ttft_s}
         write(
-            "request finished",
+            "request refused" if refused else "request finished",
             request_id=entry.request_id,
-            status=finish.value,
+            status=entry.refused_because or finish.value,
             reason=reason or None,
             prompt_tokens=entry.request.prompt_tokens,
             output_tokens=len(entry.output),
@@ -83,6 +87,8 @@ class RequestStats:
             attempts=entry.attempt.number + 1,
             instances=entry.instances,
             traffic_class=entry.request.traffic_class,
+            best_effort=entry.best_effort or None,
+            **judged,
         )
 
     def _count(self, entry: Entry, finish: FinishReason, ttft_s: float | None, e2e_s: float) -> None:
@@ -91,8 +97,14 @@ class RequestStats:
         metrics.in_flight(traffic_class).dec()
         metrics.request_success(traffic_class, finish.value).inc()
         self.recent.ended(finish)
+        if entry.best_effort:
+            metrics.requests_demoted(traffic_class).inc()
         if finish is FinishReason.CANCELLED:
             return  # its times say when the client left, not how fast we were
+        if entry.refused_because:
+            metrics.requests_refused(traffic_class, entry.refused_because).inc()
+            self._count_slo(entry, None, None, None)  # nor do these, but its SLO was not kept
+            return
         metrics.e2e_seconds(traffic_class).observe(e2e_s)
         metrics.request_prompt_tokens(traffic_class).observe(request.prompt_tokens)
         metrics.request_generation_tokens(traffic_class).observe(len(entry.output))
@@ -104,8 +116,10 @@ class RequestStats:
         per_token_s = tpot_s(entry)
         if per_token_s is not None:
             metrics.tpot_seconds(traffic_class).observe(per_token_s)
-        outcomes = slo_outcomes(
-            request.slo, ttft_s=ttft_s, per_token_s=per_token_s, e2e_s=None if finish is FinishReason.FAILED else e2e_s
-        )
+        self._count_slo(entry, ttft_s, per_token_s, None if finish is FinishReason.FAILED else e2e_s)
+
+    def _count_slo(self, entry: Entry, ttft_s: float | None, per_token_s: float | None, e2e_s: float | None) -> None:
+        request = entry.request
+        outcomes = slo_outcomes(request.slo, ttft_s=ttft_s, per_token_s=per_token_s, e2e_s=e2e_s)
         for objective, met in outcomes.items():
-            metrics.slo(traffic_class, objective, "met" if met else "missed").inc()
+            self._metrics.slo(request.traffic_class, objective, "met" if met else "missed").inc()

@@ -54,6 +54,7 @@ class RequestExtras(msgspec.Struct, frozen=True):
     ttft_s: float | None
     stages_s: dict[str, float]
     token_ids: list[int] | UnsetType = UNSET  # of the output, when return_token_ids asks for them
+    best_effort: bool | UnsetType = UNSET  # true: demoted, as no worker could keep its TTFT SLO
 
 
 class Extras(msgspec.Struct, frozen=True):
@@ -308,6 +309,7 @@ def extras_of(
         ttft_s=None if ttft_s is None else round(ttft_s, 6),
         stages_s={stage: round(seconds, 6) for stage, seconds in ttft_stages(times, entry).items()},
         token_ids=UNSET if tokens is None else tokens,
+        best_effort=entry.best_effort or UNSET,
     )
 
 

@@ -111,7 +111,7 @@ def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
         ),
     ]
     threads = {instance: config.worker_threads(instance, 1) for instance in config.instance_roles}
-    busy = max if config.engine.standby else sum  # threads that compute at one time
+    busy = max if config.gathers else sum  # threads that compute at one time
     crowded = 0 < cores < busy(threads.values())
     for index, (instance, role) in enumerate(config.instance_roles.items()):
         plans.append(

@@ -1,8 +1,8 @@
 """Which preset, roles and settings suit this traffic on this cluster: try them, rank them, show the evidence.
 
 Candidates are every preset, for presets with several roles every sensible split of the instances, and chunk sizes of
-prefill. Each replays the same requests. Candidates are ranked by SLO attainment, then by tokens finished in time,
-then by the lower 99th percentile of the time to the first token. For the best few the capacity is searched.
+prefill. Each replays the same requests. Candidates are ranked by the SLOs kept of all sent, then by tokens finished in
+time, then by the lower 99th percentile of the time to the first token. For the best few the capacity is searched.
 """
 
 from __future__ import annotations
@@ -124,6 +124,6 @@ def _splits(base: Config, instances: int) -> Iterator[dict[Role, int]]:
 
 def _merit(report: SimReport) -> tuple[float, float, float]:
     whole = report.overall
-    kept = round(whole.slo.attainment, 3) if whole.slo else 0.0
+    kept = round(whole.slo.kept_of_sent, 3) if whole.slo else 0.0
     goodput = whole.slo.goodput_tokens_per_s if whole.slo else whole.output_tokens_per_s
     return (kept, round(goodput, 1), -(whole.ttft_ms.p99 if whole.ttft_ms else float("inf")))

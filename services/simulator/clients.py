@@ -22,7 +22,7 @@ from cohort.common.machines.effects import Admitted, Deliver, Ended, Fail, Gatew
 from cohort.common.machines.events import Offered, Received, Sampled
 from cohort.common.messages import Message, TokenBatch, TokenUpdate
 from cohort.common.policies.interface import Row
-from cohort.common.types import Attempt, Prediction, Request, SamplingParams
+from cohort.common.types import Attempt, IfLate, Prediction, Request, SamplingParams
 from cohort.common.virtual_cluster.cluster import GATEWAY, VirtualCluster
 from cohort.common.virtual_cluster.plugins import Node
 from cohort.common.workloads.items import WorkItem
@@ -113,7 +113,9 @@ class TraceClients:
         predictor_sigma: float,
         distinct_prompts: bool,
         seed: int,
+        if_late: IfLate = "refuse",
     ) -> None:
+        """`if_late`: of requests with a TTFT SLO of their own; by default as the gateway understands them."""
         self.classes: dict[str, ClassStats] = {}
         self.live: dict[str, InFlight] = {}
         self.first_arrival_s = math.inf
@@ -125,6 +127,7 @@ class TraceClients:
         self._predictor = predictor
         self._sigma = predictor_sigma
         self._distinct = distinct_prompts
+        self._if_late = if_late
         self._random = Random(seed)
         self._count = 0
         self._under_way: deque[tuple[Node, list[TokenUpdate], list[float]]] = deque()
@@ -139,6 +142,11 @@ class TraceClients:
         for stats in self.classes.values():
             together.absorb(stats)
         return together
+
+    def unserved_with_slo(self, traffic_class: str = "") -> int:
+        """Requests with an SLO that have neither ended nor been refused; of one class, or of all."""
+        items = [live.item for live in self.live.values()]
+        return sum(has_slo(item) for item in items if traffic_class in ("", item.traffic_class))
 
     def begin_counting(self, now_s: float) -> None:
         """Forget the stats so far, not the requests."""
@@ -174,6 +182,7 @@ class TraceClients:
             online=item.traffic_class == "rt",
             slo=item.slo,
             prediction=prediction,
+            if_late=self._if_late if item.slo.ttft_s else "",
         )
         self._virtual.tell(self._virtual.nodes[GATEWAY], Offered(name, [request]))
 
@@ -224,7 +233,8 @@ class TraceClients:
             case Rejected(offer_id, error):
                 self._turned_away(offer_id, error.message)
             case Fail(entry, error):
-                self._turned_away(entry.request_id, error.message)
+                # A forecast differs from request to request.
+                self._turned_away(entry.request_id, entry.refused_because if entry.forecast_s else error.message)
             case Admitted() | Ended() | ManagerFound():
                 pass
             case _:
@@ -321,12 +331,11 @@ class TraceClients:
         attained_ttft = not slo.ttft_s or ttft_s <= slo.ttft_s
         attained_tpot = not slo.tpot_s or tpot_s <= slo.tpot_s
         attained_deadline = not slo.deadline_s or jct_s <= slo.deadline_s
-        with_slo = bool(slo.ttft_s or slo.tpot_s or slo.deadline_s)
         each = self._class(item)
         each.finished += 1
         each.prompt_tokens += item.prompt_tokens
         each.output_tokens += live.produced
-        if with_slo:
+        if has_slo(item):
             each.with_slo += 1
             each.attained_ttft += attained_ttft
             each.attained_tpot += attained_tpot
@@ -345,10 +354,9 @@ class TraceClients:
             live.answered(now_s)
 
     def _refused(self, now_s: float, item: WorkItem, reason: str, answered: Callable[[float], None] | None) -> None:
-        slo = item.slo
         each = self._class(item)
         each.refused[reason] = each.refused.get(reason, 0) + 1
-        each.with_slo += bool(slo.ttft_s or slo.tpot_s or slo.deadline_s)
+        each.with_slo += has_slo(item)
         if answered is not None:
             answered(now_s)
 
@@ -357,6 +365,11 @@ class TraceClients:
         if name not in self.classes:
             self.classes[name] = ClassStats()
         return self.classes[name]
+
+
+def has_slo(item: WorkItem) -> bool:
+    slo = item.slo
+    return bool(slo.ttft_s or slo.tpot_s or slo.deadline_s)
 
 
 def hash_of(text: str) -> int:

@@ -22,7 +22,7 @@ from cohort.common.machines.worker_state import REPORT_INTERVAL_S
 from cohort.common.policies import compose
 from cohort.common.policies.cost_model import CostModel, ModelShape
 from cohort.common.policies.interface import Placement
-from cohort.common.types import Role
+from cohort.common.types import IfLate, Role
 from cohort.common.virtual_cluster.cluster import GATEWAY, MANAGER, VirtualCluster
 from cohort.common.virtual_cluster.plugins import Cadence, Node
 from cohort.common.workloads.closed_loop import ClosedLoopUsers
@@ -55,6 +55,8 @@ class SimOptions:
     slo_defaults: bool = False
     """Real-time requests that name no SLO get the gateway's default, as live ones do (`cohort simulate`, `advise`).
     Without: an SLO is what the workload says and nothing else, as in the papers' figures."""
+    if_late: IfLate = "refuse"
+    """What clients with a TTFT SLO prefer where it cannot be kept. Only placements that test for it ask."""
     profiled: bool = True
     """Schedulers that learn step times start from a profile of their instance, as after `cohort profile`."""
 
@@ -126,6 +128,7 @@ class SimCluster:
             predictor_sigma=options.predictor_sigma,
             distinct_prompts=shared,
             seed=options.seed,
+            if_late=options.if_late,
         )
         self.engine = CostEngine(
             self.virtual,

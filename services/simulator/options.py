@@ -46,6 +46,8 @@ def _traffic(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--sort", action="store_true", help="accept a trace whose times go backwards, and sort it")
     group.add_argument("--best-effort", type=float, default=0.0, metavar="SHARE", help="share of best-effort requests")
     group.add_argument("--slo", default="", metavar="ttft=S,tpot=S,deadline=S", help="SLO of every request")
+    outcomes = ("refuse", "best_effort", "serve")
+    group.add_argument("--if-late", choices=outcomes, default="refuse", help="what clients prefer to a missed TTFT SLO")
     group.add_argument("--max-tokens", type=int, default=0, help="what clients ask for at most; 0 = the context's rest")
     group.add_argument("--predictor", choices=("oracle", "noisy", "lognormal", "none"), default="oracle")
     group.add_argument("--predictor-sigma", type=float, default=0.0, help="tokens (`noisy`) or a factor (`lognormal`)")

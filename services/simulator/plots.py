@@ -29,7 +29,7 @@ def write_plot(path: Path, label: str, names: Sequence[str], reports: Sequence[S
         (
             "share",
             {
-                "SLOs attained": line("slo", "attainment"),
+                "SLOs kept, of sent": line("slo", "kept_of_sent"),
                 "KV in use": [sum(i.kv_mean for i in r.instances) / len(r.instances) for r in reports],
             },
         ),

@@ -50,11 +50,12 @@ def print_report(report: SimReport, console: Console) -> None:
                 latencies.add_row(f"{name}{what}", *(f"{value:.1f}" for value in values))
     console.print(latencies)
     if any(part.slo for part in slices.values()):
-        kept = table("SLOs attained", "all", "TTFT", "TPOT", "deadline", "tokens", "goodput /s", "tokens /s")
+        columns = ("kept of sent", "of ended", "TTFT", "TPOT", "deadline", "tokens", "goodput /s", "tokens /s")
+        kept = table("SLOs attained", *columns)
         for name, part in slices.items():
             if part.slo is not None:
                 p = part.slo
-                shares = (p.attainment, p.ttft, p.tpot, p.deadline, p.tbt)
+                shares = (p.kept_of_sent, p.attainment, p.ttft, p.tpot, p.deadline, p.tbt)
                 kept.add_row(
                     name.strip() or "all",
                     *(f"{share:.1%}" for share in shares),
@@ -111,7 +112,7 @@ def comparison(label: str, names: Sequence[str], reports: Sequence[SimReport]) -
             _ms(whole.tpot_ms, "p50"),
             _ms(whole.tbt_ms, "p99"),
             _ms(whole.jct_ms, "p50"),
-            f"{whole.slo.attainment:.1%}" if whole.slo else "–",
+            f"{whole.slo.kept_of_sent:.1%}" if whole.slo else "–",
             f"{sum(i.kv_mean for i in instances) / len(instances):.0%}",
             f"{sum(i.busy for i in instances) / len(instances):.0%}",
             f"{sum(i.preemptions for i in instances)}",
@@ -171,7 +172,7 @@ def advice_table(advice: Advice) -> Table:
         roles = ", ".join(f"{count} {role}" for role, count in trial.roles.items())
         lines.add_row(
             f"{trial.preset}: {roles}; {', '.join(trial.settings)}",
-            f"{whole.slo.attainment:.1%}" if whole.slo else "–",
+            f"{whole.slo.kept_of_sent:.1%}" if whole.slo else "–",
             f"{whole.slo.goodput_tokens_per_s:.0f}" if whole.slo else "–",
             _ms(whole.ttft_ms, "p50"),
             _ms(whole.ttft_ms, "p99"),
@@ -187,7 +188,7 @@ def recommendation(advice: Advice) -> str:
     best = advice.best
     roles = ", ".join(f"{count} {role}" for role, count in best.roles.items())
     whole = best.report.overall
-    kept = f"keeps {whole.slo.attainment:.1%} of the SLOs" if whole.slo else "had no SLO"
+    kept = f"keeps {whole.slo.kept_of_sent:.1%} of the SLOs" if whole.slo else "had no SLO"
     capacity = ""
     if best.capacity is not None and best.capacity.rate_per_s:
         capacity = f" and up to {best.capacity.rate_per_s:.3g} requests/s at {best.capacity.target:.0%}"

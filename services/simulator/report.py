@@ -6,7 +6,9 @@ Everything but `measured` depends on inputs and seed only. Definitions (docs/gui
     TTFT   first token − arrival                      JCT    last token − arrival
     TPOT   (last − first token) / (tokens − 1)        TBT    every gap between two tokens of a request
     normalised latency   JCT / output tokens          goodput   requests that kept their whole SLO, a second
-    attainment           requests that kept their whole SLO / requests that had one and ended or were refused
+    kept of sent         requests that kept their whole SLO / requests sent with one: refused, failed and unserved ones
+                         count as missed. The headline
+    attainment           the same / those of them that ended or were refused: what was unserved at the end is left out
 """
 
 from __future__ import annotations
@@ -23,8 +25,11 @@ from cohort.services.simulator.tally import WallTime
 
 
 class SloAttainment(msgspec.Struct, frozen=True):
-    """`judged` requests had an SLO; shares are of them. `tbt` is the share of tokens within the TPOT objective."""
+    """`sent` requests had an SLO, and `kept_of_sent` of them kept it. `judged` of them ended or were refused; the other
+    shares are of these. `tbt` is the share of tokens within the TPOT objective."""
 
+    sent: int
+    kept_of_sent: float
     judged: int
     attainment: float
     ttft: float
@@ -156,8 +161,11 @@ def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
         duration_s=duration_s,
         ended=not clients.live,
         notes=notes,
-        overall=_slice(clients.all, duration_s),
-        by_class={name: _slice(stats, duration_s) for name, stats in sorted(clients.classes.items())},
+        overall=_slice(clients.all, clients.unserved_with_slo(), duration_s),
+        by_class={
+            name: _slice(stats, clients.unserved_with_slo(name), duration_s)
+            for name, stats in sorted(clients.classes.items())
+        },
         instances=[_instance(sim, worker, duration_s) for worker in sim.workers],
         moved_bytes=sim.ports.moved_bytes,
         manager=sim.manager.stats(),
@@ -165,7 +173,8 @@ def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
     )
 
 
-def _slice(stats: ClassStats, duration_s: float) -> Slice:
+def _slice(stats: ClassStats, unserved: int, duration_s: float) -> Slice:
+    """`unserved`: its requests with an SLO that neither ended nor were refused."""
     return Slice(
         sent=stats.sent,
         finished=stats.finished,
@@ -178,14 +187,16 @@ def _slice(stats: ClassStats, duration_s: float) -> Slice:
         tbt_ms=stats.tbt.stats(),
         jct_ms=stats.jct.stats(),
         normalised_ms=stats.normalised.stats(),
-        slo=_slo_attainment(stats, duration_s) if stats.with_slo else None,
+        slo=_slo_attainment(stats, unserved, duration_s) if stats.with_slo + unserved else None,
     )
 
 
-def _slo_attainment(stats: ClassStats, duration_s: float) -> SloAttainment:
-    judged = stats.with_slo
+def _slo_attainment(stats: ClassStats, unserved: int, duration_s: float) -> SloAttainment:
+    sent, judged = stats.with_slo + unserved, max(1, stats.with_slo)
     return SloAttainment(
-        judged=judged,
+        sent=sent,
+        kept_of_sent=stats.attained / sent,
+        judged=stats.with_slo,
         attainment=stats.attained / judged,
         ttft=stats.attained_ttft / judged,
         tpot=stats.attained_tpot / judged,

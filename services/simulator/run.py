@@ -47,7 +47,7 @@ def by_rate(
 
 class Capacity(msgspec.Struct, frozen=True):
     """The highest request rate at which the share of attained SLOs is at least `target`; 0 when none of the rates
-    tried is. `tried`: rate → attainment, in the order of the search."""
+    tried is. `tried`: rate → share kept of all sent, in the order of the search."""
 
     target: float
     rate_per_s: float
@@ -56,7 +56,7 @@ class Capacity(msgspec.Struct, frozen=True):
 
 def attainment(report: SimReport) -> float:
     """0 when nothing had an SLO: a capacity without an SLO means nothing."""
-    return report.overall.slo.attainment if report.overall.slo else 0.0
+    return report.overall.slo.kept_of_sent if report.overall.slo else 0.0
 
 
 def find_capacity(

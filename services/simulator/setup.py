@@ -64,6 +64,7 @@ def simulation_options(options: argparse.Namespace) -> SimOptions:
         warmup_s=getattr(options, "warmup", 0.0),
         jump=not getattr(options, "step_by_step", False),
         slo_defaults=True,
+        if_late=options.if_late,
     )
 
 

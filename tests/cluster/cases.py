@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 from hypothesis import strategies as st
 
 from cohort.common.config import CONFIGS_DIR, Config
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
 from cohort.common.policies.interface import Placement
-from cohort.common.types import TrafficClass
+from cohort.common.types import IfLate, Slo, TrafficClass
+from tests.cluster.refusing import Refusing
 from tests.common.machines.clusters import Asked, of_config, small, strike, submit_at, tokens
 from tests.common.machines.faults import Fault, any_faults
 from tests.common.machines.world import SplitAnywhere, World, expected_output
 
 PRESETS = sorted(path.stem for path in (CONFIGS_DIR / "presets").glob("*.yaml"))
+OUTCOMES: tuple[IfLate, ...] = get_args(IfLate)
 LONGEST_PROMPT, LONGEST_OUTPUT = 40, 30
 CACHES = (20, 30, 64)
 """Blocks of a worker: the smallest holds the longest request, with two to spare."""
@@ -43,6 +45,7 @@ PLACEMENTS: dict[str, Callable[[int], Placement]] = {
     "anywhere": SplitAnywhere,
     "colocated": lambda seed: Colocated(),
     "disaggregated": lambda seed: Disaggregated(),
+    "refusing": lambda seed: Refusing(SplitAnywhere(seed), seed),
 }
 
 
@@ -135,6 +138,10 @@ class Case:
     placement: str = ""
     """One of `PLACEMENTS`; "" = the preset's."""
     options: Overrides = field(default_factory=dict)
+    ttft_s: float = 0.0
+    """SLO of the real-time requests, which say in turn what they prefer to a late answer; 0 = none."""
+    choices: int = 1
+    """Of every request."""
     stall_s: float = 20.0
     """The gateway's stall timeout."""
     limit_s: float = 400.0
@@ -177,7 +184,12 @@ class Case:
         for index, (at_s, length, shared, most, traffic_class, lie) in enumerate(self.arrivals):
             prompt = ((prefix if shared else []) + tokens(random, length))[:length]
             predicted = lie * len(expected_output(prompt, most))
-            submit_at(world, at_s, f"r{index}", Asked(prompt, most, traffic_class, predicted))
+            asked = Asked(prompt, most, traffic_class, predicted)
+            if self.ttft_s and traffic_class == "rt":
+                asked = replace(
+                    asked, slo=Slo(ttft_s=self.ttft_s, tpot_s=0.08), if_late=OUTCOMES[index % len(OUTCOMES)]
+                )
+            submit_at(world, at_s, f"r{index}", asked, self.choices)
 
 
 def own_workers(preset: str, times: int = 1) -> dict[str, int]:

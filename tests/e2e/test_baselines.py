@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 WIDE = bool(os.environ.get("COHORT_TEST_WIDE"))
 WORKER = "unified-0"
-PRESETS = ["baseline-vllm", "baseline-uellm", "cohort-batching"]
+PRESETS = ["baseline-vllm", "baseline-uellm"]
 if WIDE:
     OTHERS = ("round-robin", "chunked-prefill", "fastserve", "srtf", "multires", "orca")
     PRESETS += [f"baseline-{name}" for name in OTHERS]

@@ -35,7 +35,7 @@ PRESETS = [
     "baseline-vllm",
     "baseline-fastserve",
     "unified",
-    "cohort-batching",
+    "cohort",
 ]
 BLOCK_BYTES = 12_288
 """Of the tiny model: 16 positions, 3 layers, 2 heads of 16, float32."""

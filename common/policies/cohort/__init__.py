@@ -7,12 +7,14 @@ ttft_forecast    when a worker would yield the first token of one more request
 placed_work      what is on a worker: the last report, and what was placed there since
 prefix_record    which prompts were computed where
 least_ttft       the manager's placement: where the first token comes soonest
+admission_test   whether a request that is predicted to be late is served, demoted or refused
 """
 
 from __future__ import annotations
 
 from cohort.common.config import Config
 from cohort.common.policies.baselines.batch_builder import IterationLimits
+from cohort.common.policies.cohort.admission_test import AdmissionTest
 from cohort.common.policies.cohort.cohort_batching import CohortBatching
 from cohort.common.policies.cohort.least_ttft import LeastTtft
 
@@ -26,6 +28,7 @@ def build_iteration(config: Config) -> CohortBatching:
 def build_placement(config: Config) -> LeastTtft:
     return LeastTtft(
         config.cohort,
+        AdmissionTest(config.cohort.refuse_late),
         default_output=float(config.gateway.default_prediction_tokens),
         own_order=config.policies.iteration == "cohort_batching",
         prefix_caching=config.kv.prefix_caching,

@@ -2,6 +2,7 @@
 
     every worker that can hold it ─▶ one per device (the others of a device stand by)
            ─▶ predicted TTFT there + the price of the memory that everything there will still need
+           ─▶ in time on no worker: what `admission_test` says of the soonest
            ─▶ whole on the best; or, where its decode row would close a worker to prompts, its prompt there and its
               decode row with those that have closed one already (P/D of this one request)
 
@@ -12,26 +13,29 @@ requests is its own scheduler's business; how long that takes is `ttft_forecast`
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
+from typing import assert_never
 
 from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import RankKey
 from cohort.common.policies.baselines.placements import fits, impossible
+from cohort.common.policies.cohort.admission_test import AdmissionTest
 from cohort.common.policies.cohort.arriving_prompts import ArrivingPrompts, stretch
 from cohort.common.policies.cohort.placed_work import Known, PlacedWork
 from cohort.common.policies.cohort.prefix_record import Chain, PrefixRecord
 from cohort.common.policies.cohort.ttft_forecast import Pace, memory_price_s, mixes, transfer_fits
-from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
 from cohort.common.policies.interface import (
     ClusterView,
     Impossible,
     InstanceView,
     Placed,
     Placement,
+    Refuse,
     Wait,
     WaitingRequest,
 )
+from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import InstanceId, Request, RequestId, Segment
 
 _USEFUL = 64
@@ -84,9 +88,20 @@ class _Wanted:
 
 
 class LeastTtft(Placement):
-    def __init__(self, options: CohortConfig, *, default_output: float, own_order: bool, prefix_caching: bool) -> None:
+    wants_step_times = True
+
+    def __init__(
+        self,
+        options: CohortConfig,
+        test: AdmissionTest,
+        *,
+        default_output: float,
+        own_order: bool,
+        prefix_caching: bool,
+    ) -> None:
         """`default_output`: tokens expected of a request without a prediction. `own_order`: see `PlacedWork`."""
-        self._options, self._default_output, self._own_order = options, default_output, own_order
+        self._options, self._test = options, test
+        self._default_output, self._own_order = default_output, own_order
         self._work: dict[InstanceId, PlacedWork] = {}
         self._known: dict[RequestId, Known] = {}
         self._prefixes = PrefixRecord() if prefix_caching else None
@@ -101,7 +116,7 @@ class LeastTtft(Placement):
 
     def place(
         self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None
-    ) -> Placed | Wait | Impossible:
+    ) -> Placed | Wait | Impossible | Refuse:
         views = cluster.instances
         if not views:
             return Wait("no worker is registered")
@@ -117,7 +132,20 @@ class LeastTtft(Placement):
         if best is not None:
             return self._keep(now_s, wanted, best, "as preferred")
         self._rate = sum([candidate.pace.rate for candidate in candidates])
-        # What is best of all: whoever asks whether any worker can make it asks here.
+        soonest_s = min(candidate.ttft_s for candidate in candidates)
+        match self._test.judge(now_s, waiting, soonest_s):
+            case Refuse() as refusal:
+                return refusal
+            case "best_effort":
+                wanted.known.demote()
+                placed = self._place(now_s, wanted, candidates)
+                return replace(placed, best_effort=True, forecast_s=self._test.forecast_s(now_s, waiting, soonest_s))
+            case "serve":
+                return self._place(now_s, wanted, candidates)
+            case other:
+                assert_never(other)
+
+    def _place(self, now_s: float, wanted: _Wanted, candidates: list[Candidate]) -> Placed:
         best = min(candidates, key=_key)
         if not (best.closes or best.closed):
             return self._keep(now_s, wanted, best, "its first token comes soonest here")

@@ -1,7 +1,7 @@
 """Whether prompts share an iteration with decodes where mixing itself has a price: at which size it pays, and what the
 promises of those that decode can spare for it.
 
-Where nothing is paid for mixing, a few prompt tokens beside decodes cost next to nothing, and every iteration takes what
+Where mixing has no price, a few prompt tokens beside decodes cost next to nothing, and every iteration takes what
 fits its bound. Where something is, few tokens cost as much as many: prompts then gather for iterations of the size that
 gets most of them done for the time it adds, and decodes go alone until all whose TPOT can be kept have won enough time
 for one. `CohortBatching` asks; pure functions of prices and times.

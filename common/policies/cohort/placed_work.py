@@ -18,8 +18,8 @@ from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import RankKey
 from cohort.common.policies.cohort.prompt_order import PromptOrder
 from cohort.common.policies.cohort.ttft_forecast import Pace, learned_times, prompt_pace
-from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
 from cohort.common.policies.interface import InstanceView
+from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import Attempt, RequestId, StepTimes, WorkerStats
 
 _DISTANT_S = 1e9
@@ -46,6 +46,10 @@ class Known:
     placed_s: float
     predicted_s: float | None = None
     """TTFT, to be compared with what came of it; None: it was, or cannot be."""
+
+    def demote(self) -> None:
+        """From now on it is best-effort, without SLO."""
+        self.best_effort, self.due_s, self.tpot_s = True, inf, 0.0
 
 
 class Coming(NamedTuple):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from math import sqrt
 from typing import NamedTuple
 
-from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
+from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import StepTimes, WorkerStats
 
 _COLD = StepTimes(1e-3, 1e-4, 1e-4, 1e-2, 1e-9, 1e-8)

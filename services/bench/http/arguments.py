@@ -15,7 +15,7 @@ SWEEP_KEYS: tuple[SweepKey, ...] = ("rate", "concurrency", "time-scale")
 
 DESCRIPTION = """\
 Send a stated workload to any OpenAI-style server and report what a client saw: throughput, time to first token (TTFT),
-time per output token (TPOT), inter-token latency (ITL), end-to-end latency, SLO attainment and goodput."""
+time per output token (TPOT), inter-token latency (ITL), end-to-end latency, SLOs kept of all sent and goodput."""
 
 EXAMPLES = """\
 examples:

@@ -24,6 +24,8 @@ SCHEMA_VERSION = 1
 
 
 class CapacityPoint(msgspec.Struct, frozen=True):
+    """`attainment`: share of all requests sent that kept every limit."""
+
     rate: float
     attainment: float
     attained: bool

@@ -52,8 +52,15 @@ FIGURES: tuple[Figure, ...] = (
     _latency("e2e", "e2e", "p99"),
     Figure("failed", "Failed requests", "", False, lambda run: float(run.overall.failed)),
     Figure(
+        "slo_kept_of_sent",
+        "SLO kept, of all sent",
+        "%",
+        True,
+        lambda run: 100.0 * run.overall.slo.kept_of_sent if run.overall.slo else None,
+    ),
+    Figure(
         "slo_attainment",
-        "SLO attainment",
+        "SLO kept, of completed and failed",
         "%",
         True,
         lambda run: 100.0 * run.overall.slo.attainment if run.overall.slo else None,

@@ -127,7 +127,7 @@ def _against_load(axes: Any, result: BenchResult) -> None:
         (axes[0][0], "TTFT", "ms", ("ttft_p50_ms", "ttft_p99_ms")),
         (axes[0][1], "TPOT", "ms", ("tpot_p50_ms", "tpot_p99_ms")),
         (axes[1][0], "output tokens", "tokens/s", ("output_tokens_per_s",)),
-        (axes[1][1], "SLO attainment", "%", ("slo_attainment",)),
+        (axes[1][1], "SLO kept, of all sent", "%", ("slo_kept_of_sent",)),
     )
     for axis, title, unit, keys in panels:
         for colour, figure in zip(COLOURS, [figure for figure in FIGURES if figure.key in keys], strict=False):

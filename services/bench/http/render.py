@@ -119,7 +119,8 @@ def _slo(slo: SloReport) -> str:
         for figure, by_class in slo.limits_ms.items()
     )
     return (
-        f"SLO ({limits}): {slo.attained} of {slo.judged} requests = [bold]{100 * slo.attainment:.1f} %[/bold]; goodput "
+        f"SLO ({limits}): {slo.attained} of {slo.sent} requests sent = [bold]{100 * slo.kept_of_sent:.1f} %[/bold] "
+        f"({100 * slo.attainment:.1f} % of the {slo.judged} that completed or failed); goodput "
         f"{slo.goodput_requests_per_s:.2f} requests/s, {slo.goodput_output_tokens_per_s:.1f} output tokens/s"
     )
 
@@ -131,9 +132,9 @@ def _breakdown(title: str, slices: dict[str, Slice]) -> Table:
         cells = []
         for found in (one.ttft_ms, one.tpot_ms, one.e2e_ms):
             cells += ["–", "–"] if found is None else [_short(found.p50), _short(found.p99)]
-        attainment = f"{100 * one.slo.attainment:.1f}" if one.slo else "–"
+        kept = f"{100 * one.slo.kept_of_sent:.1f}" if one.slo else "–"
         counts = (str(one.completed), str(one.failed), _short(one.output_tokens_per_s))
-        table.add_row(escape(name) or "–", *counts, *cells, attainment)
+        table.add_row(escape(name) or "–", *counts, *cells, kept)
     return table
 
 
@@ -151,7 +152,7 @@ _POINT_COLUMNS = {
     "tpot_p99_ms": "TPOT p99",
     "e2e_p50_ms": "e2e p50",
     "failed": "failed",
-    "slo_attainment": "SLO %",
+    "slo_kept_of_sent": "SLO %",
 }
 """Short headings: a sweep has many columns. Latencies are in ms."""
 

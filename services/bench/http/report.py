@@ -9,7 +9,9 @@ Called by `harness` after each run. Definitions (docs/guide/benchmarking.md says
     client queue   sent − due                                all requests that were sent
     duration       first send → last end of any request
     throughput     requests completed, and their tokens, per second of duration
-    attainment     completed requests within every limit given / all requests that were sent and not cancelled
+    kept of sent   completed requests within every limit given / all requests that were sent: refused, failed and
+                   cancelled ones count as missed. The headline
+    attainment     the same / requests that completed or failed
     goodput        requests (and their output tokens) within every limit, per second of duration
 """
 
@@ -63,10 +65,13 @@ class LengthCheck(msgspec.Struct, frozen=True):
 
 
 class SloReport(msgspec.Struct, frozen=True):
-    """`limits_ms` by class and figure ("" = every class); `within` counts requests per figure alone. `itl_share` is the
-    share of all gaps between tokens within their limit; None without one."""
+    """`limits_ms` by class and figure ("" = every class); `within` counts requests per figure alone. `kept_of_sent` is
+    the share of all `sent`, `attainment` that of the `judged`, which completed or failed. `itl_share` is the share of
+    all gaps between tokens within their limit; None without one."""
 
     limits_ms: dict[str, dict[str, float]]
+    sent: int
+    kept_of_sent: float
     judged: int
     attained: int
     attainment: float
@@ -209,6 +214,8 @@ def _slo(records: Sequence[RequestRecord], limits: SloLimits, per_s: float) -> S
             attained.append(record)
     return SloReport(
         limits_ms={name: dict(by_class) for name, by_class in limits.by_figure().items()},
+        sent=len(records),
+        kept_of_sent=len(attained) / len(records) if records else 0.0,
         judged=len(judged),
         attained=len(attained),
         attainment=len(attained) / len(judged) if judged else 0.0,

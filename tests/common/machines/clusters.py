@@ -15,9 +15,9 @@ from typing import Any
 from cohort.common.config import Config, load_config
 from cohort.common.policies import compose
 from cohort.common.policies.interface import Placement
-from cohort.common.types import Role, TrafficClass
+from cohort.common.types import IfLate, Role, Slo, TrafficClass
 from tests.common.machines.faults import Fault
-from tests.common.machines.world import VOCABULARY, World
+from tests.common.machines.world import NO_SLO, VOCABULARY, World
 
 UNIFIED = {"unified-0": Role.UNIFIED}
 UNIFIED_TWICE = {"unified-0": Role.UNIFIED, "unified-1": Role.UNIFIED}
@@ -55,6 +55,8 @@ class Asked:
     max_tokens: int
     traffic_class: TrafficClass = "rt"
     predicted: float = 0.0
+    slo: Slo = NO_SLO
+    if_late: IfLate = ""
 
 
 Stream = Callable[[Random], Iterator[Asked]]
@@ -118,8 +120,11 @@ def offer(world: World, count: int, stream: Stream, *, over_s: float = 2.0) -> N
         submit_at(world, random.random() * over_s, f"r{index}", asked)
 
 
-def submit_at(world: World, at_s: float, name: str, asked: Asked) -> None:
-    world.at(at_s, partial(world.submit, name, asked.prompt, asked.max_tokens, asked.traffic_class, asked.predicted))
+def submit_at(world: World, at_s: float, name: str, asked: Asked, choices: int = 1) -> None:
+    """`choices`: as of `World.submit`."""
+    more = {"slo": asked.slo, "if_late": asked.if_late, "choices": choices}
+    ask = partial(world.submit, name, asked.prompt, asked.max_tokens, asked.traffic_class, asked.predicted, **more)
+    world.at(at_s, ask)
 
 
 def strike(world: World, faults: Sequence[Fault], **options: Any) -> None:

@@ -12,8 +12,8 @@ from cohort.common.errors import InvariantViolated, RequestError
 from cohort.common.machines.effects import Deliver, Fail
 from cohort.common.machines.entry import Entry, State
 from cohort.common.machines.ledger import Action, CancelAttempt, Ledger, SubmitAttempt
-from cohort.common.messages import Placed, StageTimes, TokenLogprob, TokenUpdate
-from cohort.common.types import Attempt, FinishReason, Prediction, Request, SamplingParams
+from cohort.common.messages import Placed, Refused, StageTimes, TokenLogprob, TokenUpdate
+from cohort.common.types import Attempt, FinishReason, Prediction, Request, SamplingParams, Slo
 from tests.examples import examples
 
 PROMPT = [5, 6, 7]
@@ -166,10 +166,53 @@ def test_too_many_attempts_end_with_503() -> None:
 def test_refused_becomes_the_clients_error() -> None:
     book = ledger()
     entry = opened(book)
-    *_, fail = book.refused(Attempt("r", 0), 400, "too long for any worker")
+    *_, fail = book.refused(Refused(Attempt("r", 0), 400, "too long for any worker"))
     assert isinstance(fail, Fail)
     assert (fail.entry, fail.error.status, fail.error.message) == (entry, 400, "too long for any worker")
-    assert book.refused(Attempt("r", 0), 400, "twice") == []
+    assert book.refused(Refused(Attempt("r", 0), 400, "twice")) == []
+
+
+@pytest.mark.parametrize(("said_s", "told_s"), [(0.0, 1.0), (3.5, 3.5), (1e6, 120.0)])
+def test_a_refusal_by_forecast_says_when_to_come_again_and_why(said_s: float, told_s: float) -> None:
+    book = ledger()
+    book.open(0.0, msgspec.structs.replace(request(), slo=Slo(ttft_s=2.0)))
+    book.submitted(0.0, "r")
+    *_, fail = book.refused(Refused(Attempt("r", 0), 429, "busy", "infeasible", said_s, 5.25))
+    assert isinstance(fail, Fail)
+    assert (fail.error.status, fail.error.type_, fail.error.retry_after_s) == (429, "rate_limit_error", told_s)
+    assert "5.25 s" in fail.error.message and "2 s" in fail.error.message
+    assert (fail.entry.refused_because, fail.entry.forecast_s) == ("infeasible", 5.25)
+
+
+def test_all_choices_of_a_request_are_refused_with_one() -> None:
+    """One of them waits at the manager, one runs, one has ended."""
+    book, names = ledger(), ("a", "b", "c")
+    entries = [book.open(0.0, request(name, max_tokens=1 if name == "c" else 5), together=names) for name in names]
+    other = opened(book)
+    for name in names:
+        book.submitted(0.0, name)
+    for name in ("b", "c"):
+        book.placed(0.0, Placed(Attempt(name, 0), ["w"], 0.0, "test"))
+    book.tokens(0.1, "w", TokenUpdate(Attempt("c", 0), 3, [10]))
+    actions = book.refused(Refused(Attempt("a", 0), 429, "busy", "infeasible", 2.0))
+    failed = [action for action in actions if isinstance(action, Fail)]
+    assert [fail.entry for fail in failed] == entries[:2]
+    assert len({id(fail.error) for fail in failed}) == 1
+    cancelled = [(action.attempt, action.holders) for action in actions if isinstance(action, CancelAttempt)]
+    assert cancelled == [(Attempt("a", 0), ()), (Attempt("b", 0), ("w",))]
+    assert list(book.entries()) == [other]
+    book.check()
+
+
+def test_what_was_demoted_stays_best_effort_when_it_is_lost() -> None:
+    book = ledger()
+    entry = book.open(0.0, msgspec.structs.replace(request(), slo=Slo(ttft_s=2.0, tpot_s=0.1)))
+    book.submitted(0.0, "r")
+    book.placed(0.0, Placed(Attempt("r", 0), ["w"], 0.0, "test", True, 4.0))
+    assert (entry.best_effort, entry.forecast_s) == (True, 4.0)
+    book.attempts_lost(1.0, [Attempt("r", 0)], "dead")
+    again = entry.current(1.0)
+    assert (again.traffic_class, again.slo, entry.request.slo.ttft_s) == ("be", Slo(), 2.0)
 
 
 def test_displaced_requests_are_submitted_in_the_order_they_came() -> None:

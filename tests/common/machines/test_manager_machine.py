@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, Literal
+
+import msgspec
 import pytest
 
 from cohort.common.errors import InvariantViolated
@@ -28,15 +32,18 @@ from cohort.common.messages import (
 )
 from cohort.common.policies.baselines.fcfs import Fcfs
 from cohort.common.policies.baselines.placements import Colocated
-from cohort.common.policies.interface import ClusterView, Dispatch
+from cohort.common.policies.interface import ClusterView, Dispatch, Impossible, Placement, Refuse, Wait
+from cohort.common.policies.interface import Placed as PlacedBy
 from cohort.common.types import (
     Attempt,
     InstanceId,
     Outcome,
     Request,
+    RequestId,
     Role,
     SamplingParams,
     Segment,
+    Slo,
     WorkerCapacity,
     WorkerStats,
 )
@@ -53,10 +60,11 @@ class CountedOrder(Fcfs):
         return super().decide(now_s, cluster)
 
 
-def machine(order: Fcfs | None = None) -> ManagerMachine:
+def machine(order: Fcfs | None = None, placement: Placement | None = None) -> ManagerMachine:
     if order is None:
         order = Fcfs(dispatch_ahead_tokens=1000)
-    return ManagerMachine("manager", 7, ManagerSettings(3.0, 2.0, 0.5, 2), order, Colocated(), None, 0.0)
+    placement = placement or Colocated()
+    return ManagerMachine("manager", 7, ManagerSettings(3.0, 2.0, 0.5, 2), order, placement, None, 0.0)
 
 
 def request(name: str, number: int = 1, arrival_s: float = 0.0, waited_s: float = 0.0) -> Request:
@@ -255,8 +263,77 @@ def test_a_full_queue_refuses() -> None:
     found = machine()
     events = [from_gateway(Submit(request(name))) for name in ("a", "b", "c")]
     assert sends(found.handle(0.0, from_gateway(HELLO), *events), Refused) == [
-        ("g", Refused(Attempt("c", 1), 429, "the manager's queue is full"))
+        ("g", Refused(Attempt("c", 1), 429, "the manager's queue is full", "queue_full"))
     ]
+
+
+class Scripted(Colocated):
+    """Says what it is told to, once it would have placed a request; remembers which are off all instances."""
+
+    def __init__(self, answer: Refuse | Literal["best_effort"]) -> None:
+        self.answer = answer
+        self.over: list[RequestId] = []
+
+    def place(self, *question: Any) -> PlacedBy | Wait | Impossible | Refuse:
+        placed = super().place(*question)
+        if not isinstance(placed, PlacedBy):
+            return placed
+        if isinstance(self.answer, Refuse):
+            return self.answer
+        return replace(placed, best_effort=True, forecast_s=7.5)
+
+    def finished(self, now_s: float, request_id: RequestId) -> None:
+        self.over.append(request_id)
+
+
+SLO = Slo(ttft_s=1.0, tpot_s=0.1, deadline_s=60.0)
+
+
+def scripted(answer: Refuse | Literal["best_effort"]) -> tuple[ManagerMachine, Scripted]:
+    placement = Scripted(answer)
+    found = machine(placement=placement)
+    found.handle(0.0, from_gateway(HELLO), register(), Tick())
+    return found, placement
+
+
+def test_a_placement_may_refuse_a_request_and_nothing_of_it_is_left() -> None:
+    found, placement = scripted(Refuse("infeasible", 3.5, 4.5))
+    wanted = msgspec.structs.replace(request("a", 0), slo=SLO)
+    said = sends(found.handle(0.1, from_gateway(Submit(wanted))))
+    assert said == [("g", Refused(wanted.attempt, 429, "the server is busy", "infeasible", 3.5, 4.5))]
+    assert (found.live, found.waiting, placement.over) == (0, 0, ["a"])
+    stats = found.stats()
+    assert (stats["refused_total"], stats["refused_infeasible_total"], stats["dispatched_total"]) == (1, 1, 0)
+    found.check()
+
+
+def test_a_placement_may_demote_a_request() -> None:
+    found, _ = scripted("best_effort")
+    wanted = msgspec.structs.replace(request("a", 0), slo=SLO, if_late="best_effort")
+    [(_, started), (_, placed)] = sends(found.handle(0.1, from_gateway(Submit(wanted))))
+    assert isinstance(started, StartSegment)
+    assert (started.request.traffic_class, started.request.slo) == ("be", Slo(deadline_s=60.0))
+    assert placed == Placed(wanted.attempt, ["u"], 0.0, "colocated on the least loaded instance", True, 7.5)
+    assert found.stats()["demoted_total"] == 1
+    found.check()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"attempt": Attempt("a", 1)}, {"tokens": [1, 2, 3, 4]}], ids=["resubmitted", "has output"]
+)
+def test_what_was_accepted_is_neither_refused_nor_demoted(changes: dict[str, Any]) -> None:
+    """Whatever a placement says: a refusal means that it waits, and is placed once the placement does."""
+    wanted = msgspec.structs.replace(request("a", 0), slo=SLO, **changes)
+    found, placement = scripted(Refuse("infeasible", 3.5))
+    assert sends(found.handle(0.1, from_gateway(Submit(wanted)))) == []
+    assert (found.waiting, found.stats()["refused_total"]) == (1, 0)
+    placement.answer = "best_effort"
+    effects = found.handle(0.2, Tick())
+    [(_, started)], [(_, told)] = sends(effects, StartSegment), sends(effects, Placed)
+    assert isinstance(started, StartSegment) and isinstance(told, Placed)
+    assert (started.request.traffic_class, started.request.slo, told.best_effort) == ("rt", SLO, False)
+    assert found.stats()["demoted_total"] == 0
+    found.check()
 
 
 def test_a_cancelled_request_leaves_queue_and_worker() -> None:

@@ -38,12 +38,14 @@ from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.types import (
     Attempt,
     FinishReason,
+    IfLate,
     KvGeometry,
     Prediction,
     Request,
     Role,
     SamplingParams,
     Segment,
+    Slo,
     TrafficClass,
     WorkerCapacity,
 )
@@ -77,6 +79,7 @@ GATEWAY_SETTINGS = GatewaySettings(
 """No SLO defaults: what a policy assumes for a request without an SLO is the policy's own option here."""
 RETURN_S = 0.05
 """From the end of a connection until its peer counts as lost."""
+NO_SLO = Slo()
 MANAGER_SETTINGS = ManagerSettings(3.0, 1.5, 0.5, 10_000)
 
 
@@ -157,6 +160,8 @@ class Clients:
             case Fail(entry, error):
                 owned = self.owned[entry.request_id]
                 assert 400 <= error.status < 500, f"{entry.request_id} failed: {error.message}"
+                if error.status == 429 and not entry.together:
+                    assert not entry.attempt.number and not entry.output, f"{entry.request_id} was accepted before"
                 owned.refused = True
             case Rejected(offer_id, error):
                 raise AssertionError(f"{offer_id} was rejected: {error.message}")
@@ -379,11 +384,33 @@ class World:
     # -- requests ----------------------------------------------------------------------------------------------
 
     def submit(
-        self, name: str, prompt: list[int], max_tokens: int, traffic_class: TrafficClass = "rt", predicted: float = 0.0
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        traffic_class: TrafficClass = "rt",
+        predicted: float = 0.0,
+        slo: Slo = NO_SLO,
+        if_late: IfLate = "",
+        choices: int = 1,
     ) -> None:
-        """`predicted` 0 = the default."""
+        """`predicted` 0 = the default. Several `choices` are NAME-0, NAME-1 …, as of one HTTP request."""
+        names = [name] if choices == 1 else [f"{name}-{index}" for index in range(choices)]
+        requests = [self._request(each, prompt, max_tokens, traffic_class, predicted, slo, if_late) for each in names]
+        self.cluster.tell(self.cluster.nodes[GATEWAY], Offered(name, requests, choices))
+
+    def _request(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        traffic_class: TrafficClass,
+        predicted: float,
+        slo: Slo,
+        if_late: IfLate,
+    ) -> Request:
         self.owned[name] = Owned(prompt, max_tokens, list(prompt), submitted_s=self.now_s)
-        request = Request(
+        return Request(
             Attempt(name, 0),
             GATEWAY,
             prompt,
@@ -391,9 +418,10 @@ class World:
             SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP_TOKEN,)),
             self.now_s,
             traffic_class=traffic_class,
+            slo=slo,
             prediction=Prediction(*(predicted,) * 4) if predicted else None,
+            if_late=if_late,
         )
-        self.cluster.tell(self.cluster.nodes[GATEWAY], Offered(name, [request]))
 
     def cancel(self, name: str) -> None:
         owned = self.owned[name]

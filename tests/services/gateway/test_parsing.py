@@ -198,6 +198,7 @@ def test_fields_that_ask_for_nothing_are_accepted() -> None:
         ({"cohort": {"class": "urgent"}}, "cohort.class"),
         ({"cohort": {"speed": 1}}, "cohort.speed"),
         ({"cohort": {"ttft_slo_ms": -5}}, "cohort.ttft_slo_ms"),
+        ({"cohort": {"if_late": "wait"}}, "cohort.if_late"),
         ({"priority": 2**40}, "priority"),
     ],
 )
@@ -289,6 +290,7 @@ def test_class_and_slo_by_body_by_header_and_by_default() -> None:
         ("x-cohort-ttft-slo-ms", "nan"),
         ("x-cohort-tpot-slo-ms", "-1"),
         ("x-cohort-tpot-slo-ms", "inf"),
+        ("x-cohort-if-late", "wait"),
     ],
 )
 def test_bad_headers_are_named(name: str, value: str) -> None:

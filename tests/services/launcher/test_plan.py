@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from cohort.common.config import Config, EngineConfig, GatewayConfig, MetricsConfig, MonitorConfig, WorkerGroup
+from cohort.common.config import (
+    Config,
+    EngineConfig,
+    GatewayConfig,
+    MetricsConfig,
+    MonitorConfig,
+    WorkerGroup,
+    load_config,
+)
 from cohort.common.service import metrics_port
 from cohort.common.types import Role
 from cohort.services.launcher.plan import StopStage, http_base, plan, resolve
@@ -77,14 +85,15 @@ def test_threads_are_settled_for_everyone(groups, engine_threads, cores, expecte
 
 
 def test_workers_that_share_cores_yield_while_they_wait():
-    config = resolve(Config(), model=Path("/m"), cores=2, free_port=never)
+    config = resolve(load_config(preset="disaggregated"), model=Path("/m"), cores=2, free_port=never)
     policies = [p.environment.get("OMP_WAIT_POLICY") for p in plan(config, 2) if p.stage is StopStage.WORKERS]
     assert policies == ["passive", "passive"]
     assert all("OMP_WAIT_POLICY" not in p.environment for p in plan(config, 4))
 
 
 def test_workers_that_stand_by_for_each_other_have_all_cores_and_need_not_yield():
-    config = Config(engine=EngineConfig(standby=True))
+    config = Config()
+    assert config.gathers
     for cores in (1, 2, 8):
         workers = [
             p

@@ -140,6 +140,16 @@ def test_slo_attainment_is_counted():
     assert (slo.attainment, slo.ttft, slo.tpot) == (0.0, 0.0, 1.0)
 
 
+def test_what_is_unserved_at_the_horizon_was_sent_and_not_kept():
+    load = workload(*((0.0, 100, output) for output in (5, 5, 100_000)), slo=Slo(ttft_s=100.0))
+    report = make_report(run(config(), cluster(), load, horizon_s=1.0), "test", Workload("test", ()).facts)
+    slo = report.overall.slo
+    assert slo is not None and report.overall.finished == 2
+    assert (slo.sent, slo.judged, slo.attainment) == (3, 2, 1.0)
+    assert slo.kept_of_sent == pytest.approx(2 / 3)
+    assert report.by_class["rt"].slo == slo
+
+
 def test_warm_up_counts_nothing_and_loses_no_request():
     load = workload(*((0.1 * i, 100, 20) for i in range(20)))
     whole, late = run(config(), cluster(), load), run(config(), cluster(), load, warmup_s=1.0)

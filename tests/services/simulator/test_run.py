@@ -33,7 +33,7 @@ CLUSTER = ["--cluster", "a100-80:2", "--model", "opt-2.7b"]
 
 
 def kept(share: float) -> Any:
-    return SimpleNamespace(overall=SimpleNamespace(slo=SimpleNamespace(attainment=share)))
+    return SimpleNamespace(overall=SimpleNamespace(slo=SimpleNamespace(kept_of_sent=share)))
 
 
 @pytest.mark.parametrize("start", [0.3, 6.9, 7.1, 300.0])

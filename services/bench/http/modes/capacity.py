@@ -35,9 +35,9 @@ async def run(harness: Harness, asked: Capacity) -> tuple[BenchResult, list[Meas
             complete = False
             break
         slo = found.report.overall.slo
-        attainment = slo.attainment if slo is not None else 0.0
-        attained = attainment >= asked.attainment
-        points.append(CapacityPoint(rate, attainment, attained))
+        kept = slo.kept_of_sent if slo is not None else 0.0
+        attained = kept >= asked.attainment
+        points.append(CapacityPoint(rate, kept, attained))
         search.observe(attained)
     result = CapacityResult(
         wanted_attainment=asked.attainment,

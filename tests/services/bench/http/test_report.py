@@ -131,7 +131,7 @@ def test_throughput_by_hand() -> None:
 
 
 def test_slo_attainment_and_goodput_by_hand() -> None:
-    """Limits TTFT 500 ms, TPOT 100 ms. Kept; TTFT missed; TPOT missed; failed; cancelled (not judged). 2 s in all."""
+    """Limits TTFT 500 ms, TPOT 100 ms. Kept; TTFT missed; TPOT missed; failed; cancelled. 2 s in all."""
     limits = SloLimits(ttft_ms={"": 500.0}, tpot_ms={"": 100.0})
     records = [
         record(0.0, [0.4, 0.5, 0.6]),
@@ -149,6 +149,7 @@ def test_slo_attainment_and_goodput_by_hand() -> None:
     slo = slice_figures(records, 2.0, limits).slo
     assert slo is not None
     assert (slo.judged, slo.attained, slo.attainment) == (4, 1, 0.25)
+    assert (slo.sent, slo.kept_of_sent) == (5, 0.2), "what was cancelled was sent, and not served"
     assert slo.within == {"ttft": 2, "tpot": 2}
     assert slo.goodput_requests_per_s == 0.5
     assert slo.goodput_output_tokens_per_s == 1.5

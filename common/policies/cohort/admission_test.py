@@ -1,0 +1,113 @@
+"""The admission test of a request with a TTFT SLO: served, demoted to best-effort, or refused at once.
+
+    predicted in time, or nothing to keep ───────────────▶ serve
+    predicted late ┬ the operator or the client wants it ▶ serve (behind all that are in time)
+                   ├ if_late: best_effort ───────────────▶ best_effort
+                   └ if_late: refuse ────────────────────▶ Refuse, with the time after which it would be in time
+
+A pure function of a prediction and a due time, asked by placements that can predict a TTFT (`apply` is all they call);
+it predicts nothing itself. Best-effort requests, batch work and requests that were accepted before are always served.
+Deterministic and without memory: the same prediction gives the same verdict, whatever was decided before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, assert_never
+
+from cohort.common.policies.interface import Placed, Refuse, WaitingRequest
+from cohort.common.types import IfLate
+
+RefuseLate = Literal["named", "all", "none"]
+"""Whose requests may be refused or demoted: those that named a TTFT SLO or an outcome themselves; all real-time
+requests; none."""
+
+INFEASIBLE = "infeasible"
+"""The cause of these refusals in messages and metrics."""
+
+CAUTION = 1.0
+"""Factor on a predicted TTFT. Above 1 requests are refused that might be in time, below 1 some are late that might have
+been refused."""
+
+_LEAST_RETRY_S = 1.0
+
+
+def admission_test(
+    now_s: float,
+    due_s: float,
+    predicted_s: float,
+    if_late: IfLate,
+    refuse_late: RefuseLate,
+    *,
+    caution: float = CAUTION,
+) -> Literal["serve", "best_effort"] | Refuse:
+    """`predicted_s`: seconds from now to the first token. `due_s`: when the SLO wants it, on the clock of `now_s`.
+
+    The time to retry after is how late it would be: so long the work ahead of it takes to drain, at the predicted pace,
+    until the same request is predicted to be in time.
+    """
+    late_s = now_s + caution * predicted_s - due_s
+    if late_s <= 0.0:
+        return "serve"
+    match outcome_if_late(if_late, refuse_late):
+        case "serve":
+            return "serve"
+        case "best_effort":
+            return "best_effort"
+        case "refuse":
+            return Refuse(INFEASIBLE, max(_LEAST_RETRY_S, late_s))
+        case other:
+            assert_never(other)
+
+
+def outcome_if_late(if_late: IfLate, refuse_late: RefuseLate) -> Literal["serve", "best_effort", "refuse"]:
+    """What becomes of a late request: the client's wish, as far as the operator lets requests be turned away."""
+    if refuse_late == "none":
+        return "serve"
+    if if_late == "":
+        return "refuse" if refuse_late == "all" else "serve"
+    return if_late
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionTest:
+    """The test as a placement applies it."""
+
+    refuse_late: RefuseLate = "named"
+    caution: float = CAUTION
+
+    def applies_to(self, waiting: WaitingRequest) -> bool:
+        """False: it is served, whatever is predicted."""
+        request = waiting.request
+        real_time = request.traffic_class == "rt" and request.online
+        return real_time and request.slo.ttft_s > 0.0 and not waiting.accepted
+
+    def judge(
+        self, now_s: float, waiting: WaitingRequest, predicted_s: float
+    ) -> Literal["serve", "best_effort"] | Refuse:
+        """`predicted_s`: seconds from now to its first token, on the worker that gives it soonest."""
+        if not self.applies_to(waiting):
+            return "serve"
+        due_s = waiting.since_s + waiting.request.slo.ttft_s
+        verdict = admission_test(
+            now_s, due_s, predicted_s, waiting.request.if_late, self.refuse_late, caution=self.caution
+        )
+        if isinstance(verdict, Refuse):
+            return replace(verdict, forecast_s=self.forecast_s(now_s, waiting, predicted_s))
+        return verdict
+
+    def apply(self, now_s: float, waiting: WaitingRequest, predicted_s: float, placed: Placed) -> Placed | Refuse:
+        """`placed` as it is or demoted, or a refusal instead of it."""
+        match self.judge(now_s, waiting, predicted_s):
+            case Refuse() as refusal:
+                return refusal
+            case "best_effort":
+                return replace(placed, best_effort=True, forecast_s=self.forecast_s(now_s, waiting, predicted_s))
+            case "serve":
+                return placed
+            case other:
+                assert_never(other)
+
+    def forecast_s(self, now_s: float, waiting: WaitingRequest, predicted_s: float) -> float:
+        """The TTFT that was judged: from the request's arrival here, caution included."""
+        return now_s - waiting.since_s + self.caution * predicted_s

@@ -60,8 +60,10 @@ def test_a_dumped_configuration_reads_back_equal(tmp_path: Path) -> None:
 
 
 def test_threads_are_shared_but_two_where_there_are_two() -> None:
-    config = Config()
+    config = load_config(preset="disaggregated")
     assert [config.worker_threads("decode-0", cores) for cores in (1, 2, 4, 16)] == [1, 2, 2, 8]
+    gathered = Config()
+    assert [gathered.worker_threads("decode-0", cores) for cores in (1, 2, 4, 16)] == [1, 2, 4, 16]
     asked = load_config(overrides={"engine": {"threads": 3}, "workers": [{"role": "prefill", "threads": 5}]})
     assert asked.worker_threads("prefill-0", 2) == 5
 

@@ -77,7 +77,8 @@ def test_the_command_can_be_typed_by_a_person():
     ],
 )
 def test_threads_are_settled_for_everyone(groups, engine_threads, cores, expected):
-    config = Config(workers=groups, engine=EngineConfig(threads=engine_threads))
+    apart = PolicyConfig(placement="disaggregated")
+    config = Config(workers=groups, engine=EngineConfig(threads=engine_threads), policies=apart)
     settled = resolve(config, model=Path("/m"), cores=cores, free_port=never)
     workers = [p for p in plan(settled) if p.stage is StopStage.WORKERS]
     assert [int(p.environment["OMP_NUM_THREADS"]) for p in workers] == expected

@@ -80,7 +80,7 @@ def test_workers_whose_scheduler_learns_no_such_times_report_them(iteration: str
         assert times is not None
         shape = BatchShape(0, 0, 0, 8, 8 * 100).with_prefill(0, 120)
         work = _step_work(shape)
-        assert step_seconds(times, shape) == pytest.approx(sim.cost.step_s(work), rel=0.15)
+        assert step_seconds(times, shape) == pytest.approx(sim.costs[0].step_s(work), rel=0.15)
 
 
 def test_nothing_is_learned_where_nothing_in_a_simulation_asks() -> None:

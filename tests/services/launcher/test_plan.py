@@ -10,6 +10,15 @@ from cohort.common.config import (
     GatewayConfig,
     MetricsConfig,
     MonitorConfig,
+    PolicyConfig,
+    WorkerGroup,
+    load_config,
+)
+    Config,
+    EngineConfig,
+    GatewayConfig,
+    MetricsConfig,
+    MonitorConfig,
     WorkerGroup,
     load_config,
 )

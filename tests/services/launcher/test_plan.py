@@ -14,14 +14,6 @@ from cohort.common.config import (
     WorkerGroup,
     load_config,
 )
-    Config,
-    EngineConfig,
-    GatewayConfig,
-    MetricsConfig,
-    MonitorConfig,
-    WorkerGroup,
-    load_config,
-)
 from cohort.common.service import metrics_port
 from cohort.common.types import Role
 from cohort.services.launcher.plan import StopStage, http_base, plan, resolve

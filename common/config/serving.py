@@ -28,7 +28,8 @@ class GatewayConfig(Section, frozen=True):
     max_waiting_requests: Positive = 4096  # not yet placed; beyond: 429
     max_waiting_tokens: Positive = 4_000_000  # prompt + predicted output of those
     max_n: Positive = 128  # choices per request
-    max_body_bytes: Positive = 33_554_432  # longest request body; beyond: 413
+    # longest request body, a line of a batch too; a megabyte may take the event loop 5 ms; beyond: 413
+    max_body_bytes: Positive = 4_194_304
     predictor_wait_s: Seconds = 0.005  # the longest a request waits for its prediction
     default_prediction_tokens: Positive = 256  # mean when the predictor is silent
     default_max_tokens: NotNegative = 0  # chat completions without max_tokens; 0 = what the context leaves

@@ -51,7 +51,8 @@ class GatewayConfig(Section, frozen=True):
     allowed_hosts: tuple[str, ...] = ()
     template_cpu_s: Seconds = 5.0  # processor time of the model's chat template for one request; beyond: 400
     template_memory_bytes: Positive = 536_870_912  # of a process that renders chats; of a prompt: 1/8; beyond: 400
-    max_choices: Positive = 256  # choices of one request, all its prompts together; beyond: 400, as below
+    # choices of one request, all its prompts together, half of engine.max_rows by default; beyond: 400, as below
+    max_choices: Positive = 128
     max_messages: Positive = 4096  # of one chat
     max_metadata_keys: Positive = 64  # of the metadata that is taken and left unread
     max_nesting: Positive = 16  # lists and objects within each other in a body

@@ -218,9 +218,9 @@ def parsed(body: dict[str, Any]) -> tuple[str | list[int], ...]:
 
 
 def test_half_a_million_ids_are_decoded_one_prompt_at_a_time(decoded: list[bytes]) -> None:
-    body = [[20_000 + index] * 2000 for index in range(240)]
+    body = [[20_000 + index] * 4000 for index in range(120)]
     assert list(parsed({"prompt": body})) == body
-    assert len(decoded) == 240
+    assert len(decoded) == 120
     assert max(data.count(b",") for data in decoded) < CARD.max_model_len
 
 

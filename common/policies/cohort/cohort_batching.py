@@ -4,7 +4,11 @@ that the strictest promise among the decodes leaves.
     decide ─▶ learn what the last iteration took (D5's profile table)
            ─▶ a row for every decode; whoever must give way for its block is chosen by `victim_rank`
            ─▶ aim: the strictest TPOT among these rows, less what iterations come late by
-           ─▶ prompts in `PromptQueue`'s order, each as much as still fits the aim
+           ─▶ prompts in `PromptQueue`'s order, each as much as still fits the aim; behind one that gets its first token
+              now, only what fits the rest of the time that newcomers wait
+
+So a request delays the tokens of others by `longest_step_s` at most, however much of it there is to compute: those
+that decode by one iteration, a newcomer by the one it finds running and what it shares of its own.
 
 An `IterationScheduler`. Knows one worker; which worker a request runs on is the placement's business.
 """
@@ -12,6 +16,7 @@ An `IterationScheduler`. Knows one worker; which worker a request runs on is the
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 
 from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, RankKey, by_arrival
@@ -24,6 +29,10 @@ from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, Ite
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
+
+
+_FIRST_CHUNK = 128
+"""Prompt tokens of the first iteration of a machine of which nothing is known: a tenth of a second on two cores."""
 
 
 def victim_rank(now_s: float, sequence: Sequence) -> RankKey:
@@ -39,9 +48,10 @@ class CohortBatching(IterationScheduler):
     wants_arriving = True
 
     def __init__(self, options: CohortConfig, limits: IterationLimits, *, cold_chunk: int) -> None:
-        """`cold_chunk`: prompt tokens of an iteration while nothing is learned."""
+        """`cold_chunk`: the most prompt tokens of an iteration while nothing is learned."""
         self._options, self._limits = options, limits
-        self._cold_chunk = cold_chunk
+        self._longest_cold_chunk = cold_chunk
+        self._cold_chunk = min(cold_chunk, _FIRST_CHUNK)
         self._times = LearnedTimes()
         self.table = self._times.table
         order = PromptOrder(first=options.prompt_order, patience_s=options.patience_s)
@@ -84,7 +94,7 @@ class CohortBatching(IterationScheduler):
                 builder.continue_row(sequence)
         batch = decode_shape(builder.decode_rows)
         self._aim_s = self._aim(batch, [row.sequence for row in builder.decode_rows])
-        self._add_prompts(builder, batch, kv)
+        self._add_prompts(now_s, builder, batch, kv)
         plan = builder.finish()
         self._sort_out(now_s, plan)
         plan.estimated_s = self.table.estimate(plan_shape(plan)) or 0.0
@@ -124,6 +134,17 @@ class CohortBatching(IterationScheduler):
         if self._times.learn(ran) is not None:
             bound_s = self._bound_s(row.sequence for row in ran.plan.rows if row.count == 1)
             self._late += bound_s is not None and ran.latency_s > bound_s
+        if self.table.step_times is None:
+            self._grope(ran)
+
+    def _grope(self, ran: Ran) -> None:
+        """Until there is a curve the prompts' share doubles while iterations stay below half their aim, and halves
+        when one exceeds it; the sizes on the way are what the curve is made from."""
+        prefill = sum(row.count for row in ran.plan.rows if row.count > 1)
+        if prefill >= self._cold_chunk and 2 * ran.latency_s < self._aim_s:
+            self._cold_chunk = min(2 * self._cold_chunk, self._longest_cold_chunk)
+        elif prefill and ran.latency_s > self._aim_s:
+            self._cold_chunk = max(self._options.least_prefill, prefill // 2)
 
     def _computed(self, now_s: float, plan: IterationPlan) -> None:
         """Prompts of the last iteration have less left, or nothing: then they decode."""
@@ -153,11 +174,12 @@ class CohortBatching(IterationScheduler):
             return aim_s
         return min(aim_s, max(aim_s / 2, (self.table.estimate(decodes) or 0.0) + aim_s / 4))
 
-    def _add_prompts(self, builder: BatchBuilder, batch: BatchShape, kv: KvAllocator) -> None:
+    def _add_prompts(self, now_s: float, builder: BatchBuilder, batch: BatchShape, kv: KvAllocator) -> None:
         """In order, while time, tokens and rows last. Whatever does not fit the cache waits, and what is behind it as
         well, or large prompts would wait for ever; those that hold blocks already go on."""
         self._budget = 0
         least = self._options.least_prefill
+        rest_s = self._aim_s  # for what gets no first token now, or is not new
         admits = not builder.preempted
         tokens_left = builder.tokens_left
         for sequence in self._prompts:
@@ -167,7 +189,10 @@ class CohortBatching(IterationScheduler):
             if not held and not admits:
                 continue
             wanted = min(sequence.uncomputed, tokens_left)
-            count = max(self._fitting(batch, sequence, wanted), min(least, wanted))
+            count = self._fitting(batch, sequence, wanted, self._aim_s)
+            if held or count < wanted:
+                count = self._fitting(batch, sequence, wanted, rest_s)
+            count = max(count, min(least, wanted))
             if count <= 0:
                 return
             if not held and not fits(kv, self._running.values(), sequence):
@@ -185,12 +210,23 @@ class CohortBatching(IterationScheduler):
             batch = batch.with_prefill(row.start, row.count)
             if row.count < sequence.uncomputed:  # cut: no time is left for another one
                 return
+            rest_s = min(rest_s, self._rest_s(now_s, sequence))
 
-    def _fitting(self, batch: BatchShape, sequence: Sequence, wanted: int) -> int:
-        """Tokens of this prompt that this iteration has time for."""
+    def _rest_s(self, now_s: float, sequence: Sequence) -> float:
+        """How long the iteration in which this one gets its first token may take for the sake of others: what is left
+        of the longest step, less the time that it waited. Infinite for what has queued for longer than two steps: the
+        sum of what is before it decides then, and is served soonest by full iterations."""
+        longest_s, waited_s = self._options.longest_step_s, now_s - sequence.arrived_s
+        if sequence.output_tokens or not is_promised(sequence) or waited_s > 2 * longest_s:
+            return inf
+        return max(0.0, longest_s - waited_s)
+
+    def _fitting(self, batch: BatchShape, sequence: Sequence, wanted: int, aim_s: float) -> int:
+        """Tokens of this prompt with which this iteration takes no longer than `aim_s`."""
         if self.table.step_times is None:
-            return min(wanted, max(0, self._cold_chunk - batch.prefill_tokens))
-        return self.table.prefill_budget(batch, sequence.computed, wanted, self._aim_s)
+            chunk = int(self._cold_chunk * min(1.0, aim_s / self._options.longest_step_s))
+            return min(wanted, max(0, chunk - batch.prefill_tokens))
+        return self.table.prefill_budget(batch, sequence.computed, wanted, aim_s)
 
     def _sort_out(self, now_s: float, plan: IterationPlan) -> None:
         """What was preempted has its prompt to compute again, or waits in host memory; what has a row holds blocks."""

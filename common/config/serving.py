@@ -79,6 +79,8 @@ class BatchConfig(Section, frozen=True):
     storage_bytes: Positive = 21_474_836_480  # files and results together; beyond: no uploads (507), no further lines
     owner_share: Fraction = 0.5  # of max_unfinished, max_uploads, storage_bytes for one API key where there are several
     retention_s: Seconds = 2_592_000.0  # files and ended batches are deleted after so long
+    # the disk refuses a batch's output for so long: it has failed; its results stay, and the next start writes them
+    output_timeout_s: Seconds = 3600.0
     upload_idle_s: Seconds = 60.0  # an upload that sends nothing, or too little, for so long is given up (408)
     upload_bytes_per_s: Positive = 1024  # what is too little
     upload_timeout_s: Seconds = 3600.0  # the longest an upload may take; beyond: 408

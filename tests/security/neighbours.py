@@ -8,9 +8,10 @@ of the model and the selection among its logits. Nothing here depends on the mac
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
 
-from cohort.common.config import Config, load_config
+from cohort.common.config import Config
 from cohort.common.machines.effects import Send
 from cohort.common.machines.events import PromptScores, Received, Sampled, StepEnded
 from cohort.common.machines.worker import WorkerMachine
@@ -89,7 +90,7 @@ class Run:
 
     def longest_gap_s(self, name: str) -> float:
         times = self.tokens_s[name]
-        return max((after - before for before, after in zip(times, times[1:], strict=False)), default=0.0)
+        return max((after - before for before, after in pairwise(times)), default=0.0)
 
 
 class VirtualWorker:

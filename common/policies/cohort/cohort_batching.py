@@ -30,7 +30,6 @@ from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
 
-
 _FIRST_CHUNK = 128
 """Prompt tokens of the first iteration of a machine of which nothing is known: a tenth of a second on two cores."""
 

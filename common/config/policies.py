@@ -79,7 +79,8 @@ class CohortConfig(Section, frozen=True):
     prompt_order: Literal["shortest", "earliest_due"] = "shortest"  # among prompts that can still keep their TTFT
     patience_s: Seconds = 60.0  # a request that waited so long goes first: its client is about to give up
     headroom: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05  # of the strictest TPOT, left free
-    longest_step_s: Seconds = 0.4  # an iteration without real-time decodes: so long newcomers wait at most
+    # an iteration without real-time decodes; and what may be added to the wait of a newcomer for its first token
+    longest_step_s: Seconds = 0.2
     least_prefill: Positive = 16  # prompt tokens in every iteration that prompts wait for, whatever decodes take
     refuse_late: Literal["named", "all", "none"] = "named"  # 429 where no worker keeps a TTFT: to those that named it
     kv_bytes_per_s: Annotated[float, msgspec.Meta(gt=0)] = 2.5e9  # between workers: what a split costs

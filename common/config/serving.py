@@ -28,7 +28,8 @@ class GatewayConfig(Section, frozen=True):
     max_waiting_requests: Positive = 4096  # not yet placed; beyond: 429
     max_waiting_tokens: Positive = 4_000_000  # prompt + predicted output of those
     max_n: Positive = 128  # choices per request
-    max_body_bytes: Positive = 33_554_432  # longest request body; beyond: 413
+    # longest request body, a line of a batch too; a megabyte may take the event loop 5 ms; beyond: 413
+    max_body_bytes: Positive = 4_194_304
     predictor_wait_s: Seconds = 0.005  # the longest a request waits for its prediction
     default_prediction_tokens: Positive = 256  # mean when the predictor is silent
     default_max_tokens: NotNegative = 0  # chat completions without max_tokens; 0 = what the context leaves
@@ -50,7 +51,8 @@ class GatewayConfig(Section, frozen=True):
     allowed_hosts: tuple[str, ...] = ()
     template_cpu_s: Seconds = 5.0  # processor time of the model's chat template for one request; beyond: 400
     template_memory_bytes: Positive = 536_870_912  # of a process that renders chats; of a prompt: 1/8; beyond: 400
-    max_choices: Positive = 256  # choices of one request, all its prompts together; beyond: 400, as below
+    # choices of one request, all its prompts together, half of engine.max_rows by default; beyond: 400, as below
+    max_choices: Positive = 128
     max_messages: Positive = 4096  # of one chat
     max_metadata_keys: Positive = 64  # of the metadata that is taken and left unread
     max_nesting: Positive = 16  # lists and objects within each other in a body
@@ -77,6 +79,8 @@ class BatchConfig(Section, frozen=True):
     storage_bytes: Positive = 21_474_836_480  # files and results together; beyond: no uploads (507), no further lines
     owner_share: Fraction = 0.5  # of max_unfinished, max_uploads, storage_bytes for one API key where there are several
     retention_s: Seconds = 2_592_000.0  # files and ended batches are deleted after so long
+    # the disk refuses a batch's output for so long: it has failed; its results stay, and the next start writes them
+    output_timeout_s: Seconds = 3600.0
     upload_idle_s: Seconds = 60.0  # an upload that sends nothing, or too little, for so long is given up (408)
     upload_bytes_per_s: Positive = 1024  # what is too little
     upload_timeout_s: Seconds = 3600.0  # the longest an upload may take; beyond: 408

@@ -8,9 +8,12 @@
 Called by `service.py` (run, until cancelled) and `batch_api.py` (submit, cancel). All state is in the store; this holds
 only the lines in work, so ending it at any moment, kill -9 included, loses the lines in work and nothing else.
 
-Every batch ends. A step that the disk refuses is logged and tried again later, until it works or the batch expires.
-Any other failure is a defect of this program: after `MAX_FAILURES` tries the batch has failed, with the results it has.
-The time a batch has is measured by elapsed time once it is in work, so that a wall clock that jumps ends none early.
+Every batch ends. A step that the disk refuses is logged and tried again later, until it works or the batch expires. If
+it is the output that cannot be written, the batch has failed after `batch.output_timeout_s`, with the disk's reason;
+its results stay in the store, and the next start goes on with it. (A disk that does not take that state either leaves
+the batch as it is, to be tried again.) Any other failure is a defect of this program: after `MAX_FAILURES` tries the
+batch has failed, with the results it has. The time a batch has is measured by elapsed time once it is in work, so that
+a wall clock that jumps ends none early.
 """
 
 from __future__ import annotations
@@ -73,6 +76,8 @@ class _Job:
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     ends_at_s: float | None = None
     failures: int = 0
+    writing_since_s: float | None = None
+    """When its output was begun by this process, of the monotonic clock."""
 
 
 class BatchRunner:
@@ -135,6 +140,8 @@ class BatchRunner:
         raise AssertionError("unreachable: the loop above ends by cancellation only")
 
     async def _find(self) -> None:
+        if reopened := await self._store.run(lambda store: store.reopen_unwritten()):
+            self._log.info("batches whose output could not be written are tried again", batches=reopened)
         found = await self._store.run(lambda store: store.unfinished())
         await self.count()
         for batch_id in found:
@@ -171,15 +178,31 @@ class BatchRunner:
             wait_s = min(2 * wait_s, LONGEST_RETRY_S)
 
     async def _go_on(self, batch_id: str, job: _Job) -> None:
-        """`_advance`, or the end of a batch that this program cannot run."""
-        if job.failures >= MAX_FAILURES:
-            await self._give_up(batch_id)
-            return
+        """`_advance`, or the end of a batch that this program cannot run, or whose output the disk refuses for good."""
         try:
-            await self._advance(batch_id, job)
+            if job.failures >= MAX_FAILURES:
+                await self._give_up(batch_id, job)
+            else:
+                await self._advance(batch_id, job)
         except Exception as error:
-            job.failures += not disk_refuses(error)
-            raise
+            refused = disk_refuses(error)
+            job.failures += not refused
+            since_s = job.writing_since_s
+            if not refused or since_s is None or self._clock.now_s() - since_s < self._config.output_timeout_s:
+                raise
+            await self._leave_unwritten(batch_id, error)
+
+    async def _leave_unwritten(self, batch_id: str, error: Exception) -> None:
+        timeout_s = self._config.output_timeout_s
+        self._log.error("batch failed: its output cannot be written", reason=_reason(error), results="kept")
+        refused = LineError(
+            "output_not_written",
+            f"The results could not be written to a file for {timeout_s:g} seconds (batch.output_timeout_s): "
+            f"{_cause(error)}. They are kept, and written when the server starts again.",
+        )
+        now_s = self._clock.wall_s()
+        await self._store.run(lambda store: store.leave_unwritten(batch_id, now_s, [refused]))
+        await self.count()
 
     async def _advance(self, batch_id: str, job: _Job) -> None:
         """From wherever the batch is to its end."""
@@ -193,17 +216,17 @@ class BatchRunner:
             await self._run_lines(batch, job)
             batch = await self._load(batch_id)
         if batch is not None and batch.unfinished:
-            await self._finalize(batch)
+            await self._finalize(batch, job)
         await self.count()
 
-    async def _give_up(self, batch_id: str) -> None:
+    async def _give_up(self, batch_id: str, job: _Job) -> None:
         """failed, with the results that there are; without them if it is they that cannot be written."""
         batch = await self._load(batch_id)
         if batch is None or not batch.unfinished:
             return
         self._log.error("batch failed after tries that ended in a defect", tries=MAX_FAILURES)
         try:
-            await self._finalize(batch, "failed")
+            await self._finalize(batch, job, "failed")
         except Exception as error:
             if disk_refuses(error):
                 raise
@@ -346,8 +369,10 @@ class BatchRunner:
 
     # -- The end ---------------------------------------------------------------------------------------------------
 
-    async def _finalize(self, batch: StoredBatch, outcome: Outcome | None = None) -> None:
+    async def _finalize(self, batch: StoredBatch, job: _Job, outcome: Outcome | None = None) -> None:
         """Write what there is, once: repeated after an interruption, it writes the same files again."""
+        if job.writing_since_s is None:
+            job.writing_since_s = self._clock.now_s()
         await self._store.run(lambda store: store.begin_finalizing(batch.id, self._clock.wall_s()))
         await self.count()
         status = outcome or await self._outcome(batch)
@@ -429,3 +454,10 @@ def _reason(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error)
+
+
+def _cause(error: BaseException) -> str:
+    """The same without paths: for clients."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return (error.strerror or type(error).__name__) if isinstance(error, OSError) else str(error)

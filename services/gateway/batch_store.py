@@ -156,7 +156,7 @@ class BatchStore:
         ).fetchone()
         lines, owner_lines = self._db.execute(
             "SELECT coalesce(sum(line_bytes), 0), coalesce(sum(line_bytes) FILTER (WHERE owner = ?), 0) "
-            f"FROM batches WHERE status IN ({_NOT_ENDED})",
+            f"FROM batches WHERE status IN ({_NOT_ENDED}, 'failed')",  # with its lines, if its files were not written
             (owner,),
         ).fetchone()
         uploads = self._uploads.values()
@@ -284,6 +284,25 @@ class BatchStore:
                 (int(now_s), _column(list(errors)), batch_id),
             )
             self._drop_lines(batch_id)
+
+    def leave_unwritten(self, batch_id: str, now_s: float, errors: Sequence[LineError]) -> None:
+        """finalizing or cancelling → failed, without files. Its lines stay, until `reopen_unwritten` or retention."""
+        with self._transaction():
+            self._db.execute(
+                "UPDATE batches SET status = 'failed', failed_at = ?, errors = ? "
+                f"WHERE id = ? AND status IN ({_NOT_ENDED})",
+                (int(now_s), _column(list(errors)), batch_id),
+            )
+
+    def reopen_unwritten(self) -> int:
+        """Batches that were left with results and without files are finalizing again, or cancelling; how many."""
+        with self._transaction():
+            changed = self._db.execute(
+                "UPDATE batches SET failed_at = NULL, errors = NULL, "
+                "status = CASE WHEN cancelling_at IS NULL THEN 'finalizing' ELSE 'cancelling' END "
+                "WHERE status = 'failed' AND finalizing_at IS NOT NULL AND line_bytes > 0"
+            )
+        return changed.rowcount
 
     def _drop_lines(self, batch_id: str) -> None:
         self._db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))

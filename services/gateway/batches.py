@@ -65,6 +65,7 @@ class Batches:
         config: Config,
         *,
         answer: AnswerLine,
+        several_owners: bool,
         online_waiting: Callable[[], int],
         clock: Clock,
         metrics: MetricFactory,
@@ -83,7 +84,7 @@ class Batches:
             try:
                 own_metrics.usable().set(1)
                 turns = Turns(config.batch.concurrency, BUSY_CONCURRENCY, online_waiting)
-                quota = Quota(config.batch, several_owners=len(set(config.gateway.api_keys)) > 1)
+                quota = Quota(config.batch, several_owners=several_owners)
                 runner = BatchRunner(
                     config=config.batch,
                     folder=folder,

@@ -88,7 +88,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class CompletionBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions."""
 
-    prompt: str | list[str | int | list[TokenId]]
+    prompt: msgspec.Raw  # `prompt_field.py` decodes it, one prompt at a time
     echo: bool | None = None
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None

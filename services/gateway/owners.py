@@ -2,7 +2,8 @@
 
 Made by `service.py` from the configuration and its keys, asked by `openai_api.py` for every request. An owner is known
 by the digest of its key that `middleware.py` puts on the request (`OWNER`), never by the key. With fewer than two keys
-nothing is shared out: no shares, no salts.
+nothing is shared out: no shares, no salts. Whether there are several is decided here for all of the gateway, its files
+and batches too: by the secrets, of which two names may say the same.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ class Owners:
 
     def __init__(self, config: Config, keys: Sequence[str]) -> None:
         gateway = config.gateway
-        self._several = len(set(keys)) > 1
-        self._salted = self._several and not config.kv.share_prefixes_between_keys
+        self.several = len(set(keys)) > 1
+        """More than one owner can ask."""
+        self._salted = self.several and not config.kv.share_prefixes_between_keys
         self._gateway = gateway
         self._priorities: Priorities = (
             ("clamp" if keys else "free") if gateway.priorities == "auto" else gateway.priorities
@@ -35,7 +37,7 @@ class Owners:
 
     def share_of(self, owner: str) -> str:
         """The owner under which admission counts waiting requests; "" where nothing is shared out."""
-        return owner if self._several else ""
+        return owner if self.several else ""
 
     def priority(self, asked: int) -> int:
         """The priority that replaces a body's; lower is served first, 0 is that of a body that names none."""
@@ -52,7 +54,7 @@ class Owners:
     def marked(self, requests: list[Request], owner: str, *, max_tokens_named: bool) -> list[Request]:
         """With the salt of the owner's prefixes. Raises a 400 `RequestError` for a request that could never wait within
         its share. `max_tokens_named`: as in `Offered`."""
-        if not self._several:
+        if not self.several:
             return requests
         self._check(requests, max_tokens_named=max_tokens_named)
         if not self._salted:

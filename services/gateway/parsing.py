@@ -18,6 +18,7 @@ from cohort.common.types import IfLate, SamplingParams, Slo, TrafficClass
 from cohort.services.gateway.bodies import ChatBody, CohortOptions, CompletionBody, StreamOptions
 from cohort.services.gateway.body_shape import refuse_shape
 from cohort.services.gateway.model_card import ModelCard
+from cohort.services.gateway.prompt_field import known_tokens, prompts
 
 CLASS_HEADER = "x-cohort-class"
 TTFT_HEADER = "x-cohort-ttft-slo-ms"
@@ -77,7 +78,7 @@ _chat_decoder = msgspec.json.Decoder(ChatBody)
 
 
 def parse_completion(data: bytes, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard) -> Call:
-    refuse_shape(data, config)
+    refuse_shape(data, config, chat=False)
     body = _decode(_completion_decoder, data)
     if body.suffix:
         raise _refused("suffix", "text insertion is not supported")
@@ -88,7 +89,7 @@ def parse_completion(data: bytes, headers: Mapping[str, str], config: GatewayCon
         config,
         card,
         chat=False,
-        prompts=_prompts(body.prompt, config, card),
+        prompts=_prompts(body, config, card),
         max_tokens=COMPLETION_MAX_TOKENS if max_tokens is None else max_tokens,
         logprobs=-1 if body.logprobs is None else body.logprobs,
         echo=bool(body.echo),
@@ -97,7 +98,7 @@ def parse_completion(data: bytes, headers: Mapping[str, str], config: GatewayCon
 
 
 def parse_chat(data: bytes, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard) -> Call:
-    refuse_shape(data, config)
+    refuse_shape(data, config, chat=True)
     body = _decode(_chat_decoder, data)
     if len(body.messages) > config.max_messages:
         raise RequestError(
@@ -141,7 +142,7 @@ def _decode(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
                 param = f"{param}.{name}" if param else name
         raise RequestError(f"{param}: {text}" if param else text, param=param or None) from error
     except (msgspec.DecodeError, UnicodeError) as error:
-        raise RequestError(f"The body is not valid JSON: {error}") from error
+        raise _no_json(error) from error
     except RecursionError as error:
         raise RequestError("The body is nested too deeply.") from error
 
@@ -213,7 +214,7 @@ def _call(
         n=n,
         seed=body.seed,
         stop_strings=_stop_strings(body.stop, config),
-        stop_token_ids=tuple(_known_tokens(body.stop_token_ids or [], "stop_token_ids", card)),
+        stop_token_ids=tuple(known_tokens(body.stop_token_ids or [], "stop_token_ids", card)),
         ignore_eos=bool(body.ignore_eos),
         traffic_class=traffic_class,
         slo=slo,
@@ -241,47 +242,15 @@ def _max_tokens(old_name: int | None, new_name: int | None) -> int | None:
     return old_name if new_name is None else new_name
 
 
-def _prompts(
-    prompt: str | list[str | int | list[int]], config: GatewayConfig, card: ModelCard
-) -> tuple[str | list[int], ...]:
-    """The four shapes: text, texts, ids, lists of ids."""
-    if isinstance(prompt, str):
-        return (prompt,)
-    if not prompt:
-        raise RequestError("prompt is empty.", param="prompt")
-    texts = [item for item in prompt if isinstance(item, str)]
-    if len(texts) == len(prompt):
-        return tuple(_few_enough(texts, config))
-    ids = [item for item in prompt if isinstance(item, int)]
-    if len(ids) == len(prompt):
-        return (_known_tokens(ids, "prompt", card),)
-    lists = [item for item in prompt if isinstance(item, list)]
-    if len(lists) == len(prompt):
-        if any(not item for item in lists):
-            raise RequestError("prompt contains an empty list of token ids.", param="prompt")
-        return tuple(_known_tokens(item, "prompt", card) for item in _few_enough(lists, config))
-    raise RequestError("prompt mixes texts, token ids and lists of token ids.", param="prompt")
+def _prompts(body: CompletionBody, config: GatewayConfig, card: ModelCard) -> tuple[str | list[int], ...]:
+    try:
+        return prompts(bytes(body.prompt), config, card)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise _no_json(error) from error
 
 
-Item = TypeVar("Item")
-
-
-def _few_enough(items: list[Item], config: GatewayConfig) -> list[Item]:
-    if len(items) > config.max_waiting_requests:
-        raise RequestError(
-            f"{len(items)} prompts in one request; at most {config.max_waiting_requests} can wait.", param="prompt"
-        )
-    return items
-
-
-def _known_tokens(ids: list[int], param: str, card: ModelCard) -> list[int]:
-    for token_id in ids:
-        if not 0 <= token_id < card.vocab_size:
-            shown = token_id if abs(token_id) < 10**20 else "a number of more than 20 digits"
-            raise RequestError(
-                f"{param}: {shown} is no token id; the vocabulary has {card.vocab_size} tokens.", param=param
-            )
-    return ids
+def _no_json(error: Exception) -> RequestError:
+    return RequestError(f"The body is not valid JSON: {error}")
 
 
 def _stop_strings(stop: str | list[str] | None, config: GatewayConfig) -> tuple[str, ...]:
@@ -316,7 +285,7 @@ def _logit_bias(bias: Mapping[str, float] | None, config: GatewayConfig, card: M
     if "" in bias:
         raise RequestError("logit_bias: '' is no token id.", param="logit_bias")
     ids = [int(key) for key in bias]
-    _known_tokens(ids, "logit_bias", card)
+    known_tokens(ids, "logit_bias", card)
     return dict(zip(ids, bias.values(), strict=True))
 
 

@@ -69,6 +69,7 @@ class Gateway:
             manager=MANAGER,
             predictor=PREDICTOR,
         )
+        self._owners = Owners(config, self._keys)
         self._metrics = RequestMetrics(context.metrics)
         self.streams = Streams(
             self._machine,
@@ -89,7 +90,7 @@ class Gateway:
             instance=context.instance,
             max_model_len=self._max_model_len,
             bodies=RequestBodies(config.gateway),
-            owners=Owners(config, self._keys),
+            owners=self._owners,
         )
         gave_up = context.metrics.counter("clients_given_up", "Connections aborted because nothing was read from them")
         self._accepts_failed = context.metrics.counter("accepts_failed", "Connections that could not be accepted")
@@ -129,6 +130,7 @@ class Gateway:
         async with Batches.opened(
             self._config,
             answer=self._api.answer_line,
+            several_owners=self._owners.several,
             online_waiting=lambda: self._machine.ledger.waiting_online,
             clock=self._context.clock,
             metrics=self._context.metrics,

@@ -57,8 +57,8 @@ SCENARIOS: dict[str, Body] = {
     "log-probabilities": {"prompt": [TOKEN], "max_tokens": CONTEXT - 1, "logprobs": 20},
     "scored prompts": {"prompt": [TOKEN] * (CONTEXT - 1), "max_tokens": 1, "logprobs": 20, "echo": True},
     "choices": {"prompt": [TOKEN], "n": 128, "max_tokens": 3500, "ignore_eos": True},
-    "prompts": {"prompt": [[TOKEN]] * 256, "max_tokens": 1900},
-    "prompts of one token": {"prompt": [[TOKEN]] * 256, "max_tokens": 1, "stop": STOPS},
+    "prompts": {"prompt": [[TOKEN]] * 128, "max_tokens": 3500},
+    "prompts of one token": {"prompt": [[TOKEN]] * 128, "max_tokens": 1, "stop": STOPS},
 }
 PLAIN: Body = {"prompt": [TOKEN], "max_tokens": CONTEXT - 1}
 

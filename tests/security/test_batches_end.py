@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from cohort.services.gateway import batch_runner
+from cohort.services.gateway.batch_files import BatchFolder
 from cohort.services.gateway.batch_lines import InputReader
 from cohort.services.gateway.batch_runner import BatchRunner
+from cohort.services.gateway.batch_store import BatchStore
 from tests.examples import examples
-from tests.services.gateway.batch_client import ENDED, ask, begin, client_of, ended, job, lines
+from tests.services.gateway.batch_client import ENDED, ask, begin, client_of, ended, job, lines, until
 from tests.services.gateway.conftest import OpenSite, Site, model_dir, open_site  # noqa: F401
 
 HOSTILE = [
@@ -238,3 +241,103 @@ async def test_one_key_cannot_take_all_unfinished_batches(open_site: OpenSite) -
             for batch in batches:
                 await client.batches.cancel(batch.id)
                 await ended(client, batch)
+
+
+# -- a disk that never takes the output ----------------------------------------------------------------------------
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Nothing can be written beside the database; the names of what was tried."""
+    tried: list[str] = []
+
+    def refusing(folder: BatchFolder, file_id: str) -> Any:
+        tried.append(file_id)
+        raise OSError(28, "No space left on device", str(folder.path / "secret-path"))
+
+    original = BatchFolder.write
+    monkeypatch.setattr(
+        BatchFolder, "write", lambda self, name: refusing(self, name) if "put" in name else original(self, name)
+    )
+    monkeypatch.setattr(batch_runner, "FIRST_RETRY_S", 0.01)
+    return tried
+
+
+async def test_a_disk_that_never_takes_the_output_fails_the_batch(
+    open_site: OpenSite,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """After some tries, with the reason; nothing that was answered is lost or answered again: a start on a disk that
+    has space writes it."""
+    folder = {"folder": str(tmp_path / "kept"), "output_timeout_s": 0.3}
+    with monkeypatch.context() as patch:
+        tried = full_disk(patch)
+        async with open_site(batch=folder) as site, client_of(site) as client:
+            batch = await ended(client, await begin(client, job(ask(), ask(model="gpt-9"))), 10.0)
+            assert batch.status == "failed" and batch.failed_at and batch.finalizing_at
+            assert (batch.output_file_id, batch.error_file_id) == (None, None)
+            assert batch.errors and batch.errors.data
+            [error] = batch.errors.data
+            assert error.code == "output_not_written" and error.message
+            assert (
+                "No space left on device" in error.message and "0.3 seconds (batch.output_timeout_s)" in error.message
+            )
+            assert "secret-path" not in error.message
+            assert len(tried) >= 2, "tried again before it was given up"
+            before = len(tried)
+            await asyncio.sleep(0.1)
+            assert len(tried) == before, "no further try of this process"
+            assert len(site.manager.submitted) == 1
+
+        async with open_site(batch=folder) as site, client_of(site) as client:  # still full
+            again = await ended(client, batch, 10.0)
+            assert (again.status, again.output_file_id) == ("failed", None) and len(tried) > before
+
+    async with open_site(batch=folder) as site, client_of(site) as client:
+        batch = await ended(client, batch, 10.0)
+        assert (batch.status, batch.errors, batch.failed_at) == ("completed", None, None)
+        assert list(await lines(client, batch.output_file_id)) == ["0"]
+        assert list(await lines(client, batch.error_file_id)) == ["1"]
+        assert not site.manager.submitted
+
+
+async def test_a_cancelled_batch_ends_as_cancelled_when_its_output_can_be_written(
+    open_site: OpenSite,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    folder = {"folder": str(tmp_path / "kept"), "output_timeout_s": 0.1}
+    with monkeypatch.context() as patch:
+        full_disk(patch)
+        async with open_site(lambda request: [9] * 4000, step_s=0.02, batch=folder) as site, client_of(site) as client:
+            batch = await begin(client, job(ask(max_tokens=400, ignore_eos=True)))
+            await until(client, batch, lambda now: now.status == "in_progress")
+            await client.batches.cancel(batch.id)
+            assert (await ended(client, batch, 10.0)).status == "failed"
+    async with open_site(batch=folder) as site, client_of(site) as client:
+        batch = await ended(client, batch, 10.0)
+        assert batch.status == "cancelled" and len(await lines(client, batch.error_file_id)) == 1
+        assert not site.manager.submitted
+
+
+async def test_a_database_that_takes_nothing_is_tried_again(
+    open_site: OpenSite,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Where not even the failure can be written down the batch stays as it is; it ends once the disk has space."""
+    refusals = 0
+    original = BatchStore.leave_unwritten
+
+    def refusing(store: BatchStore, *args: Any) -> None:
+        nonlocal refusals
+        refusals += 1
+        if refusals <= 2:
+            raise sqlite3.OperationalError("database or disk is full")
+        original(store, *args)
+
+    full_disk(monkeypatch)
+    monkeypatch.setattr(BatchStore, "leave_unwritten", refusing)
+    async with open_site(batch={"output_timeout_s": 0.05}) as site, client_of(site) as client:
+        batch = await ended(client, await begin(client, job(ask())), 10.0)
+        assert (batch.status, refusals) == ("failed", 3)

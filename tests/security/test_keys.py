@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import openai
 import pytest
 
 from cohort.common.config import CONFIGS_DIR, Config, GatewayConfig
@@ -20,6 +21,7 @@ from cohort.common.messages import Placed
 from cohort.common.types import Attempt
 from cohort.services.gateway.owners import Owners
 from tests.common.machines.small_gateway import PROMPT, Gateway, only, request
+from tests.services.gateway.batch_client import ask, begin, client_of, ended, job
 from tests.services.gateway.conftest import OpenSite, Site, eventually, model_dir, open_site  # noqa: F401
 
 A, B = {"Authorization": "Bearer key-a"}, {"Authorization": "Bearer key-b"}
@@ -109,6 +111,43 @@ async def test_one_key_alone_has_everything(open_site: OpenSite) -> None:  # noq
         for task in await fill(site, A, 8):
             task.cancel()
         await eventually(site.nothing_left)
+
+
+@pytest.mark.parametrize(("secrets", "several"), [(("s", "s"), False), (("s", "t"), True)], ids=["same", "different"])
+async def test_two_names_of_one_secret_are_one_owner_everywhere(
+    open_site: OpenSite,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    secrets: tuple[str, str],
+    several: bool,
+) -> None:
+    """Shares of the queue, salts of prefixes, and shares of files and batches begin at the same number of secrets,
+    however many names they have."""
+    for name, secret in zip(("COHORT_TEST_A", "COHORT_TEST_B"), secrets, strict=True):
+        monkeypatch.setenv(name, secret)
+    limits: dict[str, Any] = {"max_waiting_requests": 4, "batch": {"max_unfinished": 2}}
+    opened = open_site(
+        lambda request: [9] * 4000, step_s=0.02, api_keys=("env:COHORT_TEST_A", "env:COHORT_TEST_B"), **limits
+    )
+    async with opened as site, client_of(site, "s") as client:
+        owners = site.gateway._owners
+        assert owners.several == several and bool(owners.share_of("o")) == several
+        long = job(ask(max_tokens=400, ignore_eos=True))
+        batches = [await begin(client, long)]
+        if several:
+            with pytest.raises(openai.RateLimitError, match=r"batch\.owner_share: 1 batches"):
+                await begin(client, long)
+        else:
+            batches.append(await begin(client, long))
+        for batch in batches:
+            await client.batches.cancel(batch.id)
+            await ended(client, batch)
+        site.manager.submitted.clear()
+        site.manager.place = False
+        asking = asyncio.create_task(site.post("/v1/completions", ASK, headers={"Authorization": "Bearer s"}))
+        await eventually(lambda: len(site.manager.submitted) == 1)
+        assert bool(site.manager.submitted[0].prefix_salt) == several
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
 
 
 async def test_a_request_beyond_the_share_is_400(open_site: OpenSite) -> None:  # noqa: F811

@@ -5,7 +5,11 @@ that the strictest promise among the decodes leaves.
            ─▶ a row for every decode; victims that free a block for it are chosen by `victim_rank`
            ─▶ aim: the strictest TPOT among these rows, less what iterations come late by (`mixing`, where prompts
               beside decodes have a price: the time that those have won)
-           ─▶ prompts in `PromptQueue`'s order, each as much as still fits the aim
+           ─▶ prompts in `PromptQueue`'s order, each as much as still fits the aim; behind one that gets its first token
+              now, only as much as fits the rest of the time that newcomers wait
+
+So a request delays the tokens of others by `longest_step_s` at most, however much of it there is to compute: sequences
+that decode by one iteration, a newcomer by the one it finds running and its share of its own.
 
 An `IterationScheduler`. Knows one worker; which worker a request runs on is the placement's business.
 """
@@ -13,6 +17,7 @@ An `IterationScheduler`. Knows one worker; which worker a request runs on is the
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 
 from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, RankKey, by_arrival
@@ -26,6 +31,9 @@ from cohort.common.policies.step_times.learned_times import LearnedTimes, decode
 from cohort.common.policies.step_times.step_cost import BatchShape
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
+
+_FIRST_CHUNK = 128
+"""Prompt tokens of the first iteration of a machine of which nothing is known: a tenth of a second on two cores."""
 
 
 def victim_rank(now_s: float, sequence: Sequence) -> RankKey:
@@ -46,9 +54,10 @@ class CohortBatching(IterationScheduler):
     wants_arriving = True
 
     def __init__(self, options: CohortConfig, limits: IterationLimits, *, cold_chunk: int) -> None:
-        """`cold_chunk`: prompt tokens of an iteration while nothing is learned."""
+        """`cold_chunk`: the most prompt tokens of an iteration while nothing is learned."""
         self._options, self._limits = options, limits
-        self._cold_chunk = cold_chunk
+        self._longest_cold_chunk = cold_chunk
+        self._cold_chunk = min(cold_chunk, _FIRST_CHUNK)
         self._times = LearnedTimes()
         self.table = self._times.table
         first = options.prompt_order if options.ablation.ordered else "fcfs"
@@ -95,7 +104,7 @@ class CohortBatching(IterationScheduler):
         decoding = [row.sequence for row in builder.decode_rows]
         self._aim_s = self._aim(batch, decoding)
         least = self._mix(now_s, batch, decoding)
-        self._add_prompts(builder, batch, kv, least)
+        self._add_prompts(now_s, builder, batch, kv, least)
         plan = builder.finish()
         self._sort_out(now_s, plan)
         plan.estimated_s = self.table.estimate(plan_shape(plan)) or 0.0
@@ -135,6 +144,17 @@ class CohortBatching(IterationScheduler):
         if self._times.learn(ran, kv.geometry) is not None:
             bound_s = self._bound_s(row.sequence for row in ran.plan.rows if row.count == 1)
             self._late += bound_s is not None and ran.latency_s > bound_s
+        if self.table.step_times is None:
+            self._grope(ran)
+
+    def _grope(self, ran: Ran) -> None:
+        """Until there is a curve the prompts' share doubles while iterations stay below half their aim, and halves
+        when one exceeds it; the sizes on the way are what the curve is made from."""
+        prefill = sum(row.count for row in ran.plan.rows if row.count > 1)
+        if prefill >= self._cold_chunk and 2 * ran.latency_s < self._aim_s:
+            self._cold_chunk = min(2 * self._cold_chunk, self._longest_cold_chunk)
+        elif prefill and ran.latency_s > self._aim_s:
+            self._cold_chunk = max(self._options.least_prefill, prefill // 2)
 
     def _computed(self, now_s: float, plan: IterationPlan) -> None:
         """Prompts of the last iteration have less left, or nothing: then they decode."""
@@ -183,10 +203,11 @@ class CohortBatching(IterationScheduler):
         self._aim_s = mixed_s if mixed_s * self._times.lateness.ratio <= spare else 0.0
         return 0
 
-    def _add_prompts(self, builder: BatchBuilder, batch: BatchShape, kv: KvAllocator, least: int) -> None:
+    def _add_prompts(self, now_s: float, builder: BatchBuilder, batch: BatchShape, kv: KvAllocator, least: int) -> None:
         """In order, while time, tokens and rows last. A prompt that does not fit the cache waits, and those behind it
         as well, or large prompts would wait for ever; those that hold blocks already go on."""
         self._budget = 0
+        rest_s = self._aim_s  # for prompts that get no first token now, or are not new
         admits = not builder.preempted
         tokens_left = builder.tokens_left
         for sequence in self._prompts:
@@ -196,7 +217,10 @@ class CohortBatching(IterationScheduler):
             if not held and not admits:
                 continue
             wanted = min(sequence.uncomputed, tokens_left)
-            count = max(self._fitting(batch, sequence, wanted), min(least, wanted))
+            count = self._fitting(batch, sequence, wanted, self._aim_s)
+            if held or count < wanted:
+                count = self._fitting(batch, sequence, wanted, rest_s)
+            count = max(count, min(least, wanted))
             if count <= 0:
                 return
             if not held and not fits(kv, self._running.values(), sequence):
@@ -214,12 +238,23 @@ class CohortBatching(IterationScheduler):
             batch = batch.with_prefill(row.start, row.count)
             if row.count < sequence.uncomputed:  # cut: no time is left for another one
                 return
+            rest_s = min(rest_s, self._rest_s(now_s, sequence))
 
-    def _fitting(self, batch: BatchShape, sequence: Sequence, wanted: int) -> int:
-        """Tokens of this prompt that this iteration has time for."""
+    def _rest_s(self, now_s: float, sequence: Sequence) -> float:
+        """How long the iteration in which this one gets its first token may take for the sake of others: the rest
+        of the longest step, less the time that it waited. Infinite for one that has queued for longer than two steps:
+        then the sum of the prompts before it decides, and full iterations serve that soonest."""
+        longest_s, waited_s = self._options.longest_step_s, now_s - sequence.arrived_s
+        if sequence.output_tokens or not is_promised(sequence) or waited_s > 2 * longest_s:
+            return inf
+        return max(0.0, longest_s - waited_s)
+
+    def _fitting(self, batch: BatchShape, sequence: Sequence, wanted: int, aim_s: float) -> int:
+        """Tokens of this prompt with which this iteration takes no longer than `aim_s`."""
         if self.table.step_times is None or not self._options.ablation.bounded:
-            return min(wanted, max(0, self._cold_chunk - batch.prefill_tokens))
-        return self.table.prefill_budget(batch, sequence.computed, wanted, self._aim_s)
+            chunk = int(self._cold_chunk * min(1.0, aim_s / self._options.longest_step_s))
+            return min(wanted, max(0, chunk - batch.prefill_tokens))
+        return self.table.prefill_budget(batch, sequence.computed, wanted, aim_s)
 
     def _sort_out(self, now_s: float, plan: IterationPlan) -> None:
         """A preempted sequence computes its prompt again or waits in host memory; one with a row holds blocks."""

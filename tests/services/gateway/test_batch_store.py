@@ -120,6 +120,23 @@ def test_lines_count_as_stored_until_their_batch_ends(store: BatchStore) -> None
     assert store.usage("me").bytes == 50
 
 
+def test_results_without_files_stay_and_count(store: BatchStore) -> None:
+    """Until the batch is opened again, or forgotten with all it has; one that ended is never opened again."""
+    running(store)
+    store.finish_line("batch_a", done(1, result=b"r" * 1000))
+    before = store.usage("me").bytes
+    store.begin_finalizing("batch_a", NOW_S)
+    store.leave_unwritten("batch_a", NOW_S + 1, [LineError("output_not_written", "full")])
+    left = current(store)
+    assert (left.status, left.failed_at, len(left.errors or [])) == ("failed", 1001, 1)
+    assert store.unfinished() == [] and store.usage("me").bytes == before
+    assert store.reopen_unwritten() == 1 and store.unfinished() == ["batch_a"]
+    assert (current(store).status, current(store).failed_at, current(store).errors) == ("finalizing", None, None)
+    assert len(store.results("batch_a", succeeded=True, after=0, page_bytes=9999)) == 1
+    store.give_up("batch_a", NOW_S + 2, [LineError("internal_error", "defect")])
+    assert store.reopen_unwritten() == 0 and current(store).status == "failed"
+
+
 def test_a_batch_that_cannot_be_run_fails_from_wherever_it_is(store: BatchStore) -> None:
     running(store)
     store.finish_line("batch_a", done(1))

@@ -100,6 +100,38 @@ def test_a_prompt_is_cut_to_the_room_there_is_and_never_to_nothing() -> None:
     assert rows(decide(policy, kv, 0.0))[0] == ("p", 0, 2), "least_prefill: the decodes alone take too long"
 
 
+@pytest.mark.parametrize(("waited_s", "beside"), [(0.0, 290), (0.015, 140), (0.03, 0), (0.05, 0), (0.07, 290)], ids=str)
+def test_a_newcomer_pays_for_others_what_is_left_of_a_step(waited_s: float, beside: int) -> None:
+    """It has waited for the iteration before; its own holds so much more of a long prompt as makes one step in sum.
+    One that queued for more than two steps is served soonest by full ones."""
+    policy, kv = scheduler(longest_s=0.03), cache(400)
+    policy.add(0.0, promised("long", 900, ttft_s=9.0))
+    step(policy, kv)
+    policy.add(0.1, promised("new", 8, ttft_s=9.0, arrived_s=0.1))
+    plan = decide(policy, kv, 0.1 + waited_s)
+    counts = {name: count for name, _, count in rows(plan)}
+    assert counts.pop("new") == 8
+    assert counts.pop("long", 0) == pytest.approx(beside, rel=0.1)
+
+
+def test_newcomers_do_not_hold_each_other_up() -> None:
+    """All that fit a whole step get their first token in it, however long they waited."""
+    policy, kv = scheduler(longest_s=0.03), cache(400)
+    for index in range(5):
+        policy.add(0.0, promised(f"n{index}", 40, ttft_s=9.0))
+    assert [count for _, _, count in rows(decide(policy, kv, 0.03))] == [40] * 5
+
+
+def test_on_an_unknown_machine_the_share_of_prompts_is_found_by_trying() -> None:
+    """It doubles while iterations are short, halves when one is too long, and never passes its limit."""
+    policy, kv = scheduler(learned=False, longest_s=0.04, tokens=2000), cache(4000)
+    policy._longest_cold_chunk, policy._cold_chunk = 512, 128
+    policy.add(0.0, promised("p", 9000, ttft_s=90.0))
+    taken = [rows(step(policy, kv, latency_s=latency_s))[0][2] for latency_s in (0.001, 0.019, 0.03, 0.05, 0.03, 0.0)]
+    assert taken == [128, 256, 512, 512, 256, 256]
+    assert policy.table.step_times is None
+
+
 def test_victims_best_effort_then_broken_promises_then_most_slack() -> None:
     now_s = 10.0
     tight, slack = promised("tight", 9, arrived_s=9.5), promised("slack", 9, arrived_s=9.5, ttft_s=5.0)

@@ -1,0 +1,143 @@
+"""Attack: one request that is accepted and has much to compute, beside plain ones of other clients.
+
+A prompt of thousands of tokens, many choices, a prompt whose own log-probabilities are wanted: each is honest work, and
+what it may cost others is bounded: how much later their first token comes, and how long they wait between two tokens.
+Measured in the virtual time of two cores (`neighbours.py`), whatever runs these tests.
+
+`cohort-batching` bounds both in seconds. The baselines bound an iteration in tokens, so their bounds are a multiple of
+the longest iteration that they plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from cohort.common.config import Config, EngineConfig, GatewayConfig, load_config
+from cohort.common.messages import StartSegment
+from tests.security.neighbours import PLAIN_PROMPT, PLAIN_TOKENS, Run, VirtualWorker, choices, request
+
+ATTACK_S = 0.5
+PLAIN_AT_S = [0.2 + 0.31 * number for number in range(4)]
+SHIFTS = 6
+"""Runs, each with the plain requests a little later, so that they meet iterations in all their phases."""
+
+Attack = Callable[[Random, Config], list[StartSegment]]
+
+
+def ids(random: Random, count: int) -> list[int]:
+    return [random.randrange(1000, 20_000) for _ in range(count)]
+
+
+def attack(prompt: int, n: int = 1, *, max_tokens: int = 64, scored: bool = False) -> Attack:
+    return lambda random, config: choices(
+        "attack", ids(random, prompt), n, scored=scored, max_tokens=max_tokens, at_s=ATTACK_S, config=config
+    )
+
+
+ATTACKS: dict[str, Attack] = {
+    "a prompt of 2,000": attack(2000, max_tokens=4),
+    "a prompt of 8,000": attack(8000, max_tokens=4),
+    "64 choices": attack(3, 64),
+    "64 choices of 500": attack(500, 64),
+    "400 scored, n 3": attack(400, 3, max_tokens=1, scored=True),
+    "2,000 scored": attack(2000, max_tokens=1, scored=True),
+    "128 choices": attack(3, 128),
+}
+
+
+def runs(preset: str, name: str | None, *, learned: bool = True, traffic_class: str = "rt") -> list[Run]:
+    found = []
+    for shift in range(SHIFTS):
+        random, config = Random(shift), load_config(preset=preset)
+        arrivals = [(ATTACK_S, ATTACKS[name](random, config))] if name else []
+        for number, at_s in enumerate(PLAIN_AT_S):
+            at_s += 0.033 * shift
+            plain = request(
+                f"plain-{number}",
+                ids(random, PLAIN_PROMPT),
+                max_tokens=PLAIN_TOKENS,
+                at_s=at_s,
+                config=config,
+                traffic_class=traffic_class,
+            )
+            arrivals.append((at_s, [plain]))
+        found.append(VirtualWorker(config, learned=learned).run(arrivals, until="plain"))
+    return found
+
+
+def worst(found: list[Run]) -> tuple[float, float]:
+    """First token after arrival, and time between two tokens: the longest of all plain requests."""
+    names = [f"plain-{number}" for number in range(len(PLAIN_AT_S))]
+    return (
+        max(run.first_s(name) for run in found for name in names),
+        max(run.longest_gap_s(name) for run in found for name in names),
+    )
+
+
+DELAY_S = 0.25
+UNKNOWN_DELAY_S = 0.35
+"""In the first iterations on a machine of which nothing is known."""
+
+
+@pytest.mark.parametrize("learned", [True, False], ids=["learned", "unknown machine"])
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name != "128 choices"])
+def test_cohort_delays_a_neighbour_by_a_quarter_of_a_second(name: str, learned: bool) -> None:
+    first_s, gap_s = worst(runs("cohort-batching", name, learned=learned))
+    alone_first_s, alone_gap_s = worst(runs("cohort-batching", None, learned=learned))
+    assert first_s - alone_first_s <= (DELAY_S if learned else UNKNOWN_DELAY_S)
+    assert gap_s - alone_gap_s <= DELAY_S
+
+
+@pytest.mark.parametrize("learned", [True, False], ids=["learned", "unknown machine"])
+def test_as_many_choices_as_one_request_may_have(learned: bool) -> None:
+    """They are newcomers as well, and with shorter prompts; but they never take all rows, nor an iteration that is
+    longer than the strictest TPOT."""
+    most = GatewayConfig().max_choices
+    assert 2 * most <= EngineConfig().max_rows
+    assert len(ATTACKS["128 choices"](Random(0), load_config())) == most
+    first_s, gap_s = worst(runs("cohort-batching", "128 choices", learned=learned))
+    assert first_s <= 3 * DELAY_S and gap_s <= DELAY_S
+
+
+@pytest.mark.parametrize(
+    ("preset", "name", "iterations"),
+    [
+        ("unified", "a prompt of 2,000", 2),
+        ("unified", "64 choices", 2),
+        ("unified", "400 scored, n 3", 2),
+        ("unified", "2,000 scored", 2),
+        ("baseline-chunked-prefill", "a prompt of 2,000", 6),
+        ("baseline-chunked-prefill", "2,000 scored", 2),
+    ],
+)
+def test_baselines_delay_a_neighbour_by_some_iterations(preset: str, name: str, iterations: int) -> None:
+    """A newcomer by the one that runs and its own, or by what is before it in the queue; a decode by one."""
+    found = runs(preset, name)
+    first_s, gap_s = worst(found)
+    longest_s = max(max(run.steps_s) for run in found)
+    assert first_s <= iterations * longest_s
+    assert gap_s <= longest_s + 1e-9
+
+
+@pytest.mark.parametrize("name", ["a prompt of 2,000", "a prompt of 8,000", "400 scored, n 3", "2,000 scored"])
+def test_bounded_iterations_keep_the_time_between_tokens(name: str) -> None:
+    """D5 bounds an iteration beside decodes; prompts wait for each other, as they came."""
+    _, gap_s = worst(runs("dynaserve", name))
+    assert gap_s <= DELAY_S
+
+
+def test_choices_share_their_prompt() -> None:
+    """A long prompt is computed once and a little, not once for each of 64 choices."""
+    for run in runs("cohort-batching", "64 choices of 500"):
+        computed = sum(count for name, count in run.prompt_tokens.items() if name.startswith("attack"))
+        begun = sum(name.startswith("attack") for name in run.prompt_tokens)
+        assert begun > 1
+        assert computed <= 2 * 500 + begun * 16
+
+
+def test_best_effort_neighbours_wait_but_are_served() -> None:
+    first_s, _ = worst(runs("cohort-batching", "a prompt of 2,000", traffic_class="be"))
+    assert first_s <= 4.0

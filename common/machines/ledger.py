@@ -266,8 +266,8 @@ class Ledger:
         return []
 
     def attempts_lost(self, now_s: float, attempts: Collection[Attempt], reason: str) -> list[Action]:
-        """These attempts are lost; they are submitted again in the order their requests came. Of those that are over the
-        manager is told, which lets nothing overtake what it expects to come again."""
+        """These attempts are lost; they are submitted again in the order their requests came. The manager, which lets
+        nothing overtake what it expects to come again, is told of those that are over."""
         lost = {
             attempt: entry
             for attempt in attempts

@@ -14,7 +14,7 @@ position once, in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from cohort.common.errors import InvariantViolated, RequestError
@@ -280,14 +280,16 @@ class Ledger:
         entry.instances.extend(name for name in message.instances if name not in entry.instances)
         return []
 
-    def attempts_lost(self, now_s: float, attempts: Iterable[Attempt], reason: str) -> list[Action]:
-        """These attempts are lost; they are submitted again in the order their requests came."""
+    def attempts_lost(self, now_s: float, attempts: Collection[Attempt], reason: str) -> list[Action]:
+        """These attempts are lost; they are submitted again in the order their requests came. The manager, which lets
+        nothing overtake what it expects to come again, is told of those that are over."""
         lost = {
             attempt: entry
             for attempt in attempts
             if (entry := self._entries.get(attempt.request_id)) is not None and attempt == entry.attempt
         }
-        actions: list[Action] = []
+        over = [attempt for attempt in attempts if attempt.request_id not in self._entries]
+        actions: list[Action] = [CancelAttempt(attempt, (), "unknown request") for attempt in over]
         for entry in sorted(lost.values(), key=lambda entry: entry.request.arrival_s):
             actions += self._lost(entry, now_s, "lost", reason)
         return actions

@@ -102,6 +102,12 @@ def test_a_lost_attempt_is_resubmitted_with_its_tokens() -> None:
     assert book.outstanding() == [Attempt("r", 1)]
 
 
+def test_a_lost_attempt_of_a_request_that_is_over_is_cancelled() -> None:
+    """The manager lets nothing overtake what it expects to come again."""
+    (action,) = ledger().attempts_lost(1.0, [Attempt("over", 2)], "worker dead")
+    assert action == CancelAttempt(Attempt("over", 2), (), "unknown request")
+
+
 def test_a_gap_asks_for_another_attempt() -> None:
     book = ledger()
     entry = opened(book)

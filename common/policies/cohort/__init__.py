@@ -5,6 +5,7 @@ prompt_order     which prompt is computed next
 cohort_batching  the worker's scheduler: decodes, then prompts in this order, as much as the strictest promise leaves
 admission_test   whether a request that is predicted to be late is served, demoted or refused
 early_rejection  a placement around another one that applies this test
+overtaking       what later, shorter prompts take of the workers' time
 """
 
 from __future__ import annotations

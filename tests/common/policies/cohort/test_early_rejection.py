@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from cohort.common.policies.baselines.placements import Colocated
@@ -65,10 +67,49 @@ def test_the_time_to_retry_after_is_that_of_the_prompts_ahead() -> None:
     assert isinstance(behind_all, Refuse) and round(behind_all.forecast_s, 6) == 2.6
 
 
+def placed_before(count: int, **changes: Any) -> tuple[EarlyRejection, ClusterView]:
+    """A placement that has sent so many prompts of 400 tokens to a worker, which reports them as they came."""
+    ours, nobody = placement(), cluster(view("w"))
+    for index in range(count):
+        each = asks(400, **changes)
+        each.request = msgspec.structs.replace(each.request, attempt=Attempt(f"p{index}", 0))
+        assert isinstance(ours.place(0.0, each, nobody, None), Placed)
+    return ours, cluster(view("w", *[400] * count))
+
+
+def test_what_is_late_already_or_promised_nothing_is_not_ahead() -> None:
+    for changes, ahead in (({}, 1), ({"ttft_s": 0.0}, 0), ({"ttft_s": 0.3, "if_late": "best_effort"}, 0)):
+        ours, busy = placed_before(2, **changes)
+        alone, _ = placed_before(0)
+        assert (ours.predicted_s(0.0, asks(500), busy) > alone.predicted_s(0.0, asks(500), cluster(view("w")))) is bool(
+            ahead
+        )
+    ours, busy = placed_before(2)
+    soon_s, late_s = (ours.predicted_s(now_s, asks(500), busy) for now_s in (0.0, 0.9))
+    assert late_s < soon_s - 0.7, "at 0.9 s two of 400 ms cannot make 1 s any more: they let it pass"
+    ours.finished(0.0, "p0")
+    ours.finished(0.0, "p1")
+    assert ours.predicted_s(0.9, asks(500), busy) > late_s, "what is unknown counts as ahead"
+
+
+def test_shorter_prompts_that_keep_coming_overtake() -> None:
+    """400 tokens a second of 1,000 that a worker computes: what is longer takes 1 / (1 - 0.4) as long."""
+    ours, idle = placement(), cluster(view("w"))
+    for tick in range(600):
+        each = asks(40)
+        each.since_s = 0.1 * tick
+        ours.place(0.1 * tick, each, idle, None)
+    assert round(ours.predicted_s(60.0, asks(600), idle), 1) == 1.0
+    assert round(ours.predicted_s(60.0, asks(20), idle), 2) == 0.02
+    assert round(placement("earliest_due").predicted_s(60.0, asks(600), idle), 2) == 0.6
+    two = cluster(view("w"), view("other"))
+    assert round(ours.predicted_s(60.0, asks(600), two), 2) == 0.75
+
+
 def test_decodes_make_prompts_slower() -> None:
     alone, beside = view("w"), view("w", decodes=50)
-    [slow_s] = {placement().predicted_s(asks(500).request, cluster(beside))}
-    assert slow_s > 1.5 * placement().predicted_s(asks(500).request, cluster(alone))
+    slow_s = placement().predicted_s(0.0, asks(500), cluster(beside))
+    assert slow_s > 1.5 * placement().predicted_s(0.0, asks(500), cluster(alone))
     # What it takes for one iteration of the TPOT SLO fits one: the price is the scheduler's own.
     tokens = round(0.1 / (slow_s / 500))
     assert abs(step_seconds(TIMES, BatchShape(tokens, 1, 0, 50, 0)) - 0.1) < 0.005

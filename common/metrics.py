@@ -149,7 +149,7 @@ class RequestMetrics:
         self.generation_tokens = make.counter("generation_tokens", "Tokens delivered to clients", by_class)
         self.request_success = make.counter(
             "request_success",
-            "Requests that ended, by reason: stop, length, cancelled, failed",
+            "Requests that ended, by reason: stop, length, cancelled, failed, refused",
             ("class", "finished_reason"),
         )
         self.rejections = make.counter(

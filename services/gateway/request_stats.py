@@ -95,16 +95,18 @@ class RequestStats:
         request, metrics = entry.request, self._metrics
         traffic_class = request.traffic_class
         metrics.in_flight(traffic_class).dec()
+        if entry.refused_because:
+            metrics.request_success(traffic_class, "refused").inc()
+            metrics.requests_refused(traffic_class, entry.refused_because).inc()
+            self.recent.refused()
+            self._count_slo(entry, None, None, None)  # not kept; its times say nothing of how fast we were
+            return
         metrics.request_success(traffic_class, finish.value).inc()
         self.recent.ended(finish)
         if entry.best_effort:
             metrics.requests_demoted(traffic_class).inc()
         if finish is FinishReason.CANCELLED:
             return  # its times say when the client left, not how fast we were
-        if entry.refused_because:
-            metrics.requests_refused(traffic_class, entry.refused_because).inc()
-            self._count_slo(entry, None, None, None)  # nor do these, but its SLO was not kept
-            return
         metrics.e2e_seconds(traffic_class).observe(e2e_s)
         metrics.request_prompt_tokens(traffic_class).observe(request.prompt_tokens)
         metrics.request_generation_tokens(traffic_class).observe(len(entry.output))

@@ -22,6 +22,7 @@ class Recent:
                 "finished_total",
                 "failed_total",
                 "cancelled_total",
+                "refused_total",
                 "rejected_total",
                 "prompt_tokens_total",
                 "generation_tokens_total",
@@ -36,7 +37,12 @@ class Recent:
         self.totals["prompt_tokens_total"] += prompt_tokens
 
     def rejected(self) -> None:
+        """Before it was accepted."""
         self.totals["rejected_total"] += 1
+
+    def refused(self) -> None:
+        """By the manager, after that."""
+        self.totals["refused_total"] += 1
 
     def first_token(self, ttft_s: float, tokens: int) -> None:
         self._ttft_s.append(ttft_s)

@@ -125,6 +125,8 @@ def spread_roles(config: Config, instances: int) -> dict[Role, int]:
     counts: dict[Role, int] = {}
     for group in config.workers:
         counts[group.role] = counts.get(group.role, 0) + group.count
+    if len(counts) > instances and config.gathers:  # roles are preferences
+        return {Role.UNIFIED: instances}
     if len(counts) > instances:
         raise ConfigError(
             f"preset {config.name} needs {len(counts)} roles ({', '.join(role.value for role in counts)}); the cluster "

@@ -150,6 +150,34 @@ def test_what_is_unserved_at_the_horizon_was_sent_and_not_kept():
     assert report.by_class["rt"].slo == slo
 
 
+def overloaded(**options):
+    """Sixty prompts of 2,000 tokens at once: they take 70 ms, the TTFT SLO is 20 ms."""
+    load = workload(*((0.001 * i, 2000, 3) for i in range(60)), slo=Slo(ttft_s=0.02))
+    sim = run(config("cohort"), cluster(), load, **options)
+    return make_report(sim, "test", Workload("test", ()).facts)
+
+
+def test_what_is_refused_was_sent_and_not_kept():
+    report = overloaded()
+    refused = report.overall.refused["infeasible"]
+    slo = report.overall.slo
+    assert slo is not None and 0 < refused < 60
+    assert (slo.sent, report.overall.finished, report.manager["refused_infeasible_total"]) == (
+        60,
+        60 - refused,
+        refused,
+    )
+    assert 0 < slo.kept_of_sent <= 1 - refused / 60
+
+
+@pytest.mark.parametrize("if_late", ["serve", "best_effort"])
+def test_simulated_clients_may_prefer_another_outcome(if_late):
+    report = overloaded(if_late=if_late)
+    assert (report.overall.finished, report.overall.refused) == (60, {})
+    assert (report.manager["demoted_total"] > 0) is (if_late == "best_effort")
+    assert report.overall.slo is not None and report.overall.slo.kept_of_sent < 1
+
+
 def test_warm_up_counts_nothing_and_loses_no_request():
     load = workload(*((0.1 * i, 100, 20) for i in range(20)))
     whole, late = run(config(), cluster(), load), run(config(), cluster(), load, warmup_s=1.0)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from cohort.common.engine.profiler import StepPoint, StepShape
-from cohort.services.bench.engine.inside.mixed_iterations import shapes, step_batch
-from cohort.services.bench.engine.mixed_iterations_command import table
+from cohort.services.bench.engine.inside.mixed_iterations import shapes, step_batch, table
 
 
 def test_every_mixed_shape_comes_with_its_parts() -> None:

@@ -1,10 +1,11 @@
 """Whether prompts share an iteration with decodes where mixing itself has a price: at which size it pays, and what the
 promises of those that decode can spare for it.
 
-Where mixing has no price, a few prompt tokens beside decodes cost next to nothing, and every iteration takes what
-fits its bound. Where something is, few tokens cost as much as many: prompts then gather for iterations of the size that
-gets most of them done for the time it adds, and decodes go alone until all whose TPOT can be kept have won enough time
-for one. `CohortBatching` asks; pure functions of prices and times.
+Where mixing has no price, a few prompt tokens beside decodes cost next to nothing, and every iteration takes
+what fits its bound. Where something is, few tokens cost as much as many: prompts then gather for iterations of the size
+that gets most of them done for the time it adds, and decodes go alone until all whose TPOT can be kept have won enough
+time for one. The mean TPOT of a request is kept, not every gap between two of its tokens. `CohortBatching` asks; pure
+functions of prices and times.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import inf
 
-from cohort.common.policies.cohort.promise import is_promised, missed_first
+from cohort.common.policies.cohort.promise import due_s, is_promised, missed_first
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.sequence import Sequence
 from cohort.common.types import StepTimes
@@ -40,16 +41,16 @@ def spare_s(now_s: float, decoding: Iterable[Sequence], decodes_s: float, *, hea
         if not tpot_s or not is_promised(sequence) or missed_first(now_s, sequence):
             continue
         won_s = _won_s(now_s, sequence)
-        to_win_s = max(0.0, sequence.predicted - sequence.output_tokens) * max(0.0, tpot_s - decodes_s)
-        if won_s + to_win_s >= 0.0:
+        to_come = max(1.0, sequence.predicted - sequence.output_tokens)
+        if won_s + to_come * (tpot_s - decodes_s) >= 0.0:
             least_s = min(least_s, won_s + tpot_s * (1.0 - headroom))
     return least_s
 
 
 def _won_s(now_s: float, sequence: Sequence) -> float:
-    """By how much its last token came before its time, by its mean TPOT since the first; 0 where the first is not this
-    worker's."""
+    """By how much its last token came before its time: by its mean TPOT since the first, or by its due times where the
+    first was another worker's."""
+    tpot_s, request = sequence.request.slo.tpot_s, sequence.request
     if sequence.prefill_done_s is None:
-        return 0.0
-    since_first = max(0, sequence.output_tokens - sequence.request.output_known - 1)
-    return sequence.prefill_done_s + since_first * sequence.request.slo.tpot_s - now_s
+        return due_s(sequence) - tpot_s - now_s
+    return sequence.prefill_done_s + max(0, sequence.output_tokens - request.output_known - 1) * tpot_s - now_s

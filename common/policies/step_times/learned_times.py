@@ -42,20 +42,19 @@ class LearnedTimes(Learned):
         """Record an iteration; its shape, or None where nothing was learned. Decode-only iterations that repeat the
         last one by row teach nothing new and are left out, as are those that copied KV beside their rows: which of the
         two took the time is not known."""
-        rows = frozenset([row.sequence.key for row in plan.rows])
-        copies = plan.copies
-        decoding = all([row.count == 1 for row in plan.rows])
-        if not copies and decoding and rows == self._observed:
-            return None
-        if copies and any(copy.beside for copy in copies):
-            return None
-        shape = plan_shape(plan, geometry)
+        copies, rows = plan.copies, frozenset[Attempt]()
         if copies:
+            if any(copy.beside for copy in copies):
+                return None
+            shape = plan_shape(plan, geometry)
             self.table.record(shape, latency_s)
             return shape
-        if not rows:
-            return None
-        self._observed = rows if decoding else frozenset()
+        if all([row.count == 1 for row in plan.rows]):
+            rows = frozenset([row.sequence.key for row in plan.rows])
+            if rows == self._observed or not rows:
+                return None
+        self._observed = rows
+        shape = plan_shape(plan)
         if shape.mixed:  # the kind whose size is up to the scheduler
             self.lateness.record(plan.estimated_s, latency_s)
         self.table.record(shape, latency_s)

@@ -8,48 +8,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import msgspec
-
-from cohort.services.bench.output import markdown_table
-
-if TYPE_CHECKING:
-    from cohort.common.engine.profiler import StepPoint
-
-_HEAD = ["context", "chunk alone, ms", "rows alone, ms", "mixed, ms", "mixed over both apart", "over the longer"]
-
-
-def table(points: Sequence[StepPoint]) -> str:
-    """One line for each mixed shape whose parts were measured, too."""
-    alone_s = {
-        (p.shape.rows, p.shape.tokens_per_row, p.shape.context): p.median_s for p in points if not p.shape.decodes
-    }
-    lines = []
-    for point in points:
-        shape = point.shape
-        if not shape.decodes:
-            continue
-        chunk_s = alone_s.get((shape.rows, shape.tokens_per_row, shape.context))
-        rows_s = alone_s.get((shape.decodes, 1, shape.decode_context))
-        if chunk_s is None or rows_s is None:
-            continue
-        mixed_s = point.median_s
-        lines.append(
-            [
-                str(shape.tokens_per_row),
-                str(shape.decodes),
-                str(shape.decode_context),
-                *(f"{1e3 * seconds:.1f}" for seconds in (chunk_s, rows_s, mixed_s)),
-                f"{mixed_s / (chunk_s + rows_s):.2f}",
-                f"{mixed_s / max(chunk_s, rows_s):.2f}",
-            ]
-        )
-    return markdown_table(["chunk", "rows"], _HEAD, lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,9 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Loads the model in this process. Raises `CohortError`."""
     from cohort.common.config import load_config
-    from cohort.common.engine.profile_process import Profile
     from cohort.common.engine.worker_process import load_runner
-    from cohort.services.bench.engine.inside.mixed_iterations import measure, shapes
+    from cohort.services.bench.engine.inside.mixed_iterations import measure, profile, shapes, table
 
     overrides = {"engine": {"device": "cpu"}, "kv": {"memory_bytes": args.memory_bytes, "host_memory_bytes": 0}}
     if args.model:
@@ -84,7 +43,5 @@ def run(args: argparse.Namespace) -> int:
     points = measure(runner, shapes(args.chunks, args.decodes, args.contexts), args.rounds)
     sys.stdout.write(f"{table(points)}\n")
     if args.json:
-        machine = platform.processor() or platform.machine()
-        profile = Profile(args.model_name, machine, str(runner.device), str(runner.dtype), threads, points)
-        Path(args.json).write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+        Path(args.json).write_bytes(profile(runner, args.model_name, threads, points))
     return 0

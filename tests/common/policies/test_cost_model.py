@@ -94,6 +94,16 @@ def test_copies_go_over_the_host_link():
     assert CostModel(MODEL, DEVICE, STACK, tensor_parallel=2).swap_s(80) == 1.0
 
 
+def test_iterations_that_mix_prompts_and_decodes_pay_for_it() -> None:
+    plain = replace(STACK, step_s=0.25, row_s=0.5)
+    free, dear = (CostModel(MODEL, DEVICE, replace(plain, mixed_share=share)) for share in (0.0, 0.2))
+    mixed = StepWork(21, 2, 2, prefill_pairs(0, 20), 20, 1, 300, 300)
+    assert dear.step_s(mixed) == pytest.approx(1.2 * free.step_s(mixed))
+    for alone in (decode(3, 300), StepWork(20, 1, 1, prefill_pairs(0, 20), 20)):
+        assert dear.step_s(alone) == free.step_s(alone)
+    assert list(islice(dear.repeated_s(decode(3, 300)), 4)) == list(islice(free.repeated_s(decode(3, 300)), 4))
+
+
 def test_flops_of_an_iteration():
     work = StepWork(11, 2, 2, prefill_pairs(5, 10), 15, 1, 20, 20)
     assert CostModel(MODEL, DEVICE, STACK).flops(work) == 2 * 624 * 11 + 2 * 20 * 2 + 128 * (105 + 20)

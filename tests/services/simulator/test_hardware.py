@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -117,6 +118,15 @@ def test_wrong_clusters_are_named(tmp_path: Path, text: str, message: str):
 def test_wrong_names_are_named(text: str):
     with pytest.raises(ConfigError):
         load_cluster(text)
+
+
+def test_the_price_of_mixing_is_the_stacks_or_the_clusters() -> None:
+    assert load_cluster("a100-80:2").stack.mixed_share == 0.0
+    cluster = load_cluster("a100-80:2", {"mixed_share": 0.15})
+    assert cluster.stack.mixed_share == 0.15
+    assert replace(cluster.stack, mixed_share=0.0) == load_cluster("a100-80:2").stack
+    with pytest.raises(ConfigError, match="mixed_share"):
+        load_cluster("a100-80:2", {"mixed_share": -0.1})
 
 
 def test_a_port_carries_one_piece_at_a_time():

@@ -73,7 +73,7 @@ class CohortConfig(Section, frozen=True):
     headroom: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05  # of the strictest TPOT, left free
     longest_step_s: Seconds = 0.4  # an iteration without real-time decodes: so long newcomers wait at most
     least_prefill: Positive = 16  # prompt tokens in every iteration that prompts wait for, whatever decodes take
-    kv_bytes_per_s: Annotated[float, msgspec.Meta(gt=0)] = 2.5e9  # between workers: what a split costs
+    kv_bytes_per_s: Annotated[float, msgspec.Meta(gt=0)] = 2.0e10  # between workers: what a split costs
 
 
 class AlignedServeAblation(Section, frozen=True):

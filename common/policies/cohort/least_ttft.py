@@ -52,7 +52,7 @@ class Candidate:
     `ttft_s`: predicted. When workers are compared two prices are added to it: `delay_s`, of the prompts that go behind
     it there and wait longer for it, and `price_s`, of memory. `full`: with one more decode row, these alone exceed the
     strictest TPOT. `closed`: no useful chunk of a prompt can go with the decode rows there in time. `closes`: nor could
-    it with this request's.
+    it if this request's were among them, and all rows spread evenly over the devices.
     """
 
     view: InstanceView
@@ -83,6 +83,8 @@ class _Wanted:
     stretch: tuple[float, float]
     chain: Chain
     cached: dict[InstanceId, int]
+    even: tuple[float, float]
+    """Decode rows, and what they attend to, on a device if all were spread evenly."""
     ranks: dict[float, RankKey] = field(default_factory=dict)
     """Its place among a worker's prompts, by what a token takes there."""
 
@@ -124,10 +126,10 @@ class LeastTtft(Placement):
         if not able:
             return impossible(views.values(), waiting.request)
         self._refresh(now_s, cluster)
-        wanted = self._wanted(now_s, waiting)
-        candidates = [
-            self.forecast(now_s, view, others, wanted) for view, others in self._devices(able, views.values())
-        ]
+        devices = self._devices(able, views.values())
+        rows, context = sum([work.rows for work in self._work.values()]), sum([w.context for w in self._work.values()])
+        wanted = self._wanted(now_s, waiting, (rows / len(devices), context / len(devices)))
+        candidates = [self.forecast(now_s, view, others, wanted) for view, others in devices]
         best = next((c for c in candidates if c.view.instance == preferred), None)
         if best is not None:
             return self._keep(now_s, wanted, best, "as preferred")
@@ -206,7 +208,7 @@ class LeastTtft(Placement):
             self._error += share * (abs(predicted_s - real_s) / real_s - self._error)
             self._bias += share * (predicted_s / real_s - self._bias)
 
-    def _wanted(self, now_s: float, waiting: WaitingRequest) -> _Wanted:
+    def _wanted(self, now_s: float, waiting: WaitingRequest, even: tuple[float, float]) -> _Wanted:
         request = waiting.request
         most = float(request.sampling.max_tokens - request.output_known)
         output = max(1.0, min(most, waiting.expected_output(self._default_output) - request.output_known))
@@ -227,7 +229,7 @@ class LeastTtft(Placement):
         )
         chain = Chain(request)
         cached = self._prefixes.cached(chain) if self._prefixes is not None else {}
-        return _Wanted(request, known, output, spread * spread, self._stretch(now_s, known), chain, cached)
+        return _Wanted(request, known, output, spread * spread, self._stretch(now_s, known), chain, cached, even)
 
     def _stretch(self, now_s: float, known: Known) -> tuple[float, float]:
         """As it is computed less of it is left, and fewer are shorter: on the way half of it."""
@@ -299,13 +301,16 @@ class LeastTtft(Placement):
         price_s = memory_price_s(needed + own + wanted.output, variance + wanted.variance, free)
         full = closed = closes = False
         bound_s = min(strictest_s, known.tpot_s or inf) * headroom
-        if others or work.crowded_s(_USEFUL) > bound_s:
+        even, even_context = wanted.even
+        if others or work.crowded_s(_USEFUL, int(even) + 1) > bound_s:
             rows, context = work.rows, work.context
             for other in others:
                 rows, context = rows + other.rows, context + other.context
             with_it = BatchShape(0, 0, 0, rows + 1, context + known.tokens)
+            full = known.tpot_s > 0 and step_seconds(work.times, with_it) > bound_s
+            if rows < even:
+                with_it = BatchShape(0, 0, 0, int(even) + 1, int(even_context) + known.tokens)
             closes = known.tpot_s > 0 and not mixes(work.times, with_it, _USEFUL, bound_s)
-            full = closes and step_seconds(work.times, with_it) > bound_s
             if strictest_s < inf:
                 without_it = BatchShape(0, 0, 0, max(rows, 1), context)
                 closed = not mixes(work.times, without_it, _USEFUL, strictest_s * headroom)
@@ -318,22 +323,31 @@ class LeastTtft(Placement):
         request, tokens = wanted.request, wanted.known.tokens
         if best.closed or tokens - request.prompt_tokens + 1 >= request.sampling.max_tokens:
             return None
-        homes = [c for c in candidates if c is not best and c.closed]
-        if not homes:
-            return None
-        last = sum(not c.closed for c in candidates) == 1
-        free = [c for c in homes if not c.full and c.price_s <= 1.0]
-        if free:
-            home = max(free, key=lambda c: (c.work.rows, c.view.instance))
-        elif last:  # without it no prompt would be computed in time at all
-            home = min(homes, key=lambda c: (c.price_s > 1.0, c.work.rows, c.view.instance))
-        else:
-            return None
-        with_it = BatchShape(0, 0, 0, home.work.rows + 1, home.work.context + tokens)
-        pass_s = step_seconds(home.work.times, with_it)
+        # Without the one that is kept for prompts: do the others' decode rows leave the bound?
+        others = len(candidates) - 1
+        each = len(candidates) / max(1, others)
+        rows = BatchShape(0, 0, 0, int(wanted.even[0] * each) + 1, int(wanted.even[1] * each) + tokens)
+        homes: list[tuple[Candidate, float]] = []
+        for candidate in candidates:
+            if step_seconds(candidate.work.times, rows) > wanted.known.tpot_s:
+                continue
+            if candidate.closed and candidate is not best:
+                work = candidate.work
+                with_it = BatchShape(0, 0, 0, work.rows + 1, work.context + tokens)
+                late_s = step_seconds(work.times, with_it) - min(work.strictest_s, wanted.known.tpot_s)
+                homes.append((candidate, late_s))
         transfer_s = tokens * best.view.capacity.geometry.token_bytes / self._options.kv_bytes_per_s
-        tpot_s = wanted.known.tpot_s
-        return home if not free or transfer_fits(transfer_s, wanted.output, pass_s, tpot_s) else None
+        free = [
+            candidate
+            for candidate, late_s in homes
+            if candidate.price_s <= 1.0 and transfer_fits(transfer_s, wanted.output, -late_s)
+        ]
+        if free:
+            return max(free, key=lambda c: (c.work.rows, c.view.instance))
+        if homes and sum(not candidate.closed for candidate in candidates) == 1:
+            # The last worker that computes prompts in time stays one.
+            return min(homes, key=lambda home: (home[1], home[0].view.instance))[0]
+        return None
 
     # -- one request -----------------------------------------------------------------------------------------------
 

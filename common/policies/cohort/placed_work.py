@@ -84,9 +84,10 @@ class PlacedWork:
         self._ranks: list[RankKey] | None = None
         self._tokens: list[int] = []
         self._pairs: list[float] = []
+        self._to_come = 0, 0
         self._pace: Pace | None = None
         self._memory: tuple[float, float, float] | None = None
-        self._crowded_s: float | None = None
+        self._crowded: tuple[int, float] | None = None
 
     # -- what happened ------------------------------------------------------------------------------------------------
 
@@ -99,7 +100,6 @@ class PlacedWork:
         # It came at some moment since the last look at this worker, and not before the report that followed it was due.
         self.reported_s = now_s - 0.5 * min(now_s - looked_s, _REPORT_S)
         self.times = learned_times(stats)
-        self._changed()
         token_s = self.times.token_s
         rows = context = 0
         needed = variance = 0.0
@@ -144,6 +144,7 @@ class PlacedWork:
                 for name, coming in self._coming.items()
                 if name not in there and now_s - coming.since_s < _UNSEEN_S
             }
+        self._changed()
         return True
 
     def place(self, now_s: float, request: Known, *, prompt: bool, decode: bool, output: float) -> None:
@@ -166,7 +167,9 @@ class PlacedWork:
             self._changed()
 
     def _changed(self) -> None:
-        self._ranks = self._pace = self._memory = self._crowded_s = None
+        self._ranks = self._pace = self._memory = self._crowded = None
+        contexts = [coming.decode_context for coming in self._coming.values() if coming.decode_context]
+        self._to_come = len(contexts), sum(contexts)
 
     # -- what follows -------------------------------------------------------------------------------------------------
 
@@ -235,21 +238,25 @@ class PlacedWork:
 
     @property
     def rows(self) -> int:
-        return self._rows + sum(coming.decode_context > 0 for coming in self._coming.values())
+        """Decode rows here, and those on their way."""
+        return self._rows + self._to_come[0]
 
     @property
     def context(self) -> int:
         """Positions that `rows` attend to together."""
-        return self._context + sum(coming.decode_context for coming in self._coming.values())
+        return self._context + self._to_come[1]
 
-    def crowded_s(self, chunk: int) -> float:
-        """An iteration with as long a decode row as can come here, and so many prompt tokens: what is quicker than a
-        bound needs no closer look."""
-        if self._crowded_s is None:
+    def crowded_s(self, chunk: int, rows: int) -> float:
+        """An iteration of at least so many decode rows, as long as can come here, and a chunk of prompt tokens: what is
+        quicker than a bound needs no closer look."""
+        rows = max(rows, self.rows) + 1
+        if self._crowded is None or self._crowded[0] < rows:
             assert self._view is not None
-            longest = self._view.capacity.max_model_len
-            self._crowded_s = step_seconds(self.times, BatchShape(chunk, 1, 0, self.rows + 1, self.context + longest))
-        return self._crowded_s
+            capacity = self._view.capacity
+            rows += 4  # for the next ones, too
+            positions = min(rows * capacity.max_model_len, capacity.num_blocks * capacity.block_size)
+            self._crowded = rows, step_seconds(self.times, BatchShape(chunk, 1, 0, rows, positions))
+        return self._crowded[1]
 
     @property
     def memory(self) -> tuple[float, float, float]:

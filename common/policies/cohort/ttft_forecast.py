@@ -28,7 +28,8 @@ _CROWDED = 0.5
 
 class Pace(NamedTuple):
     """How a worker computes prompts at present: beside `decodes`, in iterations of `aim_s`, `chunk` tokens each where
-    these attend to nothing. `token_s`: what one token more adds there; `pair_s`: what a query-key pair adds."""
+    these attend to nothing. `rate`: tokens a second while prompts wait. `token_s`: what one token more adds there;
+    `pair_s`: what a query-key pair adds."""
 
     times: StepTimes
     decodes: BatchShape
@@ -36,6 +37,7 @@ class Pace(NamedTuple):
     most: int
     least: int
     chunk: float
+    rate: float
     token_s: float
     pair_s: float
 
@@ -59,16 +61,6 @@ class Pace(NamedTuple):
                 self.times, BatchShape(int(chunk), 1, int(chunk * pairs / tokens), rows, context)
             )
         return max(1.0, tokens / chunk + 0.5 * min(1.0, behind / chunk)) * iteration_s
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second while prompts wait."""
-        return self.chunk / max(self.aim_s, self.pass_s)
-
-    @property
-    def pass_s(self) -> float:
-        """An iteration of the decodes alone."""
-        return step_seconds(self.times, self.decodes)
 
 
 def prompt_pace(times: StepTimes, decodes: BatchShape, aim_s: float, *, most: int, least: int) -> Pace:
@@ -97,7 +89,9 @@ def prompt_pace(times: StepTimes, decodes: BatchShape, aim_s: float, *, most: in
         left_s = seconds(left)
         slope_s = max((right_s - left_s) / max(right - left, 1.0), 1e-9)
         right, right_s = left, left_s
-    return Pace(times, decodes, aim_s, most, least, max(right, float(least)), slope_s, pair_s)
+    chunk = max(right, float(least))
+    iteration_s = aim_s if chunk > least else max(aim_s, seconds(chunk))
+    return Pace(times, decodes, aim_s, most, least, chunk, chunk / iteration_s, slope_s, pair_s)
 
 
 def mixes(times: StepTimes, decodes: BatchShape, chunk: int, bound_s: float) -> bool:
@@ -120,7 +114,7 @@ def memory_price_s(needed: float, variance: float, free: float) -> float:
     return max(0.0, (needed + sqrt(variance)) / max(free, 1.0) - _CROWDED)
 
 
-def transfer_fits(transfer_s: float, tokens: float, pass_s: float, tpot_s: float) -> bool:
-    """Whether a response of so many tokens still keeps its mean TPOT if its second token comes this much later: the
-    rest of them has to make up for it."""
-    return transfer_s <= max(0.0, tokens - 1.0) * (tpot_s - pass_s)
+def transfer_fits(transfer_s: float, tokens: float, ahead_s: float) -> bool:
+    """Whether a response of so many tokens still keeps its mean TPOT if its second token comes this much later: with
+    every token after it `ahead_s` of that is made up for."""
+    return transfer_s <= max(0.0, tokens - 1.0) * ahead_s

@@ -4,7 +4,7 @@ A prompt of thousands of tokens, many choices, a prompt whose own log-probabilit
 what it may cost others is bounded: how much later their first token comes, and how long they wait between two tokens.
 Measured in the virtual time of two cores (`neighbours.py`), whatever runs these tests.
 
-`cohort-batching` bounds both in seconds. The baselines bound an iteration in tokens, so their bounds are a multiple of
+`cohort` bounds both in seconds. The baselines bound an iteration in tokens, so their bounds are a multiple of
 the longest iteration that they plan.
 """
 
@@ -85,8 +85,8 @@ UNKNOWN_DELAY_S = 0.35
 @pytest.mark.parametrize("learned", [True, False], ids=["learned", "unknown machine"])
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name != "128 choices"])
 def test_cohort_delays_a_neighbour_by_a_quarter_of_a_second(name: str, learned: bool) -> None:
-    first_s, gap_s = worst(runs("cohort-batching", name, learned=learned))
-    alone_first_s, alone_gap_s = worst(runs("cohort-batching", None, learned=learned))
+    first_s, gap_s = worst(runs("cohort", name, learned=learned))
+    alone_first_s, alone_gap_s = worst(runs("cohort", None, learned=learned))
     assert first_s - alone_first_s <= (DELAY_S if learned else UNKNOWN_DELAY_S)
     assert gap_s - alone_gap_s <= DELAY_S
 
@@ -98,7 +98,7 @@ def test_as_many_choices_as_one_request_may_have(learned: bool) -> None:
     most = GatewayConfig().max_choices
     assert 2 * most <= EngineConfig().max_rows
     assert len(ATTACKS["128 choices"](Random(0), load_config())) == most
-    first_s, gap_s = worst(runs("cohort-batching", "128 choices", learned=learned))
+    first_s, gap_s = worst(runs("cohort", "128 choices", learned=learned))
     assert first_s <= 3 * DELAY_S and gap_s <= DELAY_S
 
 
@@ -131,7 +131,7 @@ def test_bounded_iterations_keep_the_time_between_tokens(name: str) -> None:
 
 def test_choices_share_their_prompt() -> None:
     """A long prompt is computed once and a little, not once for each of 64 choices."""
-    for run in runs("cohort-batching", "64 choices of 500"):
+    for run in runs("cohort", "64 choices of 500"):
         computed = sum(count for name, count in run.prompt_tokens.items() if name.startswith("attack"))
         begun = sum(name.startswith("attack") for name in run.prompt_tokens)
         assert begun > 1
@@ -139,5 +139,5 @@ def test_choices_share_their_prompt() -> None:
 
 
 def test_best_effort_neighbours_wait_but_are_served() -> None:
-    first_s, _ = worst(runs("cohort-batching", "a prompt of 2,000", traffic_class="be"))
+    first_s, _ = worst(runs("cohort", "a prompt of 2,000", traffic_class="be"))
     assert first_s <= 4.0

@@ -251,7 +251,9 @@ class CohortBatching(IterationScheduler):
 
     def _fitting(self, batch: BatchShape, sequence: Sequence, wanted: int, aim_s: float) -> int:
         """Tokens of this prompt with which this iteration takes no longer than `aim_s`."""
-        if self.table.step_times is None or not self._options.ablation.bounded:
+        if not self._options.ablation.bounded:
+            return min(wanted, max(0, self._longest_cold_chunk - batch.prefill_tokens))
+        if self.table.step_times is None:
             chunk = int(self._cold_chunk * min(1.0, aim_s / self._options.longest_step_s))
             return min(wanted, max(0, chunk - batch.prefill_tokens))
         return self.table.prefill_budget(batch, sequence.computed, wanted, aim_s)

@@ -51,12 +51,12 @@ def test_what_was_learned_is_reported_and_goes_on_in_the_next_process() -> None:
     assert again is not None
 
 
-def run_one(worker: WorkerMachine, name: str, tokens: int) -> None:
-    """A request of so many prompt tokens, whose iterations take a millisecond and another for each token."""
+def run_one(worker: WorkerMachine, name: str, tokens: int, *, slower: float = 1.0) -> None:
+    """A request of so many prompt tokens, whose iterations take a millisecond and another for each token, or longer."""
     said = whole(name, max_tokens=4)
     request = msgspec.structs.replace(said.request, tokens=[5] * tokens, prompt_tokens=tokens)
     effects = worker.handle(0.0, Received("manager", msgspec.structs.replace(said, request=request)))
     while plans := [effect.plan for effect in effects if isinstance(effect, StartStep)]:
         (plan,) = plans
         sampled = [Sampled(row.sequence.key, 7) for row in plan.rows if row.start + row.count == row.sequence.known]
-        effects = worker.handle(0.0, StepEnded(sampled, 0.001 * (1 + plan.tokens)))
+        effects = worker.handle(0.0, StepEnded(sampled, slower * 0.001 * (1 + plan.tokens)))

@@ -134,7 +134,8 @@ class LeastTtft(Placement):
         if best is not None:
             return self._keep(now_s, wanted, best, "as preferred")
         self._rate = sum([candidate.pace.rate for candidate in candidates])
-        soonest_s = min(candidate.ttft_s for candidate in candidates)
+        # A worker that has said nothing of its pace may be soon enough.
+        soonest_s = min(candidate.ttft_s if _is_paced(candidate.view) else 0.0 for candidate in candidates)
         match self._test.judge(now_s, waiting, soonest_s):
             case Refuse() as refusal:
                 return refusal
@@ -376,6 +377,10 @@ class LeastTtft(Placement):
         if self._prefixes is not None:
             positions = known.tokens - where.cached + (wanted.output if decode else 0.0)
             self._prefixes.placed(wanted.chain, where.view, positions)
+
+
+def _is_paced(view: InstanceView) -> bool:
+    return view.stats.step_times is not None or view.stats.prefill_tokens_per_s > 0
 
 
 def _key(candidate: Candidate) -> tuple[bool, float, InstanceId]:

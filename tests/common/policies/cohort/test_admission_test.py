@@ -85,14 +85,14 @@ LATE = {
 
 @pytest.mark.parametrize(("if_late", "operator"), LATE)
 def test_what_becomes_of_a_late_request(if_late: IfLate, operator: RefuseLate) -> None:
-    verdict = admission_test(0.0, 1.0, 4.0, if_late, operator)
+    verdict = admission_test(0.0, 1.0, 4.0, if_late, operator, caution=1.0)
     assert (verdict if isinstance(verdict, str) else "refuse") == LATE[if_late, operator]
     if isinstance(verdict, Refuse):
         assert verdict.retry_after_s == 3.0
 
 
 def test_late_by_less_than_a_second_is_retried_after_one() -> None:
-    assert admission_test(0.0, 1.0, 1.2, "refuse", "named") == Refuse(INFEASIBLE, 1.0)
+    assert admission_test(0.0, 1.0, 1.2, "refuse", "named", caution=1.0) == Refuse(INFEASIBLE, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -116,13 +116,13 @@ def test_others_are_served_however_late(changes: dict[str, object], if_late: IfL
 def test_a_verdict_says_what_it_was_based_on() -> None:
     test = AdmissionTest(caution=2.0)
     refused = test.apply(10.5, waiting(since_s=10.0), 2.0, PLACED)
-    assert refused == Refuse(INFEASIBLE, 3.5, forecast_s=4.5)
+    assert refused == Refuse(INFEASIBLE, 3.5, forecast_s=2.5)
     demoted = test.apply(10.5, waiting(since_s=10.0, if_late="best_effort"), 2.0, PLACED)
-    assert demoted == Placed(PLACED.segments, PLACED.reason, best_effort=True, forecast_s=4.5)
+    assert demoted == Placed(PLACED.segments, PLACED.reason, best_effort=True, forecast_s=2.5)
 
 
 def test_waiting_in_the_queue_counts() -> None:
-    test = AdmissionTest()
+    test = AdmissionTest(caution=1.0)
     assert test.judge(10.0, waiting(since_s=10.0), 0.6) == "serve"
     assert isinstance(test.judge(10.5, waiting(since_s=10.0), 0.6), Refuse)
 

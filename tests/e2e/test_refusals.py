@@ -1,4 +1,4 @@
-"""Early rejection live: what becomes of a TTFT that no worker can keep is its client's choice; recordings replay."""
+"""Refusals live: what becomes of a TTFT that no worker can keep is its client's choice; recordings replay."""
 
 from __future__ import annotations
 
@@ -34,11 +34,8 @@ def post(pipeline: Pipeline, **body: Any) -> tuple[int, dict[str, str], bytes]:
 
 def test_a_ttft_that_no_worker_can_keep_is_refused_demoted_or_served(tmp_path: Path, default_model: Path) -> None:
     recordings = tmp_path / "recordings"
-    overrides: dict[str, Any] = {
-        "policies": {"placement": "colocated_early_rejection"},
-        "recording": {"folder": str(recordings)},
-    }
-    with Pipeline(tmp_path, default_model, overrides, preset="cohort-batching") as pipeline:
+    overrides: dict[str, Any] = {"recording": {"folder": str(recordings)}}
+    with Pipeline(tmp_path, default_model, overrides, preset="cohort") as pipeline:
         for _ in range(3):  # until the worker has reported what a token takes, nothing is refused
             status, _, body = post(pipeline, cohort={"ttft_slo_ms": 60_000})
             assert status == 200, body

@@ -18,7 +18,7 @@ from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.sequence import Sequence
 from cohort.common.types import StepTimes
 
-FREE = 0.05
+FREE = 0.1
 """A share of an iteration below which mixing has no price: fits scatter by as much."""
 _SIZES = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)
 

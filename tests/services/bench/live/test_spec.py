@@ -71,7 +71,7 @@ def test_specs_of_cohort_are_right(name: str) -> None:
 
 def test_specs_of_cohort_are_packaged() -> None:
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["cohort"]
-    assert len(spec.known()) == 5
+    assert len(spec.known()) == 7
     for name in spec.known():
         assert any(fnmatch(f"configs/benchmarks/{name}.yaml", pattern) for pattern in patterns)
 
@@ -137,5 +137,5 @@ def test_names_that_are_not_there(tmp_path: Path) -> None:
         comparison.case("three", "unified", 0)
     with pytest.raises(ConfigError, match="no system 'unifid'"):
         comparison.case("one", "unifid", 0)
-    with pytest.raises(ConfigError, match="none of alignment, buckets"):
+    with pytest.raises(ConfigError, match="none of alignment, arrangements, buckets"):
         spec.find("alignmnt")

@@ -9,6 +9,7 @@ an estimate of time follows from it; the tokens themselves are looked up by the 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cohort.common.policies.interface import InstanceView
@@ -109,7 +110,7 @@ class PrefixRecord:
             for entry in self._holders.values():
                 entry.pop(name, None)
 
-    def only(self, views: dict[InstanceId, InstanceView]) -> None:
+    def only(self, views: Mapping[InstanceId, InstanceView]) -> None:
         """These workers are there; a new process of an old name has nothing cached."""
         for name in [name for name, cache in self._caches.items() if views.get(name) is not cache.view]:
             self.forget(name)

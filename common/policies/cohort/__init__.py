@@ -6,6 +6,7 @@ cohort_batching  the worker's scheduler: decodes, then prompts in this order, as
 ttft_forecast    when a worker would yield the first token of one more request
 placed_work      what is on a worker: the last report, and what was placed there since
 prefix_record    which prompts were computed where
+arriving_prompts how much prompt work keeps arriving, by length
 least_ttft       the manager's placement: where the first token comes soonest
 admission_test   whether a request that is predicted to be late is served, demoted or refused
 """

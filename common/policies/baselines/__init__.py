@@ -83,7 +83,7 @@ def build_multires(config: Config) -> MultiResource:
 
 
 def build_round_robin(config: Config) -> ClassRoundRobin:
-    return ClassRoundRobin(replace(_whole_prompts(config), chunk=config.engine.prefill_chunk))
+    return ClassRoundRobin(_whole_prompts(config))
 
 
 def build_predicted_batches(config: Config) -> PredictedBatches:

@@ -1,8 +1,11 @@
 """Continuous batching with chunked prefill: every iteration admits, every iteration may finish (ORCA, Sarathi, vLLM).
 
-The default `IterationScheduler`. First every decode row, oldest first; then prefill chunks of sequences already
-running; then, if none was preempted, swapped and waiting sequences by priority and arrival. When the cache is
-full the youngest running sequence gives way, so the oldest always advances and nothing starves.
+The default `IterationScheduler`. First every decode row, oldest first; then prompts of sequences already running;
+then, if none was preempted, swapped and waiting sequences by priority and arrival. When the cache is full the youngest
+running sequence gives way, so the oldest always advances and nothing starves.
+
+Prompts are computed one after another: the first takes all that the iteration has left for prompts, the next what
+remains. Side by side each would take as long as all of them together, and none would end sooner.
 """
 
 from __future__ import annotations
@@ -19,6 +22,10 @@ from cohort.common.sequence import Phase, Sequence
 
 
 class ContinuousBatching(ArrivalQueues):
+    """`max_step_tokens`: of any iteration. `prefill_chunk`: of one that has decode rows, these included; but half of it is
+    for prompts, however many rows decode. An iteration without decode rows delays no sampled token, so its prompts have
+    all of `max_step_tokens`, for throughput."""
+
     def __init__(
         self, *, max_rows: int, max_step_tokens: int, prefill_chunk: int, preemption: Literal["swap", "recompute"]
     ) -> None:
@@ -54,8 +61,10 @@ class ContinuousBatching(ArrivalQueues):
                 planned.add(sequence)
                 tokens_left -= 1
 
+        if decode_rows:
+            tokens_left = min(tokens_left, self._beside(len(decode_rows)))
         for sequence in prefilling:
-            count = min(sequence.uncomputed, self._prefill_chunk, tokens_left)
+            count = self._count(sequence, tokens_left)
             if count == 0 or len(planned) == self._max_rows:
                 break
             if sequence.phase is not Phase.RUNNING:
@@ -101,6 +110,14 @@ class ContinuousBatching(ArrivalQueues):
     def metrics(self) -> dict[str, float]:
         return {"swapped": float(len(self._swapped))}
 
+    def _beside(self, decode_rows: int) -> int:
+        """Prompt tokens of an iteration that has so many decode rows."""
+        return max(self._prefill_chunk - decode_rows, (self._prefill_chunk + 1) // 2)
+
+    def _count(self, sequence: Sequence, tokens_left: int) -> int:
+        """Tokens of one sequence, of what is left of the iteration."""
+        return min(sequence.uncomputed, tokens_left)
+
     def _row(
         self,
         sequence: Sequence,
@@ -109,7 +126,7 @@ class ContinuousBatching(ArrivalQueues):
         prefill_rows: list[Row],
         planned: set[Sequence],
     ) -> int:
-        count = min(sequence.uncomputed, self._prefill_chunk, tokens_left)
+        count = self._count(sequence, tokens_left)
         (decode_rows if count == 1 else prefill_rows).append(Row(sequence, sequence.computed, count))
         planned.add(sequence)
         return count

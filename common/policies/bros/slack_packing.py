@@ -264,11 +264,12 @@ class SlackPacking(IterationScheduler):
         prompt to cut, those that are late would have none in any iteration."""
         if not self._options.ablation.cut_prompts:
             return 0
-        taken = {row.key for _, row, _ in pulled}
-        for other in self._rt.pending():
-            if is_decode(other) and other.key not in taken and other.key not in batch.safe:
-                load = load.plus(other.computed, 1)
-        return self._cut(count, load.plus(sequence.computed, 0), batch, batch.limit_s)
+        taken = batch.safe | {row.key for _, row, _ in pulled}
+        behind = [s.computed for s in self._rt.pending() if is_decode(s) and s.key not in taken]
+        context = load.context + sequence.computed + sum(behind) + len(behind)
+        return self._cut(
+            count, BatchLoad(load.prefill_tokens, load.decode_rows + len(behind), context), batch, batch.limit_s
+        )
 
     def _keep(self, kv: KvAllocator, batch: Batch) -> None:
         """Requests that keep blocks in this iteration, and the blocks they still need."""

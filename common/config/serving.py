@@ -143,8 +143,7 @@ class EngineConfig(Section, frozen=True):
     max_step_tokens: Positive = 2048  # tokens in one iteration, prefill and decode together
     # chunked_prefill, multires, time_synced: tokens that fill the device, as `cohort profile` finds; 0 = a full step
     target_forward_tokens: NotNegative = 0
-    # tokens of an iteration that also decodes, at least half of them for prompts; slack_packing, padded_prefill: prompt
-    # tokens of one request in one iteration; slo_batching, cohort_batching: likewise, while step times are unknown
+    # tokens of an iteration that decodes, half or more for prompts; slack_packing, padded_prefill: of one prompt in it
     prefill_chunk: Positive = 512
     # prompt tokens in one iteration where the prompt's own log-probabilities are wanted; one such prompt at a time
     scored_step_tokens: Annotated[int, msgspec.Meta(ge=16)] = 64

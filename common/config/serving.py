@@ -145,6 +145,8 @@ class EngineConfig(Section, frozen=True):
     target_forward_tokens: NotNegative = 0
     # tokens of an iteration that decodes, half or more for prompts; slack_packing, padded_prefill: of one prompt in it
     prefill_chunk: Positive = 512
+    # continuous_batching, slo_batching: prompts as they came, or by who can still keep its TTFT (section `cohort`)
+    prompt_order: Literal["fcfs", "cohort"] = "fcfs"
     # prompt tokens in one iteration where the prompt's own log-probabilities are wanted; one such prompt at a time
     scored_step_tokens: Annotated[int, msgspec.Meta(ge=16)] = 64
     preemption: Literal["swap", "recompute"] = "recompute"  # of a preempted request's KV: to host memory, or again

@@ -2,7 +2,7 @@
 
 The worker's `IterationScheduler` for engines whose prefill wants rectangular batches (captured graphs, kernels without
 variable lengths), and what makes the waste of Eq. 2 a real cost that can be measured. The variable-length path needs
-none of this: there `ContinuousBatching` takes the batches first come first served, as they arrive side by side.
+none of this: there `ContinuousBatching` takes the prompts of the batches one after another, as they came.
 """
 
 from __future__ import annotations

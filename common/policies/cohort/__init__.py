@@ -2,6 +2,7 @@
 
 promise          when a request's next token is due
 prompt_order     which prompt is computed next
+ordered_prompts  the same order for other schedulers
 cohort_batching  the worker's scheduler: decodes, then prompts in this order, as much as the strictest promise leaves
 """
 
@@ -10,6 +11,15 @@ from __future__ import annotations
 from cohort.common.config import Config
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.cohort.cohort_batching import CohortBatching
+from cohort.common.policies.cohort.ordered_prompts import OrderedPrompts
+from cohort.common.policies.cohort.prompt_order import PromptOrder
+
+
+def build_prompts(config: Config) -> OrderedPrompts | None:
+    """What `engine.prompt_order` asks for; None: as they came."""
+    if config.engine.prompt_order == "fcfs":
+        return None
+    return OrderedPrompts(PromptOrder(first=config.cohort.prompt_order, patience_s=config.cohort.patience_s))
 
 
 def build_iteration(config: Config) -> CohortBatching:

@@ -1,8 +1,8 @@
 """The global scheduler: which two instances serve a request, and at which token it changes hands.
 
 A `Placement` of the manager. Per request: the two instances that would be done with its prompt first, the split that
-lets both end together (`split_search` over `timeline`s), and whether that is worth a KV transfer at all. What an instance does with its
-segment is its own scheduler's business.
+lets both end together (`split_search` over `timeline`s), and whether that is worth a KV transfer at all. What an
+instance does with its segment is its own scheduler's business.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class SplitPlacement(Placement):
     (`balance`). It routes segments round-robin; here the two instances share a request that the predictor expects to be
     done with its prompt first, in whichever order is better balanced, and a request that stays whole goes to the first
     of them. (By the work that is there, long responses would send it where prompts wait: their work takes minutes
-    beside it, and none of its prefill.) It splits whenever Alg. 1 says so; here a request stays whole while an instance is idle
-    (hardly a prompt waits there and its decodes take less than half the bound), and where the split would gain no more
-    than tolerance and KV transfer cost (`split_gain_s`: under load little, because the next request would fill the
-    time).
+    beside it, and none of its prefill.) It splits whenever Alg. 1 says so; here a request stays whole while an instance
+    is idle (hardly a prompt waits there and its decodes take less than half the bound), and where the split would gain
+    no more than tolerance and KV transfer cost (`split_gain_s`: under load little, because the next request would fill
+    the time).
     """
 
     def __init__(self, options: DynaServeConfig, *, default_output: float) -> None:

@@ -148,7 +148,7 @@ class EcoServeConfig(Section, frozen=True):
 class BrosAblation(Section, frozen=True):
     """Parts of the mechanism that can be changed or taken away to measure them."""
 
-    cut_prompts: bool = True  # late and best-effort prompts are computed in chunks that deadlines leave time for
+    cut_prompts: bool = True  # prompts are computed in chunks that deadlines leave time for; false = whole if on time
     starving_every: Positive = 10  # at most one iteration in so many begins with a starving request; 1 = every one
 
 

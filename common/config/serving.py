@@ -147,7 +147,10 @@ class EngineConfig(Section, frozen=True):
     max_step_tokens: Positive = 2048  # tokens in one iteration, prefill and decode together
     # chunked_prefill, multires, time_synced: tokens that fill the device, as `cohort profile` finds; 0 = a full step
     target_forward_tokens: NotNegative = 0
-    prefill_chunk: Positive = 512  # prompt tokens of one request in one iteration
+    # tokens of an iteration that decodes, half or more for prompts; slack_packing, padded_prefill: of one prompt in it
+    prefill_chunk: Positive = 512
+    # continuous_batching, slo_batching: prompts as they came, or by who can still keep its TTFT (section `cohort`)
+    prompt_order: Literal["fcfs", "cohort"] = "fcfs"
     # prompt tokens in one iteration where the prompt's own log-probabilities are wanted; one such prompt at a time
     scored_step_tokens: Annotated[int, msgspec.Meta(ge=16)] = 64
     preemption: Literal["swap", "recompute"] = "recompute"  # of a preempted request's KV: to host memory, or again

@@ -49,10 +49,12 @@ PREFILL_ORDERS: Table[PrefillOrder] = {
 }
 
 ITERATIONS: Table[IterationScheduler] = {
-    "continuous_batching": Policy(baselines.build_continuous_batching),
+    "continuous_batching": Policy(
+        lambda config: baselines.build_continuous_batching(config, cohort.build_prompts(config))
+    ),
     "padded_prefill": Policy(bucketserve.build_iteration),
     "cohort_batching": Policy(cohort.build_iteration),
-    "slo_batching": Policy(dynaserve.build_iteration),
+    "slo_batching": Policy(lambda config: dynaserve.build_iteration(config, cohort.build_prompts(config))),
     "slack_packing": Policy(bros.build_iteration),
     "time_synced": Policy(ecoserve.build_iteration),
     "aligned_batching": Policy(alignedserve.build_iteration),

@@ -70,7 +70,7 @@ def test_disaggregated_with_prefix_cache_and_long_prompts(
         ),
         pytest.param(
             "unified",
-            {"engine": {"prefill_chunk": 48, "preemption": "swap"}, "kv": {"memory_bytes": 56 * MEBIBYTE}},
+            {"engine": {"prefill_chunk": 48, "preemption": "swap"}, "kv": {"memory_bytes": 36 * MEBIBYTE}},
             "preemptions_total",
             id="colocated, chunks of 48, swapped",
         ),
@@ -86,12 +86,12 @@ def test_disaggregated_with_prefix_cache_and_long_prompts(
         pytest.param(
             "disaggregated",
             {
-                "engine": {"prefill_chunk": 16, "preemption": "swap"},
+                "engine": {"max_step_tokens": 32, "preemption": "swap"},
                 "transfer": {"links": ["zmq"]},
                 "kv": {"memory_bytes": 80 * MEBIBYTE},
             },
             "transfers_total",
-            id="disaggregated, chunks of 16, over the fallback link",
+            id="disaggregated, chunks of 32, over the fallback link",
         ),
     ],
 )

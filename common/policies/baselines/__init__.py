@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cohort.common.config import Config
+from cohort.common.policies.baselines.arrival_queues import PromptSort
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.bounded_admission import BoundedAdmission
 from cohort.common.policies.baselines.class_round_robin import ClassRoundRobin
@@ -43,13 +44,15 @@ def build_fcfs(config: Config) -> Fcfs:
 # -- iterations ----------------------------------------------------------------------------------------------------
 
 
-def build_continuous_batching(config: Config) -> ContinuousBatching:
+def build_continuous_batching(config: Config, prompts: PromptSort | None = None) -> ContinuousBatching:
+    """`prompts`: their order, where it is another than that of arrival."""
     engine = config.engine
     return ContinuousBatching(
         max_rows=engine.max_rows,
         max_step_tokens=engine.max_step_tokens,
         prefill_chunk=engine.prefill_chunk,
         preemption=engine.preemption,
+        prompts=prompts,
     )
 
 
@@ -83,7 +86,7 @@ def build_multires(config: Config) -> MultiResource:
 
 
 def build_round_robin(config: Config) -> ClassRoundRobin:
-    return ClassRoundRobin(replace(_whole_prompts(config), chunk=config.engine.prefill_chunk))
+    return ClassRoundRobin(_whole_prompts(config))
 
 
 def build_predicted_batches(config: Config) -> PredictedBatches:

@@ -20,7 +20,8 @@ class ClassRoundRobin(IterationScheduler):
     """Nothing starves: each class has every other iteration, within it the earliest advances, and a request that found
     no blocks keeps later ones of both classes from taking what becomes free.
 
-    Differs from the paper: that last rule, on which it is silent; and prompts are chunked where `limits.chunk` says so.
+    Differs from the paper: that last rule, on which it is silent; and a prompt that an iteration has no room for is
+    computed in several.
     """
 
     def __init__(self, limits: IterationLimits) -> None:

@@ -1,8 +1,11 @@
 """Continuous batching with chunked prefill: every iteration admits, every iteration may finish (ORCA, Sarathi, vLLM).
 
-The default `IterationScheduler`. First every decode row, oldest first; then prefill chunks of sequences already
-running; then, if none was preempted, swapped and waiting sequences by priority and arrival. When the cache is
-full the youngest running sequence gives way, so the oldest always advances and nothing starves.
+The default `IterationScheduler`. First every decode row, oldest first; then prompts of sequences already running;
+then, if none was preempted, swapped and waiting sequences by priority and arrival. When the cache is full the youngest
+running sequence gives way, so the oldest always advances and nothing starves.
+
+Prompts are computed one after another: the first takes all that the iteration has left for prompts, the next what
+remains. Side by side each would take as long as all of them together, and none would end sooner.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import Literal
 
-from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, leaves_next_blocks
+from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, PromptSort, leaves_next_blocks
 from cohort.common.policies.baselines.batch_builder import by_arrival
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News, Row
 from cohort.common.policies.kv_interface import KvAllocator
@@ -19,30 +22,36 @@ from cohort.common.sequence import Phase, Sequence
 
 
 class ContinuousBatching(ArrivalQueues):
+    """`max_step_tokens`: of any iteration. `prefill_chunk`: of one that has decode rows, these included; but half of it
+    is for prompts, however many rows decode. An iteration without decode rows delays no sampled token, so its prompts
+    have all of `max_step_tokens`, for throughput."""
+
     def __init__(
-        self, *, max_rows: int, max_step_tokens: int, prefill_chunk: int, preemption: Literal["swap", "recompute"]
+        self,
+        *,
+        max_rows: int,
+        max_step_tokens: int,
+        prefill_chunk: int,
+        preemption: Literal["swap", "recompute"],
+        prompts: PromptSort | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(prompts)
         self._max_rows = max_rows
         self._max_step_tokens = max_step_tokens
         self._prefill_chunk = prefill_chunk
         self._preemption = preemption
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
+        if self._prompts is not None and news.ran is not None:
+            self._prompts.learn(news.ran)
         plan = IterationPlan()
         decode_rows: list[Row] = []
         prefill_rows: list[Row] = []
         planned: set[Sequence] = set()
         tokens_left = self._max_step_tokens
 
-        decoding: list[Sequence] = []
-        prefilling: list[Sequence] = []
-        for sequence in self._running:
-            left = sequence.uncomputed
-            if left == 1:
-                decoding.append(sequence)
-            elif left > 1:
-                prefilling.append(sequence)
+        prompts = self._prompts_in_order(now_s)
+        decoding = [sequence for sequence in self._running if sequence.uncomputed == 1]
         for sequence in decoding:
             if len(decode_rows) == self._max_rows or tokens_left == 0:
                 break
@@ -54,33 +63,22 @@ class ContinuousBatching(ArrivalQueues):
                 planned.add(sequence)
                 tokens_left -= 1
 
-        for sequence in prefilling:
-            count = min(sequence.uncomputed, self._prefill_chunk, tokens_left)
-            if count == 0 or len(planned) == self._max_rows:
+        if decode_rows:
+            tokens_left = min(tokens_left, self._beside(len(decode_rows)))
+        goes_on = admits = True
+        for sequence in prompts:
+            if tokens_left == 0 or len(planned) == self._max_rows:
                 break
-            if sequence.phase is not Phase.RUNNING:
-                continue
-            if not self._make_headroom(sequence, sequence.computed + count, kv, plan, planned):
-                break
-            prefill_rows.append(Row(sequence, sequence.computed, count))
-            planned.add(sequence)
-            tokens_left -= count
-
-        if not plan.preempted:
-            while self._swapped and tokens_left and len(planned) < self._max_rows:
-                sequence = self._swapped[0]
-                if not resume(sequence, kv):
-                    break
-                self._swapped.pop(0)
-                insort(self._running, sequence, key=by_arrival)
-                tokens_left -= self._row(sequence, tokens_left, decode_rows, prefill_rows, planned)
-            while self._waiting and not self._swapped and tokens_left and len(planned) < self._max_rows:
-                sequence = self._waiting[0]
-                if not leaves_next_blocks(kv, self._running, sequence) or not start(sequence, kv):
-                    break
-                self._waiting.pop(0)
-                insort(self._running, sequence, key=by_arrival)
-                tokens_left -= self._row(sequence, tokens_left, decode_rows, prefill_rows, planned)
+            if sequence.phase is Phase.RUNNING:
+                end = sequence.computed + self._count(sequence, tokens_left)
+                if goes_on and self._make_headroom(sequence, end, kv, plan, planned):
+                    tokens_left -= self._row(sequence, tokens_left, decode_rows, prefill_rows, planned)
+                else:
+                    goes_on = self._prompts is not None
+            elif admits and not plan.preempted:
+                admits = self._admit(sequence, kv)
+                if admits:
+                    tokens_left -= self._row(sequence, tokens_left, decode_rows, prefill_rows, planned)
 
         plan.rows = prefill_rows + decode_rows
         plan.reason = f"{len(prefill_rows)} prefill, {len(decode_rows)} decode, {len(plan.preempted)} preempted"
@@ -88,18 +86,39 @@ class ContinuousBatching(ArrivalQueues):
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
         """Every running sequence decodes, and no other can join: none waits, or rows, tokens or blocks are used up
-        (and growing rows only use up more)."""
+        (and growing rows only use up more). In another order than that of arrival the next one to join may change."""
         rows = len(plan.rows)
         if plan.preempted or plan.copies or rows != len(self._running) or self._swapped:
             return 0
         if any(row.count != 1 for row in plan.rows):
             return 0
         full = rows >= min(self._max_rows, self._max_step_tokens)
-        stands = not self._waiting or full or not leaves_next_blocks(kv, self._running, self._waiting[0])
+        stands = not self._waiting or full
+        if not stands and self._prompts is None:
+            stands = not leaves_next_blocks(kv, self._running, self._waiting[0])
         return UNTIL_DISTURBED if stands else 0
 
     def metrics(self) -> dict[str, float]:
         return {"swapped": float(len(self._swapped))}
+
+    def _admit(self, sequence: Sequence, kv: KvAllocator) -> bool:
+        """Blocks for a swapped or waiting sequence, which then runs."""
+        if sequence.phase is Phase.SWAPPED:
+            queue, admitted = self._swapped, resume(sequence, kv)
+        else:
+            queue, admitted = self._waiting, leaves_next_blocks(kv, self._running, sequence) and start(sequence, kv)
+        if admitted:
+            queue.remove(sequence)
+            insort(self._running, sequence, key=by_arrival)
+        return admitted
+
+    def _beside(self, decode_rows: int) -> int:
+        """Prompt tokens of an iteration that has so many decode rows."""
+        return max(self._prefill_chunk - decode_rows, (self._prefill_chunk + 1) // 2)
+
+    def _count(self, sequence: Sequence, tokens_left: int) -> int:
+        """Tokens of one sequence, of what is left of the iteration."""
+        return min(sequence.uncomputed, tokens_left)
 
     def _row(
         self,
@@ -109,7 +128,7 @@ class ContinuousBatching(ArrivalQueues):
         prefill_rows: list[Row],
         planned: set[Sequence],
     ) -> int:
-        count = min(sequence.uncomputed, self._prefill_chunk, tokens_left)
+        count = self._count(sequence, tokens_left)
         (decode_rows if count == 1 else prefill_rows).append(Row(sequence, sequence.computed, count))
         planned.add(sequence)
         return count

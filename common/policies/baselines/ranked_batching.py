@@ -59,8 +59,9 @@ class RankedBatching(IterationScheduler):
     """`reservation` is the allocator's: it says how many blocks a newcomer will ask for.
 
     ORCA (Yu et al., OSDI 2022, Algorithm 1) is this with `ArrivalRanking`, max-allocation, its fixed batch size as
-    `max_rows`, whole prompts, and no eviction. Differs from ORCA: a prompt of more tokens than an iteration may have is
-    computed in several, and a sequence that came by KV transfer and finds no block makes the latest give way.
+    `max_rows`, whole prompts, and no eviction. Differs from ORCA: a prompt of more tokens than an iteration has left is
+    computed in several (ORCA bounds rows alone), and a sequence that came by KV transfer and finds no block makes the
+    latest give way.
     """
 
     def __init__(self, ranking: Ranking, limits: IterationLimits, *, reservation: Reservation, evicting: bool) -> None:

@@ -6,13 +6,28 @@ Filled by `slack_packing.py`, read by `drops.py`. Counts; decides nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cohort.common.policies.bros.iteration_cost import BatchLoad
 from cohort.common.policies.interface import IterationPlan, Row
-from cohort.common.sequence import Sequence
+from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
 
 NO_DEADLINE_S = float("inf")
+
+
+class DecodeRows(NamedTuple):
+    """All real-time decode rows: their number and context, what an iteration of them takes, and the strictest TPOT
+    target that one of them could keep alone (infinite: there is none)."""
+
+    rows: int
+    context: int
+    least_s: float
+    tpot_s: float
+
+
+def is_decode(sequence: Sequence) -> bool:
+    return sequence.phase is Phase.RUNNING and sequence.uncomputed == 1
 
 
 @dataclass(slots=True)

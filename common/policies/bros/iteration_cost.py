@@ -105,12 +105,13 @@ class IterationCost(Learned):
 
     def tokens_within(self, load: BatchLoad, seconds: float) -> int:
         """How many prompt tokens can be added to a batch so that it stays within so many seconds."""
-        headroom = seconds - self.exec_s(load)
-        if not load.prefill_tokens:
-            headroom -= max(0.0, self._prefill_s)
+        headroom = seconds - self._base_s - self._row_s * load.decode_rows - self._position_s * load.context
         if headroom <= 0.0:
             return 0
-        return int(min(headroom / self._token_s, 1e9)) if self._token_s > 0.0 else 1_000_000_000
+        if self._token_s <= 0.0:
+            return 1_000_000_000 if self._prefill_s <= headroom else 0
+        # The first tokens may come for nothing (`_prefill_s` < 0): rows of decodes leave the device's arithmetic idle.
+        return max(0, int(min((headroom - self._prefill_s) / self._token_s, 1e9)) - load.prefill_tokens)
 
     # -- learning ----------------------------------------------------------------------------------------------
 

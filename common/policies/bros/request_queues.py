@@ -45,6 +45,9 @@ class UrgentFirst:
         yield from self.past_due_started()
         yield from (item[2] for item in self._waiting[: self._late_waiting])
 
+    def started_on_time(self) -> Iterator[Sequence]:
+        return (item[2] for item in self._pending[self._late :])
+
     def skip_waiting(self) -> None:
         """From now on only requests that have started."""
         self._end = self._at

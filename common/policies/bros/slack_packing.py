@@ -20,7 +20,7 @@ from itertools import chain
 
 from cohort.common.config import BrosConfig
 from cohort.common.policies.baselines.batch_builder import IterationLimits
-from cohort.common.policies.bros.batch import NO_DEADLINE_S, Batch
+from cohort.common.policies.bros.batch import NO_DEADLINE_S, Batch, DecodeRows, is_decode
 from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
 from cohort.common.policies.bros.drops import Drops
 from cohort.common.policies.bros.iteration_cost import BatchLoad, IterationCost, load_of
@@ -34,16 +34,24 @@ from cohort.common.types import Attempt, TrafficClass
 
 _SMALLEST_CUT = 16
 """Tokens of a prompt that are worth a row of their own."""
+_CUT_WITHIN = 0.95
+"""Share of the time left that a cut prompt fills: what is foreseen is off by some per cent, and without this every
+iteration with a prompt to cut would end at the most urgent deadline, half of them behind it."""
 
 
 class SlackPacking(IterationScheduler):
     """Differs from the paper:
 
-    - Infeasible requests are those that would be late alone, or in an iteration with all decodes.
+    - Infeasible requests are those that would be late alone, prompts as a whole, or in an iteration with all decodes.
       Otherwise a request with a few milliseconds left empties the batch, which makes the next ones late, and so on
       for ever. They follow the others, and no request waits beyond the starvation times.
-    - After the first request that does not fit no further prompt is taken, but rows of one token are, or best-effort
-      rows would run in their stead. Prompts that need not make it are cut to the room there is (`cut_prompts`).
+    - The paper computes every prompt whole, in one iteration, and waits with one that does not fit. Here it is cut to
+      the room there is (`cut_prompts`): beside decode rows under a TPOT target of 50 ms no prompt of some hundred
+      tokens ever fits, all would wait until they are late. After the first request that does not fit no further
+      prompt is taken, but rows of one token are, or best-effort rows would run in their stead.
+    - Late decode rows still bound prompts: where none is on time, by their TPOT target or by what all of them take.
+      By the paper's rule only what is on time counts, and prompts, which have seconds left, would fill iterations as
+      long as that, and every decode row would stay late.
     - The batch size (R6) holds back best-effort and late requests only: the others are limited by their deadlines.
     - A request that has not started yet drops no real-time request (R11), and leaves running ones their next block:
       under overload every newcomer on time would make a request late that has been served already.
@@ -53,7 +61,7 @@ class SlackPacking(IterationScheduler):
     """
 
     def __init__(self, options: BrosConfig, limits: IterationLimits, groups: TokenGroups, cost: IterationCost) -> None:
-        self._options, self._limits = options, limits
+        self._options, self._limits, self._groups = options, limits, groups
         self._batch_size = AdaptiveBatchSize(first=options.first_batch, step=options.batch_step, most=limits.max_rows)
         self._cost = cost
         self._rt = RealTimeQueues(groups)
@@ -95,12 +103,13 @@ class SlackPacking(IterationScheduler):
         batch = Batch(min(self._batch_size.value, self._limits.max_rows), self._limits.max_tokens)
         self._starving_first(now_s, kv, batch)
         self._resubmitted_first(kv, batch)
-        least_s = self._least_s()
+        decodes = self._decode_rows()
         self._keep(kv, batch)
-        urgent = self._rt.urgent_first(now_s, self._average_s, least_s)
+        urgent = self._rt.urgent_first(now_s, self._average_s, decodes.least_s)
+        self._bind_late(urgent, decodes, kv, batch)
         chosen, infeasible, cut_short = self._pack_real_time(urgent, kv, batch)
         decoding = chain(urgent.past_due_started(), infeasible)
-        self._pack_past_due((s for s in decoding if s.phase is Phase.RUNNING and s.uncomputed == 1), kv, batch)
+        self._pack_past_due((s for s in decoding if is_decode(s)), kv, batch)
         self._pack_guaranteed(kv, batch, chosen)
         self._pack_past_due(chain(urgent.past_due(), infeasible), kv, batch)
         self._pack_best_effort(kv, batch, chosen)
@@ -142,7 +151,17 @@ class SlackPacking(IterationScheduler):
             if key is not None and now_s - served[key][0] > after_s:
                 self._since_starving[traffic_class] = 0
                 sequence = served[key][1]
-                self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False))
+                count = self._beside_decodes(sequence, batch)
+                self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False), count)
+
+    def _beside_decodes(self, sequence: Sequence, batch: Batch) -> int:
+        """Tokens of a prompt that all decode rows leave time for; where they leave none, as many as there are."""
+        count = self._count(sequence, batch.tokens_left)
+        if count == 1 or not self._options.ablation.cut_prompts:
+            return count
+        decodes = self._decode_rows()
+        load = BatchLoad(batch.prefill_tokens, decodes.rows, decodes.context + batch.context + sequence.computed)
+        return self._cut(count, load, batch, decodes.tpot_s) or count
 
     def _resubmitted_first(self, kv: KvAllocator, batch: Batch) -> None:
         """The oldest request that another worker, or an earlier life of this one, had begun: by the deadlines of its
@@ -153,11 +172,27 @@ class SlackPacking(IterationScheduler):
         if sequence is not None and sequence.key not in batch.safe:
             self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False))
 
-    def _least_s(self) -> float:
-        """How long the iteration of all real-time requests takes that sample tokens."""
-        decoding = [sequence.computed for sequence in self._rt.pending() if sequence.phase is Phase.RUNNING]
-        rows = min(len(decoding), self._limits.max_rows)
-        return max(self._cost.least_s, self._cost.exec_of(0, rows, sum(decoding) + rows))
+    def _decode_rows(self) -> DecodeRows:
+        rows = context = 0
+        tpot_s = NO_DEADLINE_S
+        cost, groups = self._cost, self._groups
+        for sequence in self._rt.pending():
+            if is_decode(sequence):
+                rows, context = rows + 1, context + sequence.computed
+                own_s = groups.tpot_s(sequence)
+                if own_s < tpot_s and own_s >= cost.exec_of(0, 1, sequence.computed + 1):
+                    tpot_s = own_s
+        rows = min(rows, self._limits.max_rows)
+        least_s = max(cost.least_s, cost.exec_of(0, rows, context + rows))
+        return DecodeRows(rows, context + rows, least_s, tpot_s)
+
+    def _bind_late(self, urgent: UrgentFirst, decodes: DecodeRows, kv: KvAllocator, batch: Batch) -> None:
+        """Where no decode row is on time only shorter iterations help: they go first, and none of the prompts makes the
+        iteration longer than the strictest TPOT target or, if that is more, all decode rows."""
+        cuts = self._options.ablation.cut_prompts  # else no prompt would ever be short enough
+        if cuts and decodes.tpot_s < NO_DEADLINE_S and not any(is_decode(s) for s in urgent.started_on_time()):
+            batch.limit_s = min(batch.limit_s, max(decodes.least_s, decodes.tpot_s))
+            self._pack_past_due((s for s in urgent.past_due_started() if is_decode(s)), kv, batch)
 
     def _pack_real_time(
         self, urgent: UrgentFirst, kv: KvAllocator, batch: Batch
@@ -185,7 +220,7 @@ class SlackPacking(IterationScheduler):
                     decode, context = decode + 1, context + computed + 1
                     rows, tokens_left = rows + 1, tokens_left - 1
                     continue
-            alone_s = exec_of(0, 1, computed + 1) if count <= 1 else exec_of(count, 0, computed)
+            alone_s = exec_of(0, 1, computed + 1) if count <= 1 else exec_of(sequence.uncomputed, 0, computed)
             if residual_s < alone_s:
                 infeasible.append(sequence)
                 continue
@@ -203,7 +238,10 @@ class SlackPacking(IterationScheduler):
                 urgent.skip_waiting()
                 if count == 1:
                     break
-                continue
+                count = self._cut_on_time(sequence, count, BatchLoad(prefill, decode, context), batch, pulled)
+                if count == 0:
+                    continue
+                grown = prefill + count, decode, context + computed
             pulled.append((residual_s, sequence, count))
             prefill, decode, context = grown
             rows, tokens_left = rows + 1, tokens_left - count
@@ -218,6 +256,20 @@ class SlackPacking(IterationScheduler):
             elif waiting:
                 no_headroom = True
         return chosen, infeasible, cut_short
+
+    def _cut_on_time(
+        self, sequence: Sequence, count: int, load: BatchLoad, batch: Batch, pulled: list[tuple[float, Sequence, int]]
+    ) -> int:
+        """Tokens of a prompt that does not fit; 0 = none. Decode rows behind it keep their place: as there is always a
+        prompt to cut, those that are late would have none in any iteration."""
+        if not self._options.ablation.cut_prompts:
+            return 0
+        taken = batch.safe | {row.key for _, row, _ in pulled}
+        behind = [s.computed for s in self._rt.pending() if is_decode(s) and s.key not in taken]
+        context = load.context + sequence.computed + sum(behind) + len(behind)
+        return self._cut(
+            count, BatchLoad(load.prefill_tokens, load.decode_rows + len(behind), context), batch, batch.limit_s
+        )
 
     def _keep(self, kv: KvAllocator, batch: Batch) -> None:
         """Requests that keep blocks in this iteration, and the blocks they still need."""
@@ -363,8 +415,11 @@ class SlackPacking(IterationScheduler):
             return max(0, count)
         if count == 1 or not self._options.ablation.cut_prompts:
             return 0
-        cut = min(count, self._cost.tokens_within(batch.load, batch.limit_s))
-        return cut if cut >= _SMALLEST_CUT else 0
+        return self._cut(count, batch.load, batch, batch.limit_s)
+
+    def _cut(self, count: int, load: BatchLoad, batch: Batch, limit_s: float) -> int:
+        cut = min(count, self._cost.tokens_within(load, _CUT_WITHIN * limit_s))
+        return cut if cut >= _SMALLEST_CUT and self._cost.swap_s(batch.slots) <= limit_s else 0
 
     def _place(
         self, sequence: Sequence, kv: KvAllocator, batch: Batch, victims: Iterator[Sequence] | None, count: int = 0

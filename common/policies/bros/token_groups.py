@@ -41,6 +41,9 @@ class TokenGroups:
             self._began[sequence.key] = last_s
         return self._began.get(sequence.key, last_s) + (slo.tpot_s or self._tpot_s) * self._group_tokens
 
+    def tpot_s(self, sequence: Sequence) -> float:
+        return sequence.request.slo.tpot_s or self._tpot_s
+
     def residual_s(self, now_s: float, sequence: Sequence, average_s: float) -> float:
         """SLO_i − e_i − (r_i − 1) · T_avg of constraint (6): the longest the next iteration may take."""
         if self._group_tokens == 1:

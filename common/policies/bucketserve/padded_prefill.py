@@ -2,7 +2,7 @@
 
 The worker's `IterationScheduler` for engines whose prefill wants rectangular batches (captured graphs, kernels without
 variable lengths), and what makes the waste of Eq. 2 a real cost that can be measured. The variable-length path needs
-none of this: there `ContinuousBatching` takes the batches first come first served, as they arrive side by side.
+none of this: there `ContinuousBatching` takes the prompts of the batches one after another, as they came.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from cohort.common.policies.baselines.continuous_batching import ContinuousBatch
 from cohort.common.policies.interface import IterationPlan, News, Row
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.padding import row_padding
+from cohort.common.sequence import Sequence
 
 
 class PaddedPrefill(ContinuousBatching):
@@ -30,6 +31,7 @@ class PaddedPrefill(ContinuousBatching):
             max_rows=max_rows, max_step_tokens=max_step_tokens, prefill_chunk=prefill_chunk, preemption=preemption
         )
         self._step_tokens = max_step_tokens
+        self._chunk = prefill_chunk
         self._prompt_tokens = 0
         self._padding_tokens = 0
 
@@ -51,6 +53,14 @@ class PaddedPrefill(ContinuousBatching):
         self._padding_tokens += sum(row_padding(batch, longest, kv))
         plan.reason = f"{len(batch)} prefill padded to {longest}, {len(decode)} decode"
         return plan
+
+    # Rows of a batch are computed side by side, none of them longer than a chunk: every other one would be as long.
+
+    def _beside(self, decode_rows: int) -> int:
+        return self._step_tokens
+
+    def _count(self, sequence: Sequence, tokens_left: int) -> int:
+        return min(sequence.uncomputed, self._chunk, tokens_left)
 
     @staticmethod
     def _rectangle(rows: list[Row], tokens: int) -> list[Row]:

@@ -2,6 +2,7 @@
 
 promise          when a request's next token is due
 prompt_order     which prompt is computed next
+ordered_prompts  the same order for other schedulers
 cohort_batching  the worker's scheduler: decodes, then prompts in this order, as much as the strictest promise leaves
 ttft_forecast    when a worker would yield the first token of one more request
 placed_work      what is on a worker: the last report, and what was placed there since
@@ -18,6 +19,15 @@ from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.cohort.admission_test import AdmissionTest
 from cohort.common.policies.cohort.cohort_batching import CohortBatching
 from cohort.common.policies.cohort.least_ttft import LeastTtft
+from cohort.common.policies.cohort.ordered_prompts import OrderedPrompts
+from cohort.common.policies.cohort.prompt_order import PromptOrder
+
+
+def build_prompts(config: Config) -> OrderedPrompts | None:
+    """What `engine.prompt_order` asks for; None: as they came."""
+    if config.engine.prompt_order == "fcfs":
+        return None
+    return OrderedPrompts(PromptOrder(first=config.cohort.prompt_order, patience_s=config.cohort.patience_s))
 
 
 def build_iteration(config: Config) -> CohortBatching:

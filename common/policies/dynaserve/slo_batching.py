@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cohort.common.config import DynaServeConfig
-from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, leaves_next_blocks
+from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, PromptSort, leaves_next_blocks
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival
 from cohort.common.policies.dynaserve.kv_forecast import fits
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News, Ran
@@ -34,9 +34,11 @@ class SloBatching(ArrivalQueues):
 
     wants_arriving = True
 
-    def __init__(self, options: DynaServeConfig, limits: IterationLimits, *, cold_chunk: int) -> None:
+    def __init__(
+        self, options: DynaServeConfig, limits: IterationLimits, *, cold_chunk: int, prompts: PromptSort | None = None
+    ) -> None:
         """`cold_chunk`: prompt tokens of an iteration while nothing is learned."""
-        super().__init__()
+        super().__init__(prompts)
         self._options, self._limits = options, limits
         self._cold_chunk = cold_chunk
         self._times = LearnedTimes()
@@ -53,6 +55,7 @@ class SloBatching(ArrivalQueues):
         self._arriving = news.arriving
         if news.ran is not None:
             self._learn(news.ran, kv)
+        prompts = self._prompts_in_order(now_s)
         builder = BatchBuilder(self._limits, kv, self._running, by_arrival)
         # 1. Every decode.
         decodes = [s for s in self._running if s.uncomputed == 1]
@@ -66,18 +69,17 @@ class SloBatching(ArrivalQueues):
         # 2. Prefill chunks in arrival order while the table says that the batch stays within the bound.
         self._budget = 0
         least = self._options.least_prefill
-        for sequence in [s for s in self._running if s.uncomputed > 1]:
-            batch, least = self._chunk(builder, batch, sequence, least, admitted=True)
+        admits = True
+        for sequence in prompts:
             if builder.tokens_left <= 0:
                 break
-        if not builder.preempted:
-            for sequence in [*self._swapped, *self._waiting]:
-                if builder.full or not fits(kv, self._running, sequence):
-                    break
+            if sequence.phase is Phase.RUNNING:
+                batch, least = self._chunk(builder, batch, sequence, least, admitted=True)
+            elif admits and not builder.preempted:
                 before = builder.rows
-                batch, least = self._chunk(builder, batch, sequence, least, admitted=False)
-                if builder.rows == before:
-                    break
+                if not builder.full and fits(kv, self._running, sequence):
+                    batch, least = self._chunk(builder, batch, sequence, least, admitted=False)
+                admits = builder.rows > before
         self._sort_out()
         plan = builder.finish()
         estimate_s = self.table.estimate(plan_shape(plan))
@@ -85,6 +87,8 @@ class SloBatching(ArrivalQueues):
         return plan
 
     def _learn(self, ran: Ran, kv: KvAllocator) -> None:
+        if self._prompts is not None:
+            self._prompts.learn(ran)
         shape = self._times.learn(ran, kv.geometry)
         if shape is not None:
             self._late += shape.decodes > 0 and ran.latency_s > self._bound(row.sequence for row in ran.plan.rows)
@@ -99,7 +103,9 @@ class SloBatching(ArrivalQueues):
             return 0
         full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
         # The forecast changes from one iteration to the next; a lack of blocks does not.
-        stands = not self._waiting or full or not leaves_next_blocks(kv, self._running, self._waiting[0])
+        stands = not self._waiting or full
+        if not stands and self._prompts is None:
+            stands = not leaves_next_blocks(kv, self._running, self._waiting[0])
         return UNTIL_DISTURBED if stands else 0
 
     @property

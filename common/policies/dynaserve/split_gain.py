@@ -39,7 +39,7 @@ def split_gain_s(
 
     With the whole request on one instance both are done at `whole_s`, split at `later_s`. The other instance, whose
     work ends at `other_before_s`, then works until `other_after_s`. Had it not been given that work, it would have
-    stood idle at time t in between only if no request came until t, because the next one goes where the least work is:
+    stood idle at time t in between only if no request came until t, as the next one goes where it would wait least:
     with Poisson arrivals at rate λ (`requests_per_s`) that is e^(−λt), here averaged over the time in between.
 
     Differs from the paper: Alg. 1 takes every difference between the two ends for a gain. It is one for the last

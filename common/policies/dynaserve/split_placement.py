@@ -1,8 +1,8 @@
 """The global scheduler: which two instances serve a request, and at which token it changes hands.
 
-A `Placement` of the manager. Per request: the two instances with the least work, the split that lets both end together
-(`split_search` over `timeline`s), and whether that is worth a KV transfer at all. How an instance runs its segment is
-its own scheduler's business.
+A `Placement` of the manager. Per request: the two instances that would be done with its prompt first, the split that
+lets both end together (`split_search` over `timeline`s), and whether that is worth a KV transfer at all. How an
+instance runs its segment is its own scheduler's business.
 """
 
 from __future__ import annotations
@@ -61,11 +61,13 @@ class SplitPlacement(Placement):
     A request of P + O^ tokens becomes [0, s) and [s, …) on two instances, s anywhere, or one segment.
 
     Differs from the paper: Alg. 1 balances predicted ends there, here by default the work that is on the instances
-    (`balance`). It routes segments round-robin; here the two least loaded instances share a request, in whichever
-    order is better balanced. It splits whenever Alg. 1 says so; here a request stays whole while an instance is idle
-    (hardly a prompt waits there and its decodes take less than half the bound), and where the split would gain no more
-    than tolerance and KV transfer cost (`split_gain_s`: under load little, because the next request would fill the
-    time).
+    (`balance`). It routes segments round-robin; here the two instances share a request that the predictor expects to be
+    done with its prompt first, in whichever order is better balanced, and a request that stays whole goes to the first
+    of them. (By the work that is there, long responses would send it where prompts wait: their work takes minutes
+    beside it, and none of its prefill.) It splits whenever Alg. 1 says so; here a request stays whole while an instance
+    is idle (hardly a prompt waits there and its decodes take less than half the bound), and where the split would gain
+    no more than tolerance and KV transfer cost (`split_gain_s`: under load little, because the next request would fill
+    the time).
     """
 
     wants_step_times = True
@@ -105,9 +107,9 @@ class SplitPlacement(Placement):
         slo_s = request.slo.tpot_s or options.tbt_slo_s
         whole = SegmentWork(prompt, 0, output)
 
-        first, *others = self._by_load(now_s, firsts, slo_s, prompt)
+        first, *others = self._in_order(now_s, firsts, slo_s, prompt, prefills=True)
         if not unified:
-            others = self._by_load(now_s, seconds, slo_s, prompt)
+            others = self._in_order(now_s, seconds, slo_s, prompt, prefills=False)
         if not others or others[0] is first:
             return self._keep(now_s, request.request_id, first, whole, "only one instance")
         second = others[0]
@@ -118,10 +120,9 @@ class SplitPlacement(Placement):
         if self._full(second, slo_s, prompt) and not self._full(first, slo_s, prompt):
             return self._keep(now_s, request.request_id, first, whole, "decodes fill the bound everywhere else")
         choice = self._search([(first, second), (second, first)], prompt, output)
-        kept = min((first, second), key=lambda work: self._end_whole(work, (first, second), whole))
-        kept_s = self._end_whole(kept, (first, second), whole)
-        if self._gain_s(now_s, choice, kept, kept_s) <= options.kv_transfer_s + options.search_tolerance * kept_s:
-            return self._keep(now_s, request.request_id, kept, whole, "no gain from a split")
+        kept_s = self._end_whole(first, (first, second), whole)
+        if self._gain_s(now_s, choice, first, kept_s) <= options.kv_transfer_s + options.search_tolerance * kept_s:
+            return self._keep(now_s, request.request_id, first, whole, "no gain from a split")
         return self._share(now_s, request.request_id, choice, whole)
 
     def finished(self, now_s: float, request_id: RequestId) -> None:
@@ -153,8 +154,11 @@ class SplitPlacement(Placement):
 
     # -- instances ---------------------------------------------------------------------------------------------
 
-    def _by_load(self, now_s: float, views: list[InstanceView], slo_s: float, context: int) -> list[InstanceWork]:
-        """Least work first; whose decodes would break the bound with this one come last (D5: placement reacts)."""
+    def _in_order(
+        self, now_s: float, views: list[InstanceView], slo_s: float, prompt: int, *, prefills: bool
+    ) -> list[InstanceWork]:
+        """By the predicted end of a prompt of so many tokens, or for instances that only decode by their work; those
+        whose decodes would break the bound with this one come last (D5: placement reacts)."""
         options = self._options
         works = []
         for view in views:
@@ -169,7 +173,13 @@ class SplitPlacement(Placement):
                 )
             work.refresh(now_s, view, _COLD)
             works.append(work)
-        return sorted(works, key=lambda w: (self._full(w, slo_s, context), w.load_s, w.instance))
+        wanted = SegmentWork(prompt, 0, 0)
+
+        def key(work: InstanceWork) -> tuple[bool, float, float, InstanceId]:
+            first_s = work.timeline.finish_of(wanted) if prefills else 0.0
+            return self._full(work, slo_s, prompt), first_s, work.load_s, work.instance
+
+        return sorted(works, key=key)
 
     def _full(self, work: InstanceWork, slo_s: float, context: int) -> bool:
         """One more decode, and decodes alone take longer than the bound."""

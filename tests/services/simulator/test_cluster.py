@@ -20,7 +20,7 @@ from tests.services.simulator.lab import MODEL, Recorded, cache_of, cluster, con
 
 
 def test_one_request_takes_the_cost_of_its_iterations():
-    sim = run(config(engine={"prefill_chunk": 64}), cluster(), workload((0.0, 100, 3)))
+    sim = run(config(engine={"max_step_tokens": 64}), cluster(), workload((0.0, 100, 3)))
     cost = sim.costs[0]
     steps = [
         StepWork(64, 1, 0, prefill_pairs(0, 64), 64),
@@ -278,7 +278,7 @@ def test_jumps_go_on_while_a_prompt_arrives_in_pieces():
     """Announcing it, its chunks and reports disturb no worker: only its offer, which takes blocks, and its
     acceptance."""
     items = (WorkItem(0.0, 64, 1500), WorkItem(0.5, 2000, 2))
-    load, chosen = Workload("pieces", items), config("disaggregated", engine={"prefill_chunk": 100})
+    load, chosen = Workload("pieces", items), config("disaggregated", engine={"max_step_tokens": 100})
     ends = {}
     for jump in (False, True):
         sim = run(chosen, cluster(2), load, jump=jump)

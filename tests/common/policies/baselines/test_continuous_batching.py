@@ -27,19 +27,52 @@ def scheduler(**changes: object) -> ContinuousBatching:
     return ContinuousBatching(**options)  # type: ignore[arg-type]
 
 
-def test_prompts_are_chunked_within_the_budget_and_decodes_come_first() -> None:
+def test_prompts_one_after_another_within_what_decode_rows_leave() -> None:
     policy, kv = scheduler(), PagedAllocator(GEOMETRY, 32, 0, prefix_caching=False)
     first, second = sequence("a", 12), sequence("b", 20, arrived_s=1.0)
     policy.add(0.0, first)
     policy.add(0.0, second)
     plan = decide(policy, kv, 0.0)
-    assert rows(plan) == [("a", 0, 8), ("b", 0, 8)]
+    assert rows(plan) == [("a", 0, 12), ("b", 0, 4)]  # no token is waited for: the whole step
     run(plan, kv)
     plan = decide(policy, kv, 0.1)
-    assert rows(plan) == [("a", 8, 4), ("b", 8, 8)]
+    assert rows(plan) == [("b", 4, 7), ("a", 12, 1)]  # prefill rows first, decode rows behind (R14)
     run(plan, kv)
     plan = decide(policy, kv, 0.2)
-    assert rows(plan) == [("b", 16, 4), ("a", 12, 1)]  # prefill rows first, decode rows behind (R14)
+    assert rows(plan) == [("b", 11, 7), ("a", 13, 1)]
+
+
+def test_every_decode_row_has_its_place_and_prompts_half_of_a_chunk() -> None:
+    policy, kv = scheduler(max_rows=16, prefill_chunk=6), PagedAllocator(GEOMETRY, 64, 0, prefix_caching=False)
+    for index in range(8):
+        policy.add(0.0, sequence(f"d{index}", 2))
+    run(decide(policy, kv, 0.0), kv)
+    policy.add(0.1, sequence("long", 40, arrived_s=1.0))
+    policy.add(0.1, sequence("behind", 4, arrived_s=2.0))
+    for step in range(3):
+        plan = decide(policy, kv, 0.1 + step)
+        assert rows(plan)[0] == ("long", 3 * step, 3)
+        assert [row.count for row in plan.rows[1:]] == [1] * 8
+        run(plan, kv)
+
+
+def test_equal_prompts_at_once_end_one_after_another() -> None:
+    """Their ends lie a prompt apart; side by side all would end with the last."""
+    policy, kv = scheduler(prefill_chunk=16), PagedAllocator(GEOMETRY, 64, 0, prefix_caching=False)
+    prompts = [sequence(f"s{index}", 32, arrived_s=index, max_tokens=1) for index in range(4)]
+    for one in prompts:
+        policy.add(0.0, one)
+    ended: list[int] = []
+    for step in range(1, 9):
+        plan = decide(policy, kv, float(step))
+        assert plan.tokens == 16  # not one token less in an iteration
+        run(plan, kv)
+        for one in [s for s in prompts if s.output_tokens]:
+            ended.append(step)
+            prompts.remove(one)
+            policy.remove(float(step), one)
+            kv.release(one.key)
+    assert ended == [2, 4, 6, 8]
 
 
 def test_priority_overtakes_arrival() -> None:

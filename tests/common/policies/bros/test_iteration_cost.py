@@ -99,6 +99,15 @@ def test_prompt_tokens_that_fit_into_a_time() -> None:
     assert IterationCost().tokens_within(load, 0.1) > 10_000
 
 
+def test_prompt_tokens_that_cost_nothing_beside_decode_rows_are_counted() -> None:
+    cost = IterationCost()
+    for tokens in (0, 16, 128, 256, 512) * 40:  # the first hundred come for nothing
+        cost.observe(BatchLoad(tokens, 10, 1000), 0, 0.02 + 1e-4 * max(0, tokens - 100))
+    for load in (BatchLoad(0, 10, 1000), BatchLoad(64, 10, 1000)):
+        tokens = cost.tokens_within(load, 0.04)
+        assert cost.exec_s(load.plus(0, tokens)) <= 0.04 < cost.exec_s(load.plus(0, tokens + 2))
+
+
 def test_state_survives_and_foreign_state_is_refused() -> None:
     cost, other = IterationCost(), IterationCost()
     cost.import_state(profile())

@@ -127,13 +127,60 @@ def test_a_late_request_does_not_poison_the_budget_and_is_served_behind_the_othe
 
 
 def test_a_late_prompt_that_does_not_fit_is_cut_where_that_is_asked_for() -> None:
-    for cut, expected in ((False, [("in-time", 200)]), (True, [("in-time", 200), ("late", 88)])):
+    for cut, expected in ((False, [("in-time", 200)]), (True, [("in-time", 200), ("late", 73)])):
         policy, kv = packing(cut=cut), roomy()
         policy.add(0.0, request("late", 150, arrived_s=0.0))
-        policy.add(0.9, request("in-time", 200, arrived_s=0.9))  # 300 ms left, 210 taken
+        policy.add(0.9, request("in-time", 200, arrived_s=0.9))  # 300 ms left, of which 285 are filled
         rows = [(row.sequence.request_id, row.count) for row in step(policy, kv, 1.0).rows]
         assert [name for name, _ in rows] == [name for name, _ in expected]
         assert [count for _, count in rows] == pytest.approx([count for _, count in expected], abs=3)
+
+
+def test_a_prompt_on_time_is_cut_to_the_time_that_decode_rows_leave() -> None:
+    for cut, expected in ((False, [("decode", 1)]), (True, [("prompt", 78), ("decode", 1)])):
+        policy, kv = packing(cut=cut), roomy()
+        running(policy, kv, "decode", 8, "rt", last_s=0.9)  # due 1.1: 100 ms, of which 95 are filled
+        policy.add(0.95, request("prompt", 150, arrived_s=0.95))  # alone 160 ms: due in 350
+        rows = [(row.sequence.request_id, row.count) for row in step(policy, kv, 1.0).rows]
+        assert [name for name, _ in rows] == [name for name, _ in expected]
+        assert [count for _, count in rows] == pytest.approx([count for _, count in expected], abs=3)
+
+
+def test_a_prompt_that_would_be_late_as_a_whole_does_not_go_before_one_that_would_not() -> None:
+    policy, kv = packing(cut=True), roomy()
+    policy.add(0.7, request("late", 200, arrived_s=0.7))  # 100 ms left, 210 needed: a part would fit
+    policy.add(0.9, request("in-time", 200, arrived_s=0.9))
+    assert names(step(policy, kv, 1.0))[0] == "in-time"
+
+
+def test_a_cut_prompt_leaves_late_decode_rows_their_place() -> None:
+    policy, kv = packing(cut=True), roomy()
+    running(policy, kv, "decode", 8, "rt", last_s=0.9)
+    for index in range(8):
+        running(policy, kv, f"late{index}", 8, "rt", last_s=0.5)
+    policy.add(0.95, request("prompt", 150, arrived_s=0.95))
+    plan = step(policy, kv, 1.0)
+    assert [row.sequence.request_id for row in plan.rows if row.count > 1] == ["prompt"]
+    assert len(plan.rows) == 10
+
+
+def test_late_decode_rows_bound_prompts_where_none_is_on_time() -> None:
+    for cut, longest_s in ((False, 0.3), (True, 0.2)):
+        policy, kv = packing(cut=cut), roomy()
+        running(policy, kv, "late", 8, "rt", last_s=0.5)
+        policy.add(0.95, request("prompt", 250, arrived_s=0.95))  # due in 350 ms, alone 260
+        plan = step(policy, kv, 1.0)
+        assert sorted(names(plan)) == ["late", "prompt"]
+        assert longest_s - 0.1 < plan.estimated_s <= longest_s
+
+
+def test_a_starving_prompt_takes_only_the_time_that_decode_rows_leave() -> None:
+    policy, kv = packing(cut=True, starve_s=5.0), roomy()
+    policy.add(0.0, request("starving", 300))
+    running(policy, kv, "decode", 8, "rt", last_s=6.0)
+    plan = step(policy, kv, 6.0)
+    assert names(plan) == ["starving", "decode"]
+    assert plan.estimated_s <= 0.2
 
 
 def test_the_starving_go_first_whatever_that_costs() -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from cohort.common.config import CohortConfig
 from cohort.common.policies.cohort.least_ttft import LeastTtft
-from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
 from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
+from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import (
     Attempt,
     Prediction,

@@ -13,7 +13,7 @@ from cohort.common.policies.cohort.arriving_prompts import ArrivingPrompts, stre
 from cohort.common.policies.cohort.placed_work import Known, PlacedWork
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptQueue
 from cohort.common.policies.cohort.ttft_forecast import memory_price_s, prompt_pace, transfer_fits
-from cohort.common.policies.dynaserve.step_cost import BatchShape, step_seconds
+from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import Attempt, StepTimes
 from tests.common.policies.cohort.promised import promised
 from tests.common.policies.cohort.test_least_ttft import prompt, report, worker

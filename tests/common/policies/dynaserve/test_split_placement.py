@@ -92,6 +92,14 @@ def test_an_idle_instance_takes_a_request_whole() -> None:
     assert placed.estimated_s > 8000 * GPU.token_s
 
 
+def test_a_prompt_goes_where_it_is_done_first_however_much_there_is_to_decode() -> None:
+    """Of all work `a` has more, in responses that take minutes; of `b` every prompt stands before this one."""
+    busy = instance("a", *decodes(40, left=2000), *prompts(1, 500))
+    queued = instance("b", *prompts(3), *decodes(30))
+    placed = place(placement(), request("r", 500, 200.0), busy, queued)
+    assert placed.segments == (Segment(0, None, "a"),)
+
+
 def test_before_anybody_has_measured_anything_it_places_all_the_same() -> None:
     """The cold start of Alg. 1."""
     placed = place(placement(), request("r", 100, 10.0), instance("a", times=None), instance("b", times=None))

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from cohort.common.config import CohortConfig
+from cohort.common.policies.cohort.admission_test import AdmissionTest
 from cohort.common.policies.cohort.least_ttft import LeastTtft
 from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
@@ -32,7 +33,9 @@ FAST = StepTimes(1.0e-3, 0.5e-4, 0.5e-4, 0.011, 3e-9, 0.8e-7)
 
 
 def placement(*, own_order: bool = True, caching: bool = True) -> LeastTtft:
-    return LeastTtft(CohortConfig(), default_output=200.0, own_order=own_order, prefix_caching=caching)
+    return LeastTtft(
+        CohortConfig(), AdmissionTest("none"), default_output=200.0, own_order=own_order, prefix_caching=caching
+    )
 
 
 def worker(

@@ -117,10 +117,8 @@ def test_the_other_role_goes_on_while_the_dead_worker_is_away(
     said = pipeline.log("manager", ALL_LINES).removeprefix(before)
     assert "silent for" not in said
     lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    lost_at = next(i for i, line in enumerate(lines) if line["event"] == "peer lost" and line["peer"] == victim)
-    placed = [tuple(line["instances"]) for line in lines[lost_at:] if line["event"] == "placed"]
-    assert len(placed) >= NEWCOMERS
-    assert set(placed) == {(other,)}, "until it registers again"
+    assert any(line["event"] == "peer lost" and line["peer"] == victim for line in lines)
+    assert all(other in it.extras["instances"] for it in newcomers), "until the victim is there again"
     pipeline.wait_ready()
     pipeline.assert_nothing_left()
 

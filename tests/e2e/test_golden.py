@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
-from tests.e2e.golden import Golden, near_ties
+from tests.e2e.conftest import SENTENCES
+from tests.e2e.golden import Golden, golden_outputs, near_ties
 from tests.e2e.pipeline import Answer, Pipeline
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 MEBIBYTE = 1 << 20
+SHORT_SIGHTED = {"gateway": {"default_prediction_tokens": 1}, "predictor": {"min_observations": 1_000_000}}
+"""Every response is expected to end at once: more are admitted than the cache will hold."""
 
 
 def ask(golden: Golden) -> dict[str, Any]:
@@ -57,18 +61,6 @@ def test_disaggregated_with_prefix_cache_and_long_prompts(
     ("preset", "overrides", "evidence"),
     [
         pytest.param(
-            "cohort",
-            {"engine": {"preemption": "swap"}, "kv": {"memory_bytes": 56 * MEBIBYTE}},
-            "preemptions_total",
-            id="the default, swapped",
-        ),
-        pytest.param(
-            "cohort",
-            {"engine": {"preemption": "recompute"}, "kv": {"memory_bytes": 56 * MEBIBYTE}},
-            "preemptions_total",
-            id="the default, recomputed",
-        ),
-        pytest.param(
             "unified",
             {"engine": {"prefill_chunk": 48, "preemption": "swap"}, "kv": {"memory_bytes": 36 * MEBIBYTE}},
             "preemptions_total",
@@ -101,6 +93,20 @@ def test_chunked_preempted_transferred(
     with Pipeline(tmp_path, default_model, overrides, preset=preset) as pipeline:
         compare(goldens, pipeline.complete_all([ask(g) for g in goldens], concurrency=32))
         pipeline.wait_for(list(pipeline.config.instance_roles)[-1], evidence, 1)
+        pipeline.assert_nothing_left()
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_the_default_preempts(tmp_path: Path, default_model: Path, preemption: str) -> None:
+    """Responses of six blocks, every one expected to end at once: the cache does not hold what was let in."""
+    tokenizer = Tokenizer.from_file(str(default_model / "tokenizer.json"))
+    wanted = golden_outputs(default_model, [tokenizer.encode(text).ids for text in SENTENCES], 96)
+    overrides = {**SHORT_SIGHTED, "engine": {"preemption": preemption}, "kv": {"memory_bytes": 40 * MEBIBYTE}}
+    with Pipeline(tmp_path, default_model, overrides) as pipeline:
+        assert pipeline.config.name == "cohort"
+        compare(wanted, pipeline.complete_all([ask(g) for g in wanted]))
+        pipeline.wait_for("decode-0", "preemptions_total", 1)
+        assert pipeline.stats("prefill-0").get("steps_total", 0.0) == 0.0, "it stands by"
         pipeline.assert_nothing_left()
 
 

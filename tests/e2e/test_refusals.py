@@ -53,7 +53,8 @@ def test_a_ttft_that_no_worker_can_keep_is_refused_demoted_or_served(tmp_path: P
             answer = json.loads(body)
             assert (status, answer["choices"][0]["text"]) == (200, text)
             assert answer["cohort"]["requests"][0].get("best_effort", False) is demoted
-        pipeline.wait_for("manager", "refused_infeasible_total", 5)
+        # Of three choices at least one: with it the gateway takes the others back.
+        pipeline.wait_for("manager", "refused_infeasible_total", 3)
         pipeline.wait_for("manager", "demoted_total", 1)
         pipeline.assert_nothing_left()
     found = [replay(path) for path in sorted(recordings.rglob("*.jsonl"))]

@@ -21,10 +21,8 @@ from cohort.common.errors import InvariantViolated, RequestError
 from cohort.common.machines.effects import Deliver, Fail
 from cohort.common.machines.entry import Entry, State
 from cohort.common.messages import Placed, Refused, StageTimes, TokenUpdate
+from cohort.common.policies.interface import MAX_RETRY_S, MIN_RETRY_S
 from cohort.common.types import Attempt, FinishReason, InstanceId, Request, RequestId
-
-_MIN_RETRY_S, _MAX_RETRY_S = 1.0, 120.0
-"""Bounds of what a refused client is told to wait; `bounded_admission` has the same."""
 
 
 @dataclass(slots=True)
@@ -444,7 +442,7 @@ def _refusal(entry: Entry, message: Refused) -> RequestError:
             "would rather have."
         )
     if status == 429:
-        retry_after_s = min(_MAX_RETRY_S, max(_MIN_RETRY_S, message.retry_after_s))
+        retry_after_s = min(MAX_RETRY_S, max(MIN_RETRY_S, message.retry_after_s))
         return RequestError(reason, status=status, type_="rate_limit_error", retry_after_s=retry_after_s)
     kind = "invalid_request_error" if 400 <= status < 500 else "service_unavailable_error"
     return RequestError(reason, status=status, type_=kind)

@@ -96,6 +96,10 @@ class Admit:
     reason: str = "room"
 
 
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 120.0
+"""Bounds of the time that a refused client is told to wait."""
+
+
 @dataclass(frozen=True, slots=True)
 class Refuse:
     """Answered with 429 and Retry-After. An admission's `reason` is a text for the client; a placement's is one word,

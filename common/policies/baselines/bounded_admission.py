@@ -7,10 +7,8 @@ Where several API keys share the gateway, one of them may fill a share of both b
 
 from __future__ import annotations
 
-from cohort.common.policies.interface import Admission, AdmissionLoad, Admit, Offer, Refuse
+from cohort.common.policies.interface import MAX_RETRY_S, MIN_RETRY_S, Admission, AdmissionLoad, Admit, Offer, Refuse
 
-MIN_RETRY_S = 1.0
-MAX_RETRY_S = 120.0
 # Nothing finished yet, so nothing is known about the pace: a client may ask again soon.
 UNKNOWN_RATE_RETRY_S = 5.0
 

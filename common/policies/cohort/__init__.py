@@ -27,7 +27,7 @@ def build_prompts(config: Config) -> OrderedPrompts | None:
     """What `engine.prompt_order` asks for; None: as they came."""
     if config.engine.prompt_order == "fcfs":
         return None
-    return OrderedPrompts(PromptOrder(first=config.cohort.prompt_order, patience_s=config.cohort.patience_s))
+    return OrderedPrompts(PromptOrder.of(config.cohort))
 
 
 def build_iteration(config: Config) -> CohortBatching:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
-from cohort.common.policies.interface import Placed, Refuse, WaitingRequest
+from cohort.common.policies.interface import MIN_RETRY_S, Placed, Refuse, WaitingRequest
 from cohort.common.types import IfLate
 
 RefuseLate = Literal["named", "all", "none"]
@@ -29,8 +29,6 @@ CAUTION = 0.5
 """Factor on a predicted TTFT. A forecast is no more certain than that: shorter prompts that come later, rows that end
 sooner. At 1 requests are refused that would have been in time, and the share that keeps its SLO is up to 3 points lower
 than without refusals; at a half it is up to 3 points higher (simulated, four A100, 1.2 of capacity)."""
-
-_LEAST_RETRY_S = 1.0
 
 
 def admission_test(
@@ -56,7 +54,7 @@ def admission_test(
         case "best_effort":
             return "best_effort"
         case "refuse":
-            return Refuse(INFEASIBLE, max(_LEAST_RETRY_S, late_s))
+            return Refuse(INFEASIBLE, max(MIN_RETRY_S, late_s))
         case other:
             assert_never(other)
 

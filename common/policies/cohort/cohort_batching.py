@@ -60,10 +60,8 @@ class CohortBatching(IterationScheduler):
         self._cold_chunk = min(cold_chunk, _FIRST_CHUNK)
         self._times = LearnedTimes()
         self.table = self._times.table
-        first = options.prompt_order if options.ablation.ordered else "fcfs"
-        order = PromptOrder(first=first, patience_s=options.patience_s)
         self._victims = victim_rank if options.ablation.victims == "slack" else youngest_rank
-        self._prompts = PromptQueue(order)
+        self._prompts = PromptQueue(PromptOrder.of(options))
         """All that have more than their last token to compute, whether they hold KV or not."""
         self._running: dict[Attempt, Sequence] = {}
         """All that hold KV on the device."""

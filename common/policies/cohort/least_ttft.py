@@ -24,6 +24,7 @@ from cohort.common.policies.cohort.admission_test import AdmissionTest
 from cohort.common.policies.cohort.arriving_prompts import ArrivingPrompts, stretch
 from cohort.common.policies.cohort.placed_work import Known, PlacedWork
 from cohort.common.policies.cohort.prefix_record import Chain, PrefixRecord
+from cohort.common.policies.cohort.prompt_order import PromptOrder
 from cohort.common.policies.cohort.ttft_forecast import Pace, memory_price_s, mixes, transfer_fits
 from cohort.common.policies.interface import (
     ClusterView,
@@ -35,6 +36,7 @@ from cohort.common.policies.interface import (
     Wait,
     WaitingRequest,
 )
+from cohort.common.policies.prediction_error import PredictionError
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import InstanceId, Request, RequestId, Segment
 
@@ -65,10 +67,6 @@ class Candidate:
     full: bool
     closed: bool
     closes: bool
-
-    @property
-    def key(self) -> tuple[bool, float, InstanceId]:
-        return (self.full or self.closed, self.ttft_s + self.delay_s + self.price_s, self.view.instance)
 
 
 @dataclass(slots=True)
@@ -107,12 +105,11 @@ class LeastTtft(Placement):
         self._work: dict[InstanceId, PlacedWork] = {}
         self._known: dict[RequestId, Known] = {}
         self._prefixes = PrefixRecord() if prefix_caching else None
-        self._arriving = ArrivingPrompts() if own_order and options.prompt_order == "shortest" else None
+        self._arriving = ArrivingPrompts() if own_order and PromptOrder.of(options).first == "shortest" else None
         self._rate = 0.0
         self._whole = self._splits = self._full = self._standbys = 0
         self._cached_tokens = 0
-        self._tracked = 0
-        self._error = self._bias = 0.0
+        self._error = PredictionError()
 
     # -- the policy interface --------------------------------------------------------------------------------------
 
@@ -171,9 +168,7 @@ class LeastTtft(Placement):
             "placed_full_total": float(self._full),
             "standby_workers": float(self._standbys),
             "prefix_tokens_expected_total": float(self._cached_tokens),
-            "ttft_error": self._error,
-            "ttft_bias": self._bias,
-            "ttft_tracked_total": float(self._tracked),
+            **self._error.metrics("ttft"),
         }
 
     # -- what is known ---------------------------------------------------------------------------------------------
@@ -204,10 +199,7 @@ class LeastTtft(Placement):
             first_s = reported_s - (work.context - known.tokens + 0.5) * step_s
             real_s = max(first_s - known.placed_s, step_s, 1e-3)
             predicted_s, known.predicted_s = known.predicted_s, None
-            self._tracked += 1
-            share = max(0.02, 1.0 / self._tracked)
-            self._error += share * (abs(predicted_s - real_s) / real_s - self._error)
-            self._bias += share * (predicted_s / real_s - self._bias)
+            self._error.add(predicted_s, real_s)
 
     def _wanted(self, now_s: float, waiting: WaitingRequest, even: tuple[float, float]) -> _Wanted:
         request = waiting.request
@@ -384,4 +376,8 @@ def _is_paced(view: InstanceView) -> bool:
 
 
 def _key(candidate: Candidate) -> tuple[bool, float, InstanceId]:
-    return candidate.key
+    return (
+        candidate.full or candidate.closed,
+        candidate.ttft_s + candidate.delay_s + candidate.price_s,
+        candidate.view.instance,
+    )

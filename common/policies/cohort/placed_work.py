@@ -17,8 +17,9 @@ from typing import NamedTuple
 from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import RankKey
 from cohort.common.policies.cohort.prompt_order import PromptOrder
-from cohort.common.policies.cohort.ttft_forecast import Pace, learned_times, prompt_pace
+from cohort.common.policies.cohort.ttft_forecast import Pace, prompt_pace
 from cohort.common.policies.interface import InstanceView
+from cohort.common.policies.step_times.reported_times import reported_times
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import Attempt, RequestId, StepTimes, WorkerStats
 
@@ -70,7 +71,7 @@ class PlacedWork:
 
     def __init__(self, options: CohortConfig, *, own_order: bool) -> None:
         self._options, self._own_order = options, own_order
-        self._order = PromptOrder(first=options.prompt_order, patience_s=options.patience_s)
+        self._order = PromptOrder.of(options)
         self._stats: WorkerStats | None = None
         self._view: InstanceView | None = None
         self.times: StepTimes
@@ -99,7 +100,7 @@ class PlacedWork:
         self._stats, self._view = stats, view
         # It came at some moment since the last look at this worker, and not before the report that followed it was due.
         self.reported_s = now_s - 0.5 * min(now_s - looked_s, _REPORT_S)
-        self.times = learned_times(stats)
+        self.times = reported_times(stats)
         token_s = self.times.token_s
         rows = context = 0
         needed = variance = 0.0

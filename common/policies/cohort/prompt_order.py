@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import RankKey
 from cohort.common.policies.cohort.promise import due_s, is_interrupted
 from cohort.common.sequence import Sequence
@@ -41,6 +42,11 @@ class PromptOrder:
     first: Literal["shortest", "earliest_due", "fcfs"] = "shortest"
     patience_s: float = 60.0
     caution: float = 1.3
+
+    @classmethod
+    def of(cls, options: CohortConfig) -> PromptOrder:
+        """The one order of a pipeline: schedulers compute by it, the placement forecasts by it."""
+        return cls(first=options.prompt_order if options.ablation.ordered else "fcfs", patience_s=options.patience_s)
 
     def rank(self, now_s: float, sequence: Sequence, token_s: float) -> tuple[RankKey, float]:
         """Its place now, and the moment from which on it has another one (infinite if none is foreseen). `token_s`:

@@ -14,10 +14,8 @@ from math import sqrt
 from typing import NamedTuple
 
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
-from cohort.common.types import StepTimes, WorkerStats
+from cohort.common.types import StepTimes
 
-_COLD = StepTimes(1e-3, 1e-4, 1e-4, 1e-2, 1e-9, 1e-8)
-"""Until a worker has reported times; only the proportions matter, and only for the first requests."""
 _PROBE_PAIRS = 1_000_000
 """Query-key pairs by which the price of one is asked."""
 _CLOSE = 0.005
@@ -97,15 +95,6 @@ def prompt_pace(times: StepTimes, decodes: BatchShape, aim_s: float, *, most: in
 def mixes(times: StepTimes, decodes: BatchShape, chunk: int, bound_s: float) -> bool:
     """Whether a chunk of so many prompt tokens can go with these decodes and keep the bound."""
     return step_seconds(times, BatchShape(chunk, 1, 0, decodes.decodes, decodes.decode_context)) <= bound_s
-
-
-def learned_times(stats: WorkerStats) -> StepTimes:
-    """As reported; of a worker whose scheduler learns none, two constants from its averages, the rest as usual."""
-    if stats.step_times is not None:
-        return stats.step_times
-    rate, decode_s = stats.prefill_tokens_per_s, stats.decode_step_s
-    token_s = 1.0 / rate if rate else _COLD.token_s
-    return StepTimes(0.0, _COLD.row_s, token_s, decode_s or _COLD.floor_s, _COLD.pair_s, _COLD.position_s)
 
 
 def memory_price_s(needed: float, variance: float, free: float) -> float:

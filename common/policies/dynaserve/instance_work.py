@@ -12,6 +12,7 @@ import numpy as np
 
 from cohort.common.policies.dynaserve.timeline import PassLimits, SegmentWork, Timeline
 from cohort.common.policies.interface import InstanceView
+from cohort.common.policies.step_times.reported_times import reported_times
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import InstanceId, RequestId, StepTimes, WorkerStats
 
@@ -58,7 +59,7 @@ class InstanceWork:
             capacity = view.capacity
             self._limits = PassLimits(self._pass_s, capacity.max_step_tokens, capacity.max_rows, self._least_prefill)
             self._timeline = self._load_s = None
-            times = self._times = stats.step_times or _from_averages(stats, fallback)
+            times = self._times = reported_times(stats, fallback)
             # As arrays: half of many instances may have reported since the last request.
             queue = stats.queue
             flat = [w.prefill_left for w in queue] + [w.context for w in queue] + [w.decode_left for w in queue]
@@ -151,11 +152,3 @@ def decoding(stats: WorkerStats) -> tuple[int, int]:
     """Requests whose prompt is done or being done elsewhere, and the positions they attend to together."""
     contexts = [work.context for work in stats.queue if work.prefill_left == 0 and work.decode_left > 0]
     return len(contexts), sum(contexts)
-
-
-def _from_averages(stats: WorkerStats, fallback: StepTimes) -> StepTimes:
-    """Of an instance whose scheduler learns nothing: two constants from its moving averages, the rest as usual."""
-    decode_s, rate = stats.decode_step_s, stats.prefill_tokens_per_s
-    floor_s = decode_s or fallback.floor_s
-    token_s = 1.0 / rate if rate else fallback.token_s
-    return StepTimes(0.0, fallback.row_s, token_s, floor_s, fallback.pair_s, fallback.position_s)

@@ -24,12 +24,12 @@ from cohort.common.policies.interface import (
     Wait,
     WaitingRequest,
 )
-from cohort.common.types import InstanceId, RequestId, Segment, StepTimes
+from cohort.common.policies.prediction_error import PredictionError
+from cohort.common.policies.step_times.reported_times import COLD
+from cohort.common.types import InstanceId, RequestId, Segment
 
 _PROBES = 6
 """K of Alg. 1: split points tried for a request. Six halvings leave a sixty-fourth of it."""
-_COLD = StepTimes(1e-3, 1e-4, 1e-4, 1e-2, 1e-9, 1e-8)
-"""Until a worker has reported times; only the proportions matter, and only for the first requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,7 @@ class SplitPlacement(Placement):
         self._rate = PlacementRate()
         self._colocated = Colocated()
         self._splits = self._whole = self._probes = 0
-        self._tracked = 0
-        self._error = self._bias = 0.0
+        self._error = PredictionError()
 
     # -- the policy interface --------------------------------------------------------------------------------------
 
@@ -137,19 +136,14 @@ class SplitPlacement(Placement):
             return
         since_s, predicted_s = placed
         real_s = max(now_s - since_s, 1e-6)
-        self._tracked += 1
-        share = max(0.02, 1.0 / self._tracked)
-        self._error += share * (abs(predicted_s - real_s) / real_s - self._error)
-        self._bias += share * (predicted_s / real_s - self._bias)
+        self._error.add(predicted_s, real_s)
 
     def metrics(self) -> dict[str, float]:
         return {
             "splits_total": float(self._splits),
             "whole_total": float(self._whole),
             "split_probes_total": float(self._probes),
-            "finish_error": self._error,
-            "finish_bias": self._bias,
-            "finish_tracked_total": float(self._tracked),
+            **self._error.metrics("finish"),
         }
 
     # -- instances ---------------------------------------------------------------------------------------------
@@ -171,7 +165,7 @@ class SplitPlacement(Placement):
                     balance=options.ablation.balance,
                     margin_tokens=options.margin_tokens,
                 )
-            work.refresh(now_s, view, _COLD)
+            work.refresh(now_s, view, COLD)
             works.append(work)
         wanted = SegmentWork(prompt, 0, 0)
 

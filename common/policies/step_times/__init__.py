@@ -6,4 +6,5 @@ step_fit        the constants from measured iterations
 profile_table   measured iterations by composition, and what follows from them for any other (D5)
 lateness        how late iterations come, beside what was estimated (D5)
 learned_times   table and lateness as one state that outlives the process
+reported_times  the constants of a worker as its reports have them
 """

@@ -3,13 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.policies.baselines.bounded_admission import (
-    MAX_RETRY_S,
-    MIN_RETRY_S,
-    UNKNOWN_RATE_RETRY_S,
-    BoundedAdmission,
-)
-from cohort.common.policies.interface import AdmissionLoad, Admit, Offer, Refuse
+from cohort.common.policies.baselines.bounded_admission import UNKNOWN_RATE_RETRY_S, BoundedAdmission
+from cohort.common.policies.interface import MAX_RETRY_S, MIN_RETRY_S, AdmissionLoad, Admit, Offer, Refuse
 from cohort.common.types import Slo
 
 POLICY = BoundedAdmission(max_waiting_requests=10, max_waiting_tokens=1000)

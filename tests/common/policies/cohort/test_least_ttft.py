@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cohort.common.config import CohortConfig
+from cohort.common.config import CohortAblation, CohortConfig
 from cohort.common.policies.cohort.admission_test import AdmissionTest
 from cohort.common.policies.cohort.least_ttft import LeastTtft
 from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
@@ -32,10 +32,9 @@ POOR = StepTimes(0.020, 1e-4, 2.5e-4, 0.002, 0.0, 0.0)
 FAST = StepTimes(1.0e-3, 0.5e-4, 0.5e-4, 0.011, 3e-9, 0.8e-7)
 
 
-def placement(*, own_order: bool = True, caching: bool = True) -> LeastTtft:
-    return LeastTtft(
-        CohortConfig(), AdmissionTest("none"), default_output=200.0, own_order=own_order, prefix_caching=caching
-    )
+def placement(*, own_order: bool = True, caching: bool = True, ordered: bool = True) -> LeastTtft:
+    options = CohortConfig(ablation=CohortAblation(ordered=ordered))
+    return LeastTtft(options, AdmissionTest("none"), default_output=200.0, own_order=own_order, prefix_caching=caching)
 
 
 def worker(
@@ -134,8 +133,8 @@ def test_the_faster_of_two_idle_devices_gets_it_and_the_other_one_once_that_has_
 
 
 def test_short_prompts_pass_long_ones_and_the_forecast_says_so() -> None:
-    def forecast(tokens: int, *, own_order: bool) -> float:
-        policy = placement(own_order=own_order)
+    def forecast(tokens: int, *, own_order: bool, ordered: bool = True) -> float:
+        policy = placement(own_order=own_order, ordered=ordered)
         view = worker("a")
         policy.place(0.0, asked("long", 6000, ttft_s=20.0), cluster(view), None)
         view.stats = report(prompt("long", 6000))
@@ -147,6 +146,7 @@ def test_short_prompts_pass_long_ones_and_the_forecast_says_so() -> None:
     assert forecast(100, own_order=True) < 0.5 * alone_s
     assert forecast(100, own_order=False) > 0.9 * alone_s
     assert forecast(7000, own_order=True) > 1.5 * alone_s
+    assert forecast(100, own_order=True, ordered=False) > 0.9 * alone_s, "the workers' order, taken away"
 
 
 def test_a_newcomer_does_not_delay_others_where_another_worker_is_idle() -> None:

@@ -1,0 +1,21 @@
+"""The step times of a worker as its reports have them: learned ones, or what its moving averages say.
+
+Asked by placements that predict (D4; least predicted TTFT).
+"""
+
+from __future__ import annotations
+
+from cohort.common.types import StepTimes, WorkerStats
+
+COLD = StepTimes(1e-3, 1e-4, 1e-4, 1e-2, 1e-9, 1e-8)
+"""Until a worker has reported times; only the proportions matter, and only for the first requests."""
+
+
+def reported_times(stats: WorkerStats, fallback: StepTimes = COLD) -> StepTimes:
+    """As learned; until the worker has learned any, two constants from its averages and the rest as usual."""
+    if stats.step_times is not None:
+        return stats.step_times
+    rate, decode_s = stats.prefill_tokens_per_s, stats.decode_step_s
+    token_s = 1.0 / rate if rate else fallback.token_s
+    floor_s = decode_s or fallback.floor_s
+    return StepTimes(0.0, fallback.row_s, token_s, floor_s, fallback.pair_s, fallback.position_s)

@@ -20,7 +20,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.typedefs import Handler, Middleware
 
 LOOKS = 4
-"""Within `still_s`: how much later than that a connection may be aborted is a part of it."""
+"""Within the shorter of the two times: a connection is aborted at most this part of it too late."""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class SlowReaders:
         return connection
 
     def _look_later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._still_s / LOOKS, self._look)
+        self._timer = asyncio.get_running_loop().call_later(min(self._still_s, self._whole_s) / LOOKS, self._look)
 
     def _look(self) -> None:
         self._timer = None

@@ -107,6 +107,8 @@ def cells(
         for load in loads or asked.loads or spec.loads:
             for seed in seeds or spec.seeds:
                 for system in _named("system", systems or usual, spec.systems):
+                    if asked.only and system not in asked.only:
+                        continue
                     compared = spec.systems[system]
                     cell = Cell(
                         workload=workload,
@@ -150,7 +152,7 @@ def measure(cell: Cell) -> CellResult:
         horizon_s=cell.horizon_s,
         slo_defaults=True,
     )
-    cluster = load_cluster(cell.cluster)
+    cluster = load_cluster(cell.cluster, {"tensor_parallel": cell.traffic.tensor_parallel})
     report = simulate(configuration(cell), cluster, load_model(cell.model), workload, options, cell.compared.roles())
     judged = report.overall if cell.traffic.judged == "all" else report.by_class[cell.traffic.judged]
     slo = judged.slo

@@ -18,6 +18,7 @@ import msgspec
 from cohort.common.config import CONFIGS_DIR
 from cohort.common.errors import ConfigError
 from cohort.common.types import Role, TrafficClass
+from cohort.common.workloads.papers import SHAPES
 
 FOLDER = CONFIGS_DIR / "comparisons"
 
@@ -30,35 +31,45 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Part(_Section, frozen=True):
-    """One stream: lengths drawn from a trace, Poisson arrivals (`cv` 1) at `rate` a second while it is on.
+    """One stream: lengths drawn from a trace or as a paper prints them (`paper`, a name of common/workloads/papers.py),
+    Poisson arrivals (`cv` 1) at `rate` a second while it is on. With `users` a closed loop instead: so many who ask
+    together, and again when the last of them has its whole answer (BROS §7.1); paper lengths only.
 
     `burst_s` of every `period_s` seconds it is on (0: always), from `start_s` to `end_s` (0: the end). `ttft_s`,
-    `tpot_s`: one SLO, or several of which each request is given one by chance. `scaled` false: its rate is the same at
-    every load."""
+    `tpot_s`: one SLO, or several of which each request is given one by chance. `whole_s`: instead, twice (first +
+    second · output tokens) for the whole answer (EcoServe §4, E9). `scaled` false: its rate is the same at every load.
+    """
 
-    trace: str
-    rate: _Positive
+    trace: str = ""
+    rate: _NotNegative = 0.0
+    paper: str = ""
+    users: Annotated[int, msgspec.Meta(ge=0)] = 0
     cv: _NotNegative = 1.0
     traffic_class: TrafficClass = "rt"
     ttft_s: _NotNegative | list[_Positive] = 0.0
     tpot_s: _NotNegative | list[_Positive] = 0.0
     deadline_s: _NotNegative = 0.0
+    whole_s: tuple[_NotNegative, _Positive] | None = None
     start_s: _NotNegative = 0.0
     end_s: _NotNegative = 0.0
     burst_s: _NotNegative = 0.0
     period_s: _NotNegative = 0.0
     max_prompt: int | None = None
     max_output: int | None = None
+    max_total: int | None = None
     scaled: bool = True
 
 
 class TrafficSpec(_Section, frozen=True):
-    """`judged`: the requests that count, of one class or all. The others override the specification's."""
+    """`judged`: the requests that count, of one class or all. `only`: systems that can run here (none named: all).
+    `tensor_parallel`: devices of an instance. The others override the specification's."""
 
     parts: list[Part]
     judged: Literal["all", "rt", "be"] = "all"
     model: str = ""
     cluster: str = ""
+    tensor_parallel: Annotated[int, msgspec.Meta(ge=1)] = 1
+    only: list[str] = []
     set: dict[str, Any] = {}
     loads: list[_Positive] = []
     note: str = ""
@@ -107,12 +118,30 @@ def load_spec(text: str) -> Spec:
         if not workload.parts:
             raise ConfigError(f"{path}: workloads.{name}: has no parts")
         for part in workload.parts:
-            if bool(part.burst_s) != bool(part.period_s) or part.burst_s > part.period_s:
-                raise ConfigError(f"{path}: workloads.{name}: burst_s and period_s come together, the first no longer")
-            if part.end_s and part.end_s <= part.start_s:
-                raise ConfigError(f"{path}: workloads.{name}: ends at {part.end_s:g} s, begins at {part.start_s:g} s")
-            trace_file(part.trace)
+            _check(part, f"{path}: workloads.{name}")
+        if unknown := [system for system in workload.only if system not in spec.systems]:
+            raise ConfigError(f"{path}: workloads.{name}.only: no system named {unknown[0]!r}")
     return spec
+
+
+def _check(part: Part, where: str) -> None:
+    """Raises `ConfigError` for what a part cannot be."""
+    if bool(part.trace) == bool(part.paper):
+        raise ConfigError(f"{where}: a part has either a trace or a paper's lengths")
+    if part.trace:
+        trace_file(part.trace)
+    elif part.paper not in SHAPES:
+        raise ConfigError(f"{where}: paper: no workload named {part.paper!r}; there are: {', '.join(SHAPES)}")
+    if bool(part.users) == bool(part.rate):
+        raise ConfigError(f"{where}: a part has either a rate or users")
+    if part.users and not part.paper:
+        raise ConfigError(f"{where}: users need a paper's lengths")
+    if bool(part.burst_s) != bool(part.period_s) or part.burst_s > part.period_s:
+        raise ConfigError(f"{where}: burst_s and period_s come together, the first no longer")
+    if part.end_s and part.end_s <= part.start_s:
+        raise ConfigError(f"{where}: ends at {part.end_s:g} s, begins at {part.start_s:g} s")
+    if part.whole_s and (part.ttft_s or part.tpot_s or part.deadline_s):
+        raise ConfigError(f"{where}: whole_s stands for all SLOs of a part")
 
 
 def trace_file(name: str) -> Path:

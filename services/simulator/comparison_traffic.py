@@ -10,15 +10,19 @@ from pathlib import Path
 import numpy as np
 
 from cohort.common.types import Slo
-from cohort.common.workloads.arrivals import RandomArrivals
+from cohort.common.workloads.arrivals import AllAtOnce, RandomArrivals
 from cohort.common.workloads.changes import clip, together
 from cohort.common.workloads.generate import FromTrace, generate
-from cohort.common.workloads.items import Workload
+from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload
+from cohort.common.workloads.papers import SHAPES
+from cohort.common.workloads.slos import ecoserve
 from cohort.common.workloads.traces import Trace, read_trace
 from cohort.services.simulator.comparison_spec import Part, TrafficSpec, trace_file
 
 _APART = 1009
 """Between the seeds of two parts of a workload."""
+_CYCLES = 40
+"""Requests of each user of a closed loop before its list begins anew."""
 _SLO_STREAM = 8
 """Beside the streams of `generate.Stream`: which of several SLOs a request is given."""
 
@@ -33,22 +37,35 @@ def _part(part: Part, load: float, duration_s: float, seed: int) -> Workload:
     end_s = min(part.end_s or duration_s, duration_s)
     on_s = _time_on(part, max(0.0, end_s - part.start_s))
     rate = part.rate * (load if part.scaled else 1.0)
-    path = trace_file(part.trace)
+    if part.paper:
+        name, lengths = part.paper, SHAPES[part.paper].lengths
+    else:
+        path = trace_file(part.trace)
+        name, lengths = path.name, FromTrace(_trace(path), path.name, resample=True)
+    arrivals = AllAtOnce() if part.users else RandomArrivals(rate, part.cv)
     workload = generate(
-        path.name,
-        FromTrace(_trace(path), path.name, resample=True),
-        RandomArrivals(rate, part.cv),
-        duration_s=on_s,
+        name,
+        lengths,
+        arrivals,
+        count=_CYCLES * part.users if part.users else None,
+        duration_s=None if part.users else on_s,
         seed=seed,
         traffic_class=part.traffic_class,
     )
-    workload = clip(workload, max_prompt=part.max_prompt, max_output=part.max_output)
+    workload = clip(workload, max_prompt=part.max_prompt, max_output=part.max_output, max_total=part.max_total)
     ttfts, tpots = _slos(part, len(workload.items), seed)
     items = tuple(
-        replace(item, arrival_s=_arrival_s(part, item.arrival_s), slo=Slo(ttft_s, tpot_s, part.deadline_s))
+        replace(item, arrival_s=_arrival_s(part, item.arrival_s), slo=_slo(part, item, ttft_s, tpot_s))
         for item, ttft_s, tpot_s in zip(workload.items, ttfts, tpots, strict=True)
     )
-    return replace(workload, items=items)
+    if not part.users:
+        return replace(workload, items=items)
+    users = ClosedLoopPart(part.users, items, start_s=part.start_s, until_s=end_s, in_batches=True)
+    return replace(workload, items=(), closed_loop=(users,))
+
+
+def _slo(part: Part, item: WorkItem, ttft_s: float, tpot_s: float) -> Slo:
+    return ecoserve(*part.whole_s)(item) if part.whole_s else Slo(ttft_s, tpot_s, part.deadline_s)
 
 
 def _time_on(part: Part, length_s: float) -> float:

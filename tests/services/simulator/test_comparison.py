@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from cohort.common.errors import ConfigError
+from cohort.common.types import Slo
 from cohort.services.simulator import comparison, comparison_tables
 from cohort.services.simulator.__main__ import main
 from cohort.services.simulator.comparison import CellResult
@@ -72,6 +73,52 @@ def test_a_changed_option_is_another_cell(trace: str, tmp_path: Path) -> None:
     systems = {"unified": {"preset": "unified", "set": {"engine.max_rows": 8}}, "p-d": {"preset": "disaggregated"}}
     after = {cell.digest for cell in comparison.cells(load_spec(str(written(tmp_path, trace, systems=systems))))}
     assert len(before & after) == len(before) / 2
+
+
+def test_lengths_users_and_whole_answers_of_the_papers() -> None:
+    users = Part(paper="bros-best-effort", users=3, traffic_class="be", scaled=False)
+    whole = Part(paper="ecoserve-alpaca", rate=5.0, whole_s=(0.5, 0.1), max_output=100)
+    made = traffic(TrafficSpec([whole, users]), load=1.0, duration_s=20.0, seed=3)
+    assert made.items and all(
+        item.slo == Slo(deadline_s=2 * (0.5 + 0.1 * item.output_tokens)) and item.output_tokens <= 100
+        for item in made.items
+    )
+    (loop,) = made.closed_loop
+    assert (loop.concurrency, loop.in_batches, loop.until_s, loop.start_s) == (3, True, 20.0, 0.0)
+    assert all(item.traffic_class == "be" and 512 <= item.prompt_tokens <= 1024 for item in loop.items)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"rate": 1}, "either a trace or a paper's lengths"),
+        ({"paper": "bros-lmsys", "trace": "x", "rate": 1}, "either a trace or a paper's lengths"),
+        ({"paper": "bros-unknown", "rate": 1}, "no workload named 'bros-unknown'"),
+        ({"paper": "bros-lmsys"}, "either a rate or users"),
+        ({"paper": "bros-lmsys", "rate": 1, "users": 2}, "either a rate or users"),
+        ({"paper": "bros-lmsys", "rate": 1, "whole_s": [1, 1], "ttft_s": 1}, "stands for all SLOs"),
+    ],
+)
+def test_parts_that_cannot_be_are_refused(tmp_path: Path, trace: str, part: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_spec(str(written(tmp_path, trace, workloads={"one": {"parts": [part]}})))
+
+
+def test_a_workload_may_say_which_systems_can_run_and_on_how_many_devices(trace: str, tmp_path: Path) -> None:
+    part = {"trace": trace, "rate": 4, "ttft_s": 2, "tpot_s": 0.1}
+    path = written(
+        tmp_path,
+        trace,
+        workloads={
+            "one": {"parts": [part], "only": ["unified"], "cluster": "a100-80:1", "tensor_parallel": 2},
+            "two": {"parts": [part], "only": ["unified"], "cluster": "a100-80:1"},
+        },
+    )
+    asked = comparison.cells(load_spec(str(path)), loads=[1.0], seeds=[0])
+    assert [(cell.workload, cell.system) for cell in asked] == [("one", "unified"), ("two", "unified")]
+    on_two, on_one = comparison.run(asked, None, 1, lambda _: None)
+    assert on_two.ttft_p99_s is not None and on_one.ttft_p99_s is not None
+    assert on_two.ttft_p99_s < on_one.ttft_p99_s
 
 
 def test_parts_are_on_when_they_say(trace: str) -> None:
@@ -139,15 +186,21 @@ def test_a_damaged_results_file_is_named(trace: str, tmp_path: Path) -> None:
         comparison.read_results(results)
 
 
-def test_the_comparison_that_comes_with_cohort_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the traces, which are not part of it."""
+@pytest.mark.parametrize("name", ["combination", "papers"])
+def test_the_comparisons_that_come_with_cohort_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """But for the traces, which are not part of them."""
     monkeypatch.setenv("COHORT_TRACES", str(tmp_path))
-    spec = yaml.safe_load((FOLDER / "combination.yaml").read_text(encoding="utf-8"))
+    spec = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     for workload in spec["workloads"].values():
         for part in workload["parts"]:
-            (tmp_path / part["trace"]).touch()
-    asked: Spec = load_spec("combination")
-    usual = sum(system.usual for system in asked.systems.values())
-    assert len(comparison.cells(asked)) == len(asked.workloads) * usual * len(asked.loads) * 5
-    assert len(comparison.cells(asked, systems=list(asked.systems))) == len(asked.workloads) * len(asked.systems) * 15
+            if "trace" in part:
+                (tmp_path / part["trace"]).touch()
+    asked: Spec = load_spec(name)
+    systems = {workload: one.only or list(asked.systems) for workload, one in asked.workloads.items()}
+    usual = sum(asked.systems[system].usual for here in systems.values() for system in here)
+    assert len(comparison.cells(asked)) == usual * len(asked.loads) * 5
+    every = sum(len(here) for here in systems.values())
+    assert len(comparison.cells(asked, systems=list(asked.systems))) == every * 15
     assert comparison_tables.markdown(comparison_tables.Comparison("", [], {}))

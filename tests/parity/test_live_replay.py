@@ -70,6 +70,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory, recordings: Path) -> Iter
 def serving(pipeline: Pipeline, recordings: Path, preset: str) -> Iterator[Pipeline]:
     """The pipeline with this preset's gateway, manager and workers, whose recordings alone are in the folder."""
     if "gateway" not in pipeline.processes or pipeline.config.name != preset:
+        stop(pipeline)
         for path in recordings.glob("*"):
             path.unlink()
         pipeline.reconfigure(preset)
@@ -79,8 +80,13 @@ def serving(pipeline: Pipeline, recordings: Path, preset: str) -> Iterator[Pipel
     try:
         yield pipeline
     finally:
-        for name in pipeline.processes.keys() - {"monitor", "predictor"}:
-            pipeline.kill(name)
+        stop(pipeline)
+
+
+def stop(pipeline: Pipeline) -> None:
+    """All processes but those that every preset uses as they are."""
+    for name in pipeline.processes.keys() - {"monitor", "predictor"}:
+        pipeline.kill(name)
 
 
 def question(number: int) -> dict[str, Any]:

@@ -83,33 +83,33 @@ async def test_restarted_dialler_takes_its_name_over(tmp_path: Path) -> None:
 async def test_malformed_messages_are_counted_and_skipped(tmp_path: Path) -> None:
     bus = ZmqBus("hub", ipc(tmp_path))
     context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.IDENTITY, b"stranger")
-    dealer.connect(bus.endpoint)
-    garbage = [
-        [b""],
-        [b"\xc1"],
-        [b"{}"],
-        [b"\x80"],
-        [b"\x81\xa4type\xa3Foo"],
-        [b"\x91" * 100_000],
-        [b"a", b"b"],
-        [b"\x82\xa4type\xaaRegistered\xabincarnation\xa1x"],
-    ]
-    for frames in garbage:
-        dealer.send_multipart(frames)
-    anonymous = context.socket(zmq.DEALER)  # libzmq gives it a binary name
-    anonymous.connect(bus.endpoint)
-    anonymous.send(b"\xff")
-    await asyncio.sleep(0.2)
-    peer = ZmqBus("peer")
-    peer.connect("hub", bus.endpoint)
-    peer.send("hub", Registered(1))
-    assert await asyncio.wait_for(bus.receive(), 5) == ("peer", Registered(1))
-    assert (bus.counters.malformed, bus.counters.received) == (len(garbage) + 1, 1)
-    for socket_ in (dealer, anonymous):
-        socket_.close(linger=0)
-    context.term()
+    try:
+        dealer = context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.IDENTITY, b"stranger")
+        dealer.connect(bus.endpoint)
+        garbage = [
+            [b""],
+            [b"\xc1"],
+            [b"{}"],
+            [b"\x80"],
+            [b"\x81\xa4type\xa3Foo"],
+            [b"\x91" * 100_000],
+            [b"a", b"b"],
+            [b"\x82\xa4type\xaaRegistered\xabincarnation\xa1x"],
+        ]
+        for frames in garbage:
+            dealer.send_multipart(frames)
+        anonymous = context.socket(zmq.DEALER)  # libzmq gives it a binary name
+        anonymous.connect(bus.endpoint)
+        anonymous.send(b"\xff")
+        await asyncio.sleep(0.2)
+        peer = ZmqBus("peer")
+        peer.connect("hub", bus.endpoint)
+        peer.send("hub", Registered(1))
+        assert await asyncio.wait_for(bus.receive(), 5) == ("peer", Registered(1))
+        assert (bus.counters.malformed, bus.counters.received) == (len(garbage) + 1, 1)
+    finally:
+        context.destroy(linger=0)  # or a failure would hang at the end of the process
     await bus.close()
     await peer.close()
 

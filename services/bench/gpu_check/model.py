@@ -18,7 +18,7 @@ from cohort.services.bench.gpu_check.context import Check
 from cohort.services.bench.gpu_check.predictions import Facts, expect
 from cohort.services.bench.gpu_check.shapes import shape_folder
 
-_MEASURED_KV = 36 << 30  # 256 rows of 1,024 tokens of an 8B model, and a little
+_MEASURED_KV = 40 << 30  # 256 rows of 1,024 tokens of an 8B model, and what they grow by
 
 
 def run_8b(check: Check) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.common.engine.model_config import read_geometry
+from cohort.common.paths import run_dir
 from cohort.services.bench.gpu_check.context import Check
 from cohort.services.bench.gpu_check.predictions import Facts, expect
 from cohort.services.bench.gpu_check.shapes import shape_folder
@@ -110,6 +112,8 @@ def _served(check: Check, preset: str, model: Path) -> Iterator[tuple[int, float
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
+        for part in (run_dir(port) / "logs").glob("*.log"):  # what each process said, classes recorded included
+            shutil.copyfile(part, check.logs / f"pipeline-{preset}-{part.name}")
 
 
 def _tell(check: Check, name: str, load: Load, overall: dict[str, Any], folder: Path) -> None:
@@ -127,7 +131,13 @@ def _tell(check: Check, name: str, load: Load, overall: dict[str, Any], folder: 
         context=load.prompt,
         tokens=load.output,
     )
-    found.measured(f"{name}: output", overall["output_tokens_per_s"], "tokens/s", expect=expect("pipeline", facts))
+    found.measured(
+        f"{name}: output",
+        overall["output_tokens_per_s"],
+        "tokens/s",
+        expect=expect("pipeline", facts),
+        note=f"{load.users} users, {load.prompt} + {load.output} tokens, {check.dtype_name}: for another server as well",
+    )
     for key, label in (("ttft_ms", "time to first token"), ("tpot_ms", "time per later token")):
         if overall[key] is not None:
             note = f"p99 {overall[key]['p99']:.1f}"

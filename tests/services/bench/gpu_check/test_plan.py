@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from cohort.services.bench.gpu_check import __main__ as sections
@@ -30,7 +32,7 @@ def test_order_of_plan_a() -> None:
 def test_deadlines_leave_later_sections_their_time(total_s: float) -> None:
     found = deadlines(sections_of("B", None), total_s)
     assert found[-1].until_s == pytest.approx(total_s)
-    for earlier, later in zip(found, found[1:], strict=False):
+    for earlier, later in pairwise(found):
         assert later.until_s - earlier.until_s == pytest.approx(later.seconds)
 
 

@@ -30,6 +30,7 @@ from cohort.services.bench.gpu_check.report import Findings
 GRACE_S = 5.0
 _LEAST_S = 0.5
 _POLL_S = 0.5
+_KEPT_BYTES = 4 << 30
 EXIT_OVERRUN = 3
 
 Found = TypeVar("Found")
@@ -96,7 +97,9 @@ class Guard:
         started = time.monotonic()
         try:
             with self._deadline(name, seconds):
-                return call()
+                found = call()
+            self._settle()
+            return found
         except (torch.OutOfMemoryError, DoesNotFit) as error:
             self._found.said(name, f"does not fit: {_words(error)}")
             self._after(name, error)
@@ -113,6 +116,15 @@ class Guard:
         finally:
             print(f"   {time.monotonic() - started:.1f} s", flush=True)
         return None
+
+    def _settle(self) -> None:
+        """What the item launched and the device could not do is this item's failure, not the next one's. What the
+        allocator keeps of a large item is returned, lest its pieces be in the next one's way."""
+        self._probe(self._device)
+        if self._device.type == "cuda":
+            kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+            if kept > _KEPT_BYTES:
+                torch.cuda.empty_cache()
 
     def _after(self, name: str, error: BaseException) -> None:
         """Let go of what the item held, then ask the device whether it still answers."""

@@ -136,7 +136,7 @@ def _tell(check: Check, name: str, load: Load, overall: dict[str, Any], folder: 
         overall["output_tokens_per_s"],
         "tokens/s",
         expect=expect("pipeline", facts),
-        note=f"{load.users} users, {load.prompt} + {load.output} tokens, {check.dtype_name}: for another server as well",
+        note=f"{load.users} users, {load.prompt} + {load.output} tokens, {check.dtype_name}: for other servers too",
     )
     for key, label in (("ttft_ms", "time to first token"), ("tpot_ms", "time per later token")):
         if overall[key] is not None:

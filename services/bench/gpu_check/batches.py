@@ -47,13 +47,13 @@ def mixed(runner: ModelRunner, rows: int, context: int, prompt: int) -> StepBatc
     positions = np.arange(prompt, dtype=np.int64)
     slots = tables[0, positions // size].astype(np.int64) * size + positions % size
     starts = np.concatenate([[0], prompt + np.arange(rows + 1)]).astype(np.int32)
-    return StepBatch(
+    return replace(
+        decode,
         token_ids=np.ones(prompt + rows, dtype=np.int64),
         positions=np.concatenate([positions, decode.positions]),
         query_start=starts,
         context_lens=np.concatenate([[prompt], decode.context_lens]).astype(np.int32),
         block_tables=tables,
-        directions=None,
         slot_mapping=np.concatenate([slots, decode.slot_mapping]),
         sample_rows=np.arange(rows + 1, dtype=np.int32),
         sampling=(GREEDY,) * (rows + 1),

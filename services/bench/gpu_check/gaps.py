@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry
 
 from cohort.common.clock import SystemClock
 from cohort.common.config import Config
-from cohort.common.engine import device_steps, model_runner, worker_loop
+from cohort.common.engine import batch_builder, device_steps, worker_loop
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.worker_process import capacity_of
 from cohort.common.machines.worker import WorkerMachine
@@ -42,13 +42,17 @@ from cohort.services.bench.gpu_check.predictions import Facts, expect
 from cohort.services.bench.gpu_check.spans import Place, Spans, spanned
 
 WANTED_IDLE = 0.02
+# Where a plan becomes arrays: the first of these that there is.
+_BUILDERS = ((getattr(batch_builder, "BatchBuilder", None), "build"), (worker_loop, "build_batch"))
 _JOINING = 120  # tokens that the first request gets while the others' prompts are computed
 _LOOK_S = 0.02
+_BUILD = next(
+    (Place(owner, name, "build") for owner, name in _BUILDERS if hasattr(owner, name)), Place(worker_loop, "", "build")
+)
 _PLACES = (
     Place(WorkerMachine, "_completed", "completed"),
     Place(WorkerMachine, "_plan", "plan"),
-    Place(worker_loop, "build_batch", "build"),
-    Place(model_runner.ModelRunner, "execute", "execute"),
+    _BUILD,
     Place(device_steps.DeviceSteps, "launch", "launch"),
     Place(device_steps.Launched, "finish", "wait"),
 )
@@ -119,10 +123,10 @@ def _parts(spans: Spans, alone_s: float) -> dict[str, list[float]]:
         "completed": spans.lengths("completed"),
         "plan": [each for each in spans.lengths("plan") if each > 2e-6],
         "build": spans.lengths("build"),
-        "hop": spans.after("build", "execute"),
+        "hop": spans.after("build", "launch"),
         "launch": spans.lengths("launch"),
         "wake": waits,
-        "back": spans.after("execute", "completed"),
+        "back": spans.after("wait", "completed"),
     }
 
 

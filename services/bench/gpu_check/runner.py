@@ -136,6 +136,7 @@ def _environment(options: argparse.Namespace, work: Path, paths: list[str]) -> d
         _bring(options.triton_cache, Path(cache))
     if options.dry_run:  # there the cache folder's kernels serve as they are
         environment["CUDA_VISIBLE_DEVICES"] = ""
+        environment["TRITON_INTERPRET"] = "1"
     else:
         environment.setdefault("COHORT_CACHE_DIR", str(work / "cache"))
     return environment

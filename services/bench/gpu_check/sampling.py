@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cohort.common.engine import sampler
 from cohort.common.engine.batch import GREEDY, SamplingRow
-from cohort.common.engine.device_sampler import sample_on_device
+from cohort.common.engine.device_sampler import SampledOnDevice, sample_on_device
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.uploads import Uploads
 from cohort.common.sampling_inputs import TokenHistory
@@ -42,14 +42,13 @@ class OnDevice:
     def __init__(self, device: torch.device) -> None:
         self._uploads = Uploads(device)
 
-    def launch(self, logits: Tensor, rows: Sequence[SamplingRow]) -> object:
+    def launch(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SampledOnDevice:
         """Everything is launched; nothing is awaited."""
         self._uploads.restart()
         return sample_on_device(logits, logits.argmax(dim=-1), rows, self._uploads)
 
     def tokens(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-        self._uploads.restart()
-        sampled = sample_on_device(logits, logits.argmax(dim=-1), rows, self._uploads)
+        sampled = self.launch(logits, rows)
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
         found: list[int] = sampled.output().tokens.tolist()

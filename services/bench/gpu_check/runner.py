@@ -130,7 +130,6 @@ def _environment(options: argparse.Namespace, work: Path, paths: list[str]) -> d
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
     environment["PYTHONUNBUFFERED"] = "1"
     environment["HF_HUB_OFFLINE"] = environment["TRANSFORMERS_OFFLINE"] = "1"
-    environment["UCX_PROTO_INFO"] = "y"  # which transport it takes
     cache = environment["TRITON_CACHE_DIR"] = str(work / "triton")
     if options.triton_cache is not None:
         _bring(options.triton_cache, Path(cache))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cohort.common.engine.model_config import read_geometry
-from cohort.services.bench.gpu_check import attention, golden, kernels, model, products, smoke
+from cohort.services.bench.gpu_check import attention, golden, kernels, kv_transfer, model, products, smoke
 from cohort.services.bench.gpu_check.context import Check
 from cohort.services.bench.gpu_check.guard import Guard
 from cohort.services.bench.gpu_check.report import (
@@ -195,6 +195,20 @@ def test_spans_find_functions_and_the_ways_between() -> None:
     made = Spans({"a": [(0.0, 1.0), (5.0, 6.0)], "b": [(2.0, 3.0), (6.5, 7.0)]})
     assert made.after("a", "b") == [1.0, 0.5]
     assert made.between(1.0, 6.0).found == {"a": [(5.0, 6.0)], "b": [(2.0, 3.0)]}
+
+
+def test_transports_are_read_from_what_ucx_says() -> None:
+    log = """
+[1.0] [vm:1:0]   | ucp_context_0 intra-node cfg#1 | tagged message by ucp_tag_send* from cuda memory |
+[1.0] [vm:1:0]   |                 93..8191 | eager copy-in copy-out                    | sysv/memory |
+[1.0] [vm:1:0]   |                  8K..inf | (?) rendezvous zero-copy read from remote | cuda_ipc/cuda  |
+[1.0] [vm:1:0]   |                  8K..inf | (?) rendezvous zero-copy read from remote | cuda_ipc/cuda  |
+[1.0] [vm:1:0]   |                   0..inf | rendezvous copy-in copy-out               | 50% on tcp/eth0 and tcp/lo |
+"""
+    assert kv_transfer.transports(log) == [
+        "rendezvous zero-copy read from remote by cuda_ipc/cuda",
+        "rendezvous copy-in copy-out by 50% on tcp/eth0 and tcp/lo",
+    ]
 
 
 def test_the_tiny_shape_is_a_model(tmp_path: Path) -> None:

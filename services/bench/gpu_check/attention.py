@@ -12,7 +12,7 @@ from cohort.kernels.paged_attention import paged_attention
 from cohort.services.bench.gpu_check import rates
 from cohort.services.bench.gpu_check.cases import Case, Heads, make_case
 from cohort.services.bench.gpu_check.context import Check
-from cohort.services.bench.gpu_check.guard import NotThere
+from cohort.services.bench.gpu_check.guard import DoesNotFit, NotThere
 from cohort.services.bench.gpu_check.predictions import Facts, expect
 
 WANTED = 0.75
@@ -84,6 +84,8 @@ def _stride(check: Check, name: str, heads: Heads, rows: int, context: int) -> N
 def _chosen(check: Check, name: str, heads: Heads, rows: int, context: int, tile: int, stages: int, warps: int) -> None:
     """Another plan than the kernel's own; `MIN_PART_KEYS` stays, and a tile never spans parts."""
     try:
+        from triton.runtime.errors import OutOfResources
+
         from cohort.kernels.gpu import attention as own
         from cohort.kernels.gpu.plan import decode_plan
         from cohort.kernels.gpu.workspace import multiprocessors
@@ -104,7 +106,10 @@ def _chosen(check: Check, name: str, heads: Heads, rows: int, context: int, tile
             own.decode(case.query, case.kv, layer, case.meta, case.scale, out, plan=chosen)
 
     repeats = 20 if check.real else 1
-    taken_s = rates.seconds(rates.replayed(every_layer, check.device), check.device, repeats=repeats, warm_ups=1)
+    try:
+        taken_s = rates.seconds(rates.replayed(every_layer, check.device), check.device, repeats=repeats, warm_ups=1)
+    except OutOfResources as error:
+        raise DoesNotFit(f"a multiprocessor's shared memory: {error}") from None
     taken_s /= layers
     chosen_here = (plan.tile_keys, plan.stages, plan.warps) == (tile, stages, warps)
     check.found.measured(

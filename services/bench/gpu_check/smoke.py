@@ -38,7 +38,13 @@ def run(check: Check) -> None:
 
 
 def _load(check: Check) -> ModelRunner:
-    wide: dict[str, Any] = {**LLAMA_3_8B, "num_hidden_layers": 2, "vocab_size": 32000, "eos_token_id": 2}
+    wide: dict[str, Any] = {
+        **LLAMA_3_8B,
+        "num_hidden_layers": 2,
+        "vocab_size": 32000,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     config = wide if check.real else TINY
     share = DeviceShare(graphs=2 << 30, most_kv=1 << 30)
     runner = check.runner("two-layers", config, max_rows=64 if check.real else 8, share=share, max_step_tokens=512)

@@ -81,6 +81,8 @@ def _fresh(runner: ModelRunner, batch: StepBatch) -> StepOutput:
     """Over the same cache content each time."""
     generator = torch.Generator(runner.kv.blocks.device).manual_seed(7)
     runner.kv.blocks.normal_(generator=generator)
+    if runner.device.type == "cuda":  # steps run on a stream of their own, which waits for no other
+        torch.cuda.synchronize(runner.device)
     return runner.execute(batch)
 
 

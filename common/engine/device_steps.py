@@ -13,6 +13,8 @@ a step; scored prompts, which are rare, are the exception. Decides nothing about
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import structlog
 import torch
 from torch import Tensor
@@ -88,8 +90,9 @@ class DeviceSteps:
         if device.type == "cuda":  # weights and cache were written on another stream
             torch.cuda.synchronize(device)
 
-    def record(self, budget_bytes: int) -> None:
-        """Record the decode steps; nothing may be served meanwhile. Zero bytes: none are recorded."""
+    def record(self, budget_bytes: int, classes: Sequence[int] | None = None) -> None:
+        """Record the decode steps, of these batch sizes only where `classes` names some; nothing may be served
+        meanwhile. Zero bytes: none are recorded."""
         if not budget_bytes:
             return
         recorder: Recorder = PlainRecorder()
@@ -101,7 +104,7 @@ class DeviceSteps:
         g = self._geometry
         estimate = self._max_rows * (2 * g.intermediate_size + g.vocab_size) * 4
         with self.stream.use():
-            self.decode.record(recorder, CaptureBudget(budget_bytes), estimate)
+            self.decode.record(recorder, CaptureBudget(budget_bytes), estimate, classes)
         self.stream.mark().wait()
 
     def launch(self, batch: StepBatch) -> Launched:

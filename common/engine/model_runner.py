@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import assert_never
@@ -184,15 +185,15 @@ class ModelRunner:
         """Within, a step's kernels are called one by one even where one call would do: for measuring them."""
         return self._model.one_by_one() if isinstance(self._model, LeanLlama) else nullcontext()
 
-    def warm_up(self) -> None:
+    def warm_up(self, classes: Sequence[int] | None = None) -> None:
         """Run the step shapes that occur, so that the first request does not pay for code and caches being made.
 
         Writes KV into the first blocks: call it before any request owns one. On a GPU this is also when the decode
-        steps are recorded.
+        steps are recorded; `classes`: of these batch sizes only, for measuring.
         """
         if self._device_steps is not None:
             with torch.inference_mode():
-                self._device_steps.record(self._graph_bytes)
+                self._device_steps.record(self._graph_bytes, classes)
         for rows, tokens_per_row in ((1, 1), (1, min(64, self.max_step_tokens)), (min(8, self.max_rows), 1)):
             batch = trial_batch(
                 rows, tokens_per_row, tokens_per_row, block_size=self.block_size, num_blocks=len(self.kv.blocks)

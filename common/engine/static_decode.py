@@ -12,7 +12,7 @@ special case instead.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,10 +117,16 @@ class StaticDecode:
         """Recorded classes, ascending."""
         return tuple(sorted(self._steps))
 
-    def record(self, recorder: Recorder, budget: CaptureBudget, first_estimate_bytes: int = 0) -> None:
-        """Record the classes, largest first, as far as the budget goes; the log tells what was recorded."""
+    def record(
+        self,
+        recorder: Recorder,
+        budget: CaptureBudget,
+        first_estimate_bytes: int = 0,
+        classes: Sequence[int] | None = None,
+    ) -> None:
+        """Record the classes (None: all), largest first, as far as the budget goes; the log tells what was recorded."""
         estimate, refused = first_estimate_bytes, []
-        for rows in capture_order(batch_classes(self._max_rows)):
+        for rows in capture_order(batch_classes(self._max_rows) if classes is None else classes):
             if not budget.admits(estimate):
                 refused.append(rows)
                 continue

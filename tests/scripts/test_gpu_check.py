@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "scripts" / "gpu_check"
+LIMIT_S = 620
 
 
 def gpu_check(*options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -16,23 +21,29 @@ def gpu_check(*options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, str(SCRIPT), *options],
         capture_output=True,
         text=True,
-        timeout=620,
+        timeout=LIMIT_S,
         check=False,
         cwd=cwd,
         stdin=subprocess.DEVNULL,
     )
 
 
+def report_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    return found
+
+
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    told = gpu_check("--json", str(tmp_path / "out.json"), cwd=tmp_path)
+    told = gpu_check("--out", str(tmp_path / "out"), cwd=tmp_path)
     if told.returncode != 2:  # there is one: nothing to see here
         return
     assert "no CUDA device" in told.stderr and "--dry-run" in told.stderr
-    assert not (tmp_path / "out.json").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_wrong_options(tmp_path: Path) -> None:
     assert gpu_check("--only", "everything", cwd=tmp_path).returncode == 2
+    assert gpu_check("--plan", "C", cwd=tmp_path).returncode == 2
     missing = gpu_check("--dry-run", "--wheels", "absent", cwd=tmp_path)
     assert missing.returncode == 2 and "absent" in missing.stderr
     (tmp_path / "empty").mkdir()
@@ -40,12 +51,67 @@ def test_wrong_options(tmp_path: Path) -> None:
     assert empty.returncode == 2 and "no wheels" in empty.stderr
 
 
-def test_a_dry_run_of_a_section(tmp_path: Path) -> None:
-    """Table and JSON, and a section for which no time is left."""
-    told = gpu_check("--dry-run", "--only", "attention", "--json", "out.json", "--markdown", "t.md", cwd=tmp_path)
-    result = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert (told.returncode, result["dry_run"]) == (0, True), told.stdout + told.stderr
-    assert {row["section"] for row in result["rows"]} == {"attention"}
-    assert "no figure below is a measurement" in told.stdout and (tmp_path / "t.md").read_text().startswith("| section")
-    late = gpu_check("--dry-run", "--only", "kernels", "--json", "late.json", "--total-s", "3", cwd=tmp_path)
+def test_a_dry_run_of_sections(tmp_path: Path) -> None:
+    """Four files and a table; a section for which no time is left is named."""
+    told = gpu_check("--dry-run", "--only", "products", "device", "--out", "out", cwd=tmp_path)
+    result = report_of(tmp_path / "out")
+    assert (told.returncode, result["dry_run"], result["state"]) == (0, True, "complete"), told.stdout + told.stderr
+    assert [section["section"] for section in result["sections"]] == ["device", "products"]
+    assert {row["section"] for row in result["rows"]} == {"device", "products"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "report.json",
+        "report.md",
+        "profiles.json",
+        "logs.tar.gz",
+    }
+    assert "no metric below is a measurement" in told.stdout
+    late = gpu_check("--dry-run", "--only", "kernels", "--out", "late", "--total-s", "3", cwd=tmp_path)
     assert late.returncode == 1 and "not run" in late.stdout
+    assert report_of(tmp_path / "late")["sections"][0]["state"] == "not run"
+
+
+def test_a_killed_run_leaves_what_it_had(tmp_path: Path) -> None:
+    """kill -9 in the middle of a section: the reports are whole, and no process of the run stays."""
+    out = tmp_path / "out"
+    with (tmp_path / "log").open("wb") as log:
+        running = subprocess.Popen(
+            [sys.executable, str(SCRIPT), "--dry-run", "--only", "device", "golden", "--out", str(out)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=tmp_path,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+        )
+    try:
+        until = time.monotonic() + LIMIT_S
+        while time.monotonic() < until:
+            if (out / "report.json").is_file() and len(report_of(out)["sections"]) == 2:
+                break
+            assert running.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        assert running.poll() is None
+    finally:
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+    result = report_of(out)
+    assert result["state"] == "running" and result["sections"][0]["state"] == "ended"
+    assert any(row["name"] == "read alone" for row in result["rows"])
+    assert (out / "report.md").read_text().startswith("# Check of a GPU")
+    assert (out / "logs.tar.gz").is_file()
+    until = time.monotonic() + 120
+    while left := _started_from(tmp_path):
+        assert time.monotonic() < until, left
+        time.sleep(0.5)
+
+
+def _started_from(folder: Path) -> list[str]:
+    """Command lines of living processes that name this folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if str(folder) in words and "gpu_check" in words:
+                found.append(words)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import traceback
@@ -14,46 +15,68 @@ import torch
 from cohort.common.engine import compiled_kernels
 from cohort.services.bench.gpu_check import (
     attention,
-    decode,
-    environment,
-    fill,
+    device,
     golden,
     kernels,
     kv_transfer,
+    memcheck,
+    model,
     pipeline,
-    prefill,
+    products,
+    smoke,
 )
 from cohort.services.bench.gpu_check.context import Check
+from cohort.services.bench.gpu_check.guard import Guard
+from cohort.services.bench.gpu_check.plan import SECTIONS, Section
 from cohort.services.bench.gpu_check.report import Findings, table
 
-SECTIONS: dict[str, Callable[[Check], None]] = {
-    "environment": environment.run,
+RUN: dict[Section, Callable[[Check], None]] = {
+    "device": device.run,
+    "smoke": smoke.run,
     "kernels": kernels.run,
+    "pipeline": pipeline.run,
+    "model-8b": model.run_8b,
+    "products": products.run,
     "golden": golden.run,
     "attention": attention.run,
-    "decode-8b": lambda check: decode.run(check, "Llama-3-8B"),
+    "golden-presets": golden.run_presets,
     "kv-transfer": kv_transfer.run,
-    "prefill": prefill.run,
-    "decode-14b": lambda check: decode.run(check, "Qwen2.5-14B"),
-    "fill": fill.run,
-    "pipeline": pipeline.run,
+    "model-14b": model.run_14b,
+    "pipelines": pipeline.run_others,
+    "memcheck": memcheck.run,
 }
+_PATIENCE = 50.0  # on a processor, which may be a busy one
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("section", choices=SECTIONS)
     parser.add_argument("--device", default="cuda:0", help="with its number (default: %(default)s), or cpu")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes on a GPU too")
     parser.add_argument("--folder", type=Path, help="for models and run files")
+    parser.add_argument("--logs", type=Path, help="for what is to be kept")
     parser.add_argument("--rows", type=Path, help="file to append the findings to")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="until the section is to end")
     options = parser.parse_args()
-    device = torch.device(options.device)
+    # The runner's first word; what a section has started is ended on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
+    """0, or 1 if something failed."""
+    chosen = torch.device(options.device)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="cohort-gpu-"))
+    logs = options.logs or folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
     found = Findings(options.section, options.rows)
+    real = chosen.type == "cuda" and not options.tiny
+    guard = Guard(found, chosen, options.seconds, patience=1.0 if chosen.type == "cuda" else _PATIENCE)
+    guard.watch()
     compiled_kernels.keep_in_cache()
     try:
         with torch.inference_mode():
-            SECTIONS[options.section](Check(device, device.type == "cuda", folder, found))
+            RUN[options.section](Check(chosen, real, folder, found, guard, logs))
     except Exception as error:  # of any kind: the table tells
         traceback.print_exc()
         words = str(error).partition("\n")[0]

@@ -1,77 +1,140 @@
-"""Section: how much of the memory's bandwidth decode attention reaches."""
+"""Section: the bandwidth that decode attention reaches: every shape, with directions and without, in a cache of one
+layer and of thirty-two, and with other tiles, stages and warps than it chooses by itself."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 
-from cohort.kernels.gpu.workspace import Workspace
-from cohort.kernels.paged_attention import AttentionMeta, paged_attention
+from cohort.kernels.paged_attention import paged_attention
 from cohort.services.bench.gpu_check import rates
+from cohort.services.bench.gpu_check.cases import Case, Heads, make_case
 from cohort.services.bench.gpu_check.context import Check
+from cohort.services.bench.gpu_check.guard import DoesNotFit, NotThere
+from cohort.services.bench.gpu_check.predictions import Facts, expect
 
-_BLOCK_SIZE = 16
-_LAYERS = 4  # in turn, so that no input is still in the second-level cache
-_LONG = 8192
 WANTED = 0.75
+_LONG = 8192
+_LLAMA, _QWEN, _TINY = Heads(32, 8, 128), Heads(40, 8, 128), Heads(4, 2, 16)
+_SHAPES = ((64, 8192), (256, 2048), (64, 1024), (16, 32768), (1, 131072), (64, 512))
+_LAYERS = 4  # in turn, so that no input is still in the second-level cache
+_SWEEP = [(tile, stages, warps) for tile in (32, 64, 128) for stages in (3, 5) for warps in (4, 8)]
 
 
 def run(check: Check) -> None:
-    found, device = check.found, check.device
-    copy = rates.copy_bytes_per_s(device, (4 << 30) if check.real else 1 << 20)
-    heads = {"Llama-3-8B": (32, 8, 128), "Qwen2.5-14B": (40, 8, 128)} if check.real else {"tiny": (4, 2, 16)}
-    shapes = ((64, 8192), (16, 32768), (1, 131072), (256, 2048), (64, 512)) if check.real else ((3, 40),)
-    for model, (query_heads, kv_heads, head_dim) in heads.items():
+    models = {"Llama-3-8B": _LLAMA, "Qwen2.5-14B": _QWEN} if check.real else {"tiny": _TINY}
+    shapes = _SHAPES if check.real else ((3, 40),)
+    for model, heads in models.items():
         for rows, context in shapes:
-            for directed in (False, True) if (rows, context) == shapes[0] else (False,):
-                taken, read = _time(check, query_heads, kv_heads, head_dim, rows, context, directed)
-                share = read / taken / copy
-                found.measured(
-                    f"{model} {rows} x {context}{', both directions' if directed else ''}",
-                    share,
-                    "of copy bandwidth",
-                    at_least=WANTED if check.real and context >= _LONG else None,
-                    note=f"{taken * 1e6:.0f} us a layer, {read / taken / 1e12:.2f} TB/s",
-                )
+            name = f"{model} {rows} x {context}"
+            check.guard.item(name, partial(_shape, check, name, heads, rows, context), 12)
+    heads = next(iter(models.values()))
+    for rows, context in ((64, 4096), (256, 1024)) if check.real else ((3, 40),):
+        name = f"{rows} x {context}: 32 layers in a block against 1"
+        check.guard.item(name, partial(_stride, check, name, heads, rows, context), 15)
+    for rows, context in ((64, 8192), (256, 1024), (1, 32768)) if check.real else ((2, 20),):
+        for tile, stages, warps in _SWEEP if check.real else [(16, 2, 4)]:
+            name = f"{rows} x {context}: tile {tile}, {stages} stages, {warps} warps"
+            check.guard.item(name, partial(_chosen, check, name, heads, rows, context, tile, stages, warps), 8)
 
 
-def _time(
-    check: Check, query_heads: int, kv_heads: int, head_dim: int, rows: int, context: int, directed: bool
-) -> tuple[float, int]:
-    """Seconds a layer, and bytes of keys and values that it reads."""
-    device, dtype = check.device, check.dtype
-    per_row = -(-context // _BLOCK_SIZE)
-    kv = torch.empty(rows * per_row, _LAYERS, 2, kv_heads, _BLOCK_SIZE, head_dim, device=device, dtype=dtype)
-    kv.normal_()
-    tables = torch.randperm(rows * per_row, device=device).to(torch.int32).view(rows, per_row)
-    directions = torch.randint(0, 2, tables.shape, device=device).to(torch.uint8)
-    workspace = None
-    if device.type == "cuda":
-        workspace = Workspace(
-            max_rows=rows,
-            query_heads=query_heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            device=device,
-            staging_tokens=1,
+def _shape(check: Check, name: str, heads: Heads, rows: int, context: int) -> None:
+    """Without directions and with; the latter is what recorded steps run."""
+    ceilings = check.ceilings()
+    times = {}
+    for directed in (False, True):
+        case = make_case(
+            check.device, check.dtype, heads, *_rows(rows, context), layers=_layers(check), directed=directed
         )
-    meta = AttentionMeta(
-        query_start=torch.arange(rows + 1, dtype=torch.int32, device=device),
-        context_lens=torch.full((rows,), context, dtype=torch.int32, device=device),
-        block_tables=tables,
-        directions=directions if directed else None,
-        block_size=_BLOCK_SIZE,
-        max_query_len=1,
-        num_prefill_rows=0,
-        max_context_len=context,
-        workspace=workspace,
+        taken_s = times[directed] = _time(check, case)
+        long = context >= _LONG
+        check.found.measured(
+            f"{name}{', directed' if directed else ''}",
+            case.read_bytes / taken_s / ceilings.bandwidth,
+            "of bandwidth",
+            at_least=WANTED if check.real and long else None,
+            expect=expect("attention, long" if long else "attention, short", Facts(ceilings)),
+            note=f"{taken_s * 1e6:.0f} us a layer, {case.read_bytes / taken_s / 1e12:.2f} TB/s",
+        )
+        del case
+    check.found.measured(
+        f"{name}: directed over not",
+        times[True] / times[False],
+        "x",
+        expect=expect("attention, directed", Facts(ceilings)),
     )
-    query = torch.randn(rows, query_heads, head_dim, device=device).to(dtype)
-    out = torch.empty_like(query)
 
-    def layers() -> None:
-        for layer in range(_LAYERS):
-            paged_attention(query, kv, layer, meta, head_dim**-0.5, out)
 
-    taken = rates.seconds(rates.replayed(layers, device), device) / _LAYERS
-    return taken, 2 * rows * context * kv_heads * head_dim * dtype.itemsize
+def _stride(check: Check, name: str, heads: Heads, rows: int, context: int) -> None:
+    """As many bytes from blocks of 32 layers as from blocks of one: the former touch 32 times the memory's pages."""
+    layers = 32 if check.real else 4
+    wide = _time(check, make_case(check.device, check.dtype, heads, *_rows(rows, context), layers=layers))
+    dense = _time(check, make_case(check.device, check.dtype, heads, *_rows(rows, context), layers=1))
+    check.found.measured(
+        name,
+        wide / dense,
+        "x",
+        expect=expect("attention, stride", Facts(check.ceilings())),
+        note=f"{wide * 1e6:.0f} and {dense * 1e6:.0f} us a layer",
+    )
+
+
+def _chosen(check: Check, name: str, heads: Heads, rows: int, context: int, tile: int, stages: int, warps: int) -> None:
+    """Another plan than the kernel's own; `MIN_PART_KEYS` stays, and a tile never spans parts."""
+    try:
+        from triton.runtime.errors import OutOfResources
+
+        from cohort.kernels.gpu import attention as own
+        from cohort.kernels.gpu.plan import decode_plan
+        from cohort.kernels.gpu.workspace import multiprocessors
+    except ImportError as error:
+        raise NotThere(str(error)) from None
+    if check.device.type != "cuda" and not own.WIDEN_PRODUCTS:
+        raise NotThere("Triton needs a GPU, or its interpreter (TRITON_INTERPRET=1)")
+    plan = decode_plan(
+        head_dim=heads.dim, element_bytes=check.dtype.itemsize, multiprocessors=multiprocessors(check.device)
+    )
+    chosen = replace(plan, tile_keys=tile, stages=stages, warps=warps, min_part_keys=max(plan.min_part_keys, tile))
+    case = make_case(check.device, check.dtype, heads, *_rows(rows, context), layers=_layers(check))
+    out = torch.empty_like(case.query)
+    layers = case.kv.shape[1]
+
+    def every_layer() -> None:
+        for layer in range(layers):
+            own.decode(case.query, case.kv, layer, case.meta, case.scale, out, plan=chosen)
+
+    repeats = 20 if check.real else 1
+    try:
+        taken_s = rates.seconds(rates.replayed(every_layer, check.device), check.device, repeats=repeats, warm_ups=1)
+    except OutOfResources as error:
+        raise DoesNotFit(f"a multiprocessor's shared memory: {error}") from None
+    taken_s /= layers
+    chosen_here = (plan.tile_keys, plan.stages, plan.warps) == (tile, stages, warps)
+    check.found.measured(
+        name,
+        case.read_bytes / taken_s / check.ceilings().bandwidth,
+        "of bandwidth",
+        note=f"{taken_s * 1e6:.0f} us a layer{'; the plan chooses this' if chosen_here else ''}",
+    )
+
+
+def _layers(check: Check) -> int:
+    return _LAYERS if check.real else 2
+
+
+def _rows(rows: int, context: int) -> tuple[list[int], list[int]]:
+    return [context] * rows, [1] * rows
+
+
+def _time(check: Check, case: Case) -> float:
+    """Seconds a layer."""
+    out = torch.empty_like(case.query)
+    layers = case.kv.shape[1]
+
+    def every_layer() -> None:
+        for layer in range(layers):
+            paged_attention(case.query, case.kv, layer, case.meta, case.scale, out)
+
+    return rates.seconds(rates.replayed(every_layer, check.device), check.device) / layers

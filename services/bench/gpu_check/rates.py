@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import torch
 
+from cohort.services.bench.gpu_check.bounds import Ceilings
+
 
 def seconds(call: Callable[[], object], device: torch.device, *, repeats: int = 20, warm_ups: int = 3) -> float:
     """Median time of `call` on the device; every repetition is timed by itself, with events on a GPU."""
@@ -63,6 +65,26 @@ def copy_bytes_per_s(device: torch.device, size: int) -> float:
     source = random_bytes(size, device)
     target = torch.empty_like(source)
     return 2 * size / seconds(lambda: target.copy_(source), device)
+
+
+def read_bytes_per_s(device: torch.device, size: int) -> float:
+    """Bytes per second that the best of torch's reductions over `size` bytes reads."""
+    whole = random_bytes(size, device).view(torch.int32).to(torch.float32)
+    calls: tuple[Callable[[], object], ...] = (whole.sum, whole.amax, lambda: whole.view(1024, -1).sum(dim=1))
+    return whole.nbytes / min(seconds(call, device, repeats=10) for call in calls)
+
+
+def ceilings(device: torch.device, dtype: torch.dtype, *, real: bool) -> Ceilings:
+    """The device's rates as bounds; on a processor (`real` False) of tiny data, to run the same code."""
+    size, side = (4 << 30, 8192) if real else (1 << 20, 128)
+    found = Ceilings(
+        copy=copy_bytes_per_s(device, size),
+        read=read_bytes_per_s(device, size),
+        matrix=matrix_operations_per_s(device, side, dtype),
+    )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
 
 
 def matrix_operations_per_s(device: torch.device, size: int, dtype: torch.dtype) -> float:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from cohort.common.engine.model_config import read_geometry
-from cohort.services.bench.gpu_check import attention, decode, fill, golden, kernels, prefill
+from cohort.services.bench.gpu_check import attention, golden, kernels, kv_transfer, model, products, smoke
 from cohort.services.bench.gpu_check.context import Check
+from cohort.services.bench.gpu_check.guard import Guard
 from cohort.services.bench.gpu_check.report import (
     Findings,
+    Prediction,
     Row,
     checked,
     exit_status,
@@ -29,6 +32,14 @@ from cohort.services.bench.gpu_check.shapes import (
     prefill_operations,
     shape_folder,
 )
+from cohort.services.bench.gpu_check.spans import Place, Spans, spanned
+
+CPU = torch.device("cpu")
+
+
+def check_in(folder: Path) -> Check:
+    found = Findings("section", None)
+    return Check(CPU, False, folder, found, Guard(found, CPU, 3600, patience=50), folder)
 
 
 def test_verdicts() -> None:
@@ -36,8 +47,16 @@ def test_verdicts() -> None:
     assert measured("s", "n", 0.74, "x", at_least=0.75).verdict == "miss"
     assert measured("s", "n", 1.25, "x", at_most=1.25).verdict == "pass"
     assert measured("s", "n", float("nan"), "x", at_most=1.25).verdict == "miss"
+    assert measured("s", "n", float("inf"), "x", at_most=1.25).figure is None
     assert measured("s", "n", 3.0, "x").verdict == "info"
     assert checked("s", "n", False).verdict == "fail"
+
+
+def test_a_metric_far_off_its_prediction_shows() -> None:
+    row = measured("s", "n", 3.0, "ms", expect=Prediction(2.0, "line: two reads"))
+    assert row.off == 0.5 and "+50%" in table([row])
+    assert markdown([row, row]).count("line: two reads") == 1
+    assert measured("s", "n", 3.0, "variants", expect=Prediction(0.0, "none")).off is None
 
 
 def test_exit_status() -> None:
@@ -45,6 +64,7 @@ def test_exit_status() -> None:
     assert exit_status(good) == 0
     for verdict in ("miss", "fail", "not run"):
         assert exit_status([*good, Row(section="s", name="n", verdict=verdict)]) == 1  # type: ignore[arg-type]
+    assert exit_status([*good, Row(section="s", name="does not fit")]) == 0
 
 
 def test_rows_survive_a_killed_section(tmp_path: Path) -> None:
@@ -76,33 +96,119 @@ def test_bytes_and_operations_of_known_models(tmp_path: Path) -> None:
     assert prefill_operations(llama, 8192) == pytest.approx(least, rel=2e-3)
 
 
-@pytest.mark.parametrize(
-    "section",
-    [kernels.run, attention.run, lambda check: decode.run(check, "Llama-3-8B"), prefill.run, fill.run, golden.run],
-    ids=["kernels", "attention", "decode", "prefill", "fill", "golden"],
-)
-def test_sections_on_the_processor(section, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    found = Findings("section", None)
+SECTIONS: dict[str, Callable[[Check], None]] = {
+    "smoke": smoke.run,
+    "kernels": kernels.run,
+    "attention": attention.run,
+    "products": products.run,
+    "model-8b": model.run_8b,
+    "model-14b": model.run_14b,
+    "golden": golden.run,
+    "golden-presets": golden.run_presets,
+}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_sections_on_the_processor(section: str, tmp_path: Path) -> None:
+    check = check_in(tmp_path)
     with torch.inference_mode():
-        section(Check(torch.device("cpu"), False, tmp_path, found))
-    assert found.rows
-    assert [row for row in found.rows if row.verdict == "fail"] == []
+        SECTIONS[section](check)
+    assert check.found.rows
+    assert [row for row in check.found.rows if row.verdict in ("fail", "not run")] == []
+    if section == "model-8b":
+        assert list((tmp_path / "profiles").iterdir())
+        names = " ".join(row.name for row in check.found.rows)
+        assert all(part in names for part in ("GPU idle", "build", "hop", "launch", "sampling", "prefill"))
 
 
 def test_a_wrong_kernel_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Directions ignored: every attention line must fail, and only those."""
+    """Attention that misses the last key: every attention line must fail, and only those."""
     right = kernels.paged_attention
 
     def wrong(query, kv, layer, meta, scale, out, *, sliding_window=0) -> None:  # type: ignore[no-untyped-def]
-        meta.directions, kept = None, meta.directions
+        kept, meta.context_lens = meta.context_lens, (meta.context_lens - 1).clamp(min=1)
         right(query, kv, layer, meta, scale, out, sliding_window=sliding_window)
-        meta.directions = kept
+        meta.context_lens = kept
 
     monkeypatch.setattr(kernels, "paged_attention", wrong)
-    found = Findings("kernels", None)
-    kernels.run(Check(torch.device("cpu"), False, tmp_path, found))
-    failed = {row.name for row in found.rows if row.verdict == "fail"}
-    assert failed == {row.name for row in found.rows if row.name.startswith("attention")}
+    check = check_in(tmp_path)
+    kernels.run(check)
+    failed = {row.name for row in check.found.rows if row.verdict == "fail"}
+    assert failed == {row.name for row in check.found.rows if row.name.startswith("attention")}
+
+
+def test_an_item_that_throws_hides_none_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = check_in(tmp_path)
+    kernels.run(whole)
+    right = kernels.paged_attention
+    calls: list[int] = []
+
+    def once(query, kv, layer, meta, scale, out, *, sliding_window=0) -> None:  # type: ignore[no-untyped-def]
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("no kernel image is available")
+        right(query, kv, layer, meta, scale, out, sliding_window=sliding_window)
+
+    monkeypatch.setattr(kernels, "paged_attention", once)
+    check = check_in(tmp_path)
+    kernels.run(check)
+    assert [row.name for row in check.found.rows] == [row.name for row in whole.found.rows]
+    assert [row.verdict for row in check.found.rows] == ["fail"] + ["pass"] * (len(whole.found.rows) - 1)
+
+
+def test_a_dead_device_ends_the_model_but_not_its_report(tmp_path: Path) -> None:
+    """The context dies in the first item after the load: what was found stays, the rest is named as not run."""
+    check = check_in(tmp_path)
+    dead: list[int] = []
+
+    def probe(_: torch.device) -> None:
+        if dead:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    check.guard = Guard(check.found, CPU, 3600, patience=50, probe=probe)
+    check.guard.item("first", lambda: check.found.checked("first", True))
+    dead.append(1)
+    check.guard.item("illegal", lambda: check.dtype.no_such_attribute)  # type: ignore[attr-defined]
+    smoke.run(check)
+    assert [(row.name, row.verdict) for row in check.found.rows[:2]] == [("first", "pass"), ("illegal", "fail")]
+    rest = check.found.rows[2:]
+    assert rest and all(row.verdict == "not run" and "illegal memory access" in row.note for row in rest)
+
+
+def test_spans_find_functions_and_the_ways_between() -> None:
+    class Machine:
+        def plan(self) -> int:
+            return 1
+
+        def build(self) -> int:
+            return 2
+
+    machine = Machine()
+    places = [Place(Machine, "plan", "plan"), Place(Machine, "build", "build"), Place(Machine, "gone", "launch")]
+    with spanned(places) as spans:
+        for _ in range(3):
+            machine.plan()
+            machine.build()
+    machine.plan()
+    assert len(spans.lengths("plan")) == 3 and spans.missing == ["launch"] and not spans.lengths("launch")
+    assert len(spans.after("plan", "build")) == 3 and all(each >= 0 for each in spans.after("plan", "build"))
+    made = Spans({"a": [(0.0, 1.0), (5.0, 6.0)], "b": [(2.0, 3.0), (6.5, 7.0)]})
+    assert made.after("a", "b") == [1.0, 0.5]
+    assert made.between(1.0, 6.0).found == {"a": [(5.0, 6.0)], "b": [(2.0, 3.0)]}
+
+
+def test_transports_are_read_from_what_ucx_says() -> None:
+    log = """
+[1.0] [vm:1:0]   | ucp_context_0 intra-node cfg#1 | tagged message by ucp_tag_send* from cuda memory |
+[1.0] [vm:1:0]   |                 93..8191 | eager copy-in copy-out                    | sysv/memory |
+[1.0] [vm:1:0]   |                  8K..inf | (?) rendezvous zero-copy read from remote | cuda_ipc/cuda  |
+[1.0] [vm:1:0]   |                  8K..inf | (?) rendezvous zero-copy read from remote | cuda_ipc/cuda  |
+[1.0] [vm:1:0]   |                   0..inf | rendezvous copy-in copy-out               | 50% on tcp/eth0 and tcp/lo |
+"""
+    assert kv_transfer.transports(log) == [
+        "rendezvous zero-copy read from remote by cuda_ipc/cuda",
+        "rendezvous copy-in copy-out by 50% on tcp/eth0 and tcp/lo",
+    ]
 
 
 def test_the_tiny_shape_is_a_model(tmp_path: Path) -> None:

@@ -1,0 +1,175 @@
+"""What the design expects of every metric, before any was measured: one table, each line with its derivation in words.
+
+A metric far off its line shows where to look first: in the code, or in the derivation. Called by the sections, which
+put the prediction beside the metric. All lines are functions of the device's measured rates, so they hold for an H100
+as for an H200. Estimates throughout; nothing here is a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cohort.common.engine.model_config import DTYPE_BYTES, ModelGeometry
+from cohort.services.bench.gpu_check import bounds
+from cohort.services.bench.gpu_check.bounds import Ceilings
+from cohort.services.bench.gpu_check.report import Prediction
+
+# What the derivations assume.
+_PRODUCT_BYTES = 0.92  # share of bandwidth that a library product of few rows reaches
+_PRODUCT_RATE = 0.85  # share of the matrix rate, of many rows
+_KV_LONG, _KV_SHORT = 0.80, 0.60  # share of bandwidth of decode attention, from 8,192 keys a row; below
+_KERNELS_A_LAYER = 10
+_RAMP_S = 2.2e-6  # a kernel's start and end, when one follows the other in a graph
+_LAUNCH_S = 8e-6  # of one kernel by the host, Python included
+_AROUND_S = 0.35e-3  # copies in and out, the graph's launch, waking from the event
+_FLASH_RATE = 0.45  # share of the matrix rate that FlashAttention-2 reaches on Hopper
+_RENDEZVOUS_S = 0.2e-3  # one tagged message between two processes, event loops included
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The circumstances of a metric; a line reads the fields it needs."""
+
+    ceilings: Ceilings
+    geometry: ModelGeometry | None = None
+    dtype: str = "bfloat16"
+    rows: int = 1
+    context: int = 1024
+    tokens: int = 0
+    moved_bytes: float = 0.0
+    messages: int = 1
+
+    @property
+    def model(self) -> ModelGeometry:
+        if self.geometry is None:
+            raise ValueError("this line needs a model")
+        return self.geometry
+
+
+def _kernels_s(facts: Facts) -> float:
+    return (_KERNELS_A_LAYER * facts.model.num_layers + 8) * _RAMP_S
+
+
+def _recorded_s(facts: Facts) -> float:
+    slower = Ceilings(0, _PRODUCT_BYTES * facts.ceilings.bandwidth, _PRODUCT_RATE * facts.ceilings.matrix)
+    products = bounds.products_s(facts.model, facts.dtype, facts.rows, facts.rows, slower)
+    share = _KV_LONG if facts.context >= 8192 else 0.5 * (_KV_LONG + _KV_SHORT)
+    attention = bounds.attention_s(facts.model, facts.dtype, facts.rows, facts.context, facts.ceilings) / share
+    return products + attention + _kernels_s(facts)
+
+
+def _prefill_s(facts: Facts) -> float:
+    g, tokens = facts.model, facts.tokens
+    products = bounds.products_s(
+        g, facts.dtype, tokens, 1, Ceilings(0, facts.ceilings.bandwidth, facts.ceilings.matrix)
+    )
+    square = 2.0 * g.num_heads * g.head_dim * tokens * (tokens + 1) * g.num_layers
+    passes = tokens * (10 * g.hidden_size + 3 * g.intermediate_size) * DTYPE_BYTES[facts.dtype] * g.num_layers
+    return (
+        products / _PRODUCT_RATE
+        + square / (_FLASH_RATE * facts.ceilings.matrix)
+        + passes / (0.8 * facts.ceilings.bandwidth)
+    )
+
+
+def _prefill_share(facts: Facts) -> float:
+    g, tokens = facts.model, facts.tokens
+    square = 2.0 * g.num_heads * g.head_dim * tokens * (tokens + 1) * g.num_layers
+    layers = sum(2.0 * each.outputs * each.inputs * each.count for each in bounds.products(g)[:-1])
+    return (layers * tokens + square) / facts.ceilings.matrix / _prefill_s(facts)
+
+
+def _mixed_ms(facts: Facts) -> float:
+    host = 11 * facts.model.num_layers * _LAUNCH_S
+    decode = Facts(facts.ceilings, facts.model, facts.dtype, facts.rows, facts.context)
+    attention = bounds.attention_s(facts.model, facts.dtype, facts.rows, facts.context, facts.ceilings) / _KV_SHORT
+    products = bounds.products_s(facts.model, facts.dtype, facts.rows + facts.tokens, facts.rows + 1, facts.ceilings)
+    return 1e3 * (max(host, products / _PRODUCT_RATE + attention + 2 * _kernels_s(decode)) + _AROUND_S)
+
+
+def _pipeline_tokens_per_s(facts: Facts) -> float:
+    """`context` prompt and `tokens` output tokens of `rows` users."""
+    decode = Facts(facts.ceilings, facts.model, facts.dtype, facts.rows, facts.context + facts.tokens // 2)
+    prompt = Facts(facts.ceilings, facts.model, facts.dtype, tokens=facts.context)
+    whole_s = facts.tokens * (_recorded_s(decode) + _AROUND_S) + facts.rows * _prefill_s(prompt)
+    return facts.rows * facts.tokens / whole_s
+
+
+def _transfer_share(facts: Facts) -> float:
+    copy_s = 2 * facts.moved_bytes / facts.ceilings.copy
+    return copy_s / (copy_s + _RENDEZVOUS_S * max(1.0, facts.messages / 4) / 1.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    words: str
+    of: Callable[[Facts], float]
+
+
+TABLE: dict[str, Line] = {
+    "read of copy": Line("reading alone saves the bus turns of writing: 5 % over a copy", lambda f: 1.05),
+    "attention, long": Line(
+        f"two tiles under way per program and two programs per multiprocessor: {_KV_LONG:.0%} of the bandwidth from "
+        "8,192 keys a row",
+        lambda f: _KV_LONG,
+    ),
+    "attention, short": Line(
+        f"start, end and merge weigh more below 8,192 keys a row: {_KV_SHORT:.0%} of the bandwidth", lambda f: _KV_SHORT
+    ),
+    "attention, directed": Line("the direction is known with the block: no slower than without", lambda f: 1.0),
+    "attention, stride": Line(
+        "a layer's share of a block is 64 KiB of 2 MiB: more pages are touched, at most 5 % slower", lambda f: 1.05
+    ),
+    "decode, recorded": Line(
+        f"products at {_PRODUCT_BYTES:.0%} of the bandwidth or {_PRODUCT_RATE:.0%} of the matrix rate, keys and values "
+        f"at 60 to 80 %, {_KERNELS_A_LAYER} kernels a layer with {_RAMP_S * 1e6:.1f} us of start and end each",
+        lambda f: _recorded_s(f) / bounds.decode_s(f.model, f.dtype, f.rows, f.context, f.ceilings),
+    ),
+    "decode, whole": Line(
+        f"the recorded step, and {_AROUND_S * 1e3:.2f} ms for copies, the graph's launch and waking up",
+        lambda f: 1e3 * (_recorded_s(f) + _AROUND_S),
+    ),
+    "idle": Line(
+        "the next step is launched before this one ends, so only the way from one graph to the next is idle: 1 %; "
+        "about 10 % where each step is planned only after the one before",
+        lambda f: 0.01,
+    ),
+    "gap, completed": Line("1.5 us a row: a token is appended, ends are looked for", lambda f: 0.02 + 0.0014 * f.rows),
+    "gap, plan": Line("0.6 us a row: budgets and blocks", lambda f: 0.01 + 0.0006 * f.rows),
+    "gap, build": Line("3.6 us a row: block tables go into an array row by row", lambda f: 0.02 + 0.0036 * f.rows),
+    "gap, hop": Line("a thread is woken, and takes the interpreter's lock", lambda f: 0.08),
+    "gap, launch": Line("buffers filled, two copies, one graph, one copy out, one event", lambda f: 0.25),
+    "gap, wake": Line("the driver wakes a sleeping thread", lambda f: 0.08),
+    "gap, back": Line("the event loop is woken by the engine's thread", lambda f: 0.13),
+    "sampler": Line(
+        "every logit is read six times, from the second-level cache after the first: as three reads from memory, and "
+        "two launches",
+        lambda f: 1e3 * (3 * 4.0 * f.rows * f.model.vocab_size / f.ceilings.bandwidth + 4 * _RAMP_S + 2e-5),
+    ),
+    "product": Line(
+        f"at {_PRODUCT_BYTES:.0%} of the larger bound, and {_RAMP_S * 1e6:.1f} us of start and end",
+        lambda f: 1 / _PRODUCT_BYTES,
+    ),
+    "mixed": Line(
+        f"the longer of eleven launches a layer of {_LAUNCH_S * 1e6:.0f} us and the device's work", _mixed_ms
+    ),
+    "prefill": Line(
+        f"products at {_PRODUCT_RATE:.0%} and attention at {_FLASH_RATE:.0%} of the matrix rate (FlashAttention-2), "
+        "elementwise passes at 80 % of the bandwidth",
+        _prefill_share,
+    ),
+    "transfer": Line(
+        f"the copy, and {_RENDEZVOUS_S * 1e3:.1f} ms a rendezvous, four of which overlap", _transfer_share
+    ),
+    "pipeline": Line(
+        "all users decode in one step and prompts take turns: output tokens over the steps' and the prompts' time",
+        _pipeline_tokens_per_s,
+    ),
+    "compilations": Line("all variants are compiled before the worker is ready", lambda f: 0.0),
+}
+
+
+def expect(line: str, facts: Facts) -> Prediction:
+    """The prediction of a line of `TABLE` under these circumstances."""
+    return Prediction(TABLE[line].of(facts), f"{line}: {TABLE[line].words}")

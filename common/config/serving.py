@@ -154,9 +154,8 @@ class EngineConfig(Section, frozen=True):
     # prompt tokens in one iteration where the prompt's own log-probabilities are wanted; one such prompt at a time
     scored_step_tokens: Annotated[int, msgspec.Meta(ge=16)] = 64
     preemption: Literal["swap", "recompute"] = "recompute"  # of a preempted request's KV: to host memory, or again
-    cuda_graph_memory_bytes: NotNegative = (
-        2_147_483_648  # GPU memory for recorded decode steps; 0 = none; by its memory
-    )
+    # GPU memory for recorded decode steps; 0 = none is recorded; by the GPU's memory
+    cuda_graph_memory_bytes: NotNegative = 2_147_483_648
     workers_per_gpu: NotNegative = 0  # that share a GPU's memory; 0 = this configuration's workers over its GPUs
     gpus: NotNegative = 0  # GPUs that the workers of this host are divided over; 0 = all that are visible
     # folder in which the workers of a host claim GPUs, the same for all of them; "" = inside the cache folder

@@ -89,16 +89,30 @@ def parameters(model_dir: Path, geometry: ModelGeometry, kind: Literal["files", 
     """Numbers that the weights consist of: from the files; of random weights, and where no file tells, from the shape.
     0 where neither can tell."""
     if kind == "files":
-        shards = sorted(model_dir.glob("*.safetensors"))
         try:
-            if shards:
-                return sum(_elements(shard) for shard in shards)
-            if files := sorted(model_dir.glob("pytorch_model*.bin")):
+            files = _files(model_dir)
+            if files and files[0].suffix == ".safetensors":
+                return sum(_elements(shard) for shard in files)
+            if files:
                 element = DTYPE_BYTES.get(geometry.checkpoint_dtype, _BIN_ELEMENT_BYTES)
                 return sum(file.stat().st_size for file in files) // element
-        except (OSError, ValueError, KeyError, TypeError, struct.error):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
             return 0  # the engine says what is wrong with the files
     return 0 if geometry.family == "generic" else _by_shape(geometry)
+
+
+def _files(model_dir: Path) -> list[Path]:
+    """Those that the engine reads (`engine/weights.py`): some folders hold the weights twice, in two forms."""
+    for single, index in (
+        ("model.safetensors", "model.safetensors.index.json"),
+        ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+    ):
+        if (model_dir / index).is_file():
+            shards = json.loads((model_dir / index).read_text(encoding="utf-8"))["weight_map"].values()
+            return [model_dir / name for name in sorted(set(shards))]
+        if (model_dir / single).is_file():
+            return [model_dir / single]
+    return []
 
 
 def _elements(shard: Path) -> int:

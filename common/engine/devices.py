@@ -68,7 +68,7 @@ def torch_facts() -> TorchFacts:
 
 def checked_device(config: Config) -> torch.device:
     """`engine.device` as torch knows it. Raises `ConfigError` rather than fall back to the CPU, or to slow kernels."""
-    if reason := unusable_gpu(config.engine.device, torch_facts()):
+    if config.engine.device != "cpu" and (reason := unusable_gpu(config.engine.device, torch_facts())):
         raise ConfigError(reason)
     device = resolve_device(config.engine.device)
     if device.type == "cuda" and (reason := missing_toolchain()):
@@ -177,8 +177,8 @@ def claim_folder(config: Config) -> Path:
 def engine_facts(runner: ModelRunner) -> EngineFacts:
     """What computes here; decides on the kernels if no step has."""
     if runner.device.type != "cuda":
-        kernels = native.implementation() if runner.dtype != "float16" else "reference"
-        return EngineFacts(processor_name(), "", runner.dtype, kernels, kernels, kernels)
+        own = native.implementation() if runner.dtype != "float16" else "reference"
+        return EngineFacts(processor_name(), "", runner.dtype, own, own, own)
     properties = torch.cuda.get_device_properties(runner.device)
     served = available.ops_for(torch.empty(0, device=runner.device)) is not None
     kernels = "triton" if served else "reference"
@@ -201,7 +201,7 @@ def _prefill_attention(runner: ModelRunner, *, served: bool) -> str:
     from cohort.kernels.gpu.prefill import flash_function
 
     chosen = flash_function()
-    return "flash-attn" if chosen.__name__ == "flash" else "torch flash"
+    return "torch flash" if chosen.__name__ == "_torch_flash" else "flash-attn"
 
 
 def engine_warnings(runner: ModelRunner, config: Config, sharers: int) -> list[str]:

@@ -31,6 +31,10 @@ def config(**engine: Any) -> Any:
 def test_weights_are_counted_from_the_files_headers(tmp_path: Path) -> None:
     shard(tmp_path / "model-00001-of-00002.safetensors", {"a": ("F32", [10, 4]), "b": ("BF16", [7])})
     shard(tmp_path / "model-00002-of-00002.safetensors", {"c": ("F16", [2, 2, 2]), "scalar": ("F32", [])})
+    shard(tmp_path / "consolidated.safetensors", {"everything once more": ("BF16", [56])})
+    names = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    index = {"weight_map": {"a": names[0], "b": names[0], "c": names[1], "scalar": names[1]}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert parameters(tmp_path, LLAMA_8B) == 40 + 7 + 8 + 1
     assert need(config(), tmp_path, LLAMA_8B).weights == 56 * 2  # 16 bits on a GPU, whatever the file has
     assert gpu_dtype(config()) == "bfloat16"

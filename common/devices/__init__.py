@@ -1,4 +1,4 @@
-"""The GPUs of a host, for those that never load torch and for workers: what is there, who has which, what fits.
+"""The GPUs of a host, for processes without torch and for workers: what is there, what is claimed, what fits.
 
     inventory ──▶ division (workers: auto) ──▶ launcher, workers
         │    └──▶ config.device_defaults

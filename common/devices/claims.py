@@ -5,9 +5,9 @@ and the same folder; nothing else passes between them. The kernel lets go of a l
 ends, so nothing has to be cleaned up and nothing is ever taken by mistake.
 
     claims.lock            held while one worker looks around and takes its share: one at a time
-    GPU-<uuid>.0, .1 …     one per share; locked = taken. Its text says by whom, in which role, and of how many shares
+    GPU-<uuid>.0, .1 …     one per share; locked = taken. Its text names worker, role, number of sharers
 
-The GPU with the fewest claims is taken, among those one where nobody has the same role, then the first. A GPU that
+The GPU with the fewest claims is taken, among those one without a worker of the same role, then the first. A GPU that
 another worker has claimed as one of a different number of sharers counts as full: the two would divide its memory
 differently.
 """

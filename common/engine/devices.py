@@ -1,4 +1,4 @@
-"""A worker's device: which GPU, by a claim, whom it is shared with, and what is refused before a byte is loaded.
+"""A worker's device: which GPU, by a claim, with how many sharers, and what is refused before a byte is loaded.
 
 Called once by `worker_process`. `common/devices` has the rules; this module asks torch, and says in the log what was
 chosen.

@@ -16,7 +16,7 @@ from tests.common.engine.test_device_memory import LLAMA_8B
 
 
 def shard(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
-    """A safetensors file without its data, which nobody reads here."""
+    """A safetensors file without its data: only headers are read here."""
     header = {
         name: {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]} for name, (dtype, shape) in tensors.items()
     }

@@ -97,3 +97,30 @@ def test_print_config_shows_what_would_be_served(
     assert cohort([*command, "--set", "engine.device=cpu"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert shown["engine"]["max_step_tokens"] == 2048 and [group["count"] for group in shown["workers"]] == [1, 1]
+
+
+def test_auto_on_the_command_line_divides_like_the_default(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_driver(tmp_path, monkeypatch, gpus(3))
+    command = ["serve", "--model", str(model), "--preset", "disaggregated", "--print-config"]
+    shown = []
+    for more in ([], ["--set", "workers=auto"]):
+        assert cohort([*command, *more]) == 0
+        shown.append(yaml.safe_load(capsys.readouterr().out))
+    assert shown[0] == shown[1]
+    assert [group["count"] for group in shown[0]["workers"]] == [1, 2]
+    kept = tmp_path / "kept.yaml"
+    kept.write_text(yaml.safe_dump(shown[0]))  # what was printed is a configuration, and says the same again
+    assert cohort([*command, "--config", str(kept)]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == shown[0]
+
+
+def test_hidden_gpus_leave_the_processor(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_driver(tmp_path, monkeypatch, gpus(3))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cohort(["serve", "--model", str(model), "--print-config"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["engine"]["device"] == "auto" and shown["engine"]["max_step_tokens"] == 2048

@@ -34,10 +34,11 @@ class TorchFacts:
 
 
 def unusable_gpu(device: str, torch: TorchFacts, sources: inventory.Sources = inventory.HOST) -> str:
-    """Why `engine.device` cannot be had although the host has an NVIDIA driver; "" where there is nothing to refuse."""
+    """Why `engine.device` cannot be had although the host has an NVIDIA driver; "" where there is nothing to refuse, or
+    nothing to explain: without a driver torch's word that there is no CUDA device is all there is to say."""
     if torch.works or not (device == "auto" or device.startswith("cuda")):
         return ""
-    if device == "auto" and (inventory.hidden() or not inventory.driver_present(sources)):
+    if not inventory.driver_present(sources) or (device == "auto" and inventory.hidden()):
         return ""
     driver = inventory.driver_version(sources)
     told = f" (torch says: {torch.complaint})" if torch.complaint else ""

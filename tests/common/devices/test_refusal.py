@@ -52,7 +52,8 @@ def test_a_fitting_driver_without_a_device_is_about_access(tmp_path: Path) -> No
 def test_the_cpu_is_served_where_it_is_wanted_or_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpu = host(tmp_path / "gpu", driver="550.54.15", nodes=["nvidiactl"])
     assert unusable_gpu("cpu", CUDA_13, with_gpu) == ""
-    assert unusable_gpu("auto", CUDA_13, host(tmp_path / "none")) == ""
+    for device in ("auto", "cuda"):  # the latter is refused by `resolve_device`
+        assert unusable_gpu(device, CUDA_13, host(tmp_path / f"none-{device}")) == ""
     assert unusable_gpu("auto", TorchFacts("2.13.0", "13.0", works=True), with_gpu) == ""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert unusable_gpu("auto", CUDA_13, with_gpu) == ""

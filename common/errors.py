@@ -20,6 +20,10 @@ class ConfigError(CohortError):
     """A configuration file or option is wrong; the message names file, key and what would be right."""
 
 
+class NoDeviceLeft(ConfigError):
+    """Other workers have every share of every GPU; its process ends with a status of its own, to be started later."""
+
+
 class ModelError(CohortError):
     """A model folder cannot be served; the message says what is missing or unsupported."""
 

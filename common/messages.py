@@ -13,6 +13,7 @@ import msgspec
 
 from cohort.common.types import (
     Attempt,
+    EngineFacts,
     FinishReason,
     InstanceId,
     Outcome,
@@ -140,6 +141,8 @@ class ClusterLoad(_Base, frozen=True):
     total_tokens: int
     max_model_len: int
     drain_rate: float
+    engines: list[EngineFacts] = []
+    """On what the workers compute, each kind once."""
 
 
 # To a gateway, from the length predictor.
@@ -451,7 +454,8 @@ class PromptState(_Base, frozen=True):
 
 
 class Heartbeat(_Base, frozen=True):
-    """`stats` are the process's own numbers by metric name; `metrics_url` is where Prometheus text can be read."""
+    """`stats` are the process's own numbers by metric name; `metrics_url` is where Prometheus text can be read.
+    `facts`: fixed words about it (a worker's device); `warnings`: sentences for the live page."""
 
     instance: InstanceId
     role: str
@@ -460,6 +464,8 @@ class Heartbeat(_Base, frozen=True):
     ready: bool
     metrics_url: str
     stats: dict[str, float]
+    facts: dict[str, str] = {}
+    warnings: list[str] = []
 
 
 class Farewell(_Base, frozen=True):

@@ -231,6 +231,14 @@ class EngineMetrics:
             "swapped_slots", "Single KV slots moved between device and host (in, out)", ("direction",)
         )
         self.device = make.gauge("worker_device", "1: this worker computes on that device of that host", ("device",))
+        self.engine_info = make.gauge(
+            "worker_engine",
+            "1: this worker computes on such a device, with these kernels",
+            ("device", "capability", "dtype", "kernels", "decode_attention", "prefill_attention"),
+        )
+        self.decode_classes_recorded = make.gauge(
+            "decode_classes_recorded", "Batch sizes whose decode steps are recorded as CUDA graphs; 0 = none is"
+        )
         self.out_of_memory = make.counter("out_of_memory_retries", "Batches halved because the device refused memory")
         self.step_time_error = make.gauge(
             "step_time_error",

@@ -50,7 +50,8 @@ from cohort.common.addresses import (
 from cohort.common.browsers import BrowserGuard
 from cohort.common.clock import Clock, SystemClock
 from cohort.common.config import Config, load_config
-from cohort.common.errors import ConfigError, ModelError, PeerUnreachable
+from cohort.common.devices.inventory import this_machine
+from cohort.common.errors import ConfigError, ModelError, NoDeviceLeft, PeerUnreachable
 from cohort.common.http_server import name_server, refuse_foreign_pages
 from cohort.common.logs import configure_logging, log_loop_errors
 from cohort.common.messages import Farewell, Heartbeat
@@ -64,6 +65,7 @@ from cohort.common.transport.zmq_bus import ZmqBus
 __all__ = [
     "CANCEL_S",
     "DRAIN_MARGIN_S",
+    "EXIT_NO_DEVICE",
     "FAREWELL_QUEUE_MESSAGES",
     "GATEWAY",
     "MANAGER",
@@ -92,6 +94,7 @@ LoopKind = Literal["auto", "asyncio", "uvloop"]
 
 DRAIN_MARGIN_S = 3.0  # beyond a service's own drain time, before its build is cancelled
 CANCEL_S = 3.0  # the longest a cancelled build may take to clean up
+EXIT_NO_DEVICE = 75  # every share of every GPU is taken (EX_TEMPFAIL: the same start may succeed later)
 FAREWELL_QUEUE_MESSAGES = 4  # a monitor that comes back wants the latest heartbeats, not all it missed
 
 
@@ -99,10 +102,19 @@ def _no_stats() -> dict[str, float]:
     return {}
 
 
+def _no_facts() -> dict[str, str]:
+    return {}
+
+
+def _no_warnings() -> list[str]:
+    return []
+
+
 @dataclass(slots=True)
 class ServiceContext:
     """The surroundings of a service. `stats` and `ready` are the service's to set: they ride in every heartbeat and
-    answer /ready. `metrics_url` too, by a service that serves its metrics on its own application.
+    answer /ready, as do `facts`, fixed words about the process, and `warnings`, sentences for the live page.
+    `metrics_url` too, by a service that serves its metrics on its own application.
 
     `drain_s` is the service's own drain time; the hard deadline lies `DRAIN_MARGIN_S` beyond it.
     """
@@ -117,6 +129,8 @@ class ServiceContext:
     registry: CollectorRegistry
     run_dir: Path
     stats: Callable[[], dict[str, float]] = _no_stats
+    facts: Callable[[], dict[str, str]] = _no_facts
+    warnings: Callable[[], list[str]] = _no_warnings
     ready: bool = False
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     metrics_url: str = ""
@@ -150,7 +164,7 @@ def service_main(
     keep_private()
     options = option_parser(role).parse_args()
     try:
-        config = load_config(options.config, preset=options.preset)
+        config = load_config(options.config, preset=options.preset, machine=this_machine)
         instance = options.instance or ROLES.get(role, role)
         run_dir = options.run_dir or paths.run_dir(config.gateway.port)
         log = configure_logging(config.logging, service=role, instance=instance)
@@ -264,7 +278,7 @@ class _Service:
             if all(isinstance(cause, ConfigError | ModelError) for cause in causes):
                 for cause in causes:
                     self._log.error(str(cause), error=type(cause).__name__)
-                return 2
+                return EXIT_NO_DEVICE if any(isinstance(cause, NoDeviceLeft) for cause in causes) else 2
             self._log.critical("service failed", exc_info=causes[0] if len(causes) == 1 else error)
             return 1
 
@@ -418,6 +432,8 @@ class _Service:
                         ready=context.ready and not context.stopping.is_set(),
                         metrics_url=context.metrics_url,
                         stats=stats,
+                        facts=context.facts(),
+                        warnings=context.warnings(),
                     ),
                 )
             due_s = loop.time() + self._config.monitor.heartbeat_s

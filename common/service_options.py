@@ -17,8 +17,8 @@ def option_parser(role: str) -> argparse.ArgumentParser:
         prog=f"python -m cohort.services.{role}",
         description=f"Run Cohort's {role.replace('_', ' ')} as one process. `cohort serve` starts a whole pipeline; "
         "by hand, give all its processes the same configuration.",
-        epilog="Exit codes: 0 ended on request, 1 failed, 2 a wrong option or configuration. SIGTERM or Ctrl-C drains "
-        "and ends; a second one ends at once.",
+        epilog="Exit codes: 0 ended on request, 1 failed, 2 a wrong option or configuration, 75 no share of a GPU is "
+        "left. SIGTERM or Ctrl-C drains and ends; a second one ends at once.",
     )
     parser.add_argument(
         "--config",

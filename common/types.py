@@ -277,6 +277,17 @@ class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
     """None until enough was seen, or where none are learned."""
 
 
+class EngineFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """On what and with what a worker computes, in words for people: /version, metrics and the live page."""
+
+    device: str  # "NVIDIA H200", or the processor's name
+    capability: str = ""  # CUDA compute capability, "9.0"
+    dtype: str = ""
+    kernels: str = ""  # native (C++), triton, reference (PyTorch)
+    decode_attention: str = ""
+    prefill_attention: str = ""
+
+
 class WorkerCapacity(msgspec.Struct, frozen=True):
     """The capacity of an instance; fixed from its registration on."""
 
@@ -294,6 +305,7 @@ class WorkerCapacity(msgspec.Struct, frozen=True):
     max_step_tokens: int
     device: str = ""
     """Host and device that it computes on; workers that name the same one share it. "": not known to be shared."""
+    engine: EngineFacts | None = None
 
     @property
     def geometry(self) -> KvGeometry:

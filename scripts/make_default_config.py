@@ -29,7 +29,9 @@ HEAD = """\
 # Every option of Cohort with its built-in default, unit and meaning.
 #
 # Write only what differs into a file of your own: `cohort serve --config my.yaml`, or `--set section.option=value`.
-# Later wins: built-in defaults, preset (configs/presets/), files in their order, command line.
+# Later wins: built-in defaults, preset (configs/presets/), files in their order, command line. On a GPU, between the
+# first two: max_rows, max_step_tokens, prefill_chunk, cuda_graph_memory_bytes, host_memory_bytes by what the machine
+# has (common/config/device_defaults.py). `cohort serve --print-config` shows what comes of it.
 # Generated from common/config/ by scripts/make_default_config.py; a test keeps it equal.
 """
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import yaml
 
+from cohort.common.config.device_defaults import Machine, device_layer, on_gpu, settled
 from cohort.common.config.moved import MOVED
 from cohort.common.config.root import Config
 from cohort.common.errors import ConfigError
@@ -18,24 +19,56 @@ from cohort.common.errors import ConfigError
 CONFIGS_DIR = Path(__file__).resolve().parent.parent.parent / "configs"
 
 
-def load_config(files: Sequence[Path] = (), *, preset: str = "", overrides: Mapping[str, Any] | None = None) -> Config:
-    """Merge preset, files and overrides over the defaults and check every key.
+AUTO = "auto"
+"""`workers: auto` keeps the roles of the layers below and leaves their counts to the machine (count 0)."""
 
-    `overrides` is a nested mapping like a file's. Raises `ConfigError`.
+
+def load_config(
+    files: Sequence[Path] = (),
+    *,
+    preset: str = "",
+    overrides: Mapping[str, Any] | None = None,
+    machine: Callable[[], Machine] | None = None,
+) -> Config:
+    """Merge device defaults, preset, files and overrides over the built-in defaults and check every key.
+
+    `overrides` is a nested mapping like a file's. `machine` is asked where `engine.device` may be a GPU and an option
+    that depends on it is open; None, as in the simulator: `engine.device` alone counts. Raises `ConfigError`.
     """
-    merged: dict[str, Any] = {}
+    presets: dict[str, Any] = {}
     if preset:
         path = CONFIGS_DIR / "presets" / f"{preset}.yaml"
         if not path.is_file():
             known = sorted(p.stem for p in (CONFIGS_DIR / "presets").glob("*.yaml"))
             raise ConfigError(f"no preset named {preset!r}; there are: {', '.join(known)}")
-        _merge(merged, _read(path))
+        _merge(presets, _read(path))
+    given: dict[str, Any] = {}
     for path in files:
-        _merge(merged, _read(path))
+        _merge(given, _read(path), presets)
     if overrides:
         _check(overrides, "command line")
-        _merge(merged, overrides)
+        _merge(given, overrides, presets)
+    merged = _device_defaults(presets, given, machine)
+    _merge(merged, presets)
+    _merge(merged, given)
     return msgspec.convert(merged, Config)
+
+
+def _device_defaults(
+    presets: dict[str, Any], given: Mapping[str, Any], machine: Callable[[], Machine] | None
+) -> dict[str, Any]:
+    """The lowest layer. A preset's host pool is what its policies need at least: a GPU's worker takes the larger."""
+    device = str((given.get("engine") or {}).get("device", (presets.get("engine") or {}).get("device", "auto")))
+    if device == "cpu" or settled(given) or (machine is None and device == "auto"):
+        return {}
+    known = machine() if machine is not None else Machine()
+    if not on_gpu(device, known):
+        return {}
+    layer = device_layer(known)
+    kv, least = layer.get("kv", {}), (presets.get("kv") or {}).get("host_memory_bytes")
+    if least is not None and "host_memory_bytes" in kv:
+        presets["kv"] = {**presets["kv"], "host_memory_bytes": max(least, kv["host_memory_bytes"])}
+    return layer
 
 
 def dump_config(config: Config) -> str:
@@ -75,6 +108,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check(data: Mapping[str, Any], origin: str) -> None:
+    if data.get("workers") == AUTO:
+        data = {**data, "workers": []}
     _check_keys(data, Config, origin, "")
     try:
         msgspec.convert(data, Config)
@@ -110,10 +145,13 @@ def _check_keys(data: Any, struct: type[msgspec.Struct], origin: str, prefix: st
                     _check_keys(item, element, origin, f"{name}[{index}]")
 
 
-def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Mappings merge key by key; lists and scalars replace."""
+def _merge(into: dict[str, Any], new: Mapping[str, Any], below: Mapping[str, Any] | None = None) -> None:
+    """Mappings merge key by key; lists and scalars replace. `below`: the layers under `into`."""
     for key, value in new.items():
-        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+        if key == "workers" and value == AUTO:
+            groups = into.get(key) or (below or {}).get(key) or msgspec.to_builtins(Config().workers)
+            into[key] = [{**group, "count": 0} for group in groups]
+        elif isinstance(value, Mapping) and isinstance(into.get(key), dict):
             _merge(into[key], value)
         else:
             into[key] = dict(value) if isinstance(value, Mapping) else value

@@ -32,11 +32,13 @@ from cohort.common.config.serving import (
 )
 from cohort.common.types import Role
 
+GPU_WORKER_THREADS = 8
+
 
 class Config(Section, frozen=True):
     name: str = "cohort"  # of the preset; shown by /version, in logs and metrics
     model: ModelConfig = ModelConfig()
-    # groups of workers: role (prefill, decode, unified), count, CPU threads of each (0 = engine.threads)
+    # groups: role (prefill, decode, unified), count, CPU threads (0 = engine.threads); or `auto`: as a box's GPUs want
     workers: tuple[WorkerGroup, ...] = (WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE))
     policies: PolicyConfig = PolicyConfig()
     bucketserve: BucketServeConfig = BucketServeConfig()
@@ -72,10 +74,23 @@ class Config(Section, frozen=True):
 
     def default_threads(self, cores: int) -> int:
         """The engine's, else an equal share of the cores, but at least two where there are two: prefill and decode
-        workers are seldom both busy (measured: docs/benchmarks.md). All of them where one worker computes at a time."""
+        workers are seldom both busy (measured: docs/benchmarks.md). All of them where one worker computes at a time.
+        A GPU's worker prepares steps and copies; more than a few threads are of no use to it."""
+        if self.on_gpu:
+            return self.engine.threads or max(1, min(GPU_WORKER_THREADS, cores // max(1, len(self.instance_roles))))
         if self.engine.threads or self.gathers:
             return self.engine.threads or max(1, cores)
         return max(min(2, cores), cores // max(1, len(self.instance_roles)))
+
+    @property
+    def on_gpu(self) -> bool:
+        """`engine.device` names a GPU. False while it is `auto`; launcher and the image's entry point settle that."""
+        return self.engine.device.startswith("cuda")
+
+    @property
+    def divides(self) -> bool:
+        """`workers: auto`, not settled yet."""
+        return any(group.count == 0 for group in self.workers)
 
     @property
     def gathers(self) -> bool:
@@ -86,7 +101,7 @@ class Config(Section, frozen=True):
         counts: dict[Role, int] = {}
         named = []
         for group in self.workers:
-            for _ in range(group.count):
+            for _ in range(max(1, group.count)):
                 index = counts.get(group.role, 0)
                 counts[group.role] = index + 1
                 named.append((f"{group.role.value}-{index}", group))

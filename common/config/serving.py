@@ -113,7 +113,7 @@ class KvConfig(Section, frozen=True):
     memory_bytes: NotNegative = 0  # cache of one worker (a GPU: at most); 0 = what is free, or cpu_memory_bytes
     memory_fraction: Fraction = 0.9  # of a GPU's memory for weights, cache and steps together (B3 keeps 10 %)
     cpu_memory_bytes: Positive = 536_870_912  # cache of one CPU worker when memory_bytes is 0
-    host_memory_bytes: NotNegative = 268_435_456  # host pool for swapped KV
+    host_memory_bytes: NotNegative = 268_435_456  # host pool for swapped KV; a GPU's worker: by the RAM, up to 64 GiB
     prefix_caching: bool = True  # keep KV of finished prompts and reuse it where a new prompt begins alike
     # with several API keys: one key's prompts may begin with what another's computed, and so learn what that one sent
     share_prefixes_between_keys: bool = False
@@ -141,10 +141,10 @@ class TransferConfig(Section, frozen=True):
 
 
 class EngineConfig(Section, frozen=True):
-    device: str = "auto"  # cpu, cuda, cuda:1 …
+    device: str = "auto"  # cpu, cuda, cuda:1 …; auto = cuda where there is a GPU, which then has to be usable
     threads: NotNegative = 0  # CPU threads of one worker; 0 = cores divided by workers, at least 2
-    max_rows: Positive = 256  # requests in one iteration
-    max_step_tokens: Positive = 2048  # tokens in one iteration, prefill and decode together
+    max_rows: Positive = 256  # requests in one iteration; a GPU: by its memory
+    max_step_tokens: Positive = 2048  # tokens in one iteration, prefill and decode together; a GPU: by its memory
     # chunked_prefill, multires, time_synced: tokens that fill the device, as `cohort profile` finds; 0 = a full step
     target_forward_tokens: NotNegative = 0
     # tokens of an iteration that decodes, half or more for prompts; slack_packing, padded_prefill: of one prompt in it
@@ -154,8 +154,13 @@ class EngineConfig(Section, frozen=True):
     # prompt tokens in one iteration where the prompt's own log-probabilities are wanted; one such prompt at a time
     scored_step_tokens: Annotated[int, msgspec.Meta(ge=16)] = 64
     preemption: Literal["swap", "recompute"] = "recompute"  # of a preempted request's KV: to host memory, or again
-    cuda_graph_memory_bytes: NotNegative = 2_147_483_648  # GPU memory for recorded decode steps; 0 = none is recorded
-    workers_per_gpu: NotNegative = 0  # that share a GPU's memory; 0 = this configuration's workers over the GPUs seen
+    # GPU memory for recorded decode steps; 0 = none is recorded; by the GPU's memory
+    cuda_graph_memory_bytes: NotNegative = 2_147_483_648
+    workers_per_gpu: NotNegative = 0  # that share a GPU's memory; 0 = this configuration's workers over its GPUs
+    gpus: NotNegative = 0  # GPUs that the workers of this host are divided over; 0 = all that are visible
+    # folder in which the workers of a host claim GPUs, the same for all of them; "" = inside the cache folder
+    claim_dir: str = ""
+    claim_wait_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 10.0  # the longest a worker waits for a GPU's share
     drain_s: Seconds = 30.0  # on SIGTERM: the longest to finish what runs
     # slo_batching, slack_packing: file of `cohort profile` that a worker without learned times starts from; "" = none
     profile: str = ""
@@ -164,7 +169,7 @@ class EngineConfig(Section, frozen=True):
 
 class WorkerGroup(Section, frozen=True):
     role: Role  # prefill, decode, unified
-    count: Positive = 1  # workers of this group
+    count: NotNegative = 1  # workers of this group; 0 = as many as the GPUs want
     threads: NotNegative = 0  # overrides engine.threads
 
 

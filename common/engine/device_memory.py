@@ -32,22 +32,6 @@ class DeviceShare:
     graphs: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A worker's GPU, and how many workers it shares it with, itself included."""
-
-    device_index: int
-    sharers: int
-
-
-def place(worker: int, workers: int, visible_gpus: int, workers_per_gpu: int = 0) -> Placement:
-    """Workers go round the visible GPUs. `workers_per_gpu` 0: as many share one as this puts there."""
-    gpus = max(1, visible_gpus)
-    index = worker % gpus
-    sharers = len(range(index, max(workers, worker + 1), gpus))
-    return Placement(index, workers_per_gpu or sharers)
-
-
 def step_bytes(geometry: ModelGeometry, dtype_bytes: int, max_rows: int, max_step_tokens: int) -> int:
     """The most that is allocated after the weights, KV and graphs apart: every layer's widest intermediate, attention's
     workspace, block tables, the logits in the model's precision, drawing, and a reserve for the context."""

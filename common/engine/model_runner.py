@@ -146,6 +146,11 @@ class ModelRunner:
         """The stream of the steps; other work on the device is ordered against it."""
         return HostStream() if self._device_steps is None else self._device_steps.stream
 
+    @property
+    def recorded_classes(self) -> tuple[int, ...]:
+        """Row counts whose decode steps are recorded; none on a processor, or where recording failed."""
+        return () if self._device_steps is None else self._device_steps.decode.classes
+
     @staticmethod
     def plan_kv_blocks(geometry: ModelGeometry, dtype: str, block_size: int, memory_bytes: int) -> int:
         """How many KV blocks fit into `memory_bytes`; dtype as `resolve_dtype` answers it."""

@@ -87,6 +87,8 @@ class WorkerLoop:
         self._clock = context.clock
         self._log = context.log
         self._metrics = WorkerMetrics(context.metrics, machine, lambda: runner.memory_retries)
+        if runner.device.type == "cuda":
+            self._metrics.engine.decode_classes_recorded().set(len(runner.recorded_classes))
         self._agent = TransferAgent(
             links,
             CacheMemory(runner.kv),

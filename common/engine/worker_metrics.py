@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
+import msgspec
 from prometheus_client import Counter, Gauge
 
 from cohort.common.machines.worker import WorkerMachine
@@ -114,6 +115,8 @@ class WorkerMetrics:
     def __init__(self, make: MetricFactory, machine: WorkerMachine, memory_retries: Callable[[], int]) -> None:
         self.engine = EngineMetrics(make)
         self.engine.device(machine.setup.capacity.device).set(1)
+        if (facts := machine.setup.capacity.engine) is not None:
+            self.engine.engine_info(*msgspec.structs.astuple(facts)).set(1)
         self.transfer = TransferMetrics(make)
         self._machine = machine
         self._memory_retries = memory_retries

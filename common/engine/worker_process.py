@@ -12,15 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import torch
 
 from cohort.common import exposure, paths
 from cohort.common.config import Config
-from cohort.common.engine.device_memory import DeviceShare, place
+from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.device_name import device_name, own_cores
+from cohort.common.engine.devices import WorkerDevice, checked_device, claim_device, engine_facts, engine_warnings
 from cohort.common.engine.learned_state import LearnedState
 from cohort.common.engine.model_config import read_geometry
-from cohort.common.engine.model_runner import ModelRunner, resolve_device, resolve_dtype
+from cohort.common.engine.model_runner import ModelRunner, resolve_dtype
 from cohort.common.engine.worker_loop import WorkerLoop
 from cohort.common.errors import ConfigError
 from cohort.common.machines.recorder import WorkerHeader, config_text
@@ -66,18 +68,20 @@ def capacity_of(config: Config, role: Role, runner: ModelRunner, model: str) -> 
         max_rows=config.engine.max_rows,
         max_step_tokens=config.engine.max_step_tokens,
         device=device_name(runner.device, own_cores()),
+        engine=engine_facts(runner),
     )
 
 
-def load_runner(config: Config, threads: int, instance: str = "") -> ModelRunner:
+def load_runner(config: Config, threads: int, own: WorkerDevice | None = None) -> ModelRunner:
     """Model and cache as configured; the cache sized from what the device has. Raises `ConfigError`, `ModelError`.
 
-    `instance` is the worker's name in the configuration; "" = it has the machine to itself.
+    `own`: the device that the worker has claimed; None = it has the machine to itself.
     """
     model_dir = Path(config.model.path) if config.model.path else paths.default_model_dir()
     if not model_dir.is_dir():
         raise ConfigError(f"model.path: no folder {model_dir}; run scripts/setup or name a Hugging Face folder")
-    device, sharers = _device(config, instance)
+    device = checked_device(config) if own is None else own.device
+    sharers = max(1, config.engine.workers_per_gpu) if own is None else own.sharers
     dtype = resolve_dtype(config.model.dtype, device)
     geometry = read_geometry(model_dir)
     block_bytes = geometry.kv_geometry(dtype, config.kv.block_size).block_bytes
@@ -104,19 +108,6 @@ def load_runner(config: Config, threads: int, instance: str = "") -> ModelRunner
         share=DeviceShare(config.kv.memory_fraction, sharers, memory_bytes, config.engine.cuda_graph_memory_bytes),
         weights=config.model.weights,
     )
-
-
-def _device(config: Config, instance: str) -> tuple[torch.device, int]:
-    """A worker's device, and how many workers share it: they go round the GPUs unless the configuration names one."""
-    device = resolve_device(config.engine.device)
-    if device.type != "cuda":
-        return device, 1
-    names = list(config.instance_roles)
-    worker = names.index(instance) if instance in names else 0
-    workers = len(names) if instance else 1
-    visible = 1 if device.index is not None else torch.cuda.device_count()
-    placement = place(worker, workers, visible, config.engine.workers_per_gpu)
-    return torch.device("cuda", device.index if device.index is not None else placement.device_index), placement.sharers
 
 
 def open_worker_links(context: ServiceContext, policies: WorkerPolicies) -> dict[str, KvLink]:
@@ -166,19 +157,25 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     """The whole life of a worker process: load, serve, drain."""
     config = context.config
     policies.check_names(config)
-    role = config.instance_roles.get(context.instance, default_role)
     threads = config.worker_threads(context.instance, len(own_cores()))
     started = time.monotonic()
     # One thread does everything with torch, from loading on: OpenMP keeps a pool per calling thread, and with two pools
     # on the cores of one it stops spinning between two operators, which makes a step half as slow again.
     engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
     in_engine = asyncio.get_running_loop().run_in_executor
-    runner = await in_engine(engine, load_runner, config, threads, context.instance)
+    own = await claim_device(config, context.instance, default_role, engine, context.stopping)
+    if own is None:
+        return  # asked to stop while every GPU was taken
+    role = own.role
+    runner = await in_engine(engine, load_runner, config, threads, own)
     await in_engine(engine, runner.warm_up)
     if runner.device.type == "cuda":
         # UCX finds out what it can do, and moves bytes, on the event loop's thread: the device must be current there.
         torch.cuda.set_device(runner.device)
         torch.cuda.synchronize(runner.device)
+    warnings = engine_warnings(runner, config, own.sharers)
+    for warning in warnings:
+        context.log.warning(warning)
     capacity, links = capacity_of(config, role, runner, context.model_name), open_worker_links(context, policies)
     scheduler = policies.iteration(config)
     kv = policies.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks)
@@ -190,10 +187,13 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     start = learned.imported if learned is not None else b""
     told = recorded(context, machine, lambda: WorkerHeader(setup, seed, config_text(config), start))
     loop = WorkerLoop(context, runner, links, machine, told, learned, engine)
+    facts = msgspec.to_builtins(capacity.engine)
+    context.facts, context.warnings = (lambda: facts), (lambda: warnings)
     context.log.info(
         "worker ready",
         role=role.value,
         device=capacity.device,
+        **{f"engine_{name}": word for name, word in facts.items()},
         threads=threads,
         seconds=round(time.monotonic() - started, 2),
         kv_blocks=capacity.num_blocks,

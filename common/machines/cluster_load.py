@@ -44,4 +44,5 @@ def cluster_load(
         total_tokens=sum(view.capacity.num_blocks * view.capacity.block_size for view in views),
         max_model_len=max((view.capacity.max_model_len for view in views), default=0),
         drain_rate=drain_rate,
+        engines=list(dict.fromkeys(view.capacity.engine for view in views if view.capacity.engine is not None)),
     )

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from cohort.common.config import dump_config, load_config
+from cohort.common.devices.inventory import this_machine
 from cohort.common.policies.ecoserve.forward_size import target_forward_tokens
 
 
@@ -51,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     overrides = {"model": {"path": args.model}} if args.model else None
-    config = load_config([Path(file) for file in args.config], overrides=overrides)
+    config = load_config([Path(file) for file in args.config], overrides=overrides, machine=this_machine)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = args.threads or config.default_threads(cores)
     with tempfile.TemporaryDirectory() as folder:

@@ -5,7 +5,7 @@ Called by aiohttp. `/health` says that the process lives; `/ready` that a reques
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 from aiohttp import web
@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 import cohort
 from cohort.common.errors import RequestError
 from cohort.common.metrics import CONTENT_TYPE, exposition
+from cohort.common.types import EngineFacts
 from cohort.services.gateway.model_card import ModelCard
 from cohort.services.gateway.parsing import printable
 
@@ -30,6 +31,7 @@ class Probes:
         registry: CollectorRegistry,
         not_ready_because: Callable[[], str | None],
         max_model_len: Callable[[], int],
+        engines: Callable[[], Sequence[EngineFacts]] = tuple,
     ) -> None:
         self._card = card
         self._preset = preset
@@ -37,6 +39,7 @@ class Probes:
         self._registry = registry
         self._not_ready_because = not_ready_because
         self._max_model_len = max_model_len
+        self._engines = engines
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -58,7 +61,9 @@ class Probes:
         return _json({"ready": False, "reason": reason}, status=503)
 
     async def version(self, _: web.Request) -> web.Response:
-        return _json({"version": cohort.__version__, "preset": self._preset, "model": self._card.name})
+        """`engines`: on what the workers compute, each kind once; empty until the manager has named one."""
+        answer = {"version": cohort.__version__, "preset": self._preset, "model": self._card.name}
+        return _json({**answer, "engines": self._engines()})
 
     async def metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=exposition(self._registry), headers={"Content-Type": CONTENT_TYPE})

@@ -107,6 +107,7 @@ class Gateway:
             registry=context.registry,
             not_ready_because=self._not_ready_because,
             max_model_len=self._max_model_len,
+            engines=lambda: self._machine.link.load.engines if self._machine.link.load else (),
         )
         context.stats = self._stats
 

@@ -52,6 +52,8 @@ class Process:
     heard_s: float
     since_s: float
     restarts: int = 0
+    facts: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
 
     def age_s(self, now_s: float) -> float:
@@ -135,6 +137,7 @@ class Cluster:
             process.role, process.incarnation, process.pid = beat.role, beat.incarnation, beat.pid
             process.ready, process.metrics_url, process.stats = beat.ready, beat.metrics_url, dict(beat.stats)
             process.status, process.heard_s = Status.UP, now_s
+        process.facts, process.warnings = dict(beat.facts), list(beat.warnings)
         if process.role == "gateway":
             self._count(now_s, process)
         return self._note(events)

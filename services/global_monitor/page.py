@@ -18,7 +18,7 @@ _ROLE_ORDER = ("gateway", "length_predictor", "bucketing_manager", "global_monit
 
 
 class ProcessState(msgspec.Struct, frozen=True):
-    """One process. `status`: up, down or left; `since_s`: seconds in that status."""
+    """One process. `status`: up, down or left; `since_s`: seconds in that status. `facts`: of a worker, its device."""
 
     instance: str
     role: str
@@ -30,6 +30,8 @@ class ProcessState(msgspec.Struct, frozen=True):
     restarts: int
     metrics_url: str
     stats: dict[str, float]
+    facts: dict[str, str] = {}
+    warnings: list[str] = []
 
 
 class EventState(msgspec.Struct, frozen=True):
@@ -91,6 +93,8 @@ def _process(process: Process, now_s: float) -> ProcessState:
         process.restarts,
         process.metrics_url,
         process.stats,
+        process.facts,
+        process.warnings,
     )
 
 

@@ -18,9 +18,11 @@ from pathlib import Path
 
 from cohort.common import paths
 from cohort.common.config import Config, dump_config, load_config
+from cohort.common.devices.inventory import this_machine, visible_gpus
 from cohort.common.errors import CohortError, ModelError
 from cohort.common.private_files import keep_private
 from cohort.services.launcher import control, preflight
+from cohort.services.launcher.box import on_box, summary
 from cohort.services.launcher.console import Console, Line
 from cohort.services.launcher.default_model import is_complete
 from cohort.services.launcher.options import keys_of, overrides_of
@@ -36,21 +38,30 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """`arguments`: the command line after `serve`, for --detach to start the same again."""
     keep_private()
     try:
+        overrides = overrides_of(options, keys_of(options.config))
+        asks = not (options.stop or options.status)  # of the driver, which may take its time
         config = load_config(
-            options.config, preset=options.preset, overrides=overrides_of(options, keys_of(options.config))
+            options.config, preset=options.preset, overrides=overrides, machine=this_machine if asks else None
         )
         if options.stop or options.status:
             files = RunFiles(paths.run_dir(config.gateway.port))
             return (control.stop if options.stop else control.status)(files, config.gateway.port)
-        return _serve(options, arguments, config)
+        given = "workers" in keys_of(options.config) | overrides.keys()
+        return _serve(options, arguments, config, workers_given=given)
     except (CohortError, OSError) as error:
         sys.stderr.write(f"cohort serve: {error}\n")
         return EXIT_WRONG
 
 
-def _serve(options: argparse.Namespace, arguments: list[str], config: Config) -> int:
+def _serve(options: argparse.Namespace, arguments: list[str], config: Config, *, workers_given: bool) -> int:
     any_port = config.gateway.port == 0
-    config = resolve(config, model=_model_folder(config), cores=preflight.usable_cores(), free_port=preflight.free_port)
+    model = _named_folder(config) if options.print_config else _model_folder(config)
+    gpus = visible_gpus()
+    config = on_box(config, gpus, workers_given=workers_given, model=model)
+    config = resolve(config, model=model, cores=preflight.usable_cores(), free_port=preflight.free_port)
+    if options.print_config:
+        sys.stdout.write(dump_config(config))
+        return 0
     preflight.check_exposure(config)
     plans = plan(config, preflight.usable_cores())
     files = RunFiles(paths.run_dir(config.gateway.port))
@@ -64,20 +75,21 @@ def _serve(options: argparse.Namespace, arguments: list[str], config: Config) ->
         _check_start(plans)
         preflight.raise_open_file_limit()
         files.write_config(dump_config(config))
-        return asyncio.run(_supervise(config, plans, files, options.notify_fd))
+        return asyncio.run(_supervise(config, plans, files, options.notify_fd, summary(config, gpus)))
+
+
+def _named_folder(config: Config) -> Path:
+    return Path(config.model.path).expanduser().resolve() if config.model.path else paths.default_model_dir()
 
 
 def _model_folder(config: Config) -> Path:
     """The folder to serve; the default model is made when it is the one wanted and absent."""
-    if config.model.path:
-        folder = Path(config.model.path).expanduser().resolve()
-    else:
-        folder = paths.default_model_dir()
-        if not is_complete(folder):
-            # In a process of its own: the launcher stays small, and torch's memory goes when it is done.
-            command = [sys.executable, "-P", "-m", "cohort.services.launcher.default_model"]
-            if subprocess.run(command, stdin=subprocess.DEVNULL, timeout=MODEL_TIMEOUT_S, check=False).returncode != 0:
-                raise ModelError("the default model could not be made (see above); serve another with --model FOLDER")
+    folder = _named_folder(config)
+    if not config.model.path and not is_complete(folder):
+        # In a process of its own: the launcher stays small, and torch's memory goes when it is done.
+        command = [sys.executable, "-P", "-m", "cohort.services.launcher.default_model"]
+        if subprocess.run(command, stdin=subprocess.DEVNULL, timeout=MODEL_TIMEOUT_S, check=False).returncode != 0:
+            raise ModelError("the default model could not be made (see above); serve another with --model FOLDER")
     preflight.check_model(folder, with_weights=config.model.weights == "files")
     return folder
 
@@ -94,7 +106,7 @@ def _check_start(plans: list[ProcessPlan]) -> None:
     preflight.check_ports(plans)
 
 
-async def _supervise(config: Config, plans: list[ProcessPlan], files: RunFiles, notify_fd: int) -> int:
+async def _supervise(config: Config, plans: list[ProcessPlan], files: RunFiles, notify_fd: int, box: str = "") -> int:
     base = http_base(config.gateway.host, config.gateway.port)
     starter = _Starter(notify_fd)
     lines = [Line(process.instance, process.port, files.log_file(process.instance)) for process in plans]
@@ -125,6 +137,8 @@ async def _supervise(config: Config, plans: list[ProcessPlan], files: RunFiles, 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.request_stop)
     record()
+    if box:
+        console.say(box)
     console.start()
     try:
         return await supervisor.run(ready)

@@ -13,6 +13,7 @@ examples:
   cohort serve --model ~/models/Qwen3-0.6B           your own model, any local folder in Hugging Face format
   cohort serve --preset unified --port 9000          another arrangement of processes, another port
   cohort serve --set engine.max_rows=64              one option of configs/default.yaml, as many as you like
+  cohort serve --print-config                        every option as it would be here, GPUs and workers included
   cohort serve --detach                              return once it is ready …
   cohort serve --status                              … see how it is …
   cohort serve --stop                                … and end it
@@ -43,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="assignments",
         metavar="KEY=VALUE",
         help="one option over all files, e.g. kv.block_size=32; may be repeated",
+    )
+    how.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the configuration that would be served, every option settled for this machine, and end",
     )
     where = parser.add_argument_group("where")
     where.add_argument(

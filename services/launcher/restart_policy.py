@@ -5,9 +5,11 @@
           │          ▼                   ▼
           └── Restart(delay) ◀───────────┤      at once; then 0.2 → 5 s, doubled, until 10 s were healthy
                      │
-                     └─▶ GiveUp          never ready so far, and: configuration error (exit code 2), or the 5th end
+                     └─▶ GiveUp          never ready so far, and: configuration error (exit code 2), no share of a GPU
+                                         left (75), or the 5th end
 
-A process that was ready once is never given up: its configuration is good, so the cause of its end may pass.
+A worker that was ready, and finds its share of a GPU taken when it comes back, tries again once a minute. A process
+that was ready once is never given up: its configuration is good, so the cause of its end may pass.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ LONGEST_DELAY_S = 5.0
 HEALTHY_AFTER_S = 10.0
 ATTEMPTS_AT_START = 5
 EXIT_CONFIG_ERROR = 2
+EXIT_NO_DEVICE = 75  # `service.EXIT_NO_DEVICE`
+NO_DEVICE_DELAY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,8 @@ class RestartPolicy:
         if not self._proven:
             if exit_code == EXIT_CONFIG_ERROR:
                 return GiveUp(f"{reason}: its configuration is wrong")
+            if exit_code == EXIT_NO_DEVICE:
+                return GiveUp(f"{reason}: every share of every GPU is taken")
             self._failures_at_start += 1
             if self._failures_at_start >= ATTEMPTS_AT_START:
                 return GiveUp(f"{reason}: it never became ready in {ATTEMPTS_AT_START} attempts")
@@ -62,6 +68,8 @@ class RestartPolicy:
         delay_s = self._delay_s
         self._delay_s = min(max(2 * delay_s, SECOND_DELAY_S), LONGEST_DELAY_S)
         self._ready_since_s = None
+        if exit_code == EXIT_NO_DEVICE:
+            return Restart(NO_DEVICE_DELAY_S, f"{reason}: every share of every GPU is taken")
         return Restart(delay_s, reason)
 
 

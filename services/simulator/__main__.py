@@ -53,7 +53,9 @@ def run_simulate(options: argparse.Namespace) -> int:
         cluster = cluster_of(options, value if what == "cluster" else options.cluster)
         rate = _number("--sweep rate", value) if what == "rate" else options.rate
         workload = traffic.workload(rate, options.concurrency)
-        reports.append(simulate(configuration(options, preset), cluster, model, workload, sim_options, roles))
+        reports.append(
+            simulate(configuration(options, preset, cluster=cluster), cluster, model, workload, sim_options, roles)
+        )
     if what:
         render.print_head(reports[0], console)
         console.print(render.comparison(what, values, reports))

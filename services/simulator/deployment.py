@@ -124,7 +124,7 @@ def spread_roles(config: Config, instances: int) -> dict[Role, int]:
     """The preset's workers, scaled to this many instances: every role at least one, shares as even as can be."""
     counts: dict[Role, int] = {}
     for group in config.workers:
-        counts[group.role] = counts.get(group.role, 0) + group.count
+        counts[group.role] = counts.get(group.role, 0) + max(1, group.count)
     if len(counts) > instances and config.gathers:  # roles are preferences
         return {Role.UNIFIED: instances}
     if len(counts) > instances:

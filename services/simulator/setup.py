@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from cohort.common.config import CONFIGS_DIR, Config, load_config, nested
+from cohort.common.config.device_defaults import Machine
 from cohort.common.errors import ConfigError
 from cohort.common.types import Role
 from cohort.services.simulator.cluster import SimOptions
@@ -17,7 +18,12 @@ from cohort.services.simulator.hardware import Cluster, load_cluster
 from cohort.services.simulator.traffic import Traffic, parse_slo
 
 
-def configuration(options: argparse.Namespace, preset: str, settings: Sequence[str] = ()) -> Config:
+def configuration(
+    options: argparse.Namespace, preset: str, settings: Sequence[str] = (), cluster: Cluster | None = None
+) -> Config:
+    """`cluster`: other than the options'. With `engine.device=cuda` its device's memory decides on sizes as it does
+    live; `auto` keeps a processor's, which all published comparisons have."""
+
     flat: dict[str, Any] = {}
     for text in (*options.set, *settings):
         key, equals, value = text.partition("=")
@@ -25,7 +31,12 @@ def configuration(options: argparse.Namespace, preset: str, settings: Sequence[s
             raise ConfigError(f"--set {text}: wants SECTION.OPTION=VALUE")
         flat[key] = yaml.safe_load(value)
     overrides = nested(flat, "--set") or None
-    return load_config([Path(file) for file in options.config], preset=preset, overrides=overrides)
+
+    def machine() -> Machine:
+        simulated = cluster or cluster_of(options, options.cluster)
+        return Machine(0, simulated.device.memory_bytes, 0)
+
+    return load_config([Path(file) for file in options.config], preset=preset, overrides=overrides, machine=machine)
 
 
 def cluster_of(options: argparse.Namespace, text: str) -> Cluster:

@@ -6,7 +6,7 @@ import asyncio
 
 from aiohttp import web
 
-from cohort.common.errors import ConfigError
+from cohort.common.errors import ConfigError, NoDeviceLeft
 from cohort.common.messages import KvRenew, Registered
 from cohort.common.service import ServiceContext, metrics_routes, service_main
 
@@ -21,6 +21,8 @@ async def build(context: ServiceContext) -> None:
                 tasks.create_task(_fail())
         case "bad-option":
             raise ConfigError("model.path: /nowhere holds no model")
+        case "no-device":
+            raise NoDeviceLeft("no share of a GPU is left for this worker")
         case "returns":
             return
         case "stuck" | "stuck-2":

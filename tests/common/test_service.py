@@ -19,7 +19,7 @@ import pytest
 from cohort.common.config import Config, EndpointsConfig, MetricsConfig, WorkerGroup
 from cohort.common.errors import ConfigError
 from cohort.common.messages import Farewell, Heartbeat, KvRenew, Registered
-from cohort.common.service import DRAIN_MARGIN_S, endpoint_of, inbox_of, metrics_port, model_name
+from cohort.common.service import DRAIN_MARGIN_S, EXIT_NO_DEVICE, endpoint_of, inbox_of, metrics_port, model_name
 from cohort.common.transport.zmq_bus import ZmqBus
 from cohort.common.types import Role
 
@@ -160,6 +160,13 @@ async def test_failures_have_exit_codes_and_reasons(launch: Launch) -> None:
     event = await option.event("model.path: /nowhere holds no model")
     assert (event["error"], "exception" in event) == ("ConfigError", False)
     assert await returns.code() == 0
+
+
+@pytest.mark.pipeline
+async def test_a_worker_without_a_gpu_ends_with_a_status_of_its_own(launch: Launch) -> None:
+    service = await launch("no-device")
+    assert await service.code() == EXIT_NO_DEVICE == 75
+    assert (await service.event("no share of a GPU is left for this worker"))["error"] == "NoDeviceLeft"
 
 
 @pytest.mark.pipeline

@@ -23,7 +23,8 @@ from cohort.common.config import load_config
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-PROCESSES = ("gateway", "length_predictor", "bucketing_manager", "global_monitor", "prefill_worker", "decode_worker")
+PROCESSES = ("gateway", "length_predictor", "bucketing_manager", "global_monitor", "worker", "prefill_worker")
+PROCESSES += ("decode_worker",)
 
 # Keys of the compose specification that this file may use; anything else is a mistake.
 TOP_KEYS = {"name", "services", "networks", "volumes"}
@@ -64,11 +65,31 @@ def test_one_service_per_process_for_gpu_and_for_cpu():
     assert set(PROCESSES) <= set(SERVICES)
     for worker in ("prefill_worker", "decode_worker"):
         gpu, cpu = SERVICES[worker], SERVICES[f"{worker}_cpu"]
-        assert gpu["profiles"] == ["gpu"] and cpu["profiles"] == ["cpu"]
-        (device,) = gpu["deploy"]["resources"]["reservations"]["devices"]
-        assert device["driver"] == "nvidia" and device["capabilities"] == ["gpu"]
+        assert gpu["profiles"] == ["gpu-roles"] and cpu["profiles"] == ["cpu"]
         assert "deploy" not in cpu
-        assert {**cpu, "profiles": 0} == {**{k: v for k, v in gpu.items() if k != "deploy"}, "profiles": 0}
+        differ = {"deploy", "profiles", "volumes", "environment"}
+        assert {k: v for k, v in cpu.items() if k not in differ} == {k: v for k, v in gpu.items() if k not in differ}
+        assert [mount for mount in gpu["volumes"] if mount not in cpu["volumes"]] == ["claims:/var/lib/cohort-claims"]
+
+
+def test_every_gpu_worker_sees_all_gpus_and_the_claims_of_the_whole_host():
+    workers = [SERVICES[name] for name in ("worker", "prefill_worker", "decode_worker")]
+    for service in workers:
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        # A number would be the same first GPUs for every container.
+        assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+        assert "claims:/var/lib/cohort-claims" in service["volumes"]
+        assert set(service["environment"]) >= {"COHORT_GPUS", "COHORT_WORKERS_PER_GPU"}
+    assert COMPOSE["volumes"]["claims"] == {"name": "cohort-gpu-claims"}  # not one for each project
+    engine = load_config([ROOT / "configs" / "compose.yaml"]).engine
+    assert engine.claim_dir == "/var/lib/cohort-claims" and engine.claim_wait_s >= 60
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
+    assert re.search(r"chown cohort:cohort .*/var/lib/cohort-claims", dockerfile)
+
+
+def test_one_variable_is_the_number_of_workers():
+    assert SERVICES["worker"]["profiles"] == ["gpu"]
+    assert SERVICES["worker"]["deploy"]["replicas"] == "${COHORT_GPUS:-1}"
 
 
 def test_every_process_is_watched_restarted_and_given_time_to_drain():

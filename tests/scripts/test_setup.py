@@ -117,3 +117,91 @@ def test_two_at_once_wait_for_each_other(finished: dict[str, str]):
     holder.communicate(timeout=10)
     assert waited.returncode == 0
     assert "another set-up is running" in waited.stdout
+
+
+# -- the CUDA build for the driver ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> dict[str, str]:
+    """A virtual environment without torch; its index has no builds for CUDA 12.8, and what is installed is noted."""
+    venv, cache = tmp_path / "venv", tmp_path / "cache"
+    (venv / "bin").mkdir(parents=True)
+    python = venv / "bin" / "python"
+    python.write_text(
+        f"""#!/bin/sh
+case "$*" in
+    *torch.__version__*) exit 1 ;;
+    *"install "*torch==*) echo "$@" >>{tmp_path}/torch ;;
+esac
+case "$*" in *+cu128*) exit 1 ;; esac
+echo 12
+"""
+    )
+    python.chmod(0o755)
+    (venv / "pyvenv.cfg").write_text("version = 3.11.7\n")
+    return {"COHORT_VENV": str(venv), "COHORT_CACHE_DIR": str(cache), "COHORT_BUILD_KERNELS": "no"}
+
+
+def asked(tmp_path: Path) -> list[str]:
+    """The torch requirements that were tried, in order."""
+    lines = (tmp_path / "torch").read_text().splitlines()
+    return [word for line in lines for word in line.split() if word.startswith("torch==")]
+
+
+PINNED = next(
+    line for line in (ROOT / "scripts/requirements/torch.txt").read_text().splitlines() if line.startswith("torch==")
+)
+
+
+@pytest.mark.parametrize(
+    ("driver", "tried"),
+    [
+        ("580.65.06", [PINNED]),  # the build that an index has without being asked
+        ("590.10", [PINNED]),
+        ("570.86.10", [f"{PINNED}+cu128", f"{PINNED}+cu126"]),  # the newest that it has
+        ("550.54.15", [f"{PINNED}+cu126"]),
+        ("525.60.13", [f"{PINNED}+cu126"]),
+    ],
+)
+def test_torch_is_the_build_that_the_driver_runs(
+    bare: dict[str, str], tmp_path: Path, driver: str, tried: list[str]
+) -> None:
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(f"#!/bin/sh\necho {driver}\n")
+    smi.chmod(0o755)
+    path = f"{smi.parent}:{os.environ['PATH']}"
+    real = Path("/proc/driver/nvidia/version").exists()  # it would answer first
+    bare |= {"COHORT_DRIVER": driver} if real else {}
+    done = setup("--no-model", **bare, PATH=path, COHORT_ACCELERATOR="cuda")
+    assert done.returncode == 0, done.stderr
+    assert asked(tmp_path) == tried
+    assert f"driver {driver}" in done.stdout
+
+
+def test_a_build_and_an_index_by_name(bare: dict[str, str], tmp_path: Path) -> None:
+    index = "https://index.invalid/%CUDA%/simple"
+    done = setup("--no-model", **bare, COHORT_ACCELERATOR="cuda", COHORT_CUDA="cu126", COHORT_TORCH_INDEX=index)
+    assert done.returncode == 0, done.stderr
+    assert "--index-url https://index.invalid/cu126/simple" in (tmp_path / "torch").read_text()
+    assert asked(tmp_path) == [f"{PINNED}+cu126"]
+
+
+def test_without_a_gpu_the_cpu_build(bare: dict[str, str], tmp_path: Path) -> None:
+    index = "https://index.invalid/%CUDA%"
+    done = setup("--no-model", **bare, COHORT_ACCELERATOR="cpu", COHORT_TORCH_INDEX=index)
+    assert done.returncode == 0, done.stderr
+    assert "--index-url https://index.invalid/cpu" in (tmp_path / "torch").read_text()
+    assert asked(tmp_path) == [PINNED]
+
+
+def test_what_cannot_be_had_is_said_with_the_ways_out(bare: dict[str, str], tmp_path: Path) -> None:
+    old = setup("--no-model", **bare, COHORT_ACCELERATOR="cuda", COHORT_DRIVER="470.82.01")
+    assert old.returncode == 1 and "driver 470.82.01 runs no CUDA build" in old.stderr
+    none = setup("--no-model", **bare, COHORT_ACCELERATOR="cuda", COHORT_DRIVER="570.86.10", COHORT_CUDA="cu128")
+    assert none.returncode == 1
+    for way in ("COHORT_TORCH_INDEX", "update the driver to 580.65.06", "COHORT_ACCELERATOR=cpu"):
+        assert way in none.stderr
+    wrong = setup("--no-model", **bare, COHORT_CUDA="cu118")
+    assert wrong.returncode == 1 and "COHORT_CUDA=cu118 is none of cu126, cu128, cu130" in wrong.stderr

@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.engine.device_memory import SAMPLER_BYTES, STAGING_TOKENS, Placement, kv_bytes, place, step_bytes
+from cohort.common.engine.device_memory import SAMPLER_BYTES, STAGING_TOKENS, kv_bytes, step_bytes
 from cohort.common.engine.model_config import ModelGeometry, RopeConfig
 
 GIB = 1 << 30
@@ -30,18 +30,6 @@ LLAMA_8B = ModelGeometry(
     rope=RopeConfig(500000.0, "default", {}),
     sliding_windows=(0,) * 32,
 )
-
-
-def test_workers_go_round_the_gpus() -> None:
-    assert [place(worker, 3, 2) for worker in range(3)] == [Placement(0, 2), Placement(1, 1), Placement(0, 2)]
-    assert [place(worker, 2, 1) for worker in range(2)] == [Placement(0, 2)] * 2
-    assert place(0, 1, 8) == Placement(0, 1)
-    assert place(1, 2, 1, workers_per_gpu=1) == Placement(0, 1)
-
-
-def test_a_worker_the_configuration_does_not_count_still_has_a_place() -> None:
-    assert place(5, 2, 4).device_index == 1
-    assert place(5, 2, 4).sharers >= 1
 
 
 def test_one_worker_takes_its_fraction_less_weights_and_reserve() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
 from cohort.common.engine.worker_metrics import WorkerMetrics
+from cohort.common.machines.cluster_load import cluster_load
 from cohort.common.metrics import MetricFactory
-from cohort.common.types import Role
+from cohort.common.policies.interface import InstanceView
+from cohort.common.types import EngineFacts, Role, WorkerCapacity, WorkerStats
 from tests.common.machines.small_worker import machine
 from tests.common.machines.test_learned_by_worker import run_one
 
@@ -28,3 +31,25 @@ def test_the_error_of_learned_iteration_times_is_exported_by_kind() -> None:
         labels = {"model_name": "m", "instance": "unified", "kind": kind}
         exported = registry.get_sample_value("cohort_step_time_error", labels)
         assert exported == pytest.approx(shown[f"step_time_error_{kind}"])
+
+
+def test_what_a_worker_computes_with_is_a_metric() -> None:
+    registry, worker = CollectorRegistry(), machine(Role.UNIFIED)
+    facts = EngineFacts("NVIDIA H200", "9.0", "bfloat16", "triton", "triton split-KV", "torch flash")
+    capacity = msgspec.structs.replace(worker.setup.capacity, engine=facts)
+    worker.setup = msgspec.structs.replace(worker.setup, capacity=capacity)
+    WorkerMetrics(MetricFactory(registry, model_name="m", instance="unified"), worker, lambda: 0)
+    labels = {"model_name": "m", "instance": "unified", **msgspec.to_builtins(facts)}
+    assert registry.get_sample_value("cohort_worker_engine", labels) == 1
+
+
+def test_a_gateway_hears_each_kind_of_engine_once() -> None:
+    facts = EngineFacts("NVIDIA H200", "9.0")
+    views = [view(f"w{number}", engine) for number, engine in enumerate((facts, facts, None, EngineFacts("EPYC")))]
+    load = cluster_load(views, ready=True, waiting=0, waiting_tokens=0, running=0, drain_rate=0.0)
+    assert load.engines == [facts, EngineFacts("EPYC")]
+
+
+def view(name: str, engine: EngineFacts | None) -> InstanceView:
+    capacity = WorkerCapacity(Role.UNIFIED, "m", 128, 1, 1, 8, 2, 16, 8, 0, 4, 64, engine=engine)
+    return InstanceView(name, capacity, WorkerStats())

@@ -32,7 +32,7 @@ from cohort.common.messages import (
     TokenUpdate,
 )
 from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
-from cohort.common.types import Attempt, FinishReason, Prediction, Request
+from cohort.common.types import Attempt, EngineFacts, FinishReason, Prediction, Request
 
 Script = Callable[[Request], list[int]]
 LOAD = ClusterLoad(
@@ -45,6 +45,7 @@ LOAD = ClusterLoad(
     total_tokens=10_000,
     max_model_len=0,
     drain_rate=2.0,
+    engines=[EngineFacts("NVIDIA H200", "9.0", kernels="triton")],
 )
 
 

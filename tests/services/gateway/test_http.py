@@ -26,6 +26,7 @@ async def test_probes(site: Site) -> None:
     assert await site.get("/ready") == (200, {"ready": True})
     status, body = await site.get("/version")
     assert (status, body["version"], body["preset"]) == (200, cohort.__version__, "cohort")
+    assert body["engines"] == [{"device": "NVIDIA H200", "capability": "9.0", "kernels": "triton"}]
 
 
 async def test_models(site: Site) -> None:

@@ -152,6 +152,21 @@ async def test_page_state_and_health(rig: Rig) -> None:
         assert (await client.get("/ready")).status == 200
 
 
+async def test_the_page_is_told_of_devices_and_warnings(rig: Rig) -> None:
+    facts, warnings = {"device": "NVIDIA H200", "kernels": "triton"}, ["2 workers share this GPU without MPS"]
+    rig.peer("w").send("monitor", Heartbeat("w", "prefill_worker", 1, 1, True, "", {}, facts, warnings))
+    await rig.settle()
+    async with http(rig) as client:
+        state = await (await client.get("/api/state")).json()
+        text = await (await client.get("/")).text()
+    [worker] = [process for process in state["processes"] if process["instance"] == "w"]
+    assert (worker["facts"], worker["warnings"]) == (facts, warnings)
+    assert "process.facts" in text and "process.warnings" in text
+    rig.peer("w").send("monitor", Heartbeat("w", "prefill_worker", 1, 1, True, "", {}))
+    await rig.settle()
+    assert rig.monitor.cluster.processes["w"].warnings == []
+
+
 async def test_history_is_cut_to_the_span_asked(rig: Rig) -> None:
     for _ in range(60):
         rig.monitor.tick()

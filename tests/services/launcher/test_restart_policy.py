@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from cohort.services.launcher.restart_policy import GiveUp, Restart, RestartPolicy, exit_reason
+from cohort.common import service
+from cohort.services.launcher.restart_policy import EXIT_NO_DEVICE, GiveUp, Restart, RestartPolicy, exit_reason
 
 
 def ready_policy(now_s: float) -> RestartPolicy:
@@ -37,6 +38,19 @@ def test_five_ends_before_it_was_ever_ready():
 
 def test_a_configuration_error_is_not_repeated():
     assert RestartPolicy().ended(0.0, 2) == GiveUp("exit code 2: its configuration is wrong")
+
+
+def test_a_worker_without_a_gpu_is_not_tried_in_a_loop():
+    refused = RestartPolicy().ended(0.0, EXIT_NO_DEVICE)
+    assert refused == GiveUp("exit code 75: every share of every GPU is taken")
+    policy = ready_policy(0.0)
+    for _ in range(3):
+        decision = policy.ended(1.0, EXIT_NO_DEVICE)
+        assert isinstance(decision, Restart) and decision.delay_s == 60.0
+
+
+def test_the_services_and_the_launcher_mean_the_same_exit_code():
+    assert EXIT_NO_DEVICE == service.EXIT_NO_DEVICE
 
 
 def test_a_process_that_worked_once_is_never_given_up():

@@ -21,7 +21,7 @@ from cohort.services.launcher.run_files import LauncherState, RunFiles
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
-SMALL = ["--set", "kv.cpu_memory_bytes=67108864", "--set", "kv.host_memory_bytes=0"]
+SMALL = ["--set", "kv.cpu_memory_bytes=67108864", "--set", "kv.host_memory_bytes=0", "--set", "engine.device=cpu"]
 
 
 class Serve:
@@ -82,6 +82,12 @@ def test_a_pipeline_from_start_to_stop(serve: Serve):
     curl = next(line for line in started.stdout.splitlines() if "curl" in line).partition("try")[2]
     answer = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, timeout=60, check=False)
     assert json.loads(answer.stdout)["choices"], answer.stderr
+
+    with urllib.request.urlopen(f"http://127.0.0.1:{serve.port}/version", timeout=10) as version:
+        [engine] = json.loads(version.read())["engines"]  # both workers compute alike
+    assert engine["device"] and engine["kernels"] in ("native", "reference")
+    with urllib.request.urlopen(f"http://127.0.0.1:{serve.port + 1}/metrics", timeout=10) as metrics:
+        assert f'cohort_worker_engine{{capability="",decode_attention="{engine["kernels"]}"' in metrics.read().decode()
 
     again = serve("--detach")
     assert again.returncode == 2

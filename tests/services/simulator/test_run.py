@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -26,6 +27,7 @@ from cohort.services.simulator import deployment
 from cohort.services.simulator.figures.figure import Figure
 from cohort.services.simulator.reproduce import all_figures, markdown, reproduce, select
 from cohort.services.simulator.run import find_capacity
+from cohort.services.simulator.setup import configuration
 from cohort.services.simulator.traffic import Traffic, parse_slo
 from tests.services.simulator.lab import cache_of, cluster, config, run, workload
 
@@ -257,6 +259,24 @@ def test_the_capacity_command(capsys: pytest.CaptureFixture[str]):
 def test_wrong_options_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     assert main(["simulate", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_named_has_the_sizes_that_its_memory_gives_it_live():
+    def tokens(*settings: str) -> int:
+        options = argparse.Namespace(
+            set=list(settings),
+            config=[],
+            cluster="a100-80:2",
+            tensor_parallel=None,
+            decode_attention=None,
+            stack=None,
+            mixed_share=None,
+        )
+        return configuration(options, "unified").engine.max_step_tokens
+
+    assert tokens("engine.device=cuda") == 8192
+    assert tokens() == 2048  # what published comparisons were simulated with
+    assert tokens("engine.device=cuda", "engine.max_step_tokens=777") == 777
 
 
 def test_advise_recommends_with_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

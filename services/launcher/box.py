@@ -1,0 +1,67 @@
+"""What a box with GPUs changes about a configuration: the device is settled, the workers are divided over the GPUs, and
+a model that fits none of them is refused before anything starts.
+
+Called by `main` before `plan.resolve`. Knows GPUs from the driver only; each worker looks again, with torch, at the one
+it claims. On a machine without a GPU the configuration stays as it is, but for `workers: auto`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from cohort.common.config import Config
+from cohort.common.devices.division import left_open, settle
+from cohort.common.devices.fit import check_fit, need
+from cohort.common.devices.inventory import Gpu
+from cohort.common.engine.model_config import read_geometry
+from cohort.common.errors import ConfigError
+
+
+def on_box(config: Config, gpus: Sequence[Gpu], *, workers_given: bool, model: Path) -> Config:
+    """`workers_given`: a file or the command line names workers; else a GPU box has as many as it wants (`auto`), since
+    a preset's count is the smallest arrangement that works. Raises `ConfigError`, `ModelError`."""
+    if config.engine.device == "auto" and gpus:
+        config = _with_device(config, "cuda")
+    if not config.on_gpu:
+        return settle(config, 0)
+    if not workers_given:
+        config = left_open(config)
+    return settle(config, len(_fitting(config, gpus, model)) if gpus else 0)
+
+
+def summary(config: Config, gpus: Sequence[Gpu]) -> str:
+    """A line for the console; "" without a GPU."""
+    if not config.on_gpu or not gpus:
+        return ""
+    names = sorted({gpu.name for gpu in gpus})
+    workers = ", ".join(f"{group.count} x {group.role.value}" for group in config.workers)
+    return f"{len(gpus)} GPU(s), {' and '.join(names)}: workers {workers}, {config.engine.workers_per_gpu} per GPU"
+
+
+def _fitting(config: Config, gpus: Sequence[Gpu], model: Path) -> list[Gpu]:
+    """GPUs that a worker's part of fits the model, undivided first: a box whose GPUs differ uses those."""
+    if not (model / "config.json").is_file():
+        return list(gpus)  # not made yet, or no model: checked elsewhere
+    wanted = need(config, model, read_geometry(model))
+    fitting: list[Gpu] = []
+    refusal: ConfigError | None = None
+    for gpu in sorted(gpus, key=lambda gpu: gpu.memory_bytes):
+        try:
+            check_fit(config, model.name, wanted, gpu.name, gpu.memory_bytes, 1)
+        except ConfigError as error:
+            refusal = error
+        else:
+            fitting.append(gpu)
+    if refusal is not None and not fitting:
+        raise refusal
+    sharers = settle(config, len(fitting)).engine.workers_per_gpu
+    smallest = fitting[0]
+    check_fit(config, model.name, wanted, smallest.name, smallest.memory_bytes, sharers)
+    return fitting
+
+
+def _with_device(config: Config, device: str) -> Config:
+    return msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, device=device))

@@ -21,7 +21,7 @@ from cohort.services.simulator import advise as advise_
 from cohort.services.simulator import comparison, comparison_tables, plots, render, replays, reproduce
 from cohort.services.simulator import options as options_
 from cohort.services.simulator.comparison_spec import load_spec
-from cohort.services.simulator.hardware import load_model
+from cohort.services.simulator.hardware import load_cluster, load_model
 from cohort.services.simulator.run import by_rate, find_capacity, simulate
 from cohort.services.simulator.setup import (
     cluster_of,
@@ -29,6 +29,7 @@ from cohort.services.simulator.setup import (
     parse_roles,
     preset_names,
     simulation_options,
+    told_of_profiles,
     traffic_of,
 )
 from cohort.services.simulator.traffic import parse_slo
@@ -43,6 +44,8 @@ def run_simulate(options: argparse.Namespace) -> int:
     if options.plot and not what:
         raise ConfigError("--plot draws a sweep: give --sweep")
     console = _console(quiet=options.json == "-")
+    named = values if what == "cluster" else [options.cluster]
+    told_of_profiles(options, [cluster_of(options, name) for name in named], _tell)
     if options.capacity is not None:
         return _capacity(options, console)
     model, traffic, sim_options = load_model(options.model), traffic_of(options), simulation_options(options)
@@ -82,6 +85,7 @@ def _capacity(options: argparse.Namespace, console: Console) -> int:
 
 def run_advise(options: argparse.Namespace) -> int:
     console, errors = _console(quiet=options.json == "-"), Console(stderr=True)
+    told_of_profiles(options, [cluster_of(options, options.cluster)], _tell)
     if not options.slo:
         options.slo = "ttft=2,tpot=0.2"
         errors.print("no --slo: judged by the gateway's defaults for real-time requests, ttft=2,tpot=0.2")
@@ -116,6 +120,7 @@ def run_compare(options: argparse.Namespace) -> int:
         loads=[_number("--loads", word) for word in _words(options.loads)],
         seeds=[int(_number("--seeds", word)) for word in _words(options.seeds)],
     )
+    told_of_profiles(options, [load_cluster(name) for name in dict.fromkeys(cell.cluster for cell in asked)], _tell)
     errors = Console(stderr=True)
     file = Path(options.results) if options.results else None
     results = comparison.run(
@@ -187,6 +192,10 @@ def _number(option: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise ConfigError(f"{option}: {text!r} is not a number") from None
+
+
+def _tell(line: str) -> None:
+    Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _console(*, quiet: bool = False) -> Console:

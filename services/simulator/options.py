@@ -6,7 +6,7 @@ import argparse
 
 TRAFFIC_HELP = "a trace file, PROMPTxOUTPUT (all requests alike), or a paper's shape by name"
 
-_CLUSTER_HELP = "a file of configs/clusters, a YAML file, or DEVICE:COUNT; A+B: unlike instances"
+_CLUSTER_HELP = "a name of configs/clusters or of `cohort profile --save`, a YAML file, or DEVICE:COUNT; A+B: unlike"
 
 SIMULATE_EPILOG = """\
 examples:
@@ -33,6 +33,15 @@ def _cluster(parser: argparse.ArgumentParser) -> None:
         help="iterations with prompts and decodes take 1 + X times as long (default: the device file's)",
     )
     group.add_argument("--stack", help="serving stack of the device file (default: its first)")
+    group.add_argument(
+        "--scatter",
+        type=float,
+        metavar="X",
+        help="coefficient of variation of an iteration's time (default: as profiled; 0 in the shipped files)",
+    )
+    group.add_argument(
+        "--check-profile", action="store_true", help="measure a few steps of a profiled machine again, and compare"
+    )
 
 
 def _traffic(parser: argparse.ArgumentParser) -> None:

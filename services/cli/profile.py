@@ -76,7 +76,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--output", metavar="FILE", help="where the points go, as JSON")
     parser.add_argument("--model", default="", help="folder of the model (default: the default model)")
     parser.add_argument("--model-name", default="", help="its shape in configs/models (default: the folder's name)")
-    parser.add_argument("--instances", type=int, default=0, metavar="N", help="workers (default: one GPU, or two on a CPU)")
+    parser.add_argument("--instances", type=int, default=0, metavar="N", help="workers (default: 1 on a GPU, else 2)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads of one (default: their share of the cores)")
     parser.add_argument("--repeats", type=int, default=5, help="steps per point; the median counts")
     parser.add_argument("--max-context", type=int, default=2048, help="longest context measured, in tokens")

@@ -1,4 +1,4 @@
-"""Machines by name: the user's profiles beside the shipped ones, how old they are, and whether the machine has changed."""
+"""Machines by name: the user's profiles beside the shipped ones, how old they are, and whether they still hold."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ from cohort.services.simulator.setup import (
 from cohort.services.simulator.traffic import parse_slo
 
 _PIPED_WIDTH = 140
+_ADVICE_ROWS = 10
 
 
 def run_simulate(options: argparse.Namespace) -> int:
@@ -101,9 +102,10 @@ def run_advise(options: argparse.Namespace) -> int:
         lambda label: errors.print(f"trying {label}", highlight=False),
     )
     render.print_head(advice.best.report, console)
-    console.print(render.advice_table(advice))
-    for name, reason in advice.impossible.items():
-        console.print(f"cannot run: {name}: {reason}", highlight=False, soft_wrap=True)
+    shown = len(advice.trials) if options.all else _ADVICE_ROWS
+    console.print(render.advice_table(advice, shown))
+    for line in render.advice_rest(advice, shown):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(render.recommendation(advice), soft_wrap=True)
     _write_json(options.json, advice)
     return 0

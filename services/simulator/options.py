@@ -90,8 +90,11 @@ def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
     _cluster(parser)
     _configuration(parser)
     parser.add_argument("--preset", default="", metavar="A,B,…", help="candidates (default: all of configs/presets)")
-    parser.add_argument("--requests", type=int, default=400, metavar="N", help="of the traffic, for each candidate")
+    parser.add_argument(
+        "--requests", type=int, default=400, metavar="N", help="of the traffic, for each candidate on its second look"
+    )
     parser.add_argument("--capacity", type=float, default=0.9, metavar="SHARE", help="attained SLOs for the capacity")
+    parser.add_argument("--all", action="store_true", help="every candidate that was tried, not the best ten")
     parser.add_argument("--json", metavar="FILE", help="write everything; - = standard output")
 
 

@@ -19,7 +19,8 @@ def scattered(variation: float | None, **options: object) -> Recorded:
 
 
 def test_factors_have_mean_one_and_the_variation_asked_for() -> None:
-    found = [StepScatter(0.2, 3).factor(1, step) for step in range(20_000)]
+    scatter = StepScatter(0.2, 3)
+    found = [scatter.factor(1, step) for step in range(20_000)]
     assert fmean(found) == pytest.approx(1.0, abs=0.01)
     assert pstdev(found) == pytest.approx(0.2, rel=0.05)
     assert min(found) > 0.0

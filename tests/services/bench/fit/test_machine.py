@@ -48,7 +48,7 @@ def live(variation: float = 0.0) -> list[Phase]:
 
     def cycle(rows: Sequence[tuple[int, int]]) -> Cycle:
         iteration = Iteration(0.0, 0.0, tuple(rows))
-        return Cycle(iteration, cost.step_s(iteration.work()) * (1.0 + variation * random.choice((-1.0, 1.0))))
+        return Cycle(iteration, cost.step_s(iteration.work()) * max(0.2, random.gauss(1.0, variation)))
 
     return [
         Phase(

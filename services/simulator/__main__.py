@@ -18,7 +18,15 @@ from cohort.common.machines.replayer import replay
 from cohort.common.plotting import check_available
 from cohort.common.types import Slo
 from cohort.services.simulator import advise as advise_
-from cohort.services.simulator import comparison, comparison_tables, plots, render, replays, reproduce
+from cohort.services.simulator import (
+    comparison,
+    comparison_tables,
+    plots,
+    render,
+    replays,
+    reproduce,
+    reproduction_page,
+)
 from cohort.services.simulator import options as options_
 from cohort.services.simulator.comparison_spec import load_spec
 from cohort.services.simulator.hardware import load_cluster, load_model
@@ -152,8 +160,18 @@ def run_reproduce(options: argparse.Namespace) -> int:
         for figure in figures:
             console.print(f"{figure.id}: {figure.figure}, {figure.workload}, {figure.metric}", highlight=False)
         return 0
-    errors = Console(stderr=True)
-    results = reproduce.reproduce(figures, lambda figure: errors.print(figure.id, highlight=False))
+    if options.jobs < 1 or options.seeds < 1:
+        raise ConfigError("--jobs and --seeds must be at least 1")
+    if options.scatter is not None and options.scatter < 0:
+        raise ConfigError(f"--scatter {options.scatter:g}: must not be below 0")
+    results = reproduce.reproduce(
+        figures,
+        _tell,
+        range(options.seeds),
+        results=Path(options.results) if options.results else None,
+        jobs=options.jobs,
+        scatter=options.scatter,
+    )
     if options.json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
     else:
@@ -161,7 +179,8 @@ def run_reproduce(options: argparse.Namespace) -> int:
     if options.docs:
         page = Path(options.docs)
         before = page.read_text(encoding="utf-8") if page.exists() else ""
-        page.write_text(reproduce.markdown(results, before), encoding="utf-8")
+        written = reproduction_page.markdown(results, reproduce.all_figures(), before)
+        page.write_text(written, encoding="utf-8")
     return 0
 
 

@@ -118,10 +118,28 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--markdown", metavar="FILE", help="write the table there; - = standard output")
 
 
+REPRODUCE_EPILOG = """\
+examples:
+  cohort reproduce --list
+  cohort reproduce --figure dynaserve-table1-code --seeds 3
+  COHORT_TRACES=~/traces cohort reproduce --results figures.jsonl --jobs 2 --docs docs/reproduction.md
+
+A row's verdict holds for all its seeds or is none: a gain that one seed does not have cannot be told. A run that was
+interrupted goes on where it stopped when it is given the same --results file; all figures take hours."""
+
+
 def add_reproduce_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--paper", metavar="NAME", help="figures of this system only")
     parser.add_argument("--figure", metavar="ID", help="figures whose id begins so")
     parser.add_argument("--list", action="store_true", help="name the figures, run nothing")
+    parser.add_argument(
+        "--seeds", type=int, default=5, metavar="N", help="of rows that chance has a part in (default: 5)"
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: %(default)s)")
+    parser.add_argument("--results", metavar="FILE", help="keep every number there, and go on where it stopped")
+    parser.add_argument(
+        "--scatter", type=float, metavar="X", help="iterations' times scatter by this share (default: 0)"
+    )
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     parser.add_argument("--docs", metavar="FILE", help="write docs/reproduction.md there")
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from cohort.services.simulator.advise import Advice, Trial
 from cohort.services.simulator.report import SimReport, Slice
-from cohort.services.simulator.reproduce import Reproduced
+from cohort.services.simulator.reproduce import Reproduced, shown_spread
 from cohort.services.simulator.run import Capacity
 from cohort.services.simulator.statistics import Distribution
 
@@ -217,8 +217,9 @@ def _roles(trial: Trial) -> str:
 
 def reproduction(results: Sequence[Reproduced]) -> Table:
     lines = Table("figure", "workload", "system", "metric", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("paper", "ours", "ratio"):
+    for column in ("paper", "ours", "spread", "ratio"):
         lines.add_column(column, justify="right")
+    lines.add_column("verdict")
     lines.add_column("note")
     for r in results:
         lines.add_row(
@@ -228,7 +229,9 @@ def reproduction(results: Sequence[Reproduced]) -> Table:
             f"{r.metric}, {r.unit}",
             f"{r.paper:g}",
             f"{r.ours:.4g}",
+            shown_spread(r.spread),
             f"{r.ratio:.2f}",
+            r.verdict,
             r.note,
         )
     return lines

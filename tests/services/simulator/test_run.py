@@ -23,8 +23,7 @@ from cohort.common.machines.worker_state import WorkerSetup
 from cohort.common.types import Slo
 from cohort.services.cli.__main__ import main
 from cohort.services.simulator import deployment
-from cohort.services.simulator.figures.figure import Figure
-from cohort.services.simulator.reproduce import all_figures, markdown, reproduce, select
+from cohort.services.simulator.reproduce import all_figures, select
 from cohort.services.simulator.run import find_capacity
 from cohort.services.simulator.traffic import Traffic, parse_slo
 from tests.services.simulator.lab import cache_of, cluster, config, run, workload
@@ -294,13 +293,6 @@ def test_figures_have_unique_ids_and_numbers():
     assert select("baselines", "dynaserve-table1-code")[0].figure == "DynaServe Table 1"
     with pytest.raises(ConfigError, match="no such figure"):
         select("nobody", None)
-
-
-def test_a_figure_becomes_a_row():
-    figure = Figure("x-1", "baselines", "Fig. 1", "w", "b", "m", "ms", 4.0, lambda lab: 5.0, "why")
-    (row,) = reproduce([figure], lambda _: None)
-    assert (row.ours, row.ratio, row.note) == (5.0, 1.25, "why")
-    assert "| w | b | m, ms | 4 | 5 | 1.25 | why |" in markdown([row])
 
 
 def test_reproduce_lists(capsys: pytest.CaptureFixture[str]):

@@ -24,11 +24,13 @@ import aiohttp
 
 from cohort.services.bench.child import MeasurementFailed
 from cohort.services.bench.fit.shared_cores import AT_ONCE_S, Iteration, iterations
-from cohort.services.bench.live.pipelines import pipeline
+from cohort.services.bench.live.pipelines import Served, pipeline
 
 USERS = (1, 4, 8)
+WORKER = "unified-0"
+Span = tuple[int, float, float, float | None]
+"""Users, begin, end, processor seconds of the services and the client."""
 _PROMPT, _OUTPUT = 96, 48
-_WORKER = "unified-0"
 _TIMEOUT_S = 60.0
 
 
@@ -55,25 +57,28 @@ def measure_live(overlay: dict[str, Any], seconds_each: float, users: Sequence[i
     with tempfile.TemporaryDirectory() as folder:
         free = {"monitor": {"port": 0}, "metrics": {"base_port": 0}, "recording": {"folder": folder}}
         with pipeline("unified", {**overlay, **free}, _free_port()) as served:
-            others = [pid for name, pid in _processes(served.monitor_url) if name != _WORKER]
-            numbers, spans = count(1), []
-            asyncio.run(_ask(served.url, 1, 1.0, numbers))  # caches and first allocations are no cycle's cost
-            for at_once in users:
-                before_s, own_s = _processor_s(others), time.process_time()
-                began_s = time.monotonic()
-                asyncio.run(_ask(served.url, at_once, seconds_each, numbers))
-                ended_s, after_s = time.monotonic(), _processor_s(others)
-                spent_s = None
-                if before_s is not None and after_s is not None:
-                    spent_s = after_s - before_s + time.process_time() - own_s
-                spans.append((at_once, began_s, ended_s, spent_s))
-        (recording,) = Path(folder).glob(f"{_WORKER}-*.jsonl")
+            spans = observe(served, seconds_each, users)
+        (recording,) = Path(folder).glob(f"{WORKER}-*.jsonl")
         return phases(list(iterations(recording)), spans)
 
 
-def phases(ran: Sequence[Iteration], spans: Iterable[tuple[int, float, float, float | None]]) -> list[Phase]:
-    """`spans`: users, begin, end, processor seconds of the services. Raises `MeasurementFailed` for one without
-    iterations."""
+def observe(served: Served, seconds_each: float, users: Sequence[int]) -> list[Span]:
+    """Ask a running pipeline. Raises `MeasurementFailed`."""
+    others = [pid for name, pid in _processes(served.monitor_url) if name != WORKER]
+    numbers, spans = count(1), []
+    asyncio.run(_ask(served.url, 1, 1.0, numbers))  # caches and first allocations are no cycle's cost
+    for at_once in users:
+        before_s, own_s, began_s = _processor_s(others), time.process_time(), time.monotonic()
+        asyncio.run(_ask(served.url, at_once, seconds_each, numbers))
+        ended_s, after_s, spent_s = time.monotonic(), _processor_s(others), None
+        if before_s is not None and after_s is not None:
+            spent_s = after_s - before_s + time.process_time() - own_s
+        spans.append((at_once, began_s, ended_s, spent_s))
+    return spans
+
+
+def phases(ran: Sequence[Iteration], spans: Iterable[Span]) -> list[Phase]:
+    """Raises `MeasurementFailed` for a span without iterations."""
     found = []
     for users, began_s, ended_s, spent_s in spans:
         within = [each for each in ran if began_s <= each.planned_s and each.ended_s <= ended_s and each.rows]

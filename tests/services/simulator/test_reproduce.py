@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_processes_measure_the_same(tmp_path: Path) -> None:
 def test_the_command_tells_verdicts_and_spread(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = (figure("x-1", drawn), figure("x-2", certain, 40.0))
+    figures = (figure("x-1", drawn), replace(figure("x-2", certain, 40.0), note="another"))
     monkeypatch.setattr(reproduce_, "all_figures", lambda: figures)
     page = tmp_path / "page.md"
     assert main(["reproduce", "--seeds", "3", "--json", "--docs", str(page)]) == 0

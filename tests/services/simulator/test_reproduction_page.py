@@ -7,7 +7,7 @@ from pathlib import Path
 from cohort.services.simulator.figures.claims import CLAIMS, Claim, Kind
 from cohort.services.simulator.figures.figure import Figure
 from cohort.services.simulator.reproduce import Reproduced, all_figures
-from cohort.services.simulator.reproduction_page import NOTES, markdown, rows_of
+from cohort.services.simulator.reproduction_page import NOTES, key_of, markdown, rows_of
 from cohort.services.simulator.verdicts import Spread
 
 PAGE = Path(__file__).parents[3] / "docs" / "reproduction.md"
@@ -95,6 +95,7 @@ def test_conditions_stay_with_the_rows_they_belong_to() -> None:
 def test_the_page_on_disk_is_current_and_has_a_row_for_every_figure() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert markdown([], all_figures(), text) == text
-    assert len(rows_of(text)) >= len(all_figures())
+    assert {key_of(figure) for figure in all_figures()} <= {row.key for row in rows_of(text)}
+    assert len({key_of(figure) for figure in all_figures()}) == len(all_figures())
     for claim in CLAIMS:
         assert f"| {claim.says} |" in text and f"### {claim.paper}\n" in text

@@ -27,6 +27,8 @@ from cohort.services.simulator.hardware import load_model
 from cohort.services.simulator.profile_note import CheckPoint, ProfileNote
 
 _SHARED_LATENCY_S = 0.0025
+_DISTURBED = 0.25
+"""Median error on held-out points beyond which a fit is not worth having."""
 _SAME = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")
 """Fields by which a model is told from another."""
 
@@ -151,6 +153,8 @@ def cluster_text(measured: Measured, machine: Machine) -> str:
         head += " that gateway, manager and client run on, too. Links and control_latency_s are those of cpu-2x1"
     else:
         head += "; what the services take is in the device's step_s and row_s"
+    if not machine.live_errors:
+        head += ". What the services take was not measured"
     return f"# {head}.\n{_yaml(data)}"
 
 
@@ -173,6 +177,17 @@ def error_lines(machine: Machine) -> list[str]:
         for of, table in (("engine", machine.engine_errors), ("live", machine.live_errors))
         for kind, (middle, p90, worst, where) in _ordered(table)
     ]
+
+
+def disturbed(machine: Machine) -> str:
+    """A warning where the error says that the machine did something else meanwhile; "" otherwise."""
+    worst = max(middle for table in (machine.engine_errors, machine.live_errors) for middle, *_ in table.values())
+    if worst <= _DISTURBED:
+        return ""
+    return (
+        f"warning: half of some points are more than {_DISTURBED:.0%} from what the others say: the machine was busy, "
+        "or is one that the cost model does not fit; measure again when nothing else runs"
+    )
 
 
 def _ordered(table: Errors) -> list[tuple[str, tuple[float, float, float, str]]]:

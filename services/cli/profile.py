@@ -180,6 +180,7 @@ def save(args: argparse.Namespace, config: Config, output: Path) -> int:
             f"processes: {1e3 * machine.service_step_s:.2f} and {1e3 * machine.service_row_s:.3f} ms of a core; "
             f"iterations scatter by {machine.scatter:.0%}"
         )
+    lines += filter(None, [machine_files.disturbed(machine)])
     lines += [f"wrote {path}" for path in written]
     cluster = next(str(path) for path in written if path.parent.name == "clusters") if args.to else args.save
     shown = next((str(path) for path in written if args.to and path.parent.name == "models"), model.name)

@@ -22,8 +22,8 @@ class StepScatter:
         self._factors: list[float] = []
         if variation > 0.0:
             sigma = math.sqrt(math.log1p(variation * variation))
-            drawn = np.random.default_rng([seed, _STREAM]).lognormal(-0.5 * sigma * sigma, sigma, _LENGTH)
-            self._factors = drawn.tolist()
+            sampled = np.random.default_rng([seed, _STREAM]).lognormal(-0.5 * sigma * sigma, sigma, _LENGTH)
+            self._factors = sampled.tolist()
 
     def __bool__(self) -> bool:
         return bool(self._factors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -42,13 +43,13 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """No engine and no pipeline: times that known constants make. What the command asked for is noted."""
     monkeypatch.setenv("COHORT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("cohort.services.cli.machine_files.cores_here", lambda: 2)
-    asked: dict[str, Any] = {"shape": {}, "live": 0}
+    asked: dict[str, Any] = {"shape": {}, "live": 0, "busy": 0.0, "noise": Random(0)}
 
     def run_engine(config: Any, output: Path, **options: Any) -> int:
         asked.update(options)
         shape = {name: getattr(made.MODEL, name) for name in type(made.MODEL).__slots__}
         points = [
-            StepPoint(shape_, point.seconds, point.seconds, 5)
+            StepPoint(shape_, point.seconds * asked["noise"].gauss(1.0, asked["busy"]) ** 2, point.seconds, 5)
             for shape_, point in zip(made.default_shapes(1024, 32, 512), made.points(), strict=True)
         ]
         found = Profile(
@@ -79,7 +80,7 @@ def test_a_machine_in_one_command(measured: dict[str, Any], capsys: pytest.Captu
     assert main(["profile", "--save", "here"]) == 0
     said = capsys.readouterr().out
     assert all(f"{of} {kind}" in " ".join(said.split()) for of in ("engine", "live") for kind in ("prefill", "mixed"))
-    assert "cohort simulate --cluster here --model smollm2-135m" in said
+    assert "cohort simulate --cluster here --model smollm2-135m" in said and "warning" not in said
     assert (measured["threads"], measured["live"], measured["budget_s"]) == (1, 1, 45.0)
     cluster = load_cluster("here")
     assert (cluster.instances, cluster.cores, cluster.cpu) == (2, 2, True)
@@ -103,6 +104,12 @@ def test_instances_with_threads_of_their_own_share_nothing(measured: dict[str, A
 def test_the_engine_alone_starts_no_pipeline(measured: dict[str, Any]) -> None:
     assert main(["profile", "--save", "engine", "--engine-only"]) == 0
     assert measured["live"] == 0 and load_cluster("engine").scatter == 0.0
+
+
+def test_a_machine_that_was_busy_is_told(measured: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    measured["busy"] = 0.6
+    assert main(["profile", "--save", "busy"]) == 0
+    assert "warning: half of some points" in capsys.readouterr().out
 
 
 def test_files_elsewhere_are_named_by_path(

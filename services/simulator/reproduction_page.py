@@ -90,10 +90,10 @@ def markdown(
         "Written by `cohort reproduce --docs docs/reproduction.md`; nothing here is edited by hand. Every number comes",
         "from the simulator: the policies of the live services under virtual time (docs/guide/simulator.md says what",
         "it models). Ours is the median over seeds, with the lowest and the highest; `ratio` is ours over the paper's.",
-        *summary([row for group in ordered for row in group], figures, claims),
+        *summary([row for of_system in ordered for row in of_system], figures, claims),
     ]
-    for group in ordered:
-        lines += [*_tables(group), *_remarks(group, under.get(group[0].system, []))]
+    for of_system in ordered:
+        lines += [*_tables(of_system), *_remarks(of_system, under.get(of_system[0].system, []))]
     return "\n".join(lines) + "\n"
 
 

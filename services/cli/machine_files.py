@@ -185,8 +185,8 @@ def disturbed(machine: Machine) -> str:
     if worst <= _DISTURBED:
         return ""
     return (
-        f"warning: half of some points are more than {_DISTURBED:.0%} from what the others say: the machine was busy, "
-        "or is one that the cost model does not fit; measure again when nothing else runs"
+        f"warning: half of the points held out are over {_DISTURBED:.0%} off: the machine was busy, or is one that "
+        "the cost model does not fit; measure again when nothing else runs"
     )
 
 

@@ -14,14 +14,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import msgspec
 
-from cohort.common.config import Config
+from cohort.common.config import CONFIGS_DIR, Config
 from cohort.common.errors import ConfigError
 from cohort.common.policies.cost_model import ModelShape
 from cohort.common.types import Role
 from cohort.services.simulator.cluster import SimOptions
+from cohort.services.simulator.data_files import read_yaml
 from cohort.services.simulator.deployment import kv_blocks, spread_roles
 from cohort.services.simulator.hardware import Cluster
 from cohort.services.simulator.report import SimReport
@@ -59,10 +61,18 @@ class Candidate:
         return f"{self.preset} ({roles}{group}){''.join(' ' + setting for setting in self.settings)}"
 
     @property
-    def simplicity(self) -> tuple[int, int, int, bool, str]:
-        """Smaller is simpler: devices to a group, roles, settings over the preset, another preset than the default."""
-        groups, roles = self.cluster.tensor_parallel, len(self.roles)
-        return groups, roles, len(self.settings), self.preset != DEFAULT_PRESET, self.preset
+    def simplicity(self) -> tuple[int, int, bool, int, int, str]:
+        """Smaller is simpler: devices to a group, settings over the preset, another preset than the default, roles,
+        options of the preset."""
+        other = self.preset != DEFAULT_PRESET
+        return (
+            self.cluster.tensor_parallel,
+            len(self.settings),
+            other,
+            len(self.roles),
+            _options_of(self.preset),
+            self.preset,
+        )
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -158,7 +168,7 @@ def advise(
         count = len(traffic.workload(options.rate).items)
         firsts = run.reports(candidates, max(_FEWEST, round(_FIRST_LOOK * count)))
         candidates = shortlist([candidate for candidate, _ in firsts])
-    trials = run.reports((each for candidate in candidates for each in _chunked(run, candidate)), None)
+    trials = told_apart(run.reports((each for candidate in candidates for each in _chunked(run, candidate)), None))
     if not trials:
         raise ConfigError(_nothing_runs(run.impossible))
     start = options.rate or traffic.own_rate_per_s or trials[0][1].overall.requests_per_s
@@ -239,6 +249,25 @@ def shortlist(ranked: Sequence[Candidate]) -> list[Candidate]:
             found.append(candidate)
     default = next((each for each in ranked if each.preset == DEFAULT_PRESET), None)
     return found if default is None or default in found else [*found, default]
+
+
+def told_apart(trials: Sequence[tuple[Candidate, SimReport]]) -> list[tuple[Candidate, SimReport]]:
+    """Without candidates whose settings change nothing: their preset does not heed them."""
+    plain = [(replace(candidate, settings=()), report) for candidate, report in trials if not candidate.settings]
+    return [
+        (candidate, report)
+        for candidate, report in trials
+        if not candidate.settings
+        or all((other, same.overall) != (replace(candidate, settings=()), report.overall) for other, same in plain)
+    ]
+
+
+@cache
+def _options_of(preset: str) -> int:
+    """How many options its file sets; 0 where there is none."""
+    path = CONFIGS_DIR / "presets" / f"{preset}.yaml"
+    sections = read_yaml(path).values() if path.is_file() else ()
+    return sum(len(section) if isinstance(section, dict) else 1 for section in sections)
 
 
 # -- the choice ------------------------------------------------------------------------------------------------------

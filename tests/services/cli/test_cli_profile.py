@@ -109,7 +109,7 @@ def test_the_engine_alone_starts_no_pipeline(measured: dict[str, Any]) -> None:
 def test_a_machine_that_was_busy_is_told(measured: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     measured["busy"] = 0.6
     assert main(["profile", "--save", "busy"]) == 0
-    assert "warning: half of some points" in capsys.readouterr().out
+    assert "warning: half of the points held out" in capsys.readouterr().out
 
 
 def test_files_elsewhere_are_named_by_path(

@@ -17,7 +17,7 @@ from cohort.common.types import Role
 from cohort.services.cli.__main__ import main
 from cohort.services.launcher.options import add_arguments, overrides_of
 from cohort.services.simulator import advise
-from cohort.services.simulator.advise import DEFAULT_PRESET, Candidate, choose, final, groups, shortlist
+from cohort.services.simulator.advise import DEFAULT_PRESET, Candidate, choose, final, groups, shortlist, told_apart
 from cohort.services.simulator.hardware import load_cluster, load_model
 from cohort.services.simulator.setup import preset_names
 
@@ -61,6 +61,18 @@ def test_capacity_then_cost_then_simplicity_decide_among_equals() -> None:
     assert chosen(trial("bros", SPLIT), trial(DEFAULT_PRESET, SPLIT))[0].startswith(DEFAULT_PRESET)
     settings = ["engine.prefill_chunk=512"]
     assert chosen(trial("unified", ONE, settings=settings), simple)[0] == simple[0].label
+
+
+def test_the_default_preset_is_simpler_than_others_and_they_by_what_they_set() -> None:
+    assert chosen(trial("unified", ONE), trial(DEFAULT_PRESET, SPLIT))[0].startswith(DEFAULT_PRESET)
+    assert chosen(trial("dynaserve", ONE), trial("unified", ONE))[0].startswith("unified")
+
+
+def test_settings_that_a_preset_does_not_heed_are_no_candidates() -> None:
+    plain, other = trial("a", ONE), trial("a", ONE, settings=["engine.prefill_chunk=512"])
+    assert told_apart([plain, (other[0], plain[1]), trial("b", ONE, settings=["x.y=1"])]) != [plain]
+    assert [candidate.label for candidate, _ in told_apart([(other[0], plain[1]), plain])] == [plain[0].label]
+    assert len(told_apart([plain, trial("a", ONE, goodput=50.0, settings=["engine.prefill_chunk=512"])])) == 2
 
 
 def test_a_little_better_is_no_better() -> None:
@@ -121,7 +133,14 @@ def test_a_reason_that_some_share_is_said_once_with_what_it_keeps(
 
 def test_ten_rows_or_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(advise, "_FINALISTS", 1)
-    where = ("--cluster", "a100-80:4", "--model", "opt-2.7b", "--preset", "disaggregated,unified,bros,cohort")
+    where = (
+        "--cluster",
+        "a100-80:4",
+        "--model",
+        "opt-2.7b",
+        "--preset",
+        "disaggregated,baseline-distserve,bucketserve,unified,cohort",
+    )
     few = run(*where, "--requests", "6", "--tensor-parallel", "1")
     assert main(few) == 0
     said = capsys.readouterr().out

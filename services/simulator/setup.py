@@ -66,6 +66,8 @@ def traffic_of(options: argparse.Namespace, *, count: int | None = None) -> Traf
 
 
 def simulation_options(options: argparse.Namespace) -> SimOptions:
+    if options.scatter is not None and options.scatter < 0:
+        raise ConfigError(f"--scatter {options.scatter:g}: must not be below 0")
     return SimOptions(
         seed=options.seed,
         predictor=options.predictor,

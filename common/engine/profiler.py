@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
+import numpy as np
 
 from cohort.common.engine.batch import StepBatch
 from cohort.common.engine.model_runner import ModelRunner, trial_batch
@@ -29,17 +30,20 @@ class StepShape(msgspec.Struct, frozen=True, omit_defaults=True):
     decode_context: int = 0
 
 
-class StepPoint(msgspec.Struct, frozen=True):
-    """A measured step: the median of `repeats` runs, and the fastest, in seconds."""
+class StepPoint(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A measured step: the median of `repeats` runs, and the fastest, in seconds. `scatter`: coefficient of variation
+    of the runs (standard deviation over mean), without the slowest of them."""
 
     shape: StepShape
     median_s: float
     fastest_s: float
     repeats: int
+    scatter: float = 0.0
 
 
 def default_shapes(max_context: int, max_rows: int, max_step_tokens: int) -> Iterator[StepShape]:
-    """A grid over prefill chunks and decode rows at short and long contexts, within what the engine may run."""
+    """A grid over prefill chunks and decode rows at short and long contexts, and chunks beside decode rows, within what
+    the engine may run."""
     contexts = [context for context in (128, 512, 2048, 8192) if context <= max_context]
     for tokens in (16, 64, 256, 512, 1024, 2048):
         if tokens <= min(max_step_tokens, max_context):
@@ -48,30 +52,76 @@ def default_shapes(max_context: int, max_rows: int, max_step_tokens: int) -> Ite
     for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         if rows <= min(max_rows, max_step_tokens):
             yield from (StepShape(rows, 1, context) for context in contexts)
+    for chunk in (16, 64, 256, 512):
+        for decodes in (1, 4, 16):
+            if chunk + decodes <= max_step_tokens and 1 + decodes <= max_rows and chunk <= max_context:
+                yield from (
+                    StepShape(1, chunk, chunk, decodes, context) for context in contexts if 128 <= context < 2048
+                )
 
 
-def measure(runner: ModelRunner, shapes: Iterable[StepShape], *, repeats: int = 5) -> list[StepPoint]:
-    """Time each shape that fits the cache; overwrites the cache's first blocks, so nothing may be served meanwhile."""
-    points = []
+def step_batch(shape: StepShape, *, block_size: int, num_blocks: int) -> StepBatch | None:
+    """A greedy batch of this shape, every row over blocks of its own; None when the cache cannot hold it."""
+    counts = [shape.tokens_per_row] * shape.rows + [1] * shape.decodes
+    contexts = [shape.context] * shape.rows + [shape.decode_context] * shape.decodes
+    held = [-(-context // block_size) for context in contexts]
+    uniform = trial_batch(1, 1, 1, block_size=block_size, num_blocks=num_blocks)
+    if uniform is None or sum(held) > num_blocks or any(map(int.__lt__, contexts, counts)):
+        return None
+    tables = np.zeros((len(counts), max(held)), dtype=np.int32)
+    for row, (first, count) in enumerate(zip(np.cumsum([0, *held[:-1]]), held, strict=True)):
+        tables[row, :count] = np.arange(first, first + count)
+    positions = [np.arange(context - count, context) for context, count in zip(contexts, counts, strict=True)]
+    slots = [
+        tables[row, at // block_size].astype(np.int64) * block_size + at % block_size
+        for row, at in enumerate(positions)
+    ]
+    return StepBatch(
+        token_ids=np.ones(sum(counts), dtype=np.int64),
+        positions=np.concatenate(positions).astype(np.int64),
+        query_start=np.cumsum([0, *counts]).astype(np.int32),
+        context_lens=np.array(contexts, dtype=np.int32),
+        block_tables=tables,
+        directions=None,
+        slot_mapping=np.concatenate(slots),
+        sample_rows=np.arange(len(counts), dtype=np.int32),
+        sampling=uniform.sampling * len(counts),
+    )
+
+
+def measure(
+    runner: ModelRunner,
+    shapes: Iterable[StepShape],
+    *,
+    repeats: int = 5,
+    budget_s: float = float("inf"),
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[StepPoint]:
+    """Time each shape that fits the cache; overwrites the cache's first blocks, so nothing may be served meanwhile.
+
+    All shapes run in turn, round by round, so that whatever else the machine does hits all alike. After `budget_s` no
+    further round begins; one is measured in any case, after one that only fills caches.
+    """
+    begun_s = clock()
+    steps = []
     for shape in shapes:
-        batch = trial_batch(
-            shape.rows,
-            shape.tokens_per_row,
-            shape.context,
-            block_size=runner.block_size,
-            num_blocks=len(runner.kv.blocks),
-        )
+        batch = step_batch(shape, block_size=runner.block_size, num_blocks=len(runner.kv.blocks))
         if batch is not None:
-            seconds = _time_steps(runner, batch, repeats)
-            points.append(StepPoint(shape, statistics.median(seconds), min(seconds), repeats))
-    return points
+            steps.append((shape, batch))
+            runner.execute(batch)  # its caches and allocations are not the step's cost
+    seconds: list[list[float]] = [[] for _ in steps]
+    for round_ in range(repeats):
+        if round_ and clock() - begun_s > budget_s:
+            break
+        for (_, batch), times in zip(steps, seconds, strict=True):
+            started_s = clock()
+            runner.execute(batch)  # returns tokens, so the device has finished
+            times.append(clock() - started_s)
+    return [point_of(shape, times) for (shape, _), times in zip(steps, seconds, strict=True)]
 
 
-def _time_steps(runner: ModelRunner, batch: StepBatch, repeats: int) -> Sequence[float]:
-    runner.execute(batch)  # its caches and allocations are not the step's cost
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        runner.execute(batch)  # returns tokens, so the device has finished
-        seconds.append(time.perf_counter() - started)
-    return seconds
+def point_of(shape: StepShape, seconds: Sequence[float]) -> StepPoint:
+    """Raises `statistics.StatisticsError` without any."""
+    kept = sorted(seconds)[: max(1, len(seconds) - 1)]
+    scatter = statistics.stdev(kept) / statistics.fmean(kept) if len(kept) > 1 else 0.0
+    return StepPoint(shape, statistics.median(seconds), min(seconds), len(seconds), scatter)

@@ -27,9 +27,9 @@ COMMANDS = {
     "simulate": "replay traffic on a cluster that need not exist",
     "advise": "which preset, roles and settings suit a traffic and a cluster",
     "compare": "systems side by side over workloads, loads and seeds, simulated",
-    "reproduce": "the papers' figures beside ours",
+    "reproduce": "the papers' figures beside ours, from several seeds",
     "replay": "check or step through what live processes recorded",
-    "profile": "measure this machine's engine: points for the simulator's cost model",
+    "profile": "measure this machine: a device and a cluster for the simulator",
 }
 
 DESCRIPTION = """\

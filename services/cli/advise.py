@@ -1,22 +1,10 @@
-"""`cohort advise`: adds the simulator's options to the command line and hands over to `services.simulator`.
-
-The simulator itself is imported only when it runs, so that `cohort --help` stays fast.
-"""
+"""`cohort advise`: its name, summary and options; the work is `services.simulator`'s (`fronts.py`)."""
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
-
+from cohort.services.cli.fronts import simulator_front
 from cohort.services.simulator import options as options_
 
-
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
-    parser = subparsers.add_parser("advise", help="which preset suits this traffic and cluster")
-    options_.add_advise_arguments(parser)
-
-
-def run(args: argparse.Namespace) -> int:
-    from cohort.services.simulator.__main__ import run_advise
-
-    return run_advise(args)
+add_parser, run = simulator_front(
+    "advise", "which preset, roles and settings suit a traffic and a cluster", options_.add_advise_arguments
+)

@@ -1,31 +1,51 @@
-"""`cohort profile`: measure this machine's engine, for the simulator's cost model.
+"""`cohort profile`: measure this machine, and with `--save` make a device and a cluster of it for the simulator.
 
-Starts a process that loads the model as a worker does (this one never loads torch), and waits for its file of points.
-`cohort bench fit cost-model profile FILE` makes a device of it. Prints the target forward size (E1) of what was
-measured.
+    cohort profile --save here            → cohort simulate --cluster here …, advise, compare
+    cohort profile --output points.json   the engine's points alone (`engine.profile`, `cohort bench fit cost-model`)
+
+Starts a process that loads the model as a worker does (this one never loads torch), then a pipeline of one worker for
+what the services take around a step. Prints the target forward size (E1) and the error that remains.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
+import platform
 import sys
 import tempfile
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cohort.common.config import dump_config, load_config
+from cohort.common.config import Config, load_config
 from cohort.common.devices.inventory import this_machine
+from cohort.common.errors import ConfigError
 from cohort.common.policies.ecoserve.forward_size import target_forward_tokens
+
+if TYPE_CHECKING:
+    from cohort.services.bench.fit.live_cycles import Phase
+
+_ENGINE_S = 45.0
+"""No round of the engine's points begins later: on two cores the whole command then ends within two minutes."""
+_LIVE_S = 7.0
+"""For each number of users."""
+
+EPILOG = """\
+examples:
+  cohort profile --save here
+  cohort simulate --cluster here --model smollm2-135m --trace 512x64 --rate 2 --count 100
+  cohort profile --save node7 --model ~/models/Qwen2.5-7B-Instruct --to ~/shared/profiles
+
+Names of shipped devices and clusters cannot be taken. Leave the machine alone meanwhile: what else runs is measured."""
 
 
 class _Shape(msgspec.Struct, frozen=True):
     rows: int
     tokens_per_row: int
     context: int
+    decodes: int = 0
 
 
 class _Point(msgspec.Struct, frozen=True):
@@ -37,50 +57,147 @@ class _Profile(msgspec.Struct, frozen=True):
     """The part of the file that is read here."""
 
     points: list[_Point]
+    machine: str = ""
+    device: str = ""
+    model_folder: str = ""
+    model_shape: dict[str, Any] = {}
+    memory_bytes: int = 0
+    units: int = 0
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
-    parser = subparsers.add_parser("profile", help="measure this machine's engine")
+    parser = subparsers.add_parser(
+        "profile",
+        help="measure this machine: a device and a cluster for the simulator",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--save", default="", metavar="NAME", help="make a device and a cluster of this name")
+    parser.add_argument("--to", metavar="DIR", help="write them there, not where --cluster finds them by name")
+    parser.add_argument("--output", metavar="FILE", help="where the points go, as JSON")
     parser.add_argument("--model", default="", help="folder of the model (default: the default model)")
-    parser.add_argument("--model-name", default="smollm2-135m", help="its shape in configs/models")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: as a worker has)")
+    parser.add_argument("--model-name", default="", help="its shape in configs/models (default: the folder's name)")
+    parser.add_argument("--instances", type=int, default=0, metavar="N", help="workers (default: 1 on a GPU, else 2)")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads of one (default: their share of the cores)")
     parser.add_argument("--repeats", type=int, default=5, help="steps per point; the median counts")
     parser.add_argument("--max-context", type=int, default=2048, help="longest context measured, in tokens")
+    parser.add_argument("--engine-only", action="store_true", help="leave out the services: no pipeline is started")
     parser.add_argument("--config", action="append", default=[], metavar="FILE")
-    parser.add_argument("--output", required=True, metavar="FILE", help="where the points go, as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.save and not args.output:
+        raise ConfigError("--save NAME makes a device and a cluster, --output FILE keeps the points: give one of them")
+    if args.to and not args.save:
+        raise ConfigError("--to says where --save writes: give --save NAME")
+    if min(args.repeats, args.max_context) < 1 or min(args.threads, args.instances) < 0:
+        raise ConfigError("--repeats and --max-context must be above 0, --threads and --instances not below")
+    if args.save:
+        from cohort.services.simulator.data_files import check_name
+
+        check_name(args.save)
+        _check_fits()
     overrides = {"model": {"path": args.model}} if args.model else None
     config = load_config([Path(file) for file in args.config], overrides=overrides, machine=this_machine)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = args.threads or config.default_threads(cores)
     with tempfile.TemporaryDirectory() as folder:
-        merged = Path(folder) / "config.yaml"
-        merged.write_text(dump_config(config), encoding="utf-8")
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "cohort.common.engine.profile_process",
-            "--config",
-            str(merged),
-            "--threads",
-            str(threads),
-            "--repeats",
-            str(args.repeats),
-            "--max-context",
-            str(args.max_context),
-            "--model-name",
-            args.model_name,
-            "--output",
-            str(Path(args.output).absolute()),
-        ]
-        code = subprocess.run(command, check=False).returncode
-    if code == 0:
-        tokens = forward_size(Path(args.output))
+        output = Path(args.output) if args.output else Path(folder) / "points.json"
+        if code := _engine(args, config, output):
+            return code
+        tokens = forward_size(output)
         sys.stdout.write(f"target forward size: {tokens} tokens (engine.target_forward_tokens={tokens})\n")
-    return code
+        return save(args, config, output) if args.save else 0
+
+
+def _check_fits() -> None:
+    try:
+        import scipy  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("--save needs SciPy to fit: pip install 'cohort-serve[predictor]'") from error
+
+
+def _engine(args: argparse.Namespace, config: Config, output: Path) -> int:
+    from cohort.services.simulator.measuring import run_engine
+
+    return run_engine(
+        config,
+        output,
+        threads=_threads(args, config),
+        repeats=args.repeats,
+        max_context=args.max_context,
+        model_name=args.model_name or (Path(args.model).name.lower() if args.model else "smollm2-135m"),
+        budget_s=_ENGINE_S if args.save else float("inf"),
+    )
+
+
+def _threads(args: argparse.Namespace, config: Config) -> int:
+    from cohort.services.cli.machine_files import cores_here
+
+    if args.threads or not args.save:
+        return int(args.threads or config.default_threads(cores_here()))
+    return max(1, cores_here() // _instances(args, gpu=False))
+
+
+def _instances(args: argparse.Namespace, *, gpu: bool) -> int:
+    from cohort.services.cli.machine_files import cores_here
+
+    return int(args.instances or (1 if gpu else min(2, cores_here())))
+
+
+def save(args: argparse.Namespace, config: Config, output: Path) -> int:
+    """The files of a profile that lies in `output`."""
+    from cohort.services.bench.fit.cost_model import profile_points
+    from cohort.services.bench.fit.machine import fit_machine
+    from cohort.services.cli import machine_files
+    from cohort.services.simulator.data_files import user_folder
+
+    profile = msgspec.json.decode(output.read_bytes(), type=_Profile)
+    gpu = profile.device.startswith("cuda")
+    model, new_model = machine_files.model_of(profile.model_shape)
+    measured = machine_files.Measured(
+        name=args.save,
+        gpu=gpu,
+        memory_bytes=profile.memory_bytes,
+        units=profile.units,
+        instances=_instances(args, gpu=gpu),
+        threads=_threads(args, config),
+        cores=machine_files.cores_here(),
+        model=model,
+        model_folder=Path(profile.model_folder),
+        machine=f"{platform.node()} ({profile.machine}, {profile.device})",
+        measured_on=time.strftime("%Y-%m-%d"),
+    )
+    phases = [] if args.engine_only else live(measured.threads, args, config)
+    _, points = profile_points(output, "median_s")
+    machine = fit_machine(points, model, machine_files.template(measured), phases)
+    folder = Path(args.to).expanduser() if args.to else user_folder()
+    written = machine_files.write(folder, measured, machine, points, new_model=new_model)
+    cycles = sum(len(phase.cycles) for phase in phases)
+    lines = [f"{len(points)} points of the engine, {cycles} cycles of a live worker; error on what was held out:"]
+    lines += [f"  {line}" for line in machine_files.error_lines(machine)]
+    if phases:
+        lines.append(
+            f"around a step: {1e3 * machine.stack.step_s:.2f} ms and {1e3 * machine.stack.row_s:.3f} ms a row; other "
+            f"processes: {1e3 * machine.service_step_s:.2f} and {1e3 * machine.service_row_s:.3f} ms of a core; "
+            f"iterations scatter by {machine.scatter:.0%}"
+        )
+    lines += filter(None, [machine_files.disturbed(machine)])
+    lines += [f"wrote {path}" for path in written]
+    cluster = next(str(path) for path in written if path.parent.name == "clusters") if args.to else args.save
+    shown = next((str(path) for path in written if args.to and path.parent.name == "models"), model.name)
+    lines.append(f"  cohort simulate --cluster {cluster} --model {shown} --trace 512x64 --rate 1 --count 100")
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def live(threads: int, args: argparse.Namespace, config: Config) -> list[Phase]:
+    """What a pipeline of one worker does on this machine. Raises `MeasurementFailed`."""
+    from cohort.services.bench.fit.live_cycles import measure_live
+
+    overlay: dict[str, Any] = {"engine": {"threads": threads, "device": config.engine.device}}
+    if config.model.path:
+        overlay["model"] = {"path": config.model.path}
+    sys.stderr.write("a pipeline of one worker, asked by 1, 4 and 8 users\n")
+    return measure_live(overlay, _LIVE_S)
 
 
 def forward_size(file: Path) -> int:
@@ -89,5 +206,5 @@ def forward_size(file: Path) -> int:
     return target_forward_tokens(
         (point.shape.tokens_per_row, point.median_s)
         for point in profile.points
-        if point.shape.rows == 1 and point.shape.tokens_per_row == point.shape.context
+        if point.shape.rows == 1 and point.shape.tokens_per_row == point.shape.context and not point.shape.decodes
     )

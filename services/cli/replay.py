@@ -1,13 +1,8 @@
-"""`cohort replay`: adds its options to the command line and hands over to `services.simulator`.
-
-The policies are imported only when it runs, so that `cohort --help` stays fast.
-"""
+"""`cohort replay`: its name, summary and options; the work is `services.simulator`'s (`fronts.py`)."""
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
-
+from cohort.services.cli.fronts import simulator_front
 from cohort.services.simulator import options as options_
 
 EPILOG = """\
@@ -19,18 +14,6 @@ examples:
   cohort replay /tmp/run/*.jsonl
   cohort replay /tmp/run/manager-*.jsonl --show 120"""
 
-
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
-    parser = subparsers.add_parser(
-        "replay",
-        help="check or step through what live processes recorded",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    options_.add_replay_arguments(parser)
-
-
-def run(args: argparse.Namespace) -> int:
-    from cohort.services.simulator.__main__ import run_replay
-
-    return run_replay(args)
+add_parser, run = simulator_front(
+    "replay", "check or step through what live processes recorded", options_.add_replay_arguments, EPILOG
+)

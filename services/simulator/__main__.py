@@ -18,10 +18,18 @@ from cohort.common.machines.replayer import replay
 from cohort.common.plotting import check_available
 from cohort.common.types import Slo
 from cohort.services.simulator import advise as advise_
-from cohort.services.simulator import comparison, comparison_tables, plots, render, replays, reproduce
+from cohort.services.simulator import (
+    comparison,
+    comparison_tables,
+    plots,
+    render,
+    replays,
+    reproduce,
+    reproduction_page,
+)
 from cohort.services.simulator import options as options_
 from cohort.services.simulator.comparison_spec import load_spec
-from cohort.services.simulator.hardware import load_model
+from cohort.services.simulator.hardware import load_cluster, load_model
 from cohort.services.simulator.run import by_rate, find_capacity, simulate
 from cohort.services.simulator.setup import (
     cluster_of,
@@ -29,11 +37,13 @@ from cohort.services.simulator.setup import (
     parse_roles,
     preset_names,
     simulation_options,
+    told_of_profiles,
     traffic_of,
 )
 from cohort.services.simulator.traffic import parse_slo
 
 _PIPED_WIDTH = 140
+_ADVICE_ROWS = 10
 
 
 def run_simulate(options: argparse.Namespace) -> int:
@@ -43,6 +53,8 @@ def run_simulate(options: argparse.Namespace) -> int:
     if options.plot and not what:
         raise ConfigError("--plot draws a sweep: give --sweep")
     console = _console(quiet=options.json == "-")
+    named = values if what == "cluster" else [options.cluster]
+    told_of_profiles(options, [cluster_of(options, name) for name in named], _tell)
     if options.capacity is not None:
         return _capacity(options, console)
     model, traffic, sim_options = load_model(options.model), traffic_of(options), simulation_options(options)
@@ -84,6 +96,7 @@ def _capacity(options: argparse.Namespace, console: Console) -> int:
 
 def run_advise(options: argparse.Namespace) -> int:
     console, errors = _console(quiet=options.json == "-"), Console(stderr=True)
+    told_of_profiles(options, [cluster_of(options, options.cluster)], _tell)
     if not options.slo:
         options.slo = "ttft=2,tpot=0.2"
         errors.print("no --slo: judged by the gateway's defaults for real-time requests, ttft=2,tpot=0.2")
@@ -99,9 +112,10 @@ def run_advise(options: argparse.Namespace) -> int:
         lambda label: errors.print(f"trying {label}", highlight=False),
     )
     render.print_head(advice.best.report, console)
-    console.print(render.advice_table(advice))
-    for name, reason in advice.impossible.items():
-        console.print(f"cannot run: {name}: {reason}", highlight=False, soft_wrap=True)
+    shown = len(advice.trials) if options.all else _ADVICE_ROWS
+    console.print(render.advice_table(advice, shown))
+    for line in render.advice_rest(advice, shown):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(render.recommendation(advice), soft_wrap=True)
     _write_json(options.json, advice)
     return 0
@@ -118,6 +132,7 @@ def run_compare(options: argparse.Namespace) -> int:
         loads=[_number("--loads", word) for word in _words(options.loads)],
         seeds=[int(_number("--seeds", word)) for word in _words(options.seeds)],
     )
+    told_of_profiles(options, [load_cluster(name) for name in dict.fromkeys(cell.cluster for cell in asked)], _tell)
     errors = Console(stderr=True)
     file = Path(options.results) if options.results else None
     results = comparison.run(
@@ -147,8 +162,18 @@ def run_reproduce(options: argparse.Namespace) -> int:
         for figure in figures:
             console.print(f"{figure.id}: {figure.figure}, {figure.workload}, {figure.metric}", highlight=False)
         return 0
-    errors = Console(stderr=True)
-    results = reproduce.reproduce(figures, lambda figure: errors.print(figure.id, highlight=False))
+    if options.jobs < 1 or options.seeds < 1:
+        raise ConfigError("--jobs and --seeds must be at least 1")
+    if options.scatter is not None and options.scatter < 0:
+        raise ConfigError(f"--scatter {options.scatter:g}: must not be below 0")
+    results = reproduce.reproduce(
+        figures,
+        _tell,
+        range(options.seeds),
+        results=Path(options.results) if options.results else None,
+        jobs=options.jobs,
+        scatter=options.scatter,
+    )
     if options.json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
     else:
@@ -156,7 +181,8 @@ def run_reproduce(options: argparse.Namespace) -> int:
     if options.docs:
         page = Path(options.docs)
         before = page.read_text(encoding="utf-8") if page.exists() else ""
-        page.write_text(reproduce.markdown(results, before), encoding="utf-8")
+        written = reproduction_page.markdown(results, reproduce.all_figures(), before)
+        page.write_text(written, encoding="utf-8")
     return 0
 
 
@@ -189,6 +215,10 @@ def _number(option: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise ConfigError(f"{option}: {text!r} is not a number") from None
+
+
+def _tell(line: str) -> None:
+    Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _console(*, quiet: bool = False) -> Console:

@@ -1,63 +1,148 @@
-"""Which preset, roles and settings suit this traffic on this cluster: try them, rank them, show the evidence.
+"""Which preset, tensor parallelism, roles and settings suit this traffic on this cluster, together, with the evidence.
 
-Candidates are every preset, for presets with several roles every sensible split of the instances, and chunk sizes of
-prefill. Each replays the same requests. Candidates are ranked by the SLOs kept of all sent, then by tokens finished in
-time, then by the lower 99th percentile of the time to the first token. For the best few the capacity is searched.
+    candidates ─▶ a first look at all, on a part of the requests ─▶ the best of them, with chunk sizes, on all requests
+               ─▶ those that are as good as the best: capacity, then cost, then simplicity decide
+
+Candidates are presets, for presets with several roles splits of the instances, and groups of devices where the cluster
+has such. All replay the same requests; merit is the share of SLOs kept of all sent, then tokens finished in time, then
+the 99th percentile of the time to the first token. The default preset reaches the second look in any case. A reason
+that keeps candidates from running is said once, with all that it keeps.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 import msgspec
 
-from cohort.common.config import Config
+from cohort.common.config import CONFIGS_DIR, Config
 from cohort.common.errors import ConfigError
 from cohort.common.policies.cost_model import ModelShape
 from cohort.common.types import Role
 from cohort.services.simulator.cluster import SimOptions
-from cohort.services.simulator.deployment import spread_roles
+from cohort.services.simulator.data_files import read_yaml
+from cohort.services.simulator.deployment import kv_blocks, spread_roles
 from cohort.services.simulator.hardware import Cluster
 from cohort.services.simulator.report import SimReport
 from cohort.services.simulator.run import Capacity, by_rate, find_capacity, simulate
 from cohort.services.simulator.setup import configuration
 from cohort.services.simulator.traffic import Traffic
 
+DEFAULT_PRESET = Config().name
 _CHUNKS = (512, 2048)
-_FINALISTS = 2
+_GROUPS = (1, 2, 4, 8)
+_PREFILL_SHARES = (0.125, 0.25, 0.5, 0.75, 0.875)
+_FIRST_LOOK, _FEWEST = 0.25, 50
+"""Share of the requests that a first look replays, and how many at least."""
+_SECOND_LOOKS = 8
+_FINALISTS = 4
+_EQUAL_KEPT, _EQUAL_GOODPUT = 0.005, 0.02
+"""Candidates this near to the best are as good: one seed says no more."""
+_EQUAL = 0.1
+"""The same for capacities, whose search ends there, and for costs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
+    """`cluster`: with the instances that groups of `tensor_parallel` devices make."""
+
     preset: str
+    cluster: Cluster
     roles: dict[Role, int]
-    settings: tuple[str, ...]
+    settings: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
         roles = ", ".join(f"{count} {role.value}" for role, count in self.roles.items())
-        return f"{self.preset} ({roles}){''.join(' ' + setting for setting in self.settings)}"
+        group = f" x {self.cluster.tensor_parallel} devices" if self.cluster.tensor_parallel > 1 else ""
+        return f"{self.preset} ({roles}{group}){''.join(' ' + setting for setting in self.settings)}"
+
+    @property
+    def simplicity(self) -> tuple[int, int, bool, int, int, str]:
+        """Smaller is simpler: devices to a group, settings over the preset, another preset than the default, roles,
+        options of the preset."""
+        other = self.preset != DEFAULT_PRESET
+        return (
+            self.cluster.tensor_parallel,
+            len(self.settings),
+            other,
+            len(self.roles),
+            _options_of(self.preset),
+            self.preset,
+        )
 
 
 class Trial(msgspec.Struct, frozen=True):
+    """`whole` false: a first look only, on fewer requests. `cost`: share of the time that instances compute."""
+
     preset: str
     roles: dict[str, int]
     settings: list[str]
     report: SimReport
     capacity: Capacity | None = None
+    tensor_parallel: int = 1
+    whole: bool = True
+    cost: float = 0.0
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """`trials` best first; `impossible`: candidate → why it cannot run."""
+    """`trials` best first; `impossible`: reason → the candidates that it keeps from running; `why`: what chose the
+    first among those that are as good; `command`: what starts it."""
 
     trials: list[Trial]
-    impossible: dict[str, str]
+    impossible: dict[str, list[str]]
+    why: str
+    command: str
 
     @property
     def best(self) -> Trial:
         return self.trials[0]
+
+
+@dataclass(slots=True)
+class _Run:
+    """The search: what all candidates have in common, and why some cannot run."""
+
+    options: argparse.Namespace
+    model: ModelShape
+    traffic: Traffic
+    sim_options: SimOptions
+    progress: Callable[[str], None]
+    impossible: dict[str, list[str]] = field(default_factory=dict)
+
+    def config(self, candidate: Candidate) -> Config:
+        return configuration(self.options, candidate.preset, candidate.settings)
+
+    def cannot(self, label: str, error: ConfigError) -> None:
+        self.impossible.setdefault(str(error), []).append(label)
+
+    def reports(self, candidates: Iterable[Candidate], requests: int | None) -> list[tuple[Candidate, SimReport]]:
+        """Best first; `requests`: so many of them, None for all."""
+        workload = self.traffic.workload(self.options.rate)
+        if requests is not None:
+            workload = replace(workload, items=workload.items[:requests])
+        found = []
+        for candidate in candidates:
+            self.progress(candidate.label)
+            try:
+                report = simulate(
+                    self.config(candidate), candidate.cluster, self.model, workload, self.sim_options, candidate.roles
+                )
+            except ConfigError as error:
+                self.cannot(candidate.label, error)
+            else:
+                found.append((candidate, report))
+        return sorted(found, key=lambda trial: _merit(trial[1]), reverse=True)
+
+    def capacity(self, candidate: Candidate, start_per_s: float) -> Capacity:
+        self.progress(f"capacity of {candidate.label}")
+        at_rate = by_rate(
+            self.config(candidate), candidate.cluster, self.model, self.traffic, self.sim_options, candidate.roles
+        )
+        return find_capacity(at_rate, start_per_s, self.options.capacity, tolerance=_EQUAL)
 
 
 def advise(
@@ -70,56 +155,185 @@ def advise(
     progress: Callable[[str], None],
 ) -> Advice:
     """Raises `ConfigError` when no candidate can run."""
-    trials: list[tuple[Candidate, SimReport]] = []
-    impossible: dict[str, str] = {}
-    for preset in presets:
-        try:
-            base = configuration(options, preset)
-            candidates = list(_candidates(base, preset, cluster.instances))
-        except ConfigError as error:
-            impossible[preset] = str(error)
-            continue
-        for candidate in candidates:
-            progress(candidate.label)
-            try:
-                config = configuration(options, preset, candidate.settings)
-                workload = traffic.workload(options.rate)
-                trials.append((candidate, simulate(config, cluster, model, workload, sim_options, candidate.roles)))
-            except ConfigError as error:
-                impossible[candidate.label] = str(error)
+    run = _Run(options, model, traffic, sim_options, progress)
+    fixed = options.tensor_parallel is not None
+    candidates = [
+        candidate
+        for grouped in groups(cluster, model, fixed=fixed)
+        for preset in presets
+        for candidate in _candidates(run, preset, grouped)
+    ]
+    firsts: list[tuple[Candidate, SimReport]] = []
+    if len(candidates) > _SECOND_LOOKS:
+        count = len(traffic.workload(options.rate).items)
+        firsts = run.reports(candidates, max(_FEWEST, round(_FIRST_LOOK * count)))
+        candidates = shortlist([candidate for candidate, _ in firsts])
+    trials = told_apart(run.reports((each for candidate in candidates for each in _chunked(run, candidate)), None))
     if not trials:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in impossible.items())
-        raise ConfigError(f"no preset can run this: {reasons}")
-    trials.sort(key=lambda trial: _merit(trial[1]), reverse=True)
+        raise ConfigError(_nothing_runs(run.impossible))
     start = options.rate or traffic.own_rate_per_s or trials[0][1].overall.requests_per_s
-    ranked = []
-    for place, (candidate, report) in enumerate(trials):
-        capacity = None
-        if place < _FINALISTS:
-            progress(f"capacity of {candidate.label}")
-            config = configuration(options, candidate.preset, candidate.settings)
-            at_rate = by_rate(config, cluster, model, traffic, sim_options, candidate.roles)
-            capacity = find_capacity(at_rate, start, options.capacity, tolerance=0.1)
-        roles = {role.value: count for role, count in candidate.roles.items()}
-        ranked.append(Trial(candidate.preset, roles, list(candidate.settings), report, capacity))
-    return Advice(ranked, impossible)
+    finalists = final(trials)
+    capacities = {candidate.label: run.capacity(candidate, start) for candidate, _ in finalists}
+    best, why = choose(trials, {name: found.rate_per_s for name, found in capacities.items()})
+    trials.sort(key=lambda trial: trial[0] is not best)
+    seen = {(candidate.preset, candidate.label) for candidate, _ in trials}
+    left = [trial for trial in firsts if (trial[0].preset, trial[0].label) not in seen]
+    return Advice(
+        [_trial(candidate, report, capacities.get(candidate.label), whole=True) for candidate, report in trials]
+        + [_trial(candidate, report, None, whole=False) for candidate, report in left],
+        run.impossible,
+        why,
+        command(options, best),
+    )
 
 
-def _candidates(base: Config, preset: str, instances: int) -> Iterator[Candidate]:
-    for chunk in _CHUNKS:
-        settings = (f"engine.prefill_chunk={chunk}", f"engine.max_step_tokens={max(chunk, 2048)}")
-        for roles in _splits(base, instances):
-            yield Candidate(preset, roles, settings)
+# -- candidates ------------------------------------------------------------------------------------------------------
+
+
+def groups(cluster: Cluster, model: ModelShape, *, fixed: bool) -> list[Cluster]:
+    """The cluster with its devices in groups of every size that host and heads allow; as it is where its groups are
+    given, or it has no links for them (CPUs, unlike instances)."""
+    if fixed or cluster.cpu or cluster.parts:
+        return [cluster]
+    devices, own = cluster.instances * cluster.tensor_parallel, cluster.tensor_parallel
+    host = (cluster.per_host or cluster.instances) * own
+    return [
+        msgspec.structs.replace(
+            cluster, instances=devices // size, tensor_parallel=size, per_host=cluster.per_host * own // size
+        )
+        for size in sorted({*_GROUPS, own})
+        if host % size == 0 and devices % size == 0 and model.heads % size == 0 and model.kv_heads % size == 0
+    ]
+
+
+def _candidates(run: _Run, preset: str, cluster: Cluster) -> Iterator[Candidate]:
+    try:
+        config = configuration(run.options, preset)
+        kv_blocks(config, cluster, run.model, run.model.kv_geometry(config.kv.block_size))
+        splits = list(_splits(config, cluster.instances))
+    except ConfigError as error:
+        run.cannot(preset, error)
+        return
+    for roles in splits:
+        yield Candidate(preset, cluster, roles)
 
 
 def _splits(base: Config, instances: int) -> Iterator[dict[Role, int]]:
-    """The preset's own shares, and for prefill beside decode a quarter and three quarters too."""
+    """The preset's own shares, and for prefill beside decode others too."""
     own = spread_roles(base, instances)
     yield own
     if set(own) == {Role.PREFILL, Role.DECODE}:
-        for prefills in sorted({max(1, instances // 4), max(1, 3 * instances // 4)} - {own[Role.PREFILL]}):
-            if prefills < instances:
-                yield {Role.PREFILL: prefills, Role.DECODE: instances - prefills}
+        counts = {min(instances - 1, max(1, round(share * instances))) for share in _PREFILL_SHARES}
+        for prefills in sorted(counts - {own[Role.PREFILL]}):
+            yield {Role.PREFILL: prefills, Role.DECODE: instances - prefills}
+
+
+def _chunked(run: _Run, candidate: Candidate) -> Iterator[Candidate]:
+    """As the preset has it, and with other chunks of prompts."""
+    yield candidate
+    own = run.config(candidate).engine
+    for chunk in _CHUNKS:
+        if chunk != own.prefill_chunk:
+            settings = [f"engine.prefill_chunk={chunk}"]
+            if chunk > own.max_step_tokens:
+                settings.append(f"engine.max_step_tokens={chunk}")
+            yield replace(candidate, settings=tuple(settings))
+
+
+def shortlist(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """The best, of each preset and group its best two splits at most; the default preset's best in any case."""
+    found: list[Candidate] = []
+    for candidate in ranked:
+        same = [each for each in found if (each.preset, each.cluster) == (candidate.preset, candidate.cluster)]
+        if len(same) < 2 and len(found) < _SECOND_LOOKS:
+            found.append(candidate)
+    default = next((each for each in ranked if each.preset == DEFAULT_PRESET), None)
+    return found if default is None or default in found else [*found, default]
+
+
+def told_apart(trials: Sequence[tuple[Candidate, SimReport]]) -> list[tuple[Candidate, SimReport]]:
+    """Without candidates whose settings change nothing: their preset does not heed them."""
+    plain = [(replace(candidate, settings=()), report) for candidate, report in trials if not candidate.settings]
+    return [
+        (candidate, report)
+        for candidate, report in trials
+        if not candidate.settings
+        or all((other, same.overall) != (replace(candidate, settings=()), report.overall) for other, same in plain)
+    ]
+
+
+@cache
+def _options_of(preset: str) -> int:
+    """How many options its file sets; 0 where there is none."""
+    path = CONFIGS_DIR / "presets" / f"{preset}.yaml"
+    sections = read_yaml(path).values() if path.is_file() else ()
+    return sum(len(section) if isinstance(section, dict) else 1 for section in sections)
+
+
+# -- the choice ------------------------------------------------------------------------------------------------------
+
+
+def as_good(trials: Sequence[tuple[Candidate, SimReport]]) -> list[tuple[Candidate, SimReport]]:
+    """Those that the best does not beat by more than one seed can say."""
+    kept, goodput, _ = _merit(trials[0][1])
+    return [
+        (candidate, report)
+        for candidate, report in trials
+        if _merit(report)[0] >= kept - _EQUAL_KEPT and _merit(report)[1] >= goodput * (1.0 - _EQUAL_GOODPUT)
+    ]
+
+
+def final(trials: Sequence[tuple[Candidate, SimReport]]) -> list[tuple[Candidate, SimReport]]:
+    """Those whose capacity is worth a search: one of each preset, least busy first; the default preset's if it is as
+    good."""
+    found: dict[str, tuple[Candidate, SimReport]] = {}
+    for candidate, report in sorted(as_good(trials), key=lambda each: (round(_cost(each[1]), 2), each[0].simplicity)):
+        found.setdefault(candidate.preset, (candidate, report))
+    chosen = list(found.values())[:_FINALISTS]
+    default = found.get(DEFAULT_PRESET)
+    return chosen if default is None or default in chosen else [*chosen, default]
+
+
+def choose(trials: Sequence[tuple[Candidate, SimReport]], capacities: dict[str, float]) -> tuple[Candidate, str]:
+    """Among those that are as good as the best and whose capacity is known: capacity, then cost, then simplicity."""
+    left = [trial for trial in as_good(trials) if trial[0].label in capacities]
+    others = len(as_good(trials)) - 1
+    if not others:
+        return left[0][0], "no other candidate keeps as much"
+    said = f"{others} other{'s' if others > 1 else ''} as good here; it has "
+    most = max(capacities[candidate.label] for candidate, _ in left)
+    able = [trial for trial in left if capacities[trial[0].label] >= (1.0 - _EQUAL) * most]
+    if len(able) == 1:
+        return able[0][0], said + "the highest capacity"
+    least = min(_cost(report) for _, report in able)
+    cheap = [trial for trial in able if _cost(trial[1]) <= (1.0 + _EQUAL) * least]
+    if len(cheap) == 1:
+        return cheap[0][0], said + "no less capacity, and computes least"
+    return min(cheap, key=lambda trial: trial[0].simplicity)[
+        0
+    ], said + "no less capacity, costs no more and is simplest"
+
+
+def command(options: argparse.Namespace, best: Candidate) -> str:
+    """What starts it, workers included. Live workers run on one device each: a group of devices is simulated only."""
+    workers = ", ".join(f"{{role: {role.value}, count: {count}}}" for role, count in best.roles.items())
+    threads = best.cluster.profile.threads if best.cluster.profile is not None and best.cluster.cpu else 0
+    own = [f"engine.threads={threads}"] if threads else []
+    parts = [f"cohort serve --preset {best.preset} --set 'workers=[{workers}]'"]
+    parts += [f"--config {file}" for file in options.config]
+    parts += [f"--set {text}" for text in (*options.set, *best.settings, *own)]
+    return " ".join(parts)
+
+
+def _trial(candidate: Candidate, report: SimReport, capacity: Capacity | None, *, whole: bool) -> Trial:
+    roles = {role.value: count for role, count in candidate.roles.items()}
+    group = candidate.cluster.tensor_parallel
+    return Trial(candidate.preset, roles, list(candidate.settings), report, capacity, group, whole, _cost(report))
+
+
+def _cost(report: SimReport) -> float:
+    """Share of the time that instances compute for this traffic: what another request would have to share."""
+    return sum(instance.busy for instance in report.instances) / len(report.instances)
 
 
 def _merit(report: SimReport) -> tuple[float, float, float]:
@@ -127,3 +341,11 @@ def _merit(report: SimReport) -> tuple[float, float, float]:
     kept = round(whole.slo.kept_of_sent, 3) if whole.slo else 0.0
     goodput = whole.slo.goodput_tokens_per_s if whole.slo else whole.output_tokens_per_s
     return (kept, round(goodput, 1), -(whole.ttft_ms.p99 if whole.ttft_ms else float("inf")))
+
+
+def _nothing_runs(impossible: dict[str, list[str]]) -> str:
+    """Every reason once."""
+    if len(impossible) == 1:
+        return f"no candidate can run: {next(iter(impossible))}"
+    reasons = "; ".join(f"{len(of)} candidate(s): {reason}" for reason, of in impossible.items())
+    return f"no candidate can run: {reasons}"

@@ -33,6 +33,7 @@ from cohort.services.simulator.engine import CostEngine, SimWorker
 from cohort.services.simulator.hardware import Cluster
 from cohort.services.simulator.links import SimNetwork
 from cohort.services.simulator.profile import profile_points
+from cohort.services.simulator.scatter import StepScatter
 from cohort.services.simulator.tally import WallTime, WorkerTally, timed
 
 _GATEWAY_BEAT_S = 1.0
@@ -57,6 +58,8 @@ class SimOptions:
     Without: an SLO is what the workload says and nothing else, as in the papers' figures."""
     if_late: IfLate = "refuse"
     """What clients with a TTFT SLO prefer where it cannot be kept. Only placements that test for it ask."""
+    scatter: float | None = None
+    """Coefficient of variation of an iteration's time; None: each instance's own, as profiled."""
     profiled: bool = True
     """Schedulers that learn step times start from a profile of their instance, as after `cohort profile`."""
 
@@ -136,6 +139,10 @@ class SimCluster:
             cluster,
             self.costs,
             self.geometry,
+            scatter=[
+                StepScatter(part.scatter if options.scatter is None else options.scatter, options.seed)
+                for part in parts
+            ],
             jump=options.jump,
             late_binding=config.policies.waiting_kv != "none",
         )

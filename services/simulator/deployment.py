@@ -129,8 +129,8 @@ def spread_roles(config: Config, instances: int) -> dict[Role, int]:
         return {Role.UNIFIED: instances}
     if len(counts) > instances:
         raise ConfigError(
-            f"preset {config.name} needs {len(counts)} roles ({', '.join(role.value for role in counts)}); the cluster "
-            f"has {instances} instance(s)"
+            f"{len(counts)} roles ({', '.join(role.value for role in counts)}) need as many instances; the cluster has "
+            f"{instances}"
         )
     total = sum(counts.values())
     spread = {role: max(1, instances * count // total) for role, count in counts.items()}

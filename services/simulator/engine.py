@@ -27,6 +27,7 @@ from cohort.common.virtual_cluster.kv_flights import Flight
 from cohort.common.virtual_cluster.plugins import WorkerNode
 from cohort.services.simulator.clients import OUTPUT_TOKEN, TraceClients
 from cohort.services.simulator.hardware import Cluster
+from cohort.services.simulator.scatter import StepScatter
 from cohort.services.simulator.tally import WorkerTally
 from cohort.services.simulator.work import PlanCost, plan_cost
 
@@ -49,6 +50,8 @@ class SimWorker(WorkerNode):
     """The time of the step in flight on a core of its own."""
     service_load: float = 0.0
     """Cores that other processes need for it."""
+    step: int = 0
+    """Number of the step in flight, since the start."""
     slowdown: float = 1.0
     """How much longer it takes at present than alone, on cores that it shares."""
     aligned_batches: int = 0
@@ -72,16 +75,18 @@ class CostEngine:
         costs: Sequence[CostModel],
         geometry: KvGeometry,
         *,
+        scatter: Sequence[StepScatter],
         jump: bool,
         late_binding: bool,
     ) -> None:
-        """`costs`: of every instance, by number."""
+        """`costs`, `scatter`: of every instance, by number."""
         self._virtual = virtual
         self._events = virtual.events
         self._clients = clients
         self._cluster = cluster
         self._costs = costs
         self._geometry = geometry
+        self._scatter = scatter
         self._late_binding = late_binding
         # On shared cores the others decide how long the next step takes: none is run ahead.
         self._jump = jump and not cluster.cores
@@ -96,7 +101,9 @@ class CostEngine:
         plan, now_s = step.plan, self._events.now_s
         cost, model = plan_cost(plan, self._geometry), self._costs[worker.number]
         beside_s = model.swap_s(cost.beside_bytes)
-        latency_s = model.swap_s(cost.copied_bytes) + max(model.step_s(cost.work), beside_s)
+        worker.step += 1
+        step_s = model.step_s(cost.work) * self._factor(worker, 0)
+        latency_s = model.swap_s(cost.copied_bytes) + max(step_s, beside_s)
         worker.plan = plan
         worker.ends_s, worker.latencies_s = [now_s + latency_s], [latency_s]
         if self._late_binding:
@@ -169,6 +176,10 @@ class CostEngine:
             self._share_cores()
         self._virtual.tell(worker, StepEnded(sampled, latency_s))
 
+    def _factor(self, worker: SimWorker, ahead: int) -> float:
+        """Of the step so many after the one in flight."""
+        return self._scatter[worker.number].factor(worker.number, worker.step + ahead)
+
     def _share_cores(self) -> None:
         """A step has begun or ended: from now on every running worker has another share of the cores. Steps in flight
         end earlier or later."""
@@ -219,7 +230,9 @@ class CostEngine:
         durations = self._costs[worker.number].repeated_s(cost.work)
         next(durations)
         end_s = ends_s[0]
-        for latency_s in islice(durations, worker.fast_forward.fitting_repetitions(wanted)):
+        repetitions = islice(durations, worker.fast_forward.fitting_repetitions(wanted))
+        for ahead, latency_s in enumerate(repetitions, 1):
+            latency_s *= self._factor(worker, ahead)
             end_s += latency_s
             ends_s.append(end_s)
             latencies_s.append(latency_s)
@@ -232,6 +245,7 @@ class CostEngine:
         worker.fast_forward.repeat(done_s, latencies_s[:count], OUTPUT_TOKEN)
         delay_s = self._cluster.control_latency_s
         self._clients.repeated(worker, rows, [end_s + delay_s for end_s in done_s], self._events.now_s + delay_s)
+        worker.step += count
         number = len(rows)
         first_context = sum(row.start + 1 for row in rows)
         tally = worker.tally

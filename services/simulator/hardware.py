@@ -5,8 +5,8 @@
     configs/hardware/links.yaml  bandwidth and latency by kind of link
     configs/clusters/NAME.yaml   which devices, how many, how they are connected
 
-Read by the commands of the simulator; every mistake in them is a `ConfigError` that names file and field. Knows nothing
-of requests or policies.
+Beside the shipped ones those that `cohort profile --save` wrote (`data_files.py`). Read by the commands of the
+simulator; every mistake in them is a `ConfigError` that names file and field. Knows nothing of requests or policies.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
-import yaml
 
 from cohort.common.config import CONFIGS_DIR
 from cohort.common.errors import ConfigError
 from cohort.common.policies.cost_model import DecodeAttention, DeviceShape, ModelShape, StackShape
+from cohort.services.simulator.data_files import converted, locate, mapping, names, read_yaml
+from cohort.services.simulator.profile_note import ProfileNote
 
-_T = TypeVar("_T", bound=msgspec.Struct)
 _Positive = Annotated[int, msgspec.Meta(gt=0)]
 _Rate = Annotated[float, msgspec.Meta(gt=0)]
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -78,6 +78,8 @@ class _DeviceFile(_File, frozen=True):
     within: str
     stacks: dict[str, _StackFile]
     kv_efficiency: _Share | None = None
+    scatter: _NotNegative = 0.0
+    profile: ProfileNote | None = None
 
 
 class LinkShape(_File, frozen=True):
@@ -104,6 +106,7 @@ class _ClusterFile(_File, frozen=True):
     service_step_s: _NotNegative = 0.0
     service_row_s: _NotNegative = 0.0
     mixed_share: _NotNegative | None = None
+    scatter: _NotNegative | None = None
 
 
 class Cluster(msgspec.Struct, frozen=True):
@@ -116,6 +119,9 @@ class Cluster(msgspec.Struct, frozen=True):
     `cores`: where engines of one thread run on so many cores that they share with each other, with the other processes
     of the pipeline and with its clients; 0: every instance has hardware of its own. `service_step_s`, `service_row_s`:
     processor time that those others, and changing between them, take for an iteration, and for each of its rows.
+
+    `scatter`: coefficient of variation of an iteration's time about what the cost model states, as measured live; 0:
+    none. `profile`: of a device that `cohort profile` measured.
     """
 
     name: str
@@ -134,6 +140,8 @@ class Cluster(msgspec.Struct, frozen=True):
     cores: int
     service_step_s: float
     service_row_s: float
+    scatter: float = 0.0
+    profile: ProfileNote | None = None
     parts: tuple[Cluster, ...] = ()
     """Of unlike instances: groups of equal ones, numbered through; the fields above are those of the first.
     Empty: all are equal."""
@@ -192,20 +200,22 @@ class Cluster(msgspec.Struct, frozen=True):
 
 
 def load_model(name: str) -> ModelShape:
-    """A model of configs/models, or of a YAML file. Raises `ConfigError`."""
-    data = _read(name, "models", _ModelFile)
+    """A model of configs/models, of the user's profiles, or of a YAML file. Raises `ConfigError`."""
+    data = converted(mapping(name, "models"), _ModelFile, _origin(name, "models"))
     return ModelShape(**{field: getattr(data, field) for field in _ModelFile.__struct_fields__})
 
 
-def load_device(name: str) -> tuple[DeviceShape, _DeviceFile]:
-    data = _read(name, "devices", _DeviceFile)
+def load_device(name: str, beside: Path | None = None) -> tuple[DeviceShape, _DeviceFile]:
+    """`beside`: the file of the cluster that names it. Raises `ConfigError`."""
+    data = converted(mapping(name, "devices", beside), _DeviceFile, _origin(name, "devices"))
     fields = [field for field in DeviceShape.__slots__ if field in _DeviceFile.__struct_fields__]
     return DeviceShape(**{field: getattr(data, field) for field in fields}), data
 
 
 def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Cluster:
-    """`NAME` of configs/clusters, a YAML file, or `DEVICE:COUNT` (all on one host); several joined by `+` are one
-    cluster of unlike instances, whose machines are the first part's `across` apart. Raises `ConfigError`."""
+    """`NAME` of configs/clusters or of the user's profiles, a YAML file, or `DEVICE:COUNT` (all on one host); several
+    joined by `+` are one cluster of unlike instances, whose machines are the first part's `across` apart. Raises
+    `ConfigError`."""
     if "+" in text and not Path(text).is_file():
         return _joined(text, [load_cluster(part.strip(), overrides) for part in text.split("+")])
     device_name, colon, count = text.rpartition(":")
@@ -214,12 +224,12 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
             raise ConfigError(f"--cluster {text}: {count!r} is not a number of instances (DEVICE:COUNT)")
         data: dict[str, Any] = {"device": device_name, "instances": int(count)}
     else:
-        known = (CONFIGS_DIR / "clusters" / f"{text}.yaml").is_file() or Path(text).is_file()
-        one_device = not known and text in _names("devices")
-        data = {"device": text, "instances": 1} if one_device else _mapping(text, "clusters")
+        known = Path(text).is_file() or locate(text, "clusters") is not None
+        one_device = not known and text in names("devices")
+        data = {"device": text, "instances": 1} if one_device else mapping(text, "clusters")
     data |= {key: value for key, value in (overrides or {}).items() if value is not None}
-    file = _convert(data, _ClusterFile, f"cluster {text}")
-    device, device_file = load_device(file.device)
+    file = converted(data, _ClusterFile, f"cluster {text}")
+    device, device_file = load_device(file.device, Path(text).absolute() if Path(text).is_file() else None)
     stack_name = file.stack or next(iter(device_file.stacks), "")
     if stack_name not in device_file.stacks:
         known_stacks = ", ".join(device_file.stacks)
@@ -246,6 +256,8 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
         cores=file.cores,
         service_step_s=file.service_step_s,
         service_row_s=file.service_row_s,
+        scatter=device_file.scatter if file.scatter is None else file.scatter,
+        profile=device_file.profile,
     )
 
 
@@ -262,7 +274,7 @@ def _joined(text: str, parts: list[Cluster]) -> Cluster:
 @cache
 def _links() -> dict[str, LinkShape]:
     path = CONFIGS_DIR / "hardware" / "links.yaml"
-    return {name: _convert(value, LinkShape, f"{path}: {name}") for name, value in _yaml(path).items()}
+    return {name: converted(value, LinkShape, f"{path}: {name}") for name, value in read_yaml(path).items()}
 
 
 def load_link(name: str) -> LinkShape:
@@ -272,37 +284,5 @@ def load_link(name: str) -> LinkShape:
     return links[name]
 
 
-def _read(name: str, folder: str, kind: type[_T]) -> _T:
-    return _convert(_mapping(name, folder), kind, f"configs/{folder}/{name}" if not Path(name).is_file() else name)
-
-
-def _names(folder: str) -> list[str]:
-    return sorted(path.stem for path in (CONFIGS_DIR / folder).glob("*.yaml"))
-
-
-def _mapping(name: str, folder: str) -> dict[str, Any]:
-    path = Path(name)
-    if not path.is_file():
-        path = CONFIGS_DIR / folder / f"{name.lower()}.yaml"
-    if not path.is_file():
-        raise ConfigError(f"no {folder[:-1]} named {name!r}; there are: {', '.join(_names(folder))} (or a YAML file)")
-    return _yaml(path)
-
-
-def _yaml(path: Path) -> dict[str, Any]:
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected a mapping, found {type(data).__name__}")
-    return data
-
-
-def _convert(data: Any, kind: type[_T], origin: str) -> _T:
-    try:
-        return msgspec.convert(data, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{origin}: {error}") from error
+def _origin(name: str, folder: str) -> str:
+    return name if Path(name).is_file() else f"{folder}/{name}"

@@ -6,7 +6,7 @@ import argparse
 
 TRAFFIC_HELP = "a trace file, PROMPTxOUTPUT (all requests alike), or a paper's shape by name"
 
-_CLUSTER_HELP = "a file of configs/clusters, a YAML file, or DEVICE:COUNT; A+B: unlike instances"
+_CLUSTER_HELP = "a name of configs/clusters or of `cohort profile --save`, a YAML file, or DEVICE:COUNT; A+B: unlike"
 
 SIMULATE_EPILOG = """\
 examples:
@@ -33,6 +33,15 @@ def _cluster(parser: argparse.ArgumentParser) -> None:
         help="iterations with prompts and decodes take 1 + X times as long (default: the device file's)",
     )
     group.add_argument("--stack", help="serving stack of the device file (default: its first)")
+    group.add_argument(
+        "--scatter",
+        type=float,
+        metavar="X",
+        help="coefficient of variation of an iteration's time (default: as profiled; 0 in the shipped files)",
+    )
+    group.add_argument(
+        "--check-profile", action="store_true", help="measure a few steps of a profiled machine again, and compare"
+    )
 
 
 def _traffic(parser: argparse.ArgumentParser) -> None:
@@ -81,8 +90,11 @@ def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
     _cluster(parser)
     _configuration(parser)
     parser.add_argument("--preset", default="", metavar="A,B,…", help="candidates (default: all of configs/presets)")
-    parser.add_argument("--requests", type=int, default=400, metavar="N", help="of the traffic, for each candidate")
+    parser.add_argument(
+        "--requests", type=int, default=400, metavar="N", help="of the traffic, for each candidate on its second look"
+    )
     parser.add_argument("--capacity", type=float, default=0.9, metavar="SHARE", help="attained SLOs for the capacity")
+    parser.add_argument("--all", action="store_true", help="every candidate that was tried, not the best ten")
     parser.add_argument("--json", metavar="FILE", help="write everything; - = standard output")
 
 
@@ -106,10 +118,28 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--markdown", metavar="FILE", help="write the table there; - = standard output")
 
 
+REPRODUCE_EPILOG = """\
+examples:
+  cohort reproduce --list
+  cohort reproduce --figure dynaserve-table1-code --seeds 3
+  COHORT_TRACES=~/traces cohort reproduce --results figures.jsonl --jobs 2 --docs docs/reproduction.md
+
+A row's verdict holds for all its seeds or is none: a gain that one seed does not have cannot be told. A run that was
+interrupted goes on where it stopped when it is given the same --results file; all figures take hours."""
+
+
 def add_reproduce_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--paper", metavar="NAME", help="figures of this system only")
     parser.add_argument("--figure", metavar="ID", help="figures whose id begins so")
     parser.add_argument("--list", action="store_true", help="name the figures, run nothing")
+    parser.add_argument(
+        "--seeds", type=int, default=5, metavar="N", help="of rows that chance has a part in (default: 5)"
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: %(default)s)")
+    parser.add_argument("--results", metavar="FILE", help="keep every number there, and go on where it stopped")
+    parser.add_argument(
+        "--scatter", type=float, metavar="X", help="iterations' times scatter by this share (default: 0)"
+    )
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     parser.add_argument("--docs", metavar="FILE", help="write docs/reproduction.md there")
 

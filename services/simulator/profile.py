@@ -17,7 +17,8 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def profile_points(cost: CostModel, max_context: int, max_rows: int, max_step_tokens: int) -> bytes:
-    """JSON with `points`, as the live command's file has them; the shapes are those of `engine.profiler`."""
+    """JSON with `points`, as the live command's file has them; the shapes are those of `engine.profiler` but for mixed
+    iterations: what mixing costs a scheduler learns while it runs."""
     points = [
         {"shape": {"rows": rows, "tokens_per_row": tokens, "context": context}, "median_s": cost.step_s(work)}
         for rows, tokens, context, work in _shapes(max_context, max_rows, max_step_tokens)

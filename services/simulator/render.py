@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cohort.services.simulator.advise import Advice
+from cohort.services.simulator.advise import Advice, Trial
 from cohort.services.simulator.report import SimReport, Slice
-from cohort.services.simulator.reproduce import Reproduced
+from cohort.services.simulator.reproduce import Reproduced, shown_spread
 from cohort.services.simulator.run import Capacity
 from cohort.services.simulator.statistics import Distribution
 
@@ -164,45 +164,62 @@ def _ms(stats: Distribution | None, name: str) -> str:
     return "–" if stats is None else f"{getattr(stats, name):.0f}"
 
 
-def advice_table(advice: Advice) -> Table:
-    """Candidates, best first."""
-    lines = table("candidate", "kept", "goodput tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TBT p99", "capacity /s")
-    for trial in advice.trials:
+def advice_table(advice: Advice, most: int) -> Table:
+    """Candidates, best first, `most` of them."""
+    columns = ("kept", "goodput tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TBT p99", "busy", "capacity /s")
+    lines = table("candidate", *columns)
+    for trial in advice.trials[:most]:
         whole = trial.report.overall
-        roles = ", ".join(f"{count} {role}" for role, count in trial.roles.items())
+        settings = "".join(f"; {setting}" for setting in trial.settings)
         lines.add_row(
-            f"{trial.preset}: {roles}; {', '.join(trial.settings)}",
+            f"{trial.preset}: {_roles(trial)}{settings}{'' if trial.whole else ' (first look only)'}",
             f"{whole.slo.kept_of_sent:.1%}" if whole.slo else "–",
             f"{whole.slo.goodput_tokens_per_s:.0f}" if whole.slo else "–",
             _ms(whole.ttft_ms, "p50"),
             _ms(whole.ttft_ms, "p99"),
             _ms(whole.tpot_ms, "p50"),
             _ms(whole.tbt_ms, "p99"),
+            f"{trial.cost:.0%}",
             f"{trial.capacity.rate_per_s:.3g}" if trial.capacity else "",
         )
     return lines
 
 
+def advice_rest(advice: Advice, most: int) -> Iterator[str]:
+    """What the table leaves out, and what could not be tried: every reason once."""
+    left = len(advice.trials) - most
+    if left > 0:
+        yield f"{left} more candidates were tried (--all shows them)"
+    for reason, candidates in advice.impossible.items():
+        named = ", ".join(dict.fromkeys(candidates))
+        yield f"cannot run: {named if len(candidates) <= 3 else f'{len(candidates)} candidates'}: {reason}"
+
+
 def recommendation(advice: Advice) -> str:
-    """One sentence and what to type."""
+    """One sentence, why, and what to type."""
     best = advice.best
-    roles = ", ".join(f"{count} {role}" for role, count in best.roles.items())
     whole = best.report.overall
     kept = f"keeps {whole.slo.kept_of_sent:.1%} of the SLOs" if whole.slo else "had no SLO"
     capacity = ""
     if best.capacity is not None and best.capacity.rate_per_s:
         capacity = f" and up to {best.capacity.rate_per_s:.3g} requests/s at {best.capacity.target:.0%}"
-    settings = " ".join(f"--set {setting}" for setting in best.settings)
+    grouped = "" if best.tensor_parallel == 1 else "\n  (a live worker has one device: groups are simulated only)"
     return (
-        f"[bold]Recommended: {best.preset}[/bold] with {roles}: {kept}{capacity}.\n"
-        f"  cohort serve --preset {best.preset} {settings}"
+        f"[bold]Recommended: {best.preset}[/bold] with {_roles(best)}: {kept}{capacity} ({escape(advice.why)}).\n"
+        f"  {escape(advice.command)}{grouped}"
     )
+
+
+def _roles(trial: Trial) -> str:
+    group = f" of {trial.tensor_parallel} devices each" if trial.tensor_parallel > 1 else ""
+    return ", ".join(f"{count} {role}" for role, count in trial.roles.items()) + group
 
 
 def reproduction(results: Sequence[Reproduced]) -> Table:
     lines = Table("figure", "workload", "system", "metric", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("paper", "ours", "ratio"):
+    for column in ("paper", "ours", "spread", "ratio"):
         lines.add_column(column, justify="right")
+    lines.add_column("verdict")
     lines.add_column("note")
     for r in results:
         lines.add_row(
@@ -212,7 +229,9 @@ def reproduction(results: Sequence[Reproduced]) -> Table:
             f"{r.metric}, {r.unit}",
             f"{r.paper:g}",
             f"{r.ours:.4g}",
+            shown_spread(r.spread),
             f"{r.ratio:.2f}",
+            r.verdict,
             r.note,
         )
     return lines

@@ -136,6 +136,9 @@ def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
         notes.append(f"{clients.clipped_outputs} answers are cut at the context's end")
     if clients.live:
         notes.append(f"{len(clients.live)} requests had not ended at the horizon")
+    variation = cluster.scatter if sim.options.scatter is None else sim.options.scatter
+    if variation:
+        notes.append(f"iterations scatter by {100 * variation:.3g} %")
     resubmitted = sim.gateway.ledger.resubmitted_total
     if resubmitted:
         notes.append(f"{resubmitted} requests were given back and submitted again")

@@ -1,22 +1,31 @@
-"""Runs the papers' comparisons and prints paper, ours, ratio. `docs/reproduction.md` is written from the same list."""
+"""The papers' figures beside ours: chosen, measured with several seeds, and told as rows with their verdicts.
+
+`reproduction_results` measures, `verdicts` judges, `reproduction_page` writes docs/reproduction.md from the same rows.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
-from itertools import groupby
+import math
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
 
 import msgspec
 
 from cohort.common.errors import ConfigError
-from cohort.services.simulator import verdicts
-from cohort.services.simulator.figures.figure import Figure, Lab
+from cohort.services.simulator.figures.figure import Figure
+from cohort.services.simulator.reproduction_results import Progress, measure_all
+from cohort.services.simulator.verdicts import Spread, kind_of, row_verdict
 
 MODULES = ("baselines", "bucketserve", "alignedserve", "dynaserve", "ecoserve", "bros")
 """Modules of `figures/`, in the order in which they run."""
 
 
 class Reproduced(msgspec.Struct, frozen=True):
+    """`ours`: the median of `values`, which are in the order of `seeds`; `ratio` is of the paper's number. No seeds:
+    chance has no part in it, and it was measured once. What is not finite is null in JSON."""
+
     id: str
     system: str
     figure: str
@@ -26,12 +35,18 @@ class Reproduced(msgspec.Struct, frozen=True):
     unit: str
     paper: float
     ours: float
+    low: float
+    high: float
     ratio: float
+    verdict: str
     note: str
+    seeds: list[int]
+    values: list[float]
 
     @classmethod
-    def of(cls, figure: Figure, ours: float) -> Reproduced:
-        """`ours`: what was measured, in the figure's unit."""
+    def of(cls, figure: Figure, values: Sequence[float], seeds: Sequence[int]) -> Reproduced:
+        """`values`: what was measured, in the figure's unit; one, and no seeds, where chance has no part in it."""
+        found = Spread.of(values, deterministic=not seeds)
         return cls(
             figure.id,
             figure.system,
@@ -41,17 +56,39 @@ class Reproduced(msgspec.Struct, frozen=True):
             figure.metric,
             figure.unit,
             figure.paper,
-            ours,
-            ours / figure.paper,
+            found.median,
+            found.low,
+            found.high,
+            found.median / figure.paper,
+            row_verdict(kind_of(figure), figure.paper, found),
             figure.note,
+            list(seeds),
+            list(values),
         )
 
+    @property
+    def spread(self) -> Spread:
+        return Spread(self.low, self.ours, self.high, len(self.seeds))
 
-def all_figures() -> list[Figure]:
+
+@cache
+def all_figures() -> tuple[Figure, ...]:
     found: list[Figure] = []
     for name in MODULES:
         found += importlib.import_module(f"cohort.services.simulator.figures.{name}").FIGURES
-    return found
+    return tuple(found)
+
+
+def conditions(system: str) -> list[str]:
+    """Under which a system's figures are measured here, as its module says."""
+    if system not in MODULES:
+        return []
+    return list(getattr(importlib.import_module(f"cohort.services.simulator.figures.{system}"), "CONDITIONS", ()))
+
+
+def find(name: str) -> Figure:
+    """By id: for processes of their own."""
+    return next(figure for figure in all_figures() if figure.id == name)
 
 
 def select(system: str | None, prefix: str | None) -> list[Figure]:
@@ -68,75 +105,41 @@ def select(system: str | None, prefix: str | None) -> list[Figure]:
     return chosen
 
 
-def remarks(system: str) -> list[str]:
-    """The remarks of a module of figures about them as a whole (`REMARKS`): why some differ, and further attempts."""
-    if system not in MODULES:
-        return []
-    return list(getattr(importlib.import_module(f"cohort.services.simulator.figures.{system}"), "REMARKS", ()))
+def reproduce(
+    figures: Iterable[Figure],
+    progress: Progress,
+    seeds: Sequence[int] = (0,),
+    *,
+    results: Path | None = None,
+    jobs: int = 1,
+    scatter: float | None = None,
+) -> list[Reproduced]:
+    """Raises `ConfigError` for a results file that is none."""
+    chosen = list(figures)
+    named = {figure.id: figure for figure in chosen}
+    found = measure_all(
+        chosen,
+        seeds,
+        find if jobs > 1 else named.__getitem__,
+        results=results,
+        jobs=jobs,
+        scatter=scatter,
+        progress=progress,
+    )
+    rows = []
+    for figure in chosen:
+        measured = found[figure.id]
+        chance = measured[0].chance
+        rows.append(
+            Reproduced.of(figure, [one.number for one in measured], [one.seed for one in measured] if chance else [])
+        )
+    return rows
 
 
-def reproduce(figures: Iterable[Figure], progress: Callable[[Figure], None]) -> list[Reproduced]:
-    lab = Lab()
-    results = []
-    for figure in figures:
-        progress(figure)
-        results.append(Reproduced.of(figure, float(figure.measure(lab))))
-    return results
-
-
-def markdown(results: Iterable[Reproduced], before: str = "") -> str:
-    """The page. Sections that `before`, an earlier page, has of systems that are not among the results stay."""
-    sections = _sections(before)
-    for system, sections_of_system in groupby(results, key=lambda result: result.system):
-        sections[system] = _tables(sections_of_system) + _words(system)
-    order = {name: index for index, name in enumerate(MODULES)}
-    lines = [
-        "# Do we reproduce the papers?",
-        "",
-        "Written by `cohort reproduce --docs docs/reproduction.md`; nothing here is edited by hand. Every number comes",
-        "from the simulator: the policies of the live services under virtual time (docs/guide/simulator.md says what",
-        "it models). `ratio` is ours over the paper's.",
-    ]
-    body = [
-        line for system in sorted(sections, key=lambda name: order.get(name, len(order))) for line in sections[system]
-    ]
-    lines += verdicts.summary(body, all_figures()) + body
-    return "\n".join(lines) + "\n"
-
-
-def _sections(page: str) -> dict[str, list[str]]:
-    """System → its lines on a page that `markdown` wrote."""
-    sections: dict[str, list[str]] = {}
-    system = ""
-    for line in page.splitlines():
-        if line.startswith("## ") and line.endswith(")"):
-            system = line[line.rindex("(") + 1 : -1]
-            sections.setdefault(system, []).append("")
-        if system and line:
-            sections[system].append(line)
-            if line.startswith("## "):
-                sections[system].append("")
-    return sections
-
-
-def _words(system: str) -> list[str]:
-    said = remarks(system)
-    return ["", f"## Why, and what was tried ({system})", "", *(f"- {remark}" for remark in said)] if said else []
-
-
-def _tables(results: Iterable[Reproduced]) -> list[str]:
-    lines: list[str] = []
-    for (system, figure), group in groupby(results, key=lambda result: (result.system, result.figure)):
-        lines += [
-            "",
-            f"## {figure} ({system})",
-            "",
-            "| workload | system | metric | paper | ours | ratio | note |",
-            "|---|---|---|---:|---:|---:|---|",
-        ]
-        for r in group:
-            lines.append(
-                f"| {r.workload} | {r.baseline} | {r.metric}, {r.unit} | {r.paper:g} | {r.ours:.4g} | {r.ratio:.2f} "
-                f"| {r.note} |"
-            )
-    return lines
+def shown_spread(found: Spread) -> str:
+    """What chance has to say of a number, in words."""
+    if not found.seeds:
+        return "no chance in it"
+    if found.seeds == 1 or math.isnan(found.median):
+        return "one seed" if found.seeds == 1 else f"{found.seeds} seeds"
+    return f"{found.low:.4g} to {found.high:.4g}, {found.seeds} seeds"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from cohort.common.config import CONFIGS_DIR, Config, load_config, nested
 from cohort.common.config.device_defaults import Machine
 from cohort.common.errors import ConfigError
 from cohort.common.types import Role
+from cohort.services.simulator import measuring, profile_note
 from cohort.services.simulator.cluster import SimOptions
 from cohort.services.simulator.hardware import Cluster, load_cluster
 from cohort.services.simulator.traffic import Traffic, parse_slo
@@ -51,6 +52,16 @@ def cluster_of(options: argparse.Namespace, text: str) -> Cluster:
     )
 
 
+def told_of_profiles(options: argparse.Namespace, clusters: Sequence[Cluster], tell: Callable[[str], None]) -> None:
+    """Warn of profiles that are older than the code, and with --check-profile of machines that have changed since."""
+    parts = {part.device.name: part for cluster in clusters for part in (cluster.parts or (cluster,))}
+    for name, part in parts.items():
+        for line in profile_note.warnings(name, part.profile):
+            tell(f"warning: {line}")
+        if getattr(options, "check_profile", False):
+            tell(measuring.check(name, part.profile))
+
+
 def traffic_of(options: argparse.Namespace, *, count: int | None = None) -> Traffic:
     return Traffic(
         options.trace,
@@ -66,6 +77,8 @@ def traffic_of(options: argparse.Namespace, *, count: int | None = None) -> Traf
 
 
 def simulation_options(options: argparse.Namespace) -> SimOptions:
+    if options.scatter is not None and options.scatter < 0:
+        raise ConfigError(f"--scatter {options.scatter:g}: must not be below 0")
     return SimOptions(
         seed=options.seed,
         predictor=options.predictor,
@@ -76,6 +89,7 @@ def simulation_options(options: argparse.Namespace) -> SimOptions:
         jump=not getattr(options, "step_by_step", False),
         slo_defaults=True,
         if_late=options.if_late,
+        scatter=options.scatter,
     )
 
 

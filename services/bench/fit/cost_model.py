@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from cohort.common.policies.cost_model import CostModel, DeviceShape, StackShape, StepWork, prefill_pairs
+from cohort.common.policies.cost_model import CostModel, DeviceShape, ModelShape, StackShape, StepWork, prefill_pairs
 from cohort.common.policies.step_times.profile_table import IterationKind, ProfileTable, kind_of
 from cohort.common.policies.step_times.step_cost import BatchShape
 from cohort.services.bench.fit.shared_cores import iterations
@@ -111,8 +111,9 @@ def profile_points(path: Path, time_of: str) -> tuple[str, list[Point]]:
     return data["model"], points
 
 
-def predicted(point: Point, model: str, device: DeviceShape, stack: StackShape) -> float:
-    return CostModel(load_model(model), device, stack, tensor_parallel=point.tensor_parallel).step_s(point.work)
+def predicted(point: Point, model: str | ModelShape, device: DeviceShape, stack: StackShape) -> float:
+    shape = load_model(model) if isinstance(model, str) else model
+    return CostModel(shape, device, stack, tensor_parallel=point.tensor_parallel).step_s(point.work)
 
 
 def errors(points: Sequence[Point], predict: Callable[[Point], float]) -> dict[str, tuple[float, float, float, str]]:
@@ -171,7 +172,9 @@ def _eager(point: Point, device: DeviceShape, stack: StackShape) -> float:
     return predicted(point, MODELS[point.model], device, stack)
 
 
-def fit_cpu(points: Sequence[Point], model: str, device: DeviceShape) -> tuple[DeviceShape, StackShape]:
+def fit_cpu(points: Sequence[Point], model: str | ModelShape, device: DeviceShape) -> tuple[DeviceShape, StackShape]:
+    """Efficiencies of one device, and what its stack adds, by the points of one model on it alone."""
+    shape = load_model(model) if isinstance(model, str) else model
     mixes = any(point.kind == "mixed" for point in points)
 
     def unpack(x: np.ndarray[Any, Any]) -> tuple[DeviceShape, StackShape]:
@@ -186,8 +189,8 @@ def fit_cpu(points: Sequence[Point], model: str, device: DeviceShape) -> tuple[D
         return fitted, StackShape("fit", 0.0, x[4] * 1e-4, x[5] * 1e-5, mixed_share=x[7] if mixes else 0.0)
 
     def residuals(x: np.ndarray[Any, Any]) -> list[float]:
-        fitted, stack = unpack(x)
-        return [float(np.log(predicted(point, model, fitted, stack) / point.seconds)) for point in points]
+        cost = CostModel(shape, *unpack(x))
+        return [float(np.log(cost.step_s(point.work) / point.seconds)) for point in points]
 
     start = np.array([0.6, 0.6, 0.3, 2.0, 5.0, 2.0, 0.4, 0.05])
     low = np.array([*[1e-3] * 7, -0.5])

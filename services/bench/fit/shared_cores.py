@@ -34,7 +34,7 @@ from cohort.common.policies.cost_model import CostModel, StepWork, prefill_pairs
 from cohort.services.simulator.hardware import Cluster, load_cluster, load_model
 
 _ROW = re.compile(r"\[(\d+), (\d+)\)(?:;|$)")
-_AT_ONCE_S = 0.005
+AT_ONCE_S = 0.005
 """No process waited for a plan that follows an iteration by less."""
 _STALLED_S = 0.2
 
@@ -154,7 +154,7 @@ def execute(options: argparse.Namespace) -> int:
         others = sorted((i for other in runs if other is not run for i in other), key=lambda i: i.planned_s)
         starts = [i.planned_s for i in others]
         between = (b.planned_s - a.ended_s for a, b in pairwise(run))
-        gaps += [gap_s for gap_s in between if gap_s < _AT_ONCE_S]
+        gaps += [gap_s for gap_s in between if gap_s < AT_ONCE_S]
         for iteration in run:
             share = overlap(iteration, others, starts)
             if share < 0.1:

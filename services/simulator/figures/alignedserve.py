@@ -35,7 +35,6 @@ from cohort.common.workloads.arrivals import AllAtOnce, RandomArrivals
 from cohort.common.workloads.changes import mixture
 from cohort.common.workloads.items import Workload
 from cohort.common.workloads.papers import paper_workload
-from cohort.services.simulator.cluster import SimOptions
 from cohort.services.simulator.figures.alignment_ceiling import CEILINGS
 from cohort.services.simulator.figures.figure import Figure, Lab
 from cohort.services.simulator.hardware import load_cluster, load_model
@@ -73,9 +72,9 @@ class _Run:
     starvation_s: float = _NEVER_S
 
     def report(self, lab: Lab) -> SimReport:
-        return lab.run(self, self._simulate)
+        return lab.run(self, lambda: self._simulate(lab))
 
-    def _simulate(self) -> SimReport:
+    def _simulate(self, lab: Lab) -> SimReport:
         options = {"decode_attention": self.attention, "host_memory_bytes": _HOST_BYTES}
         cluster, model = load_cluster(f"h100-80:{self.devices}", options), load_model(self.model)
         if self.waits:
@@ -95,22 +94,22 @@ class _Run:
         if self.preset in _UNIFIED:
             roles = {Role.UNIFIED: self.devices}
         return simulate(
-            config, cluster, model, self._workload(), SimOptions(horizon_s=_END_S, warmup_s=_WARMUP_S), roles
+            config, cluster, model, self._workload(lab.seed), lab.options(horizon_s=_END_S, warmup_s=_WARMUP_S), roles
         )
 
-    def _workload(self) -> Workload:
+    def _workload(self, seed: int) -> Workload:
         rate = _OFFERED_PER_S[self.model][self.workload] * (self.devices - 1)
         arrivals, count = RandomArrivals(rate), int(rate * _END_S)
         match self.workload:
             case "sharegpt":
-                return paper_workload("ecoserve-sharegpt", arrivals, count=count)
+                return paper_workload("ecoserve-sharegpt", arrivals, count=count, seed=seed)
             case "azure":
-                return paper_workload("alignedserve-azure", arrivals, count=count)
+                return paper_workload("alignedserve-azure", arrivals, count=count, seed=seed)
             case "longbench":
-                return paper_workload("alignedserve-long", arrivals, count=count)
-        short = paper_workload("alignedserve-short", AllAtOnce(), count=count)
-        long = paper_workload("alignedserve-long", AllAtOnce(), count=count)
-        return mixture("mixed", [(0.95, short), (0.05, long)], arrivals, count=count)
+                return paper_workload("alignedserve-long", arrivals, count=count, seed=seed)
+        short = paper_workload("alignedserve-short", AllAtOnce(), count=count, seed=seed)
+        long = paper_workload("alignedserve-long", AllAtOnce(), count=count, seed=seed)
+        return mixture("mixed", [(0.95, short), (0.05, long)], arrivals, count=count, seed=seed)
 
 
 def _throughput(report: SimReport) -> float:
@@ -309,39 +308,4 @@ FIGURES: tuple[Figure, ...] = (
     _mixed_figure("longbench", 12.37),
     _ttft_figure("sharegpt", 1.49),
     _ttft_figure("longbench", 2.54),
-)
-
-REMARKS: tuple[str, ...] = (
-    "Alignment as such gains nothing here, with any of the three kernels. An iteration reads the KV of its rows: "
-    "full batches of short rows and full batches of long ones, in the shares in which they come, take as long "
-    'together as mixed ones (the ceiling\'s "served alike", 0.99 to 1.01). With 70 to 250 rows of full memory a '
-    "row of 8,000 tokens is not the longest thing in an iteration, so a kernel with split KV takes nothing away: "
-    "1.10 to 1.12 with all three.",
-    "What gains is whom the density first search leaves out. The fullest range of prefixes is a range of short "
-    "ones, and while such requests keep coming the long ones wait: worth up to 1.14 (OPT-2.7B) and 1.24 (OPT-13B) "
-    "by the ceiling, 1.12 and 1.13 measured, 1.15 and 1.32 with Azure's lengths. With no request waiting beyond 10 s, "
-    "the preset's default, 1.14 of the 1.32 is left. Where all lengths are alike common (LongBench-like, uniform) "
-    "or the rows of an iteration and not memory are what is full (ShareGPT) nothing is gained. The paper says "
-    "neither how deep its overload is nor how long its long requests waited.",
-    "The rest of the paper's gain over DistServe is what DistServe waits between iterations: more than 10 ms in "
-    "80 % of them, AlignedServe less than 5 ms in 95 % (its Fig. 11); in DistServe's published source the decode "
-    "loop itself waits for each hand-over. Our preset of that name does not: hand-overs run beside its iterations "
-    "like AlignedServe's. With the paper's waits put in for both, 1.32 instead of 1.13 on OPT-13B and 1.27 "
-    "instead of 1.15 with Azure's lengths; on OPT-2.7B 1.09 to 1.11 instead of 1.10 to 1.12.",
-    "The paper's short iterations are those of batches that stop at B_max, 40 % of the cache: "
-    "with `alignedserve.ablation.fill_memory` off P99 is 1.5 times lower on OPT-13B and 90 % of iterations take 28 ms "
-    "instead of 43 (paper: 30), for 0.86 of the throughput. Filling the memory serves more, so it is the default.",
-    "Without prefetch nothing is lost, because no iteration waits for KV, however it comes: a request of 1,300 "
-    "tokens is on PCIe for 9 ms of an answer that takes ten seconds.",
-    "Unified workers decode on all devices. One prefill worker with three decode workers reaches 0.89 of "
-    "vLLM-like and 0.88 of FastGen-like on four (with one of each on two devices it was 0.70 and 0.69), at a P99 "
-    "TPOT 2.6 times lower than FastGen-like's.",
-    "Tried, in tokens/s decoded on OPT-13B, synthetic and Azure (disaggregated first come first served: 1,688 and "
-    "1,016): the next batch begins when the running one has drained to B_max, 1,876 and 1,230; as soon as there "
-    "is room, which is what the paper does, 1,904 and 1,280; and it is of fewer than R_min when what runs holds "
-    "less than B_max, 1,904 and 1,342 (kept); always of however few wait, 1,829 and 1,195; a request that does not "
-    "fit is passed over, 1,283 instead of 1,280 with Azure's lengths; a twentieth of the cache kept free or a "
-    "fiftieth, "
-    "1.5 % more with 92 evictions instead of 4 (not kept). Counting tokens when their answers end, as this page "
-    "did before, makes 0.95 of it: a batch ends late.",
 )

@@ -17,7 +17,6 @@ from __future__ import annotations
 from cohort.common.config import load_config
 from cohort.common.workloads.arrivals import RandomArrivals
 from cohort.common.workloads.papers import paper_workload
-from cohort.services.simulator.cluster import SimOptions
 from cohort.services.simulator.figures.figure import Figure, Lab
 from cohort.services.simulator.hardware import load_cluster, load_model
 from cohort.services.simulator.report import SimReport
@@ -45,7 +44,7 @@ _TABLE_1: dict[tuple[str, str], tuple[float, float, float]] = {
 }
 
 
-def _simulate(shape: str, preset: str, rate: float) -> SimReport:
+def _simulate(lab: Lab, shape: str, preset: str, rate: float) -> SimReport:
     cluster, model = load_cluster("a100-80:2"), load_model("qwen2.5-14b")
     # vLLM's rule: nine tenths of the device hold weights, workspace and KV.
     kv_bytes = int(0.9 * cluster.device.memory_bytes) - model.weights_total_bytes - cluster.device_reserve_bytes
@@ -56,18 +55,18 @@ def _simulate(shape: str, preset: str, rate: float) -> SimReport:
             "kv": {"memory_bytes": kv_bytes},
         },
     )
-    workload = paper_workload(shape, RandomArrivals(rate), duration_s=_END_S)
-    return simulate(config, cluster, model, workload, SimOptions(horizon_s=_END_S, warmup_s=_WARMUP_S))
+    workload = paper_workload(shape, RandomArrivals(rate), duration_s=_END_S, seed=lab.seed)
+    return simulate(config, cluster, model, workload, lab.options(horizon_s=_END_S, warmup_s=_WARMUP_S))
 
 
 def _saturated(lab: Lab, shape: str, preset: str) -> float:
     rate = _OVERLOAD * _TABLE_1[shape, preset][0]
-    return lab.run((shape, preset, rate), lambda: _simulate(shape, preset, rate)).overall.requests_per_s
+    return lab.run((shape, preset, rate), lambda: _simulate(lab, shape, preset, rate)).overall.requests_per_s
 
 
 def _between_tokens(lab: Lab, shape: str, preset: str, quantile: str) -> float:
     rate = _TABLE_1[shape, preset][0]
-    report = lab.run((shape, preset, rate), lambda: _simulate(shape, preset, rate))
+    report = lab.run((shape, preset, rate), lambda: _simulate(lab, shape, preset, rate))
     return float(getattr(report.overall.tbt_ms, quantile)) if report.overall.tbt_ms else float("nan")
 
 

@@ -27,7 +27,6 @@ from cohort.common.workloads.arrivals import AllAtOnce, RandomArrivals
 from cohort.common.workloads.changes import with_class, with_slos
 from cohort.common.workloads.items import ClosedLoopPart, Workload
 from cohort.common.workloads.papers import paper_workload
-from cohort.services.simulator.cluster import SimOptions
 from cohort.services.simulator.figures.figure import Figure, Lab
 from cohort.services.simulator.hardware import load_cluster, load_model
 from cohort.services.simulator.report import SimReport
@@ -44,9 +43,9 @@ _CASES = [(model, rate) for model in _MODELS for rate in _RATES]
 _OTHERS = {"vllm": "baseline-vllm", "rr": "baseline-round-robin"}
 
 
-def _workload(shape: str, rate: float) -> Workload:
-    real_time = paper_workload(_SHAPES[shape], RandomArrivals(rate), duration_s=_END_S)
-    best_effort = with_class(paper_workload("bros-best-effort", AllAtOnce(), count=40 * _BATCH), "be").items
+def _workload(shape: str, rate: float, seed: int) -> Workload:
+    real_time = paper_workload(_SHAPES[shape], RandomArrivals(rate), duration_s=_END_S, seed=seed)
+    best_effort = with_class(paper_workload("bros-best-effort", AllAtOnce(), count=40 * _BATCH, seed=seed), "be").items
     users = ClosedLoopPart(_BATCH, best_effort, until_s=_END_S, in_batches=True)
     return with_slos(replace(real_time, closed_loop=(users,)), slos.bros)
 
@@ -66,8 +65,8 @@ def _run(lab: Lab, preset: str, shape: str, model: str, rate: float, *, shared: 
             load_config(preset=preset, overrides=overrides),
             load_cluster(cluster, {"tensor_parallel": devices}),
             load_model(model),
-            _workload(shape, rate),
-            SimOptions(warmup_s=_WARMUP_S, horizon_s=_END_S),
+            _workload(shape, rate, lab.seed),
+            lab.options(warmup_s=_WARMUP_S, horizon_s=_END_S),
         )
 
     return lab.run((preset, shape, model, rate, shared), simulation)
@@ -236,39 +235,4 @@ FIGURES: tuple[Figure, ...] = (
         for model, paper in (("opt-13b", 9.52), ("opt-30b", 8.42))
     ),
     *(figure for shape, other in _HEADLINES for model, rate in _CASES for figure in _case(shape, other, model, rate)),
-)
-
-REMARKS: tuple[str, ...] = (
-    "Which load the paper's is: its vLLM keeps 1.28 % of the TTFT targets, on average over 15 cases. First come, "
-    "first served keeps so few only where real-time requests alone outnumber what the device can do. OPT-30B on four "
-    "A100 has room for 66,000 positions here and serves about 6 real-time requests a second; at 10/s its vLLM keeps "
-    "0.0 % as well.",
-    "How long it lasts decides how much is gained: such queues grow until the end. vLLM's normalised latency, "
-    "OPT-30B, ShareGPT at 10/s: 242 ms counted between 15 and 60 s, 371 between 50 and 100, 561 between 60 and 180, "
-    "while its best-effort throughput falls from 2.4 to 1.23/s, because a batch of best-effort requests stands in the "
-    "same queue. The paper's runs last 600 s. Draining the queue after the last arrival, so that every request counts, "
-    "does not change the comparison: 324 to 168 ms where it was 242 to 132.",
-    "Tried, first way, longer runs (figures above: 100 s instead of the 60 s of before). Second way, starving "
-    "requests go first in one iteration of ten instead of all: with more late requests than can be served the guard "
-    "made it first "
-    "come, first served again. OPT-30B as above, 50 to 100 s: normalised latency 194 to 128 ms, TTFT attainment 0.59 "
-    "to 0.84; Llama-3-70B: 373 to 203 ms, 0.60 to 0.76, TPOT attainment 0.36 to 0.79.",
-    "Third way, best-effort throughput: it was 0.04/s there against vLLM's 2.52, because newcomers take every block "
-    "and what best-effort requests brought back was taken again at once: 929 GB were swapped in 50 s. Now the oldest "
-    "keep a fifth of the cache and the others stay away while real-time requests wait: 0 GB, 1.6/s. A tenth of the "
-    "cache gives 0.54/s at a TTFT attainment of 0.80.",
-    "Fourth way, late requests that draw tokens go before those kept best-effort requests, which matters where time "
-    "is short and not memory: Llama-3-70B, TPOT attainment 0.31 without, 0.90 with. There best-effort throughput "
-    "stays near zero at 10/s: 200 rows of real-time requests take 136 ms, and what their deadlines leave of it is "
-    "theirs.",
-    "Fifth, waiting 60 s before a request counts as starving gives about the same as the second way (148 ms, 0.87) and "
-    "is none: after a minute of overload all waiting requests have waited that long.",
-    "At 5/s no request has to be refused and TTFT attainment is near 1: 4 times vLLM's 0.24, which is all there is to "
-    "gain. Latency there is what iterations are filled to, up to the most urgent deadline, as Alg. 1 has it.",
-    "Without shared blocks (Fig. 13) best-effort requests are dropped for real-time ones at once, so that these keep "
-    "their targets there too; what sharing gains here is best-effort throughput.",
-    "The foreseen iteration time (R3) was off by 0.3 to 1.7 % in these runs (`cost_error`).",
-    "Best-effort requests come 128 at a time, and 50 s see one or two such batches: their single cases are coarse.",
-    "Fig. 14 is wall time and wants a machine that does nothing else; its rows are of a busy one. "
-    "`cohort bench decisions iteration` measures a decision alone.",
 )

@@ -77,13 +77,13 @@ _SYSTEMS = {
 }
 
 
-def _workload(name: str, arrivals: Arrivals, count: int) -> Workload:
-    alpaca = paper_workload("bucketserve-alpaca", AllAtOnce(), count=count)
+def _workload(name: str, arrivals: Arrivals, count: int, seed: int) -> Workload:
+    alpaca = paper_workload("bucketserve-alpaca", AllAtOnce(), count=count, seed=seed)
     if name == "alpaca":
-        found = mixture("alpaca", [(1.0, alpaca)], arrivals, count=count)
+        found = mixture("alpaca", [(1.0, alpaca)], arrivals, count=count, seed=seed)
     else:
-        long = clip(paper_workload("bucketserve-longbench", AllAtOnce(), count=count), max_total=_CONTEXT)
-        found = mixture("mixed", [(1.0, alpaca), (1.0, long)], arrivals, count=count)
+        long = clip(paper_workload("bucketserve-longbench", AllAtOnce(), count=count, seed=seed), max_total=_CONTEXT)
+        found = mixture("mixed", [(1.0, alpaca), (1.0, long)], arrivals, count=count, seed=seed)
     return with_slos(found, _SLOS[name])
 
 
@@ -111,9 +111,10 @@ def _pooled() -> Cluster:
 
 
 def _offline(lab: Lab, name: str) -> SimReport:
-    options = SimOptions(predictor="noisy", predictor_sigma=0.3)
+    options = lab.options(predictor="noisy", predictor_sigma=0.3)
     return lab.run(
-        ("offline", name), lambda: _simulate(name, _workload("mixed", AllAtOnce(), _OFFLINE_REQUESTS), options)
+        ("offline", name),
+        lambda: _simulate(name, _workload("mixed", AllAtOnce(), _OFFLINE_REQUESTS, lab.seed), options),
     )
 
 
@@ -123,10 +124,11 @@ def _throughput(lab: Lab, name: str) -> float:
 
 
 def _online(lab: Lab, system: str, name: str, rate: float) -> SimReport:
-    options = SimOptions(predictor="noisy", predictor_sigma=0.3, warmup_s=_WARMUP_S, horizon_s=_ONLINE_S)
+    options = lab.options(predictor="noisy", predictor_sigma=0.3, warmup_s=_WARMUP_S, horizon_s=_ONLINE_S)
     count = round(rate * _ONLINE_S * 1.2) + 20
     return lab.run(
-        ("online", system, name, rate), lambda: _simulate(system, _workload(name, RandomArrivals(rate), count), options)
+        ("online", system, name, rate),
+        lambda: _simulate(system, _workload(name, RandomArrivals(rate), count, lab.seed), options),
     )
 
 
@@ -252,25 +254,3 @@ FIGURES: tuple[Figure, ...] = (
         "paper: less than; ours: everything the manager does",
     ),
 )
-
-REMARKS = (
-    "Where memory goes (5a): a 13B model leaves 10.1 GB of KV on such a device, 12,364 tokens, three requests of "
-    "4,096; half of the 400 requests are as long, with 267 answer tokens on average. Three decode devices hold nine "
-    "of them, four colocated ones twelve, and a decode step reads 26 GB of weights for three rows whatever the "
-    "scheduler. "
-    "The one prefill device needs about 100 s for all 812,000 prompt tokens. So memory for decoding decides, and no "
-    "order of prompts changes it: against four colocated models we lose, with two prefill and two decode workers "
-    "more.",
-    "Against UELLM three other readings have rows: one model whose layers lie on the four devices, one at work at a "
-    "time, as we read its deployer (the memory of four devices is pooled, which makes up for much of the lost "
-    "compute); its cache as one rectangle of the longest prompt and answer (Eq. 1); both. Not modelled: that finished"
-    " rows compute on to the end of their batch.",
-    "Against DistServe three: two and two workers; memory promised by the 90 % quantile instead of the mean, which "
-    "changes nothing here; and both sides padded, buckets against one bucket in order of arrival. DistServe "
-    "computes prompts of any length side by side, as we do, so padding is a cost to neither, and only the order of "
-    "prompts is left.",
-    "On the padded path of the CPU engine buckets pay, live; without padding more is computed than with it: "
-    "docs/benchmarks.md.",
-    "The paper prints neither SLOs nor answer lengths; both are assumed, as the module of these figures says.",
-)
-"""Said below the tables of docs/reproduction.md."""

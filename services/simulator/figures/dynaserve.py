@@ -21,7 +21,6 @@ from cohort.common.workloads.generate import Stream, stream
 from cohort.common.workloads.items import WorkItem, Workload
 from cohort.common.workloads.papers import paper_workload
 from cohort.common.workloads.slos import dynaserve as slo_of
-from cohort.services.simulator.cluster import SimOptions
 from cohort.services.simulator.figures.dynaserve_setup import (
     COLOCATED,
     DISAGGREGATED,
@@ -169,12 +168,12 @@ def _within(lab: Lab, aware: bool) -> float:
     return 100.0 * slo.tbt if slo else 0.0
 
 
-def _varied(sigma: float) -> Workload:
+def _varied(sigma: float, seed: int) -> Workload:
     """Table 4: prompts of 219, outputs normal around 1,467; 3 requests a second, close to saturation here."""
     count = 900
-    drawn = stream(0, Stream.OUTPUT_LENGTHS).normal(1467.0, max(sigma, 1e-9), count)
+    drawn = stream(seed, Stream.OUTPUT_LENGTHS).normal(1467.0, max(sigma, 1e-9), count)
     outputs = np.clip(np.rint(drawn), 1, 4000).astype(int)
-    base = paper_workload("dynaserve-reasoning", RandomArrivals(3.0), count=count)
+    base = paper_workload("dynaserve-reasoning", RandomArrivals(3.0), count=count, seed=seed)
     items = tuple(WorkItem(item.arrival_s, 219, int(output)) for item, output in zip(base.items, outputs, strict=True))
     return with_slos(Workload(f"sigma {sigma:g}", items, base.facts), slo_of)
 
@@ -182,7 +181,9 @@ def _varied(sigma: float) -> Workload:
 def _varied_goodput(lab: Lab, sigma: float) -> float:
     def of_sigma() -> SimReport:
         system = System(SPLIT, settings=(("gateway", "default_prediction_tokens", 1467),))
-        return simulated(system, _varied(sigma), SimOptions(predictor="none", warmup_s=100.0, horizon_s=220.0))
+        return simulated(
+            system, _varied(sigma, lab.seed), lab.options(predictor="none", warmup_s=100.0, horizon_s=220.0)
+        )
 
     return within_per_s(lab.run(("varied", sigma), of_sigma))
 
@@ -219,8 +220,8 @@ def _against_oracle(lab: Lab) -> float:
             ("oracle", share),
             lambda: simulated(
                 DYNASERVE,
-                with_slos(paper_workload("dynaserve-balanced", RandomArrivals(rate), count=700), slo_of),
-                SimOptions(warmup_s=50.0, horizon_s=end_s),
+                with_slos(paper_workload("dynaserve-balanced", RandomArrivals(rate), count=700, seed=lab.seed), slo_of),
+                lab.options(warmup_s=50.0, horizon_s=end_s),
                 placement,
             ),
         )
@@ -239,8 +240,8 @@ def _exposed_less(lab: Lab) -> float:
             ("exposed", chunked),
             lambda: simulated(
                 system,
-                with_slos(paper_workload("dynaserve-reasoning", RandomArrivals(1.5), count=150), slo_of),
-                SimOptions(horizon_s=120.0),
+                with_slos(paper_workload("dynaserve-reasoning", RandomArrivals(1.5), count=150, seed=lab.seed), slo_of),
+                lab.options(horizon_s=120.0),
                 Alternating(0.5, 1467),
                 across=True,
             ),
@@ -392,32 +393,7 @@ FIGURES: tuple[Figure, ...] = (
     ),
 )
 
-REMARKS: tuple[str, ...] = (
+CONDITIONS: tuple[str, ...] = (
     "Lengths: " + ("rows of the public traces." if traced() else "fitted to the public traces, which are not at hand."),
-    "Why the tuned colocated baseline is not beaten on 14B: an iteration of 20 decodes at a context of 1,000 beside "
-    "a chunk of 256, 512 or 2,048 prompt tokens takes 44, 76 or 283 ms in this cost model, so 512 keeps the bound "
-    "and computes 6,730 prompt tokens a second. All that the bound leaves room for (656 tokens) makes 6,910, no "
-    "bound at all 7,240: there are 3 % to gain, and both instances are busy all the time. 20 decodes at 4,000: 0.6 "
-    "%; 60 at 1,000: 1.2 %.",
-    "The paper's figures say the same of its DynaServe and its disaggregation, not of its colocation: on the hybrid "
-    "workload two such devices could do 8.6 requests a second in the cheapest batches (`full_rate`, lengths of the "
-    "traces); its 7.4 are 86 % of that, 5.9 are 69 %, and 4.6, of both devices, are 54 %. A chunk of 256 would still "
-    "reach 81 %. Table 1, which we reproduce, has that baseline with chunks of 2,048 only; what its tuned one loses "
-    "on top is not said, and no baseline here was made weaker to get there.",
-    "Tried, first way: other models. Where powers of two fit the bound badly there is something to gain: on 32B a "
-    "chunk of 512 takes 106 ms (20 decodes), so 256 it is, and what the bound leaves room for computes 14 % more; on "
-    "72B 5 % with 20 decodes, 36 % with 60, where 256 breaks the bound as well. Fig. 8 for 32B and 72B is that.",
-    "Second way: a host-bound serving stack (`eager`, fitted to another engine; the paper's vLLM 0.7.2 ran mixed "
-    "batches without graphs), for all systems alike. With 60 decodes 512 no longer keeps the bound and 27 % are to "
-    "be gained; with few decodes nothing changes. Table 2 shows both stacks.",
-    "Third way: memory. A prompt now comes in only if the cache will hold all answers as foreseen. On 14B it changes "
-    "nothing: iterations reach the bound before the cache is full (at most 0.4 of it on the hybrid, BurstGPT and "
-    "reasoning workloads), and the colocated baseline, which has no such rule, preempts no request there.",
-    "Fourth way: what splits cost. Iterations aimed at half the bound while any short prompt was on its way; now "
-    "only for the last piece of a prompt and the last two blocks of an answer.",
-    "Distance to the offline search: an earlier figure of 92 % counted the answers that ended in the window, of "
-    "which there are more where decodes run faster, not the tokens drawn in it. The best fixed split draws 1.5 % "
-    "more than ours.",
-    "Table 2's goodput: 474 tokens/s at 7.4 requests/s are 64 tokens a request, the rows of BurstGPT that are public "
-    "make 142 with Azure Code's; their prompts must be shorter, too (5.9 requests/s through one prefill device).",
 )
+"""Under which the figures are measured, beside what the code says."""

@@ -119,21 +119,21 @@ def _rows(name: str) -> FromTrace | None:
     return FromTrace(read_trace(path), name, resample=True) if folder and path.is_file() else None
 
 
-def _lengths(name: str, arrivals: Arrivals, count: int) -> Workload:
+def _lengths(name: str, arrivals: Arrivals, count: int, seed: int) -> Workload:
     rows = _rows(name)
     if rows is None:
-        return paper_workload(f"dynaserve-{name}", arrivals, count=count)
-    return generate(name, rows, arrivals, count=count)
+        return paper_workload(f"dynaserve-{name}", arrivals, count=count, seed=seed)
+    return generate(name, rows, arrivals, count=count, seed=seed)
 
 
-def workload(name: str, rate: float, end_s: float, cv: float = 1.0) -> Workload:
+def workload(name: str, rate: float, end_s: float, cv: float = 1.0, *, seed: int = 0) -> Workload:
     """`cv`: variation of the gaps between arrivals, 1 = Poisson."""
     count = round(1.3 * rate * end_s) + 20
     if name == "hybrid":
-        parts = [(1.0, _lengths(part, AllAtOnce(), count)) for part in ("burstgpt", "azure-code")]
-        found = mixture("hybrid", parts, RandomArrivals(rate, cv), count=count)
+        parts = [(1.0, _lengths(part, AllAtOnce(), count, seed)) for part in ("burstgpt", "azure-code")]
+        found = mixture("hybrid", parts, RandomArrivals(rate, cv), count=count, seed=seed)
     else:
-        found = _lengths(name, RandomArrivals(rate, cv), count)
+        found = _lengths(name, RandomArrivals(rate, cv), count, seed)
     return with_slos(found, slo_of)
 
 
@@ -202,9 +202,12 @@ def simulated(
 
 def run(lab: Lab, system: System, name: str, rate: float, scale: Scale = SMALL, cv: float = 1.0) -> SimReport:
     warmup_s, end_s = times(name)
-    options = SimOptions(predictor="noisy", predictor_sigma=10.0, warmup_s=warmup_s, horizon_s=end_s)
-    key = (system, name, rate, scale, cv)
-    return lab.run(key, lambda: simulated(system, workload(name, rate, end_s, cv), options, scale=scale))
+
+    def simulation() -> SimReport:
+        options = lab.options(predictor="noisy", predictor_sigma=10.0, warmup_s=warmup_s, horizon_s=end_s)
+        return simulated(system, workload(name, rate, end_s, cv, seed=lab.seed), options, scale=scale)
+
+    return lab.run((system, name, rate, scale, cv), simulation)
 
 
 def within_per_s(report: SimReport) -> float:

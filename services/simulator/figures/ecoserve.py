@@ -387,38 +387,3 @@ FIGURES: tuple[Figure, ...] = (
     *(_sweep("buffer", data, 100.0 * BUFFER[data]) for data in NAMES),
     *(_spread(option, "sharegpt") for option in _SWEEPS),
 )
-
-REMARKS: tuple[str, ...] = (
-    "What bounds the rate: an iteration reads the weights once (19 ms for OPT-13B) and the KV of its rows, so where "
-    "memory binds, throughput goes by the rows that fit. At 4.4 ShareGPT requests a second our vLLM fills 94 % of the "
-    "slots (31.9 rows): no system can run more than 1.06 times as many. Its 244 preemptions for 233 answers move 89 "
-    "GB, "
-    "4 % of the time, and its iterations for prompts alone take another 7 % (2.6 prompts a second, 25 ms each). "
-    "EcoServe fills 64 % (24.5 rows): 30 % of the blocks are allocated for tokens to come, 6 % are of answers that "
-    "wait, 3 % are the reserve; lending by halves wins back 5 points (SDO: 59 %). On BookCorpus 14,600 slots hold 5.5 "
-    "requests, and a computed prompt that waits holds 14 % of them.",
-    "The paper's own figures bound its gain alike: 63 to 79 % of the slots used without lending, vLLM's use 20 % above "
-    "FastGen's, a fifth of vLLM's time lost to preemption (1.25 times, if it lost nothing). Its EcoServe has 141 ms "
-    "between tokens, four times what a loaded iteration of OPT-13B takes here: on a stack whose iterations "
-    "cost that much whatever they hold, filling each of them with prompts counts for more than KV. The rows marked "
-    "`eager` take the slower stack that was measured on this device (half a millisecond of launching a layer); "
-    "`recompute` takes vLLM's other preemption; neither changes the ratio by more than a tenth. No baseline was made "
-    "weaker than that. OPT-175B is shown on ShareGPT only: its answers take half a minute and more, its windows 6.",
-    "Tried, first way: a borrower takes blocks from several lenders instead of one piece of one (paged blocks need not "
-    "lie together): 64.3 % of the slots instead of 63.6, 838 tokens a second instead of 857, twice as many late "
-    "borrowers. An idle block is wanted back sooner than any borrower would be done. Not kept.",
-    "Second way: overdue requests go last, so that feasible ones keep their SLO: 25 instead of 18 % kept, "
-    "but a mean normalised latency of 127 instead of 116 ms. Not kept.",
-    "Third way, kept as preset `ecoserve-forecast`: a decode gets each block when it reaches it; the rows are decided "
-    "by "
-    "the peak of what all will hold together until their padded predicted ends. 88 % of the slots, 31 rows, 967 tokens "
-    "a second (vLLM 910), 3.1 requests (vLLM 2.6), a mean normalised latency of 84 ms (vLLM 122), 12 evictions for 280 "
-    "answers. It sustains 1.28 (OPT-13B) and 1.35 times (Llama-33B) vLLM's rate on ShareGPT, where halves sustain the "
-    "same as vLLM, and as much as vLLM on BookCorpus, where halves sustain 0.9. What is left of the slots is 1.06.",
-    "Also tried on top of it: padding below zero (it does not go there: 0.07 on ShareGPT), and answers that outlive "
-    "their prediction going on by eight tokens at a time instead of stopping (958 tokens a second instead of 967). "
-    "No decode borrows any more while there are blocks for all, which spares late borrowers in a calm cache.",
-    "At Table 2's rates nearly all requests wait (28 ShareGPT requests a second for a device that ends 3): there the "
-    "order decides. Requests with early deadlines, which are the short ones, go first: by forecast 4.7 requests a "
-    "second (1,118 tokens), by halves 3.8 (912), vLLM 2.5 (906), FastGen 2.6 (935).",
-)

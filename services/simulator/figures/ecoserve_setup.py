@@ -34,7 +34,6 @@ from cohort.common.workloads.arrivals import RandomArrivals
 from cohort.common.workloads.changes import with_slos
 from cohort.common.workloads.papers import paper_workload
 from cohort.common.workloads.slos import ecoserve as ecoserve_slo
-from cohort.services.simulator.cluster import SimOptions
 from cohort.services.simulator.figures.figure import Lab
 from cohort.services.simulator.hardware import Cluster, load_cluster, load_model
 from cohort.services.simulator.report import SimReport
@@ -133,7 +132,7 @@ class Case:
     preemption: str = "swap"
     stack: str = ""
 
-    def run(self, rate: float) -> SimReport:
+    def run(self, lab: Lab, rate: float) -> SimReport:
         model, data, end_s = self.model, self.data, _END_S[self.data] * self.model.windows
         tokens = _forward_tokens(model.name, model.devices)
         switches = EcoServeAblation.__struct_fields__
@@ -169,10 +168,10 @@ class Case:
                 "ecoserve": ecoserve,
             },
         )
-        workload = paper_workload(f"ecoserve-{data}", RandomArrivals(rate), duration_s=end_s)
+        workload = paper_workload(f"ecoserve-{data}", RandomArrivals(rate), duration_s=end_s, seed=lab.seed)
         if self.slo is not None:
             workload = with_slos(workload, ecoserve_slo(*self.slo))
-        options = SimOptions(
+        options = lab.options(
             predictor="oracle" if self.oracle else "lognormal",
             predictor_sigma=_SIGMA[data],
             horizon_s=end_s,
@@ -183,7 +182,7 @@ class Case:
 
 def run_at(lab: Lab, case: Case, rate: float) -> SimReport:
     """`rate` in requests a second; run once for all that look at it."""
-    return lab.run((case, rate), lambda: case.run(rate))
+    return lab.run((case, rate), lambda: case.run(lab, rate))
 
 
 def mean_ms(distribution: Distribution | None) -> float:

@@ -317,7 +317,7 @@ def test_roles_keep_the_presets_shares(preset, instances, expected):
 
 
 def test_too_few_instances_for_the_roles_is_said():
-    with pytest.raises(ConfigError, match="needs 2 roles"):
+    with pytest.raises(ConfigError, match=r"2 roles \(prefill, decode\) need as many instances"):
         spread_roles(config("disaggregated"), 1)
 
 

@@ -1,36 +1,101 @@
-"""The page of reproduced figures: new results replace their system's sections and leave the others."""
+"""The page of reproduced figures: new results replace their rows and leave the others; words follow from rows."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from cohort.services.simulator.figures import bucketserve as figures
-from cohort.services.simulator.reproduce import Reproduced, markdown
+from cohort.services.simulator.figures.claims import CLAIMS, Claim, Kind
+from cohort.services.simulator.figures.figure import Figure
+from cohort.services.simulator.reproduce import Reproduced, all_figures
+from cohort.services.simulator.reproduction_page import NOTES, key_of, markdown, rows_of
+from cohort.services.simulator.verdicts import Spread
+
+PAGE = Path(__file__).parents[3] / "docs" / "reproduction.md"
 
 
-def result(system: str, figure: str, ours: float) -> Reproduced:
-    return Reproduced(f"{system}-{figure}", system, figure, "w", "b", "m", "x", 2.0, ours, ours / 2.0, "n")
+def figure(system: str, name: str, paper: float = 2.0) -> Figure:
+    return Figure(f"{system}-{name}", system, name, "w", "b", "m", "x", paper, lambda lab: 0.0, "n")
+
+
+def result(system: str, name: str, *values: float, paper: float = 2.0, chance: bool = True) -> Reproduced:
+    return Reproduced.of(figure(system, name, paper), values, range(len(values)) if chance else [])
+
+
+FIGURES = [figure("baselines", "Table 1"), figure("bucketserve", "Fig. 5"), figure("ecoserve", "Fig. 1")]
+
+
+def page(*results: Reproduced, before: str = "") -> str:
+    return markdown(results, FIGURES, before, [Claim("P", "gains", Kind.OVER, ("ecoserve-Fig. 1",), "because")])
 
 
 def test_one_system_anew_leaves_the_others() -> None:
-    first = markdown(
-        [result("baselines", "Table 1", 2.0), result("ecoserve", "Fig. 1", 1.0), result("ecoserve", "Fig. 2", 1.0)]
+    first = page(result("baselines", "Table 1", 2.0), result("ecoserve", "Fig. 1", 1.0))
+    second = page(result("ecoserve", "Fig. 1", 3.0), before=first)
+    assert second == page(result("baselines", "Table 1", 2.0), result("ecoserve", "Fig. 1", 3.0))
+    two = page(result("ecoserve", "Fig. 1", 1.0, 1.2), before=second)
+    assert len(rows_of(two)) == 2 and "1 to 1.2, 2 seeds" in two
+    third = page(result("bucketserve", "Fig. 5", 1.0), before=second)
+    systems = [row.system for row in rows_of(third)]
+    assert systems == ["baselines", "bucketserve", "ecoserve"]
+
+
+def test_a_page_is_read_as_it_was_written() -> None:
+    written = page(
+        result("baselines", "Table 1", 2.0, 2.2, 1.9),
+        result("bucketserve", "Fig. 5", 1.5, chance=False),
+        result("ecoserve", "Fig. 1", 1.25),
     )
-    second = markdown([result("ecoserve", "Fig. 1", 3.0)], first)
-    assert second == markdown([result("baselines", "Table 1", 2.0), result("ecoserve", "Fig. 1", 3.0)])
-    assert markdown([result("bucketserve", "Fig. 5", 1.0)], second) == markdown(
-        [result("baselines", "Table 1", 2.0), result("bucketserve", "Fig. 5", 1.0), result("ecoserve", "Fig. 1", 3.0)]
+    assert [row.ours for row in rows_of(written)] == [
+        Spread(1.9, 2.0, 2.2, 3),
+        Spread(1.5, 1.5, 1.5, 0),
+        Spread(1.25, 1.25, 1.25, 1),
+    ]
+    assert page(before=written) == written
+    assert "| w | b | m, x | 2 | 2 | 1.9 to 2.2, 3 seeds | 1.00 | reproduced | n |" in written
+    assert "no chance in it" in written and "1 of 3 rows were measured with one seed" in written
+
+
+def test_claims_stand_first_with_spread_and_verdict() -> None:
+    lines = page(result("ecoserve", "Fig. 1", 1.3, 1.4, 1.2)).splitlines()
+    at = lines.index("### P")
+    assert "| gains | 2 x | 1.3 x (1.2 to 1.4) | direction | because |" in lines[at : at + 6]
+    assert at < lines.index("## Fig. 1 (ecoserve)")
+    assert "Of 1 claims: 0 reproduced, 1 direction, 0 not, 0 cannot be told." in lines
+    assert not [line for line in lines if "one seed:" in line]
+
+
+def test_a_claim_without_all_of_its_rows_is_left_out() -> None:
+    claim = Claim("P", "says", Kind.OVER, ("ecoserve-Fig. 1", "bucketserve-Fig. 5"))
+    assert "### P" not in markdown([result("ecoserve", "Fig. 1", 1.3)], FIGURES, "", [claim])
+
+
+def test_an_earlier_form_of_the_page_is_read_as_of_one_seed() -> None:
+    before = "## Fig. 1 (ecoserve)\n\n| w | b | m, x | 2 | 1.9 | 0.95 | n |\n"
+    (row,) = rows_of(page(before=before))
+    assert (row.ours, row.paper, row.said) == (Spread(1.9, 1.9, 1.9, 1), 2.0, "reproduced")
+
+
+def test_remarks_follow_from_the_rows() -> None:
+    said = page(result("ecoserve", "Fig. 1", 1.2, 0.9, 2.0))
+    assert "- 1 cannot be told, of 1 rows." in said
+    assert "- The seeds disagree, or chance decides: Fig. 1, w, b, m, x." in said
+    assert "- Widest spread over the seeds: Fig. 1, w, b, m, x (0.9 to 2, 3 seeds)." in said
+    assert "- Furthest from the paper: Fig. 1, w, b, m, x (0.40 of theirs)." in page(result("ecoserve", "Fig. 1", 0.8))
+    assert NOTES in said and (PAGE.parent / NOTES).is_file()
+
+
+def test_conditions_stay_with_the_rows_they_belong_to() -> None:
+    before = (
+        "## Fig. 9 (dynaserve)\n\n| w | b | m, x | 2 | 1.9 | 0.95 | n |\n\n## Why (dynaserve)\n\n- Lengths: some.\n"
     )
+    kept = page(result("ecoserve", "Fig. 1", 1.3), before=before)
+    assert "- Lengths: some." in kept and page(before=kept) == kept
 
 
-def test_the_page_on_disk_is_one_of_ours() -> None:
-    page = markdown([result("baselines", "Table 1", 2.0), result("baselines", "Table 2", 2.0)])
-    assert markdown([], page) == page
-
-
-def test_remarks_on_a_paper_stay_with_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "REMARKS", ("theirs pads", "three ways tried"), raising=False)
-    page = markdown([result("bucketserve", "Fig. 5", 1.0)])
-    assert page.endswith("\n## Why, and what was tried (bucketserve)\n\n- theirs pads\n- three ways tried\n")
-    assert markdown([], page) == page
-    assert markdown([result("bucketserve", "Fig. 5", 1.0)], page) == page
+def test_the_page_on_disk_is_current_and_has_a_row_for_every_figure() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert markdown([], all_figures(), text) == text
+    assert {key_of(figure) for figure in all_figures()} <= {row.key for row in rows_of(text)}
+    assert len({key_of(figure) for figure in all_figures()}) == len(all_figures())
+    for claim in CLAIMS:
+        assert f"| {claim.says} |" in text and f"### {claim.paper}\n" in text

@@ -24,8 +24,7 @@ from cohort.common.machines.worker_state import WorkerSetup
 from cohort.common.types import Slo
 from cohort.services.cli.__main__ import main
 from cohort.services.simulator import deployment
-from cohort.services.simulator.figures.figure import Figure
-from cohort.services.simulator.reproduce import all_figures, markdown, reproduce, select
+from cohort.services.simulator.reproduce import all_figures, select
 from cohort.services.simulator.run import find_capacity
 from cohort.services.simulator.setup import configuration
 from cohort.services.simulator.traffic import Traffic, parse_slo
@@ -254,6 +253,8 @@ def test_the_capacity_command(capsys: pytest.CaptureFixture[str]):
         (["--trace", "8x8", *CLUSTER, "--capacity", "0.9"], "give --slo"),
         (["--trace", "8x8", *CLUSTER, "--set", "engine.colour=1"], "colour"),
         (["--trace", "8x8", *CLUSTER, "--rate", "0"], "--rate"),
+        (["--trace", "8x8", *CLUSTER, "--scatter", "-0.1"], "--scatter"),
+        (["--trace", "8x8", *CLUSTER, "--check-profile"], "a100-80 is no profile"),
     ],
 )
 def test_wrong_options_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
@@ -314,13 +315,6 @@ def test_figures_have_unique_ids_and_numbers():
     assert select("baselines", "dynaserve-table1-code")[0].figure == "DynaServe Table 1"
     with pytest.raises(ConfigError, match="no such figure"):
         select("nobody", None)
-
-
-def test_a_figure_becomes_a_row():
-    figure = Figure("x-1", "baselines", "Fig. 1", "w", "b", "m", "ms", 4.0, lambda lab: 5.0, "why")
-    (row,) = reproduce([figure], lambda _: None)
-    assert (row.ours, row.ratio, row.note) == (5.0, 1.25, "why")
-    assert "| w | b | m, ms | 4 | 5 | 1.25 | why |" in markdown([row])
 
 
 def test_reproduce_lists(capsys: pytest.CaptureFixture[str]):

@@ -12,13 +12,11 @@ from itertools import product
 from statistics import median
 
 import msgspec
-import numpy as np
 import torch
 
-from cohort.common.engine.batch import StepBatch
-from cohort.common.engine.model_runner import ModelRunner, trial_batch
+from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.profile_process import Profile
-from cohort.common.engine.profiler import StepPoint, StepShape
+from cohort.common.engine.profiler import StepPoint, StepShape, step_batch
 from cohort.services.bench.kernels.measuring import each_s
 from cohort.services.bench.output import markdown_table
 
@@ -38,35 +36,6 @@ def shapes(chunks: Iterable[int], decodes: Iterable[int], contexts: Iterable[int
             for chunk, (count, context) in product(chunks, rows)
         ),
     ]
-
-
-def step_batch(shape: StepShape, *, block_size: int, num_blocks: int) -> StepBatch | None:
-    """A greedy batch of this shape, every row over blocks of its own; None when the cache cannot hold it."""
-    counts = [shape.tokens_per_row] * shape.rows + [1] * shape.decodes
-    contexts = [shape.context] * shape.rows + [shape.decode_context] * shape.decodes
-    held = [-(-context // block_size) for context in contexts]
-    uniform = trial_batch(1, 1, 1, block_size=block_size, num_blocks=num_blocks)
-    if uniform is None or sum(held) > num_blocks or any(map(int.__lt__, contexts, counts)):
-        return None
-    tables = np.zeros((len(counts), max(held)), dtype=np.int32)
-    for row, (first, count) in enumerate(zip(np.cumsum([0, *held[:-1]]), held, strict=True)):
-        tables[row, :count] = np.arange(first, first + count)
-    positions = [np.arange(context - count, context) for context, count in zip(contexts, counts, strict=True)]
-    slots = [
-        tables[row, at // block_size].astype(np.int64) * block_size + at % block_size
-        for row, at in enumerate(positions)
-    ]
-    return StepBatch(
-        token_ids=np.ones(sum(counts), dtype=np.int64),
-        positions=np.concatenate(positions).astype(np.int64),
-        query_start=np.cumsum([0, *counts]).astype(np.int32),
-        context_lens=np.array(contexts, dtype=np.int32),
-        block_tables=tables,
-        directions=None,
-        slot_mapping=np.concatenate(slots),
-        sample_rows=np.arange(len(counts), dtype=np.int32),
-        sampling=uniform.sampling * len(counts),
-    )
 
 
 def measure(runner: ModelRunner, wanted: Sequence[StepShape], rounds: int) -> list[StepPoint]:

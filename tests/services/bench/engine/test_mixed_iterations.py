@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cohort.common.engine.profiler import StepPoint, StepShape
-from cohort.services.bench.engine.inside.mixed_iterations import shapes, step_batch, table
+from cohort.common.engine.profiler import StepPoint, StepShape, step_batch
+from cohort.services.bench.engine.inside.mixed_iterations import shapes, table
 
 
 def test_every_mixed_shape_comes_with_its_parts() -> None:

@@ -1,0 +1,144 @@
+"""What the services take around a step, measured: a pipeline of one worker, asked by one, four and eight users.
+
+Every iteration of the worker is recorded, so the time from one plan to the next holds all that the engine's own
+profile does not: scheduling, tokens on their way, the next plan. Beside it the processor time that gateway, manager,
+the other services and the client take meanwhile. Starts and stops the pipeline; fits nothing (`machine.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from cohort.services.bench.child import MeasurementFailed
+from cohort.services.bench.fit.shared_cores import AT_ONCE_S, Iteration, iterations
+from cohort.services.bench.live.pipelines import Served, pipeline
+
+USERS = (1, 4, 8)
+WORKER = "unified-0"
+Span = tuple[int, float, float, float | None]
+"""Users, begin, end, processor seconds of the services and the client."""
+_PROMPT, _OUTPUT = 96, 48
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """An iteration, and the seconds from its plan to the next one, which nothing had to wait for."""
+
+    iteration: Iteration
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """So many users at a time. `service_s`: processor time of all processes but the worker, per iteration; None where
+    this system does not tell."""
+
+    users: int
+    cycles: tuple[Cycle, ...]
+    service_s: float | None
+
+
+def measure_live(overlay: dict[str, Any], seconds_each: float, users: Sequence[int] = USERS) -> list[Phase]:
+    """`overlay`: configuration over the preset `unified`. Raises `MeasurementFailed`."""
+    with tempfile.TemporaryDirectory() as folder:
+        free = {"monitor": {"port": 0}, "metrics": {"base_port": 0}, "recording": {"folder": folder}}
+        with pipeline("unified", {**overlay, **free}, _free_port()) as served:
+            spans = observe(served, seconds_each, users)
+        (recording,) = Path(folder).glob(f"{WORKER}-*.jsonl")
+        return phases(list(iterations(recording)), spans)
+
+
+def observe(served: Served, seconds_each: float, users: Sequence[int]) -> list[Span]:
+    """Ask a running pipeline. Raises `MeasurementFailed`."""
+    others = [pid for name, pid in _processes(served.monitor_url) if name != WORKER]
+    numbers, spans = count(1), []
+    asyncio.run(_ask(served.url, 1, 1.0, numbers))  # caches and first allocations are no cycle's cost
+    for at_once in users:
+        before_s, own_s, began_s = _processor_s(others), time.process_time(), time.monotonic()
+        asyncio.run(_ask(served.url, at_once, seconds_each, numbers))
+        ended_s, after_s, spent_s = time.monotonic(), _processor_s(others), None
+        if before_s is not None and after_s is not None:
+            spent_s = after_s - before_s + time.process_time() - own_s
+        spans.append((at_once, began_s, ended_s, spent_s))
+    return spans
+
+
+def phases(ran: Sequence[Iteration], spans: Iterable[Span]) -> list[Phase]:
+    """Raises `MeasurementFailed` for a span without iterations."""
+    found = []
+    for users, began_s, ended_s, spent_s in spans:
+        within = [each for each in ran if began_s <= each.planned_s and each.ended_s <= ended_s and each.rows]
+        cycles = tuple(
+            Cycle(one, following.planned_s - one.planned_s)
+            for one, following in pairwise(within)
+            if following.planned_s - one.ended_s < AT_ONCE_S
+        )
+        if not cycles:
+            raise MeasurementFailed(f"no iteration followed another while {users} users asked")
+        found.append(Phase(users, cycles, None if spent_s is None else spent_s / len(within)))
+    return found
+
+
+async def _ask(url: str, users: int, seconds: float, numbers: Iterable[int]) -> None:
+    """So many users, each with one request at a time, until the time is over: what runs then is read to its end."""
+    ends_s, following = time.monotonic() + seconds, iter(numbers)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session:
+
+        async def user() -> None:
+            while time.monotonic() < ends_s:
+                await _read(session, url, next(following))
+
+        await asyncio.gather(*(user() for _ in range(users)))
+
+
+async def _read(session: aiohttp.ClientSession, url: str, number: int) -> None:
+    body = {
+        "prompt": [3 + (1000 + number * _PROMPT + 7 * at) % 40_000 for at in range(_PROMPT)],  # none that is cached
+        "max_tokens": _OUTPUT,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        if response.status != 200:
+            raise MeasurementFailed(f"HTTP {response.status}: {(await response.text())[:200]}")
+        async for _ in response.content.iter_any():
+            pass
+
+
+def _processes(monitor_url: str) -> list[tuple[str, int]]:
+    with urllib.request.urlopen(f"{monitor_url}/api/state", timeout=10) as answer:
+        return [(each["instance"], int(each["pid"])) for each in json.loads(answer.read())["processes"]]
+
+
+def _processor_s(pids: Iterable[int], read: Callable[[int], str] | None = None) -> float | None:
+    """Seconds that these processes have computed so far."""
+    total = 0
+    for pid in pids:
+        try:
+            text = read(pid) if read is not None else Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+        except OSError:
+            return None
+        user, system = text.rpartition(")")[2].split()[11:13]
+        total += int(user) + int(system)
+    return total / float(os.sysconf("SC_CLK_TCK"))
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

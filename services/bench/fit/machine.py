@@ -1,0 +1,150 @@
+"""A machine's constants from what `cohort profile` measured on it: its engine's steps, and what the services add.
+
+    points of the engine ─▶ fit_cpu (efficiencies, mixing) ─┐
+    cycles of a live worker ─▶ step_s, row_s, scatter       ├▶ Machine, with the error on what was held out
+    processor time of the others ─▶ service_step_s, _row_s ─┘
+
+One fit and one form: `cost_model.fit_cpu` for the points, the cost model for both. Every fourth point and every second
+cycle is held out: no constant comes of them, all errors do. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median, pstdev
+
+import numpy as np
+
+from cohort.common.errors import ConfigError
+from cohort.common.policies.cost_model import CostModel, DeviceShape, ModelShape, StackShape
+from cohort.services.bench.fit.cost_model import Point, errors, fit_cpu, predicted
+from cohort.services.bench.fit.live_cycles import Cycle, Phase
+
+Errors = dict[str, tuple[float, float, float, str]]
+"""Kind → median, 90th percentile and worst relative error, and where the worst is."""
+
+_HELD_OUT = 4
+_FEWEST = 8
+"""Cycles of a kind, below which their scatter says nothing."""
+_WILD = 3.0
+"""A cycle that took so many times the usual was stopped by something else."""
+_NO_PRICE = 0.03
+"""A share below this is within what measuring scatters: mixing has no price."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """`scatter`: coefficient of variation of a cycle about the model's. `engine_errors`: of the engine alone on points
+    held out; `live_errors`: of cycles of a live worker, held out as well; {} where none was measured."""
+
+    device: DeviceShape
+    stack: StackShape
+    scatter: float
+    service_step_s: float
+    service_row_s: float
+    engine_errors: Errors
+    live_errors: Errors
+
+
+def fit_machine(points: Sequence[Point], model: ModelShape, template: DeviceShape, phases: Sequence[Phase]) -> Machine:
+    """`template`: the device's facts, whatever its rates. Without phases what the services add is unknown: the stack
+    holds the engine's own part, and nothing scatters. Raises `ConfigError` for too few points."""
+    fitted, held = split(points)
+    if not {"prefill", "decode"} <= {point.kind for point in fitted}:
+        raise ConfigError("too few points of prefill and decode to fit a machine")
+    device, stack = fit_cpu(fitted, model, nominal(template, points, model))
+    engine = errors(held, lambda point: predicted(point, model, device, stack))
+    stack = replace(stack, name="cohort", mixed_share=stack.mixed_share if stack.mixed_share > _NO_PRICE else 0.0)
+    if not phases:
+        return Machine(device, stack, 0.0, 0.0, 0.0, engine, {})
+    cycles = [cycle for phase in phases for cycle in phase.cycles]
+    stack = around(cycles[::2], model, device, stack)
+    cost = CostModel(model, device, stack)
+    service_step_s, service_row_s = services(phases)
+    live = errors([_point(cycle) for cycle in cycles[1::2]], lambda point: cost.step_s(point.work))
+    return Machine(device, stack, scatter(cycles, cost), service_step_s, service_row_s, engine, live)
+
+
+def split(points: Iterable[Point]) -> tuple[list[Point], list[Point]]:
+    """To fit, and held out: every fourth of each kind, never the first of it."""
+    fitted: list[Point] = []
+    held: list[Point] = []
+    seen: dict[str, int] = defaultdict(int)
+    for point in points:
+        seen[point.kind] += 1
+        (fitted if seen[point.kind] % _HELD_OUT else held).append(point)
+    return fitted, held
+
+
+def nominal(device: DeviceShape, points: Sequence[Point], model: ModelShape) -> DeviceShape:
+    """Peaks that no data sheet says: twice the best that a step reached, so that efficiencies lie about a half."""
+    flops = CostModel(model, device, StackShape("", 0.0, 0.0, 0.0)).flops
+    weights = (model.layers * model.layer_parameters + model.head_parameters) * model.weight_bytes
+    fastest_s = min(point.seconds for point in points if point.kind == "decode")
+    return replace(
+        device,
+        flops_per_s=_rounded(2.0 * max(flops(point.work) / point.seconds for point in points)),
+        memory_bytes_per_s=_rounded(2.0 * weights / fastest_s),
+    )
+
+
+def around(cycles: Sequence[Cycle], model: ModelShape, device: DeviceShape, stack: StackShape) -> StackShape:
+    """The stack with the fixed and per-row time of live cycles in place of the engine's own: medians by the number of
+    rows, a straight line through them."""
+    bare = CostModel(model, device, replace(stack, step_s=0.0, row_s=0.0))
+    beyond: dict[int, list[float]] = defaultdict(list)
+    for cycle in cycles:
+        work = cycle.iteration.work()
+        if work.pairs == 0:  # prompts are long: a small error of theirs would be all of a fixed time
+            beyond[work.rows].append(cycle.seconds - bare.step_s(work))
+    if not beyond:
+        return stack
+    step_s, row_s = _line([(rows, median(times), len(times)) for rows, times in beyond.items()])
+    return replace(stack, step_s=step_s, row_s=row_s)
+
+
+def services(phases: Sequence[Phase]) -> tuple[float, float]:
+    """Processor time of the other processes for an iteration, and for each of its rows."""
+    known = [
+        (fmean(len(cycle.iteration.rows) for cycle in phase.cycles), phase.service_s, len(phase.cycles))
+        for phase in phases
+        if phase.service_s is not None
+    ]
+    return _line(known) if known else (0.0, 0.0)
+
+
+def scatter(cycles: Sequence[Cycle], cost: CostModel) -> float:
+    """Standard deviation over mean of cycles of one kind and number of rows, about what the model says of each."""
+    groups: dict[tuple[bool, int], list[float]] = defaultdict(list)
+    for cycle in cycles:
+        work = cycle.iteration.work()
+        groups[work.pairs > 0, work.rows].append(cycle.seconds / cost.step_s(work))
+    ratios = []
+    for group in groups.values():
+        usual = median(group)
+        if len(group) >= _FEWEST:
+            ratios += [min(ratio / usual, _WILD) for ratio in group]
+    return pstdev(ratios) / fmean(ratios) if ratios else 0.0
+
+
+def _point(cycle: Cycle) -> Point:
+    work = cycle.iteration.work()
+    kind = "decode" if not work.pairs else "mixed" if work.decode_rows else "prefill"
+    return Point("", 1, kind, f"{work.rows} rows, {work.tokens} tokens", work, cycle.seconds)
+
+
+def _line(known: Sequence[tuple[float, float, int]]) -> tuple[float, float]:
+    """(x, y, weight) → y at 0 and slope, neither below 0."""
+    x, y, weight = (np.array(column, dtype=np.float64) for column in zip(*known, strict=True))
+    mean_x, mean_y = np.average(x, weights=weight), np.average(y, weights=weight)
+    spread = float((weight * (x - mean_x) ** 2).sum())
+    slope = max(0.0, float((weight * (x - mean_x) * (y - mean_y)).sum()) / spread) if spread else 0.0
+    if mean_y - slope * mean_x < 0.0:  # all of it goes with the rows
+        return 0.0, max(0.0, float((weight * x * y).sum() / (weight * x * x).sum()))
+    return float(mean_y - slope * mean_x), slope
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.2g}")

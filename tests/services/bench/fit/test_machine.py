@@ -1,0 +1,135 @@
+"""A machine from its measurements: what was made with known constants is found again, on what was held out, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+pytest.importorskip("scipy")
+
+from cohort.common.engine.profiler import default_shapes
+from cohort.common.errors import ConfigError
+from cohort.common.policies.cost_model import CostModel, StackShape, StepWork, prefill_pairs
+from cohort.services.bench.child import MeasurementFailed
+from cohort.services.bench.fit import live_cycles
+from cohort.services.bench.fit.cost_model import Point
+from cohort.services.bench.fit.live_cycles import Cycle, Phase, phases
+from cohort.services.bench.fit.machine import Machine, fit_machine, nominal, services, split
+from cohort.services.bench.fit.shared_cores import Iteration
+from cohort.services.simulator.hardware import load_device, load_model
+
+MODEL = load_model("smollm2-135m")
+DEVICE, FILE = load_device("cpu-core")
+ENGINE = StackShape("engine", 0.0, 0.0012, 0.00005, mixed_share=0.15)
+AROUND_S, ROW_S, SERVICE_STEP_S, SERVICE_ROW_S = 0.0055, 0.0002, 0.0018, 0.00014
+
+
+def points(stack: StackShape = ENGINE) -> list[Point]:
+    cost, found = CostModel(MODEL, DEVICE, stack), []
+    for shape in default_shapes(1024, 32, 512):
+        rows, count, context = shape.rows, shape.tokens_per_row, shape.context
+        if count == 1:
+            kind, work = "decode", StepWork(rows, rows, rows, 0, 0, rows, rows * context, context)
+        else:
+            beside, at = shape.decodes, shape.decode_context
+            kind = "mixed" if beside else "prefill"
+            pairs = prefill_pairs(context - count, count)
+            work = StepWork(count + beside, 1 + beside, 1 + beside, pairs, context, beside, beside * at, at)
+        found.append(Point("", 1, kind, str(shape), work, cost.step_s(work)))
+    return found
+
+
+def live(variation: float = 0.0) -> list[Phase]:
+    random = Random(4)
+    cost = CostModel(MODEL, DEVICE, replace(ENGINE, step_s=AROUND_S, row_s=ROW_S))
+
+    def cycle(rows: Sequence[tuple[int, int]]) -> Cycle:
+        iteration = Iteration(0.0, 0.0, tuple(rows))
+        return Cycle(iteration, cost.step_s(iteration.work()) * max(0.2, random.gauss(1.0, variation)))
+
+    return [
+        Phase(
+            users,
+            (
+                *(cycle([(99 + step, 100 + step)] * users) for step in range(60)),
+                *(cycle([(0, 96), *[(120, 121)] * (users - 1)]) for _ in range(20)),
+            ),
+            SERVICE_STEP_S + SERVICE_ROW_S * users,
+        )
+        for users in (1, 4, 8)
+    ]
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return fit_machine(points(), MODEL, DEVICE, live())
+
+
+def test_points_held_out_are_foreseen(machine: Machine) -> None:
+    assert set(machine.engine_errors) == {"prefill", "decode", "mixed"}
+    assert all(middle < 0.03 and p90 < 0.08 for middle, p90, _, _ in machine.engine_errors.values())
+    assert machine.stack.mixed_share == pytest.approx(0.15, abs=0.04)
+
+
+def test_what_the_services_add_is_found(machine: Machine) -> None:
+    bare = CostModel(MODEL, machine.device, replace(machine.stack, step_s=0.0, row_s=0.0))
+    truth = CostModel(MODEL, DEVICE, replace(ENGINE, step_s=AROUND_S, row_s=ROW_S))
+    for rows in (1, 4, 8):
+        work = StepWork(rows, rows, rows, 0, 0, rows, 130 * rows, 130)
+        fitted_s = bare.step_s(work) + machine.stack.step_s + machine.stack.row_s * rows
+        assert fitted_s == pytest.approx(truth.step_s(work), rel=0.02)
+    assert set(machine.live_errors) == {"prefill", "decode", "mixed"}
+    assert machine.live_errors["decode"][0] < 0.03
+    assert machine.service_step_s == pytest.approx(SERVICE_STEP_S, rel=0.05)
+    assert machine.service_row_s == pytest.approx(SERVICE_ROW_S, rel=0.05)
+    assert machine.scatter < 0.02
+
+
+def test_scatter_is_measured_about_the_model() -> None:
+    assert fit_machine(points(), MODEL, DEVICE, live(0.2)).scatter == pytest.approx(0.2, abs=0.03)
+
+
+def test_without_a_pipeline_the_engine_alone_is_known() -> None:
+    alone = fit_machine(points(), MODEL, DEVICE, [])
+    assert alone.live_errors == {} and alone.scatter == alone.service_step_s == 0.0
+    assert alone.stack.step_s < 0.004
+
+
+def test_mixing_that_costs_nothing_has_no_price() -> None:
+    assert fit_machine(points(replace(ENGINE, mixed_share=0.0)), MODEL, DEVICE, []).stack.mixed_share == 0.0
+
+
+def test_every_fourth_point_of_a_kind_is_held_out() -> None:
+    fitted, held = split(points())
+    assert len(fitted) + len(held) == len(points()) and not set(map(id, fitted)) & set(map(id, held))
+    assert {point.kind for point in held} == {"prefill", "decode", "mixed"}
+    with pytest.raises(ConfigError, match="too few points"):
+        fit_machine([point for point in points() if point.kind == "decode"], MODEL, DEVICE, [])
+
+
+def test_nominal_peaks_are_twice_the_best_rates() -> None:
+    found = nominal(DEVICE, points(), MODEL)
+    best = max(CostModel(MODEL, DEVICE, ENGINE).flops(point.work) / point.seconds for point in points())
+    assert found.flops_per_s == pytest.approx(2 * best, rel=0.05)
+
+
+def test_cycles_are_of_iterations_that_follow_at_once() -> None:
+    row = ((5, 6),)
+    ran = [Iteration(t, t + 0.01, row) for t in (0.0, 0.012, 0.024, 1.0, 1.012, 2.0)]
+    first, second = phases(ran, [(1, 0.0, 0.9, 0.03), (4, 0.9, 3.0, None)])
+    assert [cycle.seconds for cycle in first.cycles] == pytest.approx([0.012, 0.012])
+    assert (first.users, first.service_s, len(second.cycles), second.service_s) == (1, 0.01, 1, None)
+    with pytest.raises(MeasurementFailed, match="8 users"):
+        phases(ran, [(8, 5.0, 6.0, None)])
+
+
+def test_processor_time_of_processes_with_any_name() -> None:
+    def stat(pid: int) -> str:
+        return f"{pid} (a (b) c) S 1 1 1 0 -1 0 0 0 0 0 {100 * pid} 50 0 0 20 0"
+
+    tick = live_cycles.os.sysconf("SC_CLK_TCK")
+    assert live_cycles._processor_s([1, 2], stat) == pytest.approx((150 + 250) / tick)
+    assert services([replace(phase, service_s=None) for phase in live()]) == (0.0, 0.0)

@@ -1,0 +1,55 @@
+"""Iterations that scatter: by the measured share, about the same mean, and the same however they are run."""
+
+from __future__ import annotations
+
+from statistics import fmean, pstdev
+
+import pytest
+
+from cohort.services.simulator.report import make_report
+from cohort.services.simulator.scatter import StepScatter
+from tests.services.simulator.lab import Recorded, cluster, config, run, workload
+from tests.services.simulator.test_cluster import outcome
+
+LOAD = workload(*((0.05 * i, 60 + 17 * i, 30 + 5 * i) for i in range(12)))
+
+
+def scattered(variation: float | None, **options: object) -> Recorded:
+    return run(config(), cluster(2), LOAD, scatter=variation, **options)
+
+
+def test_factors_have_mean_one_and_the_variation_asked_for() -> None:
+    scatter = StepScatter(0.2, 3)
+    found = [scatter.factor(1, step) for step in range(20_000)]
+    assert fmean(found) == pytest.approx(1.0, abs=0.01)
+    assert pstdev(found) == pytest.approx(0.2, rel=0.05)
+    assert min(found) > 0.0
+
+
+def test_instances_and_seeds_scatter_apart() -> None:
+    one, other = StepScatter(0.2, 0), StepScatter(0.2, 1)
+    assert [one.factor(0, step) for step in range(5)] == [StepScatter(0.2, 0).factor(0, step) for step in range(5)]
+    assert one.factor(0, 1) != one.factor(1, 1) and one.factor(0, 1) != other.factor(0, 1)
+
+
+def test_no_variation_changes_nothing() -> None:
+    assert not StepScatter(0.0, 0) and StepScatter(0.0, 0).factor(3, 7) == 1.0
+    assert outcome(scattered(None)) == outcome(scattered(0.0))
+
+
+def test_steps_run_ahead_take_what_they_take_one_by_one() -> None:
+    ahead, singly = scattered(0.3), scattered(0.3, jump=False)
+    for name, times in singly.token_times.items():
+        assert ahead.token_times[name] == pytest.approx(times, rel=1e-9)
+    assert scattered(0.3, seed=1).token_times != ahead.token_times
+
+
+def test_tokens_come_less_evenly_but_no_slower() -> None:
+    even, uneven = scattered(0.0).clients.all.tbt, scattered(0.3).clients.all.tbt
+    assert uneven.quantile(0.99) > 1.2 * even.quantile(0.99)
+    assert uneven.sum_s / uneven.count == pytest.approx(even.sum_s / even.count, rel=0.1)
+
+
+def test_the_report_says_so() -> None:
+    assert "iterations scatter by 30 %" in make_report(scattered(0.3), "w", LOAD.facts).notes
+    assert not [note for note in make_report(scattered(None), "w", LOAD.facts).notes if "scatter" in note]

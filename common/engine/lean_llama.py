@@ -21,6 +21,7 @@ from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.rope import rope_tables
 from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.engine.weights import WeightKind, Weights, open_weights
+from cohort.common.errors import InvariantViolated
 from cohort.kernels.fused import rms_norm, rope_and_write_kv
 from cohort.kernels.llama import LayerStack, LayerWeights, StepBuffers
 from cohort.kernels.paged_attention import paged_attention
@@ -92,6 +93,7 @@ class LeanLlama:
         self._attended = buffer(max_step_tokens, self._query_size)
         self._activated = buffer(max_step_tokens, geometry.intermediate_size)
         self._logits = buffer(max_rows, vocab, torch.float32)
+        self._buffers_kept = False
 
     sampled_states: Tensor | None = None
 
@@ -124,6 +126,10 @@ class LeanLlama:
         finally:
             self._stack = stack
 
+    def keep_buffers(self) -> None:
+        """Recorded steps hold the buffers' addresses: from now on a step that needs larger ones is an error."""
+        self._buffers_kept = True
+
     def _layer_by_layer(self, buffers: StepBuffers, step: StepInputs, kv: Tensor) -> None:
         """What `LayerStack` does, one call after the other: on a GPU, and where a weight cannot be packed."""
         residual, normed, qkv = buffers.residual, buffers.normed, buffers.qkv
@@ -155,7 +161,16 @@ class LeanLlama:
         return LayerStack(packed, self._cos, self._sin, eps=self._eps, scale=self._scale)
 
     def _fit(self, tokens: int, sampled: int) -> None:
-        """A step larger than announced (only the profiler makes one): larger buffers from now on."""
+        """A step larger than announced (only the profiler makes one): larger buffers from now on.
+
+        Raises `InvariantViolated` where recorded steps would go on writing into the ones that are freed.
+        """
+        too_large = tokens > len(self._residual) or sampled > len(self._logits)
+        if too_large and self._buffers_kept:
+            raise InvariantViolated(
+                f"a step of {tokens} tokens, {sampled} of them sampled, needs larger buffers than recorded steps hold: "
+                f"{len(self._residual)} tokens, {len(self._logits)} sampled"
+            )
         if tokens > len(self._residual):
             for name in ("_residual", "_normed", "_qkv", "_attended", "_activated"):
                 old: Tensor = getattr(self, name)

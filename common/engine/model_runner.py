@@ -193,6 +193,8 @@ class ModelRunner:
         if self._device_steps is not None:
             with torch.inference_mode():
                 self._device_steps.record(self._graph_bytes)
+            if self._device_steps.decode.classes and isinstance(self._model, LeanLlama):
+                self._model.keep_buffers()
         for rows, tokens_per_row in ((1, 1), (1, min(64, self.max_step_tokens)), (min(8, self.max_rows), 1)):
             batch = trial_batch(
                 rows, tokens_per_row, tokens_per_row, block_size=self.block_size, num_blocks=len(self.kv.blocks)

@@ -16,6 +16,7 @@ import torch
 
 from cohort.common import exposure, paths
 from cohort.common.config import Config
+from cohort.common.engine.compiled_kernels import KernelBuild
 from cohort.common.engine.device_memory import DeviceShare, place
 from cohort.common.engine.device_name import device_name, own_cores
 from cohort.common.engine.learned_state import LearnedState
@@ -162,6 +163,22 @@ def _learned_state(
     return learned
 
 
+async def load_ready_runner(config: Config, threads: int, instance: str, engine: ThreadPoolExecutor) -> ModelRunner:
+    """A runner that compiles nothing any more: loaded and warm, the copies of host slots included."""
+    in_engine = asyncio.get_running_loop().run_in_executor
+    kernels = KernelBuild() if _needs_kernels_ahead(config) else None
+    runner = await in_engine(engine, load_runner, config, threads, instance)
+    await in_engine(engine, runner.warm_up)
+    if kernels is not None:
+        await kernels.ended()
+    return runner
+
+
+def _needs_kernels_ahead(config: Config) -> bool:
+    """On a GPU only copies of host slots use the compiled kernels; a processor's weights need them while they load."""
+    return resolve_device(config.engine.device).type == "cuda" and config.kv.host_memory_bytes > 0
+
+
 async def run_worker(context: ServiceContext, default_role: Role, policies: WorkerPolicies) -> None:
     """The whole life of a worker process: load, serve, drain."""
     config = context.config
@@ -172,9 +189,7 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     # One thread does everything with torch, from loading on: OpenMP keeps a pool per calling thread, and with two pools
     # on the cores of one it stops spinning between two operators, which makes a step half as slow again.
     engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
-    in_engine = asyncio.get_running_loop().run_in_executor
-    runner = await in_engine(engine, load_runner, config, threads, context.instance)
-    await in_engine(engine, runner.warm_up)
+    runner = await load_ready_runner(config, threads, context.instance, engine)
     if runner.device.type == "cuda":
         # UCX finds out what it can do, and moves bytes, on the event loop's thread: the device must be current there.
         torch.cuda.set_device(runner.device)

@@ -83,7 +83,8 @@ def _mode() -> Literal["auto", "reference"]:
 def load(report: Callable[[str], None] | None = None) -> Operators | None:
     """The extension's operators, built if need be; None (and the reason logged) when the reference must do.
 
-    `report` hears a few words at each step of a build. Raises `KernelChoiceError` for a wrong `COHORT_KERNELS`, and where `keep_in` was not called.
+    `report` hears a few words at each step of a build. Raises `KernelChoiceError` for a wrong `COHORT_KERNELS`, and
+    where `keep_in` was not called.
     """
     if _mode() == "reference":
         _log.info("kernels", implementation="reference", reason=f"{ENVIRONMENT}=reference")
@@ -113,7 +114,7 @@ def _decide(report: Callable[[str], None] | None = None) -> None:
 
 
 def prepare(report: Callable[[str], None]) -> Literal["native", "reference"]:
-    """Decides now, so that no later call compiles; see `load`. Any thread; a call that needs kernels waits meanwhile."""
+    """Decides now, so that no later call compiles; see `load`. On any thread; calls for kernels wait meanwhile."""
     _decide(report)
     return implementation()
 

@@ -61,26 +61,26 @@ class LeanLlama:
         self._kv_size = geometry.num_kv_heads * geometry.head_dim
         self._scale = geometry.head_dim**-0.5
         self._cos, self._sin = rope_tables(geometry, device)
-        files = open_weights(model_dir, weights)
-        prefix = files.prefix(("model.", ""), "embed_tokens.weight")
-        files.require(_tensor_names(geometry, prefix))
-        hidden, vocab = geometry.hidden_size, geometry.vocab_size
+        with open_weights(model_dir, weights) as files:
+            prefix = files.prefix(("model.", ""), "embed_tokens.weight")
+            files.require(_tensor_names(geometry, prefix))
+            hidden, vocab = geometry.hidden_size, geometry.vocab_size
 
-        def vector(name: str, size: int) -> Tensor:
-            return files.read(prefix + name, (size,), dtype, device)
+            def vector(name: str, size: int) -> Tensor:
+                return files.read(prefix + name, (size,), dtype, device)
 
-        arena = Arena()
-        table = files.read(prefix + "embed_tokens.weight", (vocab, hidden), dtype, device)
-        tied = geometry.tie_embeddings or "lm_head.weight" not in files
-        head = table if tied else files.read("lm_head.weight", (vocab, hidden), dtype, device)
-        self._lm_head = Linear(head, arena=arena)
-        self._embedding = Embedding(table, self._lm_head if tied else None)
-        del table, head
-        self._layers = [
-            _read_layer(files, geometry, f"{prefix}layers.{index}.", index, dtype, device, arena)
-            for index in range(geometry.num_layers)
-        ]
-        self._final_norm = vector("norm.weight", hidden)
+            arena = Arena()
+            table = files.read(prefix + "embed_tokens.weight", (vocab, hidden), dtype, device)
+            tied = geometry.tie_embeddings or "lm_head.weight" not in files
+            head = table if tied else files.read("lm_head.weight", (vocab, hidden), dtype, device)
+            self._lm_head = Linear(head, arena=arena)
+            self._embedding = Embedding(table, self._lm_head if tied else None)
+            del table, head
+            self._layers = [
+                _read_layer(files, geometry, f"{prefix}layers.{index}.", index, dtype, device, arena)
+                for index in range(geometry.num_layers)
+            ]
+            self._final_norm = vector("norm.weight", hidden)
         self._stack = self._layer_stack()
 
         def buffer(rows: int, width: int, dtype: torch.dtype = dtype) -> Tensor:

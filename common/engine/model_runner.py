@@ -34,6 +34,7 @@ from cohort.common.engine.prompt_scores import by_row, score, scored_tokens
 from cohort.common.engine.sampler import sample
 from cohort.common.engine.step_inputs import Model, StepInputs, step_inputs
 from cohort.common.engine.streams import HostStream, Stream
+from cohort.common.engine.transfer_memory import STAGING_BYTES
 from cohort.common.engine.weights import WeightKind
 from cohort.common.errors import ConfigError
 
@@ -244,6 +245,7 @@ class ModelRunner:
         free, total = torch.cuda.mem_get_info(self.device)
         element = DTYPE_BYTES[self.dtype]
         reserved = step_bytes(self.geometry, element, self.max_rows, self.max_step_tokens) + share.graphs
+        reserved += STAGING_BYTES
         budget = kv_bytes(
             total=total,
             free=free,

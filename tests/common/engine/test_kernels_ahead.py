@@ -82,7 +82,7 @@ async def test_ready_means_built_and_both_go_on_side_by_side(
     on_a_gpu(monkeypatch, load)
     with structlog.testing.capture_logs() as logs:
         ready = asyncio.create_task(worker_process.load_ready_runner(config(1 << 20), 1, "", engine))
-        while not runner.warm:
+        while not runner.warm:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         for _ in range(50):
             await asyncio.sleep(0.001)

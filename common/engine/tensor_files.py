@@ -44,6 +44,9 @@ class StoredTensor(Source, Protocol):
     @property
     def num_bytes(self) -> int: ...
 
+    def check(self) -> None:
+        """Raises `ModelError` for elements of a kind that is not served."""
+
 
 class TensorFile(Protocol):
     path: Path
@@ -61,22 +64,23 @@ class _Stretch:
     def __init__(self, file: _SafetensorsFile, name: str, entry: Any, data_offset: int) -> None:
         """`entry`: what the header says of it. Raises ValueError, KeyError or TypeError where that is no tensor."""
         begin, end = entry["data_offsets"]
-        self.dtype = _DTYPES.get(entry["dtype"])  # type: ignore[assignment]
+        known = _DTYPES.get(entry["dtype"])
+        self.dtype: torch.dtype = known or torch.uint8
         self.shape: tuple[int, ...] = tuple(entry["shape"])
         if not 0 <= begin <= end or not all(isinstance(extent, int) and extent >= 0 for extent in self.shape):
             raise ValueError("its place or shape is no such thing")
         self.num_bytes: int = end - begin
-        if self.dtype is not None and math.prod(self.shape) * self.dtype.itemsize != self.num_bytes:
+        if known is not None and math.prod(self.shape) * known.itemsize != self.num_bytes:
             raise ValueError(f"it has {self.num_bytes} bytes, shape {self.shape} of {entry['dtype']} needs others")
-        self.dtype_name: str = entry["dtype"]
+        self._unknown = "" if known else str(entry["dtype"])
         self.offset = data_offset + begin
         self._file, self._name = file, name
 
-    dtype: torch.dtype
+    def check(self) -> None:
+        if self._unknown:
+            raise ModelError(f"{self._file.path}: tensor {self._name} has dtype {self._unknown}, which is not served")
 
     def fill(self, target: Tensor, first: int) -> None:
-        if self.dtype is None:
-            raise ModelError(f"{self._file.path}: tensor {self._name} has dtype {self.dtype_name}, which is not served")
         bytes_ = memoryview(target.view(torch.uint8).numpy())
         done, offset = 0, self.offset + first * target.itemsize
         while done < len(bytes_):
@@ -136,6 +140,9 @@ class _Mapped:
         self._flat = tensor.contiguous().view(-1)
         self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
         self.num_bytes = self._flat.numel() * self.dtype.itemsize
+
+    def check(self) -> None:
+        return None
 
     def fill(self, target: Tensor, first: int) -> None:
         target.copy_(self._flat[first : first + len(target)])

@@ -31,6 +31,7 @@ from cohort.common.transport.uninterrupted import in_thread
 
 _INLINE_BYTES = 256 * 1024  # more than that of host memory is summed and copied in a thread, the device's always
 _SCATTERED_BLOCKS = 4  # runs shorter than that on average are gathered
+_SCATTERED_BYTES = 256 * 1024  # … in host memory if they are smaller than that: there both copies take processor time
 _THREADS = 2
 _T = TypeVar("_T")
 
@@ -208,8 +209,9 @@ class TransferAgent:
         """Whether copying these runs twice costs less than as many messages."""
         if self._memory.on_device and effect.from_host:
             return False  # not by way of the device
-        blocks = sum(run.num_blocks for run in effect.runs)
-        return blocks < _SCATTERED_BLOCKS * len(effect.runs)
+        blocks, runs = sum(run.num_blocks for run in effect.runs), len(effect.runs)
+        small = self._memory.on_device or blocks * self._memory.block_bytes < _SCATTERED_BYTES * runs
+        return small and blocks < _SCATTERED_BLOCKS * runs
 
     async def _prepare(self, messages: Sequence[Message]) -> list[int]:
         """Everything gathered and summed, with one wait."""

@@ -103,7 +103,7 @@ class WeightReader:
         staged: bool | None = None,
         streams: Callable[[torch.device], Stream] = stream_for,
     ) -> None:
-        """`threads` 0: as many as suit. `staged`: by way of chunks, as on a GPU; None = on one. `streams`: for tests."""
+        """`threads` 0: as many as suit. `staged`: by way of chunks, as on a GPU; None = on one."""
         self._device, self._progress, self._streams = device, progress, streams
         self._staged = device.type != "cpu" if staged is None else staged
         self._threads = threads or min(THREADS, len(own_cores()))
@@ -116,7 +116,7 @@ class WeightReader:
         self._pending: list[Future[None]] = []
 
     def read(self, sources: Sequence[tuple[Source, Tensor]]) -> None:
-        """Each source into its place, a contiguous tensor of as many elements; see above for when it is there."""
+        """Each source into its place, a contiguous tensor of as many elements. The module says when it is there."""
         for source, place in sources:
             flat = place.view(-1)
             if not self._staged and flat.numel() * source.dtype.itemsize <= _INLINE_BYTES:
@@ -132,8 +132,12 @@ class WeightReader:
             self._forget_done()
 
     def finish(self) -> None:
-        """Everything is there, and the threads have ended."""
-        self._settle()
+        """Everything is there, and the threads have ended; also after an error, which it raises."""
+        try:
+            self._settle()
+        except BaseException:
+            self.abandon()
+            raise
         for lane in self._lanes:
             lane.stream.mark().wait()
         self._pool.shutdown()

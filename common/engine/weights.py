@@ -125,6 +125,7 @@ class WeightFiles:
         first, sources = 0, []
         for name, count in zip(names, rows, strict=True):
             stored = self._file_of[name].tensors[name]
+            stored.check()
             if stored.shape != (count, *rest):
                 raise ModelError(
                     f"{self._model_dir}: tensor {name} has shape {stored.shape}, "

@@ -256,6 +256,17 @@ async def test_scattered_blocks_go_as_one_message(on_device: bool, checksums: bo
     assert bool(chunk.runs[0].checksum) == checksums and not chunk.runs[0].checksum & JOINED
 
 
+async def test_large_scattered_runs_in_host_memory_go_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There both copies would cost the processor more than as many messages do."""
+    monkeypatch.setattr(transfer_agent, "_SCATTERED_BYTES", GEOMETRY.block_bytes)
+    for on_device, messages in ((False, 8), (True, 1)):
+        a, b = held_ends(on_device=on_device)
+        a.send_to(b, scattered(8))
+        await until(lambda: len(b.received) == 8 and len(a.sent) == 8)  # noqa: B023
+        assert len(a.link.going) == messages and b.received == [None] * 8
+        check_arrived(a, b, scattered(8))
+
+
 async def test_what_staging_memory_cannot_hold_goes_as_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots of three blocks, four of them free: the rest is sent run by run, and nothing waits for a slot."""
     monkeypatch.setattr(transfer_agent, "SLOT_BYTES", 3 * GEOMETRY.block_bytes)

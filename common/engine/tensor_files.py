@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -49,8 +49,11 @@ class StoredTensor(Source, Protocol):
 
 
 class TensorFile(Protocol):
-    path: Path
-    tensors: Mapping[str, StoredTensor]
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
 
 
 def open_tensor_file(path: Path) -> TensorFile:
@@ -81,7 +84,7 @@ class _Stretch:
             raise ModelError(f"{self._file.path}: tensor {self._name} has dtype {self._unknown}, which is not served")
 
     def fill(self, target: Tensor, first: int) -> None:
-        bytes_ = memoryview(target.view(torch.uint8).numpy())
+        bytes_ = memoryview(cast(Any, target.view(torch.uint8).numpy()))
         done, offset = 0, self.offset + first * target.itemsize
         while done < len(bytes_):
             try:

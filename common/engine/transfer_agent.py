@@ -97,10 +97,12 @@ class TransferAgent:
     def cancel(self, lease_id: int) -> None:
         """Stop what is in flight for a lease; each run still reports."""
         for task in list(self._tasks.get(lease_id, ())):
-            task.cancel()
+            # Not at once: a task that is cancelled before its first turn never runs, and would report nothing.
+            asyncio.get_running_loop().call_soon(task.cancel)
 
     async def close(self) -> None:
         """Cancel everything and wait until nothing reads or writes the cache any more."""
+        await asyncio.sleep(0)  # see `cancel`
         tasks = [task for group in self._tasks.values() for task in group]
         for task in tasks:
             task.cancel()

@@ -153,10 +153,11 @@ def _difference(flash: Flash, device: torch.device) -> float:
         return torch.randn(shape, generator=generator).to(torch.bfloat16).to(device)
 
     query, keys, content = values(9, 4, 64), values(33, 2, 64), values(33, 2, 64)
-    starts = [torch.tensor(each, dtype=torch.int32, device=device) for each in ([0, 4, 9], [0, 21, 33])]
+    query_starts = torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
+    key_starts = torch.tensor([0, 21, 33], dtype=torch.int32, device=device)
     largest = 0.0
     for window in (0, 6):
-        found = flash(query, keys, content, *starts, 5, 21, 0.125, window).float()
+        found = flash(query, keys, content, query_starts, key_starts, 5, 21, 0.125, window).float()
         rows = [((0, 4), (0, 21)), ((4, 9), (21, 33))]
         expected = [_plain(query[q:r], keys[k:m], content[k:m], 0.125, window) for (q, r), (k, m) in rows]
         distance = (found - torch.cat(expected)).abs().max()

@@ -388,6 +388,21 @@ async def test_cancelled_in_the_middle(make: Callable[[], list[Run]], cancelled:
     assert torch.equal(b.kv.blocks, before)
 
 
+@pytest.mark.parametrize("closing", [False, True])
+async def test_cancelled_before_the_first_turn(closing: bool) -> None:
+    """The machine may ask for both in one breath."""
+    a, b = held_ends()
+    a.other = None
+    a.link.gate.clear()
+    a.send_to(b, extents(6, 4))
+    b.agent.receive(ReceiveRuns(LEASE, 0, "held", tuple(extents(6, 4))))
+    for end in (a, b):
+        await end.agent.close() if closing else end.agent.cancel(LEASE)
+    await until(lambda: not a.agent._tasks and not b.agent._tasks)
+    assert len(a.sent) == len(b.received) == 6
+    assert all(a.sent) and all(b.received)
+
+
 async def test_cancelled_while_a_thread_reads_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report, after which the blocks are freed, waits for the thread."""
     a, b = held_ends(on_device=True)

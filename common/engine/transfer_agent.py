@@ -31,7 +31,9 @@ from cohort.common.transport.uninterrupted import in_thread
 
 _INLINE_BYTES = 256 * 1024  # more than that of host memory is summed and copied in a thread, the device's always
 _SCATTERED_BLOCKS = 4  # runs shorter than that on average are gathered
-_SCATTERED_BYTES = 256 * 1024  # … in host memory if they are smaller than that: there both copies take processor time
+# … and in host memory if they are smaller than that, on average: there both copies take processor time. Measured for 32
+# runs: at 64 KiB gathering takes half the time that single messages take, at 256 KiB as much, at 2 MiB a third more.
+_SCATTERED_BYTES = 256 * 1024
 _THREADS = 2
 _T = TypeVar("_T")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,14 @@ import torch
 from cohort.common.engine import transfer_agent, transfer_memory
 from cohort.common.engine.run_checksum import JOINED
 from cohort.common.engine.transfer_memory import Message
+from cohort.common.errors import TransferError
 from cohort.common.machines.effects import ReceiveRuns, Run
+from cohort.common.transport.ucx_link import UcxLink
 from cohort.common.transport.zmq_link import ZmqLink
 from tests.common.engine.transfer_ends import (
     BLOCKS,
     GEOMETRY,
+    LARGE_BLOCKS,
     LEASE,
     End,
     check_arrived,
@@ -27,6 +31,7 @@ from tests.common.engine.transfer_ends import (
     scattered,
     until,
 )
+from tests.common.transport.links import LinkProcess
 
 # -- side by side ------------------------------------------------------------------------------------------------
 
@@ -188,33 +193,54 @@ async def test_changed_bytes_of_a_run_as_it_lies_are_found() -> None:
 # -- over a real link --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-async def zmq_ends(tmp_path: Path) -> AsyncIterator[tuple[End, End]]:
-    a, b = End(ZmqLink(f"ipc://{tmp_path}/a")), End(ZmqLink(f"ipc://{tmp_path}/b"))
+def open_link(kind: str, folder: Path, name: str) -> Any:
+    if kind == "zmq":
+        return ZmqLink(f"ipc://{folder}/{name}")
+    try:
+        return UcxLink(loopback_only=True)
+    except TransferError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("kind", ["zmq", "ucx"])
+async def test_over_a_real_link(kind: str, tmp_path: Path) -> None:
+    a, b = End(open_link(kind, tmp_path, "a")), End(open_link(kind, tmp_path, "b"))
     a.other = b
-    yield a, b
-    await a.agent.close()
-    await b.agent.close()
+    try:
+        for runs in (scattered(8), extents(6, 4), [Run(40, 1, 2, 5), Run(41, 7, 20, 1), Run(42, 9, 10, 2)]):
+            runs = [Run(run.tag + 100 * len(b.received), run.source, run.target, run.num_blocks) for run in runs]
+            done = len(b.received) + len(runs)
+            a.send_to(b, runs)
+            await until(lambda: len(a.sent) == done and len(b.received) == done)  # noqa: B023
+            assert not any(a.sent) and not any(b.received)
+            check_arrived(a, b, runs)
+        await until(lambda: not a.agent._tasks and not b.agent._tasks)
+        check_over(a, b, len(b.received))
+    finally:
+        await a.agent.close()
+        await b.agent.close()
 
 
-async def test_over_zmq(zmq_ends: tuple[End, End]) -> None:
-    a, b = zmq_ends
-    for runs in (scattered(8), extents(6, 4), [Run(40, 1, 2, 5), Run(41, 7, 20, 1), Run(42, 9, 10, 2)]):
-        runs = [Run(run.tag + 100 * len(b.received), run.source, run.target, run.num_blocks) for run in runs]
-        done = len(b.received) + len(runs)
-        a.send_to(b, runs)
-        await until(lambda: len(a.sent) == done and len(b.received) == done)  # noqa: B023
-        assert not any(a.sent) and not any(b.received)
-        check_arrived(a, b, runs)
-    await until(lambda: not a.agent._tasks and not b.agent._tasks)
-    check_over(a, b, len(b.received))
-
-
-async def test_the_peers_end_in_the_middle_over_zmq(zmq_ends: tuple[End, End]) -> None:
-    a, b = zmq_ends
-    a.other = None  # b does not post: then it is gone
-    a.send_to(b, scattered(8))
-    await until(lambda: bool(a.announced))
-    await b.agent.close()
-    await until(lambda: len(a.sent) == 8)
-    assert all(a.sent) and a.agent._send_slots.free == transfer_memory.SLOTS
+@pytest.mark.pipeline
+@pytest.mark.parametrize("make", [lambda: scattered(8), lambda: extents(6, 4)], ids=["gathered", "side by side"])
+@pytest.mark.parametrize("kind", ["zmq", "ucx"])
+async def test_the_peer_dies_in_the_middle(
+    kind: str, make: Callable[[], list[Run]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that takes nothing and is killed, with messages large enough to wait for it."""
+    monkeypatch.setattr(transfer_agent, "_SCATTERED_BYTES", 1 << 30)
+    a = End(open_link(kind, tmp_path, "a"), geometry=LARGE_BLOCKS)
+    peer = await LinkProcess.start(kind)
+    try:
+        runs = make()
+        a.send_to(bytes.fromhex(peer.address), runs)
+        await until(lambda: bool(a.announced))
+        await asyncio.sleep(0.05)
+        assert a.sent == []
+        peer.kill()
+        await until(lambda: len(a.sent) == len(runs) and not a.agent._tasks)
+        await until(lambda: a.agent._send_slots.free == transfer_memory.SLOTS)
+        assert all(a.sent) and a.agent.quarantined_blocks == 0
+    finally:
+        await peer.end()
+        await a.agent.close()

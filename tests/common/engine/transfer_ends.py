@@ -21,6 +21,8 @@ from cohort.common.metrics import MetricFactory, TransferMetrics
 from cohort.common.types import Attempt, KvGeometry
 
 GEOMETRY = KvGeometry(num_layers=3, num_kv_heads=2, head_dim=4, dtype_bytes=4, block_size=8)
+LARGE_BLOCKS = KvGeometry(num_layers=32, num_kv_heads=8, head_dim=16, dtype_bytes=4, block_size=8)
+"""256 KiB each."""
 BLOCKS = 24
 LEASE = 7
 TIMEOUT_S = 0.3
@@ -96,9 +98,17 @@ class HeldLink:
 class End:
     """One worker's agent, its cache and what it reported."""
 
-    def __init__(self, link: Any, *, on_device: bool = False, runs_at_once: int = 16, checksums: bool = True) -> None:
+    def __init__(
+        self,
+        link: Any,
+        *,
+        on_device: bool = False,
+        runs_at_once: int = 16,
+        checksums: bool = True,
+        geometry: KvGeometry = GEOMETRY,
+    ) -> None:
         device = torch.device("cpu")
-        self.kv = KvTensors(GEOMETRY, num_blocks=BLOCKS, host_blocks=4, dtype=torch.float32, device=device)
+        self.kv = KvTensors(geometry, num_blocks=BLOCKS, host_blocks=4, dtype=torch.float32, device=device)
         self.kv.blocks.copy_(torch.randn_like(self.kv.blocks))
         self.memory = CacheMemory(self.kv)
         self.memory.on_device = on_device
@@ -126,8 +136,9 @@ class End:
             runs = tuple(Run(run.tag, 0, run.first_block, run.num_blocks, run.checksum) for run in chunk.runs)
             self.other.agent.receive(ReceiveRuns(chunk.lease_id, chunk.round, chunk.link, runs))
 
-    def send_to(self, other: End, runs: Sequence[Run]) -> None:
-        address = other.link.address()
+    def send_to(self, other: End | bytes, runs: Sequence[Run]) -> None:
+        """`other`: its end, or its address."""
+        address = other if isinstance(other, bytes) else other.link.address()
         self.agent.send(SendRuns("there", Attempt("r", 0), LEASE, 0, self.link.name, address, tuple(runs)))
 
     @property

@@ -45,6 +45,9 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowBuild]:
     monkeypatch.setattr(native, "_operators", None)
     yield build
     build.end.set()
+    for thread in threading.enumerate():
+        if thread.name == "kernel-build":
+            thread.join(30)  # before what it decides is undone
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,10 +80,11 @@ def _mode() -> Literal["auto", "reference"]:
             raise KernelChoiceError(f"{ENVIRONMENT}={other!r}: must be 'auto' or 'reference'")
 
 
-def load() -> Operators | None:
+def load(report: Callable[[str], None] | None = None) -> Operators | None:
     """The extension's operators, built if need be; None (and the reason logged) when the reference must do.
 
-    Raises `KernelChoiceError` for a wrong `COHORT_KERNELS`, and where `keep_in` was not called.
+    `report` hears a few words at each step of a build. Raises `KernelChoiceError` for a wrong `COHORT_KERNELS`, and
+    where `keep_in` was not called.
     """
     if _mode() == "reference":
         _log.info("kernels", implementation="reference", reason=f"{ENVIRONMENT}=reference")
@@ -90,7 +92,7 @@ def load() -> Operators | None:
     if _cache is None:
         raise KernelChoiceError("no folder for built kernels: native.keep_in(FOLDER) comes before the first use")
     try:
-        path = build(_cache)
+        path = build(_cache) if report is None else build(_cache, report)
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
         if not torch.ops.cohort.processor_suffices():
             raise KernelBuildError(f"{path} was built for another processor")
@@ -103,12 +105,18 @@ def load() -> Operators | None:
     return operators
 
 
-def _decide() -> None:
+def _decide(report: Callable[[str], None] | None = None) -> None:
     global _decided, _operators
     with _deciding:
         if not _decided:
-            _operators = load()
+            _operators = load(report)
             _decided = True
+
+
+def prepare(report: Callable[[str], None]) -> Literal["native", "reference"]:
+    """Decides now, so that no later call compiles; see `load`. On any thread; calls for kernels wait meanwhile."""
+    _decide(report)
+    return implementation()
 
 
 def implementation() -> Literal["native", "reference"]:

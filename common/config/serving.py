@@ -137,6 +137,7 @@ class TransferConfig(Section, frozen=True):
     plain_links_allowed: bool = False  # with a CURVE key: KV may also take links that do not encrypt it (ucx)
     checksum: Literal["off", "crc32"] = "crc32"  # of the bytes of every run, compared on arrival
     run_timeout_s: Seconds = 5.0  # the longest one run may take on the link
+    runs_at_once: Positive = 16  # of one transfer on the link, at either end
     ablation: TransferAblation = TransferAblation()
 
 

@@ -29,6 +29,7 @@ from cohort.common.errors import ConfigError, NoDeviceLeft
 from cohort.common.types import EngineFacts, Role
 from cohort.kernels import native
 from cohort.kernels.gpu import available
+from cohort.kernels.gpu.flash import prefill_attention_name
 
 log = structlog.get_logger(__name__)
 
@@ -198,10 +199,7 @@ def _prefill_attention(runner: ModelRunner, *, served: bool) -> str:
         return "reference"
     if runner.dtype == "float32" or runner.geometry.head_dim % 8 or runner.geometry.head_dim > 256:
         return "triton"
-    from cohort.kernels.gpu.prefill import flash_function
-
-    chosen = flash_function()
-    return "torch flash" if chosen.__name__ == "_torch_flash" else "flash-attn"
+    return prefill_attention_name()
 
 
 def engine_warnings(runner: ModelRunner, config: Config, sharers: int) -> list[str]:

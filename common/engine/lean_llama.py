@@ -21,6 +21,7 @@ from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.rope import rope_tables
 from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.engine.weights import WeightKind, Weights, open_weights
+from cohort.common.errors import InvariantViolated
 from cohort.kernels.fused import rms_norm, rope_and_write_kv
 from cohort.kernels.llama import LayerStack, LayerWeights, StepBuffers
 from cohort.kernels.paged_attention import paged_attention
@@ -60,26 +61,26 @@ class LeanLlama:
         self._kv_size = geometry.num_kv_heads * geometry.head_dim
         self._scale = geometry.head_dim**-0.5
         self._cos, self._sin = rope_tables(geometry, device)
-        files = open_weights(model_dir, weights)
-        prefix = files.prefix(("model.", ""), "embed_tokens.weight")
-        files.require(_tensor_names(geometry, prefix))
-        hidden, vocab = geometry.hidden_size, geometry.vocab_size
+        with open_weights(model_dir, weights) as files:
+            prefix = files.prefix(("model.", ""), "embed_tokens.weight")
+            files.require(_tensor_names(geometry, prefix))
+            hidden, vocab = geometry.hidden_size, geometry.vocab_size
 
-        def vector(name: str, size: int) -> Tensor:
-            return files.read(prefix + name, (size,), dtype, device)
+            def vector(name: str, size: int) -> Tensor:
+                return files.read(prefix + name, (size,), dtype, device)
 
-        arena = Arena()
-        table = files.read(prefix + "embed_tokens.weight", (vocab, hidden), dtype, device)
-        tied = geometry.tie_embeddings or "lm_head.weight" not in files
-        head = table if tied else files.read("lm_head.weight", (vocab, hidden), dtype, device)
-        self._lm_head = Linear(head, arena=arena)
-        self._embedding = Embedding(table, self._lm_head if tied else None)
-        del table, head
-        self._layers = [
-            _read_layer(files, geometry, f"{prefix}layers.{index}.", index, dtype, device, arena)
-            for index in range(geometry.num_layers)
-        ]
-        self._final_norm = vector("norm.weight", hidden)
+            arena = Arena()
+            table = files.read(prefix + "embed_tokens.weight", (vocab, hidden), dtype, device)
+            tied = geometry.tie_embeddings or "lm_head.weight" not in files
+            head = table if tied else files.read("lm_head.weight", (vocab, hidden), dtype, device)
+            self._lm_head = Linear(head, arena=arena)
+            self._embedding = Embedding(table, self._lm_head if tied else None)
+            del table, head
+            self._layers = [
+                _read_layer(files, geometry, f"{prefix}layers.{index}.", index, dtype, device, arena)
+                for index in range(geometry.num_layers)
+            ]
+            self._final_norm = vector("norm.weight", hidden)
         self._stack = self._layer_stack()
 
         def buffer(rows: int, width: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -92,6 +93,7 @@ class LeanLlama:
         self._attended = buffer(max_step_tokens, self._query_size)
         self._activated = buffer(max_step_tokens, geometry.intermediate_size)
         self._logits = buffer(max_rows, vocab, torch.float32)
+        self._buffers_kept = False
 
     sampled_states: Tensor | None = None
 
@@ -124,6 +126,10 @@ class LeanLlama:
         finally:
             self._stack = stack
 
+    def keep_buffers(self) -> None:
+        """Recorded steps hold the buffers' addresses: from now on a step that needs larger ones is an error."""
+        self._buffers_kept = True
+
     def _layer_by_layer(self, buffers: StepBuffers, step: StepInputs, kv: Tensor) -> None:
         """What `LayerStack` does, one call after the other: on a GPU, and where a weight cannot be packed."""
         residual, normed, qkv = buffers.residual, buffers.normed, buffers.qkv
@@ -155,7 +161,16 @@ class LeanLlama:
         return LayerStack(packed, self._cos, self._sin, eps=self._eps, scale=self._scale)
 
     def _fit(self, tokens: int, sampled: int) -> None:
-        """A step larger than announced (only the profiler makes one): larger buffers from now on."""
+        """A step larger than announced (only the profiler makes one): larger buffers from now on.
+
+        Raises `InvariantViolated` where recorded steps would go on writing into the ones that are freed.
+        """
+        too_large = tokens > len(self._residual) or sampled > len(self._logits)
+        if too_large and self._buffers_kept:
+            raise InvariantViolated(
+                f"a step of {tokens} tokens, {sampled} of them sampled, needs larger buffers than recorded steps hold: "
+                f"{len(self._residual)} tokens, {len(self._logits)} sampled"
+            )
         if tokens > len(self._residual):
             for name in ("_residual", "_normed", "_qkv", "_attended", "_activated"):
                 old: Tensor = getattr(self, name)

@@ -62,29 +62,29 @@ class LeanOpt:
         self._geometry = geometry
         self._activation = _ACTIVATIONS[geometry.activation]
         self._scale = geometry.head_dim**-0.5
-        files = open_weights(model_dir, weights)
-        prefix = files.prefix(("model.decoder.", "decoder.", ""), "embed_tokens.weight")
-        hidden, vocab, narrow = geometry.hidden_size, geometry.vocab_size, geometry.word_embedding_size
-        projected = narrow != hidden
-        files.require(_tensor_names(geometry, prefix))
+        with open_weights(model_dir, weights) as files:
+            prefix = files.prefix(("model.decoder.", "decoder.", ""), "embed_tokens.weight")
+            hidden, vocab, narrow = geometry.hidden_size, geometry.vocab_size, geometry.word_embedding_size
+            projected = narrow != hidden
+            files.require(_tensor_names(geometry, prefix))
 
-        def read(name: str, *shape: int) -> Tensor:
-            return files.read(prefix + name, shape, dtype, device)
+            def read(name: str, *shape: int) -> Tensor:
+                return files.read(prefix + name, shape, dtype, device)
 
-        self._tokens = read("embed_tokens.weight", vocab, narrow)
-        self._positions = read("embed_positions.weight", geometry.max_positions + _POSITION_OFFSET, hidden)
-        self._project_in = Linear(read("project_in.weight", hidden, narrow)) if projected else None
-        self._project_out = Linear(read("project_out.weight", narrow, hidden)) if projected else None
-        self._layers = [
-            _read_layer(files, geometry, f"{prefix}layers.{index}.", dtype, device)
-            for index in range(geometry.num_layers)
-        ]
-        self._final_norm = (
-            _read_norm(files, geometry, f"{prefix}final_layer_norm", dtype, device) if geometry.final_norm else None
-        )
-        tied = geometry.tie_embeddings or "lm_head.weight" not in files
-        head = self._tokens if tied else files.read("lm_head.weight", (vocab, narrow), dtype, device)
-        self._lm_head = Linear(head)
+            self._tokens = read("embed_tokens.weight", vocab, narrow)
+            self._positions = read("embed_positions.weight", geometry.max_positions + _POSITION_OFFSET, hidden)
+            self._project_in = Linear(read("project_in.weight", hidden, narrow)) if projected else None
+            self._project_out = Linear(read("project_out.weight", narrow, hidden)) if projected else None
+            self._layers = [
+                _read_layer(files, geometry, f"{prefix}layers.{index}.", dtype, device)
+                for index in range(geometry.num_layers)
+            ]
+            self._final_norm = (
+                _read_norm(files, geometry, f"{prefix}final_layer_norm", dtype, device) if geometry.final_norm else None
+            )
+            tied = geometry.tie_embeddings or "lm_head.weight" not in files
+            head = self._tokens if tied else files.read("lm_head.weight", (vocab, narrow), dtype, device)
+            self._lm_head = Linear(head)
 
     sampled_states: Tensor | None = None
 

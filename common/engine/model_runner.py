@@ -35,6 +35,7 @@ from cohort.common.engine.prompt_scores import by_row, score, scored_tokens
 from cohort.common.engine.sampler import sample
 from cohort.common.engine.step_inputs import Model, StepInputs, step_inputs
 from cohort.common.engine.streams import HostStream, Stream
+from cohort.common.engine.transfer_memory import STAGING_BYTES
 from cohort.common.engine.weights import WeightKind
 from cohort.common.errors import ConfigError
 
@@ -199,6 +200,8 @@ class ModelRunner:
         if self._device_steps is not None:
             with torch.inference_mode():
                 self._device_steps.record(self._graph_bytes, classes)
+            if self._device_steps.decode.classes and isinstance(self._model, LeanLlama):
+                self._model.keep_buffers()
         for rows, tokens_per_row in ((1, 1), (1, min(64, self.max_step_tokens)), (min(8, self.max_rows), 1)):
             batch = trial_batch(
                 rows, tokens_per_row, tokens_per_row, block_size=self.block_size, num_blocks=len(self.kv.blocks)
@@ -248,6 +251,7 @@ class ModelRunner:
         free, total = torch.cuda.mem_get_info(self.device)
         element = DTYPE_BYTES[self.dtype]
         reserved = step_bytes(self.geometry, element, self.max_rows, self.max_step_tokens) + share.graphs
+        reserved += STAGING_BYTES
         budget = kv_bytes(
             total=total,
             free=free,

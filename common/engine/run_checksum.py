@@ -3,16 +3,22 @@
 Called by the worker's view of its cache. CRC-32 where a processor sums; on a GPU a weighted sum of words, in one
 pass at the memory's speed and with eight bytes to the host instead of the run. The sum tells its own form, so that
 workers of both kinds understand each other: values under 2**32 are CRC-32, others carry bit 32.
+
+A sender may gather scattered runs and send them as one message under the first one's tag. It says so where the sums are
+said: a run with bit 33 has no sum of its own; its bytes follow those of the run before in the same message, whose first
+run carries the sum of all.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+JOINED = 1 << 33
 _WEIGHTED = 1 << 32
 _WORDS_PER_GROUP = 1024
 
@@ -28,13 +34,34 @@ def weighted(data: Tensor) -> int:
     Any changed word, and groups that changed places, change it; words that changed places inside a group of 4 KiB do
     not.
     """
-    words = data.view(torch.int32)
-    groups = words.view(-1, math.gcd(len(words), _WORDS_PER_GROUP)).sum(dim=1, dtype=torch.int64)
-    weights = torch.arange(1, 2 * len(groups) + 1, 2, dtype=torch.int64, device=data.device)
-    total = int((groups * weights).sum()) & ((1 << 64) - 1)
-    return (total ^ total >> 32) & 0xFFFFFFFF | _WEIGHTED
+    return weighted_all([data])[0]
+
+
+def weighted_all(datas: Sequence[Tensor]) -> list[int]:
+    """`weighted` of each, on one device: computed one after the other there, with one wait for all."""
+    if not datas:
+        return []
+    return [_folded(total) for total in torch.stack([_weighted_words(data) for data in datas]).tolist()]
 
 
 def alike(data: Tensor, other: int) -> int:
     """The sum of `data` in the form that `other` has."""
-    return weighted(data) if other & _WEIGHTED else crc32(data.cpu())
+    return alike_all([data], [other])[0]
+
+
+def alike_all(datas: Sequence[Tensor], others: Sequence[int]) -> list[int]:
+    """The sum of each in the form that its counterpart in `others` has."""
+    heavy = iter(weighted_all([data for data, other in zip(datas, others, strict=True) if other & _WEIGHTED]))
+    return [next(heavy) if other & _WEIGHTED else crc32(data.cpu()) for data, other in zip(datas, others, strict=True)]
+
+
+def _weighted_words(data: Tensor) -> Tensor:
+    words = data.view(torch.int32)
+    groups = words.view(-1, math.gcd(len(words), _WORDS_PER_GROUP)).sum(dim=1, dtype=torch.int64)
+    weights = torch.arange(1, 2 * len(groups) + 1, 2, dtype=torch.int64, device=data.device)
+    return (groups * weights).sum()
+
+
+def _folded(total: int) -> int:
+    bits = total & ((1 << 64) - 1)
+    return (bits ^ bits >> 32) & 0xFFFFFFFF | _WEIGHTED

@@ -1,29 +1,42 @@
-"""Finds and reads a model folder's tensors by name: safetensors or PyTorch files, single or sharded, memory-mapped.
+"""Finds and reads a model folder's tensors by name: safetensors or PyTorch files, single or sharded.
 Or draws them at random, for measuring the shape of a model that is not here.
 
-Called by the lean models at load. A tensor is read from the mapped file straight into its final (often fused) place and
-dtype, so no second copy of the model ever stands in memory. Never interprets a name; never needs transformers.
+Called by the lean models at load. A tensor is read by several threads straight into its final (often fused) place and
+dtype (`weight_reader`), so no second copy of the model ever stands in memory. Never interprets a name; never needs
+transformers.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from types import TracebackType
+from typing import Literal, Protocol, Self
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from cohort.common.engine.tensor_files import TensorFile, open_tensor_file
+from cohort.common.engine.weight_reader import Progress, WeightReader
 from cohort.common.errors import ModelError
+from cohort.kernels.panels import huge_zeros
+
+_HUGE_BYTES = 4 << 20  # tensors from here on lie on huge pages, which a processor fills with far fewer faults
 
 WeightKind = Literal["files", "random"]
 
 
 class Weights(Protocol):
-    """A model's tensors by name."""
+    """A model's tensors by name. A context manager: what was read is there, on a GPU, when it ends."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -47,51 +60,35 @@ def open_weights(model_dir: Path, kind: WeightKind) -> Weights:
     return WeightFiles(model_dir) if kind == "files" else RandomWeights()
 
 
-class _File(Protocol):
-    """An open weight file."""
-
-    def names(self) -> Iterable[str]: ...
-    def tensor(self, name: str) -> Tensor: ...
-
-
-class _SafetensorsFile:
-    def __init__(self, path: Path) -> None:
-        self._handle: Any = safe_open(str(path), framework="pt", device="cpu")
-
-    def names(self) -> Iterable[str]:
-        names: Iterable[str] = self._handle.keys()
-        return names
-
-    def tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._handle.get_tensor(name)
-        return tensor
-
-
-class _TorchFile:
-    def __init__(self, path: Path) -> None:
-        # weights_only: nothing but tensors is unpickled
-        self._state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-    def names(self) -> Iterable[str]:
-        return self._state.keys()
-
-    def tensor(self, name: str) -> Tensor:
-        return self._state[name]
-
-
 class WeightFiles:
     """All tensors of a model folder."""
 
     def __init__(self, model_dir: Path) -> None:
+        """Raises `ModelError` naming the file that is missing or damaged, and what is wrong with it."""
         self._model_dir = model_dir
-        self._file_of: dict[str, _File] = {}
-        for path in _weight_paths(model_dir):
-            try:
-                file: _File = _SafetensorsFile(path) if path.suffix == ".safetensors" else _TorchFile(path)
-            except Exception as error:  # each library has its own error types for a damaged file
-                raise ModelError(f"{path} cannot be read: {error}") from error
-            for name in file.names():
-                self._file_of[name] = file
+        self._file_of: dict[str, TensorFile] = {}
+        self._reader: WeightReader | None = None
+        paths, self._index, named = _weight_paths(model_dir)
+        files = [open_tensor_file(path) for path in paths]
+        for file in files:
+            self._file_of.update(dict.fromkeys(file.tensors, file))
+        for name, path in named.items():
+            if name not in next(file for file in files if file.path == path).tensors:
+                raise ModelError(f"{path} lacks tensor {name}, which {self._index} says it holds")
+        self._num_bytes = sum(stored.num_bytes for file in files for stored in file.tensors.values())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._reader is not None:
+            if kind is None:
+                self._reader.finish()
+            else:
+                self._reader.abandon()
+            self._reader = None
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -107,7 +104,10 @@ class WeightFiles:
         """Raise `ModelError` naming every absent tensor at once."""
         if missing := [name for name in names if name not in self]:
             shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-            raise ModelError(f"{self._model_dir} lacks {len(missing)} tensors that its configuration needs: {shown}")
+            where = f"; {self._index} does not name them" if self._index else ""
+            raise ModelError(
+                f"{self._model_dir} lacks {len(missing)} tensors that its configuration needs: {shown}{where}"
+            )
 
     def read(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """One tensor in the given dtype on the device."""
@@ -116,20 +116,34 @@ class WeightFiles:
     def read_rows(
         self, names: Sequence[str], rows: Sequence[int], rest: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Several tensors stacked along their first dimension (a fused projection), each copied once into its part."""
+        """Several tensors stacked along their first dimension (a fused projection), each read once into its part.
+
+        On a GPU the bytes are there at the end of the context, elsewhere on return.
+        """
         self.require(names)
-        fused = torch.empty((sum(rows), *rest), dtype=dtype, device=device)
-        first = 0
+        fused = _place((sum(rows), *rest), dtype, device)
+        first, sources = 0, []
         for name, count in zip(names, rows, strict=True):
-            tensor = self._file_of[name].tensor(name)
-            if tuple(tensor.shape) != (count, *rest):
+            stored = self._file_of[name].tensors[name]
+            stored.check()
+            if stored.shape != (count, *rest):
                 raise ModelError(
-                    f"{self._model_dir}: tensor {name} has shape {tuple(tensor.shape)}, "
+                    f"{self._model_dir}: tensor {name} has shape {stored.shape}, "
                     f"its configuration says {(count, *rest)}"
                 )
-            fused[first : first + count].copy_(tensor)
+            sources.append((stored, fused[first : first + count]))
             first += count
+        if self._reader is None:
+            self._reader = WeightReader(device, Progress(self._num_bytes))
+        self._reader.read(sources)
         return fused
+
+
+def _place(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    size = math.prod(shape) * dtype.itemsize
+    if device.type == "cpu" and size >= _HUGE_BYTES:
+        return huge_zeros(size).view(dtype).view(shape)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 class RandomWeights:
@@ -137,6 +151,14 @@ class RandomWeights:
 
     Norms are ones; matrices have rows of length about one, so that values stay finite through any number of layers.
     """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
 
     def __contains__(self, name: str) -> bool:
         return True
@@ -168,17 +190,28 @@ class RandomWeights:
         return fused
 
 
-def _weight_paths(model_dir: Path) -> list[Path]:
-    """The folder's weight files: safetensors before PyTorch, an index before a single file."""
+def _weight_paths(model_dir: Path) -> tuple[list[Path], str, dict[str, Path]]:
+    """The folder's weight files, the name of their index ("" without one), and which file it says holds a tensor:
+    safetensors before PyTorch, an index before a single file."""
     for single, index in (
         ("model.safetensors", "model.safetensors.index.json"),
         ("pytorch_model.bin", "pytorch_model.bin.index.json"),
     ):
         if (model_dir / index).is_file():
-            shards = sorted(set(json.loads((model_dir / index).read_text(encoding="utf-8"))["weight_map"].values()))
+            named = _indexed(model_dir / index)
+            shards = sorted(set(named.values()))
             if absent := [shard for shard in shards if not (model_dir / shard).is_file()]:
                 raise ModelError(f"{model_dir} lacks {', '.join(absent)}, which {index} names")
-            return [model_dir / shard for shard in shards]
+            return [model_dir / shard for shard in shards], index, {n: model_dir / s for n, s in named.items()}
         if (model_dir / single).is_file():
-            return [model_dir / single]
+            return [model_dir / single], "", {}
     raise ModelError(f"{model_dir} holds neither model.safetensors nor pytorch_model.bin (nor an index of shards)")
+
+
+def _indexed(path: Path) -> dict[str, str]:
+    """The file that holds each tensor, as an index says."""
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(shard) for name, shard in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path} cannot be read: {error!r}") from error

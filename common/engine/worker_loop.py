@@ -15,10 +15,9 @@ import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import assert_never
 
-import torch
-
 from cohort.common.engine.batch import StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.batch_builder import build_batch
+from cohort.common.engine.free_memory import FreeMemory
 from cohort.common.engine.iteration_gaps import IterationGaps
 from cohort.common.engine.kv_copies import KvCopier
 from cohort.common.engine.learned_state import LearnedState
@@ -26,7 +25,8 @@ from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.prompt_states import prompt_states
 from cohort.common.engine.stream_copies import StreamCopier
 from cohort.common.engine.streams import stream_for
-from cohort.common.engine.transfer_agent import CacheMemory, TransferAgent
+from cohort.common.engine.transfer_agent import TransferAgent
+from cohort.common.engine.transfer_memory import CacheMemory
 from cohort.common.engine.worker_metrics import WorkerMetrics
 from cohort.common.errors import PeerUnreachable
 from cohort.common.machines.effects import CancelRuns, Dial, ReceiveRuns, Send, SendRuns, StartStep, WorkerEffect
@@ -91,10 +91,10 @@ class WorkerLoop:
             self._metrics.engine.decode_classes_recorded().set(len(runner.recorded_classes))
         self._agent = TransferAgent(
             links,
-            CacheMemory(runner.kv),
-            block_bytes=runner.kv.block_bytes,
+            CacheMemory(runner.kv, staged=bool(links)),
             checksums=config.transfer.checksum != "off",
             run_timeout_s=config.transfer.run_timeout_s,
+            runs_at_once=config.transfer.runs_at_once,
             clock=context.clock,
             metrics=self._metrics.transfer,
             announce=self._announce,
@@ -109,6 +109,7 @@ class WorkerLoop:
             self._copier = StreamCopier(runner.kv, runner.stream, stream_for(runner.device))
         else:
             self._copier = KvCopier(runner.kv)
+        self._free_memory = FreeMemory(runner.device)
         self._gaps = IterationGaps(self._clock.now_s, self._metrics.engine.gap_seconds().observe)
         self._next: IterationPlan | None = None
         """Decided, and not yet begun."""
@@ -284,7 +285,8 @@ class WorkerLoop:
         """Often while the manager does not know this worker, else at the configured interval."""
         while True:
             pause_s = REPORT_INTERVAL_S
-            for effect in self._tell(ReportDue(self._memory_free_bytes())):
+            await self._free_memory.refresh()
+            for effect in self._tell(ReportDue(self._free_memory.bytes)):
                 match effect:
                     case Send(message=RegisterWorker()):
                         pause_s = _REGISTER_EVERY_S
@@ -308,13 +310,8 @@ class WorkerLoop:
         self._tell(DrainEnded())
 
     def _heartbeat(self) -> dict[str, float]:
-        stats = self._machine.stats(self._memory_free_bytes())
+        stats = self._machine.stats(self._free_memory.bytes)
         return self._metrics.heartbeat(stats, self._agent.quarantined_blocks)
-
-    def _memory_free_bytes(self) -> int:
-        if self._runner.device.type == "cuda":
-            return int(torch.cuda.mem_get_info(self._runner.device)[0])
-        return _available_memory_bytes()
 
 
 def _sampled(sampling: list[Sequence], output: StepOutput | None) -> list[Sampled]:
@@ -337,15 +334,3 @@ def _scores(plan: IterationPlan, batch: StepBatch, output: StepOutput | None) ->
 
 def _to_wire(logprobs: TokenLogprobs) -> TokenLogprob:
     return TokenLogprob(logprobs.logprob, list(logprobs.top_ids), list(logprobs.top_logprobs))
-
-
-def _available_memory_bytes() -> int:
-    """MemAvailable of this host; 0 where /proc does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as meminfo:
-            for line in meminfo:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0

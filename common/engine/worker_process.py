@@ -17,6 +17,7 @@ import torch
 
 from cohort.common import exposure, paths
 from cohort.common.config import Config
+from cohort.common.engine.compiled_kernels import KernelBuild
 from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.device_name import device_name, own_cores
 from cohort.common.engine.devices import WorkerDevice, checked_device, claim_device, engine_facts, engine_warnings
@@ -153,6 +154,22 @@ def _learned_state(
     return learned
 
 
+async def load_ready_runner(config: Config, threads: int, own: WorkerDevice, engine: ThreadPoolExecutor) -> ModelRunner:
+    """A runner that compiles nothing any more: loaded and warm, the copies of host slots included."""
+    in_engine = asyncio.get_running_loop().run_in_executor
+    kernels = KernelBuild() if _needs_kernels_ahead(config, own) else None
+    runner = await in_engine(engine, load_runner, config, threads, own)
+    await in_engine(engine, runner.warm_up)
+    if kernels is not None:
+        await kernels.ended()
+    return runner
+
+
+def _needs_kernels_ahead(config: Config, own: WorkerDevice) -> bool:
+    """On a GPU only copies of host slots use the compiled kernels; a processor's weights need them while they load."""
+    return own.device.type == "cuda" and config.kv.host_memory_bytes > 0
+
+
 async def run_worker(context: ServiceContext, default_role: Role, policies: WorkerPolicies) -> None:
     """The whole life of a worker process: load, serve, drain."""
     config = context.config
@@ -162,13 +179,11 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     # One thread does everything with torch, from loading on: OpenMP keeps a pool per calling thread, and with two pools
     # on the cores of one it stops spinning between two operators, which makes a step half as slow again.
     engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
-    in_engine = asyncio.get_running_loop().run_in_executor
     own = await claim_device(config, context.instance, default_role, engine, context.stopping)
     if own is None:
         return  # asked to stop while every GPU was taken
     role = own.role
-    runner = await in_engine(engine, load_runner, config, threads, own)
-    await in_engine(engine, runner.warm_up)
+    runner = await load_ready_runner(config, threads, own, engine)
     if runner.device.type == "cuda":
         # UCX finds out what it can do, and moves bytes, on the event loop's thread: the device must be current there.
         torch.cuda.set_device(runner.device)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cohort.common.errors import TransferError
+from cohort.common.transport.uninterrupted import in_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +95,11 @@ def _address_of(view: memoryview) -> int:
 class HostStaging:
     """A page-locked host copy of a region for links that cannot read device memory; on the host the region itself.
 
-    `writable`: it will be received into, so nothing is copied out."""
+    Made by `of`, which copies in a thread: a copy of many blocks must not hold up the event loop.
+    """
 
     def __init__(self, buffer: Any, *, writable: bool) -> None:
+        """Blocks while device memory is copied out. `writable`: it will be received into, so nothing is."""
         self._device_tensor: Any = None
         region = region_of(buffer, writable=writable)
         if region.on_device:
@@ -110,7 +113,14 @@ class HostStaging:
         self.region = region
         self.view = region.host_view()
 
-    def finish_receive(self) -> None:
-        """Bring received bytes to the device."""
+    @classmethod
+    async def of(cls, buffer: Any, *, writable: bool) -> HostStaging:
+        """On return or raise, also when cancelled, nothing reads the buffer; memory of the host is not copied."""
+        if not region_of(buffer, writable=writable).on_device:
+            return cls(buffer, writable=writable)
+        return await in_thread(lambda: cls(buffer, writable=writable))
+
+    async def finish_receive(self) -> None:
+        """Bring received bytes to the device. On return, also when cancelled, nothing writes there any more."""
         if self._device_tensor is not None:
-            self._device_tensor.copy_(self.region.owner)
+            await in_thread(lambda: self._device_tensor.copy_(self.region.owner))

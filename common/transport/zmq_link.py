@@ -129,7 +129,7 @@ class ZmqLink:
         return self._address
 
     async def send(self, peer: bytes, tag: int, buffer: object, *, timeout_s: float) -> None:
-        staging = HostStaging(buffer, writable=False)
+        staging = await HostStaging.of(buffer, writable=False)
         target = self._peer(peer)
         self._transfers += 1
         sending = _Sending(tag, self._transfers, staging, self._loop.create_future())
@@ -150,11 +150,11 @@ class ZmqLink:
             await self._released(peer, target, sending)
 
     async def receive(self, tag: int, buffer: object, *, timeout_s: float) -> None:
+        staging = await HostStaging.of(buffer, writable=True)
         if self._closed:
             raise TransferError("zmq: the link is closed")
         if tag in self._receiving:
             raise TransferError(f"zmq: a receive for tag {tag} is posted already")
-        staging = HostStaging(buffer, writable=True)
         receiving = self._receiving[tag] = _Receiving(tag, staging, self._loop.create_future())
         ended = False
         try:
@@ -168,7 +168,7 @@ class ZmqLink:
             del self._receiving[tag]  # from here on nothing that arrives finds the buffer
             if not ended and receiving.source is not None:
                 self._answer(receiving.source, _Kind.ABORT, tag, 0)
-        staging.finish_receive()
+        await staging.finish_receive()
 
     def forget(self, peer: bytes) -> None:
         known = self._peers.pop(peer, None)

@@ -7,20 +7,17 @@ values of those rows together, in order; that costs a few bytes per key where at
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from cohort.kernels.attention_meta import AttentionMeta
 from cohort.kernels.gpu.attention_kernels import stage_rows
+from cohort.kernels.gpu.flash import flash_function, prefill_attention_name
 from cohort.kernels.gpu.plan import power_of_two_from
 
-_TILE_KEYS = 64
+__all__ = ["flash_prefill", "flash_serves", "prefill_attention_name", "stage"]
 
-# query, keys, values, where rows begin in either, most queries, most keys, scale, window → [T, Hq, D]
-Flash = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float, int], Tensor]
+_TILE_KEYS = 64
 
 
 def flash_prefill(
@@ -90,68 +87,3 @@ def stage(kv: Tensor, layer: int, meta: AttentionMeta, staging: Tensor, starts: 
         num_warps=4,
     )
     return keys, values
-
-
-@cache
-def flash_function() -> Flash:
-    """flash-attn's where it is installed, else the one inside PyTorch. Both let a row's last query see its last key."""
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError:
-        return _torch_flash
-
-    def flash(
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        query_starts: Tensor,
-        key_starts: Tensor,
-        max_queries: int,
-        max_keys: int,
-        scale: float,
-        window: int,
-    ) -> Tensor:
-        found: Tensor = flash_attn_varlen_func(
-            query,
-            keys,
-            values,
-            query_starts,
-            key_starts,
-            max_queries,
-            max_keys,
-            softmax_scale=scale,
-            causal=True,
-            window_size=(window - 1 if window else -1, 0 if window else -1),
-        )
-        return found
-
-    return flash
-
-
-def _torch_flash(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    max_queries: int,
-    max_keys: int,
-    scale: float,
-    window: int,
-) -> Tensor:
-    found: Tensor = torch.ops.aten._flash_attention_forward(
-        query,
-        keys,
-        values,
-        query_starts,
-        key_starts,
-        max_queries,
-        max_keys,
-        0.0,
-        True,
-        False,
-        scale=scale,
-        window_size_left=window - 1 if window else None,
-        window_size_right=0 if window else None,
-    )[0]
-    return found

@@ -12,7 +12,7 @@ import numpy as np
 from cohort.common.types import Slo
 from cohort.common.workloads.arrivals import AllAtOnce, RandomArrivals
 from cohort.common.workloads.changes import clip, together
-from cohort.common.workloads.generate import FromTrace, generate
+from cohort.common.workloads.generate import FromTrace, Source, generate
 from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload
 from cohort.common.workloads.papers import SHAPES
 from cohort.common.workloads.slos import ecoserve
@@ -37,11 +37,7 @@ def _part(part: Part, load: float, duration_s: float, seed: int) -> Workload:
     end_s = min(part.end_s or duration_s, duration_s)
     on_s = _time_on(part, max(0.0, end_s - part.start_s))
     rate = part.rate * (load if part.scaled else 1.0)
-    if part.paper:
-        name, lengths = part.paper, SHAPES[part.paper].lengths
-    else:
-        path = trace_file(part.trace)
-        name, lengths = path.name, FromTrace(_trace(path), path.name, resample=True)
+    name, lengths = _lengths(part)
     arrivals = AllAtOnce() if part.users else RandomArrivals(rate, part.cv)
     workload = generate(
         name,
@@ -62,6 +58,14 @@ def _part(part: Part, load: float, duration_s: float, seed: int) -> Workload:
         return replace(workload, items=items)
     users = ClosedLoopPart(part.users, items, start_s=part.start_s, until_s=end_s, in_batches=True)
     return replace(workload, items=(), closed_loop=(users,))
+
+
+def _lengths(part: Part) -> tuple[str, Source]:
+    """And their name."""
+    if part.paper:
+        return part.paper, SHAPES[part.paper].lengths
+    path = trace_file(part.trace)
+    return path.name, FromTrace(_trace(path), path.name, resample=True)
 
 
 def _slo(part: Part, item: WorkItem, ttft_s: float, tpot_s: float) -> Slo:

@@ -17,7 +17,7 @@ from cohort.common.engine.decode_classes import CaptureBudget
 from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.static_decode import DecodeOutput, PlainRecorder, Recorded
-from cohort.common.errors import ConfigError
+from cohort.common.errors import ConfigError, InvariantViolated
 from tests.common.engine.driver import (
     Driver,
     check_schedule,
@@ -176,3 +176,24 @@ def test_plain_recorder_runs_the_step_again() -> None:
     recorded = PlainRecorder().record(step)
     recorded.replay()
     assert (len(calls), recorded.cost_bytes) == (2, 0)
+
+
+def test_the_buffers_of_recorded_steps_are_never_made_anew(model_folder: Callable[[str], Path]) -> None:
+    """A larger step would free memory that a recorded one goes on writing into; where none is recorded it may."""
+    folder = model_folder("llama")
+    plain = device_runner(folder, share=DeviceShare(graphs=0))
+    recorded = device_runner(folder)
+    prompts = random_prompts([100] * (recorded.max_step_tokens // 100 + 1))
+    for runner, served in ((plain, True), (recorded, False)):
+        driver = Driver(runner)
+        for index, prompt in enumerate(prompts):
+            driver.add(str(index), prompt)
+        whole = [(name, driver.remaining(name)) for name in driver.requests]
+        if served:
+            assert len(driver.step(whole).tokens) == len(prompts)
+            continue
+        model: Any = runner._model
+        before = model._residual.data_ptr(), model._logits.data_ptr()
+        with pytest.raises(InvariantViolated, match="recorded steps hold"):
+            driver.step(whole)
+        assert (model._residual.data_ptr(), model._logits.data_ptr()) == before

@@ -6,7 +6,7 @@ import zlib
 
 import torch
 
-from cohort.common.engine.run_checksum import alike, crc32, weighted
+from cohort.common.engine.run_checksum import JOINED, alike, alike_all, crc32, weighted, weighted_all
 
 
 def some_bytes(size: int = 3 * 8192) -> torch.Tensor:
@@ -45,3 +45,15 @@ def test_the_receiver_sums_as_the_sender_did() -> None:
     data = some_bytes(4 * 37)
     for sent in (crc32(data), weighted(data)):
         assert alike(data, sent) == sent
+
+
+def test_many_at_once_are_the_same_sums() -> None:
+    datas = [some_bytes(4 * 37), some_bytes(8192), some_bytes(64)]
+    likes = [crc32(datas[0]), weighted(datas[1]), weighted(datas[2])]
+    assert weighted_all(datas) == [weighted(data) for data in datas]
+    assert alike_all(datas, likes) == likes
+    assert weighted_all([]) == alike_all([], []) == []
+
+
+def test_no_sum_looks_like_a_joined_run() -> None:
+    assert not any(form(some_bytes(4 * n)) & JOINED for n in range(1, 60) for form in (crc32, weighted))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from cohort.common.errors import TransferError
 from cohort.common.transport import ucx_link
 from cohort.common.transport.buffers import HostStaging, Region, region_of
 from cohort.common.transport.kv_link import KvLink
+from cohort.common.transport.zmq_link import ZmqLink
 
 
 class DeviceTensor:
@@ -72,13 +75,67 @@ def test_a_send_buffer_is_copied_out_once() -> None:
     assert (bytes(staging.view), tensor.copied_out) == (b"abcdefgh", 1)
 
 
-def test_a_receive_buffer_is_not_copied_out() -> None:
+async def test_a_receive_buffer_is_not_copied_out() -> None:
     tensor = DeviceTensor(b"abcdefgh")
     staging = HostStaging(tensor, writable=True)
     staging.view[:] = b"12345678"
     assert (bytes(tensor.content), tensor.copied_out) == (b"abcdefgh", 0)
-    staging.finish_receive()
+    await staging.finish_receive()
     assert bytes(tensor.content) == b"12345678"
+
+
+class SlowTensor(DeviceTensor):
+    """One kind of its copies ends when the test says so."""
+
+    def __init__(self, content: bytes, held: str = "") -> None:
+        super().__init__(content)
+        self.held = held
+        self.began, self.end = threading.Event(), threading.Event()
+
+    def new_empty(self, shape: tuple[int, ...], *, device: str, pin_memory: bool) -> HostTensor:
+        self._wait("out")
+        return super().new_empty(shape, device=device, pin_memory=pin_memory)
+
+    def copy_(self, source: HostTensor) -> None:
+        self._wait("in")
+        super().copy_(source)
+
+    def _wait(self, kind: str) -> None:
+        if kind == self.held:
+            self.began.set()
+            assert self.end.wait(20)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.parametrize("outward", [True, False])
+async def test_the_loop_turns_while_a_link_copies_between_device_and_host(
+    tmp_path: Path, outward: bool, cancelled: bool
+) -> None:
+    """Over the link that has to; cancelled, it returns only once the copy is over."""
+    link = ZmqLink(f"ipc://{tmp_path}/link")
+    source, target = SlowTensor(b"abcdefgh", "out" * outward), SlowTensor(bytes(8), "in" * (not outward))
+    try:
+        receiving = asyncio.create_task(link.receive(1, target, timeout_s=10.0))
+        sending = asyncio.create_task(link.send(link.address(), 1, source, timeout_s=10.0))
+        slow, held = (source, sending) if outward else (target, receiving)
+        while not slow.began.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        if cancelled:
+            held.cancel()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not held.done()
+        slow.end.set()
+        if cancelled:
+            await asyncio.wait([held])
+            assert held.cancelled()
+            receiving.cancel()
+            await asyncio.wait([sending, receiving])
+        else:
+            await asyncio.gather(sending, receiving)
+            assert bytes(target.content) == b"abcdefgh"
+    finally:
+        await link.close()
 
 
 async def test_ucx_looks_by_itself_while_device_memory_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:

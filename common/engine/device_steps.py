@@ -82,6 +82,7 @@ class DeviceSteps:
             spare_block=kv.spare_block,
             max_rows=max_rows,
             max_context=max_context,
+            vocabulary=geometry.vocab_size,
             device=device,
             workspace=self._workspace,
         )
@@ -118,18 +119,17 @@ class DeviceSteps:
             rows_class = self.decode.takes(batch)
             if rows_class is None:
                 logits = self._model.forward(self._inputs(batch), self._kv.blocks)
-                likeliest, states = logits.argmax(dim=-1), self._model.sampled_states
+                self._states = self._model.sampled_states
+                sampled = sample_on_device(logits, batch.sampling, self._uploads)
             else:
-                done = self.decode.run(batch, rows_class)
-                rows = batch.num_rows
-                logits, likeliest = done.logits[:rows], done.likeliest[:rows]
-                states = None if done.states is None else done.states[:rows]
-                if len(batch.sample_rows) < rows:  # a prompt's token that is not its last
+                states = self.decode.run(batch, rows_class).states
+                self._states = None if states is None else states[: batch.num_rows]
+                if (
+                    self._states is not None and len(batch.sample_rows) < batch.num_rows
+                ):  # prompt tokens before the last
                     (index,) = self._uploads.put([batch.sample_rows.astype("int64")])
-                    logits, likeliest = logits.index_select(0, index), likeliest.index_select(0, index)
-                    states = None if states is None else states.index_select(0, index)
-            self._states = states
-            sampled = sample_on_device(logits, likeliest, batch.sampling, self._uploads)
+                    self._states = self._states.index_select(0, index)
+                sampled = self.decode.results(batch)
             return Launched(sampled, self.stream.mark())
 
     def scoring_inputs(self, batch: StepBatch) -> StepInputs:
@@ -143,4 +143,6 @@ class DeviceSteps:
         return self._states
 
     def _inputs(self, batch: StepBatch) -> StepInputs:
-        return step_inputs(batch, self._kv.geometry.block_size, self._device, self._uploads, self._workspace)
+        return step_inputs(
+            batch, self._kv.geometry.block_size, self._device, self._uploads, self._workspace, self._max_rows
+        )

@@ -110,11 +110,10 @@ def _launch_everything(shape: Shape) -> None:
     out = torch.empty(rows, heads, shape.head_dim, dtype=shape.dtype)
     cos = torch.empty(64, shape.head_dim // 2)
     positions = torch.zeros(rows, dtype=torch.int64)
-    directions = tables.to(torch.uint8)  # without them the kernels are the same and a little less
-    meta = AttentionMeta(numbers, numbers[1:], tables, directions, block_size, 1, 0)
+    meta = AttentionMeta(numbers, numbers[1:], tables, None, block_size, 1, 0)
     plan = decode_plan(head_dim=shape.head_dim, element_bytes=kv.element_size(), multiprocessors=_MULTIPROCESSORS)
     attention.decode(query, kv, 1, meta, 1.0, out, 0, plan)
-    meta = AttentionMeta(numbers, numbers[1:], tables, directions, block_size, 512, rows, 0, 1024)
+    meta = AttentionMeta(numbers, numbers[1:], tables, None, block_size, 512, rows, 0, 1024)
     attention.prefill(query, kv, 1, meta, 1.0, out)
     prefill.stage(kv, 1, meta, torch.empty(2, 1024, shape.kv_heads, shape.head_dim, dtype=shape.dtype), numbers)
     tokens = torch.empty(rows, 2, 2, shape.kv_heads, shape.head_dim, dtype=shape.dtype)

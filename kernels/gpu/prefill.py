@@ -72,7 +72,6 @@ def stage(kv: Tensor, layer: int, meta: AttentionMeta, staging: Tensor, starts: 
         cache_layer,
         meta.context_lens,
         meta.block_tables,
-        meta.block_tables if meta.directions is None else meta.directions,
         keys,
         values,
         starts,
@@ -84,9 +83,8 @@ def stage(kv: Tensor, layer: int, meta: AttentionMeta, staging: Tensor, starts: 
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         PAD_DIM=power_of_two_from(head_dim),
-        PAD_ROWS=power_of_two_from(rows),
+        PAD_ROWS=power_of_two_from(max(rows, meta.pad_rows)),
         TILE_KEYS=_TILE_KEYS,
-        DIRECTED=meta.directions is not None,
         num_warps=4,
     )
     return keys, values

@@ -65,7 +65,7 @@ def _time(
         num_prefill_rows=0,
         max_context_len=context,
         workspace=workspace,
-    )
+    ).as_signed()
     query = torch.randn(rows, query_heads, head_dim, device=device).to(dtype)
     out = torch.empty_like(query)
 

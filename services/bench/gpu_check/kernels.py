@@ -96,7 +96,7 @@ def _attention(
         max_context_len=max(contexts),
         prefill_context=sum(contexts[:prefill]),
         workspace=workspace,
-    )
+    ).as_signed()
     query = torch.randn(sum(queries), query_heads, head_dim, device=device).to(dtype)
     ours, truth = torch.full_like(query, float("nan")), torch.empty(query.shape, device=device)
     scale = head_dim**-0.5

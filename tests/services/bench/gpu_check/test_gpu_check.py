@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -94,9 +95,9 @@ def test_a_wrong_kernel_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     right = kernels.paged_attention
 
     def wrong(query, kv, layer, meta, scale, out, *, sliding_window=0) -> None:  # type: ignore[no-untyped-def]
-        meta.directions, kept = None, meta.directions
-        right(query, kv, layer, meta, scale, out, sliding_window=sliding_window)
-        meta.directions = kept
+        tables, _ = meta.separate()
+        forgetful = dataclasses.replace(meta, block_tables=tables)
+        right(query, kv, layer, forgetful, scale, out, sliding_window=sliding_window)
 
     monkeypatch.setattr(kernels, "paged_attention", wrong)
     found = Findings("kernels", None)

@@ -232,6 +232,9 @@ class EngineMetrics:
         )
         self.device = make.gauge("worker_device", "1: this worker computes on that device of that host", ("device",))
         self.out_of_memory = make.counter("out_of_memory_retries", "Batches halved because the device refused memory")
+        self.kernel_compilations = make.counter(
+            "kernel_compilations", "Variants of GPU kernels compiled after the worker was ready; should stay 0"
+        )
         self.step_time_error = make.gauge(
             "step_time_error",
             "Mean relative error of foreseen iteration times, by kind: prefill, decode, mixed",

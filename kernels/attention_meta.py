@@ -39,9 +39,9 @@ class AttentionMeta:
     workspace: Workspace | None = None  # None = every call makes its own: never inside a CUDA graph
 
     signed: bool = False
-    """R7, R13 · Directions are in the tables: `~block` (below zero) is a block filled right to left. What kernels on a GPU
-    read, which load an entry and know its direction; the compiled kernels for processors read `directions`. Tables
-    without directions are both."""
+    """R7, R13 · Directions are in the tables: `~block` (below zero) is a block filled right to left. Kernels on a GPU
+    read these, and know a direction by the entry that they load anyway; the compiled kernels for processors read
+    `directions`. Tables without directions are both."""
 
     def as_signed(self) -> AttentionMeta:
         """The same rows with directions in the tables' signs."""

@@ -1,9 +1,9 @@
 """One token per row of logits: the one entry for engine and tests.
 
-Called by `common.engine.device_sampler`. Dispatches to Triton's kernel on a GPU, else to the torch reference below. Which
-rules apply to a row is data on the device, so that a recorded step serves any mixture of rows: penalties, bias, bans,
-then greedy, or temperature, top_k, top_p, min_p and a race in which every token left runs for an exponential time divided
-by its weight. The random numbers of a row follow from its seed and position alone (SplitMix64).
+Called by `common.engine.device_sampler`. Dispatches to Triton's kernel on a GPU, else to the torch reference below.
+Which rules apply to a row is data on the device, so that a recorded step serves any mixture of rows: penalties, bias,
+bans, then greedy, or temperature, top_k, top_p, min_p and a race in which every token left runs for an exponential time
+divided by its weight. The random numbers of a row follow from its seed and position alone (SplitMix64).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ EDIT_KINDS = 4
 class SamplingTables:
     """How each of S rows is sampled; tensors on the logits' device.
 
-    `temperatures` below `GREEDY_BELOW` are greedy. `top_ks` 0, `top_ps` 1 and `min_ps` 0 switch themselves off. `wants`:
-    -1 no log-probabilities, k >= 0 the sampled token's and those of the k likeliest.
+    `temperatures` below `GREEDY_BELOW` are greedy. `top_ks` 0, `top_ps` 1 and `min_ps` 0 switch themselves off.
+    `wants`: -1 no log-probabilities, k >= 0 the sampled token's and those of the k likeliest.
 
     Edits are (id, value) entries in order of rows, and in a row of kinds: repetition (a logit above 0 is divided by the
     value, else multiplied), presence and frequency (the value is subtracted), bias (added), bans. Entries of kind k of
@@ -65,7 +65,7 @@ class SampledRows:
             torch.empty(rows, dtype=torch.float32, device=device),
             torch.empty((rows, most), dtype=torch.int64, device=device),
             torch.empty((rows, most), dtype=torch.float32, device=device),
-            torch.empty((rows, SCRATCH_CELLS if device.type == "cuda" else 0), dtype=torch.int32, device=device),
+            torch.empty((rows, SCRATCH_CELLS), dtype=torch.int32, device=device),
         )
 
 
@@ -76,8 +76,8 @@ SCRATCH_CELLS = 1 << 13
 def sample_rows(logits: Tensor, tables: SamplingTables, out: SampledRows) -> None:
     """One token per row of float32 logits [S, vocabulary], which are afterwards as they were.
 
-    Tokens are those of `common.engine.sampler`, up to the last bits of a logarithm. A row in which no token can run (all
-    banned, or not numbers) gets its largest logit's; of equal ones the first, and NaN is larger than any number.
+    Tokens are those of `common.engine.sampler`, up to the last bits of a logarithm. A row in which no token can run
+    (all banned, or not numbers) gets its largest logit's; of equal ones the first, and NaN is larger than any number.
     """
     if (ops := gpu.ops_for(logits)) is not None:
         ops.sample_rows(logits, tables, out)

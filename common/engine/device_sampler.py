@@ -7,7 +7,7 @@ is launched, not awaited.
 
 Penalties: a request's history counts its tokens as they come (`TokenHistory`), so that a step costs a copy of the ids
 that differ, eight bytes each, and nothing is counted again. The counts do not stay on the device: there they would be
-one number per row and vocabulary entry (67 MB for 256 rows) that must follow every preemption and transfer of a request;
+one number per row and vocabulary entry (67 MB for 256 rows) that must follow a request through preemption and transfer;
 the copy, 16 KB for a history of 2,000 ids, runs beside the forward.
 """
 

@@ -27,6 +27,7 @@ from cohort.common.engine.static_decode import PlainRecorder, Recorder, StaticDe
 from cohort.common.engine.step_inputs import Model, StepInputs, step_inputs
 from cohort.common.engine.streams import CudaStream, Mark, Stream, stream_for
 from cohort.common.engine.uploads import Uploads
+from cohort.kernels.gpu import available as gpu
 from cohort.kernels.gpu.workspace import Workspace
 
 log = structlog.get_logger(__name__)
@@ -66,7 +67,8 @@ class DeviceSteps:
         self._uploads = Uploads(device)
         self._states: Tensor | None = None
         self._workspace: Workspace | None = None
-        if device.type == "cuda":
+        self._on_gpu = gpu.ops_for(kv.blocks) is not None
+        if self._on_gpu:
             self._workspace = Workspace(
                 max_rows=max_rows,
                 query_heads=geometry.num_heads,
@@ -88,6 +90,29 @@ class DeviceSteps:
         )
         if device.type == "cuda":  # weights and cache were written on another stream
             torch.cuda.synchronize(device)
+
+    def compile(self, threads: int) -> None:
+        """Compile every kernel that a step can launch, so that none of them is compiled while requests wait."""
+        if not self._on_gpu:
+            return
+        from cohort.kernels.gpu import variants
+
+        g = self._geometry
+        served = variants.Served(
+            query_heads=g.num_heads,
+            kv_heads=g.num_kv_heads,
+            head_dim=g.head_dim,
+            hidden=g.hidden_size,
+            inner=g.intermediate_size,
+            vocabulary=g.vocab_size,
+            dtype=self._kv.blocks.dtype,
+            block_size=self._kv.geometry.block_size,
+            rotary_half=g.head_dim // 2 if g.family == "llama" else 0,
+            windowed=frozenset(window > 0 for window in g.sliding_windows) or frozenset({False}),
+            layers=g.num_layers,
+        )
+        variants.compilations.watch()
+        variants.precompile(served, self._max_rows, self._device, threads)
 
     def record(self, budget_bytes: int) -> None:
         """Record the decode steps; nothing may be served meanwhile. Zero bytes: none are recorded."""

@@ -10,6 +10,7 @@ step computes.
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -187,11 +188,12 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run the step shapes that occur, so that the first request does not pay for code and caches being made.
 
-        Writes KV into the first blocks: call it before any request owns one. On a GPU this is also when the decode
-        steps are recorded.
+        Writes KV into the first blocks: call it before any request owns one. On a GPU this is also when kernels are
+        compiled and the decode steps recorded.
         """
         if self._device_steps is not None:
             with torch.inference_mode():
+                self._device_steps.compile(threads=min(16, os.cpu_count() or 1))
                 self._device_steps.record(self._graph_bytes)
         for rows, tokens_per_row in ((1, 1), (1, min(64, self.max_step_tokens)), (min(8, self.max_rows), 1)):
             batch = trial_batch(

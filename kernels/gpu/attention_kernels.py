@@ -2,9 +2,9 @@
 """Attention over the paged cache in Triton: walk keys, cut contexts into parts, merge the parts, gather for others.
 
 Launched by `attention` and `prefill`. They compute `reference.paged_attention`; where a token lies is R7, R13:
-position j of a context is in block j // BLOCK_SIZE of the row's table, in slot j % BLOCK_SIZE counted from the left, or,
-where the table holds ~block (a number below zero), from the right. So a direction costs no load of its own, and rows of
-both kinds take the same code.
+position j of a context is in block j // BLOCK_SIZE of the row's table, in slot j % BLOCK_SIZE counted from the left,
+or, where the table holds ~block (a number below zero), from the right. So a direction costs no load of its own, and
+rows of both kinds take the same code.
 
 A program serves the query heads of one kv head together (the rows of a tile are tokens × heads), so every key is read
 once. Scores are in units of log2, which is what `exp2` wants: `scale` comes multiplied by log2(e).
@@ -15,8 +15,8 @@ Triton reads annotations, so this file must not postpone them.
 import triton
 import triton.language as tl
 
-# Of these Triton compiles no variant for a 1 or a multiple of 16: they differ from step to step, and a variant that a step
-# is the first to meet would be compiled while every row of the worker waits.
+# Of these Triton compiles no variant for a 1 or a multiple of 16: they differ from step to step, and a variant that a
+# step is the first to meet would be compiled while every row of the worker waits.
 _VARYING = [
     *("first_row", "rows", "window", "items", "table_stride"),
     *("query_start", "context_lens", "block_tables", "starts"),

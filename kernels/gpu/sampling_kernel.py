@@ -16,12 +16,12 @@ row is data in device buffers, so one recorded launch serves any mixture of rows
 Penalties, bias and bans are applied to the row where it lies, after saving what they replace, and taken back at the
 end: nothing copies a row, and log-probabilities come from the raw logits.
 
-Cost, estimated, for 256 rows of 128,256 logits on an H200: a pass over all rows reads 131 MB, more than the second-level
-cache holds (50 MB), so 31 us from memory at 4.3 TB/s. Greedy takes one pass, temperature two, top_k or top_p four (three
-more where a bracket of the first pivots is still crowded). Arithmetic is more than that: some 12 instructions per logit
-for the maximum, 95 for a pass with pivots, 20 for the copy, 70 for the race, i.e. 80 or 200 of them per logit for
-temperature or top_p; 33 million logits at 132 x 128 lanes x 1.7 GHz and 60 % issue: 0.15 ms and 0.38 ms. Up to 132 rows
-run side by side, so fewer rows take half of that, not less.
+Cost, estimated, not measured, for 256 rows of 128,256 logits on an H200: a pass over all rows reads 131 MB, more than
+the second-level cache holds (50 MB), so 31 us from memory at 4.3 TB/s. Greedy takes one pass, temperature two, top_k or
+top_p four (up to three more where a bracket of the first pivots is still crowded). Arithmetic is more than that: some
+12 instructions per logit for the maximum, 95 for a pass with pivots, 20 for the copy, 70 for the race, i.e. 80 or 200
+per logit for temperature or top_p; 33 million logits at 132 x 128 lanes x 1.7 GHz and 60 % issue: 0.15 and 0.38 ms. Up
+to 132 rows run side by side, one per multiprocessor, so fewer rows take half of that, not less.
 
 Triton reads annotations, so this file must not postpone them.
 """
@@ -112,7 +112,7 @@ def _evenly(low, high):
 
 @triton.jit
 def _copy_bracket(row, vocab, top, low, high, scratch, LANES: tl.constexpr, VEC: tl.constexpr, SLOTS: tl.constexpr):
-    """Distances in (low, high] into scratch [SLOTS, LANES]; how many each lane has, more than SLOTS if some were lost."""
+    """Distances in (low, high] into scratch [SLOTS, LANES]; how many each lane has, above SLOTS where some are lost."""
     held = tl.zeros([LANES], tl.int32)
     lane = tl.arange(0, LANES)
     for first in range(0, vocab, LANES * VEC):
@@ -162,7 +162,7 @@ def _reach(
             counts += count
             masses += mass
         count_of, mass_of = tl.sum(counts, 1), tl.sum(masses, 1)
-        if BY_MASS:
+        if BY_MASS:  # known at compile time, unlike the second condition
             if passes == 0:
                 enough = wanted * tl.max(mass_of, 0)
         reached = (mass_of >= enough) | (pivots >= high)
@@ -272,10 +272,12 @@ def _normaliser(row, vocab, top, LANES: tl.constexpr, VEC: tl.constexpr):
     return tl.log(tl.sum(total, 0)).to(tl.float32)
 
 
-_BUFFERS = (
-    "seeds positions top_ps temperatures min_ps top_ks wants edit_starts edit_ids edit_values saved scratch tokens logprobs "
-    "top_ids top_logprobs most"
-).split()
+# Read one by one: whether they begin at a multiple of 16 bytes makes no variant.
+_BUFFERS = [
+    *("seeds", "positions", "top_ps", "temperatures", "min_ps", "top_ks", "wants"),
+    *("edit_starts", "edit_ids", "edit_values", "saved", "scratch"),
+    *("tokens", "logprobs", "top_ids", "top_logprobs", "most"),
+]
 
 
 @triton.jit(do_not_specialize=_BUFFERS)

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohort.common.engine.batch import GREEDY, SamplingRow, StepOutput
 from cohort.common.engine import counter_random, device_sampler
+from cohort.common.engine.batch import GREEDY, SamplingRow, StepOutput
 from cohort.common.engine.counter_random import exponentials
 from cohort.common.engine.device_sampler import StandingSampler, sample_on_device
 from cohort.common.engine.sampler import GREEDY_BELOW, NEGLIGIBLE, sample

@@ -32,8 +32,6 @@ def sampled(logits: torch.Tensor, rows: list[SamplingRow], **tiles: int) -> Step
     here = logits.to(DEVICE)
     tables = eager_tables(rows, logits.shape[1], Uploads(DEVICE))
     out = SampledRows.empty(len(rows), 20, DEVICE)
-    cells = torch.empty((len(rows), 1 << 13), dtype=torch.int32, device=DEVICE)
-    out = SampledRows(out.tokens, out.logprobs, out.top_ids, out.top_logprobs, cells)
     sampling.sample_rows(here, tables, out, **(tiles or TILES))
     assert torch.equal(here.cpu().view(torch.int32), logits.view(torch.int32)), "the logits must be as they were"
     return results(rows, out).output()

@@ -13,7 +13,7 @@ from triton import knobs
 
 from cohort.kernels.attention_meta import AttentionMeta
 from cohort.kernels.gpu.attention_kernels import decode_rows, merge_parts, prefill_rows
-from cohort.kernels.gpu.plan import DecodePlan, decode_plan, power_of_two_from, prefill_plan
+from cohort.kernels.gpu.plan import DecodePlan, decode_plan, padded_rows, power_of_two_from, prefill_plan
 from cohort.kernels.gpu.prefill import flash_prefill
 from cohort.kernels.gpu.workspace import multiprocessors
 
@@ -130,7 +130,7 @@ def decode(
         "KV_HEADS": kv_heads,
         "HEAD_DIM": head_dim,
         "PAD_DIM": padded(head_dim),
-        "PAD_ROWS": power_of_two_from(max(rows, meta.pad_rows)),
+        "PAD_ROWS": padded_rows(rows, meta.pad_rows),
         "TILE_KEYS": plan.tile_keys,
         "MIN_PART_KEYS": plan.min_part_keys,
         "WINDOWED": sliding_window > 0,

@@ -2,8 +2,8 @@
 
 Triton brings its own assembler, so machine code for any NVIDIA GPU can be made anywhere. Prints, for the models named
 below, each variant's registers, spills and shared memory; `--markdown` writes them as a table, `--all` adds heads of
-64, 128 and 256 in all three types. The interpreter proves what the kernels compute; this proves that a compiler takes them,
-as the engine calls them. Runs for people and tests; serving never calls it.
+64, 128 and 256 in all three types. The interpreter proves what the kernels compute; this proves that a compiler takes
+them, as the engine calls them. Runs for people and tests; serving never calls it.
 """
 
 from __future__ import annotations

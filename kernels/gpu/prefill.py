@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cohort.kernels.attention_meta import AttentionMeta
 from cohort.kernels.gpu.attention_kernels import stage_rows
-from cohort.kernels.gpu.plan import power_of_two_from
+from cohort.kernels.gpu.plan import padded_rows, power_of_two_from
 
 _TILE_KEYS = 64
 
@@ -83,7 +83,7 @@ def stage(kv: Tensor, layer: int, meta: AttentionMeta, staging: Tensor, starts: 
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         PAD_DIM=power_of_two_from(head_dim),
-        PAD_ROWS=power_of_two_from(max(rows, meta.pad_rows)),
+        PAD_ROWS=padded_rows(rows, meta.pad_rows),
         TILE_KEYS=_TILE_KEYS,
         num_warps=4,
     )

@@ -162,9 +162,8 @@ def _reach(
             counts += count
             masses += mass
         count_of, mass_of = tl.sum(counts, 1), tl.sum(masses, 1)
-        if BY_MASS:  # known at compile time, unlike the second condition
-            if passes == 0:
-                enough = wanted * tl.max(mass_of, 0)
+        if BY_MASS:
+            enough = tl.where(passes == 0, wanted * tl.max(mass_of, 0), enough)
         reached = (mass_of >= enough) | (pivots >= high)
         low = tl.max(tl.where(reached, low, pivots), 0)
         high = tl.min(tl.where(reached, pivots, high), 0)

@@ -3,8 +3,8 @@
 Triton compiles at the first launch of a variant, and every row of a worker would wait for it. So the variants are few
 and known: numbers that differ from step to step are never specialised on (`do_not_specialize` in the kernels), what is
 kept per row is compiled for powers of two, of which unrecorded steps use the largest only (`AttentionMeta.pad_rows`),
-and directions are data. Called by `common.engine.device_steps` at warm-up and by `compile_offline`; `compilations` counts
-what is compiled all the same.
+and directions are data. Called by `common.engine.device_steps` at warm-up and by `compile_offline`; `compilations`
+counts what is compiled all the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from cohort.kernels.attention_meta import AttentionMeta
 from cohort.kernels.gpu import attention, elementwise, prefill, sampling, slots
-from cohort.kernels.gpu.plan import DecodePlan, power_of_two_from
+from cohort.kernels.gpu.plan import DecodePlan, padded_rows
 from cohort.kernels.sampling import EDIT_KINDS, SampledRows, SamplingTables
 
 _log = structlog.get_logger(__name__)
@@ -52,8 +52,10 @@ class Served:
 
 
 def row_classes(max_rows: int) -> tuple[int, ...]:
-    """The numbers of rows that kernels are compiled for: powers of two up to the one that holds `max_rows`."""
-    return tuple(1 << power for power in range(power_of_two_from(max_rows).bit_length()))
+    """The numbers of rows that kernels are compiled for: powers of two from the least up to the one that holds
+    `max_rows`."""
+    most = padded_rows(max_rows)
+    return tuple(size for size in (1 << power for power in range(most.bit_length())) if size >= padded_rows(1))
 
 
 def launches(
@@ -63,7 +65,7 @@ def launches(
 
     The tensors are small and their content has no meaning: compile, but never run these.
     """
-    at_most = power_of_two_from(max_rows)
+    at_most = padded_rows(max_rows)
     step = _Tensors(served, device)
     for rows in row_classes(max_rows):
         for window in map(int, sorted(served.windowed)):

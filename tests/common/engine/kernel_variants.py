@@ -28,7 +28,7 @@ from cohort.kernels.gpu.compile_offline import AbsentGpu
 from cohort.kernels.slots import gather_slots, scatter_slots
 from tests.common.engine.driver import Driver, make_runner, random_prompts
 
-MAX_ROWS = 13  # no power of two, and odd: standing buffers do not begin at multiples of 16 bytes
+MAX_ROWS = 37  # no power of two, and odd: standing buffers do not begin at multiples of 16 bytes
 STEPS = 60
 
 

@@ -32,10 +32,10 @@ def test_warming_up_covers_a_mixed_workload(name: str, dtype: str, model_folder:
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["served_beyond_warmed"] == []
     assert found["warmed_beyond_named"] == []
-    assert found["recorded_rows"] == [1, 2, 4, 8, MAX_ROWS]
+    assert found["recorded_rows"] == [1, 2, 4, 8, 16, 24, 32, MAX_ROWS]
     named = Counter(found["named"])
     classes = len(variants.row_classes(MAX_ROWS))
-    assert named["decode_rows"] == named["merge_parts"] == classes == 5
+    assert named["decode_rows"] == named["merge_parts"] == classes == 3  # 16, 32, 64
     assert named["sample_rows"] == named["stage_rows"] == named["prefill_rows"] == 1
     assert named["_copy_tokens"] == 2
 

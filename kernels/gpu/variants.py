@@ -31,6 +31,7 @@ from cohort.kernels.sampling import EDIT_KINDS, SampledRows, SamplingTables
 _log = structlog.get_logger(__name__)
 
 Launch = Callable[[], None]
+_WIDE_WINDOW = 1 << 20  # wide enough for rows to be read in parts, which are merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +68,16 @@ def launches(
     """
     at_most = padded_rows(max_rows)
     step = _Tensors(served, device)
+    windows = [_WIDE_WINDOW if windowed else 0 for windowed in sorted(served.windowed)]
     for rows in row_classes(max_rows):
-        for window in map(int, sorted(served.windowed)):
+        for window in windows:
             for name, query, out in step.queries(rows):
                 meta = step.meta(rows, prefill_rows=0)
                 yield (
                     f"decode {name} {rows} rows, window {window}",
                     lambda q=query, o=out, m=meta, w=window: attention.decode(q, step.kv, 1, m, 1.0, o, w, plan),  # type: ignore[misc]
                 )
-    for window in map(int, sorted(served.windowed)):
+    for window in windows:
         for name, query, out in step.queries(at_most):
             meta = step.meta(at_most, prefill_rows=at_most)
             yield (

@@ -77,7 +77,7 @@ def mixed_workload(runner: Any, seed: int) -> None:
     )
     sampling: dict[str, SamplingRow] = {}
     for number in range(STEPS):
-        if len(driver_.requests) < MAX_ROWS and draw.random() < 0.5:
+        if len(driver_.requests) < MAX_ROWS:
             name = str(number)
             driver_.add(name, random_prompts([draw.randint(1, 40)], seed=number)[0])
             sampling[name] = draw.choice(kinds)
@@ -90,7 +90,9 @@ def main() -> None:
     folder, dtype = Path(sys.argv[1]), sys.argv[2]
     variants = Variants()
     as_on_a_gpu(variants)
-    runner = make_runner(folder, device_steps=True, dtype=dtype, max_rows=MAX_ROWS, share=DeviceShare(graphs=1 << 40))
+    runner = make_runner(
+        folder, device_steps=True, dtype=dtype, max_rows=MAX_ROWS, num_blocks=400, share=DeviceShare(graphs=1 << 40)
+    )
     steps: Any = runner._device_steps
     steps.compile(threads=2)
     named = set(variants.seen)

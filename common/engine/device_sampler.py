@@ -163,13 +163,15 @@ class StandingSampler:
         self._numbers: dict[str, np.ndarray] = {}
         there: list[Tensor] = []
         begin = 0
-        for name, dtype in (*_NUMBERS, ("starts", np.int32)):
+        layout: tuple[tuple[str, type[np.generic]], ...] = (*_NUMBERS, ("starts", np.int32))
+        for name, dtype in layout:
             count = EDIT_KINDS * rows + 1 if name == "starts" else rows
             end = begin + count * np.dtype(dtype).itemsize
             self._numbers[name] = self._host[begin:end].numpy().view(dtype)
             there.append(self._there[begin:end].view(torch.from_numpy(self._numbers[name]).dtype))
             begin = end
-        self._tables = SamplingTables(*there, ids, values, torch.empty_like(values))
+        there += [ids, values, torch.empty_like(values)]
+        self._tables = SamplingTables(*there)
         self._out = SampledRows.empty(rows, min(MOST_LOGPROBS, vocabulary), device)
         self._plain = 0  # so many first rows are known to be plainly greedy there
         self._fill_greedy()

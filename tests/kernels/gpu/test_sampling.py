@@ -78,8 +78,8 @@ def logits_for(vocabulary: int) -> st.SearchStrategy[torch.Tensor]:
     )
 
 
-@settings(max_examples=examples(0.8), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(data=st.data(), vocabulary=st.sampled_from([3, 32, 50]))
+@settings(max_examples=examples(0.25), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(data=st.data(), vocabulary=st.sampled_from([3, 32, 45]))
 def test_any_logits_any_parameters(data: st.DataObject, vocabulary: int) -> None:
     row = data.draw(rows_for(vocabulary))
     logits = data.draw(logits_for(vocabulary))[None]
@@ -92,7 +92,7 @@ def test_any_logits_any_parameters(data: st.DataObject, vocabulary: int) -> None
     assert sampled(logits, [row]).tokens.tolist() == expected.tokens.tolist()
 
 
-@settings(max_examples=examples(0.3), suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(0.12), suppress_health_check=[HealthCheck.too_slow])
 @given(rows=st.lists(rows_for(VOCABULARY), min_size=1, max_size=4), seed=st.integers(0, 1000))
 @example(rows=[GREEDY, SamplingRow(seed=3, position=5, temperature=1.0, top_p=0.9, top_k=60)], seed=0)
 def test_any_mixture_of_rows(rows: list[SamplingRow], seed: int) -> None:

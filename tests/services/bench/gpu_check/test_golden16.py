@@ -20,10 +20,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_bfloat16_agrees_at_every_clear_decision(model: Path) -> None:
-    found = golden16.agreement(model, "cpu", PROMPTS, outputs=8)
+    found = golden16.agreement(model, "cpu", PROMPTS, outputs=16)
     assert found.holds, found
     assert 0.0 < found.error < golden16.LARGEST_ERROR
-    assert found.clear >= 8
+    assert found.clear >= 6
 
 
 @pytest.mark.parametrize("fault", ["scale", "directions", "last key"])
@@ -35,7 +35,7 @@ def test_a_wrong_kernel_is_seen(model: Path, monkeypatch: pytest.MonkeyPatch, fa
             scale *= 1.5
         elif fault == "directions":
             meta = golden16.dataclasses.replace(meta, block_tables=meta.separate()[0])
-        else:
+        elif meta.max_query_len == 1:
             meta = golden16.dataclasses.replace(meta, context_lens=meta.context_lens - (meta.context_lens > 8).int())
         right(query, kv, layer, meta, scale, out, sliding_window=sliding_window)
 

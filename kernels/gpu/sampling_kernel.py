@@ -69,7 +69,7 @@ def _likeliest(row, vocab, below, LANES: tl.constexpr, VEC: tl.constexpr):
     As argmax has it, NaN is larger than any number, and the two zeros are equal.
     """
     best = tl.full([LANES], _NEVER, tl.int64)
-    # Four loads at a time: little is computed meanwhile, and 8 KiB on their way would be a quarter of what memory gives.
+    # Four loads at a time: little is computed meanwhile, and 8 KiB on their way are a quarter of what memory gives.
     for first in range(0, vocab, LANES * VEC * 4):
         index, there, logit = _logits(row, first, vocab, LANES, VEC * 4)
         bits = logit.to(tl.int32, bitcast=True)

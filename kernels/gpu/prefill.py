@@ -17,7 +17,7 @@ from cohort.kernels.attention_meta import AttentionMeta
 from cohort.kernels.gpu.attention_kernels import stage_rows
 from cohort.kernels.gpu.plan import padded_rows, power_of_two_from
 
-_TILE_KEYS = 64
+_TILE_BYTES = 32768  # of keys: a program holds as many values beside them, in registers
 
 # query, keys, values, where rows begin in either, most queries, most keys, scale, window → [T, Hq, D]
 Flash = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float, int], Tensor]
@@ -67,8 +67,9 @@ def stage(kv: Tensor, layer: int, meta: AttentionMeta, staging: Tensor, starts: 
     _, _, kv_heads, block_size, head_dim = cache_layer.shape
     rows, total = meta.num_prefill_rows, meta.prefill_context
     keys, values = staging[0, :total], staging[1, :total]
+    tile_keys = min(64, _TILE_BYTES // (power_of_two_from(head_dim) * kv.element_size()))
     longest = min(total, meta.max_context_len or meta.block_tables.shape[1] * meta.block_size)
-    stage_rows[(kv_heads, rows, -(-longest // _TILE_KEYS))](
+    stage_rows[(kv_heads, rows, -(-longest // tile_keys))](
         cache_layer,
         meta.context_lens,
         meta.block_tables,
@@ -84,7 +85,7 @@ def stage(kv: Tensor, layer: int, meta: AttentionMeta, staging: Tensor, starts: 
         HEAD_DIM=head_dim,
         PAD_DIM=power_of_two_from(head_dim),
         PAD_ROWS=padded_rows(rows, meta.pad_rows),
-        TILE_KEYS=_TILE_KEYS,
+        TILE_KEYS=tile_keys,
         num_warps=4,
     )
     return keys, values

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from triton import knobs
 from triton.runtime.driver import driver
 
+from cohort.common.engine import linear
 from cohort.common.engine.batch import GREEDY, SamplingRow
 from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.sampling_inputs import TokenHistory
@@ -37,9 +39,12 @@ class Variants:
 
     def __init__(self) -> None:
         self.seen: set[tuple[str, str]] = set()
+        self.launches: Counter[str] = Counter()
 
     def __call__(self, **facts: Any) -> bool:
-        self.seen.add((facts["fn"].name, facts["compile"]["key"]))
+        name = facts["fn"].name.rpartition(".")[2]
+        self.seen.add((name, facts["compile"]["key"]))
+        self.launches[name] += 1
         return True
 
 
@@ -47,6 +52,7 @@ def as_on_a_gpu(variants: Variants) -> None:
     driver.set_active(AbsentGpu(90))
     knobs.runtime.jit_cache_hook = variants
     native.ops_for = lambda tensor: None  # type: ignore[assignment]
+    linear.linear_form = lambda *shape: "plain"  # no packed weights, hence layer by layer
     available.ops_for = lambda tensor: operators  # type: ignore[assignment]
     prefill.flash_function = lambda: lambda query, *others: query  # type: ignore[assignment]
 
@@ -98,6 +104,7 @@ def main() -> None:
     named = set(variants.seen)
     runner.warm_up()
     warmed = set(variants.seen)
+    variants.launches.clear()
     for flash in (True, False):
         prefill.flash_serves = lambda query, flash=flash: flash  # type: ignore[assignment, misc]
         for seed in range(2):
@@ -111,6 +118,7 @@ def main() -> None:
             "named": sorted(name for name, _ in named),
             "recorded_rows": list(steps.decode.classes),
             "warmed_beyond_named": sorted(name for name, _ in warmed - named),
+            "launched": variants.launches,
             "served_beyond_warmed": sorted(name for name, _ in variants.seen - warmed),
         },
         sys.stdout,

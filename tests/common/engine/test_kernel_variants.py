@@ -30,6 +30,9 @@ def test_warming_up_covers_a_mixed_workload(name: str, dtype: str, model_folder:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
+    layers, launched = 3, found["launched"]
+    assert min(launched["decode_rows"], launched["prefill_rows"], launched["sample_rows"]) > 30 * layers, launched
+    assert (launched.get("_store_kv", 0) > 100 * layers) and (launched.get("stage_rows", 0) > 10 * layers), launched
     assert found["served_beyond_warmed"] == []
     assert found["warmed_beyond_named"] == []
     assert found["recorded_rows"] == [1, 2, 4, 8, 16, 24, 32, MAX_ROWS]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
+from cohort.common.engine import compiled_kernels
 from cohort.common.engine.worker_metrics import WorkerMetrics
 from cohort.common.metrics import MetricFactory
 from cohort.common.types import Role
@@ -28,3 +29,15 @@ def test_the_error_of_learned_iteration_times_is_exported_by_kind() -> None:
         labels = {"model_name": "m", "instance": "unified", "kind": kind}
         exported = registry.get_sample_value("cohort_step_time_error", labels)
         assert exported == pytest.approx(shown[f"step_time_error_{kind}"])
+
+
+def test_kernels_compiled_after_the_worker_was_ready_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = [17]  # while it warmed up
+    monkeypatch.setattr(compiled_kernels, "compilations", lambda: compiled[0])
+    registry, worker = CollectorRegistry(), machine(Role.UNIFIED)
+    metrics = WorkerMetrics(MetricFactory(registry, model_name="m", instance="unified"), worker, lambda: 0)
+    labels = {"model_name": "m", "instance": "unified"}
+    for total, later in ((17, 0), (19, 2), (19, 2)):
+        compiled[0] = total
+        metrics.export(worker.stats(0), 0)
+        assert registry.get_sample_value("cohort_kernel_compilations_total", labels) == later

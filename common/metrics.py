@@ -240,6 +240,9 @@ class EngineMetrics:
             "decode_classes_recorded", "Batch sizes whose decode steps are recorded as CUDA graphs; 0 = none is"
         )
         self.out_of_memory = make.counter("out_of_memory_retries", "Batches halved because the device refused memory")
+        self.kernel_compilations = make.counter(
+            "kernel_compilations", "Variants of GPU kernels compiled after the worker was ready; should stay 0"
+        )
         self.step_time_error = make.gauge(
             "step_time_error",
             "Mean relative error of foreseen iteration times, by kind: prefill, decode, mixed",

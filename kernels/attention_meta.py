@@ -5,9 +5,11 @@ Built by the engine once per step and used by all layers. Holds tensors, decides
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ class AttentionMeta:
 
     query_start: Tensor  # int32 [R+1], prefix sums of tokens per row
     context_lens: Tensor  # int32 [R], KV length after this step
-    block_tables: Tensor  # int32 [R, M]; entries past a row's context are never read
+    block_tables: Tensor  # int32 [R, M]; entries past a row's context are never read; with signs, if `signed`
     directions: Tensor | None  # uint8 [R, M], 1 = block filled right to left (R7, R13); None = all left to right
     block_size: int
     max_query_len: int
@@ -33,4 +35,25 @@ class AttentionMeta:
     # For kernels on a GPU, which must not ask the device; others ignore them.
     max_context_len: int = 0  # no row's context is longer; 0 = as long as the tables are wide
     prefill_context: int = 0  # sum of the prefill rows' context_lens; 0 = unknown, they are read where they lie
+    pad_rows: int = 0  # kernels that keep something per row are compiled for this many at least
     workspace: Workspace | None = None  # None = every call makes its own: never inside a CUDA graph
+
+    signed: bool = False
+    """R7, R13 · Directions are in the tables: `~block` (below zero) is a block filled right to left. Kernels on a GPU
+    read these, and know a direction by the entry that they load anyway; the compiled kernels for processors read
+    `directions`. Tables without directions are both."""
+
+    def as_signed(self) -> AttentionMeta:
+        """The same rows with directions in the tables' signs."""
+        if self.signed:
+            return self
+        tables = self.block_tables
+        if self.directions is not None:
+            tables = torch.where(self.directions.bool(), ~tables, tables)
+        return dataclasses.replace(self, block_tables=tables, directions=None, signed=True)
+
+    def separate(self) -> tuple[Tensor, Tensor | None]:
+        """Tables without signs, and directions beside them."""
+        if not self.signed:
+            return self.block_tables, self.directions
+        return self.block_tables ^ (self.block_tables >> 31), (self.block_tables < 0).to(torch.uint8)

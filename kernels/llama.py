@@ -67,6 +67,7 @@ class LayerStack:
 
     def run(self, buffers: StepBuffers, positions: Tensor, slots: Tensor, meta: AttentionMeta, kv: Tensor) -> None:
         """One step: writes its keys and values into `kv` and moves the residual on."""
+        tables, directions = meta.separate()
         self._op(
             *self._weights,
             *self._constants,
@@ -74,8 +75,8 @@ class LayerStack:
             slots,
             meta.query_start,
             meta.context_lens,
-            meta.block_tables,
-            meta.directions,
+            tables,
+            directions,
             kv,
             buffers.residual,
             buffers.normed,

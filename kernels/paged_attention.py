@@ -24,17 +24,9 @@ def paged_attention(
     w positions, the query's own included.
     """
     if (ops := native.ops_for(kv)) is not None:
+        tables, directions = meta.separate()
         ops.paged_attention(
-            query,
-            kv,
-            layer,
-            meta.query_start,
-            meta.context_lens,
-            meta.block_tables,
-            meta.directions,
-            scale,
-            out,
-            sliding_window,
+            query, kv, layer, meta.query_start, meta.context_lens, tables, directions, scale, out, sliding_window
         )
     elif (ops := gpu.ops_for(kv)) is not None:
         ops.paged_attention(query, kv, layer, meta, scale, out, sliding_window=sliding_window)

@@ -21,13 +21,17 @@ if TYPE_CHECKING:
 def row_slots(meta: AttentionMeta, row: int, context_len: int) -> tuple[Tensor, Tensor]:
     """Block id and slot inside the block of each of the row's first `context_len` tokens.
 
-    R7, R13 · In a block whose direction is 1 the j-th token lies in slot block_size - 1 - j.
+    R7, R13 · In a block whose direction is 1, or that stands as ~block in signed tables, the j-th token lies in slot
+    block_size - 1 - j.
     """
     position = torch.arange(context_len, device=meta.block_tables.device)
     index = position // meta.block_size
     offset = position % meta.block_size
     block = meta.block_tables[row, index].long()
-    if meta.directions is not None:
+    if meta.signed:
+        offset = torch.where(block < 0, meta.block_size - 1 - offset, offset)
+        block = block ^ (block >> 63)
+    elif meta.directions is not None:
         reverse = meta.directions[row, index].bool()
         offset = torch.where(reverse, meta.block_size - 1 - offset, offset)
     return block, offset

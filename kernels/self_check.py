@@ -41,9 +41,9 @@ def _attention_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) ->
     query = torch.randn(21, kv_heads * group, head_dim, generator=random).to(dtype)
     ours, truth = torch.empty_like(query), torch.empty_like(query)
     scale = head_dim**-0.5
-    ops.paged_attention(
-        query, kv, 0, meta.query_start, meta.context_lens, meta.block_tables, meta.directions, scale, ours, 0
-    )
+    # through the signs, which tables on a GPU carry, and back
+    tables, directions = meta.as_signed().separate()
+    ops.paged_attention(query, kv, 0, meta.query_start, meta.context_lens, tables, directions, scale, ours, 0)
     reference.paged_attention(query, kv, 0, meta, scale, truth)
     return _differs(ours, truth)
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from cohort.common.engine.model_config import ModelGeometry
 
-SAMPLER_BYTES = 1 << 29
-"""Memory for sampling tokens beside the logits; `device_sampler` cuts its batch into pieces of this size."""
+SAMPLER_BYTES = 1 << 27
+"""Memory for sampling tokens beside the logits: tables, results and 32 KiB a row for the search, twice (recorded steps
+keep theirs), and penalised ids."""
 
 STAGING_TOKENS = 32768
 """Positions of prefill rows whose keys and values are gathered for flash attention; more read the paged cache."""

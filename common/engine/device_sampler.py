@@ -1,9 +1,14 @@
-"""Draws the next tokens of a whole batch on the device: `sampler`'s rules as operations over all rows at once.
+"""Samples the next tokens of a whole batch on the device: host rows into the tables of `kernels.sampling`, and back.
 
-Called by `device_steps`. Same order (penalties, bias, bans, temperature, top_k, top_p, min_p, the race), same random
-numbers, so the same tokens as `sampler.sample` on the same logits, up to the last bits of a logarithm. Asks the device
-for nothing: a row's parameters are known on the host, and the answer stays where the logits are until
-`SampledOnDevice.download`.
+Called by `static_decode`, which has the sampler in its recorded steps, over standing tables (`StandingSampler`), and by
+`device_steps` for all other steps (`sample_on_device`). Same rules and random numbers as `sampler`, so the same tokens,
+up to the last bits of a logarithm. Asks the device for nothing: results stay there until their copy to the host, which
+is launched, not awaited.
+
+Penalties: a request's history counts its tokens as they come (`TokenHistory`), so that a step costs a copy of the ids
+that differ, eight bytes each, and nothing is counted again. The counts do not stay on the device: there they would be
+one number per row and vocabulary entry (67 MB for 256 rows) that must follow a request through preemption and transfer;
+the copy, 16 KB for a history of 2,000 ids, runs beside the forward.
 """
 
 from __future__ import annotations
@@ -16,13 +21,27 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cohort.common.engine.batch import SamplingRow, StepOutput, TokenLogprobs
-from cohort.common.engine.counter_random import GOLDEN, MIX_1, MIX_2, sample_key
-from cohort.common.engine.device_memory import SAMPLER_BYTES
-from cohort.common.engine.sampler import GREEDY_BELOW, NEGLIGIBLE
+from cohort.common.engine.batch import GREEDY, SamplingRow, StepOutput, TokenLogprobs
 from cohort.common.engine.uploads import Uploads, host_bytes
+from cohort.kernels.sampling import EDIT_KINDS, SampledRows, SamplingTables, sample_rows
 
-_BYTES_PER_LOGIT = 64  # working copy, distance, weights, sorted weights, order, sums, random bits, times
+MOST_LOGPROBS = 20
+"""Likeliest tokens per row that a recorded step has memory for; a step that wants more runs unrecorded."""
+
+STANDING_EDITS = 1 << 20
+"""Penalised, biased and banned ids of all rows that a recorded step has memory for, 12 bytes each."""
+
+_NUMBERS: tuple[tuple[str, type[np.generic]], ...] = (
+    ("seeds", np.int64),
+    ("positions", np.int64),
+    ("top_ps", np.float64),
+    ("temperatures", np.float32),
+    ("min_ps", np.float32),
+    ("top_ks", np.int32),
+    ("wants", np.int32),
+)
+
+Edits = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.float32]]  # starts, ids, values
 
 
 @dataclass(slots=True)
@@ -31,52 +50,98 @@ class SampledOnDevice:
 
     rows: Sequence[SamplingRow]
     tokens: Tensor  # int64 [S], host
-    scored: list[int]  # rows that want log-probabilities
-    logprobs: Tensor | None  # float32 [scored], host
-    top_ids: Tensor | None  # int64 [scored, most wanted], host
-    top_logprobs: Tensor | None  # float32 [scored, most wanted], host
+    logprobs: Tensor | None = None  # float32 [S], host; None: no row wants any
+    top_ids: Tensor | None = None  # int64 [S, most], host
+    top_logprobs: Tensor | None = None  # float32 [S, most], host
+    places: npt.NDArray[np.int64] | None = None  # where the sampled rows stand among S; None: they are all, in order
 
     def output(self) -> StepOutput:
         """After the copies to the host are done."""
+        tokens = self.tokens.numpy()
+        places = range(len(self.rows)) if self.places is None else self.places.tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(self.rows)
-        if self.scored and self.logprobs is not None and self.top_ids is not None and self.top_logprobs is not None:
-            answers = zip(
-                self.scored, self.logprobs.tolist(), self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True
-            )
-            for row, logprob, ids, values in answers:
-                top = self.rows[row].logprobs
-                logprobs[row] = TokenLogprobs(logprob, tuple(ids[:top]), tuple(values[:top]))
-        return StepOutput(tokens=self.tokens.numpy().copy(), logprobs=tuple(logprobs))
+        if self.logprobs is not None and self.top_ids is not None and self.top_logprobs is not None:
+            for index, (place, row) in enumerate(zip(places, self.rows, strict=True)):
+                if (top := row.logprobs) >= 0:
+                    ids, values = self.top_ids[place, :top].tolist(), self.top_logprobs[place, :top].tolist()
+                    logprobs[index] = TokenLogprobs(float(self.logprobs[place]), tuple(ids), tuple(values))
+        sampled = tokens.copy() if self.places is None else tokens[self.places]
+        return StepOutput(tokens=sampled, logprobs=tuple(logprobs))
 
 
-def sample_on_device(
-    logits: Tensor, likeliest: Tensor, rows: Sequence[SamplingRow], uploads: Uploads
+def sample_on_device(logits: Tensor, rows: Sequence[SamplingRow], uploads: Uploads) -> SampledOnDevice:
+    """One token per row of float32 logits [S, vocabulary], which are afterwards as they were."""
+    out = SampledRows.empty(len(rows), max([1, *(row.logprobs for row in rows)]), logits.device)
+    if rows:
+        sample_rows(logits, eager_tables(rows, logits.shape[1], uploads), out)
+    return results(rows, out)
+
+
+def results(
+    rows: Sequence[SamplingRow], out: SampledRows, places: npt.NDArray[np.int64] | None = None
 ) -> SampledOnDevice:
-    """One token per row of float32 logits [S, vocabulary], whose largest are `likeliest` [S]; copies to the host are
-    launched, not awaited."""
-    tokens = likeliest
-    stochastic = [index for index, row in enumerate(rows) if not row.plain_greedy]
-    if stochastic:
-        tokens = tokens.clone()
-        at_once = max(1, SAMPLER_BYTES // (_BYTES_PER_LOGIT * logits.shape[1]))
-        for start in range(0, len(stochastic), at_once):
-            part = stochastic[start : start + at_once]
-            (index,) = uploads.put([np.array(part, dtype=np.int64)])
-            tokens[index] = _sample(logits.index_select(0, index), [rows[each] for each in part], uploads)
-    scored = [index for index, row in enumerate(rows) if row.logprobs >= 0]
-    sampled = SampledOnDevice(rows, _to_host(tokens), scored, None, None, None)
-    if scored:
-        (index,) = uploads.put([np.array(scored, dtype=np.int64)])
-        chosen, ids, values = _score(logits, tokens, index, max(rows[each].logprobs for each in scored))
-        sampled.logprobs, sampled.top_ids, sampled.top_logprobs = _to_host(chosen), _to_host(ids), _to_host(values)
+    """Launch the copies to the host of what `rows` want; `places`, where they stand among the rows of `out`."""
+    sampled = SampledOnDevice(rows, _to_host(out.tokens), places=places)
+    if any(row.logprobs >= 0 for row in rows):
+        sampled.logprobs = _to_host(out.logprobs)
+        sampled.top_ids, sampled.top_logprobs = _to_host(out.top_ids), _to_host(out.top_logprobs)
     return sampled
 
 
-def _score(logits: Tensor, tokens: Tensor, index: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the rows `index`: the sampled token's log-probability, and the `top` likeliest ids with theirs."""
-    logprobs = logits.index_select(0, index).log_softmax(dim=-1)
-    values, ids = logprobs.topk(min(top, logprobs.shape[1]), dim=-1)
-    return logprobs.gather(1, tokens.index_select(0, index)[:, None])[:, 0], ids, values
+def eager_tables(rows: Sequence[SamplingRow], vocabulary: int, uploads: Uploads) -> SamplingTables:
+    """The tables of these rows, in one copy to the device; they hold until the uploads restart."""
+    numbers = {name: np.empty(len(rows), dtype=dtype) for name, dtype in _NUMBERS}
+    _write_numbers(numbers, rows, vocabulary)
+    starts, ids, values = edits_of(rows, vocabulary)
+    arrays: list[npt.NDArray[np.generic]] = [*numbers.values(), starts, ids, values, np.empty_like(values)]
+    return SamplingTables(*uploads.put(arrays))
+
+
+def edits_of(rows: Sequence[SamplingRow], vocabulary: int) -> Edits:
+    """Penalties, then bias, then bans, as `SamplingTables` has them."""
+    counts = np.zeros(EDIT_KINDS * len(rows) + 1, dtype=np.int32)
+    ids: list[npt.NDArray[np.integer]] = []
+    values: list[npt.NDArray[np.floating]] = []
+
+    def add(row: int, kind: int, these: npt.NDArray[np.integer], amounts: npt.NDArray[np.floating]) -> None:
+        counts[EDIT_KINDS * row + kind + 1] = len(these)
+        ids.append(these)
+        values.append(amounts)
+
+    for index, row in enumerate(rows):
+        if row.penalised and row.history is not None:
+            if row.repetition_penalty != 1.0:
+                add(index, 0, row.history.seen, np.full(len(row.history.seen), row.repetition_penalty, np.float32))
+            if row.history.output_tokens and (row.presence_penalty != 0.0 or row.frequency_penalty != 0.0):
+                said, often = row.history.said
+                add(index, 1, said, row.presence_penalty + row.frequency_penalty * often)
+        if row.logit_bias is not None:
+            add(index, 2, *row.logit_bias.within(vocabulary))
+        if row.banned:
+            banned = np.unique([token for token in row.banned if 0 <= token < vocabulary]).astype(np.int32)
+            add(index, 3, banned, np.zeros(len(banned), dtype=np.float32))
+    if not ids:
+        return counts, np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
+    return np.cumsum(counts, dtype=np.int32), np.concatenate(ids).astype(np.int32), _float32(values)
+
+
+def _float32(values: list[npt.NDArray[np.floating]]) -> npt.NDArray[np.float32]:
+    return np.concatenate(values).astype(np.float32)
+
+
+def _write_numbers(numbers: dict[str, np.ndarray], rows: Sequence[SamplingRow], vocabulary: int) -> None:
+    """The first `len(rows)` elements of each array."""
+    count = len(rows)
+    numbers["seeds"][:count] = np.array([row.seed & (1 << 64) - 1 for row in rows], dtype=np.uint64).view(np.int64)
+    for name, field in (
+        ("positions", "position"),
+        ("top_ps", "top_p"),
+        ("temperatures", "temperature"),
+        ("min_ps", "min_p"),
+    ):
+        numbers[name][:count] = [getattr(row, field) for row in rows]
+    numbers["top_ks"][:count] = [min(max(row.top_k, 0), vocabulary) for row in rows]
+    numbers["wants"][:count] = [min(row.logprobs, vocabulary) for row in rows]
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -84,128 +149,79 @@ def _to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _sample(logits: Tensor, rows: Sequence[SamplingRow], uploads: Uploads) -> Tensor:
-    """int64 [n] for logits [n, vocabulary], which are ours to change."""
-    vocab = logits.shape[1]
-    _adjust(logits, rows, uploads)
-    numbers = np.array([(max(row.temperature, GREEDY_BELOW), row.min_p) for row in rows], dtype=np.float32).reshape(
-        len(rows), 2
-    )
-    keys = np.array([sample_key(row.seed, row.position) for row in rows], dtype=np.uint64).view(np.int64)
-    hot = np.array([row.temperature >= GREEDY_BELOW for row in rows])
-    device_numbers, device_keys, device_hot = uploads.put([numbers, keys, hot])
-    temperature, min_p = device_numbers[:, :1], device_numbers[:, 1:]
+class StandingSampler:
+    """Tables and results at fixed addresses, for steps that are recorded once and replayed. One step at a time."""
 
-    distance = logits.amax(dim=-1, keepdim=True) - logits
-    weights = (distance / -temperature).exp_()
-    weights = _nearest(distance, weights, rows, uploads)
-    if any(row.min_p > 0.0 for row in rows):
-        weights = torch.where(weights >= min_p, weights, 0.0)
-    raced = _race(weights, device_keys)
-    # Below a certain temperature only the maximum is left; also where the race would find none (all are banned).
-    greedy = logits.argmax(dim=-1)
-    if hot.all():
-        return raced
-    return torch.where(device_hot, raced, greedy) if vocab else greedy
+    def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
+        self._rows, self._vocabulary = rows, vocabulary
+        size = sum(rows * np.dtype(dtype).itemsize for _, dtype in _NUMBERS) + 4 * (EDIT_KINDS * rows + 1)
+        self._host = host_bytes(size, device)
+        self._there = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._edits_host = host_bytes(8 * STANDING_EDITS, device).view(torch.int32).view(2, STANDING_EDITS)
+        ids = torch.zeros(STANDING_EDITS, dtype=torch.int32, device=device)
+        values = torch.zeros(STANDING_EDITS, dtype=torch.float32, device=device)
+        self._numbers: dict[str, np.ndarray] = {}
+        there: list[Tensor] = []
+        begin = 0
+        layout: tuple[tuple[str, type[np.generic]], ...] = (*_NUMBERS, ("starts", np.int32))
+        for name, dtype in layout:
+            count = EDIT_KINDS * rows + 1 if name == "starts" else rows
+            end = begin + count * np.dtype(dtype).itemsize
+            self._numbers[name] = self._host[begin:end].numpy().view(dtype)
+            there.append(self._there[begin:end].view(torch.from_numpy(self._numbers[name]).dtype))
+            begin = end
+        there += [ids, values, torch.empty_like(values)]
+        self._tables = SamplingTables(*there)
+        self._out = SampledRows.empty(rows, min(MOST_LOGPROBS, vocabulary), device)
+        self._plain = 0  # so many first rows are known to be plainly greedy there
+        self._fill_greedy()
 
+    def takes(self, rows: Sequence[SamplingRow]) -> bool:
+        """Whether the tables have memory for what these rows want."""
+        edits = 0
+        for row in rows:
+            if row.logprobs > MOST_LOGPROBS:
+                return False
+            if row.history is not None:
+                edits += len(row.history.seen) + len(row.history.said[0])
+            if row.logit_bias is not None:
+                edits += len(row.logit_bias.ids)
+            edits += len(row.banned)
+        return edits <= STANDING_EDITS
 
-def _adjust(logits: Tensor, rows: Sequence[SamplingRow], uploads: Uploads) -> None:
-    """Penalties, then bias, then bans, as `sampler` applies them."""
-    vocab = logits.shape[1]
-    seen = _Entries()
-    said = _Entries()
-    biased = _Entries()
-    banned = _Entries()
-    for index, row in enumerate(rows):
-        if row.penalised and row.history is not None:
-            if row.repetition_penalty != 1.0:
-                ids = row.history.seen
-                seen.add(index, ids, np.full(len(ids), row.repetition_penalty))
-            if row.history.output_tokens and (row.presence_penalty != 0.0 or row.frequency_penalty != 0.0):
-                unique, counts = row.history.said
-                said.add(index, unique, row.presence_penalty + row.frequency_penalty * counts)
-        if row.logit_bias is not None:
-            biased.add(index, *row.logit_bias.within(vocab))
-        if row.banned:
-            ids = np.unique([token for token in row.banned if 0 <= token < vocab]).astype(np.int64)
-            banned.add(index, ids, np.zeros(len(ids)))
-    flat = logits.view(-1)
-    if seen:
-        where, penalty = uploads.put(seen.arrays(vocab))
-        values = flat[where]
-        flat[where] = torch.where(values > 0, values / penalty, values * penalty)
-    if said:
-        where, penalty = uploads.put(said.arrays(vocab))
-        flat[where] -= penalty
-    if biased:
-        where, bias = uploads.put(biased.arrays(vocab))
-        flat[where] += bias
-    if banned:
-        (where,) = uploads.put(banned.arrays(vocab)[:1])
-        flat[where] = float("-inf")
+    def fill(self, sampling: Sequence[SamplingRow], places: npt.NDArray[np.integer], rows: int) -> None:
+        """For a step of `rows` rows: those at `places` are sampled as `sampling` says, the others are not looked at."""
+        if self._plain >= rows and all(row.plain_greedy and row.logprobs < 0 for row in sampling):
+            return  # the tables say so already
+        every = [GREEDY] * rows
+        for place, row in zip(places.tolist(), sampling, strict=True):
+            every[place] = row
+        _write_numbers(self._numbers, every, self._vocabulary)
+        starts, ids, values = edits_of(every, self._vocabulary)
+        self._numbers["starts"][: len(starts)] = starts
+        self._there.copy_(self._host, non_blocking=True)
+        if used := len(ids):
+            self._edits_host[0, :used] = torch.from_numpy(ids)
+            self._edits_host[1, :used] = torch.from_numpy(values).view(torch.int32)
+            self._tables.edit_ids[:used].copy_(self._edits_host[0, :used], non_blocking=True)
+            self._tables.edit_values[:used].copy_(self._edits_host[1, :used].view(torch.float32), non_blocking=True)
+        self._plain = rows if all(row.plain_greedy and row.logprobs < 0 for row in every) else 0
 
+    def sample(self, logits: Tensor) -> Tensor:
+        """What a recorded step launches: the tokens of its rows, int64 [rows]."""
+        sample_rows(logits, self._tables, self._out)
+        return self._out.tokens[: len(logits)]
 
-class _Entries:
-    """(row, id, value) triples; a pair of row and id occurs once."""
+    def results(self, sampling: Sequence[SamplingRow], places: npt.NDArray[np.integer], rows: int) -> SampledOnDevice:
+        """Launch the copies of the last step's results to the host."""
+        out = self._out
+        used = SampledRows(
+            out.tokens[:rows], out.logprobs[:rows], out.top_ids[:rows], out.top_logprobs[:rows], out.scratch
+        )
+        return results(sampling, used, places.astype(np.int64))
 
-    def __init__(self) -> None:
-        self._parts: list[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.floating]]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._parts)
-
-    def add(self, row: int, ids: npt.NDArray[np.int64], values: npt.NDArray[np.floating]) -> None:
-        if len(ids):
-            self._parts.append((row, ids, values))
-
-    def arrays(self, vocab: int) -> list[npt.NDArray[np.generic]]:
-        """Flat indices into [rows, vocab], and float32 values."""
-        where = np.concatenate([row * vocab + ids for row, ids, _ in self._parts])
-        return [where, np.concatenate([values for _, _, values in self._parts]).astype(np.float32)]
-
-
-def _nearest(distance: Tensor, weights: Tensor, rows: Sequence[SamplingRow], uploads: Uploads) -> Tensor:
-    """`weights` without the tokens that top_k, then top_p leave out; everything at the last distance stays."""
-    vocab = distance.shape[1]
-    limited = [i for i, row in enumerate(rows) if 0 < row.top_k < vocab or row.top_p < 1.0]
-    if not limited:
-        return weights
-    counts = [rows[i].top_k if 0 < rows[i].top_k < vocab else vocab for i in limited]
-    index, last, share = uploads.put(
-        [
-            np.array(limited, dtype=np.int64),
-            np.array(counts, dtype=np.int64)[:, None] - 1,
-            np.array([rows[i].top_p for i in limited], dtype=np.float64)[:, None],
-        ]
-    )
-    distance, kept = distance.index_select(0, index), weights.index_select(0, index)
-    nearest, order = distance.sort(dim=-1)
-    kept = torch.where(distance <= nearest.gather(1, last), kept, 0.0)
-    if any(rows[i].top_p < 1.0 for i in limited):
-        within = kept.gather(1, order).cumsum(dim=-1, dtype=torch.float64)
-        crossing = torch.searchsorted(within, share * kept.sum(dim=-1, keepdim=True, dtype=torch.float64))
-        reach = nearest.gather(1, crossing.clamp_(max=vocab - 1))
-        # top_p 1 keeps everything, whatever the sums round to
-        kept = torch.where((distance <= reach) | (share >= 1.0), kept, 0.0)
-    return weights.index_copy(0, index, kept)
-
-
-def _race(weights: Tensor, keys: Tensor) -> Tensor:
-    """int64 [n]: per row the token whose exponential time, divided by its weight, is smallest."""
-    value = torch.arange(weights.shape[1], dtype=torch.int64, device=weights.device)[None, :] ^ keys[:, None]
-    # SplitMix64 in 64-bit integers that wrap around; torch shifts them arithmetically, so the sign's copies are cut off
-    value.add_(_signed(GOLDEN))
-    value.bitwise_xor_(_shifted(value, 30)).mul_(_signed(MIX_1))
-    value.bitwise_xor_(_shifted(value, 27)).mul_(_signed(MIX_2))
-    value.bitwise_xor_(_shifted(value, 31))
-    times = _shifted(value, 11).double().add_(1.0).mul_(2.0**-53).log_().neg_()
-    wide = weights.double()
-    return torch.where(wide > NEGLIGIBLE, times / wide, float("inf")).argmin(dim=-1)
-
-
-def _shifted(value: Tensor, bits: int) -> Tensor:
-    return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
+    def _fill_greedy(self) -> None:
+        _write_numbers(self._numbers, [GREEDY] * self._rows, self._vocabulary)
+        self._numbers["starts"][:] = 0
+        self._there.copy_(self._host)
+        self._plain = self._rows

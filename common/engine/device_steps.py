@@ -29,6 +29,7 @@ from cohort.common.engine.static_decode import PlainRecorder, Recorder, StaticDe
 from cohort.common.engine.step_inputs import Model, StepInputs, step_inputs
 from cohort.common.engine.streams import CudaStream, Mark, Stream, stream_for
 from cohort.common.engine.uploads import Uploads
+from cohort.kernels.gpu import available as gpu
 from cohort.kernels.gpu.workspace import Workspace
 
 log = structlog.get_logger(__name__)
@@ -68,7 +69,8 @@ class DeviceSteps:
         self._uploads = Uploads(device)
         self._states: Tensor | None = None
         self._workspace: Workspace | None = None
-        if device.type == "cuda":
+        self._on_gpu = gpu.ops_for(kv.blocks) is not None
+        if self._on_gpu:
             self._workspace = Workspace(
                 max_rows=max_rows,
                 query_heads=geometry.num_heads,
@@ -84,11 +86,35 @@ class DeviceSteps:
             spare_block=kv.spare_block,
             max_rows=max_rows,
             max_context=max_context,
+            vocabulary=geometry.vocab_size,
             device=device,
             workspace=self._workspace,
         )
         if device.type == "cuda":  # weights and cache were written on another stream
             torch.cuda.synchronize(device)
+
+    def compile(self, threads: int) -> None:
+        """Compile every kernel that a step can launch, so that none of them is compiled while requests wait."""
+        if not self._on_gpu:
+            return
+        from cohort.kernels.gpu import variants
+
+        g = self._geometry
+        served = variants.Served(
+            query_heads=g.num_heads,
+            kv_heads=g.num_kv_heads,
+            head_dim=g.head_dim,
+            hidden=g.hidden_size,
+            inner=g.intermediate_size,
+            vocabulary=g.vocab_size,
+            dtype=self._kv.blocks.dtype,
+            block_size=self._kv.geometry.block_size,
+            rotary_half=g.head_dim // 2 if g.family == "llama" else 0,
+            windowed=frozenset(window > 0 for window in g.sliding_windows) or frozenset({False}),
+            layers=g.num_layers,
+        )
+        variants.compilations.watch()
+        variants.precompile(served, self._max_rows, self._device, threads)
 
     def record(self, budget_bytes: int, classes: Sequence[int] | None = None) -> None:
         """Record the decode steps, of these batch sizes only where `classes` names some; nothing may be served
@@ -121,18 +147,17 @@ class DeviceSteps:
             rows_class = self.decode.takes(batch)
             if rows_class is None:
                 logits = self._model.forward(self._inputs(batch), self._kv.blocks)
-                likeliest, states = logits.argmax(dim=-1), self._model.sampled_states
+                self._states = self._model.sampled_states
+                sampled = sample_on_device(logits, batch.sampling, self._uploads)
             else:
-                done = self.decode.run(batch, rows_class)
-                rows = batch.num_rows
-                logits, likeliest = done.logits[:rows], done.likeliest[:rows]
-                states = None if done.states is None else done.states[:rows]
-                if len(batch.sample_rows) < rows:  # a prompt's token that is not its last
+                states = self.decode.run(batch, rows_class).states
+                self._states = None if states is None else states[: batch.num_rows]
+                if (
+                    self._states is not None and len(batch.sample_rows) < batch.num_rows
+                ):  # prompt tokens before the last
                     (index,) = self._uploads.put([batch.sample_rows.astype("int64")])
-                    logits, likeliest = logits.index_select(0, index), likeliest.index_select(0, index)
-                    states = None if states is None else states.index_select(0, index)
-            self._states = states
-            sampled = sample_on_device(logits, likeliest, batch.sampling, self._uploads)
+                    self._states = self._states.index_select(0, index)
+                sampled = self.decode.results(batch)
             return Launched(sampled, self.stream.mark())
 
     def scoring_inputs(self, batch: StepBatch) -> StepInputs:
@@ -146,4 +171,6 @@ class DeviceSteps:
         return self._states
 
     def _inputs(self, batch: StepBatch) -> StepInputs:
-        return step_inputs(batch, self._kv.geometry.block_size, self._device, self._uploads, self._workspace)
+        return step_inputs(
+            batch, self._kv.geometry.block_size, self._device, self._uploads, self._workspace, self._max_rows
+        )

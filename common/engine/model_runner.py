@@ -10,6 +10,7 @@ step computes.
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -194,11 +195,12 @@ class ModelRunner:
     def warm_up(self, classes: Sequence[int] | None = None) -> None:
         """Run the step shapes that occur, so that the first request does not pay for code and caches being made.
 
-        Writes KV into the first blocks: call it before any request owns one. On a GPU this is also when the decode
-        steps are recorded; `classes`: of these batch sizes only, for measuring.
+        Writes KV into the first blocks: call it before any request owns one. On a GPU this is also when kernels are
+        compiled and the decode steps recorded; `classes`: of these batch sizes only, for measuring.
         """
         if self._device_steps is not None:
             with torch.inference_mode():
+                self._device_steps.compile(threads=min(16, os.cpu_count() or 1))
                 self._device_steps.record(self._graph_bytes, classes)
             if self._device_steps.decode.classes and isinstance(self._model, LeanLlama):
                 self._model.keep_buffers()

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from cohort.common.engine.batch import StepBatch
 from cohort.common.engine.decode_classes import CaptureBudget, batch_classes, capture_order, class_for
-from cohort.common.engine.step_inputs import Model, StepInputs
+from cohort.common.engine.device_sampler import SampledOnDevice, StandingSampler
+from cohort.common.engine.step_inputs import Model, StepInputs, signed_tables
 from cohort.common.engine.uploads import host_bytes
 from cohort.kernels.gpu.workspace import Workspace
 from cohort.kernels.paged_attention import AttentionMeta
@@ -36,7 +37,7 @@ class DecodeOutput:
     """The results of a recorded step, in buffers that the next step writes again."""
 
     logits: Tensor  # float32 [rows of the class, vocabulary]
-    likeliest: Tensor  # int64 [rows of the class]
+    tokens: Tensor  # int64 [rows of the class], sampled
     states: Tensor | None  # final hidden states [rows of the class, hidden], where the model keeps them
 
 
@@ -72,6 +73,7 @@ class StaticDecode:
         spare_block: int,
         max_rows: int,
         max_context: int,
+        vocabulary: int,
         device: torch.device,
         workspace: Workspace | None = None,
     ) -> None:
@@ -83,6 +85,7 @@ class StaticDecode:
         self._width = -(-max_context // self._block_size)
         self._max_rows = max_rows
         self._steps: dict[int, Callable[[], DecodeOutput]] = {}
+        self._sampler = StandingSampler(max_rows, vocabulary, device)
         rows, width = max_rows, self._width
         # One piece of memory for everything that is one number per row, so that a step sends it in one copy.
         layout = (("token_ids", np.int64), ("positions", np.int64), ("slots", np.int64), ("context_lens", np.int32))
@@ -102,10 +105,6 @@ class StaticDecode:
         self._tables_host = host_bytes(4 * rows * width, device).view(torch.int32)
         self._tables_packed = torch.zeros(rows * width, dtype=torch.int32, device=device)
         self._tables = torch.zeros((rows, width), dtype=torch.int32, device=device)
-        self._directions_host = host_bytes(rows * width, device)
-        self._directions_packed = torch.zeros(rows * width, dtype=torch.uint8, device=device)
-        self._directions = torch.zeros((rows, width), dtype=torch.uint8, device=device)
-        self._directed = False
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._every_row = torch.arange(rows, dtype=torch.int64, device=device)
         self._write_padding(0, rows)
@@ -157,14 +156,19 @@ class StaticDecode:
         """The class that computes this batch; None where it has other than one token per row, or no class holds it."""
         if batch.num_tokens != batch.num_rows or batch.padding is not None or batch.scoring:
             return None
-        if batch.block_tables.shape[1] > self._width:
+        if batch.block_tables.shape[1] > self._width or not self._sampler.takes(batch.sampling):
             return None
         return class_for(batch.num_rows, self._steps)
 
     def run(self, batch: StepBatch, rows_class: int) -> DecodeOutput:
         """Launch the step. Its first `batch.num_rows` rows are the batch's, in order; the step before must be over."""
         self._fill(batch, rows_class)
+        self._sampler.fill(batch.sampling, batch.sample_rows, rows_class)
         return self._steps[rows_class]()
+
+    def results(self, batch: StepBatch) -> SampledOnDevice:
+        """The tokens that `run` sampled for this batch, on their way to the host."""
+        return self._sampler.results(batch.sampling, batch.sample_rows, batch.num_rows)
 
     def repeat(self, rows_class: int) -> DecodeOutput:
         """Launch the last step of this class again, over the same inputs: for measuring it alone."""
@@ -182,17 +186,9 @@ class StaticDecode:
         self._write_padding(rows, rows_class)
         self._numbers.copy_(self._numbers_host, non_blocking=True)
         tables = self._tables_host[: rows_class * width].numpy().reshape(rows_class, width)
-        tables[:rows] = batch.block_tables
+        tables[:rows] = signed_tables(batch)
         tables[rows:] = self._spare
         _spread(self._tables_host, self._tables_packed, self._tables, rows_class, width)
-        if batch.directions is not None:
-            directions = self._directions_host[: rows_class * width].numpy().reshape(rows_class, width)
-            directions[:rows] = batch.directions
-            directions[rows:] = 0
-            _spread(self._directions_host, self._directions_packed, self._directions, rows_class, width)
-        elif self._directed:
-            self._directions.zero_()
-        self._directed = batch.directions is not None
 
     def _write_padding(self, first: int, end: int) -> None:
         """Token 0 at position 0 of the spare block; the rows share its slots, whose content is never read."""
@@ -211,18 +207,19 @@ class StaticDecode:
                 query_start=self._starts[: rows + 1],
                 context_lens=self._there["context_lens"][:rows],
                 block_tables=self._tables[:rows],
-                directions=self._directions[:rows],
+                directions=None,
                 block_size=self._block_size,
                 max_query_len=1,
                 num_prefill_rows=0,
                 max_context_len=self._width * self._block_size,
                 workspace=self._workspace,
+                signed=True,
             ),
         )
 
     def _forward(self, inputs: StepInputs) -> DecodeOutput:
         logits = self._model.forward(inputs, self._kv)
-        return DecodeOutput(logits, logits.argmax(dim=-1), self._model.sampled_states)
+        return DecodeOutput(logits, self._sampler.sample(logits), self._model.sampled_states)
 
 
 def _spread(host: Tensor, packed: Tensor, full: Tensor, rows: int, width: int) -> None:

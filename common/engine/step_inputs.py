@@ -48,8 +48,10 @@ def step_inputs(
     device: torch.device,
     uploads: Uploads | None = None,
     workspace: Workspace | None = None,
+    pad_rows: int = 0,
 ) -> StepInputs:
-    """Put a batch on the device: array by array, or through `uploads` in one asynchronous copy."""
+    """Put a batch on the device: array by array, or through `uploads` in one asynchronous copy, with directions in the
+    tables' signs, as a GPU's kernels read them, and `pad_rows` for them."""
     lengths = np.diff(batch.query_start)
     last_token = batch.query_start[1:].astype(np.int64) - 1
     if batch.padding is not None:
@@ -63,13 +65,13 @@ def step_inputs(
         last_token[batch.sample_rows],
         batch.query_start,
         batch.context_lens,
-        batch.block_tables,
+        batch.block_tables if uploads is None else signed_tables(batch),
     ]
-    if batch.directions is not None:
-        arrays.append(batch.directions)
     if uploads is not None:
         tensors = uploads.put(arrays)
     else:
+        if batch.directions is not None:
+            arrays.append(batch.directions)
         tensors = [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays]
     token_ids, positions, slot_mapping, sample_index, query_start, context_lens, block_tables, *directions = tensors
     prefill_rows = int(longer_rows[-1]) + 1 if len(longer_rows) else 0
@@ -88,6 +90,15 @@ def step_inputs(
             num_prefill_rows=prefill_rows,
             max_context_len=int(batch.context_lens.max()),
             prefill_context=int(batch.context_lens[:prefill_rows].sum()),
+            pad_rows=pad_rows,
             workspace=workspace,
+            signed=uploads is not None,
         ),
     )
+
+
+def signed_tables(batch: StepBatch) -> npt.NDArray[np.int32]:
+    """R7, R13 · The block tables, with `~block` for a block filled right to left."""
+    if batch.directions is None:
+        return batch.block_tables
+    return np.where(batch.directions != 0, ~batch.block_tables, batch.block_tables)

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import msgspec
 from prometheus_client import Counter, Gauge
 
+from cohort.common.engine import compiled_kernels
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_counters import WorkerCounters
 from cohort.common.metrics import EngineMetrics, MetricFactory, TransferMetrics
@@ -34,6 +35,8 @@ class Snapshot:
     held_blocks: int
     quarantined_blocks: int
     memory_retries: int
+    kernel_compilations: int
+    """Since the worker was ready."""
     step_time_errors: dict[IterationKind, float]
     """Relative, of the learned iteration times (`ProfileTable.error_of`)."""
 
@@ -87,6 +90,7 @@ def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
         Stat("prefill_tokens_total", "total", lambda s: s.counters.prefill_tokens, engine.prefill_tokens()),
         Stat("decode_tokens_total", "total", lambda s: s.counters.decode_tokens, engine.decode_tokens()),
         Stat("", "total", lambda s: s.memory_retries, engine.out_of_memory()),
+        Stat("", "total", lambda s: s.kernel_compilations, engine.kernel_compilations()),
         Stat("preemptions_total", "total", lambda s: s.counters.preemptions),
         Stat("transfers_total", "total", lambda s: s.counters.transfers_in + s.counters.transfers_out),
         Stat("kv_transfers_in_total", "total", lambda s: s.counters.transfers_in, transfer.kv_transfers()),
@@ -120,6 +124,7 @@ class WorkerMetrics:
         self.transfer = TransferMetrics(make)
         self._machine = machine
         self._memory_retries = memory_retries
+        self._compiled_at_start = compiled_kernels.compilations()
         self._stats = stats(self.engine, self.transfer)
         self._exported: dict[int, float] = {}
         """Totals as last exported, by their place in the table: a counter only ever grows by what is new."""
@@ -172,7 +177,8 @@ class WorkerMetrics:
             kind: times.table.error_of(kind) if times is not None else 0.0 for kind in get_args(IterationKind)
         }
         retries = self._memory_retries()
-        return Snapshot(stats, machine.counters, running, waiting, held, quarantined_blocks, retries, errors)
+        compiled = compiled_kernels.compilations() - self._compiled_at_start
+        return Snapshot(stats, machine.counters, running, waiting, held, quarantined_blocks, retries, compiled, errors)
 
     def _policy_stats(self) -> Iterator[tuple[str, str, float]]:
         for interface, policy in (("iteration", self._machine.scheduler), ("allocation", self._machine.kv)):

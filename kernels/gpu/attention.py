@@ -13,7 +13,7 @@ from triton import knobs
 
 from cohort.kernels.attention_meta import AttentionMeta
 from cohort.kernels.gpu.attention_kernels import decode_rows, merge_parts, prefill_rows
-from cohort.kernels.gpu.plan import DecodePlan, decode_plan, power_of_two_from, prefill_plan
+from cohort.kernels.gpu.plan import DecodePlan, decode_plan, padded_rows, power_of_two_from, prefill_plan
 from cohort.kernels.gpu.prefill import flash_prefill
 from cohort.kernels.gpu.workspace import multiprocessors
 
@@ -53,10 +53,8 @@ def check(query: Tensor, kv: Tensor, meta: AttentionMeta, out: Tensor) -> None:
     for name in ("query_start", "context_lens", "block_tables"):
         if getattr(meta, name).dtype != torch.int32:
             raise TypeError(f"{name} must be int32")
-    if meta.directions is not None and (
-        meta.directions.dtype != torch.uint8 or meta.directions.stride() != meta.block_tables.stride()
-    ):
-        raise TypeError("directions must be uint8 and laid out as block_tables")
+    if meta.directions is not None:
+        raise ValueError("directions belong into the tables' signs; see AttentionMeta.as_signed")
 
 
 def prefill(
@@ -74,7 +72,6 @@ def prefill(
         meta.query_start,
         meta.context_lens,
         meta.block_tables,
-        _directions(meta),
         out,
         scale * math.log2(math.e),
         sliding_window,
@@ -93,7 +90,6 @@ def prefill(
         TILE_ROWS=plan.tile_rows,
         TILE_TOKENS=plan.tile_tokens,
         TILE_KEYS=plan.tile_keys,
-        DIRECTED=meta.directions is not None,
         WINDOWED=sliding_window > 0,
         WIDE=WIDEN_PRODUCTS,
         num_warps=plan.warps,
@@ -134,7 +130,7 @@ def decode(
         "KV_HEADS": kv_heads,
         "HEAD_DIM": head_dim,
         "PAD_DIM": padded(head_dim),
-        "PAD_ROWS": power_of_two_from(rows),
+        "PAD_ROWS": padded_rows(rows, meta.pad_rows),
         "TILE_KEYS": plan.tile_keys,
         "MIN_PART_KEYS": plan.min_part_keys,
         "WINDOWED": sliding_window > 0,
@@ -145,7 +141,6 @@ def decode(
         meta.query_start,
         meta.context_lens,
         meta.block_tables,
-        _directions(meta),
         out,
         partial,
         lse,
@@ -164,7 +159,6 @@ def decode(
         cache.stride(2),
         BLOCK_SIZE=block_size,
         TILE_ROWS=max(16, power_of_two_from(group)),
-        DIRECTED=meta.directions is not None,
         WIDE=WIDEN_PRODUCTS,
         num_warps=plan.warps,
         num_stages=plan.stages,
@@ -198,8 +192,3 @@ def longest_read(meta: AttentionMeta, sliding_window: int = 0) -> int:
 def padded(head_dim: int) -> int:
     """Triton's tiles are powers of two, its matrix products at least 16 wide."""
     return max(16, power_of_two_from(head_dim))
-
-
-def _directions(meta: AttentionMeta) -> Tensor:
-    """Without directions they are not read, but a pointer must be given."""
-    return meta.block_tables if meta.directions is None else meta.directions

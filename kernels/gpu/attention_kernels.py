@@ -2,8 +2,9 @@
 """Attention over the paged cache in Triton: walk keys, cut contexts into parts, merge the parts, gather for others.
 
 Launched by `attention` and `prefill`. They compute `reference.paged_attention`; where a token lies is R7, R13:
-position j of a context is in block j // BLOCK_SIZE of the row's table, in slot j % BLOCK_SIZE counted from the left, or
-from the right where the block's direction is 1.
+position j of a context is in block j // BLOCK_SIZE of the row's table, in slot j % BLOCK_SIZE counted from the left,
+or, where the table holds ~block (a number below zero), from the right. So a direction costs no load of its own, and
+rows of both kinds take the same code.
 
 A program serves the query heads of one kv head together (the rows of a tile are tokens × heads), so every key is read
 once. Scores are in units of log2, which is what `exp2` wants: `scale` comes multiplied by log2(e).
@@ -13,6 +14,13 @@ Triton reads annotations, so this file must not postpone them.
 
 import triton
 import triton.language as tl
+
+# Of these Triton compiles no variant for a 1 or a multiple of 16: they differ from step to step, and a variant that a
+# step is the first to meet would be compiled while every row of the worker waits.
+_VARYING = [
+    *("first_row", "rows", "window", "items", "table_stride"),
+    *("query_start", "context_lens", "block_tables", "starts"),
+]
 
 
 @triton.jit
@@ -29,7 +37,6 @@ def _over_keys(
     keys,
     value_offset,
     block_table,
-    directions,
     begin,
     end,
     position,
@@ -41,7 +48,6 @@ def _over_keys(
     PAD_DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    DIRECTED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     WIDE: tl.constexpr,
@@ -56,10 +62,9 @@ def _over_keys(
         there = key_position < end
         index = key_position // BLOCK_SIZE
         slot = key_position % BLOCK_SIZE
-        block = tl.load(block_table + index, mask=there, other=0).to(tl.int64)
-        if DIRECTED:
-            reverse = tl.load(directions + index, mask=there, other=0)
-            slot = tl.where(reverse != 0, BLOCK_SIZE - 1 - slot, slot)
+        block = tl.load(block_table + index, mask=there, other=0)
+        slot = tl.where(block < 0, BLOCK_SIZE - 1 - slot, slot)
+        block = (block ^ (block >> 31)).to(tl.int64)
         cell = keys + (block * block_stride + slot * HEAD_DIM)[:, None] + dim[None, :]
         wanted = there[:, None]
         if PAD_DIM != HEAD_DIM:
@@ -114,14 +119,13 @@ def _parts(
     return tl.where(asks, tl.maximum(tl.cdiv(length, longest), 1), 0)
 
 
-@triton.jit(do_not_specialize=["first_row", "rows", "window", "items"])
+@triton.jit(do_not_specialize=_VARYING)
 def decode_rows(
     query,
     kv,
     query_start,
     context_lens,
     block_tables,
-    directions,
     out,
     partial,
     lse,
@@ -147,7 +151,6 @@ def decode_rows(
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     MIN_PART_KEYS: tl.constexpr,
-    DIRECTED: tl.constexpr,
     WINDOWED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -193,7 +196,6 @@ def decode_rows(
             kv + kv_head * head_stride,
             value_offset,
             block_tables + table,
-            directions + table,
             begin,
             tl.minimum(begin + part_keys, context),
             member,
@@ -205,7 +207,6 @@ def decode_rows(
             PAD_DIM,
             TILE_ROWS,
             TILE_KEYS,
-            DIRECTED,
             False,
             WINDOWED,
             WIDE,
@@ -221,7 +222,7 @@ def decode_rows(
             tl.store(lse + cell, peak + tl.log2(some), mask=member < GROUP)
 
 
-@triton.jit(do_not_specialize=["first_row", "rows", "window", "items"])
+@triton.jit(do_not_specialize=_VARYING)
 def merge_parts(
     partial,
     lse,
@@ -291,14 +292,13 @@ def merge_parts(
         tl.store(out_cell, (total / weight).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=_VARYING)
 def prefill_rows(
     query,
     kv,
     query_start,
     context_lens,
     block_tables,
-    directions,
     out,
     scale,
     window,
@@ -317,7 +317,6 @@ def prefill_rows(
     TILE_ROWS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    DIRECTED: tl.constexpr,
     WINDOWED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -350,7 +349,6 @@ def prefill_rows(
         kv + kv_head * head_stride,
         value_offset,
         block_tables + row.to(tl.int64) * table_stride,
-        directions + row.to(tl.int64) * table_stride,
         tl.maximum(before - window + 1, 0) if WINDOWED else 0,
         tl.minimum(before + TILE_TOKENS, context),
         context - count + in_row,
@@ -362,7 +360,6 @@ def prefill_rows(
         PAD_DIM,
         TILE_ROWS,
         TILE_KEYS,
-        DIRECTED,
         True,
         WINDOWED,
         WIDE,
@@ -372,12 +369,11 @@ def prefill_rows(
     tl.store(out_cell, average.to(out.dtype.element_ty), mask=held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def stage_rows(
     kv,
     context_lens,
     block_tables,
-    directions,
     keys,
     values,
     starts,
@@ -391,7 +387,6 @@ def stage_rows(
     PAD_DIM: tl.constexpr,
     PAD_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    DIRECTED: tl.constexpr,
 ):
     """Every row's keys and values, one row after the other: [positions, KV_HEADS, HEAD_DIM]; `starts`, where each row
     begins and the last ends. Grid (kv heads, rows, tiles of the longest context)."""
@@ -410,10 +405,9 @@ def stage_rows(
     index = position // BLOCK_SIZE
     slot = position % BLOCK_SIZE
     table = row.to(tl.int64) * table_stride
-    block = tl.load(block_tables + table + index, mask=there, other=0).to(tl.int64)
-    if DIRECTED:
-        reverse = tl.load(directions + table + index, mask=there, other=0)
-        slot = tl.where(reverse != 0, BLOCK_SIZE - 1 - slot, slot)
+    block = tl.load(block_tables + table + index, mask=there, other=0)
+    slot = tl.where(block < 0, BLOCK_SIZE - 1 - slot, slot)
+    block = (block ^ (block >> 31)).to(tl.int64)
     dim = tl.arange(0, PAD_DIM)
     wanted = there[:, None] & (dim < HEAD_DIM)[None, :]
     cell = kv + kv_head * head_stride + (block * block_stride + slot * HEAD_DIM)[:, None] + dim[None, :]

@@ -1,9 +1,12 @@
 """Compile every kernel for a GPU that is not here: `python -m cohort.kernels.gpu.compile_offline`.
 
 Triton brings its own assembler, so machine code for any NVIDIA GPU can be made anywhere. Prints, for the models named
-below, each kernel's registers, spills and shared memory. The interpreter proves what the kernels compute; this proves
-that a compiler takes them, as the engine calls them. Runs for people and tests; serving never calls it.
+below, each variant's registers, spills and shared memory; `--markdown` writes them as a table, `--all` adds heads of
+64, 128 and 256 in all three types. The interpreter proves what the kernels compute; this proves that a compiler takes
+them, as the engine calls them. Runs for people and tests; serving never calls it.
 """
+
+from __future__ import annotations
 
 import argparse
 import re
@@ -18,52 +21,51 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
 
-from cohort.kernels.attention_meta import AttentionMeta
-from cohort.kernels.gpu import attention, elementwise, prefill, slots
 from cohort.kernels.gpu.plan import decode_plan
+from cohort.kernels.gpu.variants import Served, compile_only, launches
 
 _MULTIPROCESSORS = 132
 _SHARED_LIMIT = 227 << 10
+_MAX_ROWS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A model as the kernels see it."""
-
-    name: str
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    inner: int
-    dtype: torch.dtype
+def _model(
+    query_heads: int, kv_heads: int, head_dim: int, hidden: int, inner: int, vocabulary: int, dtype: str
+) -> Served:
+    kind: torch.dtype = getattr(torch, dtype)
+    return Served(query_heads, kv_heads, head_dim, hidden, inner, vocabulary, kind, rotary_half=head_dim // 2)
 
 
-SHAPES = (
-    Shape("Llama-3-8B", 32, 8, 128, 4096, 14336, torch.bfloat16),
-    Shape("Qwen2.5-14B", 40, 8, 128, 5120, 13824, torch.bfloat16),
-    Shape("SmolLM2-135M", 9, 3, 64, 576, 1536, torch.float32),
-)
+MODELS = {
+    "Llama-3-8B": _model(32, 8, 128, 4096, 14336, 128256, "bfloat16"),
+    "Qwen2.5-14B": _model(40, 8, 128, 5120, 13824, 152064, "bfloat16"),
+    "SmolLM2-135M": _model(9, 3, 64, 576, 1536, 49152, "float32"),
+}
+SHAPES = MODELS | {
+    f"heads of {head_dim}, {dtype}": _model(16, 4, head_dim, 16 * head_dim, 4096, 32000, dtype)
+    for head_dim in (64, 128, 256)
+    for dtype in ("bfloat16", "float16", "float32")
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One kernel as the assembler left it."""
+    """One variant as the assembler left it. `launch` names the call that it was compiled for."""
 
     name: str
+    launch: str
     registers: int
     spilled_bytes: int
     shared_bytes: int
-    ptx: str
+    wide_loads: int  # instructions that load 16 bytes a thread
 
     @property
     def fits(self) -> bool:
         return self.spilled_bytes == 0 and self.shared_bytes <= _SHARED_LIMIT
 
 
-class _AbsentGpu:
+class AbsentGpu:
     """As much of a Triton driver as compiling asks for."""
 
     def __init__(self, capability: int) -> None:
@@ -79,84 +81,86 @@ class _AbsentGpu:
         return 0
 
 
-def compile_all(shape: Shape, capability: int = 90) -> Iterator[Compiled]:
-    """Every kernel as a step of `shape` launches it, for compute capability `capability` (90 = Hopper)."""
-    launch = JITFunction.run
-    compiled: list[Any] = []
-
-    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        compiled.append(launch(kernel, *args, grid=grid, warmup=True, **options))
-
+def compile_all(served: Served, capability: int = 90, max_rows: int = _MAX_ROWS) -> Iterator[Compiled]:
+    """Every variant that steps of up to `max_rows` rows launch, for compute capability `capability` (90 = Hopper)."""
+    plan = decode_plan(head_dim=served.head_dim, element_bytes=served.dtype.itemsize, multiprocessors=_MULTIPROCESSORS)
     before = driver._active
-    driver.set_active(_AbsentGpu(capability))
-    JITFunction.run = compile_only
+    driver.set_active(AbsentGpu(capability))
+    seen: set[int] = set()
     try:
-        _launch_everything(shape)
+        for name, launch in launches(served, max_rows, torch.device("cpu"), plan):
+            compiled: list[Any] = []
+            with compile_only(compiled):
+                launch()
+            for kernel in compiled:
+                if id(kernel) not in seen:
+                    seen.add(id(kernel))
+                    yield _read(kernel, name)
     finally:
-        JITFunction.run = launch
         driver._active = before
-    for kernel in compiled:
-        yield _read(kernel)
 
 
-def _launch_everything(shape: Shape) -> None:
-    """The launches of one decode step and one prefill step, on tensors that are not read."""
-    rows, width, block_size, heads = 16, 64, 16, shape.query_heads
-    kv = torch.empty(4, 2, 2, shape.kv_heads, block_size, shape.head_dim, dtype=shape.dtype)
-    numbers = torch.zeros(rows + 1, dtype=torch.int32)
-    tables = torch.zeros(rows, width, dtype=torch.int32)
-    fused = torch.empty(rows, heads + 2 * shape.kv_heads, shape.head_dim, dtype=shape.dtype)
-    query, key, value = torch.split(fused, [heads, shape.kv_heads, shape.kv_heads], dim=1)
-    out = torch.empty(rows, heads, shape.head_dim, dtype=shape.dtype)
-    cos = torch.empty(64, shape.head_dim // 2)
-    positions = torch.zeros(rows, dtype=torch.int64)
-    directions = tables.to(torch.uint8)  # without them the kernels are the same and a little less
-    meta = AttentionMeta(numbers, numbers[1:], tables, directions, block_size, 1, 0)
-    plan = decode_plan(head_dim=shape.head_dim, element_bytes=kv.element_size(), multiprocessors=_MULTIPROCESSORS)
-    attention.decode(query, kv, 1, meta, 1.0, out, 0, plan)
-    meta = AttentionMeta(numbers, numbers[1:], tables, directions, block_size, 512, rows, 0, 1024)
-    attention.prefill(query, kv, 1, meta, 1.0, out)
-    prefill.stage(kv, 1, meta, torch.empty(2, 1024, shape.kv_heads, shape.head_dim, dtype=shape.dtype), numbers)
-    tokens = torch.empty(rows, 2, 2, shape.kv_heads, shape.head_dim, dtype=shape.dtype)
-    slots.gather_slots(kv, positions, tokens)
-    slots.scatter_slots(tokens, kv, positions)
-    elementwise.rope_and_write_kv(query, key, value, cos, cos, positions, kv, 1, positions)
-    elementwise.write_kv(key, value, kv, 1, positions)
-    elementwise.rope_inplace(query, key, cos, cos, positions)
-    hidden = torch.empty(rows, shape.hidden, dtype=shape.dtype)
-    elementwise.rms_norm(hidden, hidden[0], 1e-5, hidden)
-    elementwise.rms_norm(query, query[0, 0], 1e-5, query)
-    inner = torch.empty(rows, 2 * shape.inner, dtype=shape.dtype)
-    elementwise.silu_mul(inner, inner[:, : shape.inner].clone())
-
-
-def _read(kernel: Any) -> Compiled:
+def _read(kernel: Any, launch: str) -> Compiled:
     cubin = next(Path(path) for name, path in kernel.metadata_group.items() if name.endswith(".cubin"))
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     usage = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
     found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     return Compiled(
-        kernel.metadata.name, found["REG"], found["STACK"] + found["LOCAL"], kernel.metadata.shared, kernel.asm["ptx"]
+        kernel.metadata.name,
+        launch,
+        found["REG"],
+        found["STACK"] + found["LOCAL"],
+        kernel.metadata.shared,
+        len(re.findall(r"ld.global[^;]*v4.b32|cp.async.*0x10", kernel.asm["ptx"])),
     )
 
 
+def markdown(shape: str, compiled: list[Compiled]) -> str:
+    """A section with a table; launches that differ in rows alone and came out alike share a line."""
+    lines = [
+        f"## {shape}",
+        "",
+        "| kernel | launches | registers | spilled bytes | shared KiB |",
+        "|---|---|---|---|---|",
+    ]
+    alike: dict[tuple[str, int, int, int], list[str]] = {}
+    for each in compiled:
+        alike.setdefault((each.name, each.registers, each.spilled_bytes, each.shared_bytes), []).append(each.launch)
+    for (name, registers, spilled, shared), names in alike.items():
+        rows = [match.group(1) for launch in names if (match := re.search(r"(\d+) rows", launch))]
+        what = f"{', '.join(rows)} rows" if rows else ", ".join(names)
+        lines.append(f"| `{name}` | {what} | {registers} | {spilled} | {shared / 1024:.1f} |")
+    return "\n".join([*lines, "", ""])
+
+
 def main() -> int:
-    """One line per kernel; 1 when one spills or does not fit."""
+    """One line per variant; 1 when one spills or does not fit."""
     parser = argparse.ArgumentParser(prog="python -m cohort.kernels.gpu.compile_offline", description=__doc__)
     parser.add_argument("--capability", type=int, default=90, help="compute capability × 10 (default: %(default)s)")
-    parser.add_argument("--model", choices=[shape.name for shape in SHAPES], help="only this one's shapes")
+    parser.add_argument("--model", choices=list(SHAPES), action="append", help="only this one's shapes; repeatable")
+    parser.add_argument("--all", action="store_true", help="heads of 64, 128 and 256 in three types too")
+    parser.add_argument("--max-rows", type=int, default=_MAX_ROWS, help="steps of up to so many rows (default: 256)")
+    parser.add_argument("--markdown", help="write tables to this file, - for standard output")
     arguments = parser.parse_args()
     fit = True
-    for shape in SHAPES:
-        if arguments.model not in (None, shape.name):
-            continue
-        for kernel in compile_all(shape, arguments.capability):
-            fit &= kernel.fits
-            print(
-                f"{shape.name:>12} {kernel.name:<18} {kernel.registers:3} registers, {kernel.spilled_bytes:3} bytes "
-                f"spilled, {kernel.shared_bytes / 1024:5.1f} KiB shared; loads of 16 bytes: "
-                f"{len(re.findall(r'ld.global[^;]*v4.b32|cp.async.*0x10', kernel.ptx))}"
-            )
+    tables = []
+    for shape in arguments.model or (SHAPES if arguments.all else MODELS):
+        compiled = []
+        for each in compile_all(SHAPES[shape], arguments.capability, arguments.max_rows):
+            compiled.append(each)
+            fit &= each.fits
+            if arguments.markdown != "-":
+                print(
+                    f"{shape:>12} {each.name:<12} {each.launch:<28} {each.registers:3} registers, "
+                    f"{each.spilled_bytes:3} bytes spilled, {each.shared_bytes / 1024:5.1f} KiB shared; "
+                    f"loads of 16 bytes: {each.wide_loads}",
+                    flush=True,
+                )
+        tables.append(markdown(shape, compiled))
+    if arguments.markdown == "-":
+        print("".join(tables))
+    elif arguments.markdown:
+        Path(arguments.markdown).write_text("".join(tables))
     return 0 if fit else 1
 
 

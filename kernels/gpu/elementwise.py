@@ -75,7 +75,7 @@ def _rotate_in_place(
     tl.store(cell + HALF, (second * turn_cos + first * turn_sin).to(kind), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions"])
 def _rope(
     q,
     k,
@@ -102,7 +102,7 @@ def _rope(
         _rotate_in_place(k, cos, sin, position, token, k_stride, k_head_stride, K_HEADS, PAD_K_HEADS, HALF, PAD_HALF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions", "slots"])
 def _store_kv(
     query,
     key,

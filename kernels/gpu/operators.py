@@ -2,6 +2,7 @@
 
 from cohort.kernels.gpu.attention import paged_attention
 from cohort.kernels.gpu.elementwise import rms_norm, rope_and_write_kv, rope_inplace, silu_mul, write_kv
+from cohort.kernels.gpu.sampling import sample_rows
 from cohort.kernels.gpu.slots import gather_slots, scatter_slots
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "rms_norm",
     "rope_and_write_kv",
     "rope_inplace",
+    "sample_rows",
     "scatter_slots",
     "silu_mul",
     "write_kv",

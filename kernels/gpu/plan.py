@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _PROGRAMS_PER_MULTIPROCESSOR = 2  # as many as have room; while one waits for its first keys the other reads
+_LEAST_ROWS = 16
 _ITEMS_PER_PROGRAM = 4  # so that the last round is a small part of all
 
 
@@ -57,10 +58,18 @@ def decode_plan(*, head_dim: int, element_bytes: int, multiprocessors: int) -> D
 
 def prefill_plan(*, group: int, head_dim: int, element_bytes: int) -> PrefillPlan:
     """The plan for rows of several tokens; `group` query heads share a kv head."""
-    wide = head_dim > 128 or element_bytes > 2
+    if element_bytes > 2:  # products without matrix units: more threads, or the sums leave the registers
+        tile_rows = max(32, power_of_two_from(group))
+        return PrefillPlan(tile_rows, tile_rows // group, tile_keys=16, warps=8, stages=1)
+    wide = head_dim > 128
     tile_rows = max(32 if wide else 128, power_of_two_from(group))
     tile_keys = max(16, min(32 if wide else 64, _power_of_two_below(16384 // (head_dim * element_bytes))))
     return PrefillPlan(tile_rows, tile_rows // group, tile_keys, warps=4 if wide else 8, stages=2 if wide else 3)
+
+
+def padded_rows(rows: int, at_least: int = 0) -> int:
+    """What kernels that keep something per row are compiled for. Below 16 it costs nothing, and saves variants."""
+    return power_of_two_from(max(rows, at_least, _LEAST_ROWS))
 
 
 def power_of_two_from(value: int) -> int:

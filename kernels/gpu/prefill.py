@@ -13,11 +13,11 @@ from torch import Tensor
 from cohort.kernels.attention_meta import AttentionMeta
 from cohort.kernels.gpu.attention_kernels import stage_rows
 from cohort.kernels.gpu.flash import flash_function, prefill_attention_name
-from cohort.kernels.gpu.plan import power_of_two_from
+from cohort.kernels.gpu.plan import padded_rows, power_of_two_from
 
 __all__ = ["flash_prefill", "flash_serves", "prefill_attention_name", "stage"]
 
-_TILE_KEYS = 64
+_TILE_BYTES = 32768  # of keys: a program holds as many values beside them, in registers
 
 
 def flash_prefill(
@@ -64,12 +64,12 @@ def stage(kv: Tensor, layer: int, meta: AttentionMeta, staging: Tensor, starts: 
     _, _, kv_heads, block_size, head_dim = cache_layer.shape
     rows, total = meta.num_prefill_rows, meta.prefill_context
     keys, values = staging[0, :total], staging[1, :total]
+    tile_keys = min(64, _TILE_BYTES // (power_of_two_from(head_dim) * kv.element_size()))
     longest = min(total, meta.max_context_len or meta.block_tables.shape[1] * meta.block_size)
-    stage_rows[(kv_heads, rows, -(-longest // _TILE_KEYS))](
+    stage_rows[(kv_heads, rows, -(-longest // tile_keys))](
         cache_layer,
         meta.context_lens,
         meta.block_tables,
-        meta.block_tables if meta.directions is None else meta.directions,
         keys,
         values,
         starts,
@@ -81,9 +81,8 @@ def stage(kv: Tensor, layer: int, meta: AttentionMeta, staging: Tensor, starts: 
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         PAD_DIM=power_of_two_from(head_dim),
-        PAD_ROWS=power_of_two_from(rows),
-        TILE_KEYS=_TILE_KEYS,
-        DIRECTED=meta.directions is not None,
+        PAD_ROWS=padded_rows(rows, meta.pad_rows),
+        TILE_KEYS=tile_keys,
         num_warps=4,
     )
     return keys, values

@@ -15,7 +15,7 @@ from cohort.kernels.gpu.plan import power_of_two_from
 _PIECES = 32  # a piece: K or V of one layer and head, HEAD_DIM elements side by side
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _copy_tokens(
     kv,
     slots,

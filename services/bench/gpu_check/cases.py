@@ -83,7 +83,7 @@ def make_case(
         max_context_len=max(contexts),
         prefill_context=sum(contexts[:prefill]),
         workspace=workspace,
-    )
+    ).as_signed()
     query = torch.randn(sum(queries), heads.query, heads.dim, device=device).to(dtype)
     read = 2 * sum(contexts) * heads.kv * heads.dim * dtype.itemsize
     return Case(query, kv, meta, heads.dim**-0.5, read)

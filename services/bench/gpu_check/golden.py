@@ -18,6 +18,7 @@ from cohort.common.paths import cache_dir
 from cohort.kernels import build
 from cohort.services.bench.engine.inside.in_process import InProcessEngine
 from cohort.services.bench.gpu_check.context import Check
+from cohort.services.bench.gpu_check.golden16 import agreement
 from cohort.services.bench.gpu_check.shapes import TINY
 
 Expected = list[tuple[list[int], list[float]]]
@@ -31,6 +32,7 @@ _BUILD_S = 60.0
 def run(check: Check) -> None:
     """The plain path."""
     _presets(check, ("unified",), ("float32", "bfloat16"))
+    check.guard.item("log-probabilities, bfloat16", partial(_agreement, check), 40)
 
 
 def run_presets(check: Check) -> None:
@@ -90,6 +92,18 @@ def _judge(
         f"{recorded} recorded classes, {ties} near ties" + (f"; wrong: {wrong[:2]}" if wrong else ""),
     )
     check.found.checked(f"{name}: no step was cut in halves", runner.memory_retries == 0)
+
+
+def _agreement(check: Check) -> None:
+    """Behind a cached prefix, too: how far log-probabilities in 16 bits are from those in float32."""
+    draw = random.Random(5)
+    prompts = [[draw.randrange(3, _VOCABULARY) for _ in range(length)] for length in (9, 40, 150)]
+    outputs = 24 if check.real else 6
+    folder = _model(check.folder / "golden" / "agreement", check.real, "bfloat16")
+    found = agreement(folder, str(check.device), prompts, outputs)
+    wrong = f"; wrong: {', '.join(found.wrong[:2])}" if found.wrong else ""
+    note = f"off by {found.error:.3f} standard deviations of the logits at most, {found.clear} clear decisions{wrong}"
+    check.found.checked("log-probabilities, bfloat16", found.holds, note)
 
 
 def _host_kernels(check: Check) -> None:

@@ -45,7 +45,7 @@ class OnDevice:
     def launch(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SampledOnDevice:
         """Everything is launched; nothing is awaited."""
         self._uploads.restart()
-        return sample_on_device(logits, logits.argmax(dim=-1), rows, self._uploads)
+        return sample_on_device(logits, rows, self._uploads)
 
     def tokens(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
         sampled = self.launch(logits, rows)

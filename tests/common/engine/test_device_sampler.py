@@ -1,4 +1,6 @@
-"""The sampler of whole batches against the sampler of rows: the same tokens, whatever rows want."""
+"""The sampler of whole batches against the sampler of rows: the same tokens, whatever rows want.
+
+Here over the torch reference of the kernel; `tests/kernels/gpu/test_sampling.py` has the kernel itself."""
 
 from __future__ import annotations
 
@@ -8,23 +10,25 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohort.common.engine import device_sampler
+from cohort.common.engine import counter_random, device_sampler
 from cohort.common.engine.batch import GREEDY, SamplingRow, StepOutput
-from cohort.common.engine.counter_random import exponentials, sample_key
-from cohort.common.engine.device_sampler import sample_on_device
-from cohort.common.engine.sampler import sample
+from cohort.common.engine.counter_random import exponentials
+from cohort.common.engine.device_sampler import StandingSampler, sample_on_device
+from cohort.common.engine.sampler import GREEDY_BELOW, NEGLIGIBLE, sample
 from cohort.common.engine.uploads import Uploads
 from cohort.common.sampling_inputs import LogitBias, TokenHistory
+from cohort.kernels import sampling
+from tests.examples import examples
 
 VOCABULARY = 97
 CPU = torch.device("cpu")
 
 
 def sampled_on_device(logits: torch.Tensor, rows: list[SamplingRow]) -> StepOutput:
-    return sample_on_device(logits, logits.argmax(dim=-1), rows, Uploads(CPU)).output()
+    return sample_on_device(logits, rows, Uploads(CPU)).output()
 
 
 ROWS = st.builds(
@@ -67,20 +71,20 @@ def test_the_same_as_row_by_row(rows: list[SamplingRow], seed: int) -> None:
             assert ours.top_logprobs == pytest.approx(theirs.top_logprobs, abs=1e-6)
 
 
-def test_a_batch_cut_into_parts_samples_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [SamplingRow(seed=seed, position=7, temperature=1.0, top_p=0.9) for seed in range(9)]
-    logits = torch.randn(9, VOCABULARY)
-    whole = sampled_on_device(logits, rows).tokens.tolist()
-    monkeypatch.setattr(device_sampler, "SAMPLER_BYTES", 2 * 64 * VOCABULARY)
-    assert sampled_on_device(logits, rows).tokens.tolist() == whole == sample(logits, rows).tokens.tolist()
-
-
 def test_the_race_runs_on_the_counter_based_numbers() -> None:
     """All weights equal: the winner is the smallest of the exponential numbers themselves."""
     for seed, position in ((0, 0), (2**63 + 5, 10**6), (2**64 - 1, 3)):
-        key = torch.from_numpy(np.array([sample_key(seed, position)], dtype=np.uint64).view(np.int64))
+        signed = torch.from_numpy(np.array([seed], dtype=np.uint64).view(np.int64))
+        key = sampling.sample_key(signed, torch.tensor([position]))
         expected = int(exponentials(seed, position, np.arange(5000)).argmin())
-        assert device_sampler._race(torch.ones(1, 5000), key).tolist() == [expected]
+        assert int(sampling.race(torch.ones(5000), key)) == expected
+
+
+def test_kernels_and_engine_agree_on_their_constants() -> None:
+    """Kernels may not import the engine."""
+    ours = (sampling.GOLDEN, sampling.MIX_1, sampling.MIX_2, sampling.GREEDY_BELOW, sampling.NEGLIGIBLE)
+    theirs = (counter_random.GOLDEN, counter_random.MIX_1, counter_random.MIX_2, GREEDY_BELOW, NEGLIGIBLE)
+    assert ours == theirs
 
 
 def test_a_large_vocabulary_samples_the_softmax() -> None:
@@ -94,7 +98,38 @@ def test_a_large_vocabulary_samples_the_softmax() -> None:
         assert abs(share - p) < 5 * math.sqrt(p * (1 - p) / 1200)
 
 
-def test_plain_greedy_asks_for_nothing_else() -> None:
-    logits = torch.randn(3, VOCABULARY)
-    likeliest = torch.tensor([5, 6, 7])  # what the recorded step found, taken as it is
-    assert sample_on_device(logits, likeliest, [GREEDY] * 3, Uploads(CPU)).output().tokens.tolist() == [5, 6, 7]
+class TestStandingTables:
+    """What a recorded step reads: the same addresses, other rows each time."""
+
+    @settings(max_examples=examples(0.4))
+    @given(batches=st.lists(st.lists(ROWS, min_size=1, max_size=5), min_size=1, max_size=4), seed=st.integers(0, 1000))
+    def test_nothing_of_the_step_before_stays(self, batches: list[list[SamplingRow]], seed: int) -> None:
+        standing = StandingSampler(8, VOCABULARY, CPU)
+        random = torch.Generator().manual_seed(seed)
+        for rows in batches:
+            logits = 3 * torch.randn(8, VOCABULARY, generator=random)
+            places = torch.randperm(6, generator=random)[: len(rows)].sort().values.numpy()
+            assert standing.takes(rows)
+            standing.fill(rows, places, 8)
+            standing.sample(logits)
+            output, expected = standing.results(rows, places, 6).output(), sample(logits[places], rows)
+            assert output.tokens.tolist() == expected.tokens.tolist()
+            assert [each is None for each in output.logprobs] == [each is None for each in expected.logprobs]
+
+    def test_greedy_rows_after_greedy_rows_write_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        standing, places = StandingSampler(4, VOCABULARY, CPU), np.arange(3)
+        logits = torch.randn(4, VOCABULARY)
+        monkeypatch.setattr(device_sampler, "_write_numbers", None)
+        standing.fill([GREEDY] * 3, places, 4)
+        standing.sample(logits)
+        assert standing.results([GREEDY] * 3, places, 4).output().tokens.tolist() == logits[:3].argmax(-1).tolist()
+
+    def test_what_does_not_fit_is_not_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(device_sampler, "STANDING_EDITS", 10)
+        standing = StandingSampler(4, VOCABULARY, CPU)
+        history = TokenHistory(range(6))
+        penalised = dataclasses.replace(GREEDY, repetition_penalty=1.1, history=history)
+        assert standing.takes([penalised, GREEDY])
+        assert not standing.takes([penalised, penalised])
+        assert not standing.takes([dataclasses.replace(GREEDY, logprobs=21)])
+        assert standing.takes([dataclasses.replace(GREEDY, logprobs=20)])

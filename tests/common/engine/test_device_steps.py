@@ -5,6 +5,7 @@ The recorder is the plain one; all else is what a GPU runs. Answers must be thos
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from cohort.common.engine import device_steps
 from cohort.common.engine.batch import SamplingRow
 from cohort.common.engine.decode_classes import CaptureBudget
 from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.static_decode import DecodeOutput, PlainRecorder, Recorded
 from cohort.common.errors import ConfigError, InvariantViolated
+from cohort.common.sampling_inputs import LogitBias, TokenHistory
 from tests.common.engine.driver import (
     Driver,
     check_schedule,
@@ -197,3 +200,56 @@ def test_the_buffers_of_recorded_steps_are_never_made_anew(model_folder: Callabl
         with pytest.raises(InvariantViolated, match="recorded steps hold"):
             driver.step(whole)
         assert (model._residual.data_ptr(), model._logits.data_ptr()) == before
+
+
+def test_recorded_steps_sample_any_mixture_themselves(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, sampled, penalised, biased, banned rows, their number and order changing from step to step: no sampling
+    beside the recorded step, and the ordinary path's tokens."""
+    folder = model_folder("llama")
+    ordinary, ours = make_runner(folder), device_runner(folder)
+    kinds = (
+        SamplingRow(seed=1, position=0, temperature=0.9, top_p=0.8),
+        SamplingRow(seed=2, position=0, temperature=0.0, repetition_penalty=1.4, history=TokenHistory([5, 6, 7], [8])),
+        SamplingRow(seed=3, position=0, temperature=1.2, top_k=7, min_p=0.01, logprobs=2),
+        SamplingRow(seed=4, position=0, temperature=0.0),
+        SamplingRow(seed=5, position=0, temperature=0.7, logit_bias=LogitBias.of({9: 4.0}), banned=(3, 4)),
+        SamplingRow(seed=6, position=0, temperature=1.0, frequency_penalty=0.5, history=TokenHistory([], [9, 9, 10])),
+    )
+    drivers = [Driver(ordinary), Driver(ours)]
+    for driver in drivers:
+        for index, prompt in enumerate(random_prompts([4 + index for index in range(6)])):
+            driver.add(str(index), prompt, kinds[index])
+        driver.step([(name, driver.remaining(name)) for name in driver.requests])
+    steps: Any = ours._device_steps
+
+    def unrecorded(*args: Any) -> None:
+        raise AssertionError("sampled beside the recorded step")
+
+    monkeypatch.setattr(device_steps, "sample_on_device", unrecorded)
+    order = random.Random(3)
+    for _ in range(12):
+        names = order.sample(sorted(drivers[0].requests), order.randint(1, 6))
+        outputs = [driver.step([(name, 1) for name in names]) for driver in drivers]
+        assert outputs[0].tokens.tolist() == outputs[1].tokens.tolist()
+        assert outputs[0].logprobs == outputs[1].logprobs
+    assert steps.decode.takes(drivers[1].batch([("0", 1)])) == 1
+
+
+def test_steps_that_want_more_than_the_tables_hold_run_unrecorded(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model_folder("llama")
+    ordinary, ours = make_runner(folder), device_runner(folder)
+    tokens = []
+    for runner in (ordinary, ours):
+        driver = Driver(runner)
+        driver.add("0", random_prompts([5])[0], SamplingRow(seed=1, position=5, temperature=0.0, logprobs=30))
+        for _ in range(4):
+            output = driver.step([("0", driver.remaining("0"))])
+            assert output.logprobs[0] is not None and len(output.logprobs[0].top_ids) == 30
+        tokens.append(driver.requests["0"].tokens)
+        steps: Any = runner._device_steps
+        assert steps is None or steps.decode.takes(driver.batch([("0", 1)])) is None
+    assert tokens[0] == tokens[1]

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from cohort.common.engine import compiled_kernels
 from cohort.common.engine.worker_metrics import WorkerMetrics
 from cohort.common.machines.cluster_load import cluster_load
 from cohort.common.metrics import MetricFactory
@@ -53,3 +54,15 @@ def test_a_gateway_hears_each_kind_of_engine_once() -> None:
 def view(name: str, engine: EngineFacts | None) -> InstanceView:
     capacity = WorkerCapacity(Role.UNIFIED, "m", 128, 1, 1, 8, 2, 16, 8, 0, 4, 64, engine=engine)
     return InstanceView(name, capacity, WorkerStats())
+
+
+def test_kernels_compiled_after_the_worker_was_ready_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = [17]  # while it warmed up
+    monkeypatch.setattr(compiled_kernels, "compilations", lambda: compiled[0])
+    registry, worker = CollectorRegistry(), machine(Role.UNIFIED)
+    metrics = WorkerMetrics(MetricFactory(registry, model_name="m", instance="unified"), worker, lambda: 0)
+    labels = {"model_name": "m", "instance": "unified"}
+    for total, later in ((17, 0), (19, 2), (19, 2)):
+        compiled[0] = total
+        metrics.export(worker.stats(0), 0)
+        assert registry.get_sample_value("cohort_kernel_compilations_total", labels) == later

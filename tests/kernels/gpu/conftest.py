@@ -74,6 +74,7 @@ def make_gpu_step(make_step: Callable[..., Any]) -> Callable[..., Any]:
         for name in ("query_start", "context_lens", "block_tables", "directions"):
             if (tensor := getattr(meta, name)) is not None:
                 setattr(meta, name, tensor.to(DEVICE))
+        step.meta = meta.as_signed()
         return step
 
     return make

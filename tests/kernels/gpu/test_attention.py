@@ -149,12 +149,13 @@ def test_a_wrong_direction_bit_is_a_wrong_answer(make_gpu_step, queries, change)
     step.meta.context_lens -= 3
     step.keys, step.values = [key[:-3] for key in step.keys], [value[:-3] for value in step.values]
     right = step.expected()
+    tables = step.meta.block_tables
     if change == "flip one":
-        step.meta.directions[0, 0] ^= 1
+        tables[0, 0] = ~tables[0, 0]
     elif change == "flip all":
-        step.meta.directions ^= 1
+        tables.bitwise_not_()
     elif change == "forget":
-        step.meta.directions = None
+        step.meta.block_tables = step.meta.separate()[0]
     wrong = ((attend(step).double() - right).abs() / right.abs().max())[:queries].max()
     assert wrong < 1e-5 if change == "none" else wrong > 0.1
 
@@ -323,12 +324,12 @@ class TestRefuses:
         with pytest.raises(error):
             attend(step)
 
-    def test_tables_of_the_wrong_type_or_layout(self, make_gpu_step):
+    def test_tables_of_the_wrong_type_and_directions_beside_them(self, make_gpu_step):
         step = make_gpu_step([(40, 1)], directions="mixed")
-        tables, directions = step.meta.block_tables, step.meta.directions
+        tables = step.meta.block_tables
         step.meta.block_tables = tables.long()
         with pytest.raises(TypeError, match="int32"):
             attend(step)
-        step.meta.block_tables, step.meta.directions = tables, directions.repeat(1, 2)[:, ::2]
-        with pytest.raises(TypeError, match="laid out"):
+        step.meta.block_tables, step.meta.directions = tables, torch.ones_like(tables, dtype=torch.uint8)
+        with pytest.raises(ValueError, match="signs"):
             attend(step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cohort.kernels import fused, native, slots
+from cohort.kernels import fused, native, sampling, slots
 from cohort.kernels.gpu import available, operators
 from cohort.kernels.paged_attention import paged_attention, write_kv
 
@@ -40,6 +40,7 @@ def test_every_kernel_is_reached(every_tensor_served, make_step, monkeypatch, na
         "silu_mul": lambda: fused.silu_mul(torch.rand(2, 8), torch.rand(2, 4)),
         "gather_slots": lambda: slots.gather_slots(kv, slot, tokens),
         "scatter_slots": lambda: slots.scatter_slots(tokens, kv, slot),
+        "sample_rows": lambda: sampling.sample_rows(table, None, None),  # type: ignore[arg-type]
     }
     assert calls.keys() == set(operators.__all__)
     with pytest.raises(Called):

@@ -1,0 +1,222 @@
+"""Every variant of every kernel that serving one model can meet, compiled before the first request.
+
+Triton compiles at the first launch of a variant, and every row of a worker would wait for it. So the variants are few
+and known: numbers that differ from step to step are never specialised on (`do_not_specialize` in the kernels), what is
+kept per row is compiled for powers of two, of which unrecorded steps use the largest only (`AttentionMeta.pad_rows`),
+and directions are data. Called by `common.engine.device_steps` at warm-up and by `compile_offline`; `compilations`
+counts what is compiled all the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime.jit import JITFunction
+
+from cohort.kernels.attention_meta import AttentionMeta
+from cohort.kernels.gpu import attention, elementwise, prefill, sampling, slots
+from cohort.kernels.gpu.plan import DecodePlan, padded_rows
+from cohort.kernels.sampling import EDIT_KINDS, SampledRows, SamplingTables
+
+_log = structlog.get_logger(__name__)
+
+Launch = Callable[[], None]
+_WIDE_WINDOW = 1 << 20  # wide enough for rows to be read in parts, which are merged
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model as the kernels see it. `rotary_half`: half of the elements of a head that are rotated, 0 for models that
+    leave all but attention to other kernels; `windowed`: whether layers have a sliding window, some or none."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    inner: int
+    vocabulary: int
+    dtype: torch.dtype
+    block_size: int = 16
+    rotary_half: int = 0
+    windowed: frozenset[bool] = frozenset({False})
+    layers: int = 2
+
+
+def row_classes(max_rows: int) -> tuple[int, ...]:
+    """The numbers of rows that kernels are compiled for: powers of two from the least up to the one that holds
+    `max_rows`."""
+    most = padded_rows(max_rows)
+    return tuple(size for size in (1 << power for power in range(most.bit_length())) if size >= padded_rows(1))
+
+
+def launches(
+    served: Served, max_rows: int, device: torch.device, plan: DecodePlan | None = None
+) -> Iterator[tuple[str, Launch]]:
+    """Each launch that steps of up to `max_rows` rows make, named; on tensors with the strides of the engine's.
+
+    The tensors are small and their content has no meaning: compile, but never run these.
+    """
+    at_most = padded_rows(max_rows)
+    step = _Tensors(served, device)
+    windows = [_WIDE_WINDOW if windowed else 0 for windowed in sorted(served.windowed)]
+    for rows in row_classes(max_rows):
+        for window in windows:
+            for name, query, out in step.queries(rows):
+                meta = step.meta(rows, prefill_rows=0)
+                yield (
+                    f"decode {name} {rows} rows, window {window}",
+                    lambda q=query, o=out, m=meta, w=window: attention.decode(q, step.kv, 1, m, 1.0, o, w, plan),  # type: ignore[misc]
+                )
+    for window in windows:
+        for name, query, out in step.queries(at_most):
+            meta = step.meta(at_most, prefill_rows=at_most)
+            yield (
+                f"prefill {name}, window {window}",
+                lambda q=query, o=out, m=meta, w=window: attention.prefill(q, step.kv, 1, m, 1.0, o, w),  # type: ignore[misc]
+            )
+    staging = torch.empty(2, 64, served.kv_heads, served.head_dim, dtype=served.dtype, device=device)
+    starts = torch.zeros(at_most + 1, dtype=torch.int32, device=device)
+    staged = step.meta(at_most, prefill_rows=at_most)
+    yield "stage", lambda: _ignore(prefill.stage(step.kv, 1, staged, staging, starts))
+    yield from step.elementwise()
+    yield "sample", lambda: sampling.sample_rows(*_sampled(served, device))
+
+
+class _Tensors:
+    """Inputs of one step's kernels, eight tokens."""
+
+    def __init__(self, served: Served, device: torch.device) -> None:
+        self._served, self._device = served, device
+        shape = (4, served.layers, 2, served.kv_heads, served.block_size, served.head_dim)
+        self.kv = torch.empty(shape, dtype=served.dtype, device=device)
+
+    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self._served.dtype, device=self._device)
+
+    def _fused(self, rows: int) -> tuple[Tensor, ...]:
+        """Query, key and value as views of one projection, as the lean models have them."""
+        s = self._served
+        return torch.split(
+            self._empty(rows, s.query_heads + 2 * s.kv_heads, s.head_dim), [s.query_heads, s.kv_heads, s.kv_heads], 1
+        )
+
+    def queries(self, rows: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Queries and outputs: in a fused projection, and on their own (`generic`), where that makes a difference."""
+        s = self._served
+        fused, out = self._fused(rows)[0], self._empty(rows, s.query_heads, s.head_dim)
+        yield "fused", fused, out
+        if fused.stride(0) % 16 != out.stride(0) % 16:
+            yield "own", torch.empty_like(out), out
+
+    def meta(self, rows: int, prefill_rows: int) -> AttentionMeta:
+        starts = torch.zeros(rows + 1, dtype=torch.int32, device=self._device)
+        tables = torch.zeros((rows, 64), dtype=torch.int32, device=self._device)
+        return AttentionMeta(starts, starts[1:], tables, None, self._served.block_size, 16, prefill_rows, 1024, 64)
+
+    def elementwise(self) -> Iterator[tuple[str, Launch]]:
+        s, tokens = self._served, 8
+        query, key, value = self._fused(tokens)
+        positions = torch.zeros(tokens, dtype=torch.int64, device=self._device)
+        copied = self._empty(tokens, s.layers, 2, s.kv_heads, s.head_dim)
+        yield "gather", lambda: slots.gather_slots(self.kv, positions, copied)
+        yield "scatter", lambda: slots.scatter_slots(copied, self.kv, positions)
+        if s.rotary_half:
+            cos = self._empty(64, s.rotary_half, dtype=torch.float32)
+            yield (
+                "rotate and store",
+                lambda: elementwise.rope_and_write_kv(query, key, value, cos, cos, positions, self.kv, 1, positions),
+            )
+            yield "rotate", lambda: elementwise.rope_inplace(query, key, cos, cos, positions)
+        yield "store", lambda: elementwise.write_kv(key, value, self.kv, 1, positions)
+        own = torch.empty_like(key, memory_format=torch.contiguous_format)
+        if own.stride(0) % 16 != key.stride(0) % 16:
+            yield "store own", lambda: elementwise.write_kv(own, own, self.kv, 1, positions)
+        if not s.rotary_half:
+            return
+        hidden, both = self._empty(tokens, s.hidden), self._empty(tokens, 2 * s.inner)
+        yield "norm", lambda: elementwise.rms_norm(hidden, hidden[0], 1e-5, hidden)
+        for name, heads in (("query", query), ("key", key)):
+            yield f"norm of {name}", lambda x=heads: elementwise.rms_norm(x, x[0, 0], 1e-5, x)  # type: ignore[misc]
+        inner = self._empty(tokens, s.inner)
+        yield "activate", lambda: elementwise.silu_mul(both, inner)
+
+
+def _sampled(served: Served, device: torch.device) -> tuple[Tensor, SamplingTables, SampledRows]:
+    logits = torch.empty((2, served.vocabulary), dtype=torch.float32, device=device)
+    wide, narrow = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros(2, device=device)
+    counts = torch.zeros(2 * EDIT_KINDS + 1, dtype=torch.int32, device=device)
+    tables = SamplingTables(
+        wide, wide, narrow.double(), narrow, narrow, counts[:2], counts[:2], counts, counts, narrow, narrow
+    )
+    return logits, tables, SampledRows.empty(2, 1, device)
+
+
+def _ignore(_: object) -> None:
+    pass
+
+
+@contextmanager
+def compile_only(compiled: list[Any] | None = None) -> Iterator[None]:
+    """Within, a launch compiles its variant and runs nothing; what was compiled goes to `compiled`."""
+    run = JITFunction.run
+
+    def compiling(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        result = run(kernel, *args, grid=grid, warmup=True, **options)
+        if compiled is not None:
+            compiled.append(result)
+
+    JITFunction.run = compiling  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        JITFunction.run = run  # type: ignore[method-assign]
+
+
+def precompile(served: Served, max_rows: int, device: torch.device, threads: int) -> int:
+    """Compile what `launches` names, on so many threads at a time; how many launches those were.
+
+    Nothing may be launched meanwhile."""
+    every = list(launches(served, max_rows, device))
+    with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool, compile_only(), AsyncCompileMode(pool):
+        for _, launch in every:
+            launch()
+    _log.info("kernels compiled", launches=len(every), compiled=compilations.count)
+    return len(every)
+
+
+class _Compilations:
+    """How many variants this process has compiled, or read from the cache folder: either way a launch waited."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._counting = threading.Lock()
+        self._next: Any = None
+        self._watching = False
+
+    def watch(self) -> None:
+        """Count from now on; once per process is enough."""
+        with self._counting:
+            if not self._watching:
+                self._watching = True
+                self._next = knobs.runtime.jit_post_compile_hook
+                knobs.runtime.jit_post_compile_hook = self._compiled
+
+    def _compiled(self, **facts: Any) -> Any:
+        with self._counting:
+            self.count += 1
+        name = facts["fn"].name
+        _log.debug("kernel compiled", kernel=name)
+        return self._next(**facts) if self._next is not None else None
+
+
+compilations = _Compilations()

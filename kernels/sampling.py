@@ -1,0 +1,164 @@
+"""One token per row of logits: the one entry for engine and tests.
+
+Called by `common.engine.device_sampler`. Dispatches to Triton's kernel on a GPU, else to the torch reference below.
+Which rules apply to a row is data on the device, so that a recorded step serves any mixture of rows: penalties, bias,
+bans, then greedy, or temperature, top_k, top_p, min_p and a race in which every token left runs for an exponential time
+divided by its weight. The random numbers of a row follow from its seed and position alone (SplitMix64).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cohort.kernels.gpu import available as gpu
+
+GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+GREEDY_BELOW = 1e-5
+NEGLIGIBLE = 2.0**-53 / 37.0
+EDIT_KINDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTables:
+    """How each of S rows is sampled; tensors on the logits' device.
+
+    `temperatures` below `GREEDY_BELOW` are greedy. `top_ks` 0, `top_ps` 1 and `min_ps` 0 switch themselves off.
+    `wants`: -1 no log-probabilities, k >= 0 the sampled token's and those of the k likeliest.
+
+    Edits are (id, value) entries in order of rows, and in a row of kinds: repetition (a logit above 0 is divided by the
+    value, else multiplied), presence and frequency (the value is subtracted), bias (added), bans. Entries of kind k of
+    row r are [edit_starts[4r + k], edit_starts[4r + k + 1]); within a kind ids differ, and ids outside the vocabulary
+    are left out. `saved` has as many elements as there are entries at least, and is written.
+    """
+
+    seeds: Tensor  # int64 [S], the bits of unsigned numbers
+    positions: Tensor  # int64 [S]
+    top_ps: Tensor  # float64 [S]
+    temperatures: Tensor  # float32 [S]
+    min_ps: Tensor  # float32 [S]
+    top_ks: Tensor  # int32 [S]
+    wants: Tensor  # int32 [S]
+    edit_starts: Tensor  # int32 [4S + 1]
+    edit_ids: Tensor  # int32 [E]
+    edit_values: Tensor  # float32 [E]
+    saved: Tensor  # float32 [E]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """Where results go; log-probabilities, from the raw logits, only of rows that want them."""
+
+    tokens: Tensor  # int64 [S]
+    logprobs: Tensor  # float32 [S]
+    top_ids: Tensor  # int64 [S, most]
+    top_logprobs: Tensor  # float32 [S, most]
+    scratch: Tensor  # int32 [S, `scratch_cells`], the kernel's own
+
+    @staticmethod
+    def empty(rows: int, most: int, device: torch.device) -> SampledRows:
+        """Room for `rows` rows with `most` likeliest tokens each."""
+        return SampledRows(
+            torch.empty(rows, dtype=torch.int64, device=device),
+            torch.empty(rows, dtype=torch.float32, device=device),
+            torch.empty((rows, most), dtype=torch.int64, device=device),
+            torch.empty((rows, most), dtype=torch.float32, device=device),
+            torch.empty((rows, SCRATCH_CELLS), dtype=torch.int32, device=device),
+        )
+
+
+SCRATCH_CELLS = 1 << 13
+"""Of a row: the distances that are searched for top_k's or top_p's last one, once few are left."""
+
+
+def sample_rows(logits: Tensor, tables: SamplingTables, out: SampledRows) -> None:
+    """One token per row of float32 logits [S, vocabulary], which are afterwards as they were.
+
+    Tokens are those of `common.engine.sampler`, up to the last bits of a logarithm. A row in which no token can run
+    (all banned, or not numbers) gets its largest logit's; of equal ones the first, and NaN is larger than any number.
+    """
+    if (ops := gpu.ops_for(logits)) is not None:
+        ops.sample_rows(logits, tables, out)
+    else:
+        sample_rows_reference(logits, tables, out)
+
+
+def sample_rows_reference(logits: Tensor, tables: SamplingTables, out: SampledRows) -> None:
+    """As `sample_rows`, row by row in plain torch on any device."""
+    starts = tables.edit_starts.tolist()
+    for row in range(len(logits)):
+        edited = _edited(logits[row], tables, starts[EDIT_KINDS * row : EDIT_KINDS * row + EDIT_KINDS + 1])
+        token = edited.argmax()
+        if float(tables.temperatures[row]) >= GREEDY_BELOW and bool(edited.amax().isfinite()):
+            weights = _weights(edited, tables, row)
+            key = sample_key(tables.seeds[row], tables.positions[row])
+            token = race(weights, key)
+        out.tokens[row] = token
+        want = int(tables.wants[row])
+        if want >= 0:
+            logprobs = logits[row].log_softmax(dim=-1)
+            out.logprobs[row] = logprobs[token]
+            if want:
+                values, ids = logprobs.topk(want)
+                out.top_ids[row, :want], out.top_logprobs[row, :want] = ids, values
+
+
+def _edited(logits: Tensor, tables: SamplingTables, starts: list[int]) -> Tensor:
+    if starts[0] == starts[-1]:
+        return logits
+    logits = logits.clone()
+    for kind in range(EDIT_KINDS):
+        entries = slice(starts[kind], starts[kind + 1])
+        ids, values = tables.edit_ids[entries].long(), tables.edit_values[entries]
+        there = (ids >= 0) & (ids < len(logits))
+        ids, values = ids[there], values[there]
+        old = logits[ids]
+        repeated = torch.where(old > 0, old / values, old * values)
+        logits[ids] = (repeated, old - values, old + values, torch.full_like(old, float("-inf")))[kind]
+    return logits
+
+
+def _weights(logits: Tensor, tables: SamplingTables, row: int) -> Tensor:
+    """float32, proportional to the probabilities, the largest 1; 0 for tokens that are out."""
+    distance = logits.max() - logits
+    weights = (distance / -tables.temperatures[row]).exp()
+    nearest, order = distance.sort()
+    top_k, top_p = int(tables.top_ks[row]), float(tables.top_ps[row])
+    if 0 < top_k < len(logits):
+        weights = torch.where(distance <= nearest[top_k - 1], weights, 0.0)
+    if top_p < 1.0:
+        within = weights[order].cumsum(0, dtype=torch.float64)
+        crossing = int(torch.searchsorted(within, top_p * float(weights.sum(dtype=torch.float64))))
+        weights = torch.where(distance <= nearest[min(crossing, len(nearest) - 1)], weights, 0.0)
+    return torch.where(weights >= tables.min_ps[row], weights, 0.0)
+
+
+def race(weights: Tensor, key: Tensor) -> Tensor:
+    """int64 []: the token whose exponential time, divided by its weight, is smallest."""
+    drawn = _shifted(_mixed(torch.arange(len(weights), dtype=torch.int64, device=weights.device) ^ key), 11)
+    times = -((drawn.double() + 1.0) * 2.0**-53).log()
+    wide = weights.double()
+    return torch.where(wide > NEGLIGIBLE, times / wide, float("inf")).argmin()
+
+
+def sample_key(seed: Tensor, position: Tensor) -> Tensor:
+    """The start of all random numbers of one sample, the bits of an unsigned number in int64."""
+    return _mixed(_mixed(seed) ^ position)
+
+
+def _mixed(value: Tensor) -> Tensor:
+    """SplitMix64 in 64-bit integers that wrap around; torch shifts arithmetically, so the sign's copies are cut off."""
+    value = value + _signed(GOLDEN)
+    value = (value ^ _shifted(value, 30)) * _signed(MIX_1)
+    value = (value ^ _shifted(value, 27)) * _signed(MIX_2)
+    return value ^ _shifted(value, 31)
+
+
+def _shifted(value: Tensor, bits: int) -> Tensor:
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value

@@ -1,0 +1,129 @@
+"""Which variants of the Triton kernels a worker warms up, and which its steps launch: run by `test_kernel_variants`.
+
+Triton decides at import whether it compiles, so this is a process of its own. Nothing is compiled: the hook that
+Triton asks before it compiles notes the variant and declines, and then Triton does not launch it either. So the engine
+runs its own steps on the processor, over numbers without meaning, and every launch of a kernel passes the hook.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from triton import knobs
+from triton.runtime.driver import driver
+
+from cohort.common.engine import linear
+from cohort.common.engine.batch import GREEDY, SamplingRow
+from cohort.common.engine.device_memory import DeviceShare
+from cohort.common.sampling_inputs import TokenHistory
+from cohort.kernels import native
+from cohort.kernels.gpu import available, operators, prefill
+from cohort.kernels.gpu.compile_offline import AbsentGpu
+from cohort.kernels.slots import gather_slots, scatter_slots
+from tests.common.engine.driver import Driver, make_runner, random_prompts
+
+MAX_ROWS = 37  # no power of two, and odd: standing buffers do not begin at multiples of 16 bytes
+STEPS = 60
+
+
+class Variants:
+    """The variants that Triton wanted to compile."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, str]] = set()
+        self.launches: Counter[str] = Counter()
+
+    def __call__(self, **facts: Any) -> bool:
+        name = facts["fn"].name.rpartition(".")[2]
+        self.seen.add((name, facts["compile"]["key"]))
+        self.launches[name] += 1
+        return True
+
+
+def as_on_a_gpu(variants: Variants) -> None:
+    driver.set_active(AbsentGpu(90))
+    knobs.runtime.jit_cache_hook = variants
+    native.ops_for = lambda tensor: None  # type: ignore[assignment]
+    linear.linear_form = lambda *shape: "plain"  # no packed weights, hence layer by layer
+    available.ops_for = lambda tensor: operators  # type: ignore[assignment]
+    prefill.flash_function = lambda: lambda query, *others: query  # type: ignore[assignment]
+
+
+def step(driver_: Driver, plan: list[tuple[str, int]], sampling: dict[str, SamplingRow]) -> None:
+    """As `Driver.step`, but with tokens of the test's: what a step samples here has no meaning."""
+    plan = sorted(plan, key=lambda entry: entry[1] == 1)
+    for name, _ in plan:
+        request = driver_.requests[name]
+        request.sampling = dataclasses.replace(sampling[name], position=len(request.tokens))
+    batch = driver_.batch(plan)
+    driver_.runner.execute(batch)
+    for name, count in plan:
+        driver_.requests[name].computed += count
+    for row in batch.sample_rows.tolist():
+        driver_.requests[plan[row][0]].tokens.append(5)
+
+
+def mixed_workload(runner: Any, seed: int) -> None:
+    """Prompts in chunks of any length beside decodes, any number of rows, both directions, all kinds of sampling."""
+    draw = random.Random(seed)
+    driver_ = Driver(runner, shuffle=seed, reverse=bool(seed % 2))
+    kinds = (
+        GREEDY,
+        SamplingRow(seed=1, position=0, temperature=0.8, top_p=0.9, logprobs=3),
+        SamplingRow(seed=2, position=0, top_k=5, presence_penalty=0.5, history=TokenHistory([3, 4], [5])),
+        dataclasses.replace(GREEDY, logprobs=30),
+    )
+    sampling: dict[str, SamplingRow] = {}
+    for number in range(STEPS):
+        if len(driver_.requests) < MAX_ROWS:
+            name = str(number)
+            driver_.add(name, random_prompts([draw.randint(1, 40)], seed=number)[0])
+            sampling[name] = draw.choice(kinds)
+        names = draw.sample(sorted(driver_.requests), draw.randint(0, len(driver_.requests)))
+        if names:
+            step(driver_, [(name, draw.randint(1, min(17, driver_.remaining(name)))) for name in names], sampling)
+
+
+def main() -> None:
+    folder, dtype = Path(sys.argv[1]), sys.argv[2]
+    variants = Variants()
+    as_on_a_gpu(variants)
+    runner = make_runner(
+        folder, device_steps=True, dtype=dtype, max_rows=MAX_ROWS, num_blocks=400, share=DeviceShare(graphs=1 << 40)
+    )
+    steps: Any = runner._device_steps
+    steps.compile(threads=2)
+    named = set(variants.seen)
+    runner.warm_up()
+    warmed = set(variants.seen)
+    variants.launches.clear()
+    for flash in (True, False):
+        prefill.flash_serves = lambda query, flash=flash: flash  # type: ignore[assignment, misc]
+        for seed in range(2):
+            mixed_workload(runner, seed)
+    slots = torch.tensor(np.arange(5))
+    tokens = torch.empty(5, *runner.kv.blocks.shape[1:4], runner.kv.blocks.shape[5], dtype=runner.kv.blocks.dtype)
+    gather_slots(runner.kv.blocks, slots, tokens)
+    scatter_slots(tokens, runner.kv.blocks, slots)
+    json.dump(
+        {
+            "named": sorted(name for name, _ in named),
+            "recorded_rows": list(steps.decode.classes),
+            "warmed_beyond_named": sorted(name for name, _ in warmed - named),
+            "launched": variants.launches,
+            "served_beyond_warmed": sorted(name for name, _ in variants.seen - warmed),
+        },
+        sys.stdout,
+    )
+
+
+if __name__ == "__main__":
+    main()

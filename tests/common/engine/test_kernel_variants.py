@@ -1,0 +1,75 @@
+"""No variant of a GPU kernel is compiled while requests wait: warming up names all that a mixed workload launches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from cohort.common.engine import compiled_kernels
+from cohort.common.paths import cache_dir
+from cohort.kernels.gpu import variants
+from tests.common.engine.kernel_variants import MAX_ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama", "bfloat16"), ("mistral-window", "float32"), ("qwen3", "bfloat16"), ("opt", "float32")]
+)
+def test_warming_up_covers_a_mixed_workload(name: str, dtype: str, model_folder: Callable[[str], Path]) -> None:
+    command = [sys.executable, "-m", "tests.common.engine.kernel_variants", str(model_folder(name)), dtype]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    layers, launched = 3, found["launched"]
+    assert min(launched["decode_rows"], launched["prefill_rows"], launched["sample_rows"]) > 30 * layers, launched
+    assert (launched.get("_store_kv", 0) > 100 * layers) and (launched.get("stage_rows", 0) > 10 * layers), launched
+    assert found["served_beyond_warmed"] == []
+    assert found["warmed_beyond_named"] == []
+    assert found["recorded_rows"] == [1, 2, 4, 8, 16, 24, 32, MAX_ROWS]
+    named = Counter(found["named"])
+    classes = len(variants.row_classes(MAX_ROWS))
+    assert named["decode_rows"] == named["merge_parts"] == classes == 3  # 16, 32, 64
+    assert named["sample_rows"] == named["stage_rows"] == named["prefill_rows"] == 1
+    assert named["_copy_tokens"] == 2
+
+
+def test_compilations_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a faked hook: what Triton calls after each compilation; hooks of others go on being called."""
+    others: list[str] = []
+    monkeypatch.setattr(
+        variants.knobs.runtime, "jit_post_compile_hook", lambda **facts: others.append(facts["fn"].name)
+    )
+    counting = variants._Compilations()
+    monkeypatch.setattr(variants, "compilations", counting)
+    before = compiled_kernels.compilations()
+    counting.watch()
+    counting.watch()
+
+    class Kernel:
+        name = "decode_rows"
+
+    hook: Any = variants.knobs.runtime.jit_post_compile_hook
+    hook(fn=Kernel)
+    hook(fn=Kernel)
+    assert (before, compiled_kernels.compilations(), others) == (0, 2, ["decode_rows"] * 2)
+
+
+def test_triton_keeps_its_kernels_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("COHORT_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    compiled_kernels.keep_in_cache()
+    assert os.environ["TRITON_CACHE_DIR"] == str(cache_dir() / "triton") == str(tmp_path / "triton")
+    assert variants.knobs.cache.dir == str(tmp_path / "triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    compiled_kernels.keep_in_cache()
+    assert os.environ["TRITON_CACHE_DIR"] == "/elsewhere"

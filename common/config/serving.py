@@ -16,6 +16,9 @@ class ModelConfig(Section, frozen=True):
     # of weights and KV; auto = bfloat16 where the device computes it fast, else float32
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: NotNegative = 0  # tokens, prompt + output; 0 = what the model says
+    # of requests that name none (temperature, top_p …): as the model's generation_config.json says, else its authors;
+    # neutral = OpenAI's
+    sampling_defaults: Literal["model", "neutral"] = "model"
     weights: Literal["files", "random"] = "files"  # random = drawn, to measure a shape without having its weights
 
 

@@ -173,7 +173,9 @@ class OpenAiApi:
         prompts = await self._tokenize(call)
         times.tokenize_s = self._clock.now_s() - began_s
         lengths = [len(prompt) for prompt in prompts]
-        max_tokens_of = output_limits(call, lengths, self._config, self._max_model_len())
+        max_tokens_of = output_limits(
+            call, lengths, self._config, self._max_model_len(), self._card.sampling.max_tokens
+        )
         price = self.budget.price(call, lengths, max_tokens_of)
         base_id = uuid.uuid4().hex[:20]
         if named:

@@ -191,7 +191,8 @@ def _call(
         raise RequestError("stream_options needs stream to be true.", param="stream_options")
     wishes = body.cohort or CohortOptions()
     traffic_class, slo, online = _service(wishes, headers, config)
-    temperature = 1.0 if body.temperature is None else body.temperature
+    defaults = card.sampling
+    temperature = defaults.temperature if body.temperature is None else body.temperature
     return Call(
         chat=chat,
         prompts=prompts,
@@ -200,10 +201,12 @@ def _call(
             max_tokens=0,
             min_tokens=min_tokens,
             temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=max(0, body.top_k or 0),
-            min_p=body.min_p or 0.0,
-            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            top_p=defaults.top_p if body.top_p is None else body.top_p,
+            top_k=defaults.top_k if body.top_k is None else max(0, body.top_k),
+            min_p=defaults.min_p if body.min_p is None else body.min_p,
+            repetition_penalty=(
+                defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
+            ),
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
             logit_bias=_logit_bias(body.logit_bias, config, card),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
 from cohort.common.types import Slo
 from cohort.services.gateway.bodies import ChatBody, CompletionBody
-from cohort.services.gateway.model_card import ModelCard
+from cohort.services.gateway.model_card import ModelCard, SamplingDefaults
 from cohort.services.gateway.parsing import Call, parse_chat, parse_completion
 from cohort.services.gateway.responses import error_body
 from cohort.services.gateway.sse import _encode
@@ -382,3 +383,19 @@ def test_any_bytes_are_a_call_or_a_clear_refusal(data: bytes) -> None:
     for parse in (parse_completion, parse_chat):
         with pytest.raises(RequestError):
             parse(data, {}, CONFIG, CARD)
+
+
+def test_what_a_request_names_wins_over_the_models_defaults() -> None:
+    defaults = SamplingDefaults(0.2, 0.9, 20, 0.1, 1.1)
+    card = replace(CARD, sampling=defaults)
+    silent = parse_completion(b'{"prompt": "x"}', {}, GatewayConfig(), card).sampling
+    assert (silent.temperature, silent.top_p, silent.top_k, silent.min_p, silent.repetition_penalty) == (
+        0.2,
+        0.9,
+        20,
+        0.1,
+        1.1,
+    )
+    body = b'{"prompt": "x", "temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}'
+    named = parse_completion(body, {}, GatewayConfig(), card).sampling
+    assert (named.temperature, named.top_p, named.top_k, named.min_p, named.repetition_penalty) == (0, 1, 0, 0, 1)

@@ -1,6 +1,6 @@
 """Draws the next tokens of a whole batch on the device: `sampler`'s rules as operations over all rows at once.
 
-Called by `device_steps`. Same order (penalties, bias, bans, temperature, top_k, top_p, min_p, the race), same random
+Called by `device_steps`. Same order (grammar, penalties, bias, bans, temperature, top_k, top_p, min_p, the race), same random
 numbers, so the same tokens as `sampler.sample` on the same logits, up to the last bits of a logarithm. Asks the device
 for nothing: a row's parameters are known on the host, and the answer stays where the logits are until
 `SampledOnDevice.download`.
@@ -8,8 +8,8 @@ for nothing: a row's parameters are known on the host, and the answer stays wher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from torch import Tensor
 from cohort.common.engine.batch import SamplingRow, StepOutput, TokenLogprobs
 from cohort.common.engine.counter_random import GOLDEN, MIX_1, MIX_2, sample_key
 from cohort.common.engine.device_memory import SAMPLER_BYTES
+from cohort.common.engine.grammar_masks import TokenMasks
 from cohort.common.engine.sampler import GREEDY_BELOW, NEGLIGIBLE
 from cohort.common.engine.uploads import Uploads, host_bytes
 
@@ -35,6 +36,7 @@ class SampledOnDevice:
     logprobs: Tensor | None  # float32 [scored], host
     top_ids: Tensor | None  # int64 [scored, most wanted], host
     top_logprobs: Tensor | None  # float32 [scored, most wanted], host
+    failures: Mapping[int, str] = field(default_factory=dict)
 
     def output(self) -> StepOutput:
         """After the copies to the host are done."""
@@ -46,14 +48,18 @@ class SampledOnDevice:
             for row, logprob, ids, values in answers:
                 top = self.rows[row].logprobs
                 logprobs[row] = TokenLogprobs(logprob, tuple(ids[:top]), tuple(values[:top]))
-        return StepOutput(tokens=self.tokens.numpy().copy(), logprobs=tuple(logprobs))
+        return StepOutput(tokens=self.tokens.numpy().copy(), logprobs=tuple(logprobs), failures=self.failures)
 
 
 def sample_on_device(
-    logits: Tensor, likeliest: Tensor, rows: Sequence[SamplingRow], uploads: Uploads
+    logits: Tensor,
+    likeliest: Tensor,
+    rows: Sequence[SamplingRow],
+    uploads: Uploads,
+    masks: TokenMasks | None = None,
 ) -> SampledOnDevice:
     """One token per row of float32 logits [S, vocabulary], whose largest are `likeliest` [S]; copies to the host are
-    launched, not awaited."""
+    launched, not awaited. `masks`: where a row has a grammar."""
     tokens = likeliest
     stochastic = [index for index, row in enumerate(rows) if not row.plain_greedy]
     if stochastic:
@@ -62,14 +68,27 @@ def sample_on_device(
         for start in range(0, len(stochastic), at_once):
             part = stochastic[start : start + at_once]
             (index,) = uploads.put([np.array(part, dtype=np.int64)])
-            tokens[index] = _sample(logits.index_select(0, index), [rows[each] for each in part], uploads)
+            chosen, chosen_rows = logits.index_select(0, index), [rows[each] for each in part]
+            if masks is not None and any(row.grammar is not None for row in chosen_rows):
+                (bits,) = uploads.put([masks.bits[part]])
+                apply_token_mask(chosen, bits)
+            tokens[index] = _sample(chosen, chosen_rows, uploads)
     scored = [index for index, row in enumerate(rows) if row.logprobs >= 0]
-    sampled = SampledOnDevice(rows, _to_host(tokens), scored, None, None, None)
+    failures = {} if masks is None else masks.failures
+    sampled = SampledOnDevice(rows, _to_host(tokens), scored, None, None, None, failures)
     if scored:
         (index,) = uploads.put([np.array(scored, dtype=np.int64)])
-        chosen, ids, values = _score(logits, tokens, index, max(rows[each].logprobs for each in scored))
-        sampled.logprobs, sampled.top_ids, sampled.top_logprobs = _to_host(chosen), _to_host(ids), _to_host(values)
+        logprobs, ids, values = _score(logits, tokens, index, max(rows[each].logprobs for each in scored))
+        sampled.logprobs, sampled.top_ids, sampled.top_logprobs = _to_host(logprobs), _to_host(ids), _to_host(values)
     return sampled
+
+
+def apply_token_mask(logits: Tensor, bits: Tensor) -> None:
+    """In place: logits [n, vocabulary] become -inf where the bit of their token is not set in `bits`, int32
+    [n, ceil(vocabulary / 32)], token t at bit t % 32 of word t // 32."""
+    places = torch.arange(32, dtype=torch.int32, device=bits.device)
+    forbidden = ((bits[:, :, None] >> places) & 1).logical_not().view(len(bits), -1)
+    logits.masked_fill_(forbidden[:, : logits.shape[1]], float("-inf"))
 
 
 def _score(logits: Tensor, tokens: Tensor, index: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,7 +145,7 @@ def _adjust(logits: Tensor, rows: Sequence[SamplingRow], uploads: Uploads) -> No
                 said.add(index, unique, row.presence_penalty + row.frequency_penalty * counts)
         if row.logit_bias is not None:
             biased.add(index, *row.logit_bias.within(vocab))
-        if row.banned:
+        if row.banned and row.grammar is None:  # a grammar's mask has them in it
             ids = np.unique([token for token in row.banned if 0 <= token < vocab]).astype(np.int64)
             banned.add(index, ids, np.zeros(len(ids)))
     flat = logits.view(-1)

@@ -13,6 +13,8 @@ a step; scored prompts, which are rare, are the exception. Decides nothing about
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import structlog
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from cohort.common.engine.batch import StepBatch, StepOutput
 from cohort.common.engine.decode_classes import CaptureBudget
 from cohort.common.engine.device_memory import STAGING_TOKENS
 from cohort.common.engine.device_sampler import SampledOnDevice, sample_on_device
+from cohort.common.engine.grammar_masks import TokenMasks
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.static_decode import PlainRecorder, Recorder, StaticDecode
@@ -104,15 +107,15 @@ class DeviceSteps:
             self.decode.record(recorder, CaptureBudget(budget_bytes), estimate)
         self.stream.mark().wait()
 
-    def launch(self, batch: StepBatch) -> Launched:
-        """Start a step without scored prompts."""
+    def launch(self, batch: StepBatch, masks: Callable[[], TokenMasks | None] = lambda: None) -> Launched:
+        """Start a step without scored prompts. `masks` is asked while the device computes the forward."""
         try:
-            return self._launch(batch)
+            return self._launch(batch, masks)
         except torch.OutOfMemoryError:
             self.stream.mark().wait()  # what was launched still reads this step's inputs
             raise
 
-    def _launch(self, batch: StepBatch) -> Launched:
+    def _launch(self, batch: StepBatch, masks: Callable[[], TokenMasks | None]) -> Launched:
         with self.stream.use():
             self._uploads.restart()
             rows_class = self.decode.takes(batch)
@@ -129,7 +132,7 @@ class DeviceSteps:
                     logits, likeliest = logits.index_select(0, index), likeliest.index_select(0, index)
                     states = None if states is None else states.index_select(0, index)
             self._states = states
-            sampled = sample_on_device(logits, likeliest, batch.sampling, self._uploads)
+            sampled = sample_on_device(logits, likeliest, batch.sampling, self._uploads, masks())
             return Launched(sampled, self.stream.mark())
 
     def scoring_inputs(self, batch: StepBatch) -> StepInputs:

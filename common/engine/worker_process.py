@@ -175,6 +175,7 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     in_engine = asyncio.get_running_loop().run_in_executor
     runner = await in_engine(engine, load_runner, config, threads, context.instance)
     await in_engine(engine, runner.warm_up)
+    await in_engine(engine, runner.use_grammars)
     if runner.device.type == "cuda":
         # UCX finds out what it can do, and moves bytes, on the event loop's thread: the device must be current there.
         torch.cuda.set_device(runner.device)

@@ -31,7 +31,8 @@ _LIMITS: dict[str, int] = {
     "max_lexer_states": 10_000,
     "max_grammar_size": 50_000,
 }
-_WHITE_SPACE = r"[ \t\r\n]{1,32}"
+WHITE_SPACE = r"[ \t\r\n]{1,32}"
+"""Between the parts of JSON."""
 _WORD_BITS = 32
 _MESSAGE_CHARACTERS = 500
 
@@ -137,7 +138,7 @@ def of_json_schema(schema: dict[str, Any] | bool) -> str:
     """Any text that is JSON of this schema; {} is any JSON. White space between its parts is bounded unless the schema
     says otherwise (`x-guidance`): a small model would go on with it until its tokens are used up."""
     if not isinstance(schema, bool):
-        schema = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}, **schema}
+        schema = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **schema}
     return json.dumps({"grammars": [{"json_schema": schema}]}, separators=(",", ":"))
 
 

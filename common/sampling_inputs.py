@@ -90,9 +90,9 @@ class TokenHistory:
 
 @dataclass(slots=True, eq=False)
 class GrammarInputs:
-    """The grammar that an answer is bound to, and its output tokens so far. `matcher` and `failure` are the engine's: how
-    far it has stepped the grammar, and why it gave it up. They live as long as the sequence does; another worker makes
-    them again from text and tokens."""
+    """The grammar that an answer is bound to, and its output tokens so far. `matcher` and `failure` are the engine's:
+    how far it has stepped the grammar, and why it gave it up. They live as long as the sequence does; another worker
+    makes them again from text and tokens."""
 
     text: str
     output: list[int] = field(default_factory=list)

@@ -54,11 +54,17 @@ class GatewayConfig(Section, frozen=True):
     allowed_hosts: tuple[str, ...] = ()
     template_cpu_s: Seconds = 5.0  # processor time of the model's chat template for one request; beyond: 400
     template_memory_bytes: Positive = 536_870_912  # of a process that renders chats; of a prompt: 1/8; beyond: 400
+    max_grammar_bytes: Positive = (
+        65_536  # of one schema, regular expression or grammar as JSON; tools together; else 400
+    )
+    grammar_cpu_s: Seconds = 0.5  # processor time to compile one; beyond: 400
+    grammar_memory_bytes: Positive = 536_870_912  # of the process that compiles them; beyond: 400
+    max_tools: Positive = 128  # of one chat
     # choices of one request, all its prompts together, half of engine.max_rows by default; beyond: 400, as below
     max_choices: Positive = 128
     max_messages: Positive = 4096  # of one chat
     max_metadata_keys: Positive = 64  # of the metadata that is taken and left unread
-    max_nesting: Positive = 16  # lists and objects within each other in a body
+    max_nesting: Positive = 32  # lists and objects within each other in a body
     max_logit_biases: Positive = 1024  # tokens in one logit_bias
     max_stop_length: Positive = 256  # characters of one stop string
     max_stop_characters: Positive = 1024  # of all stop strings of a request

@@ -1,8 +1,8 @@
 """Draws the next tokens of a whole batch on the device: `sampler`'s rules as operations over all rows at once.
 
-Called by `device_steps`. Same order (grammar, penalties, bias, bans, temperature, top_k, top_p, min_p, the race), same random
-numbers, so the same tokens as `sampler.sample` on the same logits, up to the last bits of a logarithm. Asks the device
-for nothing: a row's parameters are known on the host, and the answer stays where the logits are until
+Called by `device_steps`. Same order (grammar, penalties, bias, bans, temperature, top_k, top_p, min_p, the race), same
+random numbers, so the same tokens as `sampler.sample` on the same logits, up to the last bits of a logarithm. Asks the
+device for nothing: a row's parameters are known on the host, and the answer stays where the logits are until
 `SampledOnDevice.download`.
 """
 
@@ -52,11 +52,7 @@ class SampledOnDevice:
 
 
 def sample_on_device(
-    logits: Tensor,
-    likeliest: Tensor,
-    rows: Sequence[SamplingRow],
-    uploads: Uploads,
-    masks: TokenMasks | None = None,
+    logits: Tensor, likeliest: Tensor, rows: Sequence[SamplingRow], uploads: Uploads, masks: TokenMasks | None = None
 ) -> SampledOnDevice:
     """One token per row of float32 logits [S, vocabulary], whose largest are `likeliest` [S]; copies to the host are
     launched, not awaited. `masks`: where a row has a grammar."""

@@ -3,11 +3,11 @@
 Called by the model runner after the forward. Rows never influence each other, and a row's sample depends only on its
 own logits, its parameters and (seed, position): the same whatever the batch, the worker or the attempt.
 
-Order: grammar, penalties, bias, bans, temperature, top_k, top_p, min_p, then a race: every token left runs for an exponential
-time divided by its weight, and the first one wins (the Gumbel-max trick in another form; it draws with exactly the
-probabilities). A race rather than an inverse of the cumulative distribution, because a rounding difference between two
-workers shifts all of that distribution's tens of thousands of borders and any of them may cross the number drawn, while
-here it matters only when the two first runners are equal to the last few bits.
+Order: grammar, penalties, bias, bans, temperature, top_k, top_p, min_p, then a race: every token left runs for an
+exponential time divided by its weight, and the first one wins (the Gumbel-max trick in another form; it draws with
+exactly the probabilities). A race rather than an inverse of the cumulative distribution, because a rounding difference
+between two workers shifts all of that distribution's tens of thousands of borders and any of them may cross the number
+drawn, while here it matters only when the two first runners are equal to the last few bits.
 """
 
 from __future__ import annotations

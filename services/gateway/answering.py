@@ -20,6 +20,7 @@ from cohort.services.gateway.mailbox import Delta, Generation
 from cohort.services.gateway.parsing import Call
 from cohort.services.gateway.request_budget import Reservation
 from cohort.services.gateway.responses import Extras, Scores, Shape, Usage, extras_of, usage_of
+from cohort.services.gateway.tool_calls import ToolReader, whole_deltas
 
 # Tokens whose log-probabilities are written at a time: a few milliseconds of the event loop, with twenty each.
 WRITTEN_AT_ONCE = 64
@@ -49,7 +50,11 @@ class Answering:
     created: int
     model: str
     reserved: Reservation
+    readers: list[ToolReader] = field(default_factory=list)
+    """One per choice where calls of tools are read."""
     begun: set[int] = field(default_factory=set)
+    _unsent: dict[int, list[ScoredToken]] = field(default_factory=dict)
+    """Log-probabilities of text that is held back as it may be a call."""
     _echo_scores: dict[int, Scores] = field(default_factory=dict)
     """By the first choice of a prompt."""
     _held: dict[int, dict[int, Delta]] = field(default_factory=dict)
@@ -78,16 +83,32 @@ class Answering:
         if self.call.max_tokens == 0 and finish is not None:
             tokens, finish = [], FinishReason.LENGTH  # a scored prompt yields a token that was not asked for
         piece = self.choices[index].feed(tokens, delta.logprobs, finish)
+        if self.readers:
+            piece = self._read_calls(index, piece, finish)
         self.generation.entries[index].logprobs.clear()  # they are written below; nothing looks at them again
         finish = FinishReason.STOP if piece.stopped else finish
-        first = index not in self.begun and bool(piece.text or finish)
-        scores = self._behind_echo(index, piece.scores)
+        first = index not in self.begun and bool(piece.text or piece.calls or finish)
+        text = piece.text
         if first:
             self.begun.add(index)
-            piece = Piece(self.echoes[index] + piece.text, scores, piece.stopped)
-        else:
-            piece = Piece(piece.text, scores, piece.stopped)
+            text = self.echoes[index] + text
+        piece = dataclasses.replace(piece, text=text, scores=self._behind_echo(index, piece.scores))
         return Step(piece, finish, first)
+
+    def _read_calls(self, index: int, piece: Piece, finish: FinishReason | None) -> Piece:
+        """The piece without the text of its calls, and with these."""
+        reader = self.readers[index]
+        found = reader.feed(piece.text)
+        calls, content = found.calls, found.content
+        stopped = piece.stopped or (reader.ended and finish is None)
+        if finish is not None or stopped:
+            rest = reader.finish()
+            calls, content = whole_deltas(calls, rest.calls), content + rest.content
+        scores = [*self._unsent.pop(index, ()), *piece.scores]
+        if not (calls or content or finish or stopped):
+            self._unsent[index] = scores
+            scores = []
+        return Piece(content, scores, stopped, calls, called=reader.calls > 0)
 
     def usage(self) -> Usage:
         """Over all choices; each prompt counts once, however many choices it has."""

@@ -30,6 +30,7 @@ from cohort.common.types import FinishReason, InstanceId
 from cohort.services.gateway.answering import Answering, Step
 from cohort.services.gateway.choice import Choice
 from cohort.services.gateway.detokenizer import TokenText
+from cohort.services.gateway.grammar_process import GrammarCompiler
 from cohort.services.gateway.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
 from cohort.services.gateway.model_card import ModelCard
 from cohort.services.gateway.owners import Owners
@@ -43,6 +44,8 @@ from cohort.services.gateway.stop_strings import StopAutomaton
 from cohort.services.gateway.streams import Streams
 from cohort.services.gateway.timing import GatewayTimes
 from cohort.services.gateway.tokenizer import Tokenizer
+from cohort.services.gateway.tool_calls import CallDelta, ToolReader, whole_calls
+from cohort.services.gateway.tool_formats import tool_format
 
 # A few milliseconds of parsing at most; a thread parses longer bodies.
 PARSE_AT_ONCE_BYTES = 65_536
@@ -81,6 +84,7 @@ class OpenAiApi:
         max_model_len: Callable[[], int],
         bodies: RequestBodies,
         owners: Owners,
+        grammars: GrammarCompiler,
     ) -> None:
         self._config = config
         self._card = card
@@ -95,6 +99,8 @@ class OpenAiApi:
         self.budget = RequestBudget(config, tokenizer.longest_token)
         self._bodies = bodies
         self._owners = owners
+        self._grammars = grammars
+        self._tool_format = tool_format(tokenizer.template_source, tokenizer.added_token)
         self._completion = CompletionShape(self._text)
         self._chat = ChatShape(self._text)
 
@@ -157,7 +163,7 @@ class OpenAiApi:
         return answering
 
     async def _parse(self, data: bytes, headers: Mapping[str, str], *, chat: bool) -> Call:
-        parse = parse_chat if chat else parse_completion
+        parse = self._parse_chat if chat else parse_completion
         self.budget.check_body(len(data), chat=chat, max_model_len=self._max_model_len())
         if len(data) <= PARSE_AT_ONCE_BYTES:
             call = parse(data, headers, self._config, self._card)
@@ -166,9 +172,15 @@ class OpenAiApi:
         self.budget.check(call)
         return call
 
+    def _parse_chat(self, data: bytes, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard) -> Call:
+        return parse_chat(data, headers, config, card, self._tool_format)
+
     async def _begin(self, call: Call, body_bytes: int, times: GatewayTimes, owner: str, *, named: str) -> Answering:
         """Tokenise, offer the requests, own them. `named`: an id of the client's that ours should begin with."""
         limited = call.max_tokens is not None
+        if call.wanted is not None:
+            bound = msgspec.structs.replace(call.sampling, grammar=await self._grammars.compile(call.wanted))
+            call = dataclasses.replace(call, sampling=bound)
         began_s = self._clock.now_s()
         prompts = await self._tokenize(call)
         times.tokenize_s = self._clock.now_s() - began_s
@@ -222,7 +234,9 @@ class OpenAiApi:
             choices=[
                 Choice(
                     self._text.stream(
-                        context=() if call.chat else item.tokens[-16:], skip_special=call.skip_special_tokens
+                        context=() if call.chat else item.tokens[-16:],
+                        skip_special=call.skip_special_tokens,
+                        kept=call.tools.format.mark_ids if call.tools is not None else frozenset(),
                     ),
                     stops,
                     min_tokens=call.min_tokens,
@@ -236,6 +250,9 @@ class OpenAiApi:
             created=int(created_s),
             model=self._card.name,
             reserved=reserved,
+            readers=[ToolReader(call.tools.format, parallel=call.tools.parallel) for _ in requests]
+            if call.tools is not None
+            else [],
         )
 
     async def _tokenize(self, call: Call) -> list[list[int]]:
@@ -274,6 +291,7 @@ class OpenAiApi:
     async def _whole(self, answering: Answering) -> Answer:
         generation, shape = answering.generation, answering.shape
         texts = [io.StringIO() for _ in generation.entries]
+        calls: list[list[CallDelta]] = [[] for _ in generation.entries]
         scores: dict[int, Scores | None] = {}
         finished: dict[int, FinishReason] = {}
         while len(finished) < len(generation.entries):
@@ -285,6 +303,7 @@ class OpenAiApi:
                     raise delta.error
                 step = answering.next(delta)
                 texts[index].write(step.piece.text)
+                calls[index] += step.piece.calls
                 if index not in scores:
                     scores[index] = await answering.scores(index, first=True)
                 if (written := scores[index]) is not None:
@@ -299,7 +318,7 @@ class OpenAiApi:
             created=answering.created,
             model=answering.model,
             choices=[
-                shape.whole(index, texts[index].getvalue(), scores[index], finished[index])
+                shape.whole(index, texts[index].getvalue(), scores[index], finished[index], whole_calls(calls[index]))
                 for index in range(len(generation.entries))
             ],
             usage=answering.usage(),
@@ -343,7 +362,9 @@ class OpenAiApi:
                     self._streams.stop(generation, delta.index)
                 if step.finish is not None:
                     finished.add(delta.index)
-                if step.piece.text or step.finish is not None:  # else part of a character or of a stop string, perhaps
+                if (
+                    step.piece.text or step.piece.calls or step.finish is not None
+                ):  # else part of a character or of a stop string, perhaps
                     await events.send(await self._chunk(answering, delta.index, step))
         if call.include_usage:
             await events.send(

@@ -17,8 +17,12 @@ from cohort.common.errors import RequestError
 from cohort.common.types import IfLate, SamplingParams, Slo, TrafficClass
 from cohort.services.gateway.bodies import ChatBody, CohortOptions, CompletionBody, StreamOptions
 from cohort.services.gateway.body_shape import refuse_shape
+from cohort.services.gateway.grammar_process import Wanted
 from cohort.services.gateway.model_card import ModelCard
 from cohort.services.gateway.prompt_field import known_tokens, prompts
+from cohort.services.gateway.structured import wanted_structure
+from cohort.services.gateway.tool_choice import ToolUse, read_calls, tool_use
+from cohort.services.gateway.tool_formats import ToolFormat, prompted
 
 CLASS_HEADER = "x-cohort-class"
 TTFT_HEADER = "x-cohort-ttft-slo-ms"
@@ -62,6 +66,9 @@ class Call:
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+    wanted: Wanted | None = None
+    """The grammar that the answer is bound to, as the client wrote it."""
+    tools: ToolUse | None = None
 
     @property
     def scores_prompt(self) -> bool:
@@ -97,7 +104,14 @@ def parse_completion(data: bytes, headers: Mapping[str, str], config: GatewayCon
     )
 
 
-def parse_chat(data: bytes, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard) -> Call:
+def parse_chat(
+    data: bytes,
+    headers: Mapping[str, str],
+    config: GatewayConfig,
+    card: ModelCard,
+    tool_format: ToolFormat | None = None,
+) -> Call:
+    """`tool_format`: how the model writes calls of tools; None = it cannot be read."""
     refuse_shape(data, config, chat=True)
     body = _decode(_chat_decoder, data)
     if len(body.messages) > config.max_messages:
@@ -116,13 +130,20 @@ def parse_chat(data: bytes, headers: Mapping[str, str], config: GatewayConfig, c
     for reserved in ("messages", "add_generation_prompt", "tools", "documents"):
         if reserved in variables:
             raise RequestError(f"chat_template_kwargs may not set {reserved!r}.", param="chat_template_kwargs")
+    messages = [_message(index, message) for index, message in enumerate(body.messages)]
+    tools = tool_use(body, config, tool_format)
+    if tool_format is not None and tool_format.prompted:
+        messages = prompted(messages, tools.prompt if tools is not None else ())
+    elif tools is not None:
+        variables = {**variables, "tools": list(tools.prompt)}
     return _call(
         body,
         headers,
         config,
         card,
         chat=True,
-        messages=[_message(index, message) for index, message in enumerate(body.messages)],
+        messages=messages,
+        tools=tools,
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
         add_generation_prompt=body.add_generation_prompt is not False,
@@ -162,6 +183,7 @@ def _call(
     add_special_tokens: bool = True,
     add_generation_prompt: bool = True,
     template_variables: Mapping[str, Any] | None = None,
+    tools: ToolUse | None = None,
 ) -> Call:
     if body.model is not None and body.model not in card.names:
         raise RequestError(
@@ -191,6 +213,15 @@ def _call(
         raise RequestError("stream_options needs stream to be true.", param="stream_options")
     wishes = body.cohort or CohortOptions()
     traffic_class, slo, online = _service(wishes, headers, config)
+    wanted = wanted_structure(body)
+    if wanted is not None and tools is not None:
+        raise RequestError(
+            f"{wanted.param}: an answer that may call tools cannot be bound to something else.", param=wanted.param
+        )
+    if tools is not None and tools.wanted is not None:
+        if body.ignore_eos:
+            raise _refused("ignore_eos", "an answer that must be calls ends with them")
+        wanted = tools.wanted
     defaults = card.sampling
     temperature = defaults.temperature if body.temperature is None else body.temperature
     return Call(
@@ -233,6 +264,8 @@ def _call(
         add_special_tokens=add_special_tokens,
         add_generation_prompt=add_generation_prompt,
         template_variables=template_variables or {},
+        wanted=wanted,
+        tools=tools,
     )
 
 
@@ -298,12 +331,19 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role is missing.", param=f"{where}.role")
-    for key in ("tool_calls", "function_call", "audio"):
+    for key in ("function_call", "audio"):
         if message.get(key):
             raise _refused(f"{where}.{key}", "not supported in messages")
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": read_calls(message["tool_calls"], f"{where}.tool_calls")}
+    elif "tool_calls" in message:  # templates ask whether the key is there
+        message = {key: value for key, value in message.items() if key != "tool_calls"}
+    call_id = message.get("tool_call_id")
+    if call_id is not None and not isinstance(call_id, str):
+        raise RequestError(f"{where}.tool_call_id must be a text.", param=f"{where}.tool_call_id")
     content = message.get("content")
     if content is None and role == "assistant":
-        content = ""  # clients send back an empty answer this way
+        content = ""  # clients send back an empty answer this way, and one that was calls alone
     if isinstance(content, list):
         content = "\n".join(_text_part(part, f"{where}.content[{number}]") for number, part in enumerate(content))
     if not isinstance(content, str):
@@ -328,16 +368,10 @@ def _text_part(part: Any, where: str) -> str:
 
 
 def _refuse_unsupported_chat_options(body: ChatBody) -> None:
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        raise _refused("response_format", 'only {"type": "text"} is supported')
-    if body.tools:
-        raise _refused("tools", "tool calling is not supported")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise _refused("tool_choice", "tool calling is not supported")
     if body.functions:
-        raise _refused("functions", "function calling is not supported")
+        raise _refused("functions", "not supported; its successor tools is")
     if body.function_call not in (None, "none", "auto"):
-        raise _refused("function_call", "function calling is not supported")
+        raise _refused("function_call", "not supported; its successor tool_choice is")
     if body.modalities not in (None, [], ["text"]):
         raise _refused("modalities", "only text is produced")
     for name in ("audio", "web_search_options", "reasoning_effort", "verbosity"):

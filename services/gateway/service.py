@@ -33,6 +33,8 @@ from cohort.common.recording import recorded
 from cohort.common.service import MANAGER, PREDICTOR, ServiceContext, named_host
 from cohort.common.types import InstanceId
 from cohort.services.gateway.batches import Batches
+from cohort.services.gateway.front_page import FrontPage
+from cohort.services.gateway.grammar_process import GrammarCompiler
 from cohort.services.gateway.middleware import answer_everything, refuse_foreign_pages, require_key, resolve_keys
 from cohort.services.gateway.model_card import ModelCard, read_model_card
 from cohort.services.gateway.openai_api import OpenAiApi
@@ -91,6 +93,7 @@ class Gateway:
             max_model_len=self._max_model_len,
             bodies=RequestBodies(config.gateway),
             owners=self._owners,
+            grammars=GrammarCompiler(config.gateway, tokenizer.to_json(), card.eos_token_ids),
         )
         gave_up = context.metrics.counter("clients_given_up", "Connections aborted because nothing was read from them")
         self._accepts_failed = context.metrics.counter("accepts_failed", "Connections that could not be accepted")
@@ -108,6 +111,7 @@ class Gateway:
             not_ready_because=self._not_ready_because,
             max_model_len=self._max_model_len,
         )
+        self._front = FrontPage(config, card)
         context.stats = self._stats
 
     def application(self, batches: Batches) -> web.Application:
@@ -123,7 +127,7 @@ class Gateway:
             ],
             client_max_size=gateway.max_body_bytes,
         )
-        application.add_routes([*self._api.routes(), *batches.routes(), *self._probes.routes()])
+        application.add_routes([*self._api.routes(), *batches.routes(), *self._probes.routes(), *self._front.routes()])
         return application
 
     async def run(self) -> None:

@@ -72,7 +72,7 @@ leaves = st.sampled_from(
         {"type": "null"},
         SHORT,
         {"enum": ["red", "grün", 7, None]},
-        {"const": "x\"y\\z"},
+        {"const": 'x"y\\z'},
         {"type": "string", "pattern": "^[a-c]{1,4}$"},
     ]
 )

@@ -45,7 +45,7 @@ from cohort.services.gateway.streams import Streams
 from cohort.services.gateway.timing import GatewayTimes
 from cohort.services.gateway.tokenizer import Tokenizer
 from cohort.services.gateway.tool_calls import CallDelta, ToolReader, whole_calls
-from cohort.services.gateway.tool_formats import tool_format
+from cohort.services.gateway.tool_formats import ToolFormat
 
 # A few milliseconds of parsing at most; a thread parses longer bodies.
 PARSE_AT_ONCE_BYTES = 65_536
@@ -85,6 +85,7 @@ class OpenAiApi:
         bodies: RequestBodies,
         owners: Owners,
         grammars: GrammarCompiler,
+        tool_format: ToolFormat | None,
     ) -> None:
         self._config = config
         self._card = card
@@ -100,7 +101,7 @@ class OpenAiApi:
         self._bodies = bodies
         self._owners = owners
         self._grammars = grammars
-        self._tool_format = tool_format(tokenizer.template_source, tokenizer.added_token)
+        self._tool_format = tool_format
         self._completion = CompletionShape(self._text)
         self._chat = ChatShape(self._text)
 

@@ -6,7 +6,7 @@ Pure: called by `openai_api.py` before tokenising. Everything a client sends is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -79,14 +79,14 @@ class Call:
         return self.n * (1 if self.chat else len(self.prompts))
 
 
-B = TypeVar("B", CompletionBody, ChatBody)
+B = TypeVar("B")
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 
 
 def parse_completion(data: bytes, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard) -> Call:
     refuse_shape(data, config, chat=False)
-    body = _decode(_completion_decoder, data)
+    body = decode(_completion_decoder, data)
     if body.suffix:
         raise _refused("suffix", "text insertion is not supported")
     max_tokens = _max_tokens(body.max_tokens, body.max_completion_tokens)
@@ -113,13 +113,8 @@ def parse_chat(
 ) -> Call:
     """`tool_format`: how the model writes calls of tools; None = it cannot be read."""
     refuse_shape(data, config, chat=True)
-    body = _decode(_chat_decoder, data)
-    if len(body.messages) > config.max_messages:
-        raise RequestError(
-            f"The chat has {len(body.messages)} messages, but at most {config.max_messages} are read "
-            "(gateway.max_messages).",
-            param="messages",
-        )
+    body = decode(_chat_decoder, data)
+    messages = read_messages(body.messages, config)
     _refuse_unsupported_chat_options(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
@@ -130,7 +125,6 @@ def parse_chat(
     for reserved in ("messages", "add_generation_prompt", "tools", "documents"):
         if reserved in variables:
             raise RequestError(f"chat_template_kwargs may not set {reserved!r}.", param="chat_template_kwargs")
-    messages = [_message(index, message) for index, message in enumerate(body.messages)]
     tools = tool_use(body, config, tool_format)
     if tool_format is not None and tool_format.prompted:
         messages = prompted(messages, tools.prompt if tools is not None else ())
@@ -151,7 +145,27 @@ def parse_chat(
     )
 
 
-def _decode(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
+def read_messages(messages: Sequence[dict[str, Any]], config: GatewayConfig) -> list[dict[str, Any]]:
+    """As the chat template gets them. Raises `RequestError`."""
+    if len(messages) > config.max_messages:
+        raise RequestError(
+            f"The chat has {len(messages)} messages, but at most {config.max_messages} are read "
+            "(gateway.max_messages).",
+            param="messages",
+        )
+    return [_message(index, message) for index, message in enumerate(messages)]
+
+
+def check_model(model: str | None, card: ModelCard) -> None:
+    if model is not None and model not in card.names:
+        raise RequestError(
+            f"The model `{printable(model)}` does not exist; this server serves `{card.name}`.",
+            status=404,
+            param="model",
+        )
+
+
+def decode(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
@@ -185,12 +199,7 @@ def _call(
     template_variables: Mapping[str, Any] | None = None,
     tools: ToolUse | None = None,
 ) -> Call:
-    if body.model is not None and body.model not in card.names:
-        raise RequestError(
-            f"The model `{printable(body.model)}` does not exist; this server serves `{card.name}`.",
-            status=404,
-            param="model",
-        )
+    check_model(body.model, card)
     n = body.n or 1
     most = min(config.max_n, config.max_waiting_requests // max(1, len(prompts)))
     if n > most:

@@ -44,7 +44,9 @@ from cohort.services.gateway.request_bodies import RequestBodies, refuse_other_b
 from cohort.services.gateway.slow_readers import SlowReaders
 from cohort.services.gateway.streams import Streams
 from cohort.services.gateway.template_process import TemplateLimits
+from cohort.services.gateway.token_api import TokenApi
 from cohort.services.gateway.tokenizer import Tokenizer
+from cohort.services.gateway.tool_formats import tool_format
 
 KEEP_ALIVE_S = 75.0
 BACKLOG = 1024
@@ -81,6 +83,8 @@ class Gateway:
             metrics=self._metrics,
             log=context.log,
         )
+        bodies = RequestBodies(config.gateway)
+        written = tool_format(tokenizer.template_source, tokenizer.added_token)
         self._api = OpenAiApi(
             config=config.gateway,
             card=card,
@@ -91,9 +95,18 @@ class Gateway:
             log=context.log,
             instance=context.instance,
             max_model_len=self._max_model_len,
-            bodies=RequestBodies(config.gateway),
+            bodies=bodies,
             owners=self._owners,
             grammars=GrammarCompiler(config.gateway, tokenizer.to_json(), card.eos_token_ids),
+            tool_format=written,
+        )
+        self._tokens = TokenApi(
+            config=config.gateway,
+            card=card,
+            tokenizer=tokenizer,
+            tool_format=written,
+            bodies=bodies,
+            max_model_len=self._max_model_len,
         )
         gave_up = context.metrics.counter("clients_given_up", "Connections aborted because nothing was read from them")
         self._accepts_failed = context.metrics.counter("accepts_failed", "Connections that could not be accepted")
@@ -127,7 +140,15 @@ class Gateway:
             ],
             client_max_size=gateway.max_body_bytes,
         )
-        application.add_routes([*self._api.routes(), *batches.routes(), *self._probes.routes(), *self._front.routes()])
+        application.add_routes(
+            [
+                *self._api.routes(),
+                *batches.routes(),
+                *self._probes.routes(),
+                *self._front.routes(),
+                *self._tokens.routes(),
+            ]
+        )
         return application
 
     async def run(self) -> None:

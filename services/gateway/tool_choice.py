@@ -70,7 +70,7 @@ def tool_use(body: ChatBody, config: GatewayConfig, format_: ToolFormat | None) 
                 param="tool_choice",
             )
     wanted = Wanted("lark", calls_grammar(format_, callable_, parallel=parallel), "tools") if callable_ else None
-    return ToolUse(format_, tuple(_as_prompted(tool) for tool in tools), parallel, wanted)
+    return ToolUse(format_, tuple(as_prompted(tool) for tool in tools), parallel, wanted)
 
 
 def _few_enough(tools: list[Tool], config: GatewayConfig) -> list[Tool]:
@@ -92,7 +92,7 @@ def _function(index: int, tool: Tool) -> Function:
     return Function(function.name, {"type": "object", "properties": {}} if parameters is None else parameters)
 
 
-def _as_prompted(tool: Tool) -> dict[str, Any]:
+def as_prompted(tool: Tool) -> dict[str, Any]:
     function = tool.function
     told = {"name": function.name, "description": function.description, "parameters": function.parameters}
     return {"type": "function", "function": {key: value for key, value in told.items() if value is not None}}

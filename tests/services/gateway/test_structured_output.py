@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from cohort.common.grammar import GrammarTokens
 from cohort.services.gateway.tokenizer import Tokenizer
 from tests.services.gateway.conftest import OpenSite, Site
+from tests.services.gateway.tiny_model import write_model
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -22,6 +24,12 @@ CALLS = (
     'Sure.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 )
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose context holds the description of tools."""
+    return write_model(tmp_path_factory.mktemp("models") / "roomy", context=8192)
 
 
 def grammar_of(site: Site) -> str:
@@ -75,15 +83,15 @@ async def test_what_is_wrong_with_a_grammar_is_said(
 
 async def test_a_grammar_that_takes_too_long_ends_its_process_and_the_next_one_is_compiled(open_site: OpenSite) -> None:
     wide = {"anyOf": [{"type": "object", "properties": {f"p{i}": {"type": "integer"}}} for i in range(800)]}
-    async with open_site("x", grammar_cpu_s=0.1) as site:
+    async with open_site("x", grammar_cpu_s=0.03) as site:
         status, answer = await site.post("/v1/completions", {"prompt": "x", "guided_json": wide})
         assert status == 400 and "gateway.grammar_cpu_s" in answer["error"]["message"]
         status, _ = await site.post("/v1/completions", {"prompt": "x", "guided_choice": ["x"]})
         assert status == 200
 
 
-async def test_calls_are_read_from_an_answer(open_site: OpenSite) -> None:
-    async with open_site(CALLS) as site:
+async def test_calls_are_read_from_an_answer(open_site: OpenSite, roomy: Path) -> None:
+    async with open_site(CALLS, model=roomy) as site:
         status, answer = await site.post(CHAT, {"messages": HI, "tools": TOOLS, "logprobs": True})
         assert status == 200
         choice = answer["choices"][0]
@@ -98,8 +106,8 @@ async def test_calls_are_read_from_an_answer(open_site: OpenSite) -> None:
         assert '"name": "weather"' in rendered and "of a city" in rendered
 
 
-async def test_a_stream_has_the_same_calls_as_deltas(open_site: OpenSite) -> None:
-    async with open_site(CALLS) as site:
+async def test_a_stream_has_the_same_calls_as_deltas(open_site: OpenSite, roomy: Path) -> None:
+    async with open_site(CALLS, model=roomy) as site:
         events = await site.stream(CHAT, {"messages": HI, "tools": TOOLS})
         assert events[-1] == "[DONE]"
         content, calls = "", dict[int, dict[str, str]]()
@@ -121,8 +129,8 @@ async def test_a_stream_has_the_same_calls_as_deltas(open_site: OpenSite) -> Non
         assert finishes[-1] == "tool_calls" and not any(finishes[:-1])
 
 
-async def test_without_parallel_calls_the_answer_ends_after_the_first(open_site: OpenSite) -> None:
-    async with open_site(CALLS, step_s=0.001) as site:
+async def test_without_parallel_calls_the_answer_ends_after_the_first(open_site: OpenSite, roomy: Path) -> None:
+    async with open_site(CALLS, model=roomy, step_s=0.001) as site:
         body = {"messages": HI, "tools": TOOLS, "parallel_tool_calls": False}
         status, answer = await site.post(CHAT, body)
         assert status == 200
@@ -131,9 +139,9 @@ async def test_without_parallel_calls_the_answer_ends_after_the_first(open_site:
         assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["weather"]
 
 
-async def test_required_and_named_tools_bind_the_answer(open_site: OpenSite) -> None:
+async def test_required_and_named_tools_bind_the_answer(open_site: OpenSite, roomy: Path) -> None:
     named = {"type": "function", "function": {"name": "clock"}}
-    async with open_site(CALLS) as site:
+    async with open_site(CALLS, model=roomy) as site:
         weather = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
         clock = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
         await site.post(CHAT, {"messages": HI, "tools": TOOLS, "tool_choice": "required"})
@@ -145,15 +153,15 @@ async def test_required_and_named_tools_bind_the_answer(open_site: OpenSite) -> 
         assert accepts(site.tokenizer, bound, clock) and not accepts(site.tokenizer, bound, weather)
 
 
-async def test_an_answer_that_ends_by_length_inside_a_call_says_so(open_site: OpenSite) -> None:
-    async with open_site(CALLS) as site:
+async def test_an_answer_that_ends_by_length_inside_a_call_says_so(open_site: OpenSite, roomy: Path) -> None:
+    async with open_site(CALLS, model=roomy) as site:
         for length in range(1, 60, 7):
             _, answer = await site.post(CHAT, {"messages": HI, "tools": TOOLS, "max_tokens": length})
             assert answer["choices"][0]["finish_reason"] == "length"
 
 
-async def test_a_chat_without_tools_is_not_searched_for_calls(open_site: OpenSite) -> None:
-    async with open_site(CALLS) as site:
+async def test_a_chat_without_tools_is_not_searched_for_calls(open_site: OpenSite, roomy: Path) -> None:
+    async with open_site(CALLS, model=roomy) as site:
         for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
             _, answer = await site.post(CHAT, {"messages": HI, **more})
             assert answer["choices"][0]["message"]["content"] == CALLS

@@ -38,6 +38,7 @@ from cohort.services.gateway.grammar_process import GrammarCompiler
 from cohort.services.gateway.middleware import answer_everything, refuse_foreign_pages, require_key, resolve_keys
 from cohort.services.gateway.model_card import ModelCard, read_model_card
 from cohort.services.gateway.openai_api import OpenAiApi
+from cohort.services.gateway.openapi import ApiPages
 from cohort.services.gateway.owners import Owners
 from cohort.services.gateway.probes import Probes
 from cohort.services.gateway.request_bodies import RequestBodies, refuse_other_bodies
@@ -140,15 +141,9 @@ class Gateway:
             ],
             client_max_size=gateway.max_body_bytes,
         )
-        application.add_routes(
-            [
-                *self._api.routes(),
-                *batches.routes(),
-                *self._probes.routes(),
-                *self._front.routes(),
-                *self._tokens.routes(),
-            ]
-        )
+        pages = ApiPages(keys=bool(self._keys))
+        for part in (self._api, batches, self._probes, self._front, self._tokens, pages):
+            application.add_routes(part.routes())
         return application
 
     async def run(self) -> None:

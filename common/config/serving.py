@@ -54,9 +54,8 @@ class GatewayConfig(Section, frozen=True):
     allowed_hosts: tuple[str, ...] = ()
     template_cpu_s: Seconds = 5.0  # processor time of the model's chat template for one request; beyond: 400
     template_memory_bytes: Positive = 536_870_912  # of a process that renders chats; of a prompt: 1/8; beyond: 400
-    max_grammar_bytes: Positive = (
-        65_536  # of one schema, regular expression or grammar as JSON; tools together; else 400
-    )
+    # as JSON, of what binds an answer: one schema, regular expression or grammar, or the tools of a chat; beyond: 400
+    max_grammar_bytes: Positive = 65_536
     grammar_cpu_s: Seconds = 0.5  # processor time to compile one; beyond: 400
     grammar_memory_bytes: Positive = 536_870_912  # of the process that compiles them; beyond: 400
     max_tools: Positive = 128  # of one chat

@@ -20,7 +20,7 @@ from cohort.services.gateway.mailbox import Delta, Generation
 from cohort.services.gateway.parsing import Call
 from cohort.services.gateway.request_budget import Reservation
 from cohort.services.gateway.responses import Extras, Scores, Shape, Usage, extras_of, usage_of
-from cohort.services.gateway.tool_calls import ToolReader, whole_deltas
+from cohort.services.gateway.tool_calls import CallDelta, ToolReader, whole_deltas
 
 # Tokens whose log-probabilities are written at a time: a few milliseconds of the event loop, with twenty each.
 WRITTEN_AT_ONCE = 64
@@ -99,7 +99,8 @@ class Answering:
         """The piece without the text of its calls, and with these."""
         reader = self.readers[index]
         found = reader.feed(piece.text)
-        calls, content = found.calls, found.content
+        calls: Sequence[CallDelta] = found.calls
+        content = found.content
         stopped = piece.stopped or (reader.ended and finish is None)
         if finish is not None or stopped:
             rest = reader.finish()

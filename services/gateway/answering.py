@@ -13,13 +13,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+import msgspec
+
 from cohort.common.types import FinishReason
 from cohort.services.gateway.choice import Choice, Piece, ScoredToken, prompt_scores
 from cohort.services.gateway.detokenizer import TokenText
 from cohort.services.gateway.mailbox import Delta, Generation
 from cohort.services.gateway.parsing import Call
 from cohort.services.gateway.request_budget import Reservation
-from cohort.services.gateway.responses import Extras, Scores, Shape, Usage, extras_of, usage_of
+from cohort.services.gateway.responses import Extras, Scores, Shape, Usage, extras_of, prompt_places, usage_of
 from cohort.services.gateway.tool_calls import CallDelta, ToolReader, whole_deltas
 
 # Tokens whose log-probabilities are written at a time: a few milliseconds of the event loop, with twenty each.
@@ -57,6 +59,8 @@ class Answering:
     """Log-probabilities of text that is held back as it may be a call."""
     _echo_scores: dict[int, Scores] = field(default_factory=dict)
     """By the first choice of a prompt."""
+    _prompt_logprobs: dict[int, msgspec.Raw] = field(default_factory=dict)
+    """Likewise."""
     _held: dict[int, dict[int, Delta]] = field(default_factory=dict)
     """By the same: deltas of its other choices that came before its prompt was scored."""
 
@@ -137,7 +141,7 @@ class Answering:
         wants any."""
         if self.call.sampling.logprobs < 0:
             return None
-        return self.shape.scores(await self._of_echo(index) if first and self.call.scores_prompt else None)
+        return self.shape.scores(await self._of_echo(index) if first and self.call.scores_echo else None)
 
     async def write(self, scores: Scores, tokens: Sequence[ScoredToken]) -> None:
         """Add these; other requests get the event loop in between."""
@@ -145,6 +149,24 @@ class Answering:
             if start:
                 await asyncio.sleep(0)
             scores.add(tokens[start : start + WRITTEN_AT_ONCE])
+
+    async def prompt_logprobs(self, index: int) -> msgspec.Raw | None:
+        """Of the prompt of this choice, as vLLM writes them; other requests get the event loop in between. None: no
+        client wants any beside the answer."""
+        if self.call.prompt_logprobs < 0:
+            return None
+        first = index - index % self.call.n
+        written = self._prompt_logprobs.get(first)
+        if written is None:
+            entry = self.generation.entries[first]
+            tokens, parts = entry.request.tokens[1 : entry.request.prompt_tokens], [b"null"]
+            for start in range(0, len(tokens), WRITTEN_AT_ONCE):
+                end = start + WRITTEN_AT_ONCE
+                parts += prompt_places(self.text, tokens[start:end], entry.prompt_logprobs[start:end])
+                await asyncio.sleep(0)
+            written = self._prompt_logprobs[first] = msgspec.Raw(b"[" + b",".join(parts) + b"]")
+            entry.prompt_logprobs.clear()
+        return written
 
     def _behind_echo(self, index: int, scores: Sequence[ScoredToken]) -> Sequence[ScoredToken]:
         shift = len(self.echoes[index])

@@ -117,6 +117,7 @@ class GeneratingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: StopString | Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=256)] | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     n: AtLeastOne | None = None

@@ -313,16 +313,25 @@ class OpenAiApi:
                     self._streams.stop(generation, index)
                 if step.finish is not None:
                     finished[index] = step.finish
+        places = {index: await answering.prompt_logprobs(index) for index in range(len(generation.entries))}
         return Answer(
             id=answering.id,
             object=shape.whole_object,
             created=answering.created,
             model=answering.model,
             choices=[
-                shape.whole(index, texts[index].getvalue(), scores[index], finished[index], whole_calls(calls[index]))
+                shape.whole(
+                    index,
+                    texts[index].getvalue(),
+                    scores[index],
+                    finished[index],
+                    whole_calls(calls[index]),
+                    places[index],
+                )
                 for index in range(len(generation.entries))
             ],
             usage=answering.usage(),
+            prompt_logprobs=msgspec.UNSET if places[0] is None or not answering.call.chat else places[0],
             cohort=answering.extras(range(len(generation.entries))),
         )
 

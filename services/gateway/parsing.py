@@ -61,6 +61,8 @@ class Call:
     continuous_usage: bool = False
     echo: bool = False
     """Together with log-probabilities: the prompt's own too."""
+    prompt_logprobs: int = -1
+    """Of the prompt's tokens, beside the answer; as `SamplingParams.logprobs`."""
     return_token_ids: bool = False
     skip_special_tokens: bool = True
     add_special_tokens: bool = True
@@ -71,8 +73,17 @@ class Call:
     tools: ToolUse | None = None
 
     @property
-    def scores_prompt(self) -> bool:
+    def scores_echo(self) -> bool:
         return self.echo and self.sampling.logprobs >= 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.prompt_scores >= 0
+
+    @property
+    def prompt_scores(self) -> int:
+        """-1 = the prompt is not scored, k = with the k likeliest tokens at each of its places."""
+        return self.sampling.logprobs if self.scores_echo else self.prompt_logprobs
 
     @property
     def choices(self) -> int:
@@ -220,6 +231,11 @@ def _call(
     options = body.stream_options or StreamOptions()
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true.", param="stream_options")
+    prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs
+    if prompt_logprobs >= 0 and body.stream:
+        raise _refused("prompt_logprobs", "they come with a whole answer, not with a stream")
+    if prompt_logprobs >= 0 and echo and logprobs >= 0:
+        raise _refused("prompt_logprobs", "echo with logprobs has the prompt's own already")
     wishes = body.cohort or CohortOptions()
     traffic_class, slo, online = _service(wishes, headers, config)
     wanted = wanted_structure(body)
@@ -268,6 +284,7 @@ def _call(
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
         echo=echo,
+        prompt_logprobs=prompt_logprobs,
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
         add_special_tokens=add_special_tokens,

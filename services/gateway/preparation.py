@@ -57,7 +57,7 @@ def prepare(
                     sampling=msgspec.structs.replace(
                         sampling,
                         max_tokens=max(1, max_tokens) if scores else max_tokens,
-                        prompt_logprobs=sampling.logprobs if scores else -1,
+                        prompt_logprobs=call.prompt_scores if scores else -1,
                         seed=derived_seed(seed, index),
                     ),
                     arrival_s=arrival_s,

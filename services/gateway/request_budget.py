@@ -147,7 +147,7 @@ class RequestBudget:
             choices=call.choices * CHOICE_UNITS,
             prompt=call.n * tokens,
             answer=call.n * sum(max_tokens) * (1 + scores),
-            echo=call.n * tokens * (1 + scores) if call.scores_prompt else 0,
+            echo=call.n * tokens * (2 + call.prompt_scores) if call.scores_prompt else 0,
             biases=call.choices * len(call.sampling.logit_bias),
             stops=call.choices * len(call.stop_token_ids) + sum(map(len, call.stop_strings)),
             grammar=call.choices * len(call.sampling.grammar) // _GRAMMAR_CHARACTERS_PER_UNIT,
@@ -186,7 +186,11 @@ def _parts(call: Call, price: Price) -> dict[str, tuple[int, str, str]]:
             f"n {call.n} × max_tokens {answers // call.n}{each}",
             "n" if call.n > 1 else names[1] if scores > 1 else "max_tokens",
         ),
-        "the echo": (price.echo, f"n {call.n} × {prompts} tokens{each}", "n" if call.n > 1 else "logprobs"),
+        "the echo": (
+            price.echo,
+            f"n {call.n} × {prompts} tokens × (2 + {call.prompt_scores} log-probabilities)",
+            "n" if call.n > 1 else "logprobs" if call.scores_echo else "prompt_logprobs",
+        ),
         "logit_bias": (price.biases, f"{call.choices} choices × {len(call.sampling.logit_bias)} biases", "logit_bias"),
         "the grammar": (
             price.grammar,

@@ -17,6 +17,7 @@ from msgspec import UNSET, UnsetType
 
 from cohort.common.errors import RequestError
 from cohort.common.machines.entry import Entry
+from cohort.common.messages import TokenLogprob
 from cohort.common.types import FinishReason, Prediction
 from cohort.services.gateway.choice import Piece, ScoredToken
 from cohort.services.gateway.detokenizer import TokenText
@@ -69,11 +70,20 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[dict[str, float] | None]
 
 
+class PromptPlace(msgspec.Struct, frozen=True):
+    """A token at one place of a prompt. `rank`: among all tokens there, from 1 on; null beyond those asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
 class CompletionChoice(msgspec.Struct, frozen=True):
     index: int
     text: str
     logprobs: msgspec.Raw | None  # CompletionLogprobs
     finish_reason: str | None
+    prompt_logprobs: msgspec.Raw | UnsetType = UNSET  # [null, {token id: PromptPlace, …}, …], of the prompt's tokens
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -139,6 +149,7 @@ class Answer(msgspec.Struct, frozen=True):
     model: str
     choices: Sequence[CompletionChoice | ChatChoice | ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
+    prompt_logprobs: msgspec.Raw | UnsetType = UNSET  # of a chat, as of a `CompletionChoice`
     cohort: Extras | UnsetType = UNSET
 
 
@@ -166,8 +177,16 @@ class Shape(Protocol):
         ...
 
     def whole(
-        self, index: int, text: str, scores: Scores | None, finish: FinishReason, calls: Sequence[CallDelta] = ()
-    ) -> CompletionChoice | ChatChoice: ...
+        self,
+        index: int,
+        text: str,
+        scores: Scores | None,
+        finish: FinishReason,
+        calls: Sequence[CallDelta] = (),
+        places: msgspec.Raw | None = None,
+    ) -> CompletionChoice | ChatChoice:
+        """`places`: log-probabilities of its prompt, where a choice has them."""
+        ...
 
     def chunk(
         self, index: int, piece: Piece, scores: Scores | None, *, first: bool, finish: FinishReason | None
@@ -233,9 +252,16 @@ class CompletionShape:
         return CompletionScores(self._logprobs, behind)
 
     def whole(
-        self, index: int, text: str, scores: Scores | None, finish: FinishReason, calls: Sequence[CallDelta] = ()
+        self,
+        index: int,
+        text: str,
+        scores: Scores | None,
+        finish: FinishReason,
+        calls: Sequence[CallDelta] = (),
+        places: msgspec.Raw | None = None,
     ) -> CompletionChoice:
-        return CompletionChoice(index, text, None if scores is None else scores.json(), finish.value)
+        logprobs = None if scores is None else scores.json()
+        return CompletionChoice(index, text, logprobs, finish.value, UNSET if places is None else places)
 
     def chunk(
         self, index: int, piece: Piece, scores: Scores | None, *, first: bool, finish: FinishReason | None
@@ -284,7 +310,13 @@ class ChatShape:
         return ChatScores(self._logprobs)  # a chat is never echoed
 
     def whole(
-        self, index: int, text: str, scores: Scores | None, finish: FinishReason, calls: Sequence[CallDelta] = ()
+        self,
+        index: int,
+        text: str,
+        scores: Scores | None,
+        finish: FinishReason,
+        calls: Sequence[CallDelta] = (),
+        places: msgspec.Raw | None = None,
     ) -> ChatChoice:
         logprobs = None if scores is None else scores.json()
         if not calls:
@@ -320,6 +352,23 @@ class ChatShape:
     def _spelled(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
         data = self._text.token_bytes(token_id)
         return data.decode("utf-8", "replace"), _finite(logprob), list(data)
+
+
+def prompt_places(text: TokenText, tokens: Sequence[int], scores: Sequence[TokenLogprob]) -> list[bytes]:
+    """The JSON of each of these tokens of a prompt, with the likeliest ones at its place."""
+
+    def place(token: int, logprob: float, rank: int | None) -> PromptPlace:
+        return PromptPlace(_finite(logprob), rank, text.token_bytes(token).decode("utf-8", "replace"))
+
+    written = []
+    for token, score in zip(tokens, scores, strict=True):
+        places = {
+            str(other): place(other, logprob, rank)
+            for rank, (other, logprob) in enumerate(zip(score.top_ids, score.top_logprobs, strict=True), 1)
+        }
+        places.setdefault(str(token), place(token, score.logprob, None))
+        written.append(_encode(places))
+    return written
 
 
 def _delta_of(call: CallDelta) -> ToolCall:

@@ -64,6 +64,7 @@ COMPLETION: dict[str, Any] = {
     "prompt_cache_key": "c",
     "use_beam_search": False,
     "echo": False,
+    "prompt_logprobs": None,
     "logprobs": 1,
     "add_special_tokens": True,
     "suffix": None,

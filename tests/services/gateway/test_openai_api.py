@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cohort.common.types import Request
+from cohort.services.gateway.detokenizer import TokenText
 from tests.services.gateway.cluster import scores
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site, eventually
 
@@ -395,3 +396,28 @@ async def test_half_a_surrogate_pair_is_the_clients_error(site: Site) -> None:
             site.url + path, data=data, headers={"Content-Type": "application/json"}
         ) as response:
             assert response.status in (400, 404), await response.text()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_prompts_log_probabilities_come_beside_the_answer(site: Site, path: str) -> None:
+    prompt = (
+        {"prompt": "Köln and a fox", "n": 2}
+        if path == "/v1/completions"
+        else {"messages": [{"role": "user", "content": "Hi"}]}
+    )
+    status, body = await site.post(path, {**prompt, "prompt_logprobs": 2, "max_tokens": 3})
+    assert status == 200
+    request = next(each for each in site.manager.submitted if each.sampling.prompt_logprobs >= 0)
+    assert (request.sampling.prompt_logprobs, request.sampling.logprobs) == (2, -1)
+    found = [choice.get("prompt_logprobs") for choice in body["choices"]]
+    if path != "/v1/completions":
+        assert found == [None]  # the chat's own place is beside its choices
+        found = [body["prompt_logprobs"]]
+    for places in found:
+        assert places[0] is None and len(places) == request.prompt_tokens
+        for token, place in zip(request.tokens[1:], places[1:], strict=True):
+            own = place[str(token)]
+            assert own["logprob"] <= 0
+            assert own["decoded_token"] == TokenText(site.tokenizer).token_bytes(token).decode("utf-8", "replace")
+            assert [each["rank"] for each in place.values()][:2] == [1, 2]
+    assert all(choice["logprobs"] is None for choice in body["choices"])

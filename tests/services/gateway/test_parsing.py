@@ -208,6 +208,8 @@ def test_fields_that_ask_for_nothing_are_accepted() -> None:
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": "[]"}, "guided_json"),
         ({"guided_choice": []}, "guided_choice"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex"),

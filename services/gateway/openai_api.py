@@ -26,7 +26,7 @@ from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
 from cohort.common.machines.events import Offered
 from cohort.common.metrics import RequestMetrics
-from cohort.common.types import FinishReason, InstanceId
+from cohort.common.types import FinishReason, InstanceId, Request
 from cohort.services.gateway.answering import Answering, Step
 from cohort.services.gateway.choice import Choice
 from cohort.services.gateway.detokenizer import TokenText
@@ -232,19 +232,7 @@ class OpenAiApi:
             generation,
             shape,
             self._text,
-            choices=[
-                Choice(
-                    self._text.stream(
-                        context=() if call.chat else item.tokens[-16:],
-                        skip_special=call.skip_special_tokens,
-                        kept=call.tools.format.mark_ids if call.tools is not None else frozenset(),
-                    ),
-                    stops,
-                    min_tokens=call.min_tokens,
-                    scored=call.sampling.logprobs >= 0,
-                )
-                for item in requests
-            ],
+            choices=[self._choice(call, item, stops) for item in requests],
             echoes=[echo for echo in echoes for _ in range(call.n)],
             base_id=base_id,
             id=shape.id_prefix + base_id,
@@ -255,6 +243,14 @@ class OpenAiApi:
             if call.tools is not None
             else [],
         )
+
+    def _choice(self, call: Call, request: Request, stops: StopAutomaton) -> Choice:
+        detokenizer = self._text.stream(
+            context=() if call.chat else request.tokens[-16:],
+            skip_special=call.skip_special_tokens,
+            kept=call.tools.format.mark_ids if call.tools is not None else frozenset(),
+        )
+        return Choice(detokenizer, stops, min_tokens=call.min_tokens, scored=call.sampling.logprobs >= 0)
 
     async def _tokenize(self, call: Call) -> list[list[int]]:
         limit = self._max_model_len()

@@ -238,36 +238,12 @@ def _call(
         raise _refused("prompt_logprobs", "echo with logprobs has the prompt's own already")
     wishes = body.cohort or CohortOptions()
     traffic_class, slo, online = _service(wishes, headers, config)
-    wanted = wanted_structure(body)
-    if wanted is not None and tools is not None:
-        raise RequestError(
-            f"{wanted.param}: an answer that may call tools cannot be bound to something else.", param=wanted.param
-        )
-    if tools is not None and tools.wanted is not None:
-        if body.ignore_eos:
-            raise _refused("ignore_eos", "an answer that must be calls ends with them")
-        wanted = tools.wanted
-    defaults = card.sampling
-    temperature = defaults.temperature if body.temperature is None else body.temperature
+    wanted = _wanted(body, tools)
     return Call(
         chat=chat,
         prompts=prompts,
         messages=messages or [],
-        sampling=SamplingParams(
-            max_tokens=0,
-            min_tokens=min_tokens,
-            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-            top_p=defaults.top_p if body.top_p is None else body.top_p,
-            top_k=defaults.top_k if body.top_k is None else max(0, body.top_k),
-            min_p=defaults.min_p if body.min_p is None else body.min_p,
-            repetition_penalty=(
-                defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
-            ),
-            presence_penalty=body.presence_penalty or 0.0,
-            frequency_penalty=body.frequency_penalty or 0.0,
-            logit_bias=_logit_bias(body.logit_bias, config, card),
-            logprobs=logprobs,
-        ),
+        sampling=_sampling(body, config, card, min_tokens=min_tokens, logprobs=logprobs),
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         n=n,
@@ -292,6 +268,41 @@ def _call(
         template_variables=template_variables or {},
         wanted=wanted,
         tools=tools,
+    )
+
+
+def _wanted(body: CompletionBody | ChatBody, tools: ToolUse | None) -> Wanted | None:
+    wanted = wanted_structure(body)
+    if wanted is not None and tools is not None:
+        raise RequestError(
+            f"{wanted.param}: an answer that may call tools cannot be bound to something else.", param=wanted.param
+        )
+    if tools is None or tools.wanted is None:
+        return wanted
+    if body.ignore_eos:
+        raise _refused("ignore_eos", "an answer that must be calls ends with them")
+    return tools.wanted
+
+
+def _sampling(
+    body: CompletionBody | ChatBody, config: GatewayConfig, card: ModelCard, *, min_tokens: int, logprobs: int
+) -> SamplingParams:
+    """What the request does not name is the model's default."""
+    defaults = card.sampling
+    temperature = defaults.temperature if body.temperature is None else body.temperature
+    repetition = defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
+    return SamplingParams(
+        max_tokens=0,
+        min_tokens=min_tokens,
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        top_k=defaults.top_k if body.top_k is None else max(0, body.top_k),
+        min_p=defaults.min_p if body.min_p is None else body.min_p,
+        repetition_penalty=repetition,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(body.logit_bias, config, card),
+        logprobs=logprobs,
     )
 
 

@@ -38,6 +38,23 @@ class Step:
 
 
 @dataclass(slots=True)
+class Mean:
+    """Of the log-probabilities of a choice's tokens, as far as they were asked for."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, scores: Sequence[ScoredToken]) -> None:
+        told = [scored.score.logprob for scored in scores if scored.score is not None]
+        self.total += sum(told)
+        self.count += len(told)
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+
+@dataclass(slots=True)
 class Answering:
     """The choices of one request as text so far."""
 
@@ -128,18 +145,21 @@ class Answering:
         entry = self.generation.entries[index]
         return usage_of(entry.request.prompt_tokens, self.choices[index].tokens, entry.cached_tokens)
 
-    def extras(self, indexes: Iterable[int]) -> Extras:
+    def extras(self, indexes: Iterable[int], *, renumbered: bool = False) -> Extras:
+        """Of these choices; `renumbered`: they are counted anew, in this order."""
         extras = []
-        for index in indexes:
+        for place, index in enumerate(indexes):
             entry, choice = self.generation.entries[index], self.choices[index]
             tokens = entry.output[: choice.tokens] if self.call.return_token_ids else None
-            extras.append(extras_of(index, entry, self.generation.times, choice.stop_string, tokens))
+            extras.append(
+                extras_of(place if renumbered else index, entry, self.generation.times, choice.stop_string, tokens)
+            )
         return Extras(extras)
 
     async def scores(self, index: int, *, first: bool) -> Scores | None:
         """For the log-probabilities of a choice, empty; where the answer begins, behind its prompt's. None: no client
         wants any."""
-        if self.call.sampling.logprobs < 0:
+        if not self.call.shows_logprobs:
             return None
         return self.shape.scores(await self._of_echo(index) if first and self.call.scores_echo else None)
 
@@ -149,6 +169,14 @@ class Answering:
             if start:
                 await asyncio.sleep(0)
             scores.add(tokens[start : start + WRITTEN_AT_ONCE])
+
+    def likeliest(self, means: Sequence[float]) -> list[int]:
+        """The choices that the client gets: all, or of each prompt those with the largest mean log-probability."""
+        n, kept, chosen = self.call.n, self.call.kept, list[int]()
+        for first in range(0, len(means), n):
+            group = range(first, first + n)
+            chosen += group if kept == n else sorted(group, key=lambda index: -means[index])[:kept]
+        return chosen
 
     async def prompt_logprobs(self, index: int) -> msgspec.Raw | None:
         """Of the prompt of this choice, as vLLM writes them; other requests get the event loop in between. None: no

@@ -121,6 +121,7 @@ class GeneratingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     n: AtLeastOne | None = None
+    best_of: AtLeastOne | None = None  # of a chat: refused unless it is n
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
@@ -143,7 +144,6 @@ class GeneratingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_cache_retention: str | None = None
     # Refused unless they ask for nothing.
     use_beam_search: bool | None = None
-    best_of: AtLeastOne | None = None
 
 
 class CompletionBody(GeneratingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -27,7 +27,7 @@ from cohort.common.errors import RequestError
 from cohort.common.machines.events import Offered
 from cohort.common.metrics import RequestMetrics
 from cohort.common.types import FinishReason, InstanceId, Request
-from cohort.services.gateway.answering import Answering, Step
+from cohort.services.gateway.answering import Answering, Mean, Step
 from cohort.services.gateway.choice import Choice
 from cohort.services.gateway.detokenizer import TokenText
 from cohort.services.gateway.grammar_process import GrammarCompiler
@@ -291,6 +291,7 @@ class OpenAiApi:
         calls: list[list[CallDelta]] = [[] for _ in generation.entries]
         scores: dict[int, Scores | None] = {}
         finished: dict[int, FinishReason] = {}
+        means = [Mean() for _ in generation.entries]
         while len(finished) < len(generation.entries):
             for delta in answering.due(await generation.mailbox.next()):
                 index = delta.index
@@ -301,6 +302,7 @@ class OpenAiApi:
                 step = answering.next(delta)
                 texts[index].write(step.piece.text)
                 calls[index] += step.piece.calls
+                means[index].add(step.piece.scores)
                 if index not in scores:
                     scores[index] = await answering.scores(index, first=True)
                 if (written := scores[index]) is not None:
@@ -310,6 +312,7 @@ class OpenAiApi:
                 if step.finish is not None:
                     finished[index] = step.finish
         places = {index: await answering.prompt_logprobs(index) for index in range(len(generation.entries))}
+        chosen = answering.likeliest([mean.value for mean in means])
         return Answer(
             id=answering.id,
             object=shape.whole_object,
@@ -317,18 +320,18 @@ class OpenAiApi:
             model=answering.model,
             choices=[
                 shape.whole(
-                    index,
+                    place,
                     texts[index].getvalue(),
                     scores[index],
                     finished[index],
                     whole_calls(calls[index]),
                     places[index],
                 )
-                for index in range(len(generation.entries))
+                for place, index in enumerate(chosen)
             ],
             usage=answering.usage(),
             prompt_logprobs=msgspec.UNSET if places[0] is None or not answering.call.chat else places[0],
-            cohort=answering.extras(range(len(generation.entries))),
+            cohort=answering.extras(chosen, renumbered=True),
         )
 
     async def _stream(self, request: web.Request, answering: Answering) -> web.StreamResponse:

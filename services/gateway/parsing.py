@@ -61,6 +61,10 @@ class Call:
     continuous_usage: bool = False
     echo: bool = False
     """Together with log-probabilities: the prompt's own too."""
+    shows_logprobs: bool = False
+    """Those of `sampling` are the client's; else they are there to rank choices."""
+    kept: int = 1
+    """Of the `n` choices of each prompt, those that the client gets: the likeliest ones."""
     prompt_logprobs: int = -1
     """Of the prompt's tokens, beside the answer; as `SamplingParams.logprobs`."""
     return_token_ids: bool = False
@@ -74,7 +78,7 @@ class Call:
 
     @property
     def scores_echo(self) -> bool:
-        return self.echo and self.sampling.logprobs >= 0
+        return self.echo and self.shows_logprobs
 
     @property
     def scores_prompt(self) -> bool:
@@ -211,12 +215,13 @@ def _call(
     tools: ToolUse | None = None,
 ) -> Call:
     check_model(body.model, card)
-    n = body.n or 1
+    n = kept = body.n or 1
+    if body.best_of is not None and body.best_of != n:
+        n = _best_of(body.best_of, n, chat=chat, stream=bool(body.stream))
     most = min(config.max_n, config.max_waiting_requests // max(1, len(prompts)))
     if n > most:
-        raise RequestError(f"n is {n}, but at most {most} choices per prompt are served here.", param="n")
-    if body.best_of is not None and body.best_of != n:
-        raise _refused("best_of", "it must equal n: answers are not ranked")
+        name = "n" if n == kept else "best_of"
+        raise RequestError(f"{name} is {n}, but at most {most} choices per prompt are served here.", param=name)
     if body.use_beam_search:
         raise _refused("use_beam_search", "beam search is not supported")
     min_tokens = body.min_tokens or 0
@@ -243,7 +248,12 @@ def _call(
         chat=chat,
         prompts=prompts,
         messages=messages or [],
-        sampling=_sampling(body, config, card, min_tokens=min_tokens, logprobs=logprobs),
+        # Choices are ranked by what the model thinks of their tokens.
+        sampling=_sampling(
+            body, config, card, min_tokens=min_tokens, logprobs=logprobs if n == kept else max(0, logprobs)
+        ),
+        shows_logprobs=logprobs >= 0,
+        kept=kept,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         n=n,
@@ -269,6 +279,17 @@ def _call(
         wanted=wanted,
         tools=tools,
     )
+
+
+def _best_of(best_of: int, n: int, *, chat: bool, stream: bool) -> int:
+    """How many choices are generated. Raises `RequestError`."""
+    if chat:
+        raise _refused("best_of", "the answers to a chat are not ranked")
+    if best_of < n:
+        raise _refused("best_of", f"of {best_of} choices there are no {n} best")
+    if stream:
+        raise _refused("best_of", "which choice is the best is known when all are whole, not in a stream")
+    return best_of
 
 
 def _wanted(body: CompletionBody | ChatBody, tools: ToolUse | None) -> Wanted | None:

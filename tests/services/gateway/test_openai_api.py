@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cohort.common.messages import TokenLogprob
 from cohort.common.types import Request
+from cohort.services.gateway.answering import Answering, Mean
+from cohort.services.gateway.choice import ScoredToken
 from cohort.services.gateway.detokenizer import TokenText
 from tests.services.gateway.cluster import scores
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site, eventually
@@ -421,3 +425,28 @@ async def test_a_prompts_log_probabilities_come_beside_the_answer(site: Site, pa
             assert own["decoded_token"] == TokenText(site.tokenizer).token_bytes(token).decode("utf-8", "replace")
             assert [each["rank"] for each in place.values()][:2] == [1, 2]
     assert all(choice["logprobs"] is None for choice in body["choices"])
+
+
+async def test_the_likeliest_of_several_choices_are_the_answer(site: Site) -> None:
+    body = {"prompt": ["ab", "cd"], "n": 1, "best_of": 3, "max_tokens": 3, "return_token_ids": True}
+    status, answer = await site.post("/v1/completions", body)
+    assert status == 200 and len(site.manager.submitted) == 6
+    assert all(request.sampling.logprobs == 0 for request in site.manager.submitted)
+    assert [(choice["index"], choice["logprobs"]) for choice in answer["choices"]] == [(0, None), (1, None)]
+    assert [each["index"] for each in answer["cohort"]["requests"]] == [0, 1]
+    assert answer["usage"]["completion_tokens"] == 18
+
+
+def test_means_choose() -> None:
+    def scored(*logprobs: float) -> list[ScoredToken]:
+        return [ScoredToken(1, TokenLogprob(logprob), 0) for logprob in logprobs]
+
+    means = [Mean() for _ in range(4)]
+    for mean, logprobs in zip(means, ([-1.0], [-0.5, -0.4], [-0.1, -9.0], []), strict=True):
+        mean.add(scored(*logprobs))
+    assert [mean.value for mean in means] == pytest.approx([-1.0, -0.45, -4.55, 0.0])
+    call = SimpleNamespace(n=3, kept=2)
+    answering = SimpleNamespace(call=call)
+    assert Answering.likeliest(answering, [-1.0, -0.45, -4.55, -3.0, -2.0, -1.0]) == [1, 0, 5, 4]  # type: ignore[arg-type]
+    call.kept = 3
+    assert Answering.likeliest(answering, [-1.0, -0.45, -4.55]) == [0, 1, 2]  # type: ignore[arg-type]

@@ -193,7 +193,9 @@ def test_fields_that_ask_for_nothing_are_accepted() -> None:
         ({"stop": [""]}, "stop[0]"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop_token_ids": [50]}, "stop_token_ids"),
-        ({"best_of": 2}, "best_of"),
+        ({"best_of": 5}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"stream_options": {}}, "stream_options"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
@@ -239,6 +241,7 @@ def test_completions_refuse(body: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
+        ({"best_of": 2}, "best_of"),
         ({"tools": [{"type": "function"}]}, "tools[...].function"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [TOOL, TOOL]}, "tools"),

@@ -6,7 +6,7 @@
 
 A reader takes one character at a time, so how a stream was cut can make no difference. A call is announced as soon as
 its name is known and its arguments begin, and they follow as they come; a text that only began like a call is content.
-White space around calls is nobody's. Called by `answering.py`; knows no tokens and no HTTP.
+White space around calls is dropped. Called by `answering.py`; knows no tokens and no HTTP.
 """
 
 from __future__ import annotations

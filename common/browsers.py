@@ -23,17 +23,17 @@ class BrowserGuard:
     `allowed_hosts`, for the refusals."""
 
     def __init__(self, listens_on: str, allowed_hosts: Collection[str], *, open_: bool, option: str) -> None:
-        allowed = frozenset(_name(host) for host in allowed_hosts)
+        allowed = frozenset(host_name(host) for host in allowed_hosts)
         self._option = option
         # A page has no key, whatever name it gives itself; and beyond loopback nothing tells which names are ours.
         self._names_checked = bool(allowed) or (open_ and is_loopback(listens_on))
-        self._names = allowed | _LOOPBACK_NAMES | {_name(listens_on)}
+        self._names = allowed | _LOOPBACK_NAMES | {host_name(listens_on)}
         self._origins = allowed
 
     def refusal(self, method: str, headers: Mapping[str, str]) -> str | None:
         """Why a request with these headers must be answered with 403; None when it need not."""
         host = headers.get("Host")
-        if host is not None and self._names_checked and _name(host) not in self._names:
+        if host is not None and self._names_checked and host_name(host) not in self._names:
             return f"Host {host[:100]!a} is no name of this server; {self._option} adds one."
         navigates = headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
         if navigates and method in ("GET", "HEAD"):
@@ -43,7 +43,7 @@ class BrowserGuard:
     def _foreign_origin(self, host: str, headers: Mapping[str, str]) -> str | None:
         site, origin = headers.get("Sec-Fetch-Site", "").lower(), headers.get("Origin")
         netloc = _netloc(origin or "")
-        if netloc and _name(netloc) in self._origins:
+        if netloc and host_name(netloc) in self._origins:
             return None
         if site in ("same-origin", "none"):
             return None  # the browser has compared what it was given, a proxy between may have changed Host
@@ -65,7 +65,7 @@ def _netloc(origin: str) -> str:
         return ""
 
 
-def _name(netloc: str) -> str:
+def host_name(netloc: str) -> str:
     """The host without its port, as names are compared: `[::1]:8000` is `::1`."""
     netloc = netloc.strip().lower()
     if netloc.startswith("["):

@@ -8,7 +8,7 @@ pass of the interpreter over them. Decides nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -88,12 +88,30 @@ class TokenHistory:
         self._tokens += len(new_tokens)
 
 
+@dataclass(slots=True, eq=False)
+class GrammarInputs:
+    """The grammar that an answer is bound to, and its output tokens so far. `matcher` and `failure` are the engine's:
+    how far it has stepped the grammar, and why it gave it up. They live as long as the sequence does; another worker
+    makes them again from text and tokens."""
+
+    text: str
+    output: list[int] = field(default_factory=list)
+    matcher: object | None = None
+    failure: str = ""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingInputs:
     """Of one request on one worker; None where the request asks for none."""
 
     bias: LogitBias | None
     history: TokenHistory | None
+    grammar: GrammarInputs | None = None
+
+    @property
+    def need_tokens(self) -> bool:
+        """Whether the next token's distribution depends on which tokens came before it, beside the logits."""
+        return self.history is not None or self.grammar is not None
 
     @staticmethod
     def of(params: SamplingParams, prompt_tokens: Sequence[int]) -> SamplingInputs | None:
@@ -101,11 +119,12 @@ class SamplingInputs:
         penalised = (
             params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )
-        if not penalised and not params.logit_bias:
+        if not penalised and not params.logit_bias and not params.grammar:
             return None
         return SamplingInputs(
             LogitBias.of(params.logit_bias) if params.logit_bias else None,
             TokenHistory(prompt_tokens) if penalised else None,
+            GrammarInputs(params.grammar) if params.grammar else None,
         )
 
 

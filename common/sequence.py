@@ -74,7 +74,7 @@ class Sequence:
     key: Attempt = field(init=False)
     """The attempt it computes; the allocator's owner id."""
     sampling_inputs: SamplingInputs | None = field(init=False)
-    """Biases and penalties as arrays, if the request has any."""
+    """Biases, penalties and grammar, if the request has any."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -84,6 +84,12 @@ class Sequence:
     @property
     def request_id(self) -> RequestId:
         return self.key.request_id
+
+    @property
+    def needs_tokens_before_next_step(self) -> bool:
+        """Whether its next step can be prepared only once the token of this step is known: penalties look back on it,
+        a grammar is stepped with it."""
+        return self.sampling_inputs is not None and self.sampling_inputs.need_tokens
 
     @property
     def known(self) -> int:

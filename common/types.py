@@ -105,6 +105,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     `seed` is always set by the gateway: the random number of position t depends only on (seed, t), so a request
     that moves, is preempted or recovered continues exactly. `stop_token_ids` includes the model's end tokens
     unless the client said `ignore_eos`. Stop *strings* are the gateway's business: workers see tokens only.
+    `grammar`: the text that the answer is bound to, as `cohort.common.grammar` compiles it; "" = none. Its state
+    depends only on it and the output tokens, so a request that moves continues exactly here too.
     `logprobs`: -1 = none, k = the k likeliest besides the chosen one. `prompt_logprobs`: the same for every token of
     the prompt but the first, which nothing precedes.
     """
@@ -123,6 +125,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int = -1
     prompt_logprobs: int = -1
+    grammar: str = ""
 
 
 class Segment(msgspec.Struct, frozen=True):

@@ -16,6 +16,9 @@ class ModelConfig(Section, frozen=True):
     # of weights and KV; auto = bfloat16 where the device computes it fast, else float32
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: NotNegative = 0  # tokens, prompt + output; 0 = what the model says
+    # of requests that name none (temperature, top_p …): as the model's generation_config.json says, else its authors;
+    # neutral = OpenAI's
+    sampling_defaults: Literal["model", "neutral"] = "model"
     weights: Literal["files", "random"] = "files"  # random = drawn, to measure a shape without having its weights
 
 
@@ -51,11 +54,16 @@ class GatewayConfig(Section, frozen=True):
     allowed_hosts: tuple[str, ...] = ()
     template_cpu_s: Seconds = 5.0  # processor time of the model's chat template for one request; beyond: 400
     template_memory_bytes: Positive = 536_870_912  # of a process that renders chats; of a prompt: 1/8; beyond: 400
+    # as JSON, of what binds an answer: one schema, regular expression or grammar, or the tools of a chat; beyond: 400
+    max_grammar_bytes: Positive = 65_536
+    grammar_cpu_s: Seconds = 0.5  # processor time to compile one; beyond: 400
+    grammar_memory_bytes: Positive = 536_870_912  # of the process that compiles them; beyond: 400
+    max_tools: Positive = 128  # of one chat
     # choices of one request, all its prompts together, half of engine.max_rows by default; beyond: 400, as below
     max_choices: Positive = 128
     max_messages: Positive = 4096  # of one chat
     max_metadata_keys: Positive = 64  # of the metadata that is taken and left unread
-    max_nesting: Positive = 16  # lists and objects within each other in a body
+    max_nesting: Positive = 32  # lists and objects within each other in a body
     max_logit_biases: Positive = 1024  # tokens in one logit_bias
     max_stop_length: Positive = 256  # characters of one stop string
     max_stop_characters: Positive = 1024  # of all stop strings of a request

@@ -6,13 +6,14 @@ which rows run, which blocks they own and where a token's KV goes is settled bef
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from cohort.common.errors import InvariantViolated
-from cohort.common.sampling_inputs import LogitBias, TokenHistory
+from cohort.common.sampling_inputs import GrammarInputs, LogitBias, TokenHistory
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -41,6 +42,7 @@ class SamplingRow:
     logit_bias: LogitBias | None = None
     banned: tuple[int, ...] = ()
     logprobs: int = -1
+    grammar: GrammarInputs | None = None
 
     @property
     def penalised(self) -> bool:
@@ -52,7 +54,9 @@ class SamplingRow:
     @property
     def plain_greedy(self) -> bool:
         """Whether the token is simply the largest logit."""
-        return self.temperature == 0.0 and not (self.penalised or self.logit_bias is not None or self.banned)
+        return self.temperature == 0.0 and not (
+            self.penalised or self.logit_bias is not None or self.banned or self.grammar is not None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ class StepBatch:
     sampling: tuple[SamplingRow, ...]  # one per sample row
     padding: Int32Array | None = None  # [R] tokens at a row's end that only fill it up; None = none anywhere
     scoring: tuple[ScoringRow, ...] = ()  # rows whose prompt tokens are scored
+    grammars: tuple[GrammarInputs, ...] = ()  # of all rows, those of prompts that are not yet at their end too
 
     @property
     def num_rows(self) -> int:
@@ -149,6 +154,7 @@ class StepBatch:
                 for item in self.scoring
                 if first <= item.row < end
             ),
+            grammars=self.grammars,
         )
 
 
@@ -169,3 +175,5 @@ class StepOutput:
     tokens: Int64Array  # [S]
     logprobs: tuple[TokenLogprobs | None, ...]  # [S]
     scores: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    failures: Mapping[int, str] = field(default_factory=dict)
+    """By the index of a token that is none: why its request can have no further one."""

@@ -75,6 +75,11 @@ def build_batch(plan: IterationPlan, kv: KvAllocator) -> tuple[StepBatch, list[S
             for index, row in enumerate(rows)
             if row.sequence.scores_prompt
         ),
+        grammars=tuple(
+            inputs.grammar
+            for row in rows
+            if (inputs := row.sequence.sampling_inputs) is not None and inputs.grammar is not None
+        ),
     )
     return batch, [rows[index].sequence for index in sampled]
 
@@ -92,8 +97,11 @@ def _sampling(row: Row) -> SamplingRow:
     params = sequence.request.sampling
     inputs = sequence.sampling_inputs
     history = None if inputs is None else inputs.history
+    grammar = None if inputs is None else inputs.grammar
     if history is not None:
         history.catch_up(sequence.tokens[sequence.request.prompt_tokens + history.output_tokens :])
+    if grammar is not None:
+        grammar.output.extend(sequence.tokens[sequence.request.prompt_tokens + len(grammar.output) :])
     return SamplingRow(
         seed=params.seed,
         position=sequence.known,
@@ -108,4 +116,5 @@ def _sampling(row: Row) -> SamplingRow:
         logit_bias=None if inputs is None else inputs.bias,
         banned=params.stop_token_ids if sequence.output_tokens < params.min_tokens else (),
         logprobs=params.logprobs,
+        grammar=grammar,
     )

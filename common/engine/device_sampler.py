@@ -1,9 +1,9 @@
 """Samples the next tokens of a whole batch on the device: host rows into the tables of `kernels.sampling`, and back.
 
 Called by `static_decode`, which has the sampler in its recorded steps, over standing tables (`StandingSampler`), and by
-`device_steps` for all other steps (`sample_on_device`). Same rules and random numbers as `sampler`, so the same tokens,
-up to the last bits of a logarithm. Asks the device for nothing: results stay there until their copy to the host, which
-is launched, not awaited.
+`device_steps` for all other steps (`sample_on_device`). Same order, rules and random numbers as `sampler`, grammars
+first, so the same tokens, up to the last bits of a logarithm. Asks the device for nothing: results stay there until
+their copy to the host, which is launched, not awaited.
 
 Penalties: a request's history counts its tokens as they come (`TokenHistory`), so that a step costs a copy of the ids
 that differ, eight bytes each, and nothing is counted again. The counts do not stay on the device: there they would be
@@ -13,8 +13,8 @@ the copy, 16 KB for a history of 2,000 ids, runs beside the forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from cohort.common.engine.batch import GREEDY, SamplingRow, StepOutput, TokenLogprobs
+from cohort.common.engine.grammar_masks import TokenMasks
 from cohort.common.engine.uploads import Uploads, host_bytes
 from cohort.kernels.sampling import EDIT_KINDS, SampledRows, SamplingTables, sample_rows
 
@@ -54,6 +55,7 @@ class SampledOnDevice:
     top_ids: Tensor | None = None  # int64 [S, most], host
     top_logprobs: Tensor | None = None  # float32 [S, most], host
     places: npt.NDArray[np.int64] | None = None  # where the sampled rows stand among S; None: they are all, in order
+    failures: Mapping[int, str] = field(default_factory=dict)
 
     def output(self) -> StepOutput:
         """After the copies to the host are done."""
@@ -66,15 +68,40 @@ class SampledOnDevice:
                     ids, values = self.top_ids[place, :top].tolist(), self.top_logprobs[place, :top].tolist()
                     logprobs[index] = TokenLogprobs(float(self.logprobs[place]), tuple(ids), tuple(values))
         sampled = tokens.copy() if self.places is None else tokens[self.places]
-        return StepOutput(tokens=sampled, logprobs=tuple(logprobs))
+        return StepOutput(tokens=sampled, logprobs=tuple(logprobs), failures=self.failures)
 
 
-def sample_on_device(logits: Tensor, rows: Sequence[SamplingRow], uploads: Uploads) -> SampledOnDevice:
-    """One token per row of float32 logits [S, vocabulary], which are afterwards as they were."""
-    out = SampledRows.empty(len(rows), max([1, *(row.logprobs for row in rows)]), logits.device)
+def sample_on_device(
+    logits: Tensor, rows: Sequence[SamplingRow], uploads: Uploads, masks: TokenMasks | None = None
+) -> SampledOnDevice:
+    """One token per row of float32 logits [S, vocabulary], which are afterwards as they were. `masks`: where a row has
+    a grammar; log-probabilities are those of all tokens nevertheless."""
+    most = max([1, *(row.logprobs for row in rows)])
+    out = SampledRows.empty(len(rows), most, logits.device)
     if rows:
-        sample_rows(logits, eager_tables(rows, logits.shape[1], uploads), out)
-    return results(rows, out)
+        allowed = logits
+        if masks is not None:
+            (bits,) = uploads.put([masks.bits])
+            apply_token_mask(allowed := logits.clone(), bits)
+        sample_rows(allowed, eager_tables(rows, logits.shape[1], uploads), out)
+        if masks is not None and any(row.logprobs >= 0 for row in rows):
+            logprobs = logits.log_softmax(dim=-1)
+            out.logprobs.copy_(logprobs.gather(1, out.tokens[:, None])[:, 0])
+            likeliest = logprobs.topk(min(most, logits.shape[1]), dim=-1)
+            out.top_ids[:, : likeliest.indices.shape[1]] = likeliest.indices
+            out.top_logprobs[:, : likeliest.values.shape[1]] = likeliest.values
+    sampled = results(rows, out)
+    if masks is not None:
+        sampled.failures = masks.failures
+    return sampled
+
+
+def apply_token_mask(logits: Tensor, bits: Tensor) -> None:
+    """In place: logits [n, vocabulary] become -inf where the bit of their token is not set in `bits`, int32
+    [n, ceil(vocabulary / 32)], token t at bit t % 32 of word t // 32."""
+    places = torch.arange(32, dtype=torch.int32, device=bits.device)
+    forbidden = ((bits[:, :, None] >> places) & 1).logical_not().view(len(bits), -1)
+    logits.masked_fill_(forbidden[:, : logits.shape[1]], float("-inf"))
 
 
 def results(
@@ -117,7 +144,7 @@ def edits_of(rows: Sequence[SamplingRow], vocabulary: int) -> Edits:
                 add(index, 1, said, row.presence_penalty + row.frequency_penalty * often)
         if row.logit_bias is not None:
             add(index, 2, *row.logit_bias.within(vocabulary))
-        if row.banned:
+        if row.banned and row.grammar is None:  # a grammar's mask has them in it
             banned = np.unique([token for token in row.banned if 0 <= token < vocabulary]).astype(np.int32)
             add(index, 3, banned, np.zeros(len(banned), dtype=np.float32))
     if not ids:
@@ -133,13 +160,13 @@ def _write_numbers(numbers: dict[str, np.ndarray], rows: Sequence[SamplingRow], 
     """The first `len(rows)` elements of each array."""
     count = len(rows)
     numbers["seeds"][:count] = np.array([row.seed & (1 << 64) - 1 for row in rows], dtype=np.uint64).view(np.int64)
-    for name, field in (
+    for name, attribute in (
         ("positions", "position"),
         ("top_ps", "top_p"),
         ("temperatures", "temperature"),
         ("min_ps", "min_p"),
     ):
-        numbers[name][:count] = [getattr(row, field) for row in rows]
+        numbers[name][:count] = [getattr(row, attribute) for row in rows]
     numbers["top_ks"][:count] = [min(max(row.top_k, 0), vocabulary) for row in rows]
     numbers["wants"][:count] = [min(row.logprobs, vocabulary) for row in rows]
 

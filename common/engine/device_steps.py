@@ -13,7 +13,7 @@ a step; scored prompts, which are rare, are the exception. Decides nothing about
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 import torch
@@ -23,6 +23,7 @@ from cohort.common.engine.batch import StepBatch, StepOutput
 from cohort.common.engine.decode_classes import CaptureBudget
 from cohort.common.engine.device_memory import STAGING_TOKENS
 from cohort.common.engine.device_sampler import SampledOnDevice, sample_on_device
+from cohort.common.engine.grammar_masks import TokenMasks
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.static_decode import PlainRecorder, Recorder, StaticDecode
@@ -133,32 +134,40 @@ class DeviceSteps:
             self.decode.record(recorder, CaptureBudget(budget_bytes), estimate, classes)
         self.stream.mark().wait()
 
-    def launch(self, batch: StepBatch) -> Launched:
-        """Start a step without scored prompts."""
+    def launch(self, batch: StepBatch, masks: Callable[[], TokenMasks | None] = lambda: None) -> Launched:
+        """Start a step without scored prompts. `masks` is asked while the device computes the forward."""
         try:
-            return self._launch(batch)
+            return self._launch(batch, masks)
         except torch.OutOfMemoryError:
             self.stream.mark().wait()  # what was launched still reads this step's inputs
             raise
 
-    def _launch(self, batch: StepBatch) -> Launched:
+    def _launch(self, batch: StepBatch, masks: Callable[[], TokenMasks | None]) -> Launched:
         with self.stream.use():
             self._uploads.restart()
             rows_class = self.decode.takes(batch)
             if rows_class is None:
                 logits = self._model.forward(self._inputs(batch), self._kv.blocks)
                 self._states = self._model.sampled_states
-                sampled = sample_on_device(logits, batch.sampling, self._uploads)
+                sampled = sample_on_device(logits, batch.sampling, self._uploads, masks())
             else:
-                states = self.decode.run(batch, rows_class).states
-                self._states = None if states is None else states[: batch.num_rows]
-                if (
-                    self._states is not None and len(batch.sample_rows) < batch.num_rows
-                ):  # prompt tokens before the last
-                    (index,) = self._uploads.put([batch.sample_rows.astype("int64")])
-                    self._states = self._states.index_select(0, index)
-                sampled = self.decode.results(batch)
+                done = self.decode.run(batch, rows_class)
+                self._states = None if done.states is None else self._of_sampled(done.states, batch)
+                if (found := masks()) is None:
+                    sampled = self.decode.results(batch)
+                else:  # known only now: the recorded step has sampled without them
+                    sampled = sample_on_device(
+                        self._of_sampled(done.logits, batch), batch.sampling, self._uploads, found
+                    )
             return Launched(sampled, self.stream.mark())
+
+    def _of_sampled(self, rows: Tensor, batch: StepBatch) -> Tensor:
+        """Of a recorded step's rows those that are sampled: all but prompt tokens before the last."""
+        rows = rows[: batch.num_rows]
+        if len(batch.sample_rows) == batch.num_rows:
+            return rows
+        (index,) = self._uploads.put([batch.sample_rows.astype("int64")])
+        return rows.index_select(0, index)
 
     def scoring_inputs(self, batch: StepBatch) -> StepInputs:
         """The inputs of a step that the caller runs itself, on `stream`."""

@@ -27,6 +27,7 @@ from cohort.common.engine.batch import GREEDY, StepBatch, StepOutput, TokenLogpr
 from cohort.common.engine.device_memory import DeviceShare, kv_bytes, step_bytes
 from cohort.common.engine.device_steps import DeviceSteps
 from cohort.common.engine.generic import GenericModel
+from cohort.common.engine.grammar_masks import GrammarMasks, TokenMasks
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.lean_llama import LeanLlama
 from cohort.common.engine.lean_opt import LeanOpt
@@ -101,6 +102,8 @@ class ModelRunner:
         self.block_size = block_size
         self.max_rows = max_rows
         self.max_step_tokens = max_step_tokens
+        self._model_dir = model_dir
+        self._grammars: GrammarMasks | None = None
         self.memory_retries = 0  # steps the device refused memory for and that ran in halves
         self._threads = threads
         self._prepared_thread = 0
@@ -161,6 +164,8 @@ class ModelRunner:
     def execute(self, batch: StepBatch) -> StepOutput:
         """Compute one step: write its tokens' KV, sample the next tokens of their rows."""
         self._prepare_thread()
+        if batch.grammars and self._grammars is not None:
+            self._grammars.prepare(batch.grammars)
         try:
             with torch.inference_mode():
                 return self._execute(batch)
@@ -177,7 +182,15 @@ class ModelRunner:
             tokens=np.concatenate([output.tokens for output in outputs]),
             logprobs=outputs[0].logprobs + outputs[1].logprobs,
             scores=outputs[0].scores + outputs[1].scores,
+            failures={
+                **outputs[0].failures,
+                **{len(outputs[0].tokens) + index: why for index, why in outputs[1].failures.items()},
+            },
         )
+
+    def use_grammars(self) -> None:
+        """Read the tokenizer, for requests that have a grammar: a few tenths of a second, which none shall wait for."""
+        self._grammars = GrammarMasks.of_model(self._model_dir, self.geometry.eos_token_ids, self.geometry.vocab_size)
 
     def sampled_states(self, sampled: int) -> npt.NDArray[np.float16] | None:
         """Final hidden states [sampled, hidden] of the last step's sampled tokens; to be read before the next step.
@@ -214,7 +227,7 @@ class ModelRunner:
     def _execute(self, batch: StepBatch) -> StepOutput:
         if (steps := self._device_steps) is not None:
             if not batch.scoring:
-                return steps.launch(batch).finish()
+                return steps.launch(batch, lambda: self._masks(batch)).finish()
             with steps.stream.use():
                 output = self._execute_and_score(batch, steps.scoring_inputs(batch))
             steps.stream.mark().wait()
@@ -223,7 +236,15 @@ class ModelRunner:
         if batch.scoring:
             return self._execute_and_score(batch, inputs)
         logits = self._model.forward(inputs, self.kv.blocks)
-        return sample(logits, batch.sampling)
+        return sample(logits, batch.sampling, self._masks(batch))
+
+    def _masks(self, batch: StepBatch) -> TokenMasks | None:
+        if not batch.grammars:
+            return None
+        if self._grammars is None:  # made at start where requests may have some; a test or a tool may have the first
+            self.use_grammars()
+        assert self._grammars is not None
+        return self._grammars.of(batch.sampling)
 
     def _execute_and_score(self, batch: StepBatch, inputs: StepInputs) -> StepOutput:
         """A whole prompt's logits may be more than the device has, so those of `max_rows` tokens exist at a time. For
@@ -238,7 +259,7 @@ class ModelRunner:
             inputs.sample_index = wanted[start : start + at_once]
             logits = self._model.forward(inputs, self.kv.blocks)
             if output is None:
-                output = sample(logits[:sampled], batch.sampling)
+                output = sample(logits[:sampled], batch.sampling, self._masks(batch))
                 logits = logits[sampled:]
             scores += score(logits, pairs)
         assert output is not None

@@ -3,11 +3,11 @@
 Called by the model runner after the forward. Rows never influence each other, and a row's sample depends only on its
 own logits, its parameters and (seed, position): the same whatever the batch, the worker or the attempt.
 
-Order: penalties, bias, bans, temperature, top_k, top_p, min_p, then a race: every token left runs for an exponential
-time divided by its weight, and the first one wins (the Gumbel-max trick in another form; it draws with exactly the
-probabilities). A race rather than an inverse of the cumulative distribution, because a rounding difference between two
-workers shifts all of that distribution's tens of thousands of borders and any of them may cross the number drawn, while
-here it matters only when the two first runners are equal to the last few bits.
+Order: grammar, penalties, bias, bans, temperature, top_k, top_p, min_p, then a race: every token left runs for an
+exponential time divided by its weight, and the first one wins (the Gumbel-max trick in another form; it draws with
+exactly the probabilities). A race rather than an inverse of the cumulative distribution, because a rounding difference
+between two workers shifts all of that distribution's tens of thousands of borders and any of them may cross the number
+drawn, while here it matters only when the two first runners are equal to the last few bits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cohort.common.engine.batch import SamplingRow, StepOutput, TokenLogprobs
+from cohort.common.engine.batch import Int32Array, SamplingRow, StepOutput, TokenLogprobs
 from cohort.common.engine.counter_random import exponentials
+from cohort.common.engine.grammar_masks import TokenMasks
 from cohort.common.sampling_inputs import TokenHistory
 
 GREEDY_BELOW = 1e-5
@@ -32,18 +33,21 @@ NEGLIGIBLE = 2.0**-53 / 37.0
 least."""
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> StepOutput:
-    """One token per row of float32 logits [S, vocabulary]; the logits are left as they are."""
+def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> StepOutput:
+    """One token per row of float32 logits [S, vocabulary]; the logits are left as they are. `masks`: where a row has a
+    grammar."""
     tokens = _likeliest(logits) if rows else np.empty(0, dtype=np.int64)
     for index, row in enumerate(rows):
         if not row.plain_greedy:
-            tokens[index] = _sample(_adjusted(logits[index], row), row)
+            allowed = logits[index] if masks is None else _allowed(logits[index], row, masks.bits[index])
+            tokens[index] = _sample(_adjusted(allowed, row), row)
     return StepOutput(
         tokens=tokens,
         logprobs=tuple(
             _logprobs(logits[index], int(tokens[index]), row.logprobs) if row.logprobs >= 0 else None
             for index, row in enumerate(rows)
         ),
+        failures={} if masks is None else masks.failures,
     )
 
 
@@ -53,6 +57,16 @@ def _likeliest(logits: Tensor) -> npt.NDArray[np.int64]:
         found: npt.NDArray[np.int64] = logits.numpy().argmax(axis=1)
         return found
     return logits.argmax(dim=-1).to(torch.int64).cpu().numpy()
+
+
+def _allowed(logits: Tensor, row: SamplingRow, bits: Int32Array) -> Tensor:
+    """Logits [vocabulary] with those that the row's grammar does not allow at -inf; a copy where it has one."""
+    if row.grammar is None:
+        return logits
+    allowed = np.unpackbits(bits.view(np.uint8), count=len(logits), bitorder="little").view(np.bool_)
+    if logits.is_cpu:  # a third of what torch takes for it
+        return torch.from_numpy(np.where(allowed, logits.numpy(), np.float32("-inf")))
+    return torch.where(torch.from_numpy(allowed).to(logits.device), logits, float("-inf"))
 
 
 def _adjusted(logits: Tensor, row: SamplingRow) -> Tensor:
@@ -65,7 +79,8 @@ def _adjusted(logits: Tensor, row: SamplingRow) -> Tensor:
     if row.logit_bias is not None:
         ids, values = row.logit_bias.within(len(logits))
         logits[torch.from_numpy(ids).to(logits.device)] += torch.from_numpy(values).to(logits)
-    if banned := [token for token in row.banned if 0 <= token < len(logits)]:
+    # A grammar's mask has the bans in it: it alone knows whether anything else could come.
+    if row.grammar is None and (banned := [token for token in row.banned if 0 <= token < len(logits)]):
         logits[banned] = float("-inf")
     return logits
 
@@ -85,7 +100,7 @@ def _penalise(logits: Tensor, row: SamplingRow, history: TokenHistory) -> None:
 def _sample(logits: Tensor, row: SamplingRow) -> int:
     """The token of one row."""
     if row.temperature < GREEDY_BELOW:
-        return int(logits.argmax())
+        return int(_likeliest(logits[None])[0])
     # How far below the largest logit: never negative, so that no temperature overflows, and 0 for the likeliest.
     distance = logits.max() - logits
     reach = math.inf  # tokens further away are out

@@ -318,8 +318,10 @@ def _sampled(sampling: list[Sequence], output: StepOutput | None) -> list[Sample
     if output is None:
         return []
     return [
-        Sampled(sequence.key, token, _to_wire(logprobs) if logprobs else None)
-        for sequence, token, logprobs in zip(sampling, output.tokens.tolist(), output.logprobs, strict=True)
+        Sampled(sequence.key, token, _to_wire(logprobs) if logprobs else None, output.failures.get(index, ""))
+        for index, (sequence, token, logprobs) in enumerate(
+            zip(sampling, output.tokens.tolist(), output.logprobs, strict=True)
+        )
     ]
 
 

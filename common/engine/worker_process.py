@@ -184,6 +184,7 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
         return  # asked to stop while every GPU was taken
     role = own.role
     runner = await load_ready_runner(config, threads, own, engine)
+    await asyncio.get_running_loop().run_in_executor(engine, runner.use_grammars)
     if runner.device.type == "cuda":
         # UCX finds out what it can do, and moves bytes, on the event loop's thread: the device must be current there.
         torch.cuda.set_device(runner.device)

@@ -70,11 +70,12 @@ class DrainEnded(_Event, frozen=True):
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):
-    """The token that the forward pass sampled for one sequence."""
+    """The token that the forward pass sampled for one sequence; with `failure`, why there is none and never will be."""
 
     attempt: Attempt
     token: int
     logprob: TokenLogprob | None = None
+    failure: str = ""
 
 
 class PromptScores(msgspec.Struct, frozen=True, array_like=True):

@@ -21,6 +21,8 @@ class TokenUpdates:
     def add(self, now_s: float, held: Held, sampled: Sampled) -> FinishReason | None:
         """Append the token to its sequence. Returns why the request is finished with it, or None."""
         sequence = held.sequence
+        if sampled.failure:
+            return self._fail(sequence, sampled.failure)
         request, tokens = sequence.request, sequence.tokens
         position = len(tokens)
         tokens.append(sampled.token)
@@ -51,6 +53,14 @@ class TokenUpdates:
             )
         )
         return finish
+
+    def _fail(self, sequence: Sequence, why: str) -> FinishReason:
+        """No other worker could do better: the request ends with this error instead of being placed again."""
+        request = sequence.request
+        self._updates.setdefault(request.gateway, []).append(
+            TokenUpdate(request.attempt, len(sequence.tokens), finish=FinishReason.FAILED, error=why)
+        )
+        return FinishReason.FAILED
 
     def flush(self) -> None:
         """Send them; one message per gateway."""

@@ -13,13 +13,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+import msgspec
+
 from cohort.common.types import FinishReason
 from cohort.services.gateway.choice import Choice, Piece, ScoredToken, prompt_scores
 from cohort.services.gateway.detokenizer import TokenText
 from cohort.services.gateway.mailbox import Delta, Generation
 from cohort.services.gateway.parsing import Call
 from cohort.services.gateway.request_budget import Reservation
-from cohort.services.gateway.responses import Extras, Scores, Shape, Usage, extras_of, usage_of
+from cohort.services.gateway.responses import Extras, Scores, Shape, Usage, extras_of, prompt_places, usage_of
+from cohort.services.gateway.tool_calls import CallDelta, ToolReader, whole_deltas
 
 # Tokens whose log-probabilities are written at a time: a few milliseconds of the event loop, with twenty each.
 WRITTEN_AT_ONCE = 64
@@ -32,6 +35,23 @@ class Step:
     piece: Piece
     finish: FinishReason | None
     first: bool
+
+
+@dataclass(slots=True)
+class Mean:
+    """Of the log-probabilities of a choice's tokens, as far as they were asked for."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, scores: Sequence[ScoredToken]) -> None:
+        told = [scored.score.logprob for scored in scores if scored.score is not None]
+        self.total += sum(told)
+        self.count += len(told)
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count if self.count else 0.0
 
 
 @dataclass(slots=True)
@@ -49,9 +69,15 @@ class Answering:
     created: int
     model: str
     reserved: Reservation
+    readers: list[ToolReader] = field(default_factory=list)
+    """One per choice where calls of tools are read."""
     begun: set[int] = field(default_factory=set)
+    _unsent: dict[int, list[ScoredToken]] = field(default_factory=dict)
+    """Log-probabilities of text that is held back as it may be a call."""
     _echo_scores: dict[int, Scores] = field(default_factory=dict)
     """By the first choice of a prompt."""
+    _prompt_logprobs: dict[int, msgspec.Raw] = field(default_factory=dict)
+    """Likewise."""
     _held: dict[int, dict[int, Delta]] = field(default_factory=dict)
     """By the same: deltas of its other choices that came before its prompt was scored."""
 
@@ -78,16 +104,33 @@ class Answering:
         if self.call.max_tokens == 0 and finish is not None:
             tokens, finish = [], FinishReason.LENGTH  # a scored prompt yields a token that was not asked for
         piece = self.choices[index].feed(tokens, delta.logprobs, finish)
+        if self.readers:
+            piece = self._read_calls(index, piece, finish)
         self.generation.entries[index].logprobs.clear()  # they are written below; nothing looks at them again
         finish = FinishReason.STOP if piece.stopped else finish
-        first = index not in self.begun and bool(piece.text or finish)
-        scores = self._behind_echo(index, piece.scores)
+        first = index not in self.begun and bool(piece.text or piece.calls or finish)
+        text = piece.text
         if first:
             self.begun.add(index)
-            piece = Piece(self.echoes[index] + piece.text, scores, piece.stopped)
-        else:
-            piece = Piece(piece.text, scores, piece.stopped)
+            text = self.echoes[index] + text
+        piece = dataclasses.replace(piece, text=text, scores=self._behind_echo(index, piece.scores))
         return Step(piece, finish, first)
+
+    def _read_calls(self, index: int, piece: Piece, finish: FinishReason | None) -> Piece:
+        """The piece without the text of its calls, and with these."""
+        reader = self.readers[index]
+        found = reader.feed(piece.text)
+        calls: Sequence[CallDelta] = found.calls
+        content = found.content
+        stopped = piece.stopped or (reader.ended and finish is None)
+        if finish is not None or stopped:
+            rest = reader.finish()
+            calls, content = whole_deltas(calls, rest.calls), content + rest.content
+        scores = [*self._unsent.pop(index, ()), *piece.scores]
+        if not (calls or content or finish or stopped):
+            self._unsent[index] = scores
+            scores = []
+        return Piece(content, scores, stopped, calls, called=reader.calls > 0)
 
     def usage(self) -> Usage:
         """Over all choices; each prompt counts once, however many choices it has."""
@@ -102,20 +145,23 @@ class Answering:
         entry = self.generation.entries[index]
         return usage_of(entry.request.prompt_tokens, self.choices[index].tokens, entry.cached_tokens)
 
-    def extras(self, indexes: Iterable[int]) -> Extras:
+    def extras(self, indexes: Iterable[int], *, renumbered: bool = False) -> Extras:
+        """Of these choices; `renumbered`: they are counted anew, in this order."""
         extras = []
-        for index in indexes:
+        for place, index in enumerate(indexes):
             entry, choice = self.generation.entries[index], self.choices[index]
             tokens = entry.output[: choice.tokens] if self.call.return_token_ids else None
-            extras.append(extras_of(index, entry, self.generation.times, choice.stop_string, tokens))
+            extras.append(
+                extras_of(place if renumbered else index, entry, self.generation.times, choice.stop_string, tokens)
+            )
         return Extras(extras)
 
     async def scores(self, index: int, *, first: bool) -> Scores | None:
         """For the log-probabilities of a choice, empty; where the answer begins, behind its prompt's. None: no client
         wants any."""
-        if self.call.sampling.logprobs < 0:
+        if not self.call.shows_logprobs:
             return None
-        return self.shape.scores(await self._of_echo(index) if first and self.call.scores_prompt else None)
+        return self.shape.scores(await self._of_echo(index) if first and self.call.scores_echo else None)
 
     async def write(self, scores: Scores, tokens: Sequence[ScoredToken]) -> None:
         """Add these; other requests get the event loop in between."""
@@ -123,6 +169,32 @@ class Answering:
             if start:
                 await asyncio.sleep(0)
             scores.add(tokens[start : start + WRITTEN_AT_ONCE])
+
+    def likeliest(self, means: Sequence[float]) -> list[int]:
+        """The choices that the client gets: all, or of each prompt those with the largest mean log-probability."""
+        n, kept, chosen = self.call.n, self.call.kept, list[int]()
+        for first in range(0, len(means), n):
+            group = range(first, first + n)
+            chosen += group if kept == n else sorted(group, key=lambda index: -means[index])[:kept]
+        return chosen
+
+    async def prompt_logprobs(self, index: int) -> msgspec.Raw | None:
+        """Of the prompt of this choice, as vLLM writes them; other requests get the event loop in between. None: no
+        client wants any beside the answer."""
+        if self.call.prompt_logprobs < 0:
+            return None
+        first = index - index % self.call.n
+        written = self._prompt_logprobs.get(first)
+        if written is None:
+            entry = self.generation.entries[first]
+            tokens, parts = entry.request.tokens[1 : entry.request.prompt_tokens], [b"null"]
+            for start in range(0, len(tokens), WRITTEN_AT_ONCE):
+                end = start + WRITTEN_AT_ONCE
+                parts += prompt_places(self.text, tokens[start:end], entry.prompt_logprobs[start:end])
+                await asyncio.sleep(0)
+            written = self._prompt_logprobs[first] = msgspec.Raw(b"[" + b",".join(parts) + b"]")
+            entry.prompt_logprobs.clear()
+        return written
 
     def _behind_echo(self, index: int, scores: Sequence[ScoredToken]) -> Sequence[ScoredToken]:
         shift = len(self.echoes[index])

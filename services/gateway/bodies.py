@@ -47,7 +47,59 @@ class CohortOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     online: bool | None = None
 
 
-class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`strict` is tolerated: an answer always keeps to its schema."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """As vLLM names it; `structural_tag` and `whitespace_pattern` are refused."""
+
+    json: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], msgspec.Meta(min_length=1)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_fallback: bool | None = None  # tolerated: there is nothing to fall back to
+    disable_additional_properties: Literal[False] | None = None
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+
+class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`strict` is tolerated: where calls are bound, they always keep to their schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class GeneratingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # Honoured.
     model: str | None = None
     max_tokens: Count | None = None
@@ -65,13 +117,23 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     stop: StopString | Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=256)] | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     n: AtLeastOne | None = None
+    best_of: AtLeastOne | None = None  # of a chat: refused unless it is n
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cohort: CohortOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], msgspec.Meta(min_length=1)] | None = None
+    guided_grammar: str | None = None
+    # Tolerated: there is one library for grammars.
+    guided_decoding_backend: str | None = None
     # Tolerated: they label or route a request at OpenAI and never change an answer.
     user: str | None = None
     metadata: Any = None
@@ -82,10 +144,9 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prompt_cache_retention: str | None = None
     # Refused unless they ask for nothing.
     use_beam_search: bool | None = None
-    best_of: AtLeastOne | None = None
 
 
-class CompletionBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CompletionBody(GeneratingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions."""
 
     prompt: msgspec.Raw  # `prompt_field.py` decodes it, one prompt at a time
@@ -95,7 +156,7 @@ class CompletionBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     suffix: str | None = None  # refused
 
 
-class ChatBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatBody(GeneratingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions. Messages stay maps: their keys are the chat template's business."""
 
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
@@ -103,13 +164,12 @@ class ChatBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Tolerated: without tools there is nothing to run in parallel, and a predicted output only saves time.
+    tools: list[Tool] | None = None
+    tool_choice: str | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    # Tolerated: a predicted output only saves time.
     prediction: Any = None
     # Refused unless they ask for nothing.
-    response_format: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
     functions: list[Any] | None = None
     function_call: Any = None
     modalities: list[str] | None = None

@@ -22,6 +22,8 @@ _CONTAINERS_PER_MESSAGE = 4
 _STRINGS_PER_MESSAGE = 16
 # Beside messages, prompts, biases and metadata: the body itself, its options, what is tolerated.
 _OTHERS = 1024
+# Of a schema's text, or of tools', per text, key or value in it.
+_BYTES_PER_SCHEMA_VALUE = 8
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _OPENING = frozenset(b"[{")
 
@@ -38,15 +40,16 @@ class _Limits:
     @classmethod
     def of(cls, config: GatewayConfig, *, chat: bool) -> _Limits:
         messages = config.max_messages if chat else 0
+        schemas = config.max_grammar_bytes // _BYTES_PER_SCHEMA_VALUE
         return cls(
-            strings=_STRINGS_PER_MESSAGE * messages + config.max_choices + config.max_logit_biases + _OTHERS,
-            containers=_CONTAINERS_PER_MESSAGE * messages + config.max_choices + _OTHERS,
-            values=config.max_request_work + _STRINGS_PER_MESSAGE * messages + _OTHERS,
+            strings=_STRINGS_PER_MESSAGE * messages + config.max_choices + config.max_logit_biases + schemas + _OTHERS,
+            containers=_CONTAINERS_PER_MESSAGE * messages + config.max_choices + schemas // 2 + _OTHERS,
+            values=config.max_request_work + _STRINGS_PER_MESSAGE * messages + schemas + _OTHERS,
             depth=config.max_nesting,
-            what=f"those of {messages} messages (gateway.max_messages) and options"
+            what=f"those of {messages} messages (gateway.max_messages), tools, schemas and options"
             if chat
             else f"those of {config.max_choices} prompts (gateway.max_choices), {config.max_logit_biases} biases "
-            "(gateway.max_logit_biases) and options",
+            "(gateway.max_logit_biases), schemas and options",
         )
 
 

@@ -14,6 +14,7 @@ from cohort.common.messages import TokenLogprob
 from cohort.common.types import FinishReason
 from cohort.services.gateway.detokenizer import Detokenizer
 from cohort.services.gateway.stop_strings import StopAutomaton, StopStrings
+from cohort.services.gateway.tool_calls import CallDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,14 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One delivery's addition to the client's text. `stopped`: a stop string was found, nothing follows."""
+    """One delivery's addition to the client's text. `stopped`: a stop string was found, nothing follows. `calls` of
+    tools, or more of them; `called`: there were some in this choice."""
 
     text: str
     scores: Sequence[ScoredToken]
     stopped: bool
+    calls: Sequence[CallDelta] = ()
+    called: bool = False
 
 
 def prompt_scores(

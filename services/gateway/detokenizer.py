@@ -41,13 +41,15 @@ class TokenText:
         self._style, self._strips = _style_of(tokenizer)
         self._bytes: dict[int, bytes] = {}
 
-    def stream(self, *, context: Sequence[int] = (), skip_special: bool = True) -> Detokenizer:
+    def stream(
+        self, *, context: Sequence[int] = (), skip_special: bool = True, kept: frozenset[int] = frozenset()
+    ) -> Detokenizer:
         """`context`: prompt tokens the answer continues. With none, the text starts afresh, and a decoder that strips
-        the first space strips it here."""
+        the first space strips it here. `kept`: special tokens that are not skipped, where tokens have bytes."""
         if self._style == "window":
             return _WindowDetokenizer(self.tokenizer, context, skip_special)
         strip = self._strips and not context
-        return _ByteDetokenizer(self, skip_special=skip_special, strip_first_space=strip)
+        return _ByteDetokenizer(self, skip_special=skip_special, strip_first_space=strip, kept=kept)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for (for logprobs and for streaming)."""
@@ -76,9 +78,9 @@ class TokenText:
 
 
 class _ByteDetokenizer:
-    def __init__(self, text: TokenText, *, skip_special: bool, strip_first_space: bool) -> None:
+    def __init__(self, text: TokenText, *, skip_special: bool, strip_first_space: bool, kept: frozenset[int]) -> None:
         self._text = text
-        self._skipped = text.tokenizer.special_ids if skip_special else frozenset()
+        self._skipped = text.tokenizer.special_ids - kept if skip_special else frozenset()
         self._strip = strip_first_space
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 

@@ -27,6 +27,8 @@ HTTP_ID = web.RequestKey("http_id", str)
 OWNER = web.RequestKey("owner", str)
 """Whose files and batches a request sees: a digest of its API key; "" where no keys are configured."""
 MAX_ID_CHARACTERS = 256
+_BESIDE_V1 = frozenset(("/tokenize", "/detokenize"))
+"""Paths that need a key although vLLM's clients look for them outside of /v1."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -96,13 +98,13 @@ def refuse_foreign_pages(guard: BrowserGuard) -> Middleware:
 
 
 def require_key(keys: Sequence[str]) -> Middleware:
-    """A bearer token for everything under /v1 when keys are configured."""
+    """A bearer token for everything under /v1, and what works as hard, when keys are configured."""
     digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[OWNER] = ""
-        if digests and request.path.startswith("/v1"):
+        if digests and (request.path.startswith("/v1") or request.path in _BESIDE_V1):
             scheme, _, token = request.headers.get("Authorization", "").partition(" ")
             given = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
             # Every key is compared, each in constant time: the answer's timing tells nothing about any of them.

@@ -1,4 +1,4 @@
-"""The served model as the gateway knows it: its name, its limits and its end tokens.
+"""The served model as the gateway knows it: its name, its limits, its end tokens and how it wants to be sampled.
 
 Read once at start from the JSON files of a model folder in Hugging Face format; no weights, no torch. Called by
 `service.py`; everything else gets the finished card. It never guesses: a folder without a context length needs
@@ -14,10 +14,35 @@ from typing import Any
 
 from cohort.common.config import ModelConfig
 from cohort.common.errors import ModelError
-from cohort.common.paths import default_model_dir
+from cohort.common.paths import DEFAULT_MODEL_NAME, default_model_dir
 
 # The same limit has several names in published configurations; the first one present counts.
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What a request gets that names no value of its own. `max_tokens`: of a chat; 0 = what the context leaves."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int = 0
+
+
+# What authors recommend on their model's page, for a checkpoint whose generation_config.json does not say it.
+_RECOMMENDED = {DEFAULT_MODEL_NAME: SamplingDefaults(temperature=0.2, top_p=0.9)}
+# Where generation_config.json may name a default: the least and the largest value that a request may ask for too.
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-6, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 10.0),
+    "max_new_tokens": (1, 2**31 - 1),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +55,7 @@ class ModelCard:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    sampling: SamplingDefaults = SamplingDefaults()
 
     @property
     def names(self) -> frozenset[str]:
@@ -63,6 +89,35 @@ def read_model_card(config: ModelConfig) -> ModelCard:
         max_model_len=model_len,
         vocab_size=vocab_size,
         eos_token_ids=_end_tokens(path, text),
+        sampling=_sampling_defaults(path) if config.sampling_defaults == "model" else SamplingDefaults(),
+    )
+
+
+def _sampling_defaults(path: Path) -> SamplingDefaults:
+    """generation_config.json decides, value by value, as in vLLM (`do_sample` is left aside there too: an API's client
+    expects a seed to matter). A file without any has its authors' recommendation where we know one."""
+    file = path / "generation_config.json"
+    generation = _read(file) if file.is_file() else {}
+    named: dict[str, float] = {}
+    for name, (least, most) in _RANGES.items():
+        value = generation.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise ModelError(
+                f"{file}: {name} is {value!r}, but a request may ask for {least:g} to {most:g}; correct it, or set "
+                "model.sampling_defaults=neutral"
+            )
+        named[name] = value
+    if not named:
+        return _RECOMMENDED.get(path.name, SamplingDefaults())
+    return SamplingDefaults(
+        temperature=float(named.get("temperature", 1.0)),
+        top_p=float(named.get("top_p", 1.0)),
+        top_k=max(0, int(named.get("top_k", 0))),
+        min_p=float(named.get("min_p", 0.0)),
+        repetition_penalty=float(named.get("repetition_penalty", 1.0)),
+        max_tokens=int(named.get("max_new_tokens", 0)),
     )
 
 

@@ -26,10 +26,11 @@ from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
 from cohort.common.machines.events import Offered
 from cohort.common.metrics import RequestMetrics
-from cohort.common.types import FinishReason, InstanceId
-from cohort.services.gateway.answering import Answering, Step
+from cohort.common.types import FinishReason, InstanceId, Request
+from cohort.services.gateway.answering import Answering, Mean, Step
 from cohort.services.gateway.choice import Choice
 from cohort.services.gateway.detokenizer import TokenText
+from cohort.services.gateway.grammar_process import GrammarCompiler
 from cohort.services.gateway.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
 from cohort.services.gateway.model_card import ModelCard
 from cohort.services.gateway.owners import Owners
@@ -43,6 +44,8 @@ from cohort.services.gateway.stop_strings import StopAutomaton
 from cohort.services.gateway.streams import Streams
 from cohort.services.gateway.timing import GatewayTimes
 from cohort.services.gateway.tokenizer import Tokenizer
+from cohort.services.gateway.tool_calls import CallDelta, ToolReader, whole_calls
+from cohort.services.gateway.tool_formats import ToolFormat
 
 # A few milliseconds of parsing at most; a thread parses longer bodies.
 PARSE_AT_ONCE_BYTES = 65_536
@@ -81,6 +84,8 @@ class OpenAiApi:
         max_model_len: Callable[[], int],
         bodies: RequestBodies,
         owners: Owners,
+        grammars: GrammarCompiler,
+        tool_format: ToolFormat | None,
     ) -> None:
         self._config = config
         self._card = card
@@ -95,6 +100,8 @@ class OpenAiApi:
         self.budget = RequestBudget(config, tokenizer.longest_token)
         self._bodies = bodies
         self._owners = owners
+        self._grammars = grammars
+        self._tool_format = tool_format
         self._completion = CompletionShape(self._text)
         self._chat = ChatShape(self._text)
 
@@ -157,7 +164,7 @@ class OpenAiApi:
         return answering
 
     async def _parse(self, data: bytes, headers: Mapping[str, str], *, chat: bool) -> Call:
-        parse = parse_chat if chat else parse_completion
+        parse = self._parse_chat if chat else parse_completion
         self.budget.check_body(len(data), chat=chat, max_model_len=self._max_model_len())
         if len(data) <= PARSE_AT_ONCE_BYTES:
             call = parse(data, headers, self._config, self._card)
@@ -166,14 +173,22 @@ class OpenAiApi:
         self.budget.check(call)
         return call
 
+    def _parse_chat(self, data: bytes, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard) -> Call:
+        return parse_chat(data, headers, config, card, self._tool_format)
+
     async def _begin(self, call: Call, body_bytes: int, times: GatewayTimes, owner: str, *, named: str) -> Answering:
         """Tokenise, offer the requests, own them. `named`: an id of the client's that ours should begin with."""
         limited = call.max_tokens is not None
+        if call.wanted is not None:
+            bound = msgspec.structs.replace(call.sampling, grammar=await self._grammars.compile(call.wanted))
+            call = dataclasses.replace(call, sampling=bound)
         began_s = self._clock.now_s()
         prompts = await self._tokenize(call)
         times.tokenize_s = self._clock.now_s() - began_s
         lengths = [len(prompt) for prompt in prompts]
-        max_tokens_of = output_limits(call, lengths, self._config, self._max_model_len())
+        max_tokens_of = output_limits(
+            call, lengths, self._config, self._max_model_len(), self._card.sampling.max_tokens
+        )
         price = self.budget.price(call, lengths, max_tokens_of)
         base_id = uuid.uuid4().hex[:20]
         if named:
@@ -217,24 +232,25 @@ class OpenAiApi:
             generation,
             shape,
             self._text,
-            choices=[
-                Choice(
-                    self._text.stream(
-                        context=() if call.chat else item.tokens[-16:], skip_special=call.skip_special_tokens
-                    ),
-                    stops,
-                    min_tokens=call.min_tokens,
-                    scored=call.sampling.logprobs >= 0,
-                )
-                for item in requests
-            ],
+            choices=[self._choice(call, item, stops) for item in requests],
             echoes=[echo for echo in echoes for _ in range(call.n)],
             base_id=base_id,
             id=shape.id_prefix + base_id,
             created=int(created_s),
             model=self._card.name,
             reserved=reserved,
+            readers=[ToolReader(call.tools.format, parallel=call.tools.parallel) for _ in requests]
+            if call.tools is not None
+            else [],
         )
+
+    def _choice(self, call: Call, request: Request, stops: StopAutomaton) -> Choice:
+        detokenizer = self._text.stream(
+            context=() if call.chat else request.tokens[-16:],
+            skip_special=call.skip_special_tokens,
+            kept=call.tools.format.mark_ids if call.tools is not None else frozenset(),
+        )
+        return Choice(detokenizer, stops, min_tokens=call.min_tokens, scored=call.sampling.logprobs >= 0)
 
     async def _tokenize(self, call: Call) -> list[list[int]]:
         limit = self._max_model_len()
@@ -272,8 +288,10 @@ class OpenAiApi:
     async def _whole(self, answering: Answering) -> Answer:
         generation, shape = answering.generation, answering.shape
         texts = [io.StringIO() for _ in generation.entries]
+        calls: list[list[CallDelta]] = [[] for _ in generation.entries]
         scores: dict[int, Scores | None] = {}
         finished: dict[int, FinishReason] = {}
+        means = [Mean() for _ in generation.entries]
         while len(finished) < len(generation.entries):
             for delta in answering.due(await generation.mailbox.next()):
                 index = delta.index
@@ -283,6 +301,8 @@ class OpenAiApi:
                     raise delta.error
                 step = answering.next(delta)
                 texts[index].write(step.piece.text)
+                calls[index] += step.piece.calls
+                means[index].add(step.piece.scores)
                 if index not in scores:
                     scores[index] = await answering.scores(index, first=True)
                 if (written := scores[index]) is not None:
@@ -291,17 +311,27 @@ class OpenAiApi:
                     self._streams.stop(generation, index)
                 if step.finish is not None:
                     finished[index] = step.finish
+        places = {index: await answering.prompt_logprobs(index) for index in range(len(generation.entries))}
+        chosen = answering.likeliest([mean.value for mean in means])
         return Answer(
             id=answering.id,
             object=shape.whole_object,
             created=answering.created,
             model=answering.model,
             choices=[
-                shape.whole(index, texts[index].getvalue(), scores[index], finished[index])
-                for index in range(len(generation.entries))
+                shape.whole(
+                    place,
+                    texts[index].getvalue(),
+                    scores[index],
+                    finished[index],
+                    whole_calls(calls[index]),
+                    places[index],
+                )
+                for place, index in enumerate(chosen)
             ],
             usage=answering.usage(),
-            cohort=answering.extras(range(len(generation.entries))),
+            prompt_logprobs=msgspec.UNSET if places[0] is None or not answering.call.chat else places[0],
+            cohort=answering.extras(chosen, renumbered=True),
         )
 
     async def _stream(self, request: web.Request, answering: Answering) -> web.StreamResponse:
@@ -341,7 +371,9 @@ class OpenAiApi:
                     self._streams.stop(generation, delta.index)
                 if step.finish is not None:
                     finished.add(delta.index)
-                if step.piece.text or step.finish is not None:  # else part of a character or of a stop string, perhaps
+                if (
+                    step.piece.text or step.piece.calls or step.finish is not None
+                ):  # else part of a character or of a stop string, perhaps
                     await events.send(await self._chunk(answering, delta.index, step))
         if call.include_usage:
             await events.send(

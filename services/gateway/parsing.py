@@ -6,7 +6,7 @@ Pure: called by `openai_api.py` before tokenising. Everything a client sends is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,8 +17,12 @@ from cohort.common.errors import RequestError
 from cohort.common.types import IfLate, SamplingParams, Slo, TrafficClass
 from cohort.services.gateway.bodies import ChatBody, CohortOptions, CompletionBody, StreamOptions
 from cohort.services.gateway.body_shape import refuse_shape
+from cohort.services.gateway.grammar_process import Wanted
 from cohort.services.gateway.model_card import ModelCard
 from cohort.services.gateway.prompt_field import known_tokens, prompts
+from cohort.services.gateway.structured import wanted_structure
+from cohort.services.gateway.tool_choice import ToolUse, read_calls, tool_use
+from cohort.services.gateway.tool_formats import ToolFormat, prompted
 
 CLASS_HEADER = "x-cohort-class"
 TTFT_HEADER = "x-cohort-ttft-slo-ms"
@@ -57,29 +61,47 @@ class Call:
     continuous_usage: bool = False
     echo: bool = False
     """Together with log-probabilities: the prompt's own too."""
+    shows_logprobs: bool = False
+    """Those of `sampling` are the client's; else they are there to rank choices."""
+    kept: int = 1
+    """Of the `n` choices of each prompt, those that the client gets: the likeliest ones."""
+    prompt_logprobs: int = -1
+    """Of the prompt's tokens, beside the answer; as `SamplingParams.logprobs`."""
     return_token_ids: bool = False
     skip_special_tokens: bool = True
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+    wanted: Wanted | None = None
+    """The grammar that the answer is bound to, as the client wrote it."""
+    tools: ToolUse | None = None
+
+    @property
+    def scores_echo(self) -> bool:
+        return self.echo and self.shows_logprobs
 
     @property
     def scores_prompt(self) -> bool:
-        return self.echo and self.sampling.logprobs >= 0
+        return self.prompt_scores >= 0
+
+    @property
+    def prompt_scores(self) -> int:
+        """-1 = the prompt is not scored, k = with the k likeliest tokens at each of its places."""
+        return self.sampling.logprobs if self.scores_echo else self.prompt_logprobs
 
     @property
     def choices(self) -> int:
         return self.n * (1 if self.chat else len(self.prompts))
 
 
-B = TypeVar("B", CompletionBody, ChatBody)
+B = TypeVar("B")
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 
 
 def parse_completion(data: bytes, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard) -> Call:
     refuse_shape(data, config, chat=False)
-    body = _decode(_completion_decoder, data)
+    body = decode(_completion_decoder, data)
     if body.suffix:
         raise _refused("suffix", "text insertion is not supported")
     max_tokens = _max_tokens(body.max_tokens, body.max_completion_tokens)
@@ -97,15 +119,17 @@ def parse_completion(data: bytes, headers: Mapping[str, str], config: GatewayCon
     )
 
 
-def parse_chat(data: bytes, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard) -> Call:
+def parse_chat(
+    data: bytes,
+    headers: Mapping[str, str],
+    config: GatewayConfig,
+    card: ModelCard,
+    tool_format: ToolFormat | None = None,
+) -> Call:
+    """`tool_format`: how the model writes calls of tools; None = it cannot be read."""
     refuse_shape(data, config, chat=True)
-    body = _decode(_chat_decoder, data)
-    if len(body.messages) > config.max_messages:
-        raise RequestError(
-            f"The chat has {len(body.messages)} messages, but at most {config.max_messages} are read "
-            "(gateway.max_messages).",
-            param="messages",
-        )
+    body = decode(_chat_decoder, data)
+    messages = read_messages(body.messages, config)
     _refuse_unsupported_chat_options(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
@@ -116,13 +140,19 @@ def parse_chat(data: bytes, headers: Mapping[str, str], config: GatewayConfig, c
     for reserved in ("messages", "add_generation_prompt", "tools", "documents"):
         if reserved in variables:
             raise RequestError(f"chat_template_kwargs may not set {reserved!r}.", param="chat_template_kwargs")
+    tools = tool_use(body, config, tool_format)
+    if tool_format is not None and tool_format.prompted:
+        messages = prompted(messages, tools.prompt if tools is not None else ())
+    elif tools is not None:
+        variables = {**variables, "tools": list(tools.prompt)}
     return _call(
         body,
         headers,
         config,
         card,
         chat=True,
-        messages=[_message(index, message) for index, message in enumerate(body.messages)],
+        messages=messages,
+        tools=tools,
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
         add_generation_prompt=body.add_generation_prompt is not False,
@@ -130,7 +160,27 @@ def parse_chat(data: bytes, headers: Mapping[str, str], config: GatewayConfig, c
     )
 
 
-def _decode(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
+def read_messages(messages: Sequence[dict[str, Any]], config: GatewayConfig) -> list[dict[str, Any]]:
+    """As the chat template gets them. Raises `RequestError`."""
+    if len(messages) > config.max_messages:
+        raise RequestError(
+            f"The chat has {len(messages)} messages, but at most {config.max_messages} are read "
+            "(gateway.max_messages).",
+            param="messages",
+        )
+    return [_message(index, message) for index, message in enumerate(messages)]
+
+
+def check_model(model: str | None, card: ModelCard) -> None:
+    if model is not None and model not in card.names:
+        raise RequestError(
+            f"The model `{printable(model)}` does not exist; this server serves `{card.name}`.",
+            status=404,
+            param="model",
+        )
+
+
+def decode(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
@@ -162,19 +212,16 @@ def _call(
     add_special_tokens: bool = True,
     add_generation_prompt: bool = True,
     template_variables: Mapping[str, Any] | None = None,
+    tools: ToolUse | None = None,
 ) -> Call:
-    if body.model is not None and body.model not in card.names:
-        raise RequestError(
-            f"The model `{printable(body.model)}` does not exist; this server serves `{card.name}`.",
-            status=404,
-            param="model",
-        )
-    n = body.n or 1
+    check_model(body.model, card)
+    n = kept = body.n or 1
+    if body.best_of is not None and body.best_of != n:
+        n = _best_of(body.best_of, n, chat=chat, stream=bool(body.stream))
     most = min(config.max_n, config.max_waiting_requests // max(1, len(prompts)))
     if n > most:
-        raise RequestError(f"n is {n}, but at most {most} choices per prompt are served here.", param="n")
-    if body.best_of is not None and body.best_of != n:
-        raise _refused("best_of", "it must equal n: answers are not ranked")
+        name = "n" if n == kept else "best_of"
+        raise RequestError(f"{name} is {n}, but at most {most} choices per prompt are served here.", param=name)
     if body.use_beam_search:
         raise _refused("use_beam_search", "beam search is not supported")
     min_tokens = body.min_tokens or 0
@@ -189,26 +236,24 @@ def _call(
     options = body.stream_options or StreamOptions()
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true.", param="stream_options")
+    prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs
+    if prompt_logprobs >= 0 and body.stream:
+        raise _refused("prompt_logprobs", "they come with a whole answer, not with a stream")
+    if prompt_logprobs >= 0 and echo and logprobs >= 0:
+        raise _refused("prompt_logprobs", "echo with logprobs has the prompt's own already")
     wishes = body.cohort or CohortOptions()
     traffic_class, slo, online = _service(wishes, headers, config)
-    temperature = 1.0 if body.temperature is None else body.temperature
+    wanted = _wanted(body, tools)
     return Call(
         chat=chat,
         prompts=prompts,
         messages=messages or [],
-        sampling=SamplingParams(
-            max_tokens=0,
-            min_tokens=min_tokens,
-            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=max(0, body.top_k or 0),
-            min_p=body.min_p or 0.0,
-            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-            presence_penalty=body.presence_penalty or 0.0,
-            frequency_penalty=body.frequency_penalty or 0.0,
-            logit_bias=_logit_bias(body.logit_bias, config, card),
-            logprobs=logprobs,
+        # Choices are ranked by what the model thinks of their tokens.
+        sampling=_sampling(
+            body, config, card, min_tokens=min_tokens, logprobs=logprobs if n == kept else max(0, logprobs)
         ),
+        shows_logprobs=logprobs >= 0,
+        kept=kept,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         n=n,
@@ -225,11 +270,60 @@ def _call(
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
         echo=echo,
+        prompt_logprobs=prompt_logprobs,
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
         add_special_tokens=add_special_tokens,
         add_generation_prompt=add_generation_prompt,
         template_variables=template_variables or {},
+        wanted=wanted,
+        tools=tools,
+    )
+
+
+def _best_of(best_of: int, n: int, *, chat: bool, stream: bool) -> int:
+    """How many choices are generated. Raises `RequestError`."""
+    if chat:
+        raise _refused("best_of", "the answers to a chat are not ranked")
+    if best_of < n:
+        raise _refused("best_of", f"of {best_of} choices there are no {n} best")
+    if stream:
+        raise _refused("best_of", "which choice is the best is known when all are whole, not in a stream")
+    return best_of
+
+
+def _wanted(body: CompletionBody | ChatBody, tools: ToolUse | None) -> Wanted | None:
+    wanted = wanted_structure(body)
+    if wanted is not None and tools is not None:
+        raise RequestError(
+            f"{wanted.param}: an answer that may call tools cannot be bound to something else.", param=wanted.param
+        )
+    if tools is None or tools.wanted is None:
+        return wanted
+    if body.ignore_eos:
+        raise _refused("ignore_eos", "an answer that must be calls ends with them")
+    return tools.wanted
+
+
+def _sampling(
+    body: CompletionBody | ChatBody, config: GatewayConfig, card: ModelCard, *, min_tokens: int, logprobs: int
+) -> SamplingParams:
+    """What the request does not name is the model's default."""
+    defaults = card.sampling
+    temperature = defaults.temperature if body.temperature is None else body.temperature
+    repetition = defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
+    return SamplingParams(
+        max_tokens=0,
+        min_tokens=min_tokens,
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        top_k=defaults.top_k if body.top_k is None else max(0, body.top_k),
+        min_p=defaults.min_p if body.min_p is None else body.min_p,
+        repetition_penalty=repetition,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(body.logit_bias, config, card),
+        logprobs=logprobs,
     )
 
 
@@ -295,12 +389,19 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role is missing.", param=f"{where}.role")
-    for key in ("tool_calls", "function_call", "audio"):
+    for key in ("function_call", "audio"):
         if message.get(key):
             raise _refused(f"{where}.{key}", "not supported in messages")
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": read_calls(message["tool_calls"], f"{where}.tool_calls")}
+    elif "tool_calls" in message:  # templates ask whether the key is there
+        message = {key: value for key, value in message.items() if key != "tool_calls"}
+    call_id = message.get("tool_call_id")
+    if call_id is not None and not isinstance(call_id, str):
+        raise RequestError(f"{where}.tool_call_id must be a text.", param=f"{where}.tool_call_id")
     content = message.get("content")
     if content is None and role == "assistant":
-        content = ""  # clients send back an empty answer this way
+        content = ""  # clients send back an empty answer this way, and one that was calls alone
     if isinstance(content, list):
         content = "\n".join(_text_part(part, f"{where}.content[{number}]") for number, part in enumerate(content))
     if not isinstance(content, str):
@@ -325,16 +426,10 @@ def _text_part(part: Any, where: str) -> str:
 
 
 def _refuse_unsupported_chat_options(body: ChatBody) -> None:
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        raise _refused("response_format", 'only {"type": "text"} is supported')
-    if body.tools:
-        raise _refused("tools", "tool calling is not supported")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise _refused("tool_choice", "tool calling is not supported")
     if body.functions:
-        raise _refused("functions", "function calling is not supported")
+        raise _refused("functions", "not supported; its successor tools is")
     if body.function_call not in (None, "none", "auto"):
-        raise _refused("function_call", "function calling is not supported")
+        raise _refused("function_call", "not supported; its successor tool_choice is")
     if body.modalities not in (None, [], ["text"]):
         raise _refused("modalities", "only text is produced")
     for name in ("audio", "web_search_options", "reasoning_effort", "verbosity"):

@@ -57,7 +57,7 @@ def prepare(
                     sampling=msgspec.structs.replace(
                         sampling,
                         max_tokens=max(1, max_tokens) if scores else max_tokens,
-                        prompt_logprobs=sampling.logprobs if scores else -1,
+                        prompt_logprobs=call.prompt_scores if scores else -1,
                         seed=derived_seed(seed, index),
                     ),
                     arrival_s=arrival_s,
@@ -71,10 +71,14 @@ def prepare(
     return requests
 
 
-def output_limits(call: Call, prompt_tokens: Sequence[int], config: GatewayConfig, max_model_len: int) -> list[int]:
-    """How many tokens the answers to prompts of so many tokens may have. Raises `RequestError` when a prompt and its
+def output_limits(
+    call: Call, prompt_tokens: Sequence[int], config: GatewayConfig, max_model_len: int, card_limit: int = 0
+) -> list[int]:
+    """How many tokens the answers to prompts of so many tokens may have. `card_limit`: of a chat that names no limit,
+    where the configuration has none either; 0 = what the context leaves. Raises `RequestError` when a prompt and its
     answer exceed the context."""
-    return [_output_limit(call, tokens, config, max_model_len) for tokens in prompt_tokens]
+    limit = config.default_max_tokens or card_limit
+    return [_output_limit(call, tokens, limit, max_model_len) for tokens in prompt_tokens]
 
 
 def derived_seed(seed: int, index: int) -> int:
@@ -85,7 +89,7 @@ def derived_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest, "big") & SEED_MASK
 
 
-def _output_limit(call: Call, prompt_tokens: int, config: GatewayConfig, max_model_len: int) -> int:
+def _output_limit(call: Call, prompt_tokens: int, default_limit: int, max_model_len: int) -> int:
     param = "messages" if call.chat else "prompt"
     if not prompt_tokens:
         raise RequestError("The prompt is empty: it has no tokens.", param=param)
@@ -104,7 +108,7 @@ def _output_limit(call: Call, prompt_tokens: int, config: GatewayConfig, max_mod
                 param=param,
             )
         return call.max_tokens
-    limit = min(headroom, config.default_max_tokens) if config.default_max_tokens else headroom
+    limit = min(headroom, default_limit) if default_limit else headroom
     if call.min_tokens > limit:
         raise RequestError(f"min_tokens ({call.min_tokens}) exceeds the {limit} tokens that fit.", param="min_tokens")
     return limit

@@ -35,7 +35,7 @@ async def refuse_other_bodies(request: web.Request, handler: Handler) -> web.Str
     """
     if request.body_exists and request.match_info.http_exception is None:
         _check_encoding(request)
-        if request.method == "POST" and request.path.startswith("/v1/") and request.path not in _FORMS:
+        if request.method == "POST" and request.path not in _FORMS:
             _check_type(request)
     return await handler(request)
 

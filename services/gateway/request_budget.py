@@ -24,6 +24,8 @@ from cohort.services.gateway.parsing import Call
 _RETRY_AFTER_S = 1.0
 # A choice's cost beside its tokens: a record at the gateway, the manager and a worker, a few messages.
 CHOICE_UNITS = 64
+# It travels with every choice, and a worker compiles it; its masks cost less than the tokens they are for.
+_GRAMMAR_CHARACTERS_PER_UNIT = 16
 # JSON's longest spelling of one byte of text: backslash, u and four digits.
 _BYTES_PER_CHARACTER = 6
 # Of a body, beside its prompts.
@@ -40,11 +42,12 @@ class Price:
     echo: int
     biases: int
     stops: int
+    grammar: int
     plain: int
 
     @property
     def total(self) -> int:
-        return self.choices + self.prompt + self.answer + self.echo + self.biases + self.stops
+        return self.choices + self.prompt + self.answer + self.echo + self.biases + self.stops + self.grammar
 
     @property
     def beyond_plain(self) -> int:
@@ -144,9 +147,10 @@ class RequestBudget:
             choices=call.choices * CHOICE_UNITS,
             prompt=call.n * tokens,
             answer=call.n * sum(max_tokens) * (1 + scores),
-            echo=call.n * tokens * (1 + scores) if call.scores_prompt else 0,
+            echo=call.n * tokens * (2 + call.prompt_scores) if call.scores_prompt else 0,
             biases=call.choices * len(call.sampling.logit_bias),
             stops=call.choices * len(call.stop_token_ids) + sum(map(len, call.stop_strings)),
+            grammar=call.choices * len(call.sampling.grammar) // _GRAMMAR_CHARACTERS_PER_UNIT,
             plain=CHOICE_UNITS + prompt_tokens[0] + max_tokens[0],
         )
 
@@ -182,7 +186,16 @@ def _parts(call: Call, price: Price) -> dict[str, tuple[int, str, str]]:
             f"n {call.n} × max_tokens {answers // call.n}{each}",
             "n" if call.n > 1 else names[1] if scores > 1 else "max_tokens",
         ),
-        "the echo": (price.echo, f"n {call.n} × {prompts} tokens{each}", "n" if call.n > 1 else "logprobs"),
+        "the echo": (
+            price.echo,
+            f"n {call.n} × {prompts} tokens × (2 + {call.prompt_scores} log-probabilities)",
+            "n" if call.n > 1 else "logprobs" if call.scores_echo else "prompt_logprobs",
+        ),
         "logit_bias": (price.biases, f"{call.choices} choices × {len(call.sampling.logit_bias)} biases", "logit_bias"),
+        "the grammar": (
+            price.grammar,
+            f"{call.choices} choices × {len(call.sampling.grammar)} characters / {_GRAMMAR_CHARACTERS_PER_UNIT}",
+            call.wanted.param if call.wanted is not None else names[0],
+        ),
         "stop": (price.stops, f"{call.choices} choices × stop tokens + characters of stop strings", "stop"),
     }

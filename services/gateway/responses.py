@@ -17,11 +17,13 @@ from msgspec import UNSET, UnsetType
 
 from cohort.common.errors import RequestError
 from cohort.common.machines.entry import Entry
+from cohort.common.messages import TokenLogprob
 from cohort.common.types import FinishReason, Prediction
 from cohort.services.gateway.choice import Piece, ScoredToken
 from cohort.services.gateway.detokenizer import TokenText
 from cohort.services.gateway.parsing import printable
 from cohort.services.gateway.timing import GatewayTimes, ttft_stages
+from cohort.services.gateway.tool_calls import CallDelta
 
 # JSON has no infinity; this is what clients of other servers know as "impossible".
 LEAST_LOGPROB = -9999.0
@@ -68,11 +70,20 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[dict[str, float] | None]
 
 
+class PromptPlace(msgspec.Struct, frozen=True):
+    """A token at one place of a prompt. `rank`: among all tokens there, from 1 on; null beyond those asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
 class CompletionChoice(msgspec.Struct, frozen=True):
     index: int
     text: str
     logprobs: msgspec.Raw | None  # CompletionLogprobs
     finish_reason: str | None
+    prompt_logprobs: msgspec.Raw | UnsetType = UNSET  # [null, {token id: PromptPlace, …}, …], of the prompt's tokens
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -88,10 +99,25 @@ class ChatTokenLogprob(msgspec.Struct, frozen=True):
     top_logprobs: list[TopLogprob]
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call, or one more piece of its arguments: then without id, type and name. `index` in streams only."""
+
+    function: CalledFunction
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -104,6 +130,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
 class ChatDelta(msgspec.Struct, frozen=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
@@ -122,6 +149,7 @@ class Answer(msgspec.Struct, frozen=True):
     model: str
     choices: Sequence[CompletionChoice | ChatChoice | ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
+    prompt_logprobs: msgspec.Raw | UnsetType = UNSET  # of a chat, as of a `CompletionChoice`
     cohort: Extras | UnsetType = UNSET
 
 
@@ -149,12 +177,22 @@ class Shape(Protocol):
         ...
 
     def whole(
-        self, index: int, text: str, scores: Scores | None, finish: FinishReason
-    ) -> CompletionChoice | ChatChoice: ...
+        self,
+        index: int,
+        text: str,
+        scores: Scores | None,
+        finish: FinishReason,
+        calls: Sequence[CallDelta] = (),
+        places: msgspec.Raw | None = None,
+    ) -> CompletionChoice | ChatChoice:
+        """`places`: log-probabilities of its prompt, where a choice has them."""
+        ...
 
     def chunk(
         self, index: int, piece: Piece, scores: Scores | None, *, first: bool, finish: FinishReason | None
-    ) -> CompletionChoice | ChatChunkChoice: ...
+    ) -> CompletionChoice | ChatChunkChoice:
+        """A piece of a choice that is over and had calls, and one with calls: `Piece.calls`, `Piece.called`."""
+        ...
 
 
 class CompletionScores:
@@ -213,8 +251,17 @@ class CompletionShape:
     def scores(self, behind: Scores | None = None) -> CompletionScores:
         return CompletionScores(self._logprobs, behind)
 
-    def whole(self, index: int, text: str, scores: Scores | None, finish: FinishReason) -> CompletionChoice:
-        return CompletionChoice(index, text, None if scores is None else scores.json(), finish.value)
+    def whole(
+        self,
+        index: int,
+        text: str,
+        scores: Scores | None,
+        finish: FinishReason,
+        calls: Sequence[CallDelta] = (),
+        places: msgspec.Raw | None = None,
+    ) -> CompletionChoice:
+        logprobs = None if scores is None else scores.json()
+        return CompletionChoice(index, text, logprobs, finish.value, UNSET if places is None else places)
 
     def chunk(
         self, index: int, piece: Piece, scores: Scores | None, *, first: bool, finish: FinishReason | None
@@ -262,17 +309,32 @@ class ChatShape:
     def scores(self, behind: Scores | None = None) -> ChatScores:
         return ChatScores(self._logprobs)  # a chat is never echoed
 
-    def whole(self, index: int, text: str, scores: Scores | None, finish: FinishReason) -> ChatChoice:
+    def whole(
+        self,
+        index: int,
+        text: str,
+        scores: Scores | None,
+        finish: FinishReason,
+        calls: Sequence[CallDelta] = (),
+        places: msgspec.Raw | None = None,
+    ) -> ChatChoice:
         logprobs = None if scores is None else scores.json()
-        return ChatChoice(index, ChatMessage("assistant", text), logprobs, finish.value)
+        if not calls:
+            return ChatChoice(index, ChatMessage("assistant", text), logprobs, finish.value)
+        said = [ToolCall(CalledFunction(call.arguments, call.name), id=call.id, type="function") for call in calls]
+        message = ChatMessage("assistant", text or None, tool_calls=said)
+        return ChatChoice(index, message, logprobs, _finish_of_calls(finish))
 
     def chunk(
         self, index: int, piece: Piece, scores: Scores | None, *, first: bool, finish: FinishReason | None
     ) -> ChatChunkChoice:
         # The role rides with the first text: a chunk of its own would count as a first token.
-        delta = ChatDelta(role="assistant" if first else UNSET, content=piece.text if piece.text or first else UNSET)
+        content = piece.text if piece.text or (first and not piece.calls) else UNSET
+        calls = [_delta_of(call) for call in piece.calls] if piece.calls else UNSET
+        delta = ChatDelta("assistant" if first else UNSET, content, calls)
         logprobs = scores.json() if scores is not None and scores.tokens else None
-        return ChatChunkChoice(index, delta, logprobs, finish.value if finish else None)
+        reason = None if finish is None else _finish_of_calls(finish) if piece.called else finish.value
+        return ChatChunkChoice(index, delta, logprobs, reason)
 
     def _logprobs(self, scores: Sequence[ScoredToken]) -> list[ChatTokenLogprob]:
         return [
@@ -290,6 +352,33 @@ class ChatShape:
     def _spelled(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
         data = self._text.token_bytes(token_id)
         return data.decode("utf-8", "replace"), _finite(logprob), list(data)
+
+
+def prompt_places(text: TokenText, tokens: Sequence[int], scores: Sequence[TokenLogprob]) -> list[bytes]:
+    """The JSON of each of these tokens of a prompt, with the likeliest ones at its place."""
+
+    def place(token: int, logprob: float, rank: int | None) -> PromptPlace:
+        return PromptPlace(_finite(logprob), rank, text.token_bytes(token).decode("utf-8", "replace"))
+
+    written = []
+    for token, score in zip(tokens, scores, strict=True):
+        places = {
+            str(other): place(other, logprob, rank)
+            for rank, (other, logprob) in enumerate(zip(score.top_ids, score.top_logprobs, strict=True), 1)
+        }
+        places.setdefault(str(token), place(token, score.logprob, None))
+        written.append(_encode(places))
+    return written
+
+
+def _delta_of(call: CallDelta) -> ToolCall:
+    if not call.id:
+        return ToolCall(CalledFunction(call.arguments), call.index)
+    return ToolCall(CalledFunction(call.arguments, call.name), call.index, call.id, "function")
+
+
+def _finish_of_calls(finish: FinishReason) -> str:
+    return "tool_calls" if finish is FinishReason.STOP else finish.value
 
 
 def extras_of(

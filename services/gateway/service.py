@@ -33,16 +33,21 @@ from cohort.common.recording import recorded
 from cohort.common.service import MANAGER, PREDICTOR, ServiceContext, named_host
 from cohort.common.types import InstanceId
 from cohort.services.gateway.batches import Batches
+from cohort.services.gateway.front_page import FrontPage
+from cohort.services.gateway.grammar_process import GrammarCompiler
 from cohort.services.gateway.middleware import answer_everything, refuse_foreign_pages, require_key, resolve_keys
 from cohort.services.gateway.model_card import ModelCard, read_model_card
 from cohort.services.gateway.openai_api import OpenAiApi
+from cohort.services.gateway.openapi import ApiPages
 from cohort.services.gateway.owners import Owners
 from cohort.services.gateway.probes import Probes
 from cohort.services.gateway.request_bodies import RequestBodies, refuse_other_bodies
 from cohort.services.gateway.slow_readers import SlowReaders
 from cohort.services.gateway.streams import Streams
 from cohort.services.gateway.template_process import TemplateLimits
+from cohort.services.gateway.token_api import TokenApi
 from cohort.services.gateway.tokenizer import Tokenizer
+from cohort.services.gateway.tool_formats import tool_format
 
 KEEP_ALIVE_S = 75.0
 BACKLOG = 1024
@@ -79,6 +84,8 @@ class Gateway:
             metrics=self._metrics,
             log=context.log,
         )
+        bodies = RequestBodies(config.gateway)
+        written = tool_format(tokenizer.template_source, tokenizer.added_token)
         self._api = OpenAiApi(
             config=config.gateway,
             card=card,
@@ -89,8 +96,18 @@ class Gateway:
             log=context.log,
             instance=context.instance,
             max_model_len=self._max_model_len,
-            bodies=RequestBodies(config.gateway),
+            bodies=bodies,
             owners=self._owners,
+            grammars=GrammarCompiler(config.gateway, tokenizer.to_json(), card.eos_token_ids),
+            tool_format=written,
+        )
+        self._tokens = TokenApi(
+            config=config.gateway,
+            card=card,
+            tokenizer=tokenizer,
+            tool_format=written,
+            bodies=bodies,
+            max_model_len=self._max_model_len,
         )
         gave_up = context.metrics.counter("clients_given_up", "Connections aborted because nothing was read from them")
         self._accepts_failed = context.metrics.counter("accepts_failed", "Connections that could not be accepted")
@@ -109,6 +126,7 @@ class Gateway:
             max_model_len=self._max_model_len,
             engines=lambda: self._machine.link.load.engines if self._machine.link.load else (),
         )
+        self._front = FrontPage(config, card)
         context.stats = self._stats
 
     def application(self, batches: Batches) -> web.Application:
@@ -124,7 +142,9 @@ class Gateway:
             ],
             client_max_size=gateway.max_body_bytes,
         )
-        application.add_routes([*self._api.routes(), *batches.routes(), *self._probes.routes()])
+        pages = ApiPages(keys=bool(self._keys))
+        for part in (self._api, batches, self._probes, self._front, self._tokens, pages):
+            application.add_routes(part.routes())
         return application
 
     async def run(self) -> None:

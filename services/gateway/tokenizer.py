@@ -38,14 +38,14 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.special_tokens: Mapping[str, str] = named
-        self.special_ids = frozenset(
-            token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
-        )
+        added = self._backend.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
         state = json.loads(self._backend.to_str())
         self.decoder_state: Mapping[str, Any] = state.get("decoder") or {}
         self._longest_token = self._longest() if not state.get("normalizer") else 0
-        source = load_template_source(model_dir, config)
+        self.template_source = source = load_template_source(model_dir, config)
         self._chats = ChatRenderer(source, named, limits) if source else None
 
     @property
@@ -126,6 +126,15 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
+
+    def added_token(self, text: str) -> int | None:
+        """The id of the added token with exactly this text."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self._added_ids else None
+
+    def to_json(self) -> str:
+        """As a tokenizer.json, with the special tokens that only the model's other files name."""
+        return str(self._backend.to_str())
 
     def piece(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token; None for an id that does not exist."""

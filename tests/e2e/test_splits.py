@@ -28,6 +28,12 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 0, "presence_penalty": 0.6, "frequency_penalty": 0.7, "repetition_penalty": 1.2},
     "two choices, sampled": {"temperature": 0.8, "seed": 11, "n": 2},
     "stop string": {"temperature": 0, "stop": [" the"]},
+    "grammar, sampled": {
+        "temperature": 0.8,
+        "seed": 5,
+        "ignore_eos": False,
+        "guided_regex": "([A-Z][a-z]{2,9} ){9,12}",
+    },
     "scored prompt": {"temperature": 0, "echo": True, "logprobs": 0},
 }
 

@@ -178,7 +178,12 @@ def test_where_slices_end_makes_no_difference(body: Any, width: int, ascii: bool
                 return False
         return True
 
-    roomy = {"max_choices": containers + strings + 1, "max_logit_biases": strings + 1, "max_nesting": depth + 1}
+    roomy = {
+        "max_choices": containers + strings + 1,
+        "max_logit_biases": strings + 1,
+        "max_nesting": depth + 1,
+        "max_grammar_bytes": 1,
+    }
     assert accepts(**roomy)
     if depth:
         assert accepts(**{**roomy, "max_nesting": depth})

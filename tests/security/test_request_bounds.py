@@ -60,7 +60,7 @@ ALL_BIASES = {str(token): 1 for token in range(45_000)}
 STOPS = [f"{digit:x}" * 205 for digit in range(5)]
 KEYS = {str(key): "" for key in range(65)}
 CONTENT = b'{"messages":[{"role":"user","content":['
-DEEP = b'{"messages":[{"role":"user","content":"a","x":' + b"[" * 14 + b"]" * 14 + b"}]}"
+DEEP = b'{"messages":[{"role":"user","content":"a","x":' + b"[" * 30 + b"]" * 30 + b"}]}"
 
 
 @pytest.mark.parametrize(
@@ -73,13 +73,13 @@ DEEP = b'{"messages":[{"role":"user","content":"a","x":' + b"[" * 14 + b"]" * 14
         ("completions", {"prompt": ["a"] * 129}, "prompt", 129, "gateway.max_choices"),
         ("chat/completions", {**CHAT, "metadata": KEYS}, "metadata", 65, "gateway.max_metadata_keys"),
         ("chat/completions", {"messages": CHAT["messages"] * 4097}, "messages", 4097, "gateway.max_messages"),
-        ("chat/completions", repeated(b'{"messages":[', b"{}", 200_000, b"]}"), None, 17_536, "gateway.max_messages"),
-        ("chat/completions", repeated(CONTENT, b"[]", 200_000, b"]}]}"), None, 17_536, "gateway.max_messages"),
-        ("chat/completions", DEEP, None, 16, "gateway.max_nesting"),
-        ("completions", repeated(b'{"prompt":[', b"1", 700_000, b"]}"), None, 525_312, "gateway.max_request_work"),
-        ("completions", {"prompt": "a", "logit_bias": ALL_BIASES}, None, 2176, "gateway.max_logit_biases"),
-        ("completions", {"prompt": ["a"] * 4000}, None, 2176, "gateway.max_choices"),
-        ("completions", {"prompt": [[1]] * 4000}, None, 1152, "gateway.max_choices"),
+        ("chat/completions", repeated(b'{"messages":[', b"{}", 200_000, b"]}"), None, 21_632, "gateway.max_messages"),
+        ("chat/completions", repeated(CONTENT, b"[]", 200_000, b"]}]}"), None, 21_632, "gateway.max_messages"),
+        ("chat/completions", DEEP, None, 32, "gateway.max_nesting"),
+        ("completions", repeated(b'{"prompt":[', b"1", 700_000, b"]}"), None, 533_504, "gateway.max_request_work"),
+        ("completions", {"prompt": "a", "logit_bias": ALL_BIASES}, None, 10_368, "gateway.max_logit_biases"),
+        ("completions", {"prompt": ["a"] * 12_000}, None, 10_368, "gateway.max_choices"),
+        ("completions", {"prompt": [[1]] * 8000}, None, 5248, "gateway.max_choices"),
     ],
 )  # fmt: skip
 async def test_refused_by_name(site: Site, path: str, body: Any, param: str | None, figure: int, option: str) -> None:

@@ -24,13 +24,13 @@ __all__ = ["BLOCK_SIZE", "VOCAB", "make_runner", "save_random_model"]
 NEAR_TIE = 1e-3
 
 
-def refusing(run: Callable[[Any], Any], most_rows: int) -> Callable[[Any], Any]:
+def refusing(run: Callable[..., Any], most_rows: int) -> Callable[[Any], Any]:
     """`run` on a device without the memory for more rows than that."""
 
-    def within_memory(batch: Any) -> Any:
+    def within_memory(batch: Any, *more: Any) -> Any:
         if batch.num_rows > most_rows:
             raise torch.OutOfMemoryError("no room")
-        return run(batch)
+        return run(batch, *more)
 
     return within_memory
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cohort.common import grammar
 from cohort.common.engine import device_steps
 from cohort.common.engine.batch import SamplingRow
 from cohort.common.engine.decode_classes import CaptureBudget
@@ -20,7 +22,7 @@ from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.static_decode import DecodeOutput, PlainRecorder, Recorded
 from cohort.common.errors import ConfigError, InvariantViolated
-from cohort.common.sampling_inputs import LogitBias, TokenHistory
+from cohort.common.sampling_inputs import GrammarInputs, LogitBias, TokenHistory
 from tests.common.engine.driver import (
     Driver,
     check_schedule,
@@ -30,8 +32,12 @@ from tests.common.engine.driver import (
     refusing,
     run_chunked,
     run_together,
+    save_random_model,
 )
+from tests.engine_models import CONFIGS
+from tests.services.gateway.tiny_model import byte_level
 
+END = 2
 GRAPHS = DeviceShare(graphs=1 << 40)
 
 
@@ -55,6 +61,37 @@ def test_answers_are_transformers_own(name: str, model_folder: Callable[[str], P
     ):
         runner.kv.with_spare.copy_(torch.randn_like(runner.kv.with_spare))  # whatever was there before
         assert check_schedule(runner, expected, schedule, **options) <= 1
+
+
+def test_a_grammar_binds_the_rows_that_have_it_on_either_path(tmp_path: Path) -> None:
+    """Through the whole runner: the tokenizer beside the weights, compilation, masks, and the rows beside it."""
+    folder = save_random_model(CONFIGS["llama"](), tmp_path / "m")  # whose end token is the tokenizer's
+    tokenizer = byte_level()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    texts = [grammar.of_regex("[0-9]{3}"), grammar.of_choice(["no", "yes"]), grammar.of_regex("("), ""]
+
+    def generate(runner: ModelRunner) -> tuple[list[list[int]], set[int]]:
+        driver, inputs = Driver(runner), [GrammarInputs(text) if text else None for text in texts]
+        for index, each in enumerate(inputs):
+            driver.add(str(index), [5, 6, 7 + index], SamplingRow(index, 3, temperature=0.9, grammar=each))
+        failed: set[int] = set()
+        for step in range(4):
+            plan = [(str(index), 1 if step else 3) for index in range(len(texts))]
+            batch = replace(driver.batch(plan), grammars=tuple(each for each in inputs if each is not None))
+            output = runner.execute(batch)
+            failed |= set(output.failures)
+            for (name, count), each, token in zip(plan, inputs, output.tokens.tolist(), strict=True):
+                driver.requests[name].computed += count
+                driver.requests[name].tokens.append(token)
+                if each is not None and not each.failure and token != END:
+                    each.output.append(token)
+        return [driver.requests[str(index)].tokens[3:] for index in range(len(texts))], failed
+
+    ordinary, failed = generate(make_runner(folder))
+    assert (ordinary, failed) == generate(device_runner(folder))
+    assert failed == {2}
+    digits, choice = (tokenizer.decode(tokens[: tokens.index(END)]) for tokens in ordinary[:2])
+    assert digits.isdecimal() and len(digits) == 3 and choice in ("no", "yes")
 
 
 def test_the_same_bits_as_the_ordinary_path(model_folder: Callable[[str], Path]) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cohort.common.messages import TokenLogprob
 from cohort.common.types import Request
+from cohort.services.gateway.answering import Answering, Mean
+from cohort.services.gateway.choice import ScoredToken
+from cohort.services.gateway.detokenizer import TokenText
 from tests.services.gateway.cluster import scores
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site, eventually
 
@@ -395,3 +400,53 @@ async def test_half_a_surrogate_pair_is_the_clients_error(site: Site) -> None:
             site.url + path, data=data, headers={"Content-Type": "application/json"}
         ) as response:
             assert response.status in (400, 404), await response.text()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_prompts_log_probabilities_come_beside_the_answer(site: Site, path: str) -> None:
+    prompt = (
+        {"prompt": "Köln and a fox", "n": 2}
+        if path == "/v1/completions"
+        else {"messages": [{"role": "user", "content": "Hi"}]}
+    )
+    status, body = await site.post(path, {**prompt, "prompt_logprobs": 2, "max_tokens": 3})
+    assert status == 200
+    request = next(each for each in site.manager.submitted if each.sampling.prompt_logprobs >= 0)
+    assert (request.sampling.prompt_logprobs, request.sampling.logprobs) == (2, -1)
+    found = [choice.get("prompt_logprobs") for choice in body["choices"]]
+    if path != "/v1/completions":
+        assert found == [None]  # the chat's own place is beside its choices
+        found = [body["prompt_logprobs"]]
+    for places in found:
+        assert places[0] is None and len(places) == request.prompt_tokens
+        for token, place in zip(request.tokens[1:], places[1:], strict=True):
+            own = place[str(token)]
+            assert own["logprob"] <= 0
+            assert own["decoded_token"] == TokenText(site.tokenizer).token_bytes(token).decode("utf-8", "replace")
+            assert [each["rank"] for each in place.values()][:2] == [1, 2]
+    assert all(choice["logprobs"] is None for choice in body["choices"])
+
+
+async def test_the_likeliest_of_several_choices_are_the_answer(site: Site) -> None:
+    body = {"prompt": ["ab", "cd"], "n": 1, "best_of": 3, "max_tokens": 3, "return_token_ids": True}
+    status, answer = await site.post("/v1/completions", body)
+    assert status == 200 and len(site.manager.submitted) == 6
+    assert all(request.sampling.logprobs == 0 for request in site.manager.submitted)
+    assert [(choice["index"], choice["logprobs"]) for choice in answer["choices"]] == [(0, None), (1, None)]
+    assert [each["index"] for each in answer["cohort"]["requests"]] == [0, 1]
+    assert answer["usage"]["completion_tokens"] == 18
+
+
+def test_means_choose() -> None:
+    def scored(*logprobs: float) -> list[ScoredToken]:
+        return [ScoredToken(1, TokenLogprob(logprob), 0) for logprob in logprobs]
+
+    means = [Mean() for _ in range(4)]
+    for mean, logprobs in zip(means, ([-1.0], [-0.5, -0.4], [-0.1, -9.0], []), strict=True):
+        mean.add(scored(*logprobs))
+    assert [mean.value for mean in means] == pytest.approx([-1.0, -0.45, -4.55, 0.0])
+    call = SimpleNamespace(n=3, kept=2)
+    answering = SimpleNamespace(call=call)
+    assert Answering.likeliest(answering, [-1.0, -0.45, -4.55, -3.0, -2.0, -1.0]) == [1, 0, 5, 4]  # type: ignore[arg-type]
+    call.kept = 3
+    assert Answering.likeliest(answering, [-1.0, -0.45, -4.55]) == [0, 1, 2]  # type: ignore[arg-type]

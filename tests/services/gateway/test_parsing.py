@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
 from cohort.common.types import Slo
 from cohort.services.gateway.bodies import ChatBody, CompletionBody
-from cohort.services.gateway.model_card import ModelCard
+from cohort.services.gateway.model_card import ModelCard, SamplingDefaults
 from cohort.services.gateway.parsing import Call, parse_chat, parse_completion
 from cohort.services.gateway.responses import error_body
 from cohort.services.gateway.sse import _encode
+from cohort.services.gateway.tool_formats import ToolFormat
 from tests.examples import examples
 
 CONFIG = GatewayConfig(max_n=4, max_waiting_requests=8)
 CARD = ModelCard("tiny", Path("/models/tiny"), 100, 50, (2,))
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 HI = [{"role": "user", "content": "Hi"}]
 
 
@@ -190,7 +193,9 @@ def test_fields_that_ask_for_nothing_are_accepted() -> None:
         ({"stop": [""]}, "stop[0]"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop_token_ids": [50]}, "stop_token_ids"),
-        ({"best_of": 2}, "best_of"),
+        ({"best_of": 5}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"stream_options": {}}, "stream_options"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
@@ -200,6 +205,18 @@ def test_fields_that_ask_for_nothing_are_accepted() -> None:
         ({"cohort": {"ttft_slo_ms": -5}}, "cohort.ttft_slo_ms"),
         ({"cohort": {"if_late": "wait"}}, "cohort.if_late"),
         ({"priority": 2**40}, "priority"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": "[]"}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"surprise": 1}}, "structured_outputs.surprise"),
     ],
 )
 @pytest.mark.parametrize("parse", [completion, chat])
@@ -224,10 +241,15 @@ def test_completions_refuse(body: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"best_of": 2}, "best_of"),
+        ({"tools": [{"type": "function"}]}, "tools[...].function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [TOOL] * 200}, "tools"),
+        ({"tools": [TOOL]}, "tools"),  # this parser was given no form of calls
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {}}, "response_format"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
@@ -382,3 +404,91 @@ def test_any_bytes_are_a_call_or_a_clear_refusal(data: bytes) -> None:
     for parse in (parse_completion, parse_chat):
         with pytest.raises(RequestError):
             parse(data, {}, CONFIG, CARD)
+
+
+def test_what_a_request_names_wins_over_the_models_defaults() -> None:
+    defaults = SamplingDefaults(0.2, 0.9, 20, 0.1, 1.1)
+    card = replace(CARD, sampling=defaults)
+    silent = parse_completion(b'{"prompt": "x"}', {}, GatewayConfig(), card).sampling
+    assert (silent.temperature, silent.top_p, silent.top_k, silent.min_p, silent.repetition_penalty) == (
+        0.2,
+        0.9,
+        20,
+        0.1,
+        1.1,
+    )
+    body = b'{"prompt": "x", "temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}'
+    named = parse_completion(body, {}, GatewayConfig(), card).sampling
+    assert (named.temperature, named.top_p, named.top_k, named.min_p, named.repetition_penalty) == (0, 1, 0, 0, 1)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize("parse", [completion, chat])
+@pytest.mark.parametrize(
+    ("body", "kind", "content"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_schema", {"type": "object"}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
+                }
+            },
+            "json_schema",
+            SCHEMA,
+        ),
+        ({"guided_json": SCHEMA}, "json_schema", SCHEMA),
+        ({"guided_json": json.dumps(SCHEMA)}, "json_schema", SCHEMA),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"]),
+        ({"guided_grammar": "root ::= 'a'", "guided_decoding_backend": "auto"}, "grammar", "root ::= 'a'"),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", {"type": "object"}),
+        ({"structured_outputs": {"choice": ["x"]}}, "choice", ["x"]),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+            "json_schema",
+            {"x-guidance": {"whitespace_flexible": False}, **SCHEMA},
+        ),
+    ],
+)
+def test_what_binds_an_answer_has_many_names(parse: Any, body: dict[str, Any], kind: str, content: Any) -> None:
+    wanted = parse(**body).wanted
+    assert (wanted.kind, wanted.content) == (kind, content)
+
+
+def tools_chat(format_: ToolFormat = ToolFormat("hermes", "<tool_call>", "</tool_call>"), **body: Any) -> Call:  # noqa: B008
+    data = json.dumps({"messages": HI, "tools": [TOOL], **body}).encode()
+    return parse_chat(data, {}, CONFIG, CARD, format_)
+
+
+def test_tools_reach_the_template_and_bind_only_what_must_call() -> None:
+    auto = tools_chat()
+    assert auto.tools is not None and auto.wanted is None and auto.template_variables["tools"] == [TOOL]
+    assert tools_chat(tool_choice="none").tools is None
+    assert "tools" not in tools_chat(tool_choice="none").template_variables
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        bound = tools_chat(tool_choice=choice)
+        assert bound.wanted is not None and bound.wanted.kind == "lark" and bound.wanted.param == "tools"
+    for choice in ("sometimes", {"type": "function", "function": {"name": "g"}}):
+        assert refusal(tools_chat, tool_choice=choice) == (400, "tool_choice")
+    assert refusal(tools_chat, response_format={"type": "json_object"}) == (400, "response_format")
+    assert refusal(tools_chat, tool_choice="required", ignore_eos=True) == (400, "ignore_eos")
+
+
+def test_messages_of_calls_and_results_are_read() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    said = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    said.append({"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "3"}]})
+    messages = tools_chat(messages=said).messages
+    assert messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+    assert (messages[1]["content"], messages[2]["content"]) == ("", "3")
+    broken = {**call, "function": {"name": "f", "arguments": "{oops"}}
+    kept = tools_chat(messages=[*HI, {"role": "assistant", "tool_calls": [broken]}]).messages
+    assert kept[1]["tool_calls"][0]["function"]["arguments"] == "{oops"
+    for bad in ("x", [1], [{"function": {}}], [{"function": {"name": "f", "arguments": 1}}], [{**call, "id": 1}]):
+        status, param = refusal(tools_chat, messages=[*HI, {"role": "assistant", "tool_calls": bad}])
+        assert status == 400 and (param or "").startswith("messages[1].tool_calls")

@@ -1,0 +1,257 @@
+"""A process for work that a stranger's text decides the cost of: limits bound it, its death is an error.
+
+    gateway ──frame: a question──▶ process ──frame: the answer, or a refusal──▶ gateway
+
+The kernel kills the process at its processor time (per question), its memory is limited (`RLIMIT_AS`), so is the
+answer's length, and it can neither write files nor see the gateway's environment (API keys). It starts with the first
+question (or `warm`) and anew after it was killed; it ends with the gateway, whose end closes its input.
+
+Used by `template_process.py` and `grammar_process.py`: this module has both sides of the pipe, they have the work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import msgspec
+
+from cohort.common.errors import ModelError
+
+ANSWER, REFUSED = b"T", b"R"
+_HELLO, _QUESTION, _BROKEN = b"H", b"C", b"B"
+_LENGTH = struct.Struct(">cQ")
+_EXIT_MEMORY = 70
+_WAIT_FACTOR = 10.0
+"""Wall-clock time granted per second of processor time: only a process that is stopped or starved needs more."""
+_START_S = 5.0
+_OUTPUT_SHARE = 8
+"""An answer may have 1/8 of the memory in bytes: it exists several times while it is made and sent."""
+_KEPT_ENVIRONMENT = ("PATH", "LANG", "TZ", "TZDIR", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+
+Work = Callable[[bytes], tuple[bytes, bytes]]
+"""One question to its kind of answer (`ANSWER`, `REFUSED`) and the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one question; `start_cpu_s`: of what comes before the first. `options`: the configured names of the first two,
+    for messages."""
+
+    cpu_s: float
+    memory_bytes: int
+    start_cpu_s: float
+    options: tuple[str, str]
+
+    @property
+    def output_bytes(self) -> int:
+        return self.memory_bytes // _OUTPUT_SHARE
+
+
+class Ended(Exception):
+    """The process is gone; its exit status, negative for a signal, None when it gave no answer in time. `why`: in
+    words, with the limit and its option."""
+
+    def __init__(self, status: int | None) -> None:
+        super().__init__(status)
+        self.status = status
+        self.why = ""
+
+
+class BoundedProcess:
+    """One question at a time; the process is started when it is wanted and not there. Safe to use from threads."""
+
+    def __init__(self, module: str, about: Mapping[str, Any], limits: Limits, broken: str) -> None:
+        """`module` is run with `serve`, and told `about`; `broken`: what it means when it cannot begin."""
+        self._module = module
+        self._broken = broken
+        self._limits = limits
+        self._hello = msgspec.json.encode(
+            {
+                "about": about,
+                "cpu_s": limits.cpu_s,
+                "start_cpu_s": limits.start_cpu_s,
+                "memory_bytes": limits.memory_bytes,
+            }
+        )
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix=module.rpartition(".")[2])
+
+    def warm(self) -> None:
+        """Start it. Raises `ModelError` when it cannot begin."""
+        with self._lock:
+            try:
+                self._running()
+            except Ended as ended:
+                raise ModelError(f"{self._broken}: {self._why(ended)}") from None
+
+    def ask(self, question: bytes) -> tuple[bytes, bytes]:
+        """Blocks. Raises `Ended` with its reason, and `ModelError` when the process cannot begin."""
+        with self._lock:
+            try:
+                return self._ask(self._running(), _QUESTION, question, self._limits.cpu_s)
+            except Ended as ended:
+                ended.why = self._why(ended)
+                raise
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+        environment |= {name: value for name, value in os.environ.items() if name.startswith("LC_")}
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", self._module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            bufsize=0,
+        )
+        weakref.finalize(self, _end, process)
+        self._process = process
+        kind, answer = self._ask(process, _HELLO, self._hello, self._limits.start_cpu_s, more_s=_START_S)
+        if kind == _BROKEN:
+            raise ModelError(f"{self._broken}: {answer.decode()}")
+        return process
+
+    def _ask(
+        self, process: subprocess.Popen[bytes], kind: bytes, data: bytes, cpu_s: float, more_s: float = 0.0
+    ) -> tuple[bytes, bytes]:
+        deadline_s = time.monotonic() + max(1.0, _WAIT_FACTOR * cpu_s) + more_s
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(_LENGTH.pack(kind, len(data)) + data)
+            answered, size = _LENGTH.unpack(_read_until(process.stdout, _LENGTH.size, deadline_s))
+            if size > self._limits.output_bytes:
+                raise EOFError  # not what we run
+            return answered, _read_until(process.stdout, size, deadline_s)
+        except TimeoutError:
+            _end(process)
+            raise Ended(None) from None
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                raise Ended(process.wait(_START_S)) from None
+            _end(process)
+            raise Ended(None) from None
+        except BaseException:
+            _end(process)  # the pipe is out of step
+            raise
+
+    def _why(self, ended: Ended) -> str:
+        limits, (time_option, memory_option) = self._limits, self._limits.options
+        match ended.status:
+            case None:
+                return "it gave no answer in time"
+            case status if status == -signal.SIGPROF:
+                return f"more than {limits.cpu_s:g} s of processor time ({time_option})"
+            case status if status in (_EXIT_MEMORY, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT):
+                return f"more than {limits.memory_bytes} bytes of memory ({memory_option})"
+            case status:
+                return f"its process ended with status {status}"
+
+
+def _read_until(stream: BinaryIO | Any, count: int, deadline_s: float) -> bytes:
+    """Exactly `count` bytes of an unbuffered pipe. Raises `EOFError`, `TimeoutError`."""
+    poll = select.poll()
+    poll.register(stream, select.POLLIN)
+    parts = bytearray()
+    while len(parts) < count:
+        if not poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
+            raise TimeoutError
+        part = stream.read(min(count - len(parts), 1 << 20))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """At once, leaving no zombie and no open pipe."""
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+
+
+# -- Inside the process ------------------------------------------------------------------------------------------
+
+
+def serve(begin: Callable[[Mapping[str, Any], int], Work]) -> int:
+    """The whole life of the process. `begin`: from what it was told and the bytes an answer may have, what answers
+    questions; the text of its exception says why there is none."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the gateway's business; it closes our input
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    _, data = _receive(source)
+    hello = json.loads(data)
+    _limit(hello["memory_bytes"])
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process, also inside a single long operation
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_PROF, hello["start_cpu_s"])
+            work = begin(hello["about"], hello["memory_bytes"] // _OUTPUT_SHARE)
+        except MemoryError:
+            raise
+        except Exception as error:  # a stranger's text can fail in any way
+            _send(sink, _BROKEN, short(f"{type(error).__name__}: {error}"))
+            return 0
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _send(sink, ANSWER, b"")
+        while True:
+            _, data = _receive(source)
+            signal.setitimer(signal.ITIMER_PROF, hello["cpu_s"])
+            kind, answer = work(data)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            _send(sink, kind, answer)
+    except EOFError:
+        return 0
+    except MemoryError:
+        os._exit(_EXIT_MEMORY)  # nothing that needs memory
+    except BrokenPipeError:
+        os._exit(0)
+
+
+def short(text: str) -> bytes:
+    """Of a refusal."""
+    return text[:1000].encode("utf-8", "replace")
+
+
+def _limit(memory_bytes: int) -> None:
+    """Never more than what the process has now and `memory_bytes`; no file, no core."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        now = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    for what, most in ((resource.RLIMIT_AS, now + memory_bytes), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+        _, hard = resource.getrlimit(what)
+        limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(what, (limit, limit))
+
+
+def _receive(source: BinaryIO) -> tuple[bytes, bytes]:
+    head = source.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        raise EOFError
+    kind, size = _LENGTH.unpack(head)
+    data = source.read(size)
+    if len(data) < size:
+        raise EOFError
+    return kind, data
+
+
+def _send(sink: BinaryIO, kind: bytes, data: bytes) -> None:
+    sink.write(_LENGTH.pack(kind, len(data)))
+    sink.write(data)
+    sink.flush()

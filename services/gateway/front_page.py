@@ -1,0 +1,51 @@
+"""`GET /`: a browser is led to a page, a program is told what this is and where everything lies.
+
+A browser on the machine itself goes to the live page of the monitor, which listens on loopback unless configured
+otherwise; any other browser, which might not reach that, goes to the API's own pages. Where it is led comes from the
+configuration alone, never from what the request says. Called by aiohttp; decides nothing about requests.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+import cohort
+from cohort.common.browsers import host_name
+from cohort.common.config import Config
+from cohort.common.exposure import is_loopback
+from cohort.services.gateway.model_card import ModelCard
+
+DOCS_PATH = "/docs"
+OPENAPI_PATH = "/openapi.json"
+
+
+class FrontPage:
+    def __init__(self, config: Config, card: ModelCard) -> None:
+        monitor = config.monitor
+        self._model = card.name
+        # Port 0 is chosen by the launcher, which then says so in the configuration it passes on.
+        self._live_page = f"http://{{}}:{monitor.port}/" if monitor.port else ""
+        self._live_on_loopback = is_loopback(monitor.host)
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get("/", self.front)]
+
+    async def front(self, request: web.Request) -> web.Response:
+        local = is_loopback(host_name(request.headers.get("Host", "")))
+        live = self._live_page.format("127.0.0.1") if self._live_page and local and self._live_on_loopback else ""
+        headers = {"Vary": "Accept", "Cache-Control": "no-store"}
+        if "text/html" in request.headers.get("Accept", ""):
+            return web.Response(status=302, headers={**headers, "Location": live or DOCS_PATH})
+        links = {
+            "docs": DOCS_PATH,
+            "openapi": OPENAPI_PATH,
+            "models": "/v1/models",
+            "health": "/health",
+            "ready": "/ready",
+            "metrics": "/metrics",
+        }
+        if live:
+            links["live_page"] = live
+        body = {"name": "cohort", "version": cohort.__version__, "model": self._model, "links": links}
+        return web.Response(body=msgspec.json.encode(body), content_type="application/json", headers=headers)

@@ -1,0 +1,158 @@
+"""How a model writes calls of tools: by its chat template, as a grammar, and as a prompt where the template has none.
+
+The template is what the model was trained on, so the marks in its source tell the family. A template that has no place
+for tools gets them in a system message in the form of Hermes, which many small models have seen; one that has a place
+for them in a form that is not read here refuses tools. Pure; called by `service.py` once and by `tool_choice.py` and
+`tool_calls.py` for every request with tools.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cohort.common import grammar
+
+Family = Literal["hermes", "llama3", "mistral"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """`marker` begins a call and `close` ends it ("" = it ends by itself); `named`: Mistral's form with [ARGS].
+    `prompted`: the template has no place for tools, they are put into a system message. `marker_id`, `close_id`: where
+    the tokenizer has the mark as one token."""
+
+    family: Family
+    marker: str
+    close: str = ""
+    named: bool = False
+    prompted: bool = False
+    marker_id: int | None = None
+    close_id: int | None = None
+    args_id: int | None = None
+
+    @property
+    def mark_ids(self) -> frozenset[int]:
+        """Tokens that must be readable in the text although they are special ones."""
+        return frozenset(each for each in (self.marker_id, self.close_id, self.args_id) if each is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A tool. `parameters`: the JSON schema of its arguments."""
+
+    name: str
+    parameters: dict[str, Any]
+
+
+def tool_format(template: str | None, token_id: Callable[[str], int | None]) -> ToolFormat | None:
+    """`template`: the chat template's source; `token_id`: of an added token with this text. None: the template takes
+    tools in a form that is not read here, or there is none."""
+    if template is None:
+        return None
+    if "tools" not in template:
+        return _with_ids(ToolFormat("hermes", "<tool_call>", "</tool_call>", prompted=True), token_id)
+    if "[TOOL_CALLS]" in template:
+        return _with_ids(ToolFormat("mistral", "[TOOL_CALLS]", named="[ARGS]" in template), token_id)
+    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
+        return _with_ids(ToolFormat("hermes", "<tool_call>", "</tool_call>"), token_id)
+    if "<|python_tag|>" in template or ("ipython" in template and '"parameters"' in template):
+        return _with_ids(ToolFormat("llama3", "<|python_tag|>"), token_id)
+    return None
+
+
+def _with_ids(format_: ToolFormat, token_id: Callable[[str], int | None]) -> ToolFormat:
+    return ToolFormat(
+        format_.family,
+        format_.marker,
+        format_.close,
+        format_.named,
+        format_.prompted,
+        token_id(format_.marker),
+        token_id(format_.close) if format_.close else None,
+        token_id("[ARGS]") if format_.named else None,
+    )
+
+
+# -- As a grammar ------------------------------------------------------------------------------------------------
+
+
+def calls_grammar(format_: ToolFormat, functions: Sequence[Function], *, parallel: bool) -> str:
+    """Lark for one call of one of these functions, or for one and more."""
+    marker, close = _mark(format_.marker, format_.marker_id), _mark(format_.close, format_.close_id)
+    key = "parameters" if format_.family == "llama3" else "arguments"
+    rules = []
+    for index, function in enumerate(functions):
+        if format_.named:
+            args = _mark("[ARGS]", format_.args_id)
+            rules.append(f"call{index}: {grammar.quoted(function.name)} {args} args{index}")
+        else:
+            head = grammar.quoted(f'{{"name": {json.dumps(function.name)}, "{key}": ')
+            rules.append(f'call{index}: {head} args{index} "}}"')
+        rules.append(f"args{index}: %json {json.dumps(_bounded(function.parameters))}")
+    one = "call: " + " | ".join(f"call{index}" for index in range(len(functions)))
+    match format_.family:
+        case "hermes":
+            lines = [_start("marked", " NEXT ", parallel), f"marked: {marker} NEXT call NEXT {close}", 'NEXT: "\\n"']
+        case "llama3":
+            lines = [_start("call", ' "; " ', parallel)]
+        case "mistral" if format_.named:
+            lines = [_start("marked", " ", parallel), f"marked: {marker} call"]
+        case "mistral":
+            lines = [f'start: {marker} "[" calls "]"', _start("call", ' ", " ', parallel, rule="calls")]
+    return "\n".join([*lines, one, *rules, ""])
+
+
+def _start(what: str, between: str, parallel: bool, rule: str = "start") -> str:
+    return f"{rule}: {what} ({between.strip()} {what})*" if parallel else f"{rule}: {what}"
+
+
+def _mark(text: str, token_id: int | None) -> str:
+    return f"<[{token_id}]>" if token_id is not None else grammar.quoted(text)
+
+
+def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
+    # As `grammar.of_json_schema` does it for a schema alone.
+    return {"x-guidance": {"whitespace_pattern": grammar.WHITE_SPACE}, **schema}
+
+
+# -- As messages ---------------------------------------------------------------------------------------------------
+
+_PROMPT = """\
+You may call one or more functions to assist with the user query. You are given function signatures within \
+<tools></tools> tags:
+<tools>
+{tools}
+</tools>
+For each function call return a JSON object with function name and arguments within <tool_call></tool_call> tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For a template without a place for tools: they stand in the system message, calls and results in the text."""
+    said = [_spelled(message) for message in messages]
+    if not tools:
+        return said
+    prompt = _PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if said and said[0]["role"] == "system":
+        return [{**said[0], "content": f"{said[0]['content']}\n\n{prompt}"}, *said[1:]]
+    return [{"role": "system", "content": prompt}, *said]
+
+
+def _spelled(message: Mapping[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return dict(message)
+    texts = [message["content"]] if message["content"] else []
+    for call in calls:
+        function = call["function"]
+        body = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+        texts.append(f"<tool_call>\n{body}\n</tool_call>")
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": "\n".join(texts)}

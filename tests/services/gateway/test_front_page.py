@@ -1,0 +1,94 @@
+"""`GET /`, as a browser and as a program."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cohort.services.gateway.bodies import ChatBody, CompletionBody
+from cohort.services.gateway.front_page import DOCS_PATH
+from tests.services.gateway.conftest import OpenSite
+
+
+async def test_a_program_is_told_name_version_and_links(open_site: OpenSite) -> None:
+    async with open_site() as site:
+        status, body = await site.get("/")
+        assert (status, body["name"], body["model"]) == (200, "cohort", "tiny")
+        for name, link in body["links"].items():
+            if name not in ("live_page",):
+                async with site.session.get(site.url + link) as response:
+                    assert response.status in (200, 503), link  # 503: not ready
+
+
+async def test_a_browser_here_is_led_to_the_live_page_and_one_elsewhere_to_the_docs(open_site: OpenSite) -> None:
+    browser = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    async with open_site(allowed_hosts=("models.example",)) as site:
+        async with site.session.get(site.url + "/", headers=browser, allow_redirects=False) as response:
+            assert (response.status, response.headers["Location"]) == (302, "http://127.0.0.1:8001/")
+        away = {**browser, "Host": "models.example"}
+        async with site.session.get(site.url + "/", headers=away, allow_redirects=False) as response:
+            assert (response.status, response.headers["Location"]) == (302, DOCS_PATH)
+
+
+async def test_what_the_request_says_never_becomes_part_of_the_address(open_site: OpenSite) -> None:
+    async with open_site(api_keys=("k",)) as site:
+        headers = {"Accept": "text/html", "Host": "evil.example", "X-Forwarded-Host": "evil.example"}
+        async with site.session.get(site.url + "//evil.example", headers=headers, allow_redirects=False) as response:
+            assert response.status == 404
+        async with site.session.get(site.url + "/", headers=headers, allow_redirects=False) as response:
+            assert "evil" not in response.headers["Location"]
+
+
+async def test_the_api_is_documented_from_what_parses_it(open_site: OpenSite) -> None:
+    async with open_site() as site:
+        status, document = await site.get("/openapi.json")
+        assert status == 200 and document["openapi"].startswith("3.1")
+        schemas = document["components"]["schemas"]
+        for body in (ChatBody, CompletionBody):
+            fields = {field.encode_name for field in msgspec.structs.fields(body)}
+            assert set(schemas[body.__name__]["properties"]) == fields
+        text = msgspec.json.encode(document).decode()
+        references = {part.partition('"')[0] for part in text.split('"$ref":"#/components/schemas/')[1:]}
+        assert references and references <= set(schemas)
+        served = {resource.canonical for resource in site.gateway.application(_NoBatches()).router.resources()}
+        assert set(document["paths"]) - served == {
+            path for path in document["paths"] if "/files" in path or "/batches" in path
+        }
+
+
+async def test_the_docs_need_nothing_from_elsewhere(open_site: OpenSite) -> None:
+    async with open_site() as site, site.session.get(site.url + DOCS_PATH) as response:
+        page = await response.text()
+        assert response.content_type == "text/html" and "temperature" in page and "/v1/chat/completions" in page
+        assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+        assert "<script" not in page and "http://" not in page and "https://" not in page and "src=" not in page
+
+
+async def test_tokens_and_text(open_site: OpenSite) -> None:
+    async with open_site(api_keys=("k",)) as site:
+        key = {"Authorization": "Bearer k"}
+        text = "Grüße aus 東京 42"
+        assert (await site.post("/tokenize", {"prompt": text}))[0] == 401
+        status, found = await site.post("/tokenize", {"prompt": text, "return_token_strs": True}, headers=key)
+        assert status == 200 and found["count"] == len(found["tokens"]) == len(found["token_strs"])
+        assert found["tokens"] == site.tokenizer.encode(text, special_tokens=True)
+        status, back = await site.post("/detokenize", {"tokens": found["tokens"]}, headers=key)
+        assert (status, back) == (200, {"prompt": text})
+        chat = {"messages": [{"role": "user", "content": "Hi"}]}
+        status, found = await site.post("/tokenize", chat, headers=key)
+        spelled = site.tokenizer.decode(found["tokens"], skip_special=False)
+        assert spelled == "<|start|>user\nHi<|end|>\n<|start|>assistant\n"
+        for path, body, param in (
+            ("/tokenize", {}, "prompt"),
+            ("/tokenize", {"prompt": "x", **chat}, "prompt"),
+            ("/tokenize", {"prompt": "x", "surprise": 1}, "surprise"),
+            ("/detokenize", {"tokens": [10**6]}, "tokens"),
+            ("/detokenize", {"tokens": ["x"]}, "tokens[0]"),
+        ):
+            status, answer = await site.post(path, body, headers=key)
+            assert (status, answer["error"]["param"]) == (400, param)
+        assert (await site.post("/tokenize", {"prompt": "x", "model": "other"}, headers=key))[0] == 404
+
+
+class _NoBatches:
+    def routes(self) -> list[object]:
+        return []

@@ -35,7 +35,7 @@ from cohort.services.gateway.batch_runner import BatchRunner
 from cohort.services.gateway.batch_store import BatchStore, StoreThread, disk_refuses
 from cohort.services.gateway.batch_uploads import FORM_BYTES, UploadForm, too_large
 from cohort.services.gateway.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
-from cohort.services.gateway.parsing import printable
+from cohort.services.gateway.service_headers import printable
 
 PURPOSES = ("batch", "batch_output")  # of files that can be here; only the first can be uploaded
 BATCH_BODY_BYTES = 1 << 17

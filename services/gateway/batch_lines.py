@@ -17,8 +17,8 @@ import msgspec
 
 from cohort.common.errors import RequestError
 from cohort.services.gateway.batch_records import LineError, PendingLine
-from cohort.services.gateway.parsing import printable
 from cohort.services.gateway.responses import error_body
+from cohort.services.gateway.service_headers import printable
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 MAX_CUSTOM_ID = 512

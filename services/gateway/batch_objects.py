@@ -13,7 +13,7 @@ import msgspec
 
 from cohort.common.errors import RequestError
 from cohort.services.gateway.batch_records import LineError, StoredBatch, StoredFile
-from cohort.services.gateway.parsing import printable
+from cohort.services.gateway.service_headers import printable
 
 LEAST_EXPIRY_S, LONGEST_EXPIRY_S = 3600, 2_592_000
 LONGEST_WINDOW_S = 30 * 86_400

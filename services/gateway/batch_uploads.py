@@ -18,7 +18,7 @@ from aiohttp import BodyPartReader, MultipartReader, StreamReader, web
 from cohort.common.config import BatchConfig
 from cohort.common.errors import RequestError
 from cohort.services.gateway.batch_objects import LEAST_EXPIRY_S, LONGEST_EXPIRY_S, ExpiresAfter
-from cohort.services.gateway.parsing import printable
+from cohort.services.gateway.service_headers import printable
 
 FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 CHUNK_BYTES = 1 << 18

@@ -34,11 +34,12 @@ from cohort.services.gateway.grammar_process import GrammarCompiler
 from cohort.services.gateway.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
 from cohort.services.gateway.model_card import ModelCard
 from cohort.services.gateway.owners import Owners
-from cohort.services.gateway.parsing import CLASS_HEADER, Call, parse_chat, parse_completion
+from cohort.services.gateway.parsing import Call, parse_chat, parse_completion
 from cohort.services.gateway.preparation import output_limits, prepare
 from cohort.services.gateway.request_bodies import RequestBodies
 from cohort.services.gateway.request_budget import RequestBudget
 from cohort.services.gateway.responses import Answer, ChatShape, CompletionShape, Scores, Shape, Usage
+from cohort.services.gateway.service_headers import CLASS_HEADER
 from cohort.services.gateway.sse import EventStream
 from cohort.services.gateway.stop_strings import StopAutomaton
 from cohort.services.gateway.streams import Streams

@@ -20,14 +20,10 @@ from cohort.services.gateway.body_shape import refuse_shape
 from cohort.services.gateway.grammar_process import Wanted
 from cohort.services.gateway.model_card import ModelCard
 from cohort.services.gateway.prompt_field import known_tokens, prompts
+from cohort.services.gateway.service_headers import class_and_slo, if_late_of, printable
 from cohort.services.gateway.structured import wanted_structure
 from cohort.services.gateway.tool_choice import ToolUse, read_calls, tool_use
 from cohort.services.gateway.tool_formats import ToolFormat, prompted
-
-CLASS_HEADER = "x-cohort-class"
-TTFT_HEADER = "x-cohort-ttft-slo-ms"
-TPOT_HEADER = "x-cohort-tpot-slo-ms"
-IF_LATE_HEADER = "x-cohort-if-late"
 
 # OpenAI's default for completions; chat completions may use what the context leaves.
 COMPLETION_MAX_TOKENS = 16
@@ -242,7 +238,7 @@ def _call(
     if prompt_logprobs >= 0 and echo and logprobs >= 0:
         raise _refused("prompt_logprobs", "echo with logprobs has the prompt's own already")
     wishes = body.cohort or CohortOptions()
-    traffic_class, slo, online = _service(wishes, headers, config)
+    traffic_class, slo, online = class_and_slo(wishes, headers, config)
     wanted = _wanted(body, tools)
     return Call(
         chat=chat,
@@ -265,7 +261,7 @@ def _call(
         slo=slo,
         priority=body.priority or 0,
         online=online,
-        if_late=_if_late(wishes, headers, slo),
+        if_late=if_late_of(wishes, headers, slo),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
@@ -437,66 +433,5 @@ def _refuse_unsupported_chat_options(body: ChatBody) -> None:
             raise _refused(name, "not supported")
 
 
-def _service(
-    options: CohortOptions, headers: Mapping[str, str], config: GatewayConfig
-) -> tuple[TrafficClass, Slo, bool]:
-    """Class and SLO as named; headers win over the body, because proxies set them. A target not named has a default of
-    its class, which is filled in on admission."""
-    traffic_class: TrafficClass = options.traffic_class or config.default_class
-    named = headers.get(CLASS_HEADER)
-    if named is not None:
-        match named.strip().lower():
-            case "rt":
-                traffic_class = "rt"
-            case "be":
-                traffic_class = "be"
-            case other:
-                raise RequestError(
-                    f"{CLASS_HEADER}: {printable(other)!r} is neither 'rt' nor 'be'.", param=CLASS_HEADER
-                )
-    ttft_ms = _milliseconds(headers, TTFT_HEADER) or options.ttft_slo_ms
-    tpot_ms = _milliseconds(headers, TPOT_HEADER) or options.tpot_slo_ms
-    slo = Slo(
-        ttft_s=ttft_ms / 1000 if ttft_ms else 0.0,
-        tpot_s=tpot_ms / 1000 if tpot_ms else 0.0,
-        deadline_s=options.deadline_ms / 1000 if options.deadline_ms else 0.0,
-    )
-    return traffic_class, slo, options.online is not False
-
-
-def _if_late(options: CohortOptions, headers: Mapping[str, str], slo: Slo) -> IfLate:
-    """As named; a client that names a TTFT SLO and no outcome prefers an error at once to an answer that is late."""
-    named = headers.get(IF_LATE_HEADER)
-    if named is None:
-        return options.if_late or ("refuse" if slo.ttft_s else "")
-    match named.strip().lower():
-        case "refuse" | "best_effort" | "serve" as outcome:
-            return outcome
-        case other:
-            raise RequestError(
-                f"{IF_LATE_HEADER}: {printable(other)!r} is none of 'refuse', 'best_effort' and 'serve'.",
-                param=IF_LATE_HEADER,
-            )
-
-
-def _milliseconds(headers: Mapping[str, str], name: str) -> float | None:
-    text = headers.get(name)
-    if text is None:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= 1e9:  # also false for NaN
-        raise RequestError(f"{name}: {printable(text)!r} is no number of milliseconds.", param=name)
-    return value
-
-
 def _refused(param: str, reason: str) -> RequestError:
     return RequestError(f"{param}: {reason}.", param=param)
-
-
-def printable(text: str, limit: int = 100) -> str:
-    """A client's own text as it may appear in an answer: short, and encodable."""
-    shown = text if len(text) <= limit else f"{text[:limit]}…"
-    return shown.encode("utf-8", "backslashreplace").decode("utf-8")

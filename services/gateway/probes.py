@@ -16,7 +16,7 @@ from cohort.common.errors import RequestError
 from cohort.common.metrics import CONTENT_TYPE, exposition
 from cohort.common.types import EngineFacts
 from cohort.services.gateway.model_card import ModelCard
-from cohort.services.gateway.parsing import printable
+from cohort.services.gateway.service_headers import printable
 
 _encode = msgspec.json.Encoder().encode
 

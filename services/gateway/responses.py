@@ -21,7 +21,7 @@ from cohort.common.messages import TokenLogprob
 from cohort.common.types import FinishReason, Prediction
 from cohort.services.gateway.choice import Piece, ScoredToken
 from cohort.services.gateway.detokenizer import TokenText
-from cohort.services.gateway.parsing import printable
+from cohort.services.gateway.service_headers import printable
 from cohort.services.gateway.timing import GatewayTimes, ttft_stages
 from cohort.services.gateway.tool_calls import CallDelta
 

@@ -29,12 +29,14 @@ from cohort.common.messages import Placed, StageTimes, TokenBatch, TokenLogprob,
 from cohort.common.metrics import MetricFactory, RequestMetrics
 from cohort.common.policies import compose
 from cohort.services.gateway.answering import Answering
+from cohort.services.gateway.grammar_process import GrammarCompiler
 from cohort.services.gateway.openai_api import OpenAiApi
 from cohort.services.gateway.owners import Owners
 from cohort.services.gateway.request_bodies import RequestBodies
 from cohort.services.gateway.service import load_model
 from cohort.services.gateway.streams import Streams
 from cohort.services.gateway.timing import GatewayTimes
+from cohort.services.gateway.tool_formats import tool_format
 
 REQUESTS = 1000
 CONTEXT = 8192
@@ -86,6 +88,8 @@ class Crowd:
             max_model_len=lambda: CONTEXT,
             bodies=RequestBodies(config.gateway),
             owners=Owners(config, ()),
+            grammars=GrammarCompiler(config.gateway, tokenizer.to_json(), card.eos_token_ids),
+            tool_format=tool_format(tokenizer.template_source, tokenizer.added_token),
         )
         self.open: list[Answering] = []
         self.refused: Counter[int] = Counter()

@@ -80,7 +80,9 @@ def _expected(folder: Path, prompt: Sequence[int], outputs: int, device: str, dt
     import transformers
 
     factory: Any = transformers.AutoModelForCausalLM
-    model: Any = factory.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
+    model: Any = factory.from_pretrained(
+        folder, dtype=getattr(torch, dtype), attn_implementation="eager", trust_remote_code=False
+    )
     model = model.to(device=device, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     ids = torch.tensor([list(prompt)], device=device)

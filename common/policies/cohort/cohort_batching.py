@@ -22,6 +22,7 @@ from math import inf
 from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, RankKey, by_arrival
 from cohort.common.policies.cohort.mixing import FREE, best_chunk, spare_s
+from cohort.common.policies.cohort.gain_toggles import ON
 from cohort.common.policies.cohort.promise import due_s, is_promised, missed_first
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptQueue
 from cohort.common.policies.dynaserve.kv_forecast import fits
@@ -70,6 +71,42 @@ class CohortBatching(IterationScheduler):
         self._budget = 0
         self._aim_s = 0.0
         self._late = 0
+        self._decoding_rows = self._decoding_context = 0
+        self._cut = False
+        self._sum_s = self._sum_tokens = 0.0
+        self._now_s = 0.0
+
+    def _yields(self, now_s: float, s: Sequence) -> bool:
+        if s.request.traffic_class != "rt":
+            return True
+        return ON.get("yield", 0) > 1 and missed_first(now_s, s)
+
+    def _keepers(self, now_s: float) -> list[Sequence]:
+        return [s for s in self._running.values() if not self._yields(now_s, s)]
+
+    def _make_way(self, now_s: float, builder: BatchBuilder, kv: KvAllocator) -> None:
+        self._evicting = False
+        if "evict" not in ON:
+            return
+        first = next(iter(self._prompts), None)
+        if first is None or first.phase is Phase.RUNNING or self._yields(now_s, first) or not is_promised(first):
+            return
+        if now_s > due_s(first):
+            return
+        keepers = self._keepers(now_s)
+        for victim in reversed(builder.holders):
+            if fits(kv, keepers, first) or not self._yields(now_s, victim) or victim.pinned:
+                break
+            builder._evict(victim)
+            self._evicting = True
+            self.evictions = getattr(self, "evictions", 0) + 1
+
+    def _pausable(self, now_s: float, s: Sequence) -> bool:
+        if s.last_token_s is not None and now_s - s.last_token_s > max(ON.get("pause", 0), ON.get("pausebe", 0)):
+            return False
+        if s.request.traffic_class != "rt":
+            return True
+        return "pause" in ON and missed_first(now_s, s)
 
     # -- the policy interface --------------------------------------------------------------------------------------
 
@@ -94,12 +131,25 @@ class CohortBatching(IterationScheduler):
         times = self.table.step_times
         self._prompts.advance(now_s, times.token_s if times is not None else 0.0)
 
+        if times is not None:
+            n = max(1, self._decoding_rows)
+            self._prompts.decode_s = times.token_s + times.row_s + times.position_s * self._decoding_context / n
+        if "mh" in ON:
+            self._prompts.plan(now_s)
+        pausing = ("pause" in ON or "pausebe" in ON) and any(
+            (s.request.traffic_class == "rt" and now_s < due_s(s)) for s in [next(iter(self._prompts), None)] if s
+        )
         builder = BatchBuilder(self._limits, kv, self._running.values(), lambda s: self._victims(now_s, s))
+        self._make_way(now_s, builder, kv)
         for sequence in builder.holders:
             if sequence.uncomputed == 1:
+                if pausing and self._pausable(now_s, sequence):
+                    continue
                 builder.continue_row(sequence)
         batch = decode_shape(builder.decode_rows)
         decoding = [row.sequence for row in builder.decode_rows]
+        self._decoding_rows, self._decoding_context = batch.decodes, batch.decode_context
+        self._now_s = now_s
         self._aim_s = self._aim(batch, decoding)
         least = self._mix(now_s, batch, decoding)
         self._add_prompts(now_s, builder, batch, kv, least)
@@ -126,6 +176,8 @@ class CohortBatching(IterationScheduler):
 
     def metrics(self) -> dict[str, float]:
         return {
+            "memcuts": float(getattr(self, "memcuts", 0)),
+            "evictions": float(getattr(self, "evictions", 0)),
             "swapped": float(len(self._swapped)),
             "prompts": float(len(self._prompts)),
             "prefill_budget_tokens": float(self._budget),
@@ -139,6 +191,7 @@ class CohortBatching(IterationScheduler):
     # -- one iteration -----------------------------------------------------------------------------------------
 
     def _learn(self, ran: Ran, kv: KvAllocator) -> None:
+        self._learn_pace(ran)
         if self._times.learn(ran, kv.geometry) is not None:
             bound_s = self._bound_s(row.sequence for row in ran.plan.rows if row.count == 1)
             self._late += bound_s is not None and ran.latency_s > bound_s
@@ -153,6 +206,13 @@ class CohortBatching(IterationScheduler):
             self._cold_chunk = min(2 * self._cold_chunk, self._longest_cold_chunk)
         elif prefill and ran.latency_s > self._aim_s:
             self._cold_chunk = max(self._options.least_prefill, prefill // 2)
+
+    def _learn_pace(self, ran: Ran) -> None:
+        tokens = sum(row.count for row in ran.plan.rows if row.count > 1)
+        if self._cut:
+            self._sum_s = 0.9 * self._sum_s + ran.latency_s
+            self._sum_tokens = 0.9 * self._sum_tokens + tokens
+            self._prompts.pace_s = self._sum_s / max(1.0, self._sum_tokens)
 
     def _computed(self, now_s: float, plan: IterationPlan) -> None:
         """Prompts of the last iteration have less left, or nothing: then they decode."""
@@ -176,6 +236,12 @@ class CohortBatching(IterationScheduler):
         bound_s = self._bound_s(decoding)
         if bound_s is None:
             return self._options.longest_step_s
+        if "bank" in ON:
+            alone_s = self.table.estimate(decodes) or 0.0
+            spare = spare_s(self._now_s, decoding, alone_s, headroom=self._options.headroom)
+            if spare == inf:
+                return min(self._options.longest_step_s, max(bound_s, alone_s * 2))
+            return min(self._options.longest_step_s, max(min(spare, ON["bank"] * bound_s), 0.5 * bound_s))
         aim_s = min(bound_s, self._options.longest_step_s)
         aim_s *= min(1.0 - self._options.headroom, 1.0 / self._times.lateness.ratio)
         if not self._arriving:
@@ -205,12 +271,15 @@ class CohortBatching(IterationScheduler):
         """In order, while time, tokens and rows last. A prompt that does not fit the cache waits, and those behind it
         as well, or large prompts would wait for ever; those that hold blocks already go on."""
         self._budget = 0
+        self._cut = False
         rest_s = self._aim_s  # for prompts that get no first token now, or are not new
-        admits = not builder.preempted
+        admits = not builder.preempted or self._evicting
+        keepers = self._keepers(now_s) if 'yield' in ON else None
         tokens_left = builder.tokens_left
         for sequence in self._prompts:
             held = sequence.phase is Phase.RUNNING
             if tokens_left <= 0 or builder.rows >= self._limits.max_rows:
+                self._cut = True
                 return
             if not held and not admits:
                 continue
@@ -220,13 +289,17 @@ class CohortBatching(IterationScheduler):
                 count = self._fitting(batch, sequence, wanted, rest_s)
             count = max(count, min(least, wanted))
             if count <= 0:
+                self._cut = True
                 return
-            if not held and not fits(kv, self._running.values(), sequence):
+            if not held and not fits(kv, self._running.values() if keepers is None or not is_promised(sequence) or now_s > due_s(sequence) else keepers, sequence):
+                self.memcuts = getattr(self, 'memcuts', 0) + 1
                 admits = False
+                self._cut = True
                 continue
             builder.tokens_left = count
             if not (builder.continue_row(sequence) if held else builder.admit(sequence)):
                 admits = admits and held
+                self._cut = True
                 continue
             row = builder.last_row
             self._running[sequence.key] = sequence
@@ -235,6 +308,7 @@ class CohortBatching(IterationScheduler):
             self._budget += row.count
             batch = batch.with_prefill(row.start, row.count)
             if row.count < sequence.uncomputed:  # cut: no time is left for another one
+                self._cut = True
                 return
             rest_s = min(rest_s, self._rest_s(now_s, sequence))
 

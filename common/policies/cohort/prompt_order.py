@@ -24,12 +24,13 @@ from math import inf
 from typing import Literal
 
 from cohort.common.config import CohortConfig
+from cohort.common.policies.cohort.gain_toggles import ON
 from cohort.common.policies.baselines.batch_builder import RankKey
 from cohort.common.policies.cohort.promise import due_s, is_interrupted
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt
 
-_PATIENT, _FEASIBLE, _LATE = 0, 1, 2
+_PATIENT, _FEASIBLE, _SPILLED, _LATE = 0, 1, 2, 3
 _REPRICED = 0.1
 """A price that moved by this share changes which prompts can still make it: all are ranked anew."""
 
@@ -96,6 +97,9 @@ class PromptQueue:
         self._token_s = 0.0
         self._ranked: list[tuple[RankKey, Sequence]] = []
         self._keys: dict[Attempt, RankKey] = {}
+        self.pace_s = 0.0
+        self.decode_s = 0.0
+        self._spilled: set[Attempt] = set()
         self._moves: list[tuple[float, RankKey, Sequence]] = []
         """When a place changes: void if the sequence has another key by then."""
 
@@ -111,6 +115,14 @@ class PromptQueue:
 
     def add(self, now_s: float, sequence: Sequence) -> None:
         key, moves_s = self._order.rank(now_s, sequence, self._token_s)
+        if key[2] == _FEASIBLE:
+            if "mh" in ON:
+                if sequence.key in self._spilled:
+                    key = (key[0], key[1], _SPILLED, self._cost(sequence), *key[4:])
+                else:
+                    key = (key[0], key[1], _FEASIBLE, due_s(sequence), *key[4:])
+            elif "cost" in ON:
+                key = (key[0], key[1], _FEASIBLE, self._cost(sequence), *key[4:])
         insort(self._ranked, (key, sequence), key=_key)
         self._keys[sequence.key] = key
         if moves_s < inf:
@@ -123,6 +135,43 @@ class PromptQueue:
             return False
         del self._ranked[bisect_left(self._ranked, key, key=_key)]
         return True
+
+    def _cost(self, sequence: Sequence) -> float:
+        work = float(sequence.uncomputed)
+        if "cost" in ON and self.decode_s:
+            work += ON["cost"] * max(1.0, sequence.predicted - sequence.output_tokens) * self.decode_s / self._token_s
+        return work
+
+    def plan(self, now_s: float) -> None:
+        """Moore-Hodgson."""
+        pace_s = max(self.pace_s, self._token_s) * ON["mh"]
+        if pace_s <= 0.0:
+            return
+        at_s = now_s
+        tier: list[tuple[RankKey, Sequence]] = []
+        for key, sequence in self._ranked:
+            if key[0]:
+                break
+            if key[2] == _PATIENT:
+                at_s += sequence.uncomputed * pace_s
+            elif key[2] in (_FEASIBLE, _SPILLED):
+                tier.append((key, sequence))
+        tier.sort(key=lambda e: (e[0][1], due_s(e[1]), e[0][4:]))
+        taken: list[tuple[float, Attempt, Sequence]] = []
+        spilled: set[Attempt] = set()
+        for _, sequence in tier:
+            at_s += sequence.uncomputed * pace_s
+            heapq.heappush(taken, (-self._cost(sequence), sequence.key, sequence))
+            due = due_s(sequence)
+            while at_s > due and taken:
+                _, key_, longest = heapq.heappop(taken)
+                at_s -= longest.uncomputed * pace_s
+                spilled.add(key_)
+        moved = spilled ^ self._spilled
+        self._spilled = spilled
+        for _, sequence in tier:
+            if sequence.key in moved:
+                self.changed(now_s, sequence)
 
     def changed(self, now_s: float, sequence: Sequence) -> None:
         """Less of it is left, or more."""

@@ -43,6 +43,9 @@ from cohort.common.types import InstanceId, Request, RequestId, Segment
 _USEFUL = 64
 """Prompt tokens: where not even so many can be computed beside the decode rows in time, prompts get nowhere."""
 
+_BY_LENGTH = ("most_in_time", "shortest")
+"""Orders in which shorter prompts that come later go before this one."""
+
 _ALL = 1 << 30
 """Longer than any prompt."""
 
@@ -105,7 +108,7 @@ class LeastTtft(Placement):
         self._work: dict[InstanceId, PlacedWork] = {}
         self._known: dict[RequestId, Known] = {}
         self._prefixes = PrefixRecord() if prefix_caching else None
-        self._arriving = ArrivingPrompts() if own_order and PromptOrder.of(options).first == "shortest" else None
+        self._arriving = ArrivingPrompts() if own_order and PromptOrder.of(options).first in _BY_LENGTH else None
         self._rate = 0.0
         self._whole = self._splits = self._full = self._standbys = 0
         self._cached_tokens = 0

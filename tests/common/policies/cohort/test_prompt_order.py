@@ -170,7 +170,12 @@ PROMPTS = st.lists(
 )
 
 
-ORDERS = [PromptOrder(first="shortest"), PromptOrder(first="most_in_time"), PromptOrder(first="earliest_due"), PromptOrder(first="fcfs")]
+ORDERS = [
+    PromptOrder(first="shortest"),
+    PromptOrder(first="most_in_time"),
+    PromptOrder(first="earliest_due"),
+    PromptOrder(first="fcfs"),
+]
 
 
 @given(PROMPTS, st.lists(ACTS, max_size=40), st.sampled_from(ORDERS))

@@ -172,7 +172,9 @@ def test_each_part_can_be_taken_away() -> None:
     assert [preempt.sequence.request_id for preempt in decide(policy, kv, 0.1).preempted] == ["hurried"]
 
 
-def holding_blocks(ablation: CohortAblation | None = None, *, wanted: int = 3, ttft_s: float = 9.0) -> list[str]:
+def holding_blocks(
+    ablation: CohortAblation | None = None, *, wanted: int = 3, ttft_s: float = 9.0, output: int = 1
+) -> list[str]:
     """Of eight blocks best-effort sequences hold three each and a real-time one a block: who is preempted for a prompt
     of so many blocks."""
     policy, kv = scheduler(ablation=ablation), cache(8)
@@ -180,7 +182,9 @@ def holding_blocks(ablation: CohortAblation | None = None, *, wanted: int = 3, t
     for name, arrived_s in (("older", -2.0), ("younger", -1.0)):
         effort = promised(name, 3 * BLOCK - 2, ttft_s=0.0, traffic_class="be", arrived_s=arrived_s, max_tokens=2)
         decoding(policy, kv, effort)
-    policy.add(0.0, promised("new", wanted * BLOCK - 2, ttft_s=ttft_s, max_tokens=1))
+    new = promised("new", wanted * BLOCK - 2, ttft_s=ttft_s, max_tokens=output)
+    new.predicted = float(output)
+    policy.add(0.0, new)
     plan = decide(policy, kv, 0.01)
     preempted = [preempt.sequence.request_id for preempt in plan.preempted]
     assert ("new" in names(plan)) == bool(preempted)
@@ -194,6 +198,7 @@ def test_best_effort_sequences_give_their_blocks_to_a_prompt_on_time() -> None:
 
 def test_they_keep_their_blocks_where_that_would_not_help() -> None:
     assert holding_blocks(wanted=8) == [], "it would not fit without them either"
+    assert holding_blocks(output=6 * BLOCK) == [], "nor would its response"
     assert holding_blocks(ttft_s=0.005) == [], "it is late"
     assert holding_blocks(CohortAblation(yielding=False)) == []
 

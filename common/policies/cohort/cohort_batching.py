@@ -75,6 +75,8 @@ class CohortBatching(IterationScheduler):
         self._pace = PromptPace()
         self._waits = False
         """A prompt waits that got nothing, or not all, of the last iteration."""
+        self._crowded = False
+        """One waits for blocks."""
 
     # -- the policy interface --------------------------------------------------------------------------------------
 
@@ -101,7 +103,7 @@ class CohortBatching(IterationScheduler):
         times = self.table.step_times
         self._prompts.advance(now_s, times.token_s if times is not None else 0.0)
 
-        prompts = self._prompts.plan(now_s, self._pace.token_s)
+        prompts = list(self._prompts) if self._crowded else self._prompts.plan(now_s, self._pace.token_s)
         builder = BatchBuilder(self._limits, kv, self._running.values(), lambda s: self._victims(now_s, s))
         yielded = bool(prompts) and self._make_way(now_s, builder, kv, prompts[0])
         for sequence in builder.holders:
@@ -187,7 +189,7 @@ class CohortBatching(IterationScheduler):
             return self._options.longest_step_s
         headroom, longest_s = self._options.headroom, self._options.longest_step_s
         aim_s = min(bound_s, longest_s) * min(1.0 - headroom, 1.0 / self._times.lateness.ratio)
-        if self._options.ablation.stretched:
+        if self._options.ablation.stretched and not self._crowded:
             stretched = stretched_s(now_s, decoding, self.table.estimate(decodes) or 0.0, headroom=headroom)
             aim_s = min(stretched, longest_s) if stretched < inf else aim_s
         if not self._arriving:
@@ -250,7 +252,7 @@ class CohortBatching(IterationScheduler):
         """In order, while time, tokens and rows last. A prompt that does not fit the cache waits, and those behind it
         as well, or large prompts would wait for ever; those that hold blocks already go on. For prompts on time only
         what real-time responses will need counts: best-effort ones give way before these. `yielded`: some did."""
-        self._budget, self._waits, skipped = 0, True, False
+        self._budget, self._waits, self._crowded, skipped = 0, True, False, False
         rest_s = self._aim_s  # for prompts that get no first token now, or are not new
         admits = yielded or not builder.preempted
         tokens_left = builder.tokens_left
@@ -269,7 +271,7 @@ class CohortBatching(IterationScheduler):
             if count <= 0:
                 return
             if not held and not fits(kv, self._lasting(now_s, sequence), sequence):
-                admits, skipped = False, True
+                admits, skipped, self._crowded = False, True, True
                 continue
             builder.tokens_left = count
             if not (builder.continue_row(sequence) if held else builder.admit(sequence)):

@@ -218,14 +218,16 @@ def test_an_iteration_lasts_longer_while_its_sequences_are_ahead() -> None:
 def test_where_a_prompt_waits_for_blocks_iterations_stay_even_and_the_shortest_goes_first() -> None:
     """More prompt tokens would not help: blocks come back as responses end, and short prompts want few of them."""
     policy, kv = scheduler(), cache(12)
-    decoding(policy, kv, promised("d", 7 * BLOCK, tpot_s=0.01)).prefill_done_s = 0.3
-    policy.add(0.29, promised("due", 9 * BLOCK, ttft_s=0.03, arrived_s=0.29))
+    held = decoding(policy, kv, promised("d", 7 * BLOCK, tpot_s=0.01))
+    held.prefill_done_s = 0.3
+    policy.add(0.29, promised("due", 9 * BLOCK, ttft_s=0.012, arrived_s=0.29))
     policy.add(0.29, promised("short", 8 * BLOCK, ttft_s=9.0))
-    for crowded, first in ((False, "due"), (True, "short")):
-        plan = decide(policy, kv, 0.295)
-        assert names(plan) == ["d"]
-        assert policy._crowded
-        assert policy.metrics()["iteration_aim_ms"] == pytest.approx(10.0 if crowded else 11.0), first
+    for crowded in (False, True):
+        assert names(decide(policy, kv, 0.295)) == ["d"]
+        assert policy.metrics()["iteration_aim_ms"] == pytest.approx(10.0 if crowded else 11.0)
+    policy.remove(0.295, held)
+    kv.release(held.key)
+    assert names(decide(policy, kv, 0.295)) == ["short"]
 
 
 def test_the_pace_of_prompts_is_told_by_iterations_behind_which_one_waited() -> None:

@@ -71,12 +71,15 @@ class CohortAblation(Section, frozen=True):
     ordered: bool = True  # prompts in the order that keeps most SLOs; false = first come, first served
     bounded: bool = True  # prompts as the strictest TPOT leaves time; false = engine.prefill_chunk tokens an iteration
     victims: Literal["slack", "youngest"] = "slack"  # without blocks: missed first, then most slack; or the youngest
+    yielding: bool = True  # best-effort sequences lose their blocks to prompts on time; false = only to decodes
+    stretched: bool = True  # an iteration may last as long as mean TPOTs allow; false = the strictest TPOT each time
 
 
 class CohortConfig(Section, frozen=True):
     """`policies.placement: least_ttft` and `policies.iteration: cohort_batching` (docs/cohort.md)."""
 
-    prompt_order: Literal["shortest", "earliest_due"] = "shortest"  # among prompts that can still keep their TTFT
+    # of prompts that can still keep their TTFT: as many as possible, the shortest of them first; or all by one rule
+    prompt_order: Literal["most_in_time", "shortest", "earliest_due"] = "most_in_time"
     patience_s: Seconds = 60.0  # a request that waited so long goes first: its client is about to give up
     headroom: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05  # of the strictest TPOT, left free
     # an iteration without real-time decodes; and what may be added to the wait of a newcomer for its first token

@@ -123,6 +123,10 @@ class BatchBuilder:
             self._add(sequence, self._count(sequence))
         return admitted
 
+    def give_way(self, sequence: Sequence) -> None:
+        """It loses its blocks in this iteration, in which it has no row."""
+        self._evict(sequence)
+
     def admit_by_force(self, sequence: Sequence, blocks: int, kept: Set[Attempt]) -> bool:
         """`admit`, and if that fails lower ranks give way, as long as they have enough to give for `blocks`.
 

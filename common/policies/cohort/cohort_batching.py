@@ -2,10 +2,11 @@
 that the strictest promise among the decodes leaves.
 
     decide ─▶ learn what the last iteration took (D5's profile table)
+           ─▶ the next prompt is on time and blocks lack: best-effort sequences give way to it
            ─▶ a row for every decode; victims that free a block for it are chosen by `victim_rank`
-           ─▶ aim: the strictest TPOT among these rows, less what iterations come late by (`mixing`, where prompts
-              beside decodes have a price: the time that those have won)
-           ─▶ prompts in `PromptQueue`'s order, each as much as still fits the aim; behind one that gets its first token
+           ─▶ aim: the strictest TPOT among these rows, and a little of the time that its row has won (`mixing`, where
+              prompts beside decodes have a price: all of that)
+           ─▶ prompts in `PromptQueue`'s plan, each as much as still fits the aim; behind one that gets its first token
               now, only as much as fits the rest of the time that newcomers wait
 
 So a request delays the tokens of others by `longest_step_s` at most, however much of it there is to compute: sequences
@@ -21,10 +22,11 @@ from math import inf
 
 from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, RankKey, by_arrival
-from cohort.common.policies.cohort.mixing import FREE, best_chunk, spare_s
+from cohort.common.policies.cohort.mixing import FREE, best_chunk, spare_s, stretched_s
 from cohort.common.policies.cohort.promise import due_s, is_promised, missed_first
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptQueue
-from cohort.common.policies.dynaserve.kv_forecast import fits
+from cohort.common.policies.cohort.prompt_pace import PromptPace
+from cohort.common.policies.dynaserve.kv_forecast import fits, holding, peak_growth
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.step_times.learned_times import LearnedTimes, decode_shape, plan_shape
@@ -70,6 +72,11 @@ class CohortBatching(IterationScheduler):
         self._budget = 0
         self._aim_s = 0.0
         self._late = 0
+        self._pace = PromptPace()
+        self._waits = False
+        """A prompt waits that got nothing, or not all, of the last iteration."""
+        self._crowded = False
+        """One waits for blocks."""
 
     # -- the policy interface --------------------------------------------------------------------------------------
 
@@ -89,20 +96,24 @@ class CohortBatching(IterationScheduler):
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         self._arriving = news.arriving
         if news.ran is not None:
+            if self._waits:
+                self._pace.ran(news.ran)
             self._learn(news.ran, kv)
             self._computed(now_s, news.ran.plan)
         times = self.table.step_times
         self._prompts.advance(now_s, times.token_s if times is not None else 0.0)
 
+        prompts = list(self._prompts) if self._crowded else self._prompts.plan(now_s, self._pace.token_s)
         builder = BatchBuilder(self._limits, kv, self._running.values(), lambda s: self._victims(now_s, s))
+        yielded = bool(prompts) and self._make_way(now_s, builder, kv, prompts[0])
         for sequence in builder.holders:
             if sequence.uncomputed == 1:
                 builder.continue_row(sequence)
         batch = decode_shape(builder.decode_rows)
         decoding = [row.sequence for row in builder.decode_rows]
-        self._aim_s = self._aim(batch, decoding)
-        least = self._mix(now_s, batch, decoding)
-        self._add_prompts(now_s, builder, batch, kv, least)
+        self._aim_s = self._aim(now_s, batch, decoding)
+        least = self._mix(now_s, batch, decoding, prompts)
+        self._add_prompts(now_s, builder, batch, kv, least, prompts, yielded=yielded)
         plan = builder.finish()
         self._sort_out(now_s, plan)
         plan.estimated_s = self.table.estimate(plan_shape(plan)) or 0.0
@@ -169,27 +180,30 @@ class CohortBatching(IterationScheduler):
         bounds_s = [s.request.slo.tpot_s for s in decoding if is_promised(s) and s.request.slo.tpot_s]
         return min(bounds_s, default=None)
 
-    def _aim(self, decodes: BatchShape, decoding: list[Sequence]) -> float:
-        """Seconds that this iteration may take. While requests that decode are on their way here it is half the bound,
-        or what leaves prompts a quarter of it: between two of their tokens they wait for the rest of one iteration and
-        a whole one (D5)."""
+    def _aim(self, now_s: float, decodes: BatchShape, decoding: list[Sequence]) -> float:
+        """Seconds that this iteration may take: what keeps the mean TPOT of all that can still keep it. While requests
+        that decode are on their way here it is half of that, or what leaves prompts a quarter of it: between two of
+        their tokens they wait for the rest of one iteration and a whole one (D5)."""
         bound_s = self._bound_s(decoding)
         if bound_s is None:
             return self._options.longest_step_s
-        aim_s = min(bound_s, self._options.longest_step_s)
-        aim_s *= min(1.0 - self._options.headroom, 1.0 / self._times.lateness.ratio)
+        headroom, longest_s = self._options.headroom, self._options.longest_step_s
+        aim_s = min(bound_s, longest_s) * min(1.0 - headroom, 1.0 / self._times.lateness.ratio)
+        if self._options.ablation.stretched and not self._crowded:
+            stretched = stretched_s(now_s, decoding, self.table.estimate(decodes) or 0.0, headroom=headroom)
+            aim_s = min(stretched, longest_s) if stretched < inf else aim_s
         if not self._arriving:
             return aim_s
         return min(aim_s, max(aim_s / 2, (self.table.estimate(decodes) or 0.0) + aim_s / 4))
 
-    def _mix(self, now_s: float, decodes: BatchShape, decoding: list[Sequence]) -> int:
+    def _mix(self, now_s: float, decodes: BatchShape, decoding: list[Sequence], prompts: list[Sequence]) -> int:
         """Prompt tokens that this iteration holds at least. Where mixing has a price and the size that pays does not
         fit the aim, prompts get that size as soon as those that decode can spare it, and nothing before."""
         least, times = self._options.least_prefill, self.table.step_times
-        if times is None or times.mixed_share < FREE or not decodes.decodes or not len(self._prompts):
+        if times is None or times.mixed_share < FREE or not decodes.decodes or not prompts:
             return least
-        first = next(iter(self._prompts))
-        most = min(self._limits.max_tokens - decodes.decodes, sum(s.uncomputed for s in self._prompts))
+        first = prompts[0]
+        most = min(self._limits.max_tokens - decodes.decodes, sum(s.uncomputed for s in prompts))
         if most <= 0:
             return least
         chunk = best_chunk(times, decodes, first.computed, most)
@@ -201,18 +215,53 @@ class CohortBatching(IterationScheduler):
         self._aim_s = mixed_s if mixed_s * self._times.lateness.ratio <= spare else 0.0
         return 0
 
-    def _add_prompts(self, now_s: float, builder: BatchBuilder, batch: BatchShape, kv: KvAllocator, least: int) -> None:
+    def _make_way(self, now_s: float, builder: BatchBuilder, kv: KvAllocator, first: Sequence) -> bool:
+        """Whether best-effort sequences gave blocks or a row to the next prompt: it can still keep its TTFT, and finds
+        no room beside them. Not for less than it needs, or their work would be lost for nothing."""
+        if not self._options.ablation.yielding or first.phase is Phase.RUNNING:
+            return False
+        if not is_promised(first) or now_s >= due_s(first):
+            return False
+        effort = [s for s in reversed(builder.holders) if s.request.traffic_class != "rt" and not s.pinned]
+        if not effort:
+            return False
+        kept = [s for s in self._running.values() if s.request.traffic_class == "rt"]
+        blocks = kv.free_blocks + kv.cached_blocks + sum(kv.held(s.key) for s in effort)
+        begun = sum(kv.held(s.key) for s in kept)
+        holders = [holding(s) for s in (*kept, first)]
+        left = (blocks + begun) * kv.geometry.block_size - sum(held for held, _ in holders)
+        if blocks < kv.geometry.blocks_for(first.target) + len(kept) or peak_growth(holders) > left:
+            return False
+        for given, victim in enumerate(effort):
+            if len(self._running) - given < self._limits.max_rows and fits(kv, kept, first):
+                break
+            builder.give_way(victim)
+        return builder.preempted
+
+    def _add_prompts(
+        self,
+        now_s: float,
+        builder: BatchBuilder,
+        batch: BatchShape,
+        kv: KvAllocator,
+        least: int,
+        prompts: list[Sequence],
+        *,
+        yielded: bool,
+    ) -> None:
         """In order, while time, tokens and rows last. A prompt that does not fit the cache waits, and those behind it
-        as well, or large prompts would wait for ever; those that hold blocks already go on."""
-        self._budget = 0
+        as well, or large prompts would wait for ever; those that hold blocks already go on. For prompts on time only
+        what real-time responses will need counts: best-effort ones give way before these. `yielded`: some did."""
+        self._budget, self._waits, self._crowded, skipped = 0, True, False, False
         rest_s = self._aim_s  # for prompts that get no first token now, or are not new
-        admits = not builder.preempted
+        admits = yielded or not builder.preempted
         tokens_left = builder.tokens_left
-        for sequence in self._prompts:
+        for sequence in prompts:
             held = sequence.phase is Phase.RUNNING
             if tokens_left <= 0 or builder.rows >= self._limits.max_rows:
                 return
             if not held and not admits:
+                skipped = True
                 continue
             wanted = min(sequence.uncomputed, tokens_left)
             count = self._fitting(batch, sequence, wanted, self._aim_s)
@@ -221,12 +270,12 @@ class CohortBatching(IterationScheduler):
             count = max(count, min(least, wanted))
             if count <= 0:
                 return
-            if not held and not fits(kv, self._running.values(), sequence):
-                admits = False
+            if not held and not fits(kv, self._lasting(now_s, sequence), sequence):
+                admits, skipped, self._crowded = False, True, True
                 continue
             builder.tokens_left = count
             if not (builder.continue_row(sequence) if held else builder.admit(sequence)):
-                admits = admits and held
+                admits, skipped = admits and held, True
                 continue
             row = builder.last_row
             self._running[sequence.key] = sequence
@@ -237,6 +286,12 @@ class CohortBatching(IterationScheduler):
             if row.count < sequence.uncomputed:  # cut: no time is left for another one
                 return
             rest_s = min(rest_s, self._rest_s(now_s, sequence))
+        self._waits = skipped
+
+    def _lasting(self, now_s: float, newcomer: Sequence) -> list[Sequence]:
+        """The sequences here whose growth a newcomer has to leave blocks for."""
+        on_time = is_promised(newcomer) and now_s < due_s(newcomer) and self._options.ablation.yielding
+        return [s for s in self._running.values() if not on_time or s.request.traffic_class == "rt"]
 
     def _rest_s(self, now_s: float, sequence: Sequence) -> float:
         """How long the iteration in which this one gets its first token may take for the sake of others: the rest

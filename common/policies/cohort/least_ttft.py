@@ -43,6 +43,9 @@ from cohort.common.types import InstanceId, Request, RequestId, Segment
 _USEFUL = 64
 """Prompt tokens: where not even so many can be computed beside the decode rows in time, prompts get nowhere."""
 
+_BY_LENGTH = ("most_in_time", "shortest")
+"""Orders in which shorter prompts that come later go before this one."""
+
 _ALL = 1 << 30
 """Longer than any prompt."""
 
@@ -52,9 +55,10 @@ class Candidate:
     """A worker, and what would become of the request there.
 
     `ttft_s`: predicted. When workers are compared two prices are added to it: `delay_s`, of the prompts that go behind
-    it there and wait longer for it, and `price_s`, of memory. `full`: with one more decode row, these alone exceed the
-    strictest TPOT. `closed`: no useful chunk of a prompt can go with the decode rows there in time. `closes`: nor could
-    it if this request's were among them, and all rows spread evenly over the devices.
+    it there and wait longer for it, and of the time that prompts lose while its decode row makes iterations shorter
+    than those there need, so that strict TPOTs gather; and `price_s`, of memory. `full`: with one more decode row,
+    these alone exceed the strictest TPOT. `closed`: no useful chunk of a prompt can go with the decode rows there in
+    time. `closes`: nor could it if this request's were among them, and all rows spread evenly over the devices.
     """
 
     view: InstanceView
@@ -105,7 +109,7 @@ class LeastTtft(Placement):
         self._work: dict[InstanceId, PlacedWork] = {}
         self._known: dict[RequestId, Known] = {}
         self._prefixes = PrefixRecord() if prefix_caching else None
-        self._arriving = ArrivingPrompts() if own_order and PromptOrder.of(options).first == "shortest" else None
+        self._arriving = ArrivingPrompts() if own_order and PromptOrder.of(options).first in _BY_LENGTH else None
         self._rate = 0.0
         self._whole = self._splits = self._full = self._standbys = 0
         self._cached_tokens = 0
@@ -292,6 +296,9 @@ class LeastTtft(Placement):
             ttft_s += 0.5 * min(pace.aim_s, view.stats.step_s or pace.aim_s)
         needed, variance, free = work.memory
         price_s = memory_price_s(needed + own + wanted.output, variance + wanted.variance, free)
+        delay_s = behind / pace.rate
+        if known.tpot_s:
+            delay_s += work.slowed(known.tpot_s * headroom, pace) * known.tpot_s * wanted.output
         full = closed = closes = False
         bound_s = min(strictest_s, known.tpot_s or inf) * headroom
         even, even_context = wanted.even
@@ -307,7 +314,7 @@ class LeastTtft(Placement):
             if strictest_s < inf:
                 without_it = BatchShape(0, 0, 0, max(rows, 1), context)
                 closed = not mixes(work.times, without_it, _USEFUL, strictest_s * headroom)
-        return Candidate(view, work, pace, cached, ttft_s, behind / pace.rate, price_s, full, closed, closes)
+        return Candidate(view, work, pace, cached, ttft_s, delay_s, price_s, full, closed, closes)
 
     def _home(self, candidates: list[Candidate], best: Candidate, wanted: _Wanted) -> Candidate | None:
         """Where only its decode goes: a worker that is closed to prompts already and has time and memory for one more

@@ -10,7 +10,7 @@ functions of prices and times.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import inf
 
 from cohort.common.policies.cohort.promise import due_s, is_promised, missed_first
@@ -20,6 +20,8 @@ from cohort.common.types import StepTimes
 
 FREE = 0.1
 """A share of an iteration below which mixing has no price: fits scatter by as much."""
+_STRETCH = 0.1
+"""Of a TPOT, how much longer an iteration may be for what its requests have won."""
 _SIZES = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)
 
 
@@ -35,7 +37,26 @@ def spare_s(now_s: float, decoding: Iterable[Sequence], decodes_s: float, *, hea
     """The longest iteration after which each of these has kept its mean TPOT so far: a TPOT, and what its tokens came
     before their time. Requests whose promises are lost whatever happens have no say, so infinite if nothing is at
     stake. `decodes_s`: an iteration of decodes alone, in which time is won. `headroom`: share of a TPOT left free."""
+    kept = _kept(now_s, decoding, decodes_s)
+    return min([won_s + s.request.slo.tpot_s * (1.0 - headroom) for s, won_s in kept], default=inf)
+
+
+def stretched_s(now_s: float, decoding: Iterable[Sequence], decodes_s: float, *, headroom: float) -> float:
+    """As `spare_s`, where every iteration may take prompts: of what a request has won it spends no more than
+    `_STRETCH` of a TPOT at once, so that gaps stay even, and what it lacks it gets back in halves of one. `headroom` is
+    kept once, not in every iteration. When the first token of another worker came is not known: nothing is won."""
     least_s = inf
+    for sequence, won_s in _kept(now_s, decoding, decodes_s):
+        tpot_s = sequence.request.slo.tpot_s
+        if sequence.prefill_done_s is None:
+            won_s = min(won_s, 0.0)
+        stretched = min(won_s + tpot_s * (1.0 - headroom), tpot_s * (1.0 + _STRETCH))
+        least_s = min(least_s, max(stretched, 0.5 * tpot_s))
+    return least_s
+
+
+def _kept(now_s: float, decoding: Iterable[Sequence], decodes_s: float) -> Iterator[tuple[Sequence, float]]:
+    """Those whose mean TPOT can still be kept, and the time that they have won."""
     for sequence in decoding:
         tpot_s = sequence.request.slo.tpot_s
         if not tpot_s or not is_promised(sequence) or missed_first(now_s, sequence):
@@ -43,8 +64,7 @@ def spare_s(now_s: float, decoding: Iterable[Sequence], decodes_s: float, *, hea
         won_s = _won_s(now_s, sequence)
         to_come = max(1.0, sequence.predicted - sequence.output_tokens)
         if won_s + to_come * (tpot_s - decodes_s) >= 0.0:
-            least_s = min(least_s, won_s + tpot_s * (1.0 - headroom))
-    return least_s
+            yield sequence, won_s
 
 
 def _won_s(now_s: float, sequence: Sequence) -> float:

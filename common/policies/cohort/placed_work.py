@@ -89,6 +89,7 @@ class PlacedWork:
         self._pace: Pace | None = None
         self._memory: tuple[float, float, float] | None = None
         self._crowded: tuple[int, float] | None = None
+        self._slowed: dict[float, float] = {}
 
     # -- what happened ------------------------------------------------------------------------------------------------
 
@@ -169,6 +170,7 @@ class PlacedWork:
 
     def _changed(self) -> None:
         self._ranks = self._pace = self._memory = self._crowded = None
+        self._slowed.clear()
         contexts = [coming.decode_context for coming in self._coming.values() if coming.decode_context]
         self._to_come = len(contexts), sum(contexts)
 
@@ -210,6 +212,18 @@ class PlacedWork:
             pace = prompt_pace(self.times, decodes, aim_s, most=most, least=options.least_prefill)
         self._pace = None if companions else pace
         return pace
+
+    def slowed(self, bound_s: float, pace: Pace) -> float:
+        """The share of `pace` that prompts here lose while a row with so strict a bound decodes beside them; 0 where
+        nothing was promised to any decode row here, or what was is as strict."""
+        there_s = self.strictest_s
+        if there_s == inf or bound_s >= min(pace.aim_s, there_s * (1.0 - self._options.headroom)) or pace.rate <= 0.0:
+            return 0.0
+        lost = self._slowed.get(bound_s)
+        if lost is None:
+            stricter = prompt_pace(self.times, pace.decodes, bound_s, most=pace.most, least=pace.least)
+            lost = self._slowed[bound_s] = max(0.0, 1.0 - stricter.rate / pace.rate)
+        return lost
 
     @property
     def prompt_tokens(self) -> int:

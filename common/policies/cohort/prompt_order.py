@@ -1,6 +1,7 @@
 """Which prompt is computed next: the order that decides how many requests keep their promises.
 
-    real-time ┬ can still make its first token ── shortest first (or earliest due)
+    real-time ┬ can still make its first token ── as many as possible in time, of these the shortest first
+              │                                   (or all of them shortest first, or earliest due)
               └ cannot any more ──────────────── by due time, behind all that can
     best-effort ──────────────────────────────── behind all real-time ones, as they came
     (interrupted amid its output by the loss of its worker, or waited longer than a client's patience: before all
@@ -8,10 +9,11 @@
 
 `PromptOrder` is that rule, a function of class, due time, remaining work and price. `PromptQueue` keeps prompts in this
 order while time passes: a prompt changes its place at two moments that are known when it comes, so no decision sorts
-what waits. Used by a worker's scheduler; knows nothing of blocks or rows.
+what waits; only those that can still make it are planned anew (`feasible_set`), a bounded number of them. Used by a
+worker's scheduler; knows nothing of blocks or rows.
 
-Under overload shortest first keeps the most promises, because a long prompt costs several short ones theirs; that it is
-never starved is what the patience is for.
+Where not all can make it a long prompt goes behind those that would be late for its sake; that it is never starved is
+what the patience is for.
 """
 
 from __future__ import annotations
@@ -20,26 +22,32 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from math import inf
 from typing import Literal
 
 from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import RankKey
+from cohort.common.policies.cohort.feasible_set import most_in_time
 from cohort.common.policies.cohort.promise import due_s, is_interrupted
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt
 
 _PATIENT, _FEASIBLE, _LATE = 0, 1, 2
+_PLANNED = 128
+"""Prompts of a priority that are planned together, the shortest: what a decision costs is bounded."""
 _REPRICED = 0.1
 """A price that moved by this share changes which prompts can still make it: all are ranked anew."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptOrder:
-    """`patience_s`: after so long a client is about to give up, and its request goes before all others of its class.
-    `caution`: time of a prompt beside decode rows, relative to alone."""
+    """`first`, of those that can still make it: `most_in_time` ranks them by length as `shortest` does, and the queue
+    plans them (`PromptQueue.plan`). `patience_s`: after so long a client is about to give up, and its request goes
+    before all others of its class. `caution`: time of a prompt beside decode rows, relative to alone; and what a plan
+    allows for what it cannot foresee."""
 
-    first: Literal["shortest", "earliest_due", "fcfs"] = "shortest"
+    first: Literal["most_in_time", "shortest", "earliest_due", "fcfs"] = "shortest"
     patience_s: float = 60.0
     caution: float = 1.3
 
@@ -84,7 +92,7 @@ class PromptOrder:
         start_s = due_s - work * token_s * self.caution
         if now_s >= start_s:
             return (best_effort, priority, _LATE, due_s, arrived_s, key), impatient_s
-        first = float(work) if self.first == "shortest" else due_s
+        first = due_s if self.first == "earliest_due" else float(work)
         return (best_effort, priority, _FEASIBLE, first, arrived_s, key), min(start_s, impatient_s)
 
 
@@ -108,6 +116,28 @@ class PromptQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """In the order as of the last `advance`."""
         return (sequence for _, sequence in self._ranked)
+
+    def plan(self, now_s: float, pace_s: float) -> list[Sequence]:
+        """In the order in which most of them make it. `pace_s`: seconds that a prompt token takes here at present; what
+        is foreseen counts with the order's caution."""
+        if self._order.first != "most_in_time":
+            return list(self)
+        token_s = max(pace_s, self._token_s) * self._order.caution
+        at_s, planned = now_s, list[Sequence]()
+        for key, entries in groupby(self._ranked, key=lambda entry: entry[0][:3]):
+            group = [sequence for _, sequence in entries]
+            if key[0] or key[2] == _LATE:
+                planned += group
+                continue
+            if key[2] == _FEASIBLE:
+                some, rest = group[:_PLANNED], group[_PLANNED:]
+                kept, left_out = most_in_time([(due_s(s), s.uncomputed * token_s) for s in some], at_s)
+                group = [some[index] for index in kept]
+                planned += [*group, *(some[index] for index in sorted(left_out)), *rest]
+            else:
+                planned += group
+            at_s += sum(sequence.uncomputed for sequence in group) * token_s
+        return planned
 
     def add(self, now_s: float, sequence: Sequence) -> None:
         key, moves_s = self._order.rank(now_s, sequence, self._token_s)

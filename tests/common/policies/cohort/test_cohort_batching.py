@@ -154,6 +154,21 @@ def test_the_one_with_most_slack_gives_way_and_comes_back() -> None:
     assert names(decide(policy, kv, 0.2)) == ["relaxed"]
 
 
+def effort(policy: CohortBatching, kv: KvAllocator, name: str, blocks: int, arrived_s: float = 0.0) -> Sequence:
+    made = promised(name, blocks * BLOCK - 1, ttft_s=0.0, traffic_class="be", arrived_s=arrived_s)
+    return decoding(policy, kv, made)
+
+
+def test_best_effort_gives_up_its_row_as_well() -> None:
+    policy, kv = scheduler(rows_=3), cache(400)
+    for index in range(3):
+        effort(policy, kv, f"b{index}", 2, arrived_s=float(index))
+    policy.add(3.0, promised("p", 20, ttft_s=9.0, arrived_s=3.0))
+    plan = decide(policy, kv, 3.0)
+    assert [preempt.sequence.request_id for preempt in plan.preempted] == ["b2"]
+    assert names(plan) == ["p", "b0", "b1"]
+
+
 def test_each_part_can_be_taken_away() -> None:
     def prompts_of(ablation: CohortAblation) -> list[tuple[str, int, int]]:
         policy, kv = scheduler(ablation=ablation), cache(400)
@@ -170,6 +185,77 @@ def test_each_part_can_be_taken_away() -> None:
     decoding(policy, kv, promised("hurried", 4 * BLOCK - 1, ttft_s=1.0))
     step(policy, kv)
     assert [preempt.sequence.request_id for preempt in decide(policy, kv, 0.1).preempted] == ["hurried"]
+
+
+def holding_blocks(
+    ablation: CohortAblation | None = None, *, wanted: int = 3, ttft_s: float = 9.0, output: int = 1
+) -> list[str]:
+    """Of eight blocks best-effort sequences hold three each and a real-time one a block: who is preempted for a prompt
+    of so many blocks."""
+    policy, kv = scheduler(ablation=ablation), cache(8)
+    decoding(policy, kv, promised("rt", BLOCK - 2, max_tokens=2))
+    for name, arrived_s in (("older", -2.0), ("younger", -1.0)):
+        effort = promised(name, 3 * BLOCK - 2, ttft_s=0.0, traffic_class="be", arrived_s=arrived_s, max_tokens=2)
+        decoding(policy, kv, effort)
+    new = promised("new", wanted * BLOCK - 2, ttft_s=ttft_s, max_tokens=output)
+    new.predicted = float(output)
+    policy.add(0.0, new)
+    plan = decide(policy, kv, 0.01)
+    preempted = [preempt.sequence.request_id for preempt in plan.preempted]
+    assert ("new" in names(plan)) == bool(preempted)
+    return preempted
+
+
+def test_best_effort_sequences_give_their_blocks_to_a_prompt_on_time() -> None:
+    assert holding_blocks() == ["younger"], "the last that came, and no more than has to"
+    assert holding_blocks(wanted=6) == ["younger", "older"]
+
+
+def test_they_keep_their_blocks_where_that_would_not_help() -> None:
+    assert holding_blocks(wanted=8) == [], "it would not fit without them either"
+    assert holding_blocks(output=6 * BLOCK) == [], "nor would its response"
+    assert holding_blocks(ttft_s=0.005) == [], "it is late"
+    assert holding_blocks(CohortAblation(yielding=False)) == []
+
+
+def test_an_iteration_lasts_longer_while_its_sequences_are_ahead() -> None:
+    def aim_ms(ablation: CohortAblation | None = None) -> float:
+        policy, kv = scheduler(ablation=ablation), cache(400)
+        decoding(policy, kv, promised("d", 40, tpot_s=0.01)).prefill_done_s = 0.3
+        policy.add(0.29, promised("p", 500, ttft_s=9.0))
+        decide(policy, kv, 0.295)
+        return policy.metrics()["iteration_aim_ms"]
+
+    assert aim_ms() == pytest.approx(11.0)
+    assert aim_ms(CohortAblation(stretched=False)) == pytest.approx(10.0)
+
+
+def test_where_a_prompt_waits_for_blocks_iterations_stay_even_and_the_shortest_goes_first() -> None:
+    """More prompt tokens would not help: blocks come back as responses end, and short prompts want few of them."""
+    policy, kv = scheduler(), cache(12)
+    held = decoding(policy, kv, promised("d", 7 * BLOCK, tpot_s=0.01))
+    held.prefill_done_s = 0.3
+    policy.add(0.29, promised("due", 9 * BLOCK, ttft_s=0.012, arrived_s=0.29))
+    policy.add(0.29, promised("short", 8 * BLOCK, ttft_s=9.0))
+    for crowded in (False, True):
+        assert names(decide(policy, kv, 0.295)) == ["d"]
+        assert policy.metrics()["iteration_aim_ms"] == pytest.approx(10.0 if crowded else 11.0)
+    policy.remove(0.295, held)
+    kv.release(held.key)
+    assert names(decide(policy, kv, 0.295)) == ["short"]
+
+
+def test_the_pace_of_prompts_is_told_by_iterations_behind_which_one_waited() -> None:
+    policy, kv = scheduler(tokens=100), cache(400)
+    policy.add(0.0, promised("alone", 60, ttft_s=9.0))
+    step(policy, kv, latency_s=0.5)
+    decide(policy, kv, 0.0)
+    assert policy._pace.token_s == 0.0
+    policy.add(0.0, promised("p", 300, ttft_s=9.0))
+    step(policy, kv, latency_s=0.05)
+    step(policy, kv, latency_s=0.1)
+    decide(policy, kv, 0.0)
+    assert policy._pace.token_s == pytest.approx((0.9 * 0.05 + 0.1) / (0.9 * 99 + 99), rel=0.05)
 
 
 REQUESTS = st.lists(

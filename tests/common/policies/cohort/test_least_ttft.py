@@ -175,6 +175,22 @@ def test_prompts_go_where_fewer_decode_rows_leave_more_of_an_iteration() -> None
     assert where(policy.place(0.3, asked("r", 3000), cluster(a, b), None)) == ["b"]
 
 
+def test_strict_tpots_gather_where_iterations_are_short_already() -> None:
+    """On the other worker a request would hold up more prompt work than it waits longer here."""
+
+    def placed(tpot_s: float, there_s: float) -> list[str | None]:
+        policy, views = placement(caching=False), cluster(worker("a-loose"), worker("strict"))
+        policy.place(0.0, asked("l", 1000, tpot_s=there_s), views, "a-loose")
+        policy.place(0.0, asked("s", 1000, tpot_s=0.04), views, "strict")
+        views.instances["a-loose"].stats = report(decode("l"))
+        views.instances["strict"].stats = report(decode("s"), prompt("p", 200))
+        return where(policy.place(0.5, asked("r", 400, tpot_s=tpot_s), views, None))
+
+    assert placed(0.04, 0.2) == ["strict"]
+    assert placed(0.2, 0.2) == ["a-loose"]
+    assert placed(0.04, 0.04) == ["a-loose"], "there iterations are as short"
+
+
 def test_workers_whose_decodes_fill_the_bound_come_last() -> None:
     policy = placement()
     a, b = worker("a", blocks=40_000), worker("b", blocks=40_000)

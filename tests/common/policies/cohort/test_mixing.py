@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.cohort.cohort_batching import CohortBatching
-from cohort.common.policies.cohort.mixing import best_chunk, spare_s
+from cohort.common.policies.cohort.mixing import best_chunk, spare_s, stretched_s
 from cohort.common.policies.step_times.learned_times import plan_shape
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.sequence import Sequence
@@ -75,6 +75,21 @@ def test_promises_that_are_lost_or_were_never_given_have_no_say() -> None:
     assert spare_s(1.0, [behind, recovers], 0.025, headroom=0.0) == pytest.approx(0.8 - 1.0 + 0.03)
     assert spare_s(1.0, [recovers], 0.031, headroom=0.0) == inf  # decodes alone take longer than it may
     assert spare_s(0.6, [row("on time", tokens=6, first_s=0.5)], 0.031, headroom=0.0) == inf
+
+
+def test_an_iteration_stretches_by_a_tenth_of_a_tpot_and_shrinks_by_a_half_at_most() -> None:
+    def stretched(now_s: float, *rows: Sequence, headroom: float = 0.0) -> float:
+        return stretched_s(now_s, rows, 0.01, headroom=headroom)
+
+    early, behind = row("early", tokens=11, first_s=0.5), row("behind", tokens=11, first_s=0.44)
+    assert stretched(0.75, early) == pytest.approx(1.1 * 0.03)
+    assert stretched(0.799, early) == pytest.approx(0.031)
+    assert stretched(0.8, early, headroom=0.1) == pytest.approx(0.027), "once, as a reserve"
+    assert stretched(0.75, behind) == pytest.approx(0.02)
+    assert stretched(0.78, early, behind) == pytest.approx(0.015)
+    arrived = row("arrived", tokens=11, first_s=None)
+    assert stretched(1.0, arrived) == pytest.approx(0.03), "when its first token came is not known"
+    assert stretched(1.6, row("late", tokens=2, first_s=1.5)) == inf
 
 
 def dear_scheduler(share: float) -> CohortBatching:

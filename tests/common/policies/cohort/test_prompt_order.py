@@ -99,6 +99,48 @@ def test_a_resubmitted_request_has_the_time_of_a_first_token_again() -> None:
     assert due_s(one) == 1.0 and not missed_first(0.0, one)
 
 
+def planned(now_s: float, prompts: list[Sequence], *, pace_s: float = 0.0) -> list[str]:
+    queue = PromptQueue(PromptOrder(first="most_in_time", caution=1.0))
+    for each in prompts:
+        queue.add(now_s, each)
+    queue.advance(now_s, TOKEN_S)
+    return [each.request_id for each in queue.plan(now_s, pace_s)]
+
+
+def test_a_plan_keeps_the_urgent_long_prompt_that_shortest_first_would_lose() -> None:
+    prompts = [promised("long", 900), promised("short", 200, ttft_s=2.0), promised("tiny", 50)]
+    assert ordered(0.0, prompts) == ["tiny", "short", "long"]
+    assert planned(0.0, prompts) == ["tiny", "long", "short"]
+
+
+def test_a_plan_leaves_out_the_longest_where_not_all_make_it() -> None:
+    prompts = [promised("long", 900, ttft_s=0.95), promised("one", 400), promised("two", 500)]
+    assert planned(0.0, prompts) == ["one", "two", "long"]
+    assert planned(0.0, prompts, pace_s=0.0021) == ["one", "two", "long"], "at this pace one of them alone makes it"
+
+
+def test_a_plan_counts_the_pace_and_what_goes_before() -> None:
+    prompts = [promised("urgent", 300, ttft_s=0.4), promised("short", 80)]
+    assert planned(0.0, prompts) == ["short", "urgent"]
+    assert planned(0.0, prompts, pace_s=0.0013) == ["urgent", "short"]
+    waited = promised("waited", 200, arrived_s=-61.0)
+    assert planned(0.0, [waited, promised("long", 700, ttft_s=0.8), promised("small", 100, ttft_s=0.5)]) == [
+        "waited",
+        "small",
+        "long",
+    ]
+
+
+def test_a_plan_changes_only_the_order_of_those_that_can_make_it() -> None:
+    prompts = [
+        promised("best effort", 1, traffic_class="be", ttft_s=0.0),
+        promised("late", 5, arrived_s=-2.0),
+        promised("second", 10, priority=1),
+        promised("short", 20),
+    ]
+    assert planned(0.0, prompts) == ordered(0.0, prompts) == ["short", "late", "second", "best effort"]
+
+
 @dataclass
 class Act:
     what: str
@@ -128,7 +170,12 @@ PROMPTS = st.lists(
 )
 
 
-ORDERS = [PromptOrder(first="shortest"), PromptOrder(first="earliest_due"), PromptOrder(first="fcfs")]
+ORDERS = [
+    PromptOrder(first="shortest"),
+    PromptOrder(first="most_in_time"),
+    PromptOrder(first="earliest_due"),
+    PromptOrder(first="fcfs"),
+]
 
 
 @given(PROMPTS, st.lists(ACTS, max_size=40), st.sampled_from(ORDERS))
@@ -158,4 +205,5 @@ def test_the_queue_equals_sorting_everything(prompts: list[Sequence], acts: list
             ranked_by_s = token_s
         expected = sorted(inside.values(), key=lambda s: order.rank(now_s, s, ranked_by_s)[0])
         assert [s.key for s in queue] == [s.key for s in expected]
+        assert sorted(s.key for s in queue.plan(now_s, 0.0)) == sorted(inside)
         assert len(queue) == len(inside) and all(s in queue for s in inside.values())

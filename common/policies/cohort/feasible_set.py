@@ -1,0 +1,54 @@
+"""Which of the prompts that wait are computed in time, where not all can be: as many as possible, and the shortest of
+these first as far as none of the others is late for it.
+
+    prompts with due time and seconds of work ─▶ the most that can be kept (Moore, Hodgson 1968): by due time, and
+                                                 where one would be late, the longest so far is left out
+                                              ─▶ their order (Smith 1956): last the longest that is in time at the end,
+                                                 before it the longest that is in time then, and so on
+
+Where nothing would be late that is the shortest first, so that a short prompt never waits for a long one without need;
+where time is short it is nearly the earliest due time. Asked by `PromptQueue`; pure functions of times.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence as Items
+
+
+def most_in_time(jobs: Items[tuple[float, float]], start_s: float) -> tuple[list[int], list[int]]:
+    """`jobs`: when each is due, and seconds of work; `start_s`: when the first one can begin. Indices of those that are
+    kept, in their order, and of those that are left out. O(n log n)."""
+    by_due = sorted(range(len(jobs)), key=lambda index: jobs[index][0])
+    at_s = start_s
+    kept: list[tuple[float, int]] = []
+    left_out: list[int] = []
+    for index in by_due:
+        due_s, work_s = jobs[index]
+        at_s += work_s
+        heapq.heappush(kept, (-work_s, index))
+        if at_s > due_s:
+            longest_s, longest = heapq.heappop(kept)
+            at_s += longest_s
+            left_out.append(longest)
+    chosen = {index for _, index in kept}
+    return _shortest_in_time(jobs, [index for index in by_due if index in chosen], at_s), left_out
+
+
+def _shortest_in_time(jobs: Items[tuple[float, float]], by_due: list[int], end_s: float) -> list[int]:
+    """Least time to the first tokens of all, none of them late: from the end backwards. `by_due`: feasible in this
+    order, ready at `end_s`."""
+    order: list[int] = []
+    may_be_last: list[tuple[float, int]] = []
+    for _ in range(len(by_due)):
+        while by_due and jobs[by_due[-1]][0] >= end_s:
+            index = by_due.pop()
+            heapq.heappush(may_be_last, (-jobs[index][1], -index))
+        if not may_be_last:  # sums differ by the order of additions
+            index = by_due.pop()
+            heapq.heappush(may_be_last, (-jobs[index][1], -index))
+        longest_s, negative = heapq.heappop(may_be_last)
+        end_s += longest_s
+        order.append(-negative)
+    order.reverse()
+    return order

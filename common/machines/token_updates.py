@@ -21,24 +21,30 @@ class TokenUpdates:
     def add(self, now_s: float, held: Held, sampled: Sampled) -> FinishReason | None:
         """Append the token to its sequence. Returns why the request is finished with it, or None."""
         sequence = held.sequence
-        request, tokens = sequence.request, sequence.tokens
+        request, tokens, token = sequence.request, sequence.tokens, sampled.token
         position = len(tokens)
-        tokens.append(sampled.token)
+        tokens.append(token)
         sampling = request.sampling
         finish: FinishReason | None = None
-        if sampled.token in sampling.stop_token_ids:
+        if token in sampling.stop_token_ids:
             finish = FinishReason.STOP
         elif position + 1 - request.prompt_tokens >= sampling.max_tokens:
             finish = FinishReason.LENGTH
         logprobs = held.logprobs
         if sampled.logprob is not None:
             logprobs.append(sampled.logprob)
-        start = position if sequence.repeat_from is None else sequence.repeat_from
-        sequence.repeat_from = None
         first_here = sequence.last_token_s is None
         sequence.last_token_s = now_s
         sequence.delivered += 1
-        self._updates.setdefault(request.gateway, []).append(
+        updates = self._updates.get(request.gateway)
+        if updates is None:
+            updates = self._updates[request.gateway] = []
+        if finish is None and not logprobs and not first_here and sequence.repeat_from is None:  # nearly all of them
+            updates.append(TokenUpdate(request.attempt, position, [token], cached_tokens=sequence.cached_tokens))
+            return None
+        start = position if sequence.repeat_from is None else sequence.repeat_from
+        sequence.repeat_from = None
+        updates.append(
             TokenUpdate(
                 request.attempt,
                 start,

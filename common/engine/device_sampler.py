@@ -35,6 +35,7 @@ class SampledOnDevice:
     logprobs: Tensor | None  # float32 [scored], host
     top_ids: Tensor | None  # int64 [scored, most wanted], host
     top_logprobs: Tensor | None  # float32 [scored, most wanted], host
+    on_device: Tensor | None = None  # `tokens` where they were sampled, for the step behind this one
 
     def output(self) -> StepOutput:
         """After the copies to the host are done."""
@@ -64,7 +65,7 @@ def sample_on_device(
             (index,) = uploads.put([np.array(part, dtype=np.int64)])
             tokens[index] = _sample(logits.index_select(0, index), [rows[each] for each in part], uploads)
     scored = [index for index, row in enumerate(rows) if row.logprobs >= 0]
-    sampled = SampledOnDevice(rows, _to_host(tokens), scored, None, None, None)
+    sampled = SampledOnDevice(rows, _to_host(tokens), scored, None, None, None, on_device=tokens)
     if scored:
         (index,) = uploads.put([np.array(scored, dtype=np.int64)])
         chosen, ids, values = _score(logits, tokens, index, max(rows[each].logprobs for each in scored))

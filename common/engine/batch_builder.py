@@ -98,11 +98,14 @@ class BatchBuilder:
         kv, rows = self._kv, plan.rows
         size, number = kv.geometry.block_size, len(rows)
         sequences = [row.sequence for row in rows]
-        row_counts = [row.count for row in rows]
+        row_counts = [1] * number if behind is not None else [row.count for row in rows]
         single = max(row_counts, default=1) == 1 and not plan.padded_to
-        starts: Int64s = np.array([row.start for row in rows], dtype=np.int64)
-        padding = np.array(row_padding(rows, plan.padded_to, kv), dtype=np.int32) if plan.padded_to else None
+        if behind is not None and self._starts is not None and sequences == self._sequences:
+            starts = self._starts + 1
+        else:
+            starts = np.array([row.start for row in rows], dtype=np.int64)
         counts: Int64s = np.array(row_counts, dtype=np.int64)
+        padding = np.array(row_padding(rows, plan.padded_to, kv), dtype=np.int32) if plan.padded_to else None
         if padding is not None:
             counts += padding
         query_start = np.zeros(number + 1, dtype=np.int32)

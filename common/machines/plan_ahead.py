@@ -13,6 +13,8 @@ ends. The reasons are counted (`NotAhead`).
 
 from __future__ import annotations
 
+import sys
+
 from cohort.common.machines.kv_receiver import KvReceiver
 from cohort.common.machines.parked_pool import ParkedPool
 from cohort.common.machines.worker_counters import NotAhead
@@ -30,6 +32,10 @@ class AheadPlanner:
         self._receiver = receiver
         self._pool = pool
         self._undecided = 0
+        self._last: IterationPlan | None = None
+        """The plan that was made last: of its rows all that does not change is known to be well."""
+        self._left = 0
+        """Tokens that the one of its sequences with the fewest may still sample after it."""
 
     def decided(self) -> None:
         """The step that begins now was chosen by the scheduler."""
@@ -49,6 +55,7 @@ class AheadPlanner:
             return None
         counters.planned_ahead += 1
         self._undecided += 1
+        self._last = plan
         return plan
 
     def _refusal(self, before: IterationPlan, plan: IterationPlan, news: bool, prompt_step: int) -> NotAhead | None:
@@ -59,8 +66,15 @@ class AheadPlanner:
             return "kv_transfer"
         if self._scheduler.wants_arriving and self._receiver.arriving(prompt_step):
             return "kv_transfer"
-        leaving = 0
-        rows, state = plan.rows, self._state
+        state = self._state
+        if before is self._last and self._left > 0 and not state.aborting:
+            self._left -= 1
+            plan.rows = [Row(row.sequence, row.start + 1, 1) for row in before.rows]
+            plan.estimated_s = before.estimated_s
+            if not self._scheduler.continues(plan, state.kv, 0, self._undecided):
+                return "policy"
+            return None if self._reserve(plan.rows) else "memory"
+        rows, leaving, fewest = plan.rows, 0, sys.maxsize
         aborting = {held.sequence for held in state.aborting} if state.aborting else ()
         for row in before.rows:
             sequence, following = row.sequence, row.start + 1
@@ -79,13 +93,16 @@ class AheadPlanner:
             ):
                 return "request"
             # The step in flight samples the token at `following`; a request's last one is not computed.
-            if outputs + 1 < request.sampling.max_tokens:
+            left = request.sampling.max_tokens - outputs - 1
+            if left > 0:
                 rows.append(Row(sequence, following, 1))
+                fewest = min(fewest, left)
             else:
                 leaving += 1
         if not rows:
             return "ended"
-        plan.padded_to, plan.estimated_s = 0, before.estimated_s
+        self._left = fewest - 1
+        plan.estimated_s = before.estimated_s
         if not self._scheduler.continues(plan, state.kv, leaving, self._undecided):
             return "policy"
         return None if self._reserve(rows) else "memory"

@@ -21,14 +21,13 @@ class TokenUpdates:
     def add(self, now_s: float, held: Held, sampled: Sampled) -> FinishReason | None:
         """Append the token to its sequence. Returns why the request is finished with it, or None."""
         sequence = held.sequence
-        request, tokens, token = sequence.request, sequence.tokens, sampled.token
+        tokens, token = sequence.tokens, sampled.token
         position = len(tokens)
         tokens.append(token)
-        sampling = request.sampling
         finish: FinishReason | None = None
-        if token in sampling.stop_token_ids:
+        if token in held.stop_ids:
             finish = FinishReason.STOP
-        elif position + 1 - request.prompt_tokens >= sampling.max_tokens:
+        elif position + 1 >= held.most_known:
             finish = FinishReason.LENGTH
         logprobs = held.logprobs
         if sampled.logprob is not None:
@@ -36,12 +35,13 @@ class TokenUpdates:
         first_here = sequence.last_token_s is None
         sequence.last_token_s = now_s
         sequence.delivered += 1
-        updates = self._updates.get(request.gateway)
+        updates = self._updates.get(held.gateway)
         if updates is None:
-            updates = self._updates[request.gateway] = []
+            updates = self._updates[held.gateway] = []
         if finish is None and not logprobs and not first_here and sequence.repeat_from is None:  # nearly all of them
-            updates.append(TokenUpdate(request.attempt, position, [token], cached_tokens=sequence.cached_tokens))
+            updates.append(TokenUpdate(sequence.key, position, [token], cached_tokens=sequence.cached_tokens))
             return None
+        request = sequence.request
         start = position if sequence.repeat_from is None else sequence.repeat_from
         sequence.repeat_from = None
         updates.append(

@@ -17,6 +17,7 @@ from random import Random
 from typing import assert_never, cast
 
 from cohort.common.errors import InvariantViolated
+from cohort.common.machines.computed_rows import note_computed
 from cohort.common.machines.effects import Dial, Send, StartStep, WorkerEffect
 from cohort.common.machines.events import (
     DrainEnded,
@@ -95,6 +96,8 @@ class WorkerMachine:
         self._tokens = TokenUpdates(state)
         self._scoring = ScoringTurns(self._is_held)
         self._next_renewal_s = 0.0
+        self._repeats = False
+        """The step in flight was planned ahead and has the rows of the one before it."""
         self._ran: Ran | None = None
         self._revised: list[Sequence] = []
         """News for the next decision: the last iteration, and sequences with another prediction."""
@@ -360,43 +363,27 @@ class WorkerMachine:
         for scores in event.scores:
             self._scored(scores)
         plan, self.state.in_flight, self.state.ahead = self.plan_in_flight, self.state.ahead, None
-        counters, kv, held_of, aborting = self.counters, self.kv, self._held, self.state.aborting
-        counters.steps += 1
+        held_of = self._held
+        self.counters.steps += 1
         if plan.rows:
             self.state.averages.note(plan, event.latency_s)
-        if self.observed is not None:
-            self.observed.note(plan, event.latency_s, kv.geometry)
-        if self.state.in_flight is None:
+        if self.observed is not None and not self._repeats:  # which teaches nothing new
+            self.observed.note(plan, event.latency_s, self.kv.geometry)
+        behind = self.state.in_flight
+        self._repeats = behind is not None and len(behind.rows) == len(plan.rows)
+        if behind is None:
             self._ran = Ran(plan, now_s, (*self.state.skipped_s, event.latency_s))
             self.state.skipped_s = []
         else:  # no decision follows
             self.state.skipped_s.append(event.latency_s)
-        size, by_block, decoded = kv.geometry.block_size, kv.grows_by_block, 0
-        for row in plan.rows:
-            sequence, count = row.sequence, row.count
-            if aborting and held_of[sequence.key].aborting:
-                counters.wasted_rows += 1
-                continue
-            sequence.computed = computed = row.start + count
-            if count == 1 and len(sequence.tokens) > sequence.request.prompt_tokens:
-                decoded += 1
-            else:
-                counters.prefill_tokens += count
-            if sequence.prefill_done_s is None and computed >= len(sequence.request.tokens):
-                sequence.prefill_done_s = now_s
-            if count > 1 or computed % size == 0 or not by_block:
-                kv.committed(sequence)
-        counters.decode_tokens += decoded
+        ending = note_computed(now_s, plan, self.state)
         add = self._tokens.add
         for sampled in event.sampled:
             held = held_of[sampled.attempt]
             finish = None if held.aborting else add(now_s, held, sampled)
             if finish is not None:
                 self._finished(now_s, held.sequence, finish)
-        for row in plan.rows:
-            sequence = row.sequence
-            if sequence.end is None:
-                continue  # no other worker takes over from here
+        for sequence in ending:
             known = held_of.get(sequence.key)
             if known is not None and known.sequence is sequence and not known.aborting:
                 self._after_row(now_s, sequence)
@@ -416,7 +403,7 @@ class WorkerMachine:
     def _step_failed(self, now_s: float, reason: str) -> None:
         """The forward itself failed: its requests are given back to be placed again, the worker lives on."""
         plan, self.state.in_flight, self.state.ahead = self.plan_in_flight, None, None
-        self.state.skipped_s = []
+        self.state.skipped_s, self._repeats = [], False
         for held in self.pool.settle():  # whether their copies were made is unknown
             self._fail(now_s, held.sequence, reason)
         for row in plan.rows:

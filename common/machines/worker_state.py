@@ -93,6 +93,15 @@ class Held:
     """Parked, or leaving from there, with its KV in host memory."""
     moving: bool = False
     """The step in flight copies its KV between device and host memory."""
+    gateway: InstanceId = field(init=False)
+    stop_ids: tuple[int, ...] = field(init=False)
+    most_known: int = field(init=False)
+    """Of the request, what every one of its tokens is told by: its owner, its end tokens, its last length."""
+
+    def __post_init__(self) -> None:
+        request = self.sequence.request
+        self.gateway, self.stop_ids = request.gateway, request.sampling.stop_token_ids
+        self.most_known = request.prompt_tokens + request.sampling.max_tokens
 
     @staticmethod
     def of(message: StartSegment, now_s: float, default_prediction: float) -> Held:

@@ -7,6 +7,7 @@ of the one thread that does it, in microseconds; no model is loaded.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from dataclasses import asdict
@@ -28,11 +29,12 @@ def run(args: argparse.Namespace) -> int:
     """Everything from parsed options. Raises `CohortError`."""
     from cohort.services.bench.engine.inside.host_time import measure
 
-    found = [
-        measure(args.preset, rows, args.context, args.steps, ahead=ahead, temperature=args.temperature)
-        for rows in args.rows
-        for ahead in (False, True)
-    ]
+    with contextlib.redirect_stdout(sys.stderr):  # logs
+        found = [
+            measure(args.preset, rows, args.context, args.steps, ahead=ahead, temperature=args.temperature)
+            for rows in args.rows
+            for ahead in (False, True)
+        ]
     if args.json:
         json.dump([asdict(each) for each in found], sys.stdout, indent=1)
         return 0

@@ -254,6 +254,14 @@ class EngineMetrics:
         self.step_rows = make.histogram("step_rows", "Requests in an iteration", (), ROW_BUCKETS)
         self.step_tokens = make.histogram("iteration_tokens", "Tokens in an iteration", (), TOKEN_BUCKETS)
         self.schedule_seconds = make.histogram("schedule_seconds", "Deciding an iteration", (), SHORT_BUCKETS_S)
+        self.steps_ahead = make.counter("steps_planned_ahead", "Decode steps begun behind the one that ran")
+        self.steps_not_ahead = make.counter(
+            "steps_not_planned_ahead",
+            "Steps whose next one had to be decided after them, by reason: prompts, ended, request, kv_transfer, news, "
+            "policy, memory",
+            ("reason",),
+        )
+        self.wasted_rows = make.counter("wasted_rows", "Rows computed for requests that had ended meanwhile")
         self.gap_seconds = make.histogram(
             "iteration_gap_seconds", "Between the rows of two iterations", (), SHORT_BUCKETS_S
         )

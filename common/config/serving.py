@@ -162,6 +162,7 @@ class EngineConfig(Section, frozen=True):
     prompt_order: Literal["fcfs", "cohort"] = "fcfs"
     # prompt tokens in one iteration where the prompt's own log-probabilities are wanted; one such prompt at a time
     scored_step_tokens: Annotated[int, msgspec.Meta(ge=16)] = 64
+    plan_ahead: bool = True  # a decode step is planned and begun behind the one that runs, where its rows are certain
     preemption: Literal["swap", "recompute"] = "recompute"  # of a preempted request's KV: to host memory, or again
     # GPU memory for recorded decode steps; 0 = none is recorded; by the GPU's memory
     cuda_graph_memory_bytes: NotNegative = 2_147_483_648

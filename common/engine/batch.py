@@ -7,7 +7,7 @@ which rows run, which blocks they own and where a token's KV goes is settled bef
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +20,10 @@ Int32Array = npt.NDArray[np.int32]
 Uint8Array = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class SamplingRow:
-    """How one row's next token is sampled; `position` is where that token will stand.
+    """How one row's next token is sampled; `position` is where that token will stand. Never changed; not frozen,
+    because a step makes one per row and a frozen one takes twice as long to make.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the neutral penalties switch themselves off.
     `banned` are ids that must not come yet (the end tokens while min_tokens is not reached). `logprobs`: -1 none,
@@ -85,7 +86,7 @@ class StepBatch:
     positions: Int64Array  # [T] absolute positions
     query_start: Int32Array  # [R+1] prefix sums of tokens per row
     context_lens: Int32Array  # [R] KV length after this step
-    block_tables: Int32Array  # [R, M] padded with 0
+    block_tables: Int32Array  # [R, M]; entries beyond a row's context mean nothing
     directions: Uint8Array | None  # [R, M], 1 = block filled right to left: offset j lies in slot block_size-1-j
     slot_mapping: Int64Array  # [T] block · block_size + slot where each token's KV goes
     sample_rows: Int32Array  # [S] rows whose last token's logits are sampled
@@ -93,6 +94,9 @@ class StepBatch:
     padding: Int32Array | None = None  # [R] tokens at a row's end that only fill it up; None = none anywhere
     scoring: tuple[ScoringRow, ...] = ()  # rows whose prompt tokens are scored
     grammars: tuple[GrammarInputs, ...] = ()  # of all rows, those of prompts that are not yet at their end too
+    token_source: Int64Array | None = None
+    """[T] of a step behind another one: its tokens are these of the other's sampled ones, and `token_ids` are not known
+    yet. One token per row."""
 
     @property
     def num_rows(self) -> int:
@@ -117,14 +121,23 @@ class StepBatch:
             "one table per row": self.block_tables.shape[0] == self.num_rows,
             "directions match the tables": self.directions is None or self.directions.shape == self.block_tables.shape,
             "one sampling row per sampled row": len(self.sample_rows) == len(self.sampling),
+            "a sampled token is one row's": self.token_source is None
+            or len(self.token_source) == self.num_tokens == self.num_rows,
             "a row is more than its padding": self.padding is None
             or (len(self.padding) == self.num_rows and bool(((self.padding >= 0) & (self.padding < lengths)).all())),
         }
         if broken := [name for name, holds in facts.items() if not holds]:
             raise InvariantViolated(f"step batch: not true that {'; '.join(broken)}")
 
+    def after(self, tokens: Int64Array) -> StepBatch:
+        """With its tokens, once those that the step before it sampled are known."""
+        if self.token_source is None:
+            return self
+        return replace(self, token_ids=tokens[self.token_source], token_source=None)
+
     def split(self) -> tuple[StepBatch, StepBatch]:
-        """Two batches that together compute the same: used when the device refuses memory for the whole.
+        """Two batches that together compute the same: used when the device refuses memory for the whole. Its tokens
+        must be known (`after`).
 
         Rows are independent (a row's tokens never read another row's KV of the same step), so cutting between rows
         changes no result.

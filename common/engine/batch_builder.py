@@ -1,87 +1,281 @@
-"""From an iteration plan to the arrays of one forward.
+"""From an iteration plan to the arrays of a step, and from the step's rows back to their sequences.
 
-Called by the worker loop between two iterations; the only place where block tables meet tokens. Decides nothing.
+Called by the worker loop, between two iterations or while one runs; the only place where block tables meet tokens.
+Decides nothing. What stays the same from one step to the next stands: block tables per sequence, of which a step
+changes only new entries, and how a sequence samples. All else is arithmetic over whole arrays. Arrays of a step are its
+own: the engine may still read those of the step before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import numpy as np
+import numpy.typing as npt
 
 from cohort.common.engine.batch import SamplingRow, ScoringRow, StepBatch
 from cohort.common.policies.interface import IterationPlan, Row
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.padding import row_padding
+from cohort.common.sampling_inputs import LogitBias, TokenHistory
 from cohort.common.sequence import Sequence
+
+_KEPT = 64
+"""Sequences beyond twice a step's rows that may stand before those without a row are forgotten."""
+
+Int64s = npt.NDArray[np.int64]
+
+
+_Constant = tuple[float, float, int, float, float, float, float, TokenHistory | None, LogitBias | None]
+
+
+class _Standing:
+    """One sequence: the row of its block table, and how it samples."""
+
+    __slots__ = ("always", "banned_before", "blocks", "constant", "grammar", "length", "scored", "seed", "slot")
+
+    def __init__(self, slot: int, sequence: Sequence) -> None:
+        params, inputs = sequence.request.sampling, sequence.sampling_inputs
+        self.slot = slot
+        self.blocks: Seq[int] | None = None
+        """The allocator's list whose first `length` entries are in the table."""
+        self.length = 0
+        self.scored = params.prompt_logprobs >= 0
+        self.banned_before = sequence.request.prompt_tokens + params.min_tokens if params.stop_token_ids else 0
+        """End tokens are banned from positions before this one."""
+        self.seed = params.seed
+        self.grammar = None if inputs is None else inputs.grammar
+        self.constant: _Constant = (
+            params.temperature,
+            params.top_p,
+            params.top_k,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+            None if inputs is None else inputs.history,
+            None if inputs is None else inputs.bias,
+        )
+        """Of a `SamplingRow`, what lies between `position` and `banned`."""
+        self.always: SamplingRow | None = None
+        """Where nothing is drawn the same row serves every position."""
+        if params.temperature == 0.0 and self.constant[7] is None and self.grammar is None:
+            self.always = SamplingRow(params.seed, 0, *self.constant, (), params.logprobs)
+
+    def sampling(self, sequence: Sequence, position: int) -> SamplingRow:
+        """Of the token that will stand at `position`."""
+        banned = sequence.request.sampling.stop_token_ids if position < self.banned_before else ()
+        history, grammar, prompt_tokens = self.constant[7], self.grammar, sequence.request.prompt_tokens
+        if history is not None:
+            history.catch_up(sequence.tokens[prompt_tokens + history.output_tokens :])
+        if grammar is not None:
+            grammar.output.extend(sequence.tokens[prompt_tokens + len(grammar.output) :])
+        logprobs = sequence.request.sampling.logprobs
+        return SamplingRow(self.seed, position, *self.constant, banned, logprobs, grammar)
+
+
+class BatchBuilder:
+    """Of one worker, for its allocator."""
+
+    def __init__(self, kv: KvAllocator) -> None:
+        self._kv = kv
+        self._directed = type(kv).directions is not KvAllocator.directions
+        self._standing: dict[Sequence, _Standing] = {}
+        self._free: list[int] = []
+        self._tables = np.zeros((0, 1), dtype=np.int32)
+        # Of the last step: its sequences with what stands of them, and their positions if each had one token.
+        self._sequences: list[Sequence] = []
+        self._rows: list[_Standing] = []
+        self._slots: Int64s = np.zeros(0, dtype=np.int64)
+        self._starts: Int64s | None = None
+        self._scores = self._bound = False
+        self._always: tuple[SamplingRow, ...] | None = None
+        """How these rows sample, where nothing is drawn for any of them."""
+
+    def build(self, plan: IterationPlan, behind: Seq[Sequence] | None = None) -> tuple[StepBatch, list[Sequence]]:
+        """The batch of `plan.rows`, and the sequences whose next token it samples, in the order of `sample_rows`.
+
+        With `plan.padded_to` (B2) every prefill row is filled up to that many tokens, as far as its blocks reach.
+        `behind`: the sequences that the step in flight samples, in its order, for a plan that was made ahead.
+        """
+        kv, rows = self._kv, plan.rows
+        size, number = kv.geometry.block_size, len(rows)
+        sequences = [row.sequence for row in rows]
+        row_counts = [1] * number if behind is not None else [row.count for row in rows]
+        single = max(row_counts, default=1) == 1 and not plan.padded_to
+        if behind is not None and self._starts is not None and sequences == self._sequences:
+            starts = self._starts + 1
+        else:
+            starts = np.array([row.start for row in rows], dtype=np.int64)
+        counts: Int64s = np.array(row_counts, dtype=np.int64)
+        padding = np.array(row_padding(rows, plan.padded_to, kv), dtype=np.int32) if plan.padded_to else None
+        if padding is not None:
+            counts += padding
+        query_start = np.zeros(number + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        context_lens = starts + counts
+        width = int((-(-context_lens // size)).max(initial=1))
+
+        self._stand(plan, sequences, starts if single else None, width)
+        tables = self._tables[self._slots, :width]
+        directions = self._directions(sequences, context_lens) if self._directed else None
+        source: Int64s | None = None
+        if behind is not None:
+            token_ids: Int64s = np.zeros(number, dtype=np.int64)
+            source = _sources(sequences, behind)
+        elif single:
+            token_ids = np.array([row.sequence.tokens[row.start] for row in rows], dtype=np.int64)
+        else:
+            token_ids = _tokens(rows, padding)
+
+        if single:
+            positions, table_rows = starts, np.arange(number)
+        else:
+            table_rows = np.repeat(np.arange(number), counts)
+            positions = np.arange(len(token_ids), dtype=np.int64) - np.repeat(query_start[:-1] - starts, counts)
+        offsets, blocks = positions % size, positions // size
+        if directions is not None:
+            offsets = np.where(directions[table_rows, blocks] == 1, size - 1 - offsets, offsets)
+        slot_mapping = tables[table_rows, blocks].astype(np.int64) * size + offsets
+
+        sampled: Seq[int] = range(number)
+        if behind is None:
+            known = np.array([len(sequence.tokens) for sequence in sequences], dtype=np.int64)
+            sampled = np.flatnonzero(starts + np.array(row_counts, dtype=np.int64) == known).tolist()
+        batch = StepBatch(
+            token_ids=token_ids,
+            positions=positions,
+            query_start=query_start,
+            context_lens=context_lens.astype(np.int32),
+            block_tables=tables,
+            directions=directions,
+            slot_mapping=slot_mapping,
+            sample_rows=np.array(sampled, dtype=np.int32),
+            sampling=self._sampling(rows, sampled),
+            padding=padding,
+            scoring=tuple(
+                [
+                    _scoring(index, row, int(query_start[index]))
+                    for index, row in enumerate(rows)
+                    if row.sequence.scores_prompt
+                ]
+            )
+            if self._scores
+            else (),
+            grammars=tuple([each.grammar for each in self._rows if each.grammar is not None]) if self._bound else (),
+            token_source=source,
+        )
+        return batch, sequences if len(sampled) == number else [sequences[index] for index in sampled]
+
+    def _sampling(self, rows: list[Row], sampled: Seq[int]) -> tuple[SamplingRow, ...]:
+        whole = len(sampled) == len(rows)
+        if whole and self._always is not None:
+            return self._always
+        standing, found, always = self._rows, [], whole
+        for index in sampled:
+            row, each = rows[index], standing[index]
+            position = row.start + row.count
+            if each.always is not None and position >= each.banned_before:
+                found.append(each.always)
+            else:
+                always = False
+                found.append(each.sampling(row.sequence, position))
+        sampling = tuple(found)
+        if always:
+            self._always = sampling
+        return sampling
+
+    # -- what stands -------------------------------------------------------------------------------------------
+
+    def _stand(self, plan: IterationPlan, sequences: list[Sequence], starts: Int64s | None, width: int) -> None:
+        """Bring the tables of these rows up to date. `starts`: of rows that all have one token."""
+        if width > self._tables.shape[1]:
+            wider = max(width, 2 * self._tables.shape[1]) - self._tables.shape[1]
+            self._tables = np.pad(self._tables, ((0, 0), (0, wider)))
+        kv, before = self._kv, self._starts
+        same = sequences == self._sequences
+        if not same:
+            self._enter(sequences)
+        changed: Seq[int] = range(len(sequences))
+        grows = kv.grows_by_block and not plan.copies and not plan.preempted
+        if same and grows and starts is not None and before is not None and bool((starts == before + 1).all()):
+            # The block of every other row holds its next position too.
+            changed = np.flatnonzero(starts % kv.geometry.block_size == 0).tolist()
+        tables = self._tables
+        for index in changed:
+            standing, blocks = self._rows[index], kv.blocks(sequences[index].key)
+            length = len(blocks)
+            if kv.grows_by_block and blocks is standing.blocks:
+                first = standing.length  # nothing but appended to
+                if length == first:
+                    continue
+            else:
+                first = 0
+            if length > tables.shape[1]:  # allocated ahead
+                self._tables = tables = np.pad(tables, ((0, 0), (0, 2 * length - tables.shape[1])))
+            tables[standing.slot, first:length] = blocks[first:]
+            standing.blocks, standing.length = blocks, length
+        self._starts = starts
+
+    def _enter(self, sequences: list[Sequence]) -> None:
+        """These are the rows of the step."""
+        standing = self._standing
+        if len(standing) > 2 * len(sequences) + _KEPT:
+            present = set(sequences)
+            for gone in [each for each in standing if each not in present]:
+                self._free.append(standing.pop(gone).slot)
+        rows = []
+        for sequence in sequences:
+            found = standing.get(sequence)
+            if found is None:
+                if not self._free:
+                    held = len(self._tables)
+                    self._tables = np.pad(self._tables, ((0, max(_KEPT, held)), (0, 0)))
+                    self._free = list(range(len(self._tables) - 1, held - 1, -1))
+                found = standing[sequence] = _Standing(self._free.pop(), sequence)
+            rows.append(found)
+        self._sequences, self._rows = sequences, rows
+        self._scores, self._always = any([each.scored for each in rows]), None
+        self._bound = any([each.grammar is not None for each in rows])
+        self._slots = np.array([each.slot for each in rows], dtype=np.int64)
+
+    def _directions(self, sequences: list[Sequence], context_lens: Int64s) -> npt.NDArray[np.uint8] | None:
+        """[R, M], or None where every block is filled from the left."""
+        size, directions = self._kv.geometry.block_size, None
+        widths = -(-context_lens // size)
+        for index, sequence in enumerate(sequences):
+            filled = self._kv.directions(sequence.key)
+            if filled is not None:
+                if directions is None:
+                    directions = np.zeros((len(sequences), int(widths.max(initial=1))), dtype=np.uint8)
+                width = int(widths[index])
+                directions[index, :width] = filled[:width]
+        return directions
 
 
 def build_batch(plan: IterationPlan, kv: KvAllocator) -> tuple[StepBatch, list[Sequence]]:
-    """The batch of `plan.rows`, and the sequences whose next token it samples, in the order of `sample_rows`.
+    """One step of which nothing stands yet."""
+    return BatchBuilder(kv).build(plan)
 
-    With `plan.padded_to` (B2) every prefill row is filled up to that many tokens, as far as its blocks reach.
-    """
-    size = kv.geometry.block_size
-    rows = plan.rows
-    padding = np.array(row_padding(rows, plan.padded_to, kv), dtype=np.int32) if plan.padded_to else None
-    counts = np.fromiter((row.count for row in rows), dtype=np.int64, count=len(rows))
-    if padding is not None:
-        counts += padding
-    starts = np.fromiter((row.start for row in rows), dtype=np.int64, count=len(rows))
-    query_start = np.zeros(len(rows) + 1, dtype=np.int32)
-    np.cumsum(counts, out=query_start[1:])
-    context_lens = starts + counts
-    widths = -(-context_lens // size)
 
-    tables = np.zeros((len(rows), int(widths.max(initial=1))), dtype=np.int32)
-    directions: np.ndarray | None = None
+def _sources(sequences: list[Sequence], behind: Seq[Sequence]) -> Int64s:
+    """Where each of these stands in `behind`."""
+    if len(sequences) == len(behind):  # they are in the same order, and none has left
+        return np.arange(len(sequences), dtype=np.int64)
+    places = {sequence: index for index, sequence in enumerate(behind)}
+    return np.array([places[sequence] for sequence in sequences], dtype=np.int64)
+
+
+def _tokens(rows: list[Row], padding: npt.NDArray[np.int32] | None) -> Int64s:
     token_ids: list[int] = []
     for index, row in enumerate(rows):
-        key = row.sequence.key
-        width = int(widths[index])
-        tables[index, :width] = kv.blocks(key)[:width]
-        filled = kv.directions(key)
-        if filled is not None:
-            if directions is None:
-                directions = np.zeros(tables.shape, dtype=np.uint8)
-            directions[index, :width] = filled[:width]
         if row.count == 1:
             token_ids.append(row.sequence.tokens[row.start])
         else:
             token_ids.extend(row.sequence.tokens[row.start : row.start + row.count])
         if padding is not None:
             token_ids.extend([row.sequence.tokens[row.start + row.count - 1]] * int(padding[index]))
-
-    row_of_token = np.repeat(np.arange(len(rows)), counts)
-    positions = np.arange(len(token_ids), dtype=np.int64) - np.repeat(query_start[:-1] - starts, counts)
-    offsets = positions % size
-    blocks = positions // size
-    if directions is not None:
-        offsets = np.where(directions[row_of_token, blocks] == 1, size - 1 - offsets, offsets)
-    slot_mapping = tables[row_of_token, blocks].astype(np.int64) * size + offsets
-
-    sampled = [index for index, row in enumerate(rows) if row.start + row.count == row.sequence.known]
-    batch = StepBatch(
-        token_ids=np.array(token_ids, dtype=np.int64),
-        positions=positions,
-        query_start=query_start,
-        context_lens=context_lens.astype(np.int32),
-        block_tables=tables,
-        directions=directions,
-        slot_mapping=slot_mapping,
-        sample_rows=np.array(sampled, dtype=np.int32),
-        sampling=tuple(_sampling(rows[index]) for index in sampled),
-        padding=padding,
-        scoring=tuple(
-            _scoring(index, row, int(query_start[index]))
-            for index, row in enumerate(rows)
-            if row.sequence.scores_prompt
-        ),
-        grammars=tuple(
-            inputs.grammar
-            for row in rows
-            if (inputs := row.sequence.sampling_inputs) is not None and inputs.grammar is not None
-        ),
-    )
-    return batch, [rows[index].sequence for index in sampled]
+    return np.array(token_ids, dtype=np.int64)
 
 
 def _scoring(index: int, row: Row, first: int) -> ScoringRow:
@@ -90,31 +284,3 @@ def _scoring(index: int, row: Row, first: int) -> ScoringRow:
     end = min(row.start + row.count + 1, request.prompt_tokens)
     targets = tuple(row.sequence.tokens[row.start + 1 : end])
     return ScoringRow(index, first, targets, request.sampling.prompt_logprobs)
-
-
-def _sampling(row: Row) -> SamplingRow:
-    sequence = row.sequence
-    params = sequence.request.sampling
-    inputs = sequence.sampling_inputs
-    history = None if inputs is None else inputs.history
-    grammar = None if inputs is None else inputs.grammar
-    if history is not None:
-        history.catch_up(sequence.tokens[sequence.request.prompt_tokens + history.output_tokens :])
-    if grammar is not None:
-        grammar.output.extend(sequence.tokens[sequence.request.prompt_tokens + len(grammar.output) :])
-    return SamplingRow(
-        seed=params.seed,
-        position=sequence.known,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        history=history,
-        logit_bias=None if inputs is None else inputs.bias,
-        banned=params.stop_token_ids if sequence.output_tokens < params.min_tokens else (),
-        logprobs=params.logprobs,
-        grammar=grammar,
-    )

@@ -56,6 +56,9 @@ class SampledOnDevice:
     top_logprobs: Tensor | None = None  # float32 [S, most], host
     places: npt.NDArray[np.int64] | None = None  # where the sampled rows stand among S; None: they are all, in order
     failures: Mapping[int, str] = field(default_factory=dict)
+    on_device: Tensor | None = (
+        None  # int64 [len(rows)]: the tokens where they were sampled, for the step behind this one
+    )
 
     def output(self) -> StepOutput:
         """After the copies to the host are done."""
@@ -91,6 +94,7 @@ def sample_on_device(
             out.top_ids[:, : likeliest.indices.shape[1]] = likeliest.indices
             out.top_logprobs[:, : likeliest.values.shape[1]] = likeliest.values
     sampled = results(rows, out)
+    sampled.on_device = out.tokens
     if masks is not None:
         sampled.failures = masks.failures
     return sampled
@@ -176,27 +180,39 @@ def _to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-class StandingSampler:
-    """Tables and results at fixed addresses, for steps that are recorded once and replayed. One step at a time."""
+class _HostTables:
+    """What a step's sampling sends from the host. There are two: the device may still copy from that of the step
+    before."""
 
-    def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
-        self._rows, self._vocabulary = rows, vocabulary
-        size = sum(rows * np.dtype(dtype).itemsize for _, dtype in _NUMBERS) + 4 * (EDIT_KINDS * rows + 1)
-        self._host = host_bytes(size, device)
-        self._there = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._edits_host = host_bytes(8 * STANDING_EDITS, device).view(torch.int32).view(2, STANDING_EDITS)
-        ids = torch.zeros(STANDING_EDITS, dtype=torch.int32, device=device)
-        values = torch.zeros(STANDING_EDITS, dtype=torch.float32, device=device)
-        self._numbers: dict[str, np.ndarray] = {}
-        there: list[Tensor] = []
+    def __init__(self, rows: int, size: int, device: torch.device) -> None:
+        self.all = host_bytes(size, device)
+        self.numbers: dict[str, np.ndarray] = {}
         begin = 0
         layout: tuple[tuple[str, type[np.generic]], ...] = (*_NUMBERS, ("starts", np.int32))
         for name, dtype in layout:
             count = EDIT_KINDS * rows + 1 if name == "starts" else rows
             end = begin + count * np.dtype(dtype).itemsize
-            self._numbers[name] = self._host[begin:end].numpy().view(dtype)
-            there.append(self._there[begin:end].view(torch.from_numpy(self._numbers[name]).dtype))
+            self.numbers[name] = self.all[begin:end].numpy().view(dtype)
             begin = end
+        self.edits = host_bytes(8 * STANDING_EDITS, device).view(torch.int32).view(2, STANDING_EDITS)
+
+
+class StandingSampler:
+    """Tables and results at fixed addresses, for steps that are recorded once and replayed. While the next
+    step is filled in the one before it may still run; the one before that must be over."""
+
+    def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
+        self._rows, self._vocabulary = rows, vocabulary
+        size = sum(rows * np.dtype(dtype).itemsize for _, dtype in _NUMBERS) + 4 * (EDIT_KINDS * rows + 1)
+        self._host, self._other_host = _HostTables(rows, size, device), _HostTables(rows, size, device)
+        self._there = torch.zeros(size, dtype=torch.uint8, device=device)
+        ids = torch.zeros(STANDING_EDITS, dtype=torch.int32, device=device)
+        values = torch.zeros(STANDING_EDITS, dtype=torch.float32, device=device)
+        there: list[Tensor] = []
+        begin = 0
+        for array in self._host.numbers.values():
+            there.append(self._there[begin : begin + array.nbytes].view(torch.from_numpy(array).dtype))
+            begin += array.nbytes
         there += [ids, values, torch.empty_like(values)]
         self._tables = SamplingTables(*there)
         self._out = SampledRows.empty(rows, min(MOST_LOGPROBS, vocabulary), device)
@@ -223,15 +239,17 @@ class StandingSampler:
         every = [GREEDY] * rows
         for place, row in zip(places.tolist(), sampling, strict=True):
             every[place] = row
-        _write_numbers(self._numbers, every, self._vocabulary)
+        self._host, self._other_host = self._other_host, self._host
+        host = self._host
+        _write_numbers(host.numbers, every, self._vocabulary)
         starts, ids, values = edits_of(every, self._vocabulary)
-        self._numbers["starts"][: len(starts)] = starts
-        self._there.copy_(self._host, non_blocking=True)
+        host.numbers["starts"][: len(starts)] = starts
+        self._there.copy_(host.all, non_blocking=True)
         if used := len(ids):
-            self._edits_host[0, :used] = torch.from_numpy(ids)
-            self._edits_host[1, :used] = torch.from_numpy(values).view(torch.int32)
-            self._tables.edit_ids[:used].copy_(self._edits_host[0, :used], non_blocking=True)
-            self._tables.edit_values[:used].copy_(self._edits_host[1, :used].view(torch.float32), non_blocking=True)
+            host.edits[0, :used] = torch.from_numpy(ids)
+            host.edits[1, :used] = torch.from_numpy(values).view(torch.int32)
+            self._tables.edit_ids[:used].copy_(host.edits[0, :used], non_blocking=True)
+            self._tables.edit_values[:used].copy_(host.edits[1, :used].view(torch.float32), non_blocking=True)
         self._plain = rows if all(row.plain_greedy and row.logprobs < 0 for row in every) else 0
 
     def sample(self, logits: Tensor) -> Tensor:
@@ -245,10 +263,14 @@ class StandingSampler:
         used = SampledRows(
             out.tokens[:rows], out.logprobs[:rows], out.top_ids[:rows], out.top_logprobs[:rows], out.scratch
         )
-        return results(sampling, used, places.astype(np.int64))
+        sampled = results(sampling, used, places.astype(np.int64))
+        if len(places) == rows:  # no step runs behind one that does not sample all of its rows
+            sampled.on_device = used.tokens
+        return sampled
 
     def _fill_greedy(self) -> None:
-        _write_numbers(self._numbers, [GREEDY] * self._rows, self._vocabulary)
-        self._numbers["starts"][:] = 0
-        self._there.copy_(self._host)
+        for host in (self._host, self._other_host):
+            _write_numbers(host.numbers, [GREEDY] * self._rows, self._vocabulary)
+            host.numbers["starts"][:] = 0
+        self._there.copy_(self._host.all)
         self._plain = self._rows

@@ -8,7 +8,8 @@
 
 Owned by the model runner, on a GPU; on a processor only in tests, which hold its answers against the ordinary path's.
 Everything of a step is launched without asking the device for anything, so the host waits for the device exactly once
-a step; scored prompts, which are rare, are the exception. Decides nothing about requests.
+a step; scored prompts, which are rare, are the exception. A step may be launched behind one that still runs: its tokens
+are then taken on the device, and host memory that the device copies from exists twice. Decides nothing about requests.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from cohort.common.engine.static_decode import PlainRecorder, Recorder, StaticDe
 from cohort.common.engine.step_inputs import Model, StepInputs, step_inputs
 from cohort.common.engine.streams import CudaStream, Mark, Stream, stream_for
 from cohort.common.engine.uploads import Uploads
+from cohort.common.errors import InvariantViolated
 from cohort.kernels.gpu import available as gpu
 from cohort.kernels.gpu.workspace import Workspace
 
@@ -44,13 +46,19 @@ class Launched:
         self._mark = mark
 
     def finish(self) -> StepOutput:
-        """Wait for the device, then its answer. Everything the step wrote is there afterwards, KV included."""
+        """Wait for the device, then its answer. Everything the step wrote is there afterwards, KV included. Any
+        thread."""
         self._mark.wait()
         return self._sampled.output()
 
+    @property
+    def tokens(self) -> Tensor | None:
+        """On the device, int64 [S]; for work that is launched behind it."""
+        return self._sampled.on_device
+
 
 class DeviceSteps:
-    """One step at a time: `launch` only after the step before has finished."""
+    """`launch` only after the step before the last one has finished: one runs, and one waits behind it."""
 
     def __init__(
         self,
@@ -67,7 +75,8 @@ class DeviceSteps:
         self._model, self._kv, self._geometry = model, kv, geometry
         self._device, self._max_rows = device, max_rows
         self.stream: Stream = stream_for(device)
-        self._uploads = Uploads(device)
+        self._uploads, self._other_uploads = Uploads(device), Uploads(device)
+        self._last: Launched | None = None
         self._states: Tensor | None = None
         self._workspace: Workspace | None = None
         self._on_gpu = gpu.ops_for(kv.blocks) is not None
@@ -135,23 +144,38 @@ class DeviceSteps:
         self.stream.mark().wait()
 
     def launch(self, batch: StepBatch, masks: Callable[[], TokenMasks | None] = lambda: None) -> Launched:
-        """Start a step without scored prompts. `masks` is asked while the device computes the forward."""
+        """Start a step without scored prompts. `masks` is asked while the device computes the forward. With a
+        `token_source`: behind the step that was launched last."""
         try:
-            return self._launch(batch, masks)
+            self._last = self._launch(batch, masks)
         except torch.OutOfMemoryError:
             self.stream.mark().wait()  # what was launched still reads this step's inputs
             raise
+        except Exception:
+            self._last = None  # nothing can run behind it
+            raise
+        return self._last
 
     def _launch(self, batch: StepBatch, masks: Callable[[], TokenMasks | None]) -> Launched:
+        before: Tensor | None = None
+        if batch.token_source is not None:
+            before = None if self._last is None else self._last.tokens
+            if before is None:
+                raise InvariantViolated("a step behind another one, but none was launched")
         with self.stream.use():
+            self._uploads, self._other_uploads = self._other_uploads, self._uploads
             self._uploads.restart()
             rows_class = self.decode.takes(batch)
             if rows_class is None:
-                logits = self._model.forward(self._inputs(batch), self._kv.blocks)
+                inputs = self._inputs(batch)
+                if before is not None and batch.token_source is not None:
+                    (source,) = self._uploads.put([batch.token_source])
+                    inputs.token_ids = before.index_select(0, source)
+                logits = self._model.forward(inputs, self._kv.blocks)
                 self._states = self._model.sampled_states
                 sampled = sample_on_device(logits, batch.sampling, self._uploads, masks())
             else:
-                done = self.decode.run(batch, rows_class)
+                done = self.decode.run(batch, rows_class, before)
                 self._states = None if done.states is None else self._of_sampled(done.states, batch)
                 if (found := masks()) is None:
                     sampled = self.decode.results(batch)
@@ -160,6 +184,10 @@ class DeviceSteps:
                         self._of_sampled(done.logits, batch), batch.sampling, self._uploads, found
                     )
             return Launched(sampled, self.stream.mark())
+
+    def with_tokens(self, batch: StepBatch) -> StepBatch:
+        """A batch behind the step that was launched last, once that one is over."""
+        return batch if batch.token_source is None or self._last is None else batch.after(self._last.finish().tokens)
 
     def _of_sampled(self, rows: Tensor, batch: StepBatch) -> Tensor:
         """Of a recorded step's rows those that are sampled: all but prompt tokens before the last."""
@@ -172,7 +200,7 @@ class DeviceSteps:
     def scoring_inputs(self, batch: StepBatch) -> StepInputs:
         """The inputs of a step that the caller runs itself, on `stream`."""
         self._uploads.restart()
-        self._states = None
+        self._states = self._last = None
         return self._inputs(batch)
 
     def sampled_states(self) -> Tensor | None:

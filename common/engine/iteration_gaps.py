@@ -1,12 +1,12 @@
 """A10 · How long the engine stands still between two iterations: deciding, building the batch, copies in its way.
 
-The worker loop tells it when rows begin and end; it tells a metric. Decides nothing.
+Told when rows begin and end, by the threads that launch and await them; tells a metric. Decides nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from threading import Lock
 
 
 class IterationGaps:
@@ -19,17 +19,25 @@ class IterationGaps:
     def __init__(self, now_s: Callable[[], float], observe: Callable[[float], None]) -> None:
         self._now_s = now_s
         self._observe = observe
+        self._lock = Lock()
         self._ended_s: float | None = None
+        self._running = 0
 
     def out_of_work(self) -> None:
-        self._ended_s = None
+        with self._lock:
+            self._ended_s = None
 
-    @contextmanager
-    def rows(self) -> Iterator[None]:
-        """Around the computing of an iteration's rows, also one that fails."""
-        if self._ended_s is not None:
-            self._observe(self._now_s() - self._ended_s)
-        try:
-            yield
-        finally:
+    def begun(self) -> None:
+        """An iteration's rows are given to the device: no gap if those before them still run."""
+        with self._lock:
+            if self._running:
+                self._observe(0.0)
+            elif self._ended_s is not None:
+                self._observe(self._now_s() - self._ended_s)
+            self._running += 1
+
+    def ended(self) -> None:
+        """They have been computed, or have failed."""
+        with self._lock:
+            self._running -= 1
             self._ended_s = self._now_s()

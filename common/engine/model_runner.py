@@ -23,9 +23,9 @@ import structlog
 import torch
 
 from cohort.common.engine import compiled_kernels
-from cohort.common.engine.batch import GREEDY, StepBatch, StepOutput, TokenLogprobs
+from cohort.common.engine.batch import GREEDY, Int64Array, StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.device_memory import DeviceShare, kv_bytes, step_bytes
-from cohort.common.engine.device_steps import DeviceSteps
+from cohort.common.engine.device_steps import DeviceSteps, Launched
 from cohort.common.engine.generic import GenericModel
 from cohort.common.engine.grammar_masks import GrammarMasks, TokenMasks
 from cohort.common.engine.kv_tensors import KvTensors
@@ -39,7 +39,7 @@ from cohort.common.engine.step_inputs import Model, StepInputs, step_inputs
 from cohort.common.engine.streams import HostStream, Stream
 from cohort.common.engine.transfer_memory import STAGING_BYTES
 from cohort.common.engine.weights import WeightKind
-from cohort.common.errors import ConfigError
+from cohort.common.errors import ConfigError, InvariantViolated
 
 log = structlog.get_logger(__name__)
 
@@ -66,6 +66,16 @@ def resolve_dtype(dtype: str, device: torch.device) -> str:
     if dtype not in _TORCH_DTYPES:
         raise ConfigError(f"model.dtype: {dtype!r} is none of auto, {', '.join(_TORCH_DTYPES)}")
     return dtype
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Done:
+    """A step that has run."""
+
+    output: StepOutput
+
+    def finish(self) -> StepOutput:
+        return self.output
 
 
 class ModelRunner:
@@ -104,6 +114,8 @@ class ModelRunner:
         self.max_step_tokens = max_step_tokens
         self._model_dir = model_dir
         self._grammars: GrammarMasks | None = None
+        self._sampled: Int64Array | None = None
+        """Tokens of the last step, where the host has them when it is launched."""
         self.memory_retries = 0  # steps the device refused memory for and that ran in halves
         self._threads = threads
         self._prepared_thread = 0
@@ -163,16 +175,37 @@ class ModelRunner:
 
     def execute(self, batch: StepBatch) -> StepOutput:
         """Compute one step: write its tokens' KV, sample the next tokens of their rows."""
-        self._prepare_thread()
-        if batch.grammars and self._grammars is not None:
-            self._grammars.prepare(batch.grammars)
+        return self.launch(batch).finish()
+
+    def launch(self, batch: StepBatch) -> Launched | Done:
+        """Start a step; its `finish`, on any thread, waits for it. On a processor it is done when this returns. With a
+        `token_source` it runs behind the one that was launched last and may not have finished; the one before that
+        must have."""
+        before, self._sampled = self._sampled, None
         try:
-            with torch.inference_mode():
-                return self._execute(batch)
+            if before is not None:
+                batch = batch.after(before)
+            launched = self._begin(batch)
         except torch.OutOfMemoryError:
             if batch.num_rows < 2:
                 raise
-        # Admission keeps this from happening; if the device still refuses, the rows run in two halves.
+            batch = batch if self._device_steps is None else self._device_steps.with_tokens(batch)
+            launched = Done(self._in_halves(batch))
+        if isinstance(launched, Done):
+            self._sampled = launched.output.tokens
+        return launched
+
+    def _begin(self, batch: StepBatch) -> Launched | Done:
+        self._prepare_thread()
+        if batch.grammars and self._grammars is not None:
+            self._grammars.prepare(batch.grammars)
+        with torch.inference_mode():
+            if self._device_steps is not None and not batch.scoring:
+                return self._device_steps.launch(batch, lambda: self._masks(batch))
+            return Done(self._execute(batch))
+
+    def _in_halves(self, batch: StepBatch) -> StepOutput:
+        """Admission keeps this from happening; if the device still refuses, the rows run in two halves."""
         self.memory_retries += 1
         torch.cuda.empty_cache()
         first, second = batch.split()
@@ -225,9 +258,9 @@ class ModelRunner:
                 self.execute(batch)
 
     def _execute(self, batch: StepBatch) -> StepOutput:
+        if batch.token_source is not None:
+            raise InvariantViolated("a step behind another one, of which no tokens are known")
         if (steps := self._device_steps) is not None:
-            if not batch.scoring:
-                return steps.launch(batch, lambda: self._masks(batch)).finish()
             with steps.stream.use():
                 output = self._execute_and_score(batch, steps.scoring_inputs(batch))
             steps.stream.mark().wait()

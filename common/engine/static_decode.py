@@ -62,6 +62,37 @@ class PlainRecorder:
         return Recorded(step, 0)
 
 
+_NUMBERS = (
+    ("token_ids", np.int64),
+    ("positions", np.int64),
+    ("slots", np.int64),
+    ("sources", np.int64),
+    ("context_lens", np.int32),
+)
+"""One of each per row."""
+
+
+class _HostSide:
+    """What a step sends from the host. There are two: the device may still copy from that of the step before."""
+
+    def __init__(self, rows: int, width: int, numbers_bytes: int, device: torch.device) -> None:
+        self.numbers = host_bytes(numbers_bytes, device)
+        self.by_name: dict[str, np.ndarray] = {}
+        offset = 0
+        for name, dtype in _NUMBERS:
+            end = offset + rows * np.dtype(dtype).itemsize
+            self.by_name[name] = self.numbers[offset:end].numpy().view(dtype)
+            offset = end
+        self.tables = host_bytes(4 * rows * width, device).view(torch.int32)
+
+    def write_padding(self, first: int, end: int, spare_slot: int) -> None:
+        """Token 0 at position 0 of the spare block; the rows share its slots, whose content is never read."""
+        self.by_name["token_ids"][first:end] = 0
+        self.by_name["positions"][first:end] = 0
+        self.by_name["slots"][first:end] = spare_slot
+        self.by_name["context_lens"][first:end] = 1
+
+
 class StaticDecode:
     """The buffers of all classes (each uses the first rows of the same ones) and the recorded steps."""
 
@@ -88,27 +119,23 @@ class StaticDecode:
         self._sampler = StandingSampler(max_rows, vocabulary, device)
         rows, width = max_rows, self._width
         # One piece of memory for everything that is one number per row, so that a step sends it in one copy.
-        layout = (("token_ids", np.int64), ("positions", np.int64), ("slots", np.int64), ("context_lens", np.int32))
-        size = sum(rows * np.dtype(dtype).itemsize for _, dtype in layout)
-        self._numbers_host = host_bytes(size, device)
+        size = sum(rows * np.dtype(dtype).itemsize for _, dtype in _NUMBERS)
         self._numbers = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._host: dict[str, np.ndarray] = {}
         there: dict[str, Tensor] = {}
         offset = 0
-        for name, dtype in layout:
+        for name, dtype in _NUMBERS:
             end = offset + rows * np.dtype(dtype).itemsize
-            self._host[name] = self._numbers_host[offset:end].numpy().view(dtype)
             there[name] = self._numbers[offset:end].view(torch.int64 if dtype is np.int64 else torch.int32)
             offset = end
         self._there: Mapping[str, Tensor] = there
+        self._host, self._other_host = (_HostSide(rows, width, size, device) for _ in range(2))
         # Tables travel as wide as the step needs, and are spread over the full width on the device.
-        self._tables_host = host_bytes(4 * rows * width, device).view(torch.int32)
         self._tables_packed = torch.zeros(rows * width, dtype=torch.int32, device=device)
         self._tables = torch.zeros((rows, width), dtype=torch.int32, device=device)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._every_row = torch.arange(rows, dtype=torch.int64, device=device)
-        self._write_padding(0, rows)
-        self._numbers.copy_(self._numbers_host)
+        self._host.write_padding(0, rows, self._spare * self._block_size)
+        self._numbers.copy_(self._host.numbers)
         self._tables.fill_(spare_block)
 
     @property
@@ -160,10 +187,15 @@ class StaticDecode:
             return None
         return class_for(batch.num_rows, self._steps)
 
-    def run(self, batch: StepBatch, rows_class: int) -> DecodeOutput:
-        """Launch the step. Its first `batch.num_rows` rows are the batch's, in order; the step before must be over."""
+    def run(self, batch: StepBatch, rows_class: int, before: Tensor | None = None) -> DecodeOutput:
+        """Launch the step. Its first `batch.num_rows` rows are the batch's, in order. The step before it may still run,
+        the one before that must be over. `before`: sampled tokens on the device that `token_source` takes from."""
+        self._host, self._other_host = self._other_host, self._host
         self._fill(batch, rows_class)
         self._sampler.fill(batch.sampling, batch.sample_rows, rows_class)
+        if before is not None:
+            rows = batch.num_rows
+            torch.index_select(before, 0, self._there["sources"][:rows], out=self._there["token_ids"][:rows])
         return self._steps[rows_class]()
 
     def results(self, batch: StepBatch) -> SampledOnDevice:
@@ -175,27 +207,22 @@ class StaticDecode:
         return self._steps[rows_class]()
 
     def _fill(self, batch: StepBatch, rows_class: int) -> None:
-        rows, width = batch.num_rows, batch.block_tables.shape[1]
+        rows, width, host = batch.num_rows, batch.block_tables.shape[1], self._host
         for name, array in (
             ("token_ids", batch.token_ids),
             ("positions", batch.positions),
             ("slots", batch.slot_mapping),
             ("context_lens", batch.context_lens),
+            ("sources", batch.token_source),
         ):
-            self._host[name][:rows] = array
-        self._write_padding(rows, rows_class)
-        self._numbers.copy_(self._numbers_host, non_blocking=True)
-        tables = self._tables_host[: rows_class * width].numpy().reshape(rows_class, width)
+            if array is not None:
+                host.by_name[name][:rows] = array
+        host.write_padding(rows, rows_class, self._spare * self._block_size)
+        self._numbers.copy_(host.numbers, non_blocking=True)
+        tables = host.tables[: rows_class * width].numpy().reshape(rows_class, width)
         tables[:rows] = signed_tables(batch)
         tables[rows:] = self._spare
-        _spread(self._tables_host, self._tables_packed, self._tables, rows_class, width)
-
-    def _write_padding(self, first: int, end: int) -> None:
-        """Token 0 at position 0 of the spare block; the rows share its slots, whose content is never read."""
-        self._host["token_ids"][first:end] = 0
-        self._host["positions"][first:end] = 0
-        self._host["slots"][first:end] = self._spare * self._block_size
-        self._host["context_lens"][first:end] = 1
+        _spread(host.tables, self._tables_packed, self._tables, rows_class, width)
 
     def _inputs(self, rows: int) -> StepInputs:
         return StepInputs(

@@ -3,9 +3,11 @@
     receive, links ──events──▶ machine ◀──events── tick, report, drain
                                   │ effects ──▶ bus, transfer agent
                                   │ StartStep ─▶ batch ─▶ engine thread ─▶ StepEnded ─▶ machine …
+                                  └ the same, ahead ─▶ behind the step that runs (`PlanAhead`)
 
-The step task waits for the engine and for work, never for the network. Everything that touches the machine runs on the
-event loop, so the machine needs no locks. Made by `worker_process.py`; decides nothing.
+The step task waits for the engine and for work, never for the network. Shortly before a step ends it has the next one
+planned and begun behind it, if the machine can; messages are performed once the engine is at work. Everything that
+touches the machine runs on the event loop, so the machine needs no locks. Made by `worker_process.py`; decides nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import assert_never
 
 from cohort.common.engine.batch import StepBatch, StepOutput, TokenLogprobs
-from cohort.common.engine.batch_builder import build_batch
+from cohort.common.engine.batch_builder import BatchBuilder
+from cohort.common.engine.decode_time import DecodeTime
+from cohort.common.engine.engine_threads import EngineThreads, StepUnderWay
 from cohort.common.engine.free_memory import FreeMemory
 from cohort.common.engine.iteration_gaps import IterationGaps
 from cohort.common.engine.kv_copies import KvCopier
@@ -34,6 +38,7 @@ from cohort.common.machines.events import (
     DrainEnded,
     DrainStarted,
     LinkAddresses,
+    PlanAhead,
     PromptScores,
     Received,
     ReportDue,
@@ -74,7 +79,7 @@ class WorkerLoop:
         learned: LearnedState | None,
         engine: ThreadPoolExecutor,
     ) -> None:
-        """`told`: the machine itself, or its recorder. `engine`: one thread."""
+        """`told`: the machine itself, or its recorder. `engine`: one thread, the caller's to end."""
         config = context.config
         self._context = context
         self._config = config
@@ -82,7 +87,6 @@ class WorkerLoop:
         self._machine = machine
         self._told = told
         self._learned = learned
-        self._engine = engine
         self._bus = context.bus
         self._clock = context.clock
         self._log = context.log
@@ -105,14 +109,19 @@ class WorkerLoop:
         # processor that would only take the step's own time.
         self._overlaps = runner.device.type == "cuda"
         self._copier: KvCopier | StreamCopier
+        self._builder = BatchBuilder(machine.kv)
         if runner.device.type == "cuda":
             self._copier = StreamCopier(runner.kv, runner.stream, stream_for(runner.device))
         else:
             self._copier = KvCopier(runner.kv)
         self._free_memory = FreeMemory(runner.device)
         self._gaps = IterationGaps(self._clock.now_s, self._metrics.engine.gap_seconds().observe)
+        self._engine = EngineThreads(runner, self._copier, self._gaps, engine)
+        self._decode_time = DecodeTime()
         self._next: IterationPlan | None = None
         """Decided, and not yet begun."""
+        self._behind: IterationPlan | None = None
+        """The same, to be begun behind the step that runs."""
         self._decided_s = 0.0
         self._put_off: list[WorkerEffect] = []
         """Effects of a step's end that are performed once the next step runs."""
@@ -141,6 +150,7 @@ class WorkerLoop:
                     task.cancel()
         finally:
             await self._agent.close()
+            self._engine.close()
             self._copier.close()
             if self._learned is not None:
                 self._learned.save()
@@ -162,9 +172,13 @@ class WorkerLoop:
             events = (LinkAddresses(addresses), *events)
         now_s = self._clock.now_s()
         effects = self._told.handle(now_s, *events)
-        if effects and isinstance(effects[-1], StartStep):
-            self._next, self._decided_s = effects[-1].plan, now_s
-            self._work.set()
+        if effects and isinstance(last := effects[-1], StartStep):
+            self._decided_s = now_s
+            if last.ahead:
+                self._behind = last.plan
+            else:
+                self._next = last.plan
+                self._work.set()
         self._something.set()
         return effects
 
@@ -229,7 +243,7 @@ class WorkerLoop:
     # -- iterations --------------------------------------------------------------------------------------------
 
     async def _step(self) -> None:
-        """One iteration after the other; at most one runs."""
+        """One iteration after the other; at most one runs, and one waits behind it."""
         while True:
             plan, self._next = self._next, None
             if plan is None:
@@ -240,33 +254,65 @@ class WorkerLoop:
                 await self._iterate(plan)
 
     async def _iterate(self, plan: IterationPlan) -> None:
-        batch, sampling = build_batch(plan, self._machine.kv)
-        started_s = self._clock.now_s()
-        self._metrics.engine.schedule_seconds().observe(started_s - self._decided_s)
-        computing = asyncio.get_running_loop().run_in_executor(self._engine, self._execute, plan, batch)
+        """A decided plan, and those that are planned behind it as long as there is one behind the other."""
+        step = self._begin(plan)
+        await step.launched
         put_off, self._put_off = self._put_off, []
         self._perform(put_off)
-        try:
-            output = await computing
-        except Exception as error:
-            self._log.exception("iteration failed", rows=len(plan.rows), tokens=plan.tokens)
-            self._tell(StepFailed(f"iteration failed: {error}"))
-            await asyncio.sleep(_STEP_FAILURE_PAUSE_S)  # a broken device must not spin the loop
-            return
-        latency_s = self._clock.now_s() - started_s
-        effects = self._ask(StepEnded(_sampled(sampling, output), latency_s, _scores(plan, batch, output)))
-        if self._config.predictor.refine_after_prefill and not batch.scoring:
-            self._tell_predictor(sampling)
-        if self._overlaps and self._next is not None:
+        while True:
+            following = await self._plan_ahead(step)
+            try:
+                output = await step.computed
+            except Exception as error:
+                self._log.exception("iteration failed", rows=len(step.plan.rows), tokens=step.plan.tokens)
+                if following is not None:
+                    await asyncio.wait([following.computed])  # it fails as well, and its blocks are about to be freed
+                    following.computed.exception()
+                self._tell(StepFailed(f"iteration failed: {error}"))
+                await asyncio.sleep(_STEP_FAILURE_PAUSE_S)  # a broken device must not spin the loop
+                return
+            ended_s = self._clock.now_s()
+            if following is not None:
+                await following.launched
+            self._ended(step, output, ended_s - step.begun_s, alone=following is None)
+            if following is None:
+                return
+            following.begun_s = ended_s
+            step = following
+
+    def _begin(self, plan: IterationPlan, behind: list[Sequence] | None = None) -> StepUnderWay:
+        batch, sampling = self._builder.build(plan, behind)
+        now_s = self._clock.now_s()
+        self._metrics.engine.schedule_seconds().observe(now_s - self._decided_s)
+        return self._engine.begin(plan, batch, sampling, now_s)
+
+    async def _plan_ahead(self, step: StepUnderWay) -> StepUnderWay | None:
+        """Begin the next step behind this one, as late as can be and yet before this one ends; None: it has to be
+        decided when this one has ended."""
+        if not self._config.engine.plan_ahead:
+            return None
+        pause_s = step.begun_s + self._decode_time.plan_after_s - self._clock.now_s()
+        if pause_s > 0 and not step.computed.done():
+            await asyncio.wait([step.computed], timeout=pause_s)
+        if step.computed.done():
+            return None
+        self._perform(self._ask(PlanAhead()))
+        plan, self._behind = self._behind, None
+        return None if plan is None else self._begin(plan, behind=step.sampling)
+
+    def _ended(self, step: StepUnderWay, output: StepOutput | None, latency_s: float, *, alone: bool) -> None:
+        """`alone`: no other step was begun behind it."""
+        if all([row.count == 1 for row in step.plan.rows]) and step.plan.rows:
+            self._decode_time.note(latency_s)
+        scores = _scores(step.plan, step.batch, output)
+        effects = self._ask(StepEnded(_sampled(step.sampling, output), latency_s, scores))
+        if self._config.predictor.refine_after_prefill and not step.batch.scoring:
+            self._tell_predictor(step.sampling)
+        if alone and self._overlaps and self._next is not None:
             self._put_off = effects
         else:
             self._perform(effects)
-        self._metrics.step(plan, latency_s)
-
-    def _execute(self, plan: IterationPlan, batch: StepBatch) -> StepOutput | None:
-        """On the engine thread: the plan's rows, after its copies or beside those that may run so."""
-        with self._copier.around(plan.copies), self._gaps.rows():
-            return self._runner.execute(batch) if batch.num_rows else None
+        self._metrics.step(step.plan, latency_s)
 
     def _tell_predictor(self, sampling: list[Sequence]) -> None:
         """The states in which prompts ended; nothing waits for what the predictor makes of them."""

@@ -15,7 +15,7 @@ from prometheus_client import Counter, Gauge
 
 from cohort.common.engine import compiled_kernels
 from cohort.common.machines.worker import WorkerMachine
-from cohort.common.machines.worker_counters import WorkerCounters
+from cohort.common.machines.worker_counters import NotAhead, WorkerCounters
 from cohort.common.metrics import EngineMetrics, MetricFactory, TransferMetrics
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.step_times.profile_table import IterationKind
@@ -91,6 +91,12 @@ def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
         Stat("decode_tokens_total", "total", lambda s: s.counters.decode_tokens, engine.decode_tokens()),
         Stat("", "total", lambda s: s.memory_retries, engine.out_of_memory()),
         Stat("", "total", lambda s: s.kernel_compilations, engine.kernel_compilations()),
+        Stat("planned_ahead_total", "total", lambda s: s.counters.planned_ahead, engine.steps_ahead()),
+        *(
+            Stat("", "total", partial(_not_ahead, reason), engine.steps_not_ahead(reason))
+            for reason in get_args(NotAhead)
+        ),
+        Stat("wasted_rows_total", "total", lambda s: s.counters.wasted_rows, engine.wasted_rows()),
         Stat("preemptions_total", "total", lambda s: s.counters.preemptions),
         Stat("transfers_total", "total", lambda s: s.counters.transfers_in + s.counters.transfers_out),
         Stat("kv_transfers_in_total", "total", lambda s: s.counters.transfers_in, transfer.kv_transfers()),
@@ -109,6 +115,10 @@ def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
         Stat("pool_direct_transfers_total", "total", lambda s: s.counters.from_host),
         Stat("device_memory_free_bytes", "gauge", lambda s: s.stats.memory_free_bytes),
     )
+
+
+def _not_ahead(reason: NotAhead, snapshot: Snapshot) -> float:
+    return snapshot.counters.not_ahead.get(reason, 0)
 
 
 def _step_time_error(kind: IterationKind, snapshot: Snapshot) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +38,9 @@ from cohort.common.transport.kv_link import KvLink
 from cohort.common.transport.links import open_links
 from cohort.common.transport.security import load_keys
 from cohort.common.types import KvGeometry, Role, WorkerCapacity
+
+_SWITCH_INTERVAL_S = 2e-4
+"""Python's own is 5 ms, which a decode step may take as a whole."""
 
 
 class WorkerPolicies(Protocol):
@@ -176,6 +180,8 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     policies.check_names(config)
     threads = config.worker_threads(context.instance, len(own_cores()))
     started = time.monotonic()
+    # The engine thread asks for the interpreter between two calls into torch: the event loop gives it up so soon.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     # One thread does everything with torch, from loading on: OpenMP keeps a pool per calling thread, and with two pools
     # on the cores of one it stops spinning between two operators, which makes a step half as slow again.
     engine = ThreadPoolExecutor(1, thread_name_prefix="engine")

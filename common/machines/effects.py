@@ -35,9 +35,14 @@ class Wake(msgspec.Struct, frozen=True):
 
 
 class StartStep(msgspec.Struct, frozen=True):
-    """Run this iteration on the engine now; answered with `StepEnded` or `StepFailed`. One is in flight at most."""
+    """Run this iteration on the engine now; answered with `StepEnded` or `StepFailed`. One is in flight at most, and
+    one behind it.
+
+    `ahead`: begin it behind the step in flight. All rows of both are decode rows; those of this one are rows of the
+    other, one position on, and take as their token what the other samples for them."""
 
     plan: IterationPlan
+    ahead: bool = False
 
 
 class Run(msgspec.Struct, frozen=True):

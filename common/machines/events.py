@@ -96,9 +96,15 @@ class StepEnded(_Event, frozen=True):
 
 
 class StepFailed(_Event, frozen=True):
-    """The forward pass itself failed; nothing it should have written counts."""
+    """The forward pass itself failed; nothing it should have written counts, nor does a step that was begun behind it
+    (`StartStep.ahead`). Both are over on the device."""
 
     reason: str
+
+
+class PlanAhead(_Event, frozen=True):
+    """The host could begin the next step behind the one in flight, now: answered with a `StartStep` that is `ahead`, or
+    with nothing. Hosts tell it as late as they can: what arrives later waits for one step more."""
 
 
 class RunsSent(_Event, frozen=True):
@@ -169,6 +175,7 @@ WorkerEvent = (
     | DrainEnded
     | StepEnded
     | StepFailed
+    | PlanAhead
     | RunsSent
     | RunsReceived
 )

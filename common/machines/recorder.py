@@ -89,8 +89,8 @@ def describe(effects: Iterable[object]) -> list[str]:
 
 def _describe(effect: object) -> str:
     match effect:
-        case StartStep(plan):
-            return f"StartStep {'; '.join(describe_plan(plan))}"
+        case StartStep(plan, ahead):
+            return f"StartStep {'; '.join(describe_plan(plan))}{'; ahead' if ahead else ''}"
         case Admitted() | Rejected() | Deliver() | Fail() | Ended() | ManagerFound():
             return repr(effect)
         case _:

@@ -32,6 +32,11 @@ class ScoringTurns:
         self._waiting.append(sequence)
         return True
 
+    @property
+    def pending(self) -> bool:
+        """`next` may have something to say."""
+        return bool(self._waiting)
+
     def next(self) -> Sequence | None:
         """Before every decision: the sequence whose turn has come, to be added to the scheduler. First come, first
         served."""

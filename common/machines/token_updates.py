@@ -23,24 +23,30 @@ class TokenUpdates:
         sequence = held.sequence
         if sampled.failure:
             return self._fail(sequence, sampled.failure)
-        request, tokens = sequence.request, sequence.tokens
+        tokens, token = sequence.tokens, sampled.token
         position = len(tokens)
-        tokens.append(sampled.token)
-        sampling = request.sampling
+        tokens.append(token)
         finish: FinishReason | None = None
-        if sampled.token in sampling.stop_token_ids:
+        if token in held.stop_ids:
             finish = FinishReason.STOP
-        elif position + 1 - request.prompt_tokens >= sampling.max_tokens:
+        elif position + 1 >= held.most_known:
             finish = FinishReason.LENGTH
         logprobs = held.logprobs
         if sampled.logprob is not None:
             logprobs.append(sampled.logprob)
-        start = position if sequence.repeat_from is None else sequence.repeat_from
-        sequence.repeat_from = None
         first_here = sequence.last_token_s is None
         sequence.last_token_s = now_s
         sequence.delivered += 1
-        self._updates.setdefault(request.gateway, []).append(
+        updates = self._updates.get(held.gateway)
+        if updates is None:
+            updates = self._updates[held.gateway] = []
+        if finish is None and not logprobs and not first_here and sequence.repeat_from is None:  # nearly all of them
+            updates.append(TokenUpdate(sequence.key, position, [token], cached_tokens=sequence.cached_tokens))
+            return None
+        request = sequence.request
+        start = position if sequence.repeat_from is None else sequence.repeat_from
+        sequence.repeat_from = None
+        updates.append(
             TokenUpdate(
                 request.attempt,
                 start,

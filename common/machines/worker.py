@@ -3,7 +3,8 @@
 Hosted by the live worker loop (`common/engine/worker_loop.py`) and by virtual-time hosts. After the last event of a
 `handle` call the next iteration is decided, if none is in flight: its effects follow those of the events, `StartStep`
 comes last. While a step is in flight nothing it reads or writes is freed: cancellations mark their sequences as
-aborting and take effect when the step ends.
+aborting and take effect when the step ends. On `PlanAhead` the step after it is begun behind it, if its rows are
+certain (`plan_ahead.py`); a sequence that ends with the first of the two is then dropped with the second.
 
 The parts: `KvSender` and `KvReceiver` move KV between workers, `ParkedPool` between device and host memory. Only this
 file talks to the scheduler. Messages that are no worker's business are refused by the host; here they are an error.
@@ -16,11 +17,13 @@ from random import Random
 from typing import assert_never, cast
 
 from cohort.common.errors import InvariantViolated
+from cohort.common.machines.computed_rows import note_computed
 from cohort.common.machines.effects import Dial, Send, StartStep, WorkerEffect
 from cohort.common.machines.events import (
     DrainEnded,
     DrainStarted,
     LinkAddresses,
+    PlanAhead,
     PromptScores,
     Received,
     ReportDue,
@@ -36,6 +39,7 @@ from cohort.common.machines.kv_receiver import KvReceiver
 from cohort.common.machines.kv_sender import KvSender, brings_back
 from cohort.common.machines.kv_stall import holds_up
 from cohort.common.machines.parked_pool import ParkedPool
+from cohort.common.machines.plan_ahead import AheadPlanner
 from cohort.common.machines.scored_prompts import ScoringTurns
 from cohort.common.machines.senders import may_say
 from cohort.common.machines.token_updates import TokenUpdates
@@ -80,6 +84,7 @@ class WorkerMachine:
         self.receiver = KvReceiver(state, lambda: self.sender.settling, self._arrived, self._fail)
         self.leases = self.receiver.leases
         self.pool = ParkedPool(state)
+        self._ahead = AheadPlanner(state, scheduler, self.receiver, self.pool)
         learned = scheduler.learned
         self.observed = LearnedTimes() if setup.settings.learns and not isinstance(learned, LearnedTimes) else None
         """What iterations take, learned here because the scheduler learns no such thing."""
@@ -91,6 +96,8 @@ class WorkerMachine:
         self._tokens = TokenUpdates(state)
         self._scoring = ScoringTurns(self._is_held)
         self._next_renewal_s = 0.0
+        self._repeats = False
+        """The step in flight was planned ahead and has the rows of the one before it."""
         self._ran: Ran | None = None
         self._revised: list[Sequence] = []
         """News for the next decision: the last iteration, and sequences with another prediction."""
@@ -117,6 +124,8 @@ class WorkerMachine:
                     self._reports.due(memory_free_bytes)
                 case StepFailed(reason=reason):
                     self._step_failed(now_s, reason)
+                case PlanAhead():
+                    self._plan_ahead(now_s)
                 case Undelivered(peer=peer):
                     self.sender.peer_lost(now_s, peer)
                     self.receiver.peer_lost(now_s, peer)
@@ -326,6 +335,15 @@ class WorkerMachine:
         self.state.in_flight = plan
         self._effects.append(StartStep(plan))
 
+    def _plan_ahead(self, now_s: float) -> None:
+        """Begin the next iteration behind the one in flight, if which rows it has is certain."""
+        news = bool(self._revised) or self._scoring.pending
+        plan = self._ahead.plan(news=news, prompt_step=self._prompt_step)
+        if plan is not None:
+            self.state.moved_s = now_s
+            self.state.ahead = plan
+            self._effects.append(StartStep(plan, ahead=True))
+
     def _decide(self, now_s: float) -> IterationPlan:
         counts_arriving = self.scheduler.wants_arriving
         arriving = self.receiver.arriving(self._prompt_step) if counts_arriving else 0
@@ -334,6 +352,7 @@ class WorkerMachine:
             self.scheduler.add(now_s, scored)
         news = News(self._ran, self._revised, arriving)
         self._ran, self._revised = None, []
+        self._ahead.decided()
         plan = self.scheduler.decide(now_s, self.kv, news)
         if counts_arriving:
             self._prompt_step = sum(row.count for row in plan.rows if row.count > 1) or self._prompt_step
@@ -343,37 +362,28 @@ class WorkerMachine:
         """The step in flight ran; `sampled` has one entry per row that reached the last known token."""
         for scores in event.scores:
             self._scored(scores)
-        plan, self.state.in_flight = self.plan_in_flight, None
-        counters, kv, held_of, aborting = self.counters, self.kv, self._held, self.state.aborting
-        counters.steps += 1
+        plan, self.state.in_flight, self.state.ahead = self.plan_in_flight, self.state.ahead, None
+        held_of = self._held
+        self.counters.steps += 1
         if plan.rows:
             self.state.averages.note(plan, event.latency_s)
-        if self.observed is not None:
-            self.observed.note(plan, event.latency_s, kv.geometry)
-        self._ran = Ran(plan, now_s, (*self.state.skipped_s, event.latency_s))
-        self.state.skipped_s = []
-        for row in plan.rows:
-            sequence = row.sequence
-            if aborting and held_of[sequence.key].aborting:
-                continue
-            sequence.computed = row.start + row.count
-            if row.count == 1 and sequence.output_tokens > 0:
-                counters.decode_tokens += 1
-            else:
-                counters.prefill_tokens += row.count
-            if sequence.prefill_done_s is None and sequence.computed >= len(sequence.request.tokens):
-                sequence.prefill_done_s = now_s
-            kv.committed(sequence)
+        if self.observed is not None and not self._repeats:  # which teaches nothing new
+            self.observed.note(plan, event.latency_s, self.kv.geometry)
+        behind = self.state.in_flight
+        self._repeats = behind is not None and len(behind.rows) == len(plan.rows)
+        if behind is None:
+            self._ran = Ran(plan, now_s, (*self.state.skipped_s, event.latency_s))
+            self.state.skipped_s = []
+        else:  # no decision follows
+            self.state.skipped_s.append(event.latency_s)
+        ending = note_computed(now_s, plan, self.state)
         add = self._tokens.add
         for sampled in event.sampled:
             held = held_of[sampled.attempt]
             finish = None if held.aborting else add(now_s, held, sampled)
             if finish is not None:
                 self._finished(now_s, held.sequence, finish)
-        for row in plan.rows:
-            sequence = row.sequence
-            if sequence.end is None:
-                continue  # no other worker takes over from here
+        for sequence in ending:
             known = held_of.get(sequence.key)
             if known is not None and known.sequence is sequence and not known.aborting:
                 self._after_row(now_s, sequence)
@@ -392,8 +402,8 @@ class WorkerMachine:
 
     def _step_failed(self, now_s: float, reason: str) -> None:
         """The forward itself failed: its requests are given back to be placed again, the worker lives on."""
-        plan, self.state.in_flight = self.plan_in_flight, None
-        self.state.skipped_s = []
+        plan, self.state.in_flight, self.state.ahead = self.plan_in_flight, None, None
+        self.state.skipped_s, self._repeats = [], False
         for held in self.pool.settle():  # whether their copies were made is unknown
             self._fail(now_s, held.sequence, reason)
         for row in plan.rows:
@@ -403,7 +413,10 @@ class WorkerMachine:
     def _drop_aborting(self, now_s: float) -> None:
         aborting, self.state.aborting = self.state.aborting, []
         for held in aborting:
-            self._drop(now_s, held.sequence, "cancelled")
+            if self.state.computes(held.sequence):  # a row of the step that was planned ahead
+                self.state.aborting.append(held)
+            else:
+                self._drop(now_s, held.sequence, "cancelled")
 
     def _after_row(self, now_s: float, sequence: Sequence) -> None:
         key = sequence.key
@@ -425,7 +438,7 @@ class WorkerMachine:
     def _finished(self, now_s: float, sequence: Sequence, finish: FinishReason) -> None:
         self.counters.finished[finish.value] = self.counters.finished.get(finish.value, 0) + 1
         self._ended(sequence, Outcome.FINISHED, finish.value)
-        self._drop(now_s, sequence, "finished before the handoff")
+        self._end(now_s, self._held[sequence.key], "finished before the handoff")
 
     def _cancel(self, now_s: float, key: Attempt, reason: str) -> None:
         self.receiver.forget_offers(key)
@@ -447,8 +460,8 @@ class WorkerMachine:
 
     def _end(self, now_s: float, held: Held, reason: str) -> None:
         """Drop it, now or when the step that computes its rows has ended."""
-        sequence, plan = held.sequence, self.state.in_flight
-        if plan is not None and any(row.sequence is sequence for row in plan.rows):
+        sequence = held.sequence
+        if self.state.computes(sequence):
             self.scheduler.remove(now_s, sequence)
             held.aborting = True
             self.state.aborting.append(held)

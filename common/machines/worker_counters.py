@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from cohort.common.policies.interface import IterationPlan
+
+NotAhead = Literal["prompts", "ended", "request", "kv_transfer", "news", "policy", "memory"]
+"""Why the step after the one in flight is not planned ahead: it has rows other than decode rows; none of its rows goes
+on; a row's sampling or segment needs the host between two tokens; KV is under way or copied; there is news that only a
+decision takes in; the scheduler might choose other rows; blocks lack."""
 
 
 @dataclass(slots=True)
@@ -50,4 +56,9 @@ class WorkerCounters:
     """Parked sequences moved to host memory (A2), prefetched back (A9), sent straight from there."""
     prefetched: int = 0
     from_host: int = 0
+    planned_ahead: int = 0
+    """Steps begun behind the one in flight, and requests for one that had to be refused, by `NotAhead`."""
+    not_ahead: dict[NotAhead, int] = field(default_factory=dict)
+    wasted_rows: int = 0
+    """Rows computed for sequences that had ended meanwhile."""
     finished: dict[str, int] = field(default_factory=dict)

@@ -87,12 +87,21 @@ class Held:
     """Of this attempt's output tokens, where asked for: they move with the request."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     aborting: bool = False
-    """Cancelled or failed while its rows are computed: dropped when the step ends."""
+    """Over while its rows are computed: dropped when the step ends."""
     parked_s: float = 0.0
     pooled: bool = False
     """Parked, or leaving from there, with its KV in host memory."""
     moving: bool = False
     """The step in flight copies its KV between device and host memory."""
+    gateway: InstanceId = field(init=False)
+    stop_ids: tuple[int, ...] = field(init=False)
+    most_known: int = field(init=False)
+    """Of the request, what every one of its tokens is told by: its owner, its end tokens, its last length."""
+
+    def __post_init__(self) -> None:
+        request = self.sequence.request
+        self.gateway, self.stop_ids = request.gateway, request.sampling.stop_token_ids
+        self.most_known = request.prompt_tokens + request.sampling.max_tokens
 
     @staticmethod
     def of(message: StartSegment, now_s: float, default_prediction: float) -> Held:
@@ -117,20 +126,23 @@ class Held:
 
 @dataclass(slots=True, eq=False)
 class WorkerState:
-    """Shared by the parts of one machine. Only the machine changes `held`, `aborting` and `in_flight`."""
+    """Shared by the parts of one machine. Only the machine changes `held`, `aborting`, `in_flight` and `ahead`."""
 
     setup: WorkerSetup
     kv: KvAllocator
     random: Random
     held: dict[Attempt, Held] = field(default_factory=dict)
     aborting: list[Held] = field(default_factory=list)
-    """Of `held`, those that are dropped when the step in flight has ended."""
+    """Of `held`, those that are dropped once no step in flight computes a row of theirs."""
     in_flight: IterationPlan | None = None
+    ahead: IterationPlan | None = None
+    """Begun behind the one in flight: its rows are rows of that one, one position on."""
     effects: list[WorkerEffect] = field(default_factory=list)
     counters: WorkerCounters = field(default_factory=WorkerCounters)
     averages: Averages = field(default_factory=Averages)
     skipped_s: list[float] = field(default_factory=list)
-    """Times of the iterations that repeated the plan in flight and were run as one with it."""
+    """Times of the iterations since the last decision that ended without another one: that were run as one with the
+    plan in flight (virtual time), or ahead of which the next was planned."""
     moved_s: float = 0.0
     """When a plan was made or a KV transfer got on last."""
     settings: WorkerSettings = field(init=False)
@@ -139,3 +151,10 @@ class WorkerState:
     def __post_init__(self) -> None:
         self.settings = self.setup.settings
         self.block_size = self.setup.capacity.block_size
+
+    def computes(self, sequence: Sequence) -> bool:
+        """It has a row in the step in flight or in the one behind it: its blocks are read and written."""
+        for plan in (self.in_flight, self.ahead):
+            if plan is not None and any(row.sequence is sequence for row in plan.rows):
+                return True
+        return False

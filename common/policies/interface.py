@@ -467,6 +467,13 @@ class IterationScheduler(ABC):
         and tell their times in the next `News.ran`, which must not lead to other decisions than one by one would."""
         return 0
 
+    def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
+        """Whether `decide`, asked when the iteration in flight has ended, could only choose `plan`: decode rows of that
+        iteration, one position on. It had rows of `leaving` sequences more, which end with it and are still to be
+        removed. `undecided`: iterations begun since the last decision beside the one that it chose; their times come
+        with the next `News.ran`. Live hosts ask at any moment while an iteration runs, and begin `plan` behind it."""
+        return False
+
     @property
     def learned(self) -> Learned | None:
         """None: it needs to know nothing about times. `LearnedTimes` of the package `step_times` are reported as well;

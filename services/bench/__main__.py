@@ -28,6 +28,7 @@ COMMANDS = {
     "recovery": (f"{_HERE}.live.recovery", "the longest wait for a token when a worker dies"),
     "engine": (f"{_HERE}.engine.command", "the CPU engine's steps against their floors, taken apart, their growth"),
     "in-process": (f"{_HERE}.engine.in_process_command", "the engine without the pipeline, in a closed loop"),
+    "host-time": (f"{_HERE}.engine.host_time_command", "the host's part of a decode step, by rows"),
     "mixed-lengths": (f"{_HERE}.engine.mixed_lengths_command", "what mixed prefix lengths cost in one step"),
     "mixed-iterations": (
         f"{_HERE}.engine.mixed_iterations_command",

@@ -129,6 +129,11 @@ class AlignedBatching(ContinuousBatching):
             low, high = (middle, high) if grown <= spare else (low, middle - 1)
         return low
 
+    def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
+        if self._sets_aside and kv.free_blocks + kv.cached_blocks < self._low_water(kv):
+            return False  # a sequence is evicted
+        return super().continues(plan, kv, leaving, undecided)
+
     def metrics(self) -> dict[str, float]:
         return {
             **super().metrics(),

@@ -68,6 +68,10 @@ class ClassRoundRobin(IterationScheduler):
         spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
         return alive == 0 or spare >= min(alive, kv.total_blocks // 50)
 
+    def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
+        """All are of one class then, and have every iteration."""
+        return len(plan.rows) + leaving == len(self._sequences)
+
     def metrics(self) -> dict[str, float]:
         return {
             "swapped": float(sum(1 for s in self._sequences.values() if s.phase is Phase.SWAPPED)),

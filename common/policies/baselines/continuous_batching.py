@@ -87,16 +87,20 @@ class ContinuousBatching(ArrivalQueues):
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
         """Every running sequence decodes, and no other can join: none waits, or rows, tokens or blocks are used up
         (and growing rows only use up more). In another order than that of arrival the next one to join may change."""
+        if plan.preempted or plan.copies or any(row.count != 1 for row in plan.rows):
+            return 0
+        return UNTIL_DISTURBED if self.continues(plan, kv, 0, 0) else 0
+
+    def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
         rows = len(plan.rows)
-        if plan.preempted or plan.copies or rows != len(self._running) or self._swapped:
-            return 0
-        if any(row.count != 1 for row in plan.rows):
-            return 0
+        if rows + leaving != len(self._running) or self._swapped:
+            return False
+        if not self._waiting:
+            return True
+        if leaving:  # another can join in its place
+            return False
         full = rows >= min(self._max_rows, self._max_step_tokens)
-        stands = not self._waiting or full
-        if not stands and self._prompts is None:
-            stands = not leaves_next_blocks(kv, self._running, self._waiting[0])
-        return UNTIL_DISTURBED if stands else 0
+        return full or (self._prompts is None and not leaves_next_blocks(kv, self._running, self._waiting[0]))
 
     def metrics(self) -> dict[str, float]:
         return {"swapped": float(len(self._swapped))}

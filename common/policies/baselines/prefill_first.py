@@ -87,5 +87,10 @@ class PrefillFirst(IterationScheduler):
         stands = not waiting or full or not self._leaves_headroom(waiting[0], kv, len(running))
         return UNTIL_DISTURBED if stands else 0
 
+    def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
+        if len(plan.rows) + leaving == len(self._sequences):
+            return True
+        return not leaving and self.steady_for(plan, kv) > 0
+
     def metrics(self) -> dict[str, float]:
         return {"swapped": float(len(self._in(Phase.SWAPPED)))}

@@ -122,6 +122,10 @@ class RankedBatching(IterationScheduler):
         full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
         return UNTIL_DISTURBED if full and running == len(plan.rows) and not self._evicting else 0
 
+    def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
+        """With a row for every sequence there is none to choose, whatever their order."""
+        return len(plan.rows) + leaving == len(self._sequences)
+
     def metrics(self) -> dict[str, float]:
         swapped = sum(1 for s in self._sequences.values() if s.phase is Phase.SWAPPED)
         return {"swapped": float(swapped), **self._ranking.metrics()}

@@ -122,14 +122,16 @@ class CohortBatching(IterationScheduler):
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
         """Every sequence decodes, no prompt waits, and the composition is in the table already. With prompts waiting
         the one that goes next changes as time passes."""
-        if plan.preempted or plan.copies or len(plan.rows) != len(self._running) or self._arriving:
+        if plan.preempted or plan.copies or self._arriving or any(row.count != 1 for row in plan.rows):
             return 0
-        if any(row.count != 1 for row in plan.rows):
-            return 0
-        if not self._times.knows(plan):
-            return 0
-        full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
-        return UNTIL_DISTURBED if full or not len(self._prompts) else 0
+        return UNTIL_DISTURBED if self._times.knows(plan) and self.continues(plan, kv, 0, 0) else 0
+
+    def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
+        """Another composition of rows may be new to the table: that of the last iteration is noted by `decide`."""
+        rows = len(plan.rows)
+        if rows + leaving != len(self._running):
+            return False
+        return not len(self._prompts) or (not leaving and rows >= min(self._limits.max_rows, self._limits.max_tokens))
 
     @property
     def learned(self) -> LearnedTimes:

@@ -95,18 +95,21 @@ class SloBatching(ArrivalQueues):
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
         """Every sequence decodes, none waits or none can join, and the composition is in the table already."""
-        if plan.preempted or plan.copies or len(plan.rows) != len(self._running) or self._swapped:
+        if plan.preempted or plan.copies or any(row.count != 1 for row in plan.rows) or self._arriving:
             return 0
-        if any(row.count != 1 for row in plan.rows) or self._arriving:
-            return 0
-        if not self._times.knows(plan):
-            return 0
+        return UNTIL_DISTURBED if self._times.knows(plan) and self.continues(plan, kv, 0, 0) else 0
+
+    def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
+        """Another composition of rows may be new to the table: that of the last iteration is noted by `decide`."""
+        if len(plan.rows) + leaving != len(self._running) or self._swapped:
+            return False
+        if not self._waiting:
+            return True
+        if leaving:  # another can join in its place
+            return False
         full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
         # The forecast changes from one iteration to the next; a lack of blocks does not.
-        stands = not self._waiting or full
-        if not stands and self._prompts is None:
-            stands = not leaves_next_blocks(kv, self._running, self._waiting[0])
-        return UNTIL_DISTURBED if stands else 0
+        return full or (self._prompts is None and not leaves_next_blocks(kv, self._running, self._waiting[0]))
 
     @property
     def learned(self) -> LearnedTimes:

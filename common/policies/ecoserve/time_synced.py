@@ -78,6 +78,8 @@ class TimeSynced(IterationScheduler):
         """Decodes are in the plan, so that the batch's clock counts its iterations."""
         self._forms_always = False
         """Decodes waited after the last decision, and every iteration that repeats it would form a batch again."""
+        self._left = False
+        """A sequence was removed since the last decision."""
         self._sharing: BlockSharing | None = None
         self._count = _Counters()
 
@@ -92,6 +94,7 @@ class TimeSynced(IterationScheduler):
             self._decodes[sequence.key] = sequence
 
     def remove(self, now_s: float, sequence: Sequence) -> None:
+        self._left = True
         known = self._prompts.remove(sequence) or self._batch.leave(sequence)
         known = self._decodes.pop(sequence.key, None) is not None or known
         known = self._prefilling.pop(sequence, None) is not None or known
@@ -103,6 +106,7 @@ class TimeSynced(IterationScheduler):
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         """E10 · EcoServe Algorithm 1."""
         self._take_in(now_s, kv, news)
+        self._left = False
         plan = IterationPlan()
         self._end_groups(kv)
         self._take_back(now_s, kv, plan)
@@ -168,6 +172,10 @@ class TimeSynced(IterationScheduler):
             return 0
         ends = [end for end in (self._batch.next_end, self._loans.next_due) if end is not None]
         return max(0, min(ends) - self._batch.clock - 1) if ends else 0
+
+    def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
+        """Whether one joins in the place of another that left is decided anew."""
+        return not leaving and not self._left and self.steady_for(plan, kv) > undecided
 
     def metrics(self) -> dict[str, float]:
         count = self._count

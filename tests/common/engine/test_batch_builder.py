@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from random import Random
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.engine.batch_builder import build_batch
+from cohort.common.engine.batch import StepBatch
+from cohort.common.engine.batch_builder import BatchBuilder, build_batch
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.interface import IterationPlan, Row
 from cohort.common.sequence import Sequence
@@ -62,6 +65,85 @@ def test_every_token_lands_in_its_slot(shapes: list[tuple[int, int, int]], direc
     assert (batch.directions is not None) == directed
     assert sampled == [row.sequence for row in rows if row.start + row.count == row.sequence.known]
     assert [row.position for row in batch.sampling] == [sequence.known for sequence in sampled]
+
+
+def _same(ours: StepBatch, fresh: StepBatch) -> bool:
+    """Whether both batches say the same; what is beyond a row's context says nothing."""
+    equal = all(
+        np.array_equal(getattr(ours, name), getattr(fresh, name))
+        for name in ("token_ids", "positions", "query_start", "context_lens", "slot_mapping", "sample_rows")
+    )
+    lens = zip(ours.block_tables, fresh.block_tables, -(-ours.context_lens // SIZE), strict=True)
+    drawn = zip(ours.sampling, fresh.sampling, strict=True)
+    return (
+        equal
+        and ours.scoring == fresh.scoring
+        and all(mine[:width].tolist() == theirs[:width].tolist() for mine, theirs, width in lens)
+        and all(mine == theirs or (mine.plain_greedy and theirs.plain_greedy) for mine, theirs in drawn)
+    )
+
+
+@given(st.integers(0, 2**32), st.booleans())
+def test_what_stands_from_step_to_step_is_what_would_be_built_anew(seed: int, directed: bool) -> None:
+    """Sequences come and go, are computed in chunks, skip steps, lose their blocks and get others."""
+    random = Random(seed)
+    kv = (Directed if directed else PagedAllocator)(KvGeometry(1, 1, 1, 1, SIZE), 200, 200, prefix_caching=False)
+    builder, alive = BatchBuilder(kv), list[Sequence]()
+    for step in range(30):
+        plan = IterationPlan()
+        if len(alive) < 6 and random.random() < 0.4:
+            greedy = {"temperature": 0} if random.random() < 0.5 else {}
+            alive.append(running(f"s{step}", random.randint(1, 9), 0, min_tokens=3, stop_token_ids=(7,), **greedy))  # type: ignore[arg-type]
+            kv.admit(alive[-1])
+        if alive and random.random() < 0.2:
+            kv.release(alive.pop(random.randrange(len(alive))).key)
+        if alive and random.random() < 0.2:
+            moved = random.choice(alive)
+            if moved.computed and random.random() < 0.5:
+                assert kv.swap_out(moved)
+                kv.admit(other := running(f"t{step}", 9, 0))
+                assert kv.swap_in(moved)
+                kv.release(other.key)
+                plan.copies = kv.take_copies()
+            else:
+                kv.release(moved.key)
+                moved.computed = 0
+                kv.admit(moved)
+        for sequence in alive:
+            if random.random() < 0.9:
+                count = min(sequence.uncomputed, random.choice([1, 1, 4]))
+                assert kv.extend(sequence, sequence.computed + count)
+                plan.rows.append(Row(sequence, sequence.computed, count))
+        if not plan.rows and not plan.copies:
+            continue
+        ours, sampled = builder.build(plan)
+        fresh, expected = build_batch(plan, kv)
+        assert _same(ours, fresh) and sampled == expected
+        for row in plan.rows:
+            row.sequence.computed += row.count
+            if row.sequence.computed == row.sequence.known:
+                row.sequence.tokens.append(random.randrange(1000))
+
+
+def test_a_step_behind_another_takes_its_tokens_from_it() -> None:
+    kv = PagedAllocator(KvGeometry(1, 1, 1, 1, SIZE), 20, 0, prefix_caching=False)
+    sequences = [running(name, 4, 3) for name in "abc"]
+    for sequence in sequences:
+        kv.admit(sequence)
+    builder = BatchBuilder(kv)
+    _, sampled = builder.build(IterationPlan(rows=[Row(sequence, 3, 1) for sequence in sequences]))
+    going_on = [sequences[0], sequences[2]]
+    for sequence in going_on:
+        kv.extend(sequence, 5)
+    plan = IterationPlan(rows=[Row(sequence, 4, 1) for sequence in going_on])
+    behind, also = builder.build(plan, sampled)
+    behind.check()
+    assert also == going_on
+    assert behind.token_source is not None and behind.token_source.tolist() == [0, 2]
+    for sequence, token in zip(sequences, (11, 12, 13), strict=True):
+        sequence.tokens.append(token)
+        sequence.computed = 4
+    assert _same(behind.after(np.array([11, 12, 13])), build_batch(plan, kv)[0])
 
 
 def test_end_tokens_are_banned_until_enough_is_there() -> None:

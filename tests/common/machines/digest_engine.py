@@ -3,19 +3,23 @@
 Each worker's cache is a list of slots. Computing position p writes a digest of tokens[:p+1] into its slot and first
 checks that all earlier slots of the row hold exactly the digests they should: stale, foreign, lost or half-transferred
 KV fails at once. The next token is a digest too, so a request's output is known beforehand whatever happens on the way.
+
+Steps are planned ahead, if wanted: some time into a step the engine asks for the next one, and begins it when the step
+has ended, with the tokens that it sampled itself, whatever the machine has been told by then.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
 from cohort.common.machines.effects import StartStep
-from cohort.common.machines.events import Sampled, StepEnded
+from cohort.common.machines.events import PlanAhead, Sampled, StepEnded
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.kv_interface import KvCopy
 from cohort.common.policies.padding import row_padding
+from cohort.common.types import Attempt
 from cohort.common.virtual_cluster.kv_flights import Flight
 from cohort.common.virtual_cluster.plugins import WorkerNode
 
@@ -64,14 +68,36 @@ class Memory:
                 self.device[d] = self.host[h]
 
 
-class DigestEngine:
-    """Steps of 5 ms and 1 ms a token, over `blocks` and `host_blocks` of `BLOCK` slots a worker."""
+@dataclass(slots=True, eq=False)
+class Begun:
+    """A step that was given to the engine. `tables`: its rows' blocks by then."""
 
-    def __init__(self, cluster: VirtualCluster, random: Random, blocks: int, host_blocks: int) -> None:
+    plan: IterationPlan
+    tables: list[list[int]]
+
+
+@dataclass(slots=True)
+class Device:
+    """The steps of one worker: running, and behind it; and the tokens that the last one sampled."""
+
+    steps: list[Begun] = field(default_factory=list)
+    sampled: dict[Attempt, int] = field(default_factory=dict)
+
+
+class DigestEngine:
+    """Steps of 5 ms and 1 ms a token, over `blocks` and `host_blocks` of `BLOCK` slots a worker. `plan_ahead`: the next
+    step is asked for at some moment of every step."""
+
+    def __init__(
+        self, cluster: VirtualCluster, random: Random, blocks: int, host_blocks: int, *, plan_ahead: bool = True
+    ) -> None:
         self._cluster = cluster
         self._random = random
         self._sizes = (blocks * BLOCK, host_blocks * BLOCK)
         self._memories: dict[WorkerNode, Memory] = {}
+        self._devices: dict[WorkerNode, Device] = {}
+        # Of its own, so that all else happens as without.
+        self._moments = Random(17) if plan_ahead else None
 
     def memory(self, node: WorkerNode) -> Memory:
         memory = self._memories.get(node)
@@ -83,8 +109,24 @@ class DigestEngine:
 
     def begin(self, node: WorkerNode, step: StartStep) -> None:
         node.worker.check()
-        plan = step.plan
-        self._cluster.events.at(self._cluster.now_s + 0.005 + 0.001 * plan.tokens, self._end, node, plan)
+        device, kv = self._devices.setdefault(node, Device()), node.worker.kv
+        assert len(device.steps) <= step.ahead
+        device.steps.append(Begun(step.plan, [list(kv.blocks(row.sequence.key)) for row in step.plan.rows]))
+        if len(device.steps) == 1:  # one that is ahead finds none where the host was stopped meanwhile
+            self._run(node, device)
+
+    def _run(self, node: WorkerNode, device: Device) -> None:
+        """The first of the device's steps starts now."""
+        begun = device.steps[0]
+        now_s, takes_s = self._cluster.now_s, 0.005 + 0.001 * begun.plan.tokens
+        if self._moments is not None:
+            self._cluster.events.at(now_s + self._moments.random() * takes_s, self._ask_ahead, node, begun)
+        self._cluster.events.at(now_s + takes_s, self._end, node, begun)
+
+    def _ask_ahead(self, node: WorkerNode, begun: Begun) -> None:
+        if node.alive and begun in self._devices[node].steps[:1]:
+            self._cluster.tell(node, PlanAhead())
+            node.worker.check()
 
     def about_to_tell(self, node: WorkerNode, events: tuple[object, ...]) -> None:
         pass
@@ -94,6 +136,7 @@ class DigestEngine:
 
     def died(self, node: WorkerNode) -> None:
         self._memories.pop(node, None)
+        self._devices.pop(node, None)
 
     def copy(self, flight: Flight) -> None:
         sender, receiver = flight.sender, flight.receiver
@@ -112,26 +155,32 @@ class DigestEngine:
             first = run.target * BLOCK
             slots[first : first + run.num_blocks * BLOCK] = [-1] * (run.num_blocks * BLOCK)
 
-    def _end(self, node: WorkerNode, plan: IterationPlan) -> None:
+    def _end(self, node: WorkerNode, begun: Begun) -> None:
         if not node.alive:
             return
-        memory = self.memory(node)
+        memory, device, plan = self.memory(node), self._devices[node], begun.plan
+        assert device.steps.pop(0) is begun
         for copy in plan.copies:
             if not copy.beside:
                 memory.move(copy)
-        sampled = self._rows(node, plan, memory.device)
+        sampled = self._rows(node, begun, memory.device, device.sampled)
+        device.sampled = {each.attempt: each.token for each in sampled}
         for copy in plan.copies:  # as late as can be: no row may need them
             if copy.beside:
                 memory.move(copy)
+        if device.steps:  # it does not wait for the host
+            self._run(node, device)
         self._cluster.tell(node, StepEnded(sampled, 0.01))
         node.worker.check()
 
-    def _rows(self, node: WorkerNode, plan: IterationPlan, slots: list[int]) -> list[Sampled]:
-        kv, sampled = node.worker.kv, []
+    def _rows(self, node: WorkerNode, begun: Begun, slots: list[int], before: dict[Attempt, int]) -> list[Sampled]:
+        plan, kv, sampled = begun.plan, node.worker.kv, []
         padding = row_padding(plan.rows, plan.padded_to, kv) if plan.padded_to else [0] * len(plan.rows)
-        for row, filled in zip(plan.rows, padding, strict=True):
+        for row, blocks, filled in zip(plan.rows, begun.tables, padding, strict=True):
             tokens = row.sequence.tokens
-            blocks, directions = kv.blocks(row.sequence.key), kv.directions(row.sequence.key)
+            if row.start == len(tokens):  # planned ahead, and the host does not know the token, or will not
+                tokens = [*tokens, before[row.sequence.key]]
+            directions = kv.directions(row.sequence.key)
             for position in range(row.start + row.count):
                 offset = position % BLOCK
                 if directions is not None and directions[position // BLOCK]:
@@ -146,6 +195,6 @@ class DigestEngine:
                     slots[slot] = value
             for position in range(row.start + row.count, row.start + row.count + filled):
                 slots[blocks[position // BLOCK] * BLOCK + position % BLOCK] = -1  # the engine writes there too
-            if row.start + row.count == row.sequence.known:
+            if row.start + row.count == len(tokens):
                 sampled.append(Sampled(row.sequence.key, next_token(tokens)))
         return sampled

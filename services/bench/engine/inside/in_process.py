@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from cohort.common.config import Config
 from cohort.common.engine.batch import StepOutput
-from cohort.common.engine.batch_builder import build_batch
+from cohort.common.engine.batch_builder import BatchBuilder
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.worker_process import capacity_of
 from cohort.common.machines.effects import StartStep
@@ -57,6 +57,7 @@ class InProcessEngine:
             compose.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks),
             random.Random(0),
         )
+        self._builder = BatchBuilder(self._machine.kv)
         self._submitted: list[WorkerEvent] = []
         self._next: IterationPlan | None = None
         self.engine_s = 0.0
@@ -86,7 +87,7 @@ class InProcessEngine:
         plan, self._next = self._next, None
         if plan is None:
             return []
-        batch, sampling = build_batch(plan, self._machine.kv)
+        batch, sampling = self._builder.build(plan)
         started = time.monotonic()
         output = self._runner.execute(batch)
         latency_s = time.monotonic() - started

@@ -26,6 +26,7 @@ import msgspec
 
 from cohort.common import paths
 from cohort.common.config import Config, load_config
+from cohort.common.engine.batch_builder import BatchBuilder
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.worker_process import load_runner
 from cohort.common.errors import CohortError
@@ -231,7 +232,7 @@ def measure_shares(config: Config, runner: ModelRunner, rows: int, context: int,
     targets = [
         *engine_targets(),
         *in_process.machine_targets(),
-        Target(in_process, "build_batch", "build"),
+        Target(BatchBuilder, "build", "build"),
         Target(InProcessEngine, "step", "glue"),
     ]
     plain_s, parts = [], list[dict[StepPart, float]]()

@@ -13,10 +13,10 @@ from safetensors import safe_open
 
 from cohort.common.config import load_config
 from cohort.common.engine import model_runner
+from cohort.common.engine.batch_builder import BatchBuilder
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.machines.worker import WorkerMachine
 from cohort.kernels import native
-from cohort.services.bench.engine.inside import in_process
 from cohort.services.bench.engine.inside.allocations import allocations_in, decode_allocations, profiler_available
 from cohort.services.bench.engine.inside.attention import measure_attention
 from cohort.services.bench.engine.inside.clocks import StepClock, Target, clocked, engine_targets
@@ -132,7 +132,7 @@ def test_time_inside_another_clocked_function_counts_there_alone(monkeypatch: py
 
 
 def test_clocks_leave_no_trace_even_after_an_error() -> None:
-    targets = [*engine_targets(), Target(WorkerMachine, "_plan", "plan"), Target(in_process, "build_batch", "build")]
+    targets = [*engine_targets(), Target(WorkerMachine, "_plan", "plan"), Target(BatchBuilder, "build", "build")]
     before = [getattr(target.owner, target.name) for target in targets]
     with pytest.raises(RuntimeError), clocked(StepClock(), targets):
         assert all(

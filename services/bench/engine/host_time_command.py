@@ -1,0 +1,52 @@
+"""`cohort bench host-time`: the host's part of a decode step by rows: completed, planned, built, filled.
+
+Once with every step decided after the one before it, and once planned ahead, while that one would run. Processor time
+of the one thread that does it, in microseconds; no model is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from dataclasses import asdict
+
+from cohort.services.bench.output import markdown_table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    parser.add_argument("--preset", default="unified", help="whose policies")
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--context", type=int, default=512, help="prompt tokens of every row")
+    parser.add_argument("--steps", type=int, default=100, help="steps measured; their median is shown")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of every request; 0 = greedy")
+    parser.add_argument("--json", action="store_true", help="a list of objects instead of the table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Everything from parsed options. Raises `CohortError`."""
+    from cohort.services.bench.engine.inside.host_time import measure
+
+    with contextlib.redirect_stdout(sys.stderr):  # logs
+        found = [
+            measure(args.preset, rows, args.context, args.steps, ahead=ahead, temperature=args.temperature)
+            for rows in args.rows
+            for ahead in (False, True)
+        ]
+    if args.json:
+        json.dump([asdict(each) for each in found], sys.stdout, indent=1)
+        return 0
+    rows = [
+        [
+            str(each.rows),
+            "ahead" if each.ahead else "after",
+            *(f"{us:.0f}" for us in (each.completed_us, each.planned_us, each.built_us, each.filled_us)),
+            f"{each.whole_us:.0f}",
+        ]
+        for each in found
+    ]
+    header = ["completed, µs", "planned, µs", "built, µs", "filled, µs", "together, µs"]
+    sys.stdout.write(markdown_table(["rows", "planned"], header, rows) + "\n")
+    return 0

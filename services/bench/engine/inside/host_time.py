@@ -1,0 +1,191 @@
+"""The host's part of a decode step, without a model: what lies between two steps where none is planned ahead.
+
+A real `WorkerMachine` with a preset's policies, the batch builder, and the standing buffers of a GPU's decode step on
+the processor. Times are of this thread on a processor, so that other processes on the machine do not count.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from cohort.common.config import load_config
+from cohort.common.engine.batch_builder import BatchBuilder
+from cohort.common.engine.decode_classes import CaptureBudget
+from cohort.common.engine.static_decode import DecodeOutput, Recorded, StaticDecode
+from cohort.common.engine.step_inputs import StepInputs
+from cohort.common.machines.effects import StartStep
+from cohort.common.machines.events import PlanAhead, Received, Sampled, StepEnded, WorkerEvent
+from cohort.common.machines.worker import WorkerMachine
+from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
+from cohort.common.messages import StartSegment
+from cohort.common.policies import compose
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.sequence import Sequence
+from cohort.common.types import Attempt, KvGeometry, Request, Role, SamplingParams, Segment, WorkerCapacity
+
+_BLOCK = 16
+_VOCABULARY = 128_256
+_OUTPUT = 4096
+"""Tokens that a row could have: more than it gets before all prompts are computed and all steps measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostTime:
+    """Microseconds of processor time a step, medians over `steps`. `completed`: the step's tokens told to the machine.
+    `planned`: its decision, or the plan ahead. `built`: the arrays. `filled`: those in the buffers that a GPU reads."""
+
+    preset: str
+    rows: int
+    context: int
+    ahead: bool
+    steps: int
+    completed_us: float
+    planned_us: float
+    built_us: float
+    filled_us: float
+
+    @property
+    def whole_us(self) -> float:
+        return self.completed_us + self.planned_us + self.built_us + self.filled_us
+
+
+class _NothingRecorder:
+    """Steps that compute nothing: what remains is the host's part."""
+
+    def record(self, step: Callable[[], DecodeOutput]) -> Recorded:
+        nothing = DecodeOutput(torch.zeros(0), torch.zeros(0, dtype=torch.int64), None)
+        return Recorded(lambda: nothing, 0)
+
+
+class _NoModel:
+    """Never called."""
+
+    sampled_states: Tensor | None = None
+
+    def forward(self, step: StepInputs, kv: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class _Worker:
+    """`rows` sequences that decode for ever, as far as a measurement goes."""
+
+    def __init__(self, preset: str, rows: int, context: int, steps: int, temperature: float) -> None:
+        config = load_config(preset=preset, overrides={"engine": {"max_rows": max(256, rows)}})
+        positions = context + _OUTPUT
+        blocks = rows * -(-positions // _BLOCK) + 64
+        geometry = KvGeometry(1, 1, 1, 2, _BLOCK)
+        kv = compose.allocation(config, geometry, blocks, 0)
+        capacity = WorkerCapacity(Role.UNIFIED, "m", positions, 1, 1, 1, 2, _BLOCK, blocks, 0, max(256, rows), 8192)
+        settings = WorkerSettings((), 30.0, 30.0, 30.0, 256.0)
+        setup = WorkerSetup("unified", 1, "", "manager", capacity, settings)
+        self.machine = WorkerMachine(setup, compose.iteration(config), kv, random.Random(0))
+        self.plan: IterationPlan | None = None
+        self.planned_s = 0.0
+        self._clock_plans()
+        self.now_s = 0.0
+        params = SamplingParams(max_tokens=_OUTPUT - steps, temperature=temperature, stop_token_ids=(2,))
+        for index in range(rows):
+            tokens = [3 + index] * context
+            request = Request(Attempt(f"request-{index}", 1), "gateway", tokens, context, params, 0.0)
+            self.tell(Received("manager", StartSegment(request, [Segment(0, None, "unified")], 0, "")))
+
+    def tell(self, *events: WorkerEvent) -> None:
+        self.now_s += 0.01
+        effects = self.machine.handle(self.now_s, *events)
+        if effects and isinstance(effects[-1], StartStep):
+            self.plan = effects[-1].plan
+
+    def ended(self, sampling: list[Sequence]) -> None:
+        self.tell(StepEnded([Sampled(sequence.key, 1) for sequence in sampling], 0.01))
+
+    def _clock_plans(self) -> None:
+        """Of `WorkerMachine.handle` it is the part that decides."""
+        plan: Callable[[float], None] = self.machine._plan
+
+        def clocked(now_s: float) -> None:
+            began_s = time.thread_time()
+            plan(now_s)
+            self.planned_s = time.thread_time() - began_s
+
+        machine: Any = self.machine
+        machine._plan = clocked
+
+
+def measure(preset: str, rows: int, context: int, steps: int, *, ahead: bool, temperature: float = 0.0) -> HostTime:
+    """Decode steps of so many rows, one after the other or each planned while the one before it runs."""
+    worker = _Worker(preset, rows, context, steps, temperature)
+    builder = BatchBuilder(worker.machine.kv)
+    kv = torch.zeros(worker.machine.kv.total_blocks + 1, 1, 2, 1, _BLOCK, 1)
+    decode = StaticDecode(
+        _NoModel(),
+        kv,
+        spare_block=worker.machine.kv.total_blocks,
+        max_rows=max(rows, 1),
+        max_context=context + _OUTPUT,
+        vocabulary=_VOCABULARY,
+        device=torch.device("cpu"),
+    )
+    decode.record(_NothingRecorder(), CaptureBudget(1 << 40))
+    sampling: list[Sequence] = []
+    while sum(s.output_tokens > 1 for s in worker.machine.sequences()) < rows:  # prompts
+        plan, worker.plan = worker.plan, None
+        if plan is None:
+            raise RuntimeError(f"{preset} runs nothing")
+        _, sampling = builder.build(plan)
+        worker.ended(sampling)
+    parts: list[tuple[float, float, float, float]] = []
+    plan, worker.plan = worker.plan, None
+    if plan is None:
+        raise RuntimeError(f"{preset} runs nothing")
+    _, sampling = builder.build(plan)
+    with _no_collection():
+        for _ in range(steps):
+            if ahead:
+                worker.planned_s = 0.0
+                began_s = time.thread_time()
+                worker.tell(PlanAhead())
+                planned_s = time.thread_time() - began_s
+            else:
+                began_s = time.thread_time()
+                worker.ended(sampling)
+                planned_s = worker.planned_s
+                completed_s = time.thread_time() - began_s - planned_s
+            plan, worker.plan = worker.plan, None
+            if plan is None or len(plan.rows) != rows:
+                raise RuntimeError(f"{preset} does not plan these rows {'ahead' if ahead else 'again'}")
+            began_s = time.thread_time()
+            batch, following = builder.build(plan, sampling if ahead else None)
+            built_s = time.thread_time() - began_s
+            rows_class = decode.takes(batch)
+            if rows_class is None:
+                raise RuntimeError("no class of recorded steps takes these rows")
+            before = torch.zeros(rows, dtype=torch.int64) if ahead else None
+            began_s = time.thread_time()
+            decode.run(batch, rows_class, before)
+            filled_s = time.thread_time() - began_s
+            if ahead:
+                began_s = time.thread_time()
+                worker.ended(sampling)
+                completed_s = time.thread_time() - began_s
+            sampling = following
+            parts.append((completed_s, planned_s, built_s, filled_s))
+    return HostTime(preset, rows, context, ahead, steps, *(1e6 * median(part) for part in zip(*parts, strict=True)))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,206 @@
+"""The live host of a worker's machine, with a real engine and a bus that a test holds: steps planned ahead or not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import structlog
+import torch
+from prometheus_client import CollectorRegistry
+
+from cohort.common.config import load_config
+from cohort.common.engine.device_memory import DeviceShare
+from cohort.common.engine.worker_loop import WorkerLoop
+from cohort.common.engine.worker_process import capacity_of
+from cohort.common.machines.worker import WorkerMachine
+from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
+from cohort.common.messages import Message, SegmentEnded, StartSegment, TokenBatch
+from cohort.common.policies import compose
+from cohort.common.service import ServiceContext
+from cohort.common.types import Attempt, FinishReason, Request, Role, SamplingParams, Segment
+from tests.common.engine.driver import make_runner, random_prompts
+
+ModelFolder = Callable[[str], Path]
+
+
+@dataclass
+class HeldBus:
+    """Takes what is said, and hands over what the test puts in."""
+
+    endpoint: str = "inproc://worker"
+    inbox: asyncio.Queue[tuple[str, Message]] = field(default_factory=asyncio.Queue)
+    said: list[Message] = field(default_factory=list)
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def connect(self, peer: str, endpoint: str) -> None:
+        pass
+
+    def disconnect(self, peer: str) -> None:
+        pass
+
+    def watch(self, lost: Callable[[str], None]) -> None:
+        pass
+
+    def send(self, peer: str, message: Message) -> None:
+        self.said.append(message)
+        self.heard.set()
+
+    async def receive(self) -> tuple[str, Message]:
+        return await self.inbox.get()
+
+    def take(self) -> tuple[str, Message] | None:
+        return None if self.inbox.empty() else self.inbox.get_nowait()
+
+    async def close(self) -> None:
+        pass
+
+    def updates(self) -> dict[str, tuple[list[int], FinishReason | None]]:
+        """By request: its tokens, and how it ended."""
+        found: dict[str, tuple[list[int], FinishReason | None]] = {}
+        for message in self.said:
+            for update in message.updates if isinstance(message, TokenBatch) else ():
+                tokens, _ = found.get(update.attempt.request_id, ([], None))
+                found[update.attempt.request_id] = ([*tokens, *update.tokens], update.finish)
+        return found
+
+    async def until(self, done: Callable[[], bool]) -> None:
+        async with asyncio.timeout(120):
+            while not done():
+                self.heard.clear()
+                await self.heard.wait()
+
+
+@dataclass
+class Running:
+    bus: HeldBus
+    machine: WorkerMachine
+    registry: CollectorRegistry
+    runner: Any
+
+
+@asynccontextmanager
+async def worker(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, plan_ahead: bool, device_steps: bool
+) -> AsyncIterator[Running]:
+    config = load_config(overrides={"engine": {"plan_ahead": plan_ahead, "max_rows": 8}})
+    share = DeviceShare(graphs=1 << 40)
+    engine = ThreadPoolExecutor(1)
+    runner = make_runner(folder, device_steps=device_steps, share=share, num_blocks=80)
+    runner.warm_up()
+    begin = runner._begin
+
+    def slow(batch: Any) -> Any:  # a tiny model's step is over before the event loop can plan another
+        time.sleep(0.01)
+        return begin(batch)
+
+    monkeypatch.setattr(runner, "_begin", slow)
+    bus, registry = HeldBus(), CollectorRegistry()
+    log = structlog.get_logger("test")
+
+    class Clock:
+        def now_s(self) -> float:
+            return time.monotonic()
+
+    context = ServiceContext(config, "unified-0", "unified", 1, bus, log, Clock(), registry, tmp_path)  # type: ignore[arg-type]
+    capacity = capacity_of(config, Role.UNIFIED, runner, "tiny")
+    machine = WorkerMachine(
+        WorkerSetup("unified-0", 1, bus.endpoint, "manager", capacity, WorkerSettings.of(config, ())),
+        compose.iteration(config),
+        compose.allocation(config, capacity.geometry, capacity.num_blocks, 0),
+        Random(0),
+    )
+    loop = asyncio.create_task(WorkerLoop(context, runner, {}, machine, machine, None, engine).run())
+    try:
+        yield Running(bus, machine, registry, runner)
+    finally:
+        context.stopping.set()
+        await loop
+        engine.shutdown()
+
+
+def request(name: str, prompt: list[int], **sampling: Any) -> tuple[str, Message]:
+    asked = Request(Attempt(name, 1), "gateway", prompt, len(prompt), SamplingParams(**sampling), 0.0)
+    return "manager", StartSegment(asked, [Segment(0, None, "unified-0")], 0, "inproc://gateway")
+
+
+async def _answers(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, plan_ahead: bool, device_steps: bool
+) -> tuple[Any, Running]:
+    """Of six requests that come in two waves, greedy and drawn, ended by length, by a stop token, with penalties."""
+    prompts = random_prompts((5, 17, 9, 3, 12, 8))
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "seed": 3},
+        {"temperature": 1.0, "seed": 5, "top_p": 0.9, "logprobs": 2},
+        {"temperature": 0.8, "seed": 8, "stop_token_ids": tuple(range(0, 199, 13)), "min_tokens": 6},
+        {"temperature": 0.7, "seed": 9, "stop_token_ids": tuple(range(0, 199, 9))},
+        {"temperature": 0.5, "seed": 7, "frequency_penalty": 0.7},
+    ]
+    lengths = (40, 31, 36, 40, 40, 12)
+    async with worker(folder, tmp_path, monkeypatch, plan_ahead=plan_ahead, device_steps=device_steps) as running:
+        bus = running.bus
+        asked = [
+            request(f"r{index}", prompt, max_tokens=length, **kind)
+            for index, (prompt, kind, length) in enumerate(zip(prompts, kinds, lengths, strict=True))
+        ]
+        for each in asked[:4]:
+            bus.inbox.put_nowait(each)
+        await bus.until(lambda: len(bus.updates().get("r0", ([], None))[0]) > 8)
+        for each in asked[4:]:
+            bus.inbox.put_nowait(each)
+        await bus.until(lambda: sum(finish is not None for _, finish in bus.updates().values()) == len(asked))
+        await bus.until(lambda: running.machine.idle)
+        running.machine.check()
+        assert running.machine.kv.owners() == {}
+        return bus.updates(), running
+
+
+@pytest.mark.parametrize("device_steps", [False, True])
+async def test_the_same_tokens_with_steps_planned_ahead(
+    model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_steps: bool
+) -> None:
+    folder = model_folder("llama")
+    after, plain = await _answers(folder, tmp_path, monkeypatch, plan_ahead=False, device_steps=device_steps)
+    ahead, running = await _answers(folder, tmp_path, monkeypatch, plan_ahead=True, device_steps=device_steps)
+    assert ahead == after
+    assert plain.machine.counters.planned_ahead == 0
+    counters = running.machine.counters
+    assert counters.planned_ahead > 5
+    assert counters.finished["stop"] > 0
+
+
+async def test_a_failed_step_costs_its_requests_and_nothing_else(
+    model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = random_prompts((6,))[0]
+    async with worker(model_folder("llama"), tmp_path, monkeypatch, plan_ahead=True, device_steps=False) as running:
+        bus, runner, calls = running.bus, running.runner, 0
+        begin = runner._begin
+
+        def broken(batch: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 12:
+                raise RuntimeError("broken")
+            return begin(batch)
+
+        monkeypatch.setattr(runner, "_begin", broken)
+        bus.inbox.put_nowait(request("a", prompt, max_tokens=60, temperature=0.0))
+        await bus.until(lambda: any(isinstance(said, SegmentEnded) for said in bus.said))
+        (ended,) = [said for said in bus.said if isinstance(said, SegmentEnded)]
+        assert (ended.attempt.request_id, ended.outcome.value) == ("a", "failed")
+        assert running.machine.idle and running.machine.kv.owners() == {}
+        bus.inbox.put_nowait(request("b", prompt, max_tokens=20, temperature=0.0))
+        await bus.until(lambda: len(bus.updates().get("b", ([], None))[0]) == 20)
+        first, second = bus.updates()["a"][0], bus.updates()["b"][0]
+        assert second[: len(first)] == first[:20]
+        assert torch.isfinite(runner.kv.blocks).all()

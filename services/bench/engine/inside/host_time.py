@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cohort.common.config import load_config
 from cohort.common.engine.batch_builder import BatchBuilder

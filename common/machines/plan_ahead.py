@@ -109,12 +109,13 @@ class AheadPlanner:
     def _reserve(self, rows: list[Row]) -> bool:
         """Blocks for the rows; False and no change where they lack."""
         kv = self._state.kv
+        if not kv.grows_by_block:
+            return False  # shared and lent blocks: only a decision knows whether the next slot is still the row's own
         size = kv.geometry.block_size
-        growing = [row for row in rows if row.start % size == 0] if kv.grows_by_block else rows
+        growing = [row for row in rows if row.start % size == 0]
         growing = [row for row in growing if row.start >= len(kv.blocks(row.sequence.key)) * size]
         if not growing:
             return True
-        # Where blocks are moved and lent a decision has to find them.
-        if not kv.grows_by_block or len(growing) > kv.free_blocks + kv.cached_blocks:
+        if len(growing) > kv.free_blocks + kv.cached_blocks:
             return False
         return all([kv.extend(row.sequence, row.start + 1) for row in growing])

@@ -34,6 +34,8 @@ from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt
 
 _PATIENT, _FEASIBLE, _LATE = 0, 1, 2
+_QUICK = 0.25
+"""Of the longest step: a prompt that takes no more never waits for a longer one, whoever is late for its sake."""
 _PLANNED = 128
 """Prompts of a priority that are planned together, the shortest: what a decision costs is bounded."""
 _REPRICED = 0.1
@@ -45,16 +47,22 @@ class PromptOrder:
     """`first`, of those that can still make it: `most_in_time` ranks them by length as `shortest` does, and the queue
     plans them (`PromptQueue.plan`). `patience_s`: after so long a client is about to give up, and its request goes
     before all others of its class. `caution`: time of a prompt beside decode rows, relative to alone; and what a plan
-    allows for what it cannot foresee."""
+    allows for what it cannot foresee. `quick_s`: prompts of so little work go first in every plan, so that no long
+    prompt holds a short one up, however soon its own first token is due."""
 
     first: Literal["most_in_time", "shortest", "earliest_due", "fcfs"] = "shortest"
     patience_s: float = 60.0
     caution: float = 1.3
+    quick_s: float = 0.0
 
     @classmethod
     def of(cls, options: CohortConfig) -> PromptOrder:
         """The one order of a pipeline: schedulers compute by it, the placement forecasts by it."""
-        return cls(first=options.prompt_order if options.ablation.ordered else "fcfs", patience_s=options.patience_s)
+        return cls(
+            first=options.prompt_order if options.ablation.ordered else "fcfs",
+            patience_s=options.patience_s,
+            quick_s=_QUICK * options.longest_step_s,
+        )
 
     def rank(self, now_s: float, sequence: Sequence, token_s: float) -> tuple[RankKey, float]:
         """Its place now, and the moment from which on it has another one (infinite if none is foreseen). `token_s`:
@@ -132,6 +140,7 @@ class PromptQueue:
             if key[2] == _FEASIBLE:
                 some, rest = group[:_PLANNED], group[_PLANNED:]
                 kept, left_out = most_in_time([(due_s(s), s.uncomputed * token_s) for s in some], at_s)
+                kept.sort(key=lambda index: some[index].uncomputed * token_s > self._order.quick_s)
                 group = [some[index] for index in kept]
                 planned += [*group, *(some[index] for index in sorted(left_out)), *rest]
             else:

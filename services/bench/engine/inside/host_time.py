@@ -73,7 +73,7 @@ class _NoModel:
     sampled_states: Tensor | None = None
 
     def forward(self, step: StepInputs, kv: Tensor) -> Tensor:
-        raise NotImplementedError
+        raise RuntimeError("a step that is measured computes nothing")
 
 
 class _Worker:

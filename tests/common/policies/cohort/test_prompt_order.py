@@ -113,6 +113,15 @@ def test_a_plan_keeps_the_urgent_long_prompt_that_shortest_first_would_lose() ->
     assert planned(0.0, prompts) == ["tiny", "long", "short"]
 
 
+def test_a_short_prompt_never_waits_for_a_long_one_that_is_due() -> None:
+    """Whatever that one loses: a request may cost its neighbours no more than a step."""
+    queue = PromptQueue(PromptOrder(first="most_in_time", caution=1.0, quick_s=100 * TOKEN_S))
+    for each in (promised("long", 950), promised("quick", 100, ttft_s=9.0), promised("short", 200, ttft_s=9.0)):
+        queue.add(0.0, each)
+    queue.advance(0.0, TOKEN_S)
+    assert [each.request_id for each in queue.plan(0.0, 0.0)] == ["quick", "long", "short"]
+
+
 def test_a_plan_leaves_out_the_longest_where_not_all_make_it() -> None:
     prompts = [promised("long", 900, ttft_s=0.95), promised("one", 400), promised("two", 500)]
     assert planned(0.0, prompts) == ["one", "two", "long"]

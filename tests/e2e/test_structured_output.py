@@ -80,7 +80,7 @@ def test_answers_conform_and_are_the_same_after_preemptions(tmp_path: Path, defa
                 jsonschema.validate(json.loads(answer.text), PERSON)
 
         question = [{"role": "user", "content": "What is the capital of France?"}]
-        assert "Paris" in chat(pipeline, messages=question, max_tokens=40)["message"]["content"]
+        assert "Paris" in chat(pipeline, messages=question, max_tokens=40, temperature=0)["message"]["content"]
         weather = [{"role": "user", "content": "What is the weather in Paris?"}]
         called = chat(pipeline, messages=weather, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
         assert called["finish_reason"] == "tool_calls" and called["message"]["content"] is None

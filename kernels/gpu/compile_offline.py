@@ -26,6 +26,8 @@ from cohort.kernels.gpu.plan import decode_plan
 from cohort.kernels.gpu.variants import Served, compile_only, launches
 
 _MULTIPROCESSORS = 132
+_SPILLED_LIMIT = 32
+"""Bytes of a thread, eight registers: releases of Triton differ by as many, and a kernel does not notice."""
 _SHARED_LIMIT = 227 << 10
 _MAX_ROWS = 256
 
@@ -62,7 +64,7 @@ class Compiled:
 
     @property
     def fits(self) -> bool:
-        return self.spilled_bytes == 0 and self.shared_bytes <= _SHARED_LIMIT
+        return self.spilled_bytes <= _SPILLED_LIMIT and self.shared_bytes <= _SHARED_LIMIT
 
 
 class AbsentGpu:
@@ -134,7 +136,7 @@ def markdown(shape: str, compiled: list[Compiled]) -> str:
 
 
 def main() -> int:
-    """One line per variant; 1 when one spills or does not fit."""
+    """One line per variant; 1 when one spills more than a few registers or does not fit."""
     parser = argparse.ArgumentParser(prog="python -m cohort.kernels.gpu.compile_offline", description=__doc__)
     parser.add_argument("--capability", type=int, default=90, help="compute capability × 10 (default: %(default)s)")
     parser.add_argument("--model", choices=list(SHAPES), action="append", help="only this one's shapes; repeatable")

@@ -158,7 +158,7 @@ async def test_no_slot_in_time_is_a_failed_transfer() -> None:
     assert all(error and "staging" in error for error in b.received) and all(a.sent)
     for slot in slots:
         b.agent._receive_slots.give_back(slot)
-    await until(lambda: not b.agent._tasks)
+    await until(lambda: not (a.agent._tasks or b.agent._tasks))
     check_over(a, b, 8)
 
 
@@ -176,7 +176,7 @@ async def test_changed_bytes_are_found_before_they_are_scattered() -> None:
         a.link.flip = True
         before = b.kv.blocks.clone()
         a.send_to(b, scattered(8))
-        await until(lambda: len(b.received) == 8 and len(a.sent) == 8 and not b.agent._tasks)  # noqa: B023
+        await until(lambda: len(b.received) == 8 and len(a.sent) == 8 and not (a.agent._tasks or b.agent._tasks))  # noqa: B023
         assert all(error and "differ" in error for error in b.received)
         assert torch.equal(b.kv.blocks, before)
         check_over(a, b, 8)

@@ -10,7 +10,7 @@ import pytest
 
 
 @pytest.mark.slow
-def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path):
+def test_every_kernel_compiles_for_hopper_and_spills_next_to_nothing(tmp_path):
     tables = tmp_path / "tables.md"
     command = [sys.executable, "-P", "-m", "cohort.kernels.gpu.compile_offline", "--model", "Llama-3-8B"]
     command += ["--max-rows", "20", "--markdown", str(tables)]

@@ -101,7 +101,8 @@ def cells(
     """Those of the named workloads, systems, loads and seeds; of all (usual) ones where none is named. Raises
     `ConfigError`."""
     usual = [name for name, system in spec.systems.items() if system.usual]
-    found = []
+    found: list[Cell] = []
+    checked: set[tuple[str, str]] = set()
     for workload in _named("workload", workloads, spec.workloads):
         asked = spec.workloads[workload]
         for load in loads or asked.loads or spec.loads:
@@ -125,7 +126,9 @@ def cells(
                         predictor_sigma=spec.predictor_sigma,
                         options={**spec.set, **asked.set, **compared.set},
                     )
-                    configuration(cell)
+                    if (workload, system) not in checked:  # loads and seeds change no option
+                        configuration(cell)
+                        checked.add((workload, system))
                     found.append(cell)
     return found
 

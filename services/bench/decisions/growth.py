@@ -7,11 +7,9 @@ Pure policies, one core, no model.
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -26,6 +24,7 @@ from cohort.common.policies.interface import NO_NEWS, IterationPlan
 from cohort.common.sequence import Sequence as Running
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
 from cohort.services.bench.decisions import scheduling
+from cohort.services.bench.no_collection import no_collection
 
 TOLERANCE = 0.2
 """An exponent may exceed the work's by this much: a binary search looks like it, and larger tables miss the processor's
@@ -120,7 +119,7 @@ def prefix_cache(sizes: Sizes) -> list[Curve]:
         for seed in range(prompts):
             _admit_s(kv, _prompt(seed))
         which = random.Random(0)
-        with _no_collection():
+        with no_collection():
             known_s = [_admit_s(kv, _prompt(which.randrange(prompts))) for _ in range(sizes.repeats)]
             unknown_s = [_admit_s(kv, _prompt(prompts + index)) for index in range(sizes.repeats)]
         known.append((kv.cached_blocks, median(known_s)))
@@ -146,7 +145,7 @@ def iteration_scheduler(sizes: Sizes) -> list[Curve]:
             plan = scheduler.decide(1.0, kv, NO_NEWS)
             _ran(plan, kv)
         decide_s, queue_s = [], []
-        with _no_collection():
+        with no_collection():
             for round_ in range(sizes.repeats):
                 now_s = 2.0 + round_
                 leaving = plan.rows[0].sequence
@@ -208,14 +207,3 @@ def _ran(plan: IterationPlan, kv: PagedAllocator) -> None:
 def _sequence(name: str, tokens: list[int], arrived_s: float = 0.0) -> Running:
     request = Request(Attempt(name, 1), "gateway", tokens, len(tokens), SamplingParams(max_tokens=1 << 20), 0.0)
     return Running(request=request, tokens=list(tokens), end=None, batch_id=0, arrived_s=arrived_s)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Garbage collection is not measured here: it would hit one call in hundreds."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

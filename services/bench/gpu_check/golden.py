@@ -19,6 +19,7 @@ from cohort.kernels import build
 from cohort.services.bench.engine.inside.in_process import InProcessEngine
 from cohort.services.bench.gpu_check.context import Check
 from cohort.services.bench.gpu_check.golden16 import agreement
+from cohort.services.bench.gpu_check.reference import responses
 from cohort.services.bench.gpu_check.shapes import TINY
 
 Expected = list[tuple[list[int], list[float]]]
@@ -60,7 +61,8 @@ def _presets(check: Check, presets: Sequence[str], dtypes: Sequence[str]) -> Non
 
 def _reference(folder: Path, prompts: list[list[int]], outputs: int, check: Check, dtype: str) -> Expected:
     """In float32, of weights that `dtype` holds exactly."""
-    return _expected(_model(folder, check.real, dtype), prompts, outputs, check.device)
+    found = responses(_model(folder, check.real, dtype), prompts, outputs, check.device)
+    return [(each.tokens, each.margins) for each in found]
 
 
 def _judge(
@@ -83,8 +85,8 @@ def _judge(
     )
     runner = load_runner(config, 0)
     runner.warm_up()
-    responses = _responses(InProcessEngine(config, runner), prompts, outputs)
-    wrong, ties = _compare(responses, expected, _NEAR_TIE[dtype])
+    ours = _responses(InProcessEngine(config, runner), prompts, outputs)
+    wrong, ties = _compare(ours, expected, _NEAR_TIE[dtype])
     recorded = 0 if runner._device_steps is None else len(runner._device_steps.decode.classes)
     check.found.checked(
         f"{name}: {len(prompts)} responses of {outputs} tokens",
@@ -149,32 +151,6 @@ def _model(folder: Path, real: bool, dtype: str) -> Path:
             parameter.copy_(parameter.to(getattr(torch, dtype)))
     model.save_pretrained(folder)
     return folder
-
-
-def _expected(folder: Path, prompts: list[list[int]], outputs: int, device: torch.device) -> Expected:
-    """transformers' responses, and at each token how far the two best logits lie apart."""
-    import transformers
-
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
-    )
-    model = model.to(device).eval()
-    model.generation_config.eos_token_id = None
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt], device=device)
-        response = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=outputs,
-            do_sample=False,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        best = [logits[0].topk(2).values.tolist() for logits in response.logits]
-        found.append((response.sequences[0, len(prompt) :].tolist(), [first - second for first, second in best]))
-    return found
 
 
 def _responses(engine: InProcessEngine, prompts: list[list[int]], outputs: int) -> list[list[int]]:

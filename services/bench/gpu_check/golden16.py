@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ import torch
 from cohort.common.engine.batch import GREEDY, StepBatch, TokenLogprobs
 from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.model_runner import ModelRunner
+from cohort.services.bench.gpu_check.reference import responses
 
 SMALL_MARGIN = 0.1
 """In standard deviations of a position's logits: where the two best are no further apart, either may be chosen."""
@@ -45,17 +45,11 @@ class Agreement:
         return self.error <= LARGEST_ERROR and self.clear > 0 and not self.wrong
 
 
-@dataclass(frozen=True, slots=True)
-class _Reference:
-    tokens: list[int]
-    logits: torch.Tensor  # float32 [outputs, vocabulary]
-
-
 def agreement(
     folder: Path, device: str, prompts: Sequence[Sequence[int]], outputs: int, dtype: str = "bfloat16"
 ) -> Agreement:
     """Greedy responses of `outputs` tokens to all prompts at once, of a Llama-shaped model with weights in `folder`."""
-    expected = [_expected(folder, prompt, outputs, device, dtype) for prompt in prompts]
+    expected = responses(folder, prompts, outputs, device, dtype)
     tokens, logprobs = _Responses(folder, device, dtype, prompts, outputs).run()
     error, clear, wrong = 0.0, 0, []
     for index, reference in enumerate(expected):
@@ -74,29 +68,6 @@ def agreement(
                 wrong.append(f"response {index}, token {position}")
                 break
     return Agreement(error, clear, tuple(wrong))
-
-
-def _expected(folder: Path, prompt: Sequence[int], outputs: int, device: str, dtype: str) -> _Reference:
-    import transformers
-
-    factory: Any = transformers.AutoModelForCausalLM
-    model: Any = factory.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation="eager", trust_remote_code=False
-    )
-    model = model.to(device=device, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    ids = torch.tensor([list(prompt)], device=device)
-    answer = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=outputs,
-        do_sample=False,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    logits = torch.cat(answer.logits).float().cpu()
-    return _Reference(answer.sequences[0, len(prompt) :].tolist(), logits)
 
 
 class _Responses:

@@ -6,11 +6,9 @@ the processor. Times are of this thread on a processor, so that other processes 
 
 from __future__ import annotations
 
-import gc
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -32,6 +30,7 @@ from cohort.common.policies import compose
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, Role, SamplingParams, Segment, WorkerCapacity
+from cohort.services.bench.no_collection import no_collection
 
 _BLOCK = 16
 _VOCABULARY = 128_256
@@ -148,7 +147,7 @@ def measure(preset: str, rows: int, context: int, steps: int, *, ahead: bool, te
     if plan is None:
         raise RuntimeError(f"{preset} runs nothing")
     _, sampling = builder.build(plan)
-    with _no_collection():
+    with no_collection():
         for _ in range(steps):
             if ahead:
                 worker.planned_s = 0.0
@@ -180,13 +179,3 @@ def measure(preset: str, rows: int, context: int, steps: int, *, ahead: bool, te
             sampling = following
             parts.append((completed_s, planned_s, built_s, filled_s))
     return HostTime(preset, rows, context, ahead, steps, *(1e6 * median(part) for part in zip(*parts, strict=True)))
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

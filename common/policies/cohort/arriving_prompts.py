@@ -8,6 +8,7 @@ the placement over all requests that it places.
 from __future__ import annotations
 
 from math import exp
+from typing import NamedTuple
 
 _MEMORY_S = 10.0
 """What came so long ago counts 1/e."""
@@ -17,35 +18,50 @@ _MOST = 0.9
 """Share of the time at most: beyond, a queue grows without end, and the last word is the patience of clients."""
 
 
+class Work(NamedTuple):
+    """Prompt tokens, and positions of the cache."""
+
+    tokens: float
+    positions: float
+
+
+_NOTHING = Work(0.0, 0.0)
+
+
 class ArrivingPrompts:
     def __init__(self) -> None:
-        self._tokens: dict[int, float] = {}
+        self._arrived: dict[int, Work] = {}
         self._since_s = self._now_s = -1.0
 
-    def arrived(self, now_s: float, tokens: int) -> None:
-        """A prompt with so many tokens to compute."""
+    def arrived(self, now_s: float, tokens: int, positions: float) -> None:
+        """A prompt with so many tokens to compute, whose response will hold so many positions in all."""
         if self._since_s < 0.0:
             self._since_s = self._now_s = now_s
         kept = exp((self._now_s - now_s) / _MEMORY_S)
         self._now_s = now_s
-        self._tokens = {bucket: sum_ * kept for bucket, sum_ in self._tokens.items()}
         bucket = _bucket(tokens)
-        self._tokens[bucket] = self._tokens.get(bucket, 0.0) + tokens
+        self._arrived = {each: Work(work.tokens * kept, work.positions * kept) for each, work in self._arrived.items()}
+        before = self._arrived.get(bucket, _NOTHING)
+        self._arrived[bucket] = Work(before.tokens + tokens, before.positions + positions)
 
-    def shorter_per_s(self, tokens: int) -> float:
-        """Prompt tokens a second of the prompts that are shorter than this one."""
+    def shorter_per_s(self, tokens: int) -> Work:
+        """A second, of the prompts that are shorter than this one."""
         seen_s = self._now_s - self._since_s
         if seen_s <= 0.0:
-            return 0.0
+            return _NOTHING
         own = _bucket(tokens)
-        remembered_s = _MEMORY_S * (1.0 - exp(-seen_s / _MEMORY_S))
-        shorter = sum(sum_ for bucket, sum_ in self._tokens.items() if bucket < own)
-        return (shorter + 0.5 * self._tokens.get(own, 0.0)) / max(remembered_s, 0.1 * _MEMORY_S)
+        remembered_s = max(_MEMORY_S * (1.0 - exp(-seen_s / _MEMORY_S)), 0.1 * _MEMORY_S)
+        alike = self._arrived.get(own, _NOTHING)
+        shorter, positions = 0.5 * alike.tokens, 0.5 * alike.positions
+        for bucket, work in self._arrived.items():
+            if bucket < own:
+                shorter, positions = shorter + work.tokens, positions + work.positions
+        return Work(shorter / remembered_s, positions / remembered_s)
 
 
-def stretch(tokens_per_s: float, rate: float) -> float:
-    """Seconds that a second becomes where so many tokens a second overtake, of `rate` that can be computed."""
-    return 1.0 / (1.0 - min(_MOST, tokens_per_s / rate)) if rate > 0.0 else 1.0
+def stretch(per_s: float, rate: float) -> float:
+    """Seconds that a second becomes where so much a second overtakes, of `rate` that can be served."""
+    return 1.0 / (1.0 - min(_MOST, per_s / rate)) if rate > 0.0 else 1.0
 
 
 def _bucket(tokens: int) -> int:

@@ -76,13 +76,15 @@ class Candidate:
 @dataclass(slots=True)
 class _Wanted:
     """A request to be placed. `output`: tokens expected of it; `variance`: of that. `stretch`: what a second of its
-    wait, and one of its computing, become because shorter prompts keep coming."""
+    wait, and one of its computing, become because shorter prompts keep coming; `overtaking`: positions of the cache
+    that these need, a second, on every device."""
 
     request: Request
     known: Known
     output: float
     variance: float
     stretch: tuple[float, float]
+    overtaking: float
     chain: Chain
     cached: dict[InstanceId, int]
     even: tuple[float, float]
@@ -129,7 +131,7 @@ class LeastTtft(Placement):
         self._refresh(now_s, cluster)
         devices = self._devices(able, views.values())
         rows, context = sum([work.rows for work in self._work.values()]), sum([w.context for w in self._work.values()])
-        wanted = self._wanted(now_s, waiting, (rows / len(devices), context / len(devices)))
+        wanted = self._wanted(now_s, waiting, (rows / len(devices), context / len(devices)), len(devices))
         candidates = [self.forecast(now_s, view, others, wanted) for view, others in devices]
         best = next((c for c in candidates if c.view.instance == preferred), None)
         if best is not None:
@@ -205,7 +207,7 @@ class LeastTtft(Placement):
             predicted_s, known.predicted_s = known.predicted_s, None
             self._error.add(predicted_s, real_s)
 
-    def _wanted(self, now_s: float, waiting: WaitingRequest, even: tuple[float, float]) -> _Wanted:
+    def _wanted(self, now_s: float, waiting: WaitingRequest, even: tuple[float, float], devices: int) -> _Wanted:
         request = waiting.request
         most = float(request.sampling.max_tokens - request.output_known)
         output = max(1.0, min(most, waiting.expected_output(self._default_output) - request.output_known))
@@ -226,20 +228,20 @@ class LeastTtft(Placement):
         )
         chain = Chain(request)
         cached = self._prefixes.cached(chain) if self._prefixes is not None else {}
-        return _Wanted(request, known, output, spread * spread, self._stretch(now_s, known), chain, cached, even)
+        stretched, overtaking = self._overtaken(now_s, known, output)
+        return _Wanted(request, known, output, spread * spread, stretched, overtaking / devices, chain, cached, even)
 
-    def _stretch(self, now_s: float, known: Known) -> tuple[float, float]:
+    def _overtaken(self, now_s: float, known: Known, output: float) -> tuple[tuple[float, float], float]:
         """As it is computed less of it is left, and fewer are shorter: on the way half of it."""
         if self._arriving is None:
-            return 1.0, 1.0
+            return (1.0, 1.0), 0.0
         if known.best_effort:
-            every = stretch(self._arriving.shorter_per_s(_ALL), self._rate)
-            return every, every
-        waiting, computing = (
-            stretch(self._arriving.shorter_per_s(tokens), self._rate) for tokens in (known.tokens, known.tokens // 2)
-        )
-        self._arriving.arrived(now_s, known.tokens)
-        return waiting, computing
+            every = self._arriving.shorter_per_s(_ALL)
+            stretched = stretch(every.tokens, self._rate)
+            return (stretched, stretched), every.positions
+        waiting, computing = (self._arriving.shorter_per_s(tokens) for tokens in (known.tokens, known.tokens // 2))
+        self._arriving.arrived(now_s, known.tokens, known.tokens + output)
+        return (stretch(waiting.tokens, self._rate), stretch(computing.tokens, self._rate)), waiting.positions
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
@@ -295,7 +297,12 @@ class LeastTtft(Placement):
         if busy:  # the iteration in flight
             ttft_s += 0.5 * min(pace.aim_s, view.stats.step_s or pace.aim_s)
         needed, variance, free = work.memory
-        price_s = memory_price_s(needed + own + wanted.output, variance + wanted.variance, free)
+        more, total = own + wanted.output, float(view.capacity.num_blocks * view.capacity.block_size)
+        price_s = memory_price_s(needed + more, variance + wanted.variance, free, total)
+        if needed + more > free:
+            alike = known.best_effort or not options.ablation.yielding
+            blocked_s = work.blocked_s(rank, more, wanted.overtaking, best_effort=alike)
+            ttft_s = max(ttft_s, blocked_s + pace.seconds(own, own * (cached + 0.5 * own)))
         delay_s = behind / pace.rate
         if known.tpot_s:
             delay_s += work.slowed(known.tpot_s * headroom, pace) * known.tpot_s * wanted.output

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import RankKey
+from cohort.common.policies.cohort.arriving_prompts import stretch
+from cohort.common.policies.cohort.block_wait import BlockWait
 from cohort.common.policies.cohort.prompt_order import PromptOrder
 from cohort.common.policies.cohort.ttft_forecast import Pace, prompt_pace
 from cohort.common.policies.interface import InstanceView
@@ -65,6 +67,15 @@ class Coming(NamedTuple):
     known: Known
 
 
+class _Prompt(NamedTuple):
+    """One that waits: tokens left, pairs that they attend to, positions that it and its response will need more."""
+
+    rank: RankKey
+    tokens: int
+    pairs: float
+    needed: float
+
+
 class PlacedWork:
     """`own_order`: the worker computes prompts in Cohort's order and within the strictest TPOT (`cohort_batching`);
     else as they came, in full iterations."""
@@ -76,7 +87,7 @@ class PlacedWork:
         self._view: InstanceView | None = None
         self.times: StepTimes
         self._coming: dict[RequestId, Coming] = {}
-        self._reported: list[tuple[RankKey, int, float]] = []
+        self._reported: list[_Prompt] = []
         self._reported_tokens = 0
         self.reported_s = self._looked_s = -inf
         self._rows = self._context = 0
@@ -85,6 +96,9 @@ class PlacedWork:
         self._ranks: list[RankKey] | None = None
         self._tokens: list[int] = []
         self._pairs: list[float] = []
+        self._needs: list[float] = []
+        self._block_waits: dict[bool, BlockWait] = {}
+        self._effort = set[RequestId]()
         self._to_come = 0, 0
         self._pace: Pace | None = None
         self._memory: tuple[float, float, float] | None = None
@@ -106,7 +120,9 @@ class PlacedWork:
         rows = context = 0
         needed = variance = 0.0
         bound_s = to_come_s = inf
-        reported: list[tuple[RankKey, int, float]] = []
+        reported: list[_Prompt] = []
+        effort = set[RequestId]()
+        self._block_waits.clear()
         for work in stats.queue:
             left, computed, decode = work.prefill_left, work.context, work.decode_left
             needed += left + decode
@@ -116,6 +132,8 @@ class PlacedWork:
             else:
                 tpot_s = request.tpot_s if decode else 0.0
                 variance += request.variance
+                if request.best_effort:
+                    effort.add(work.request_id)
             if left == 0:
                 if decode:
                     rows += 1
@@ -132,10 +150,10 @@ class PlacedWork:
                 if computed == 0:
                     computed = min(request.cached, left - 1)
                     left -= computed
-            reported.append((rank, left, left * (computed + 0.5 * left)))
+            reported.append(_Prompt(rank, left, left * (computed + 0.5 * left), left + decode))
         reported.sort()
-        self._reported = reported
-        self._reported_tokens = sum(tokens for _, tokens, _ in reported)
+        self._reported, self._effort = reported, effort
+        self._reported_tokens = sum(prompt.tokens for prompt in reported)
         self._rows, self._context = rows, context
         self._needed, self._variance = needed, variance
         self._bound_s, self._bound_to_come_s = bound_s, to_come_s
@@ -193,6 +211,20 @@ class PlacedWork:
             return tokens, pairs
         left = max(0.0, tokens - done)
         return int(left), pairs * left / tokens
+
+    def blocked_s(self, rank: RankKey, needed: float, overtaking: float, *, best_effort: bool) -> float:
+        """Until a newcomer of this rank finds blocks for `needed` positions beside the prompts before it and the rows
+        that decode; where it is not best-effort, beside real-time ones: the others give way. `overtaking`: positions a
+        second that prompts will need which come later and go first."""
+        if self._ranks is None:
+            self._sum_up()
+        at = bisect_left(self._ranks, rank) if self._ranks else 0
+        wait = self._block_waits.get(best_effort)
+        if wait is None:
+            wait = self._block_waits[best_effort] = self._block_wait(best_effort)
+        assert self._stats is not None
+        iterations = wait.iterations(needed + (self._needs[at - 1] if at else 0.0))
+        return iterations * self._stats.step_s * stretch(overtaking * self._stats.step_s, wait.turnover)
 
     def pace(self, companions: Iterable[PlacedWork] = ()) -> Pace:
         """Of this worker, with the decode rows of those that share its device."""
@@ -310,11 +342,24 @@ class PlacedWork:
             return (0.0, key)
         return self._order.place(0.0, False, 0, 0.0, _DISTANT_S, left, 0.0, key=key)[0]
 
+    def _block_wait(self, best_effort: bool) -> BlockWait:
+        assert self._view is not None
+        rows, held = [], 0
+        for work in self._view.stats.queue:
+            if not best_effort and work.request_id in self._effort:
+                continue
+            if work.prefill_left:
+                held += work.context
+            else:
+                rows.append((work.decode_left, work.context))
+        return BlockWait(rows, held, self._view.capacity.num_blocks * self._view.capacity.block_size)
+
     def _sum_up(self) -> None:
         prompts = self._reported
-        coming = [(c.rank, c.tokens, c.pairs) for c in self._coming.values() if c.rank is not None]
+        coming = [_Prompt(c.rank, c.tokens, c.pairs, c.needed) for c in self._coming.values() if c.rank is not None]
         if coming:
             prompts = sorted([*prompts, *coming])
-        self._ranks = [rank for rank, _, _ in prompts]
-        self._tokens = list(accumulate(tokens for _, tokens, _ in prompts))
-        self._pairs = list(accumulate(pairs for _, _, pairs in prompts))
+        self._ranks = [prompt.rank for prompt in prompts]
+        self._tokens = list(accumulate(prompt.tokens for prompt in prompts))
+        self._pairs = list(accumulate(prompt.pairs for prompt in prompts))
+        self._needs = list(accumulate(prompt.needed for prompt in prompts))

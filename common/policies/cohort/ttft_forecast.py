@@ -2,7 +2,7 @@
 
     prompts before it in the worker's order ┐
     its own prompt, less what is cached     ┴ ÷ the rate that the decodes there leave  ─▶ seconds to its first token
-    KV that everything there will still need ÷ what is free                            ─▶ the price of memory
+    KV that everything there holds and will still need ÷ the cache                     ─▶ the price of memory
 
 Asked by the placement (`least_ttft`), for which `placed_work` knows the tokens. Times come from `step_seconds` of what
 the worker has learned and from nothing else, so that whatever an iteration costs is in the forecast.
@@ -20,8 +20,8 @@ _PROBE_PAIRS = 1_000_000
 """Query-key pairs by which the price of one is asked."""
 _CLOSE = 0.005
 """A chunk whose iteration misses the aim by this share is good enough."""
-_CROWDED = 0.5
-"""From this share of the free positions on, what will still be needed costs a newcomer time."""
+_CROWDED = 0.75
+"""From this share of the cache on, what is held and will still be needed counts against a worker."""
 
 
 class Pace(NamedTuple):
@@ -97,10 +97,11 @@ def mixes(times: StepTimes, decodes: BatchShape, chunk: int, bound_s: float) -> 
     return step_seconds(times, BatchShape(chunk, 1, 0, decodes.decodes, decodes.decode_context)) <= bound_s
 
 
-def memory_price_s(needed: float, variance: float, free: float) -> float:
-    """What it costs a newcomer that `needed` positions, all in all, will still be wanted of those that are `free`. An
-    upper estimate: `variance` is the sum of every prediction's own (p90 − mean)²; errors of many cancel in part."""
-    return max(0.0, (needed + sqrt(variance)) / max(free, 1.0) - _CROWDED)
+def memory_price_s(needed: float, variance: float, free: float, total: float) -> float:
+    """What it costs a newcomer that `needed` positions, all in all, will still be wanted of a cache of `total`, of
+    which `free` are free: a second for as much again as the cache holds. An upper estimate: `variance` is the sum of
+    every prediction's own (p90 − mean)²; errors of many cancel in part."""
+    return max(0.0, (total - free + needed + sqrt(variance)) / max(total, 1.0) - _CROWDED)
 
 
 def transfer_fits(transfer_s: float, tokens: float, ahead_s: float) -> bool:

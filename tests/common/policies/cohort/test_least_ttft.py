@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
 from cohort.common.config import CohortAblation, CohortConfig
-from cohort.common.policies.cohort.admission_test import AdmissionTest
+from cohort.common.policies.cohort.admission_test import AdmissionTest, RefuseLate
 from cohort.common.policies.cohort.least_ttft import LeastTtft
-from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
+from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Refuse, Wait, WaitingRequest
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import (
     Attempt,
@@ -32,9 +34,11 @@ POOR = StepTimes(0.020, 1e-4, 2.5e-4, 0.002, 0.0, 0.0)
 FAST = StepTimes(1.0e-3, 0.5e-4, 0.5e-4, 0.011, 3e-9, 0.8e-7)
 
 
-def placement(*, own_order: bool = True, caching: bool = True, ordered: bool = True) -> LeastTtft:
+def placement(
+    *, own_order: bool = True, caching: bool = True, ordered: bool = True, refuse: RefuseLate = "none"
+) -> LeastTtft:
     options = CohortConfig(ablation=CohortAblation(ordered=ordered))
-    return LeastTtft(options, AdmissionTest("none"), default_output=200.0, own_order=own_order, prefix_caching=caching)
+    return LeastTtft(options, AdmissionTest(refuse), default_output=200.0, own_order=own_order, prefix_caching=caching)
 
 
 def worker(
@@ -201,6 +205,62 @@ def test_workers_whose_decodes_fill_the_bound_come_last() -> None:
     b.stats = report(decode("b0"), prompt("x", 40_000))
     assert step_seconds(SLOW, BatchShape(0, 0, 0, 251, 502_000)) > 0.1
     assert where(policy.place(0.3, asked("r", 50), cluster(a, b), None)) == ["b"]
+
+
+def full(name: str, *, ends_after: int) -> InstanceView:
+    """A worker of 100 blocks, nearly all held by one row, which ends after so many tokens."""
+    return worker(name, decode("d" + name, context=1500, left=ends_after), blocks=100, free=6)
+
+
+def test_where_blocks_lack_the_first_token_comes_when_rows_end() -> None:
+    policy = placement(caching=False)
+    placed = policy.place(
+        0.0,
+        asked("r", 400, output=100, max_tokens=500),
+        cluster(full("late", ends_after=90), full("soon", ends_after=40)),
+        None,
+    )
+    assert where(placed) == ["soon"] and isinstance(placed, Placed)
+    assert 40 * 0.03 < placed.estimated_s < 40 * 0.03 + 0.2
+
+
+def test_shorter_prompts_that_keep_coming_take_the_blocks_first() -> None:
+    def forecast(shorter: int) -> float:
+        policy, elsewhere = placement(caching=False), full("w", ends_after=40)
+        for index in range(shorter):
+            policy.place(0.1 * index, asked(f"s{index}", 40, output=20, max_tokens=500), cluster(elsewhere), None)
+            policy.finished(0.1 * index, f"s{index}")
+        placed = policy.place(5.0, asked("r", 400, output=100, max_tokens=500), cluster(elsewhere), None)
+        assert isinstance(placed, Placed)
+        return placed.estimated_s
+
+    assert forecast(0) < forecast(10) < forecast(50)
+
+
+def test_best_effort_rows_give_way_to_a_real_time_request_and_not_to_another_one() -> None:
+    def forecast(traffic_class: TrafficClass) -> float:
+        policy, view = placement(caching=False), worker("w", blocks=100)
+        policy.place(0.0, asked("d", 1000, output=500, max_tokens=500, traffic_class="be"), cluster(view), None)
+        view.stats = report(decode("d", context=1500, left=90), blocks=100, free=6)
+        placed = policy.place(
+            0.1, asked("r", 400, output=100, max_tokens=500, traffic_class=traffic_class), cluster(view), None
+        )
+        assert isinstance(placed, Placed)
+        return placed.estimated_s
+
+    assert forecast("rt") < 0.5 < 90 * 0.03 < forecast("be")
+
+
+def test_a_request_for_which_blocks_come_too_late_is_refused_at_once() -> None:
+    policy = placement(caching=False, refuse="all")
+    view = full("w", ends_after=300)
+
+    def first_attempt(waiting: WaitingRequest) -> WaitingRequest:
+        return replace(waiting, request=msgspec.structs.replace(waiting.request, attempt=Attempt("r", 0)))
+
+    for ttft_s, outcome in ((2.0, Refuse), (20.0, Placed)):
+        newcomer = first_attempt(asked("r", 400, output=100, max_tokens=500, ttft_s=ttft_s))
+        assert isinstance(policy.place(0.0, newcomer, cluster(view), None), outcome)
 
 
 def test_memory_that_everything_will_still_need_has_a_price_and_the_upper_estimate_counts() -> None:

@@ -80,12 +80,13 @@ def test_long_prompts_take_longer_for_their_attention_and_more_decode_rows_leave
     assert unbounded.chunk == 2048 and unbounded.seconds(20_480, 0.0) < inf
 
 
-def test_memory_costs_from_half_of_what_is_free_on_and_errors_cancel_in_part() -> None:
-    assert memory_price_s(400, 0.0, 1000) == 0.0
-    assert memory_price_s(900, 0.0, 1000) == pytest.approx(0.4)
-    one, many = memory_price_s(900, 100.0**2, 1000), memory_price_s(900, 25 * 20.0**2, 1000)
-    assert one == many == pytest.approx(0.5)
-    assert memory_price_s(10, 0.0, 0.0) > 1.0
+def test_memory_costs_from_three_quarters_of_the_cache_on_and_errors_cancel_in_part() -> None:
+    assert memory_price_s(250, 0.0, 500, 1000) == 0.0
+    assert memory_price_s(900, 0.0, 1000, 1000) == pytest.approx(0.15)
+    one, many = (memory_price_s(900, v, 1000, 1000) for v in (100.0**2, 25 * 20.0**2))
+    assert one == many == pytest.approx(0.25)
+    # How little is free just now changes nothing that its share of the cache does not.
+    assert memory_price_s(500, 0.0, 1, 1000) - memory_price_s(500, 0.0, 101, 1000) == pytest.approx(0.1)
 
 
 def test_a_transfer_is_made_up_for_by_tokens_that_come_early() -> None:
@@ -167,10 +168,10 @@ def test_what_was_computed_since_the_report_is_no_longer_before_a_newcomer() -> 
 def test_shorter_prompts_that_keep_coming_stretch_the_wait_of_longer_ones() -> None:
     arriving = ArrivingPrompts()
     for index in range(200):
-        arriving.arrived(0.1 * index, 100)
-    assert arriving.shorter_per_s(5000) == pytest.approx(1000, rel=0.15)
-    assert arriving.shorter_per_s(50) == 0.0
+        arriving.arrived(0.1 * index, 100, 300.0)
+    assert arriving.shorter_per_s(5000) == pytest.approx((1000, 3000), rel=0.15)
+    assert arriving.shorter_per_s(50) == (0.0, 0.0)
     assert stretch(1000, 4000) == pytest.approx(4 / 3)
     assert stretch(9000, 4000) == pytest.approx(10.0)
-    arriving.arrived(100.0, 100)  # a long silence
-    assert arriving.shorter_per_s(5000) < 50
+    arriving.arrived(100.0, 100, 300.0)  # a long silence
+    assert arriving.shorter_per_s(5000).tokens < 50

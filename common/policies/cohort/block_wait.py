@@ -1,0 +1,54 @@
+"""How many iterations a newcomer waits for cache blocks, if every response ends where it is predicted.
+
+    decode rows, by what they still sample ─▶ the most that they will hold together, from now on and from every end on
+    what those before a newcomer need, and its own ─▶ the first end after which that fits beside the others
+
+The worker admits a prompt only where the cache will hold all responses to their ends (`kv_forecast`); this is the same
+question, asked ahead of time by the placement. Positions, not blocks: the half block that every row has begun is added.
+Pure arithmetic, made once per report of a worker that may be short of blocks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+
+_BEGUN = 8
+"""Positions of the last block of a row that it has not filled yet, on average."""
+
+
+class BlockWait:
+    def __init__(self, rows: Iterable[tuple[int, int]], held: int, total: int) -> None:
+        """`rows`: (tokens still to sample, positions held) of every decode row that keeps its blocks. `held`: positions
+        of prompts that are being computed. `total`: of the cache."""
+        by_end = sorted(rows)
+        self._free = max(1, total - held)
+        self._ends = [left for left, _ in by_end]
+        self._peaks = _peaks_from(by_end)
+        self._negative = [-peak for peak in self._peaks]
+        self._residence = 2.0 * sum(self._ends) / max(1, len(by_end))
+        self.turnover = self._free / max(1.0, self._residence)
+        """Positions that come free in an iteration while the cache is full."""
+
+    def iterations(self, needed: float) -> float:
+        """Until `needed` positions fit beside what is there. More than the whole cache waits for one turn of it, as
+        long as a response takes, after the other."""
+        at = bisect_left(self._negative, needed - self._free)
+        if at == 0:
+            return 0.0
+        if at < len(self._negative):
+            return float(self._ends[at - 1])
+        return (self._ends[-1] if self._ends else 0.0) + (needed / self._free - 1.0) * self._residence
+
+
+def _peaks_from(by_end: list[tuple[int, int]]) -> list[int]:
+    """The most positions held together from now on, and from the end of each row on. A row holds the most just before
+    it ends; the later ones have grown by as many by then."""
+    peaks = [0]
+    held = peak = 0
+    for count, (left, own) in enumerate(reversed(by_end), start=1):
+        held += own + _BEGUN
+        peak = max(peak, held + count * left)
+        peaks.append(peak)
+    peaks.reverse()
+    return peaks

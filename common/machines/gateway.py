@@ -253,9 +253,10 @@ class GatewayMachine:
             self._submit(now_s, (entry for entry in choices if entry.prediction is not None))
 
     def _with_slo(self, request: Request) -> Request:
-        """Real-time requests that name no SLO get the default one."""
+        """Real-time requests that name no SLO get the default one. Where the whole response has a deadline, what its
+        tokens need for that follows from its length."""
         slo, settings = request.slo, self._settings
-        if request.traffic_class != "rt" or (slo.ttft_s and slo.tpot_s):
+        if request.traffic_class != "rt" or (slo.ttft_s and slo.tpot_s) or slo.deadline_s:
             return request
         slo = msgspec.structs.replace(
             slo, ttft_s=slo.ttft_s or settings.rt_ttft_slo_s, tpot_s=slo.tpot_s or settings.rt_tpot_slo_s

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
+from cohort.common.policies.cohort.promise import targets
 from cohort.common.policies.interface import MIN_RETRY_S, Placed, Refuse, WaitingRequest
 from cohort.common.types import IfLate
 
@@ -24,6 +25,9 @@ requests; none."""
 
 INFEASIBLE = "infeasible"
 """The cause of these refusals in messages and metrics."""
+
+_UNPREDICTED = 200.0
+"""Tokens expected of a response without a prediction."""
 
 CAUTION = 0.5
 """Factor on a predicted TTFT. A forecast is no more certain than that: shorter prompts that come later, rows that end
@@ -79,7 +83,7 @@ class AdmissionTest:
         """False: it is served, whatever is predicted."""
         request = waiting.request
         real_time = request.traffic_class == "rt" and request.online
-        return real_time and request.slo.ttft_s > 0.0 and not waiting.accepted
+        return real_time and (request.slo.ttft_s > 0.0 or request.slo.deadline_s > 0.0) and not waiting.accepted
 
     def judge(
         self, now_s: float, waiting: WaitingRequest, predicted_s: float
@@ -87,7 +91,8 @@ class AdmissionTest:
         """`predicted_s`: seconds from now to its first token, on the worker that gives it soonest."""
         if not self.applies_to(waiting):
             return "serve"
-        due_s = waiting.since_s + waiting.request.slo.ttft_s
+        ttft_s, _ = targets(waiting.request.slo, waiting.expected_output(_UNPREDICTED))
+        due_s = waiting.since_s + ttft_s
         verdict = admission_test(
             now_s, due_s, predicted_s, waiting.request.if_late, self.refuse_late, caution=self.caution
         )

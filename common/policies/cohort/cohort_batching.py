@@ -23,7 +23,7 @@ from math import inf
 from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, RankKey, by_arrival
 from cohort.common.policies.cohort.mixing import FREE, best_chunk, spare_s, stretched_s
-from cohort.common.policies.cohort.promise import due_s, is_promised, missed_first
+from cohort.common.policies.cohort.promise import due_s, is_promised, missed_first, tpot_s
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptQueue
 from cohort.common.policies.cohort.prompt_pace import PromptPace
 from cohort.common.policies.dynaserve.kv_forecast import fits, holding, peak_growth
@@ -179,7 +179,7 @@ class CohortBatching(IterationScheduler):
 
     def _bound_s(self, decoding: Iterable[Sequence]) -> float | None:
         """The strictest TPOT among these; None: nothing was promised to any of them."""
-        bounds_s = [s.request.slo.tpot_s for s in decoding if is_promised(s) and s.request.slo.tpot_s]
+        bounds_s = [tpot_s(s) for s in decoding if is_promised(s) and tpot_s(s)]
         return min(bounds_s, default=None)
 
     def _aim(self, now_s: float, decodes: BatchShape, decoding: list[Sequence]) -> float:

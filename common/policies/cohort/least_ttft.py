@@ -24,6 +24,7 @@ from cohort.common.policies.cohort.admission_test import AdmissionTest
 from cohort.common.policies.cohort.arriving_prompts import ArrivingPrompts, stretch
 from cohort.common.policies.cohort.placed_work import Known, PlacedWork
 from cohort.common.policies.cohort.prefix_record import Chain, PrefixRecord
+from cohort.common.policies.cohort.promise import targets
 from cohort.common.policies.cohort.prompt_order import PromptOrder
 from cohort.common.policies.cohort.ttft_forecast import Pace, memory_price_s, mixes, transfer_fits
 from cohort.common.policies.interface import (
@@ -213,14 +214,14 @@ class LeastTtft(Placement):
         output = max(1.0, min(most, waiting.expected_output(self._default_output) - request.output_known))
         prediction = waiting.prediction
         spread = max(0.0, min(prediction.p90, most) - prediction.mean) if prediction else 0.0
-        promised = request.traffic_class == "rt" and request.slo.ttft_s > 0
+        ttft_s, tpot_s = targets(request.slo, output) if request.traffic_class == "rt" else (0.0, 0.0)
         known = Known(
             attempt=request.attempt,
             best_effort=request.traffic_class != "rt",
             priority=request.priority,
             arrived_s=now_s - request.waited_s,
-            due_s=now_s + request.slo.ttft_s if promised else inf,
-            tpot_s=request.slo.tpot_s if promised else 0.0,
+            due_s=now_s + ttft_s if ttft_s else inf,
+            tpot_s=tpot_s if ttft_s else 0.0,
             tokens=len(request.tokens),
             cached=0,
             variance=spread * spread,

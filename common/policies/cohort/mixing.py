@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from math import inf
 
-from cohort.common.policies.cohort.promise import due_s, is_promised, missed_first
+from cohort.common.policies.cohort.promise import due_s, is_promised, missed_first, tpot_s
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.sequence import Sequence
 from cohort.common.types import StepTimes
@@ -38,7 +38,7 @@ def spare_s(now_s: float, decoding: Iterable[Sequence], decodes_s: float, *, hea
     before their time. Requests whose promises are lost whatever happens have no say, so infinite if nothing is at
     stake. `decodes_s`: an iteration of decodes alone, in which time is won. `headroom`: share of a TPOT left free."""
     kept = _kept(now_s, decoding, decodes_s)
-    return min([won_s + s.request.slo.tpot_s * (1.0 - headroom) for s, won_s in kept], default=inf)
+    return min([won_s + tpot_s(s) * (1.0 - headroom) for s, won_s in kept], default=inf)
 
 
 def stretched_s(now_s: float, decoding: Iterable[Sequence], decodes_s: float, *, headroom: float) -> float:
@@ -47,30 +47,31 @@ def stretched_s(now_s: float, decoding: Iterable[Sequence], decodes_s: float, *,
     kept once, not in every iteration. When the first token of another worker came is not known: nothing is won."""
     least_s = inf
     for sequence, won_s in _kept(now_s, decoding, decodes_s):
-        tpot_s = sequence.request.slo.tpot_s
+        target_s = tpot_s(sequence)
         if sequence.prefill_done_s is None:
             won_s = min(won_s, 0.0)
-        stretched = min(won_s + tpot_s * (1.0 - headroom), tpot_s * (1.0 + _STRETCH))
-        least_s = min(least_s, max(stretched, 0.5 * tpot_s))
+        stretched = min(won_s + target_s * (1.0 - headroom), target_s * (1.0 + _STRETCH))
+        least_s = min(least_s, max(stretched, 0.5 * target_s))
     return least_s
 
 
 def _kept(now_s: float, decoding: Iterable[Sequence], decodes_s: float) -> Iterator[tuple[Sequence, float]]:
     """Those whose mean TPOT can still be kept, and the time that they have won."""
     for sequence in decoding:
-        tpot_s = sequence.request.slo.tpot_s
-        if not tpot_s or not is_promised(sequence) or missed_first(now_s, sequence):
+        target_s = tpot_s(sequence)
+        if not target_s or not is_promised(sequence) or missed_first(now_s, sequence):
             continue
         won_s = _won_s(now_s, sequence)
         to_come = max(1.0, sequence.predicted - sequence.output_tokens)
-        if won_s + to_come * (tpot_s - decodes_s) >= 0.0:
+        if won_s + to_come * (target_s - decodes_s) >= 0.0:
             yield sequence, won_s
 
 
 def _won_s(now_s: float, sequence: Sequence) -> float:
     """By how much its last token came before its time: by its mean TPOT since the first, or by its due times where the
-    first was another worker's."""
-    tpot_s, request = sequence.request.slo.tpot_s, sequence.request
-    if sequence.prefill_done_s is None:
-        return due_s(sequence) - tpot_s - now_s
-    return sequence.prefill_done_s + max(0, sequence.output_tokens - request.output_known - 1) * tpot_s - now_s
+    first was another worker's or the whole response has a deadline."""
+    request = sequence.request
+    if sequence.prefill_done_s is None or not request.slo.ttft_s:
+        return due_s(sequence) - tpot_s(sequence) - now_s
+    tokens = max(0, sequence.output_tokens - request.output_known - 1)
+    return sequence.prefill_done_s + tokens * tpot_s(sequence) - now_s

@@ -10,12 +10,39 @@ from __future__ import annotations
 from math import inf
 
 from cohort.common.sequence import Sequence
+from cohort.common.types import Slo
+
+_DECODING = 0.75
+"""Of a deadline, the share that is left to the tokens after the first one."""
+
+
+def targets(slo: Slo, tokens: float) -> tuple[float, float]:
+    """TTFT and TPOT, in seconds; 0 = none. Of a deadline for a response of so many tokens, whichever is not named."""
+    if not slo.deadline_s:
+        return slo.ttft_s, slo.tpot_s
+    ttft_s = slo.ttft_s or (1.0 - _DECODING) * slo.deadline_s
+    return ttft_s, slo.tpot_s or max(0.0, slo.deadline_s - ttft_s) / max(1.0, tokens)
+
+
+def ttft_s(sequence: Sequence) -> float:
+    slo = sequence.request.slo
+    return slo.ttft_s if not slo.deadline_s else targets(slo, sequence.predicted)[0]
+
+
+def tpot_s(sequence: Sequence) -> float:
+    """Of a response with a deadline, what was left of that when its first token came."""
+    slo = sequence.request.slo
+    if not slo.deadline_s or slo.tpot_s or sequence.prefill_done_s is None:
+        return slo.tpot_s if not slo.deadline_s else targets(slo, sequence.predicted)[1]
+    left_s = began_s(sequence) + slo.deadline_s - sequence.prefill_done_s
+    return max(0.0, left_s) / max(1.0, sequence.predicted - 1.0)
 
 
 def is_promised(sequence: Sequence) -> bool:
-    """Real-time with a TTFT SLO. Best-effort requests, and those without an SLO, are served as capacity is left."""
+    """Real-time with a TTFT SLO, or a deadline. Best-effort requests, and those without an SLO, are served as capacity
+    is left."""
     request = sequence.request
-    return request.traffic_class == "rt" and request.slo.ttft_s > 0
+    return request.traffic_class == "rt" and (request.slo.ttft_s > 0 or request.slo.deadline_s > 0)
 
 
 def began_s(sequence: Sequence) -> float:
@@ -30,7 +57,9 @@ def due_s(sequence: Sequence) -> float:
         return inf
     request = sequence.request
     tokens = sequence.output_tokens - request.output_known
-    return began_s(sequence) + request.slo.ttft_s + tokens * request.slo.tpot_s
+    if sequence.prefill_done_s is not None and not request.slo.ttft_s:
+        return sequence.prefill_done_s + tokens * tpot_s(sequence)
+    return began_s(sequence) + ttft_s(sequence) + tokens * tpot_s(sequence)
 
 
 def is_interrupted(sequence: Sequence) -> bool:
@@ -39,10 +68,14 @@ def is_interrupted(sequence: Sequence) -> bool:
 
 
 def missed_first(now_s: float, sequence: Sequence) -> bool:
-    """Its first token came, or can only come, after its TTFT."""
+    """Its first token came, or can only come, after its TTFT; of a response with a deadline, it would have to go on at
+    twice the pace that was planned."""
     if not is_promised(sequence):
         return False
-    first_due_s = began_s(sequence) + sequence.request.slo.ttft_s
+    if sequence.output_tokens and not sequence.request.slo.ttft_s:
+        to_come = max(0.0, sequence.predicted - sequence.output_tokens)
+        return now_s > due_s(sequence) + 0.5 * to_come * tpot_s(sequence)
+    first_due_s = began_s(sequence) + ttft_s(sequence)
     if sequence.output_tokens == 0:
         return now_s > first_due_s
     return sequence.prefill_done_s is not None and sequence.prefill_done_s > first_due_s

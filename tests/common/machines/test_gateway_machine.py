@@ -163,13 +163,14 @@ def test_waiting_tokens_count_prompt_and_expected_output() -> None:
     assert only(Rejected, gateway.tell(Estimated("e", 4 * 200, "rt")))
 
 
-def test_real_time_requests_that_name_no_slo_get_the_default() -> None:
+def test_real_time_requests_that_name_no_slo_get_the_default_and_those_with_a_deadline_keep_that_alone() -> None:
     gateway = Gateway(predictor="", rt_ttft_slo_s=1.5, rt_tpot_slo_s=0.25)
     gateway.offer("plain")
-    gateway.offer("half", slo=Slo(tpot_s=0.1, deadline_s=9.0))
+    gateway.offer("half", slo=Slo(tpot_s=0.1))
+    gateway.offer("whole", slo=Slo(deadline_s=9.0))
     gateway.offer("batch", traffic_class="be")
     slos = [submit.request.slo for submit in sent(Submit, gateway.effects)]
-    assert slos == [Slo(1.5, 0.25), Slo(1.5, 0.1, 9.0), Slo()]
+    assert slos == [Slo(1.5, 0.25), Slo(1.5, 0.1), Slo(deadline_s=9.0), Slo()]
 
 
 # -- prediction ----------------------------------------------------------------------------------------------------

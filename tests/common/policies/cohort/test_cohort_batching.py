@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.step_times.learned_times import plan_shape
 from cohort.common.policies.step_times.step_cost import step_seconds
 from cohort.common.sequence import Phase, Sequence
-from cohort.common.types import StepTimes, TrafficClass
+from cohort.common.types import Slo, StepTimes, TrafficClass
 from tests.common.policies.baselines.drive import BLOCK, cache, decide, leave, names, rows, step
 from tests.common.policies.cohort.promised import promised
 from tests.common.policies.step_times.test_step_times import random_batch
@@ -83,6 +84,16 @@ def test_the_strictest_promise_among_the_decodes_bounds_the_iteration() -> None:
     assert names(plan) == ["p", "strict", "relaxed", "none"]
     assert 0.009 <= step_seconds(TIMES, plan_shape(plan)) <= 0.0105
     assert policy.metrics()["iteration_aim_ms"] == pytest.approx(10.0)
+
+
+def test_a_deadline_bounds_the_iteration_by_what_is_left_of_it() -> None:
+    policy, kv = scheduler(), cache(400)
+    whole = decoding(policy, kv, promised("whole", 40))
+    whole.request = msgspec.structs.replace(whole.request, slo=Slo(deadline_s=1.2))
+    whole.predicted = 101.0
+    whole.prefill_done_s = 0.2  # a second for a hundred tokens
+    policy.add(0.2, promised("p", 900, ttft_s=9.0, arrived_s=0.2))
+    assert 0.009 <= step_seconds(TIMES, plan_shape(decide(policy, kv, 0.2))) <= 0.0105
 
 
 def test_best_effort_decodes_bound_nothing() -> None:

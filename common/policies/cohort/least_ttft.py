@@ -298,11 +298,11 @@ class LeastTtft(Placement):
         if busy:  # the iteration in flight
             ttft_s += 0.5 * min(pace.aim_s, view.stats.step_s or pace.aim_s)
         needed, variance, free = work.memory
-        more, total = own + wanted.output, float(view.capacity.num_blocks * view.capacity.block_size)
-        price_s = memory_price_s(needed + more, variance + wanted.variance, free, total)
-        if needed + more > free:
+        growth, total = own + wanted.output, float(view.capacity.num_blocks * view.capacity.block_size)
+        price_s = memory_price_s(needed + growth, variance + wanted.variance, free, total)
+        if needed + growth > free:
             alike = known.best_effort or not options.ablation.yielding
-            blocked_s = work.blocked_s(rank, more, wanted.overtaking, best_effort=alike)
+            blocked_s = work.blocked_s(rank, growth, wanted.overtaking, best_effort=alike)
             ttft_s = max(ttft_s, blocked_s + pace.seconds(own, own * (cached + 0.5 * own)))
         delay_s = behind / pace.rate
         if known.tpot_s:

@@ -71,7 +71,7 @@ class CohortAblation(Section, frozen=True):
     ordered: bool = True  # prompts in the order that keeps most SLOs; false = first come, first served
     bounded: bool = True  # prompts as the strictest TPOT leaves time; false = engine.prefill_chunk tokens an iteration
     victims: Literal["slack", "youngest"] = "slack"  # without blocks: missed first, then most slack; or the youngest
-    yielding: bool = True  # best-effort sequences lose their blocks to prompts on time; false = only to decodes
+    yielding: bool = True  # best-effort work gives blocks, rows and time to real-time work; false = blocks, to decodes
     stretched: bool = True  # an iteration may last as long as mean TPOTs allow; false = the strictest TPOT each time
 
 

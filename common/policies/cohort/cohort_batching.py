@@ -7,7 +7,8 @@ that the strictest promise among the decodes leaves.
            ─▶ aim: the strictest TPOT among these rows, and a little of the time that its row has won (`mixing`, where
               prompts beside decodes have a price: all of that)
            ─▶ prompts in `PromptQueue`'s plan, each as much as still fits the aim; behind one that gets its first token
-              now, only as much as fits the rest of the time that newcomers wait
+              now, only as much as fits the rest of the time that newcomers wait; none of best-effort requests while
+              real-time sequences hold most of the rows or blocks
 
 So a request delays the tokens of others by `longest_step_s` at most, however much of it there is to compute: sequences
 that decode by one iteration, a newcomer by the one it finds running and its share of its own.
@@ -34,6 +35,9 @@ from cohort.common.policies.step_times.step_cost import BatchShape
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
 
+_PRESSED = 0.6
+"""Share of the rows or of the blocks from which on, held by real-time sequences, best-effort prompts wait: they would
+make iterations longer, so that more and more real-time sequences are there at a time."""
 _FIRST_CHUNK = 128
 """Prompt tokens of the first iteration of a machine of which nothing is known: a tenth of a second on two cores."""
 
@@ -258,10 +262,16 @@ class CohortBatching(IterationScheduler):
         rest_s = self._aim_s  # for prompts that get no first token now, or are not new
         admits = yielded or not builder.preempted
         tokens_left = builder.tokens_left
+        pressed: bool | None = None
         for sequence in prompts:
             held = sequence.phase is Phase.RUNNING
             if tokens_left <= 0 or builder.rows >= self._limits.max_rows:
                 return
+            if sequence.request.traffic_class != "rt" and now_s < sequence.arrived_s + self._options.patience_s:
+                pressed = self._pressed(kv) if pressed is None else pressed
+                if pressed:
+                    skipped = True
+                    continue
             if not held and not admits:
                 skipped = True
                 continue
@@ -289,6 +299,15 @@ class CohortBatching(IterationScheduler):
                 return
             rest_s = min(rest_s, self._rest_s(now_s, sequence))
         self._waits = skipped
+
+    def _pressed(self, kv: KvAllocator) -> bool:
+        """Real-time sequences hold most of the rows, or of the blocks."""
+        if not self._options.ablation.yielding:
+            return False
+        real_time = [s for s in self._running.values() if s.request.traffic_class == "rt"]
+        if len(real_time) > _PRESSED * self._limits.max_rows:
+            return True
+        return sum(kv.held(s.key) for s in real_time) > _PRESSED * kv.total_blocks
 
     def _lasting(self, now_s: float, newcomer: Sequence) -> list[Sequence]:
         """The sequences here whose growth a newcomer has to leave blocks for."""

@@ -180,6 +180,27 @@ def test_best_effort_gives_up_its_row_as_well() -> None:
     assert names(plan) == ["p", "b0", "b1"]
 
 
+@pytest.mark.parametrize(
+    ("real_time", "blocks", "waited_s", "goes"),
+    [(4, 400, 0.0, True), (5, 400, 0.0, False), (5, 400, 60.0, True), (2, 16, 0.0, False), (2, 30, 0.0, True)],
+    ids=["some rows", "most rows", "patience", "most blocks", "some blocks"],
+)
+def test_best_effort_prompts_wait_while_real_time_sequences_hold_most(
+    real_time: int, blocks: int, waited_s: float, goes: bool
+) -> None:
+    """Of eight rows; a real-time sequence holds five blocks."""
+    policy, kv = scheduler(), cache(blocks)
+    for index in range(real_time):
+        decoding(policy, kv, promised(f"rt{index}", 5 * BLOCK - 4, max_tokens=2))
+    policy.add(waited_s, promised("effort", 8, ttft_s=0.0, traffic_class="be", arrived_s=0.0, max_tokens=2))
+    assert ("effort" in names(decide(policy, kv, waited_s))) is goes
+    policy, kv = scheduler(ablation=CohortAblation(yielding=False)), cache(400)
+    for index in range(5):
+        decoding(policy, kv, promised(f"rt{index}", 5 * BLOCK - 4, max_tokens=2))
+    policy.add(0.0, promised("effort", 8, ttft_s=0.0, traffic_class="be", max_tokens=2))
+    assert "effort" in names(decide(policy, kv, 0.0))
+
+
 def test_each_part_can_be_taken_away() -> None:
     def prompts_of(ablation: CohortAblation) -> list[tuple[str, int, int]]:
         policy, kv = scheduler(ablation=ablation), cache(400)

@@ -23,7 +23,7 @@ from math import inf
 
 from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, RankKey, by_arrival
-from cohort.common.policies.cohort.mixing import FREE, best_chunk, spare_s, stretched_s
+from cohort.common.policies.cohort.mixing import FREE, best_chunk, spare_s, stretched_s, strictest_s
 from cohort.common.policies.cohort.promise import due_s, is_promised, missed_first, tpot_s
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptQueue
 from cohort.common.policies.cohort.prompt_pace import PromptPace
@@ -81,6 +81,8 @@ class CohortBatching(IterationScheduler):
         """A prompt waits that got nothing, or not all, of the last iteration."""
         self._crowded = False
         """One waits for blocks."""
+        self._are_late = False
+        """A prompt waits whose first token was due; asked where a response that decodes has a deadline."""
 
     # -- the policy interface --------------------------------------------------------------------------------------
 
@@ -115,6 +117,8 @@ class CohortBatching(IterationScheduler):
                 builder.continue_row(sequence)
         batch = decode_shape(builder.decode_rows)
         decoding = [row.sequence for row in builder.decode_rows]
+        guessed = any(sequence.request.slo.deadline_s for sequence in decoding)
+        self._are_late = guessed and any(is_promised(s) and now_s > due_s(s) for s in prompts)
         self._aim_s = self._aim(now_s, batch, decoding)
         least = self._mix(now_s, batch, decoding, prompts)
         self._add_prompts(now_s, builder, batch, kv, least, prompts, yielded=yielded)
@@ -183,8 +187,8 @@ class CohortBatching(IterationScheduler):
 
     def _bound_s(self, decoding: Iterable[Sequence]) -> float | None:
         """The strictest TPOT among these; None: nothing was promised to any of them."""
-        bounds_s = [tpot_s(s) for s in decoding if is_promised(s) and tpot_s(s)]
-        return min(bounds_s, default=None)
+        bound_s = strictest_s([(s, tpot_s(s)) for s in decoding if is_promised(s) and tpot_s(s)], late=self._are_late)
+        return bound_s if bound_s < inf else None
 
     def _aim(self, now_s: float, decodes: BatchShape, decoding: list[Sequence]) -> float:
         """Seconds that this iteration may take: what keeps the mean TPOT of all that can still keep it. While requests
@@ -196,7 +200,9 @@ class CohortBatching(IterationScheduler):
         headroom, longest_s = self._options.headroom, self._options.longest_step_s
         aim_s = min(bound_s, longest_s) * min(1.0 - headroom, 1.0 / self._times.lateness.ratio)
         if self._options.ablation.stretched and not self._crowded:
-            stretched = stretched_s(now_s, decoding, self.table.estimate(decodes) or 0.0, headroom=headroom)
+            stretched = stretched_s(
+                now_s, decoding, self.table.estimate(decodes) or 0.0, headroom=headroom, late=self._are_late
+            )
             aim_s = min(stretched, longest_s) if stretched < inf else aim_s
         if not self._arriving:
             return aim_s

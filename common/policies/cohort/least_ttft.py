@@ -214,14 +214,14 @@ class LeastTtft(Placement):
         output = max(1.0, min(most, waiting.expected_output(self._default_output) - request.output_known))
         prediction = waiting.prediction
         spread = max(0.0, min(prediction.p90, most) - prediction.mean) if prediction else 0.0
-        ttft_s, tpot_s = targets(request.slo, output) if request.traffic_class == "rt" else (0.0, 0.0)
+        ttft_s, _ = targets(request.slo, output) if request.traffic_class == "rt" else (0.0, 0.0)
         known = Known(
             attempt=request.attempt,
             best_effort=request.traffic_class != "rt",
             priority=request.priority,
             arrived_s=now_s - request.waited_s,
             due_s=now_s + ttft_s if ttft_s else inf,
-            tpot_s=tpot_s if ttft_s else 0.0,
+            tpot_s=request.slo.tpot_s if ttft_s else 0.0,  # a named one: what follows from a deadline is a guess
             tokens=len(request.tokens),
             cached=0,
             variance=spread * spread,

@@ -33,6 +33,23 @@ def best_chunk(times: StepTimes, decodes: BatchShape, start: int, most: int) -> 
     return min(sizes, key=lambda size: (step_seconds(times, decodes.with_prefill(start, size)) - alone_s) / size)
 
 
+def strictest_s(targets: Iterable[tuple[Sequence, float]], *, late: bool) -> float:
+    """Of what these ask for, in seconds: the least. What follows from a deadline rests on a predicted length, and the
+    least of many guesses is nearly always a wrong one: of these a quarter may fall behind, unless prompts are `late`:
+    where not all can be kept, those that run are."""
+    guesses: list[float] = []
+    least_s = inf
+    for sequence, target_s in targets:
+        if sequence.request.slo.tpot_s:
+            least_s = min(least_s, target_s)
+        else:
+            guesses.append(target_s)
+    if guesses:
+        guesses.sort()
+        least_s = min(least_s, guesses[0 if late else (len(guesses) - 1) // 4])
+    return least_s
+
+
 def spare_s(now_s: float, decoding: Iterable[Sequence], decodes_s: float, *, headroom: float) -> float:
     """The longest iteration after which each of these has kept its mean TPOT so far: a TPOT, and what its tokens came
     before their time. Requests whose promises are lost whatever happens have no say, so infinite if nothing is at
@@ -41,18 +58,21 @@ def spare_s(now_s: float, decoding: Iterable[Sequence], decodes_s: float, *, hea
     return min([won_s + tpot_s(s) * (1.0 - headroom) for s, won_s in kept], default=inf)
 
 
-def stretched_s(now_s: float, decoding: Iterable[Sequence], decodes_s: float, *, headroom: float) -> float:
+def stretched_s(
+    now_s: float, decoding: Iterable[Sequence], decodes_s: float, *, headroom: float, late: bool = True
+) -> float:
     """As `spare_s`, where every iteration may take prompts: of what a request has won it spends no more than
     `_STRETCH` of a TPOT at once, so that gaps stay even, and what it lacks it gets back in halves of one. `headroom` is
-    kept once, not in every iteration. When the first token of another worker came is not known: nothing is won."""
-    least_s = inf
+    kept once, not in every iteration. When the first token of another worker came is not known: nothing is won. `late`:
+    as of `strictest_s`."""
+    targets: list[tuple[Sequence, float]] = []
     for sequence, won_s in _kept(now_s, decoding, decodes_s):
         target_s = tpot_s(sequence)
         if sequence.prefill_done_s is None:
             won_s = min(won_s, 0.0)
         stretched = min(won_s + target_s * (1.0 - headroom), target_s * (1.0 + _STRETCH))
-        least_s = min(least_s, max(stretched, 0.5 * target_s))
-    return least_s
+        targets.append((sequence, max(stretched, 0.5 * target_s)))
+    return strictest_s(targets, late=late)
 
 
 def _kept(now_s: float, decoding: Iterable[Sequence], decodes_s: float) -> Iterator[tuple[Sequence, float]]:

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.cohort.cohort_batching import CohortBatching
-from cohort.common.policies.cohort.mixing import best_chunk, spare_s, stretched_s
+from cohort.common.policies.cohort.mixing import best_chunk, spare_s, stretched_s, strictest_s
 from cohort.common.policies.step_times.learned_times import plan_shape
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.sequence import Sequence
+from cohort.common.types import Slo
 from tests.common.policies.baselines.drive import cache, decide, names, step
 from tests.common.policies.cohort.promised import promised
 from tests.common.policies.cohort.test_cohort_batching import decoding, scheduler
@@ -90,6 +91,20 @@ def test_an_iteration_stretches_by_a_tenth_of_a_tpot_and_shrinks_by_a_half_at_mo
     arrived = row("arrived", tokens=11, first_s=None)
     assert stretched(1.0, arrived) == pytest.approx(0.03), "when its first token came is not known"
     assert stretched(1.6, row("late", tokens=2, first_s=1.5)) == inf
+
+
+def test_a_quarter_of_what_is_guessed_from_lengths_may_fall_behind_unless_prompts_are_late() -> None:
+    guessed = []
+    for number in range(1, 10):
+        made = promised(f"g{number}", 8)
+        made.request = msgspec.structs.replace(made.request, slo=Slo(deadline_s=9.0))
+        guessed.append((made, 0.01 * number))
+    assert strictest_s(guessed, late=False) == 0.03
+    assert strictest_s(guessed, late=True) == 0.01
+    named = (promised("named", 8), 0.02)
+    assert strictest_s([*guessed, named], late=False) == 0.02, "a named TPOT is no guess"
+    assert strictest_s([*guessed, named], late=True) == 0.01
+    assert strictest_s([], late=False) == inf
 
 
 def dear_scheduler(share: float) -> CohortBatching:

@@ -73,6 +73,30 @@ class GatewayConfig(Section, frozen=True):
     max_open_work: Positive = 786_432
 
 
+class KeyLimits(Section, frozen=True):
+    """Of one key; 0 = no limit. Beyond: 429."""
+
+    requests_per_minute: NotNegative = 0  # that generate; lines of batches count as best-effort
+    tokens_per_minute: NotNegative = 0  # prompt and completion
+    tokens_per_day: NotNegative = 0  # likewise; a day of UTC
+    concurrent_requests: NotNegative = 0  # open at once
+
+
+class KeysConfig(Section, frozen=True):
+    """API keys in a file (`cohort keys add`), the limits of every key that names none of its own, and how keys share
+    the cluster. Limits hold for `gateway.api_keys` too, and for each gateway process by itself."""
+
+    file: str = ""  # of `cohort keys`; read again when it changes; "" = `gateway.api_keys` alone
+    reload_s: Seconds = 1.0  # between two looks at the file: a revoked key works for so long
+    # database of what each key used; "" = inside the cache folder; gateways may share one
+    usage_file: str = ""
+    usage_days: Positive = 400  # how long it is kept
+    # where several keys ask: the cluster's work by their weights while they wait; false = in the scheduler's order
+    fair_sharing: bool = True
+    rt: KeyLimits = KeyLimits()
+    be: KeyLimits = KeyLimits()
+
+
 class BatchConfig(Section, frozen=True):
     """Files and batch jobs of the gateway (/v1/files, /v1/batches), kept on its disk."""
 

@@ -54,6 +54,9 @@ class OwnLimits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
         return msgspec.structs.replace(defaults, **named)
 
 
+NO_LIMITS = OwnLimits()
+
+
 class StoredKey(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """`hash`: SHA-256 of salt and key, hexadecimal. `created_s`, `revoked_s`: wall clock."""
 
@@ -64,8 +67,8 @@ class StoredKey(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     revoked_s: int | None = None
     admin: bool = False
     weight: Weight = 1.0
-    rt: OwnLimits = OwnLimits()
-    be: OwnLimits = OwnLimits()
+    rt: OwnLimits = NO_LIMITS
+    be: OwnLimits = NO_LIMITS
 
     def limits(self, traffic_class: TrafficClass) -> OwnLimits:
         return self.rt if traffic_class == "rt" else self.be
@@ -106,8 +109,8 @@ def new_key(
     *,
     admin: bool = False,
     weight: float = 1.0,
-    rt: OwnLimits = OwnLimits(),
-    be: OwnLimits = OwnLimits(),
+    rt: OwnLimits = NO_LIMITS,
+    be: OwnLimits = NO_LIMITS,
 ) -> tuple[KeyFile, StoredKey, str]:
     """The file with one key more, its entry, and the key itself. Raises `ConfigError` for a name that is taken or that
     no metric could have, and where the file is full."""
@@ -117,7 +120,9 @@ def new_key(
         raise ConfigError(f"there is a key named {name} already; revoke it, or choose another name")
     keys = list(file.keys)
     while len(keys) >= MAX_KEYS:
-        oldest = min((key for key in keys if key.revoked_s is not None), key=lambda key: key.revoked_s or 0, default=None)
+        oldest = min(
+            (key for key in keys if key.revoked_s is not None), key=lambda key: key.revoked_s or 0, default=None
+        )
         if oldest is None:
             raise ConfigError(f"the file holds {MAX_KEYS} keys, and none of them is revoked")
         keys.remove(oldest)

@@ -60,10 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     words = parser.add_subparsers(dest="word", required=True)
     file = argparse.ArgumentParser(add_help=False)
     file.add_argument(
-        "--file",
-        type=Path,
-        default=default_file(),
-        help=f"file of keys (default: ${FILE_VARIABLE}, else %(default)s)",
+        "--file", type=Path, default=default_file(), help=f"file of keys (default: ${FILE_VARIABLE}, else %(default)s)"
     )
     rights = argparse.ArgumentParser(add_help=False)
     rights.add_argument("--limit", action="append", default=[], metavar="[rt.|be.]LIMIT=N", help="may be repeated")
@@ -219,7 +216,9 @@ def _usage(options: argparse.Namespace) -> int:
         for row in rows:
             sys.stdout.write(msgspec.json.encode(row).decode() + "\n")
         return 0
-    sys.stdout.write(f"{'date':10}  {'key':24} {'class':5} {'requests':>9} {'prompt':>12} {'completion':>12} {'refused':>8}\n")
+    sys.stdout.write(
+        f"{'date':10}  {'key':24} {'class':5} {'requests':>9} {'prompt':>12} {'completion':>12} {'refused':>8}\n"
+    )
     for row in rows:
         sys.stdout.write(
             f"{row.date:10}  {row.key_name:24} {row.traffic_class:5} {row.requests:9} {row.prompt_tokens:12} "

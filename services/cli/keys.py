@@ -1,8 +1,8 @@
 """`cohort keys`: the key file of a cluster, for `security.curve_secret_key_file`; and clients' API keys.
 
 `cohort keys FILE` writes one CURVE key pair, readable by its owner alone; an existing key is never replaced. Every
-process of a pipeline reads the same file. `cohort keys add` and the other words of `api_keys.py` are about clients' keys
-instead. Decides nothing about the use of either.
+process of a pipeline reads the same file. `cohort keys add` and the other words of `api_keys.py` are about clients'
+keys instead. Decides nothing about the use of either.
 """
 
 from __future__ import annotations
@@ -54,10 +54,7 @@ def main(words: Sequence[str]) -> int:
     if words and words[0] in api_keys.COMMANDS:
         return api_keys.main(words)
     parser = argparse.ArgumentParser(
-        prog="cohort keys",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="cohort keys", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     _add_arguments(parser)
     return run(parser.parse_args(words))

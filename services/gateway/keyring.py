@@ -88,7 +88,7 @@ class Keyring:
         self._look_again()
         return self._of_owner.get(owner)
 
-    def keys(self) -> list[Key]:
+    def known(self) -> list[Key]:
         return list(self._of_owner.values())
 
     def _plain(self, place: int, key: str) -> Key:

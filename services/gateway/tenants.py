@@ -87,7 +87,7 @@ class Tenants:
         limits = key.limits(traffic_class)
         known = self._budgets.get(place)
         if known is None:
-            used = self._usage.today.get(place, 0)
+            used = self._usage.tokens_before(key, traffic_class)
             known = KeyBudget(key.name, traffic_class, limits, now_s, self._clock.wall_s(), used)
             self._budgets[place] = known
         elif known.limits != limits:

@@ -39,8 +39,8 @@ class UsageBook:
         self._timer: asyncio.TimerHandle | None = None
         self._swept = ""
         self._failing = False
-        self.today: dict[tuple[str, str], int] = {}
-        """Tokens of today by key id and class, as they were when this was opened."""
+        self._before: dict[Where, int] = {}
+        """Tokens of the day on which this was opened, until then."""
 
     async def open(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="key-usage")
@@ -52,7 +52,8 @@ class UsageBook:
             self._log.error("usage of keys is NOT kept", database=str(self._path), reason=str(error))
             return
         for row in rows:
-            self.today[row.key_id, row.traffic_class] = row.prompt_tokens + row.completion_tokens
+            place = Where(row.date, row.key_id, row.traffic_class)
+            self._before[place] = row.prompt_tokens + row.completion_tokens
 
     async def close(self) -> None:
         if self._timer is not None:
@@ -65,6 +66,10 @@ class UsageBook:
             await asyncio.get_running_loop().run_in_executor(self._thread, store.close)
         self._thread.shutdown()
         self._thread = self._store = None
+
+    def tokens_before(self, key: Key, traffic_class: TrafficClass) -> int:
+        """Of today, until this was opened."""
+        return self._before.get(Where(day_of(self._clock.wall_s()), key.id, traffic_class), 0)
 
     def add(self, key: Key, traffic_class: TrafficClass, more: Amounts) -> None:
         if self._store is None:

@@ -92,9 +92,9 @@ class Keyring:
         return list(self._of_owner.values())
 
     def _plain(self, place: int, key: str) -> Key:
-        digest = hashlib.sha256(key.encode()).hexdigest()
-        config = self._config
-        return Key(f"{_CONFIGURED}-{digest[:12]}", f"{_CONFIGURED}-{place}", digest, config.rt, config.be)
+        """Known by its place: people choose such keys, and a digest that is shown would help to guess one."""
+        name, owner = f"{_CONFIGURED}-{place}", hashlib.sha256(key.encode()).hexdigest()
+        return Key(name, name, owner, self._config.rt, self._config.be)
 
     def _index(self) -> None:
         self._of_owner = {key.owner: key for _, key in (*self._configured, *self._filed)}

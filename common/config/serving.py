@@ -48,7 +48,7 @@ class GatewayConfig(Section, frozen=True):
     max_bodies_bytes: Positive = 536_870_912  # bodies in flight together, read or parsed but not accepted; beyond: 429
     # of max_waiting_requests and max_waiting_tokens for one API key where there are several; beyond: 429
     owner_share: Fraction = 0.5
-    # of a body: free; clamp = to 0 and above: it may let others pass, not pass them; ignore; auto = clamp with api_keys
+    # of a body: free; clamp = to 0 and above: it may let others pass, not pass them; ignore; auto = clamp with keys
     priorities: Literal["auto", "free", "clamp", "ignore"] = "auto"
     # names that Host and a browser's Origin may have besides localhost; empty: any Host, but none more on open loopback
     allowed_hosts: tuple[str, ...] = ()

@@ -11,11 +11,12 @@ share independent of how long the queue was when the second key came, and narrow
 that waits. An order that dispatches everything at once leaves nothing to take back: around it a key that is alone is
 held back as well, beyond `alone_tokens` on each worker, or a second one would find all of the first one's queue there.
 
-Requests count with their prompt and the output that is expected of them. Online requests of all owners go before batch
-work of any, as everywhere; within an owner, priority, then class, then arrival. An attempt after the first was charged
-when the first one went, and waits for nothing. Made by `compose.prefill_order` where several keys may ask. The manager
-is the place because all requests of all gateways meet there and nowhere else, and because what waits there can still
-be taken back without a message.
+Requests count with their prompt and the output that is expected of them, those too that placement refuses: free ones
+would let a key whose requests are all refused go before the others as long as it asks. Online requests of all owners go
+before batch work of any, as everywhere; within an owner, priority, then class, then arrival. An attempt after the first
+was charged when the first one went, and waits for nothing. Made by `compose.prefill_order` where several keys may ask.
+The manager is the place because all requests of all gateways meet there and nowhere else, and because what waits there
+can still be taken back without a message.
 """
 
 from __future__ import annotations

@@ -361,7 +361,7 @@ class BatchRunner:
             except KeyLimited as error:
                 self._metrics.line_retries("key_limit").inc()
                 with self._turns.waiting(batch.owner):
-                    await _busy_wait(error.retry_after_s or 0.0)
+                    await _busy_wait(error.again_s)
                 continue
             except RequestError as error:
                 lost += error.status == 503

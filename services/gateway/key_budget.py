@@ -24,10 +24,12 @@ _RETRY_OPEN_S = 1.0
 
 
 class KeyLimited(RequestError):
-    """429 for a limit of the key that asks, whatever the server could serve."""
+    """429 for a limit of the key that asks, whatever the server could serve. `again_s`: when to try again here, where
+    that costs nothing; what clients are told is no less than a second."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message, status=429, type_="rate_limit_error", retry_after_s=retry_after_s)
+        self.again_s = retry_after_s
 
 
 class Bucket:
@@ -113,7 +115,11 @@ class KeyBudget:
         """Raises `KeyLimited` where a limit has nothing left."""
         limits = self.limits
         if limits.concurrent_requests and self.open >= limits.concurrent_requests:
-            raise self._spent("concurrent_requests", limits.concurrent_requests, f"{self.open} are open", _RETRY_OPEN_S)
+            error = self._spent(
+                "concurrent_requests", limits.concurrent_requests, f"{self.open} are open", _RETRY_OPEN_S
+            )
+            error.again_s = 0.0  # any of them may end now
+            raise error
         if limits.requests_per_minute and (wait_s := self.requests.wait_s(now_s, 1)):
             raise self._spent("requests_per_minute", limits.requests_per_minute, "none is left", wait_s)
         if limits.tokens_per_day and self.day.level(wall_s) < 1:

@@ -340,6 +340,24 @@ async def test_a_key_at_its_limit_does_not_hold_up_the_lines_of_another(open_sit
         assert [row["refused"] for row in await usage(site, alice)] == [0]  # it only waited
 
 
+async def test_lines_beyond_the_open_requests_of_their_key_come_in_turn(open_site: OpenSite, key_file: Path) -> None:
+    alice = add(key_file, "alice", be=OwnLimits(concurrent_requests=2))
+    most = 0
+
+    def script(request: Any) -> list[int]:
+        nonlocal most
+        most = max(most, budget_of(site, "alice", "be").open)
+        return [9] * 4
+
+    async with (
+        open_site(script, step_s=0.01, keys=of(key_file)) as site,
+        client_of(site, alice["Authorization"][7:]) as client,
+    ):
+        batch = await ended(client, await begin(client, job(*[ask(max_tokens=4) for _ in range(8)])))
+        assert batch.request_counts and batch.request_counts.completed == 8
+        assert most == 2
+
+
 async def test_lines_of_a_revoked_key_fail(open_site: OpenSite, key_file: Path) -> None:
     alice = add(key_file, "alice")
     async with open_site(keys=of(key_file)) as site, client_of(site, alice["Authorization"][7:]) as client:

@@ -33,11 +33,12 @@ def is_loopback(host: str) -> bool:
 def check_api(config: Config) -> None:
     """Raises `ConfigError` where other machines could use the API and no key is asked for."""
     gateway = config.gateway
-    if not (gateway.api_keys or gateway.open or is_loopback(gateway.host)):
+    if not (gateway.api_keys or config.keys.file or gateway.open or is_loopback(gateway.host)):
         raise ConfigError(
             f"gateway.host: {gateway.host or 'every interface'} can be reached from other machines and "
-            f"gateway.api_keys is empty; set gateway.api_keys=[env:{KEY_VARIABLE}] and that variable (in containers "
-            "the variable alone does it), or gateway.open=true (in containers COHORT_OPEN=true) to serve without keys"
+            f"gateway.api_keys is empty, as is keys.file; set gateway.api_keys=[env:{KEY_VARIABLE}] and that variable "
+            "(in containers the variable alone does it), or gateway.open=true (in containers COHORT_OPEN=true) to "
+            "serve without keys"
         )
 
 

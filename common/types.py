@@ -151,7 +151,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     first. `online` False marks batch work (B10). `waited_s`: of a resubmitted request, seconds from its arrival at the
     gateway until this attempt was sent on, by the gateway or by the manager; a first attempt says 0. A duration, so
     that the request keeps its place in line on hosts whose monotonic clocks differ. Only requests of the same
-    `prefix_salt` share cached prefixes. `if_late`: see `IfLate`.
+    `prefix_salt` share cached prefixes. `if_late`: see `IfLate`. `owner`: whose share of the cluster it takes where
+    several API keys ask, "" otherwise; `weight`: how large that share is, beside the others'.
     """
 
     attempt: Attempt
@@ -168,6 +169,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     waited_s: float = 0.0
     prefix_salt: str = ""
     if_late: IfLate = ""
+    owner: str = ""
+    weight: float = 1.0
 
     @property
     def request_id(self) -> RequestId:

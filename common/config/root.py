@@ -18,6 +18,7 @@ from cohort.common.config.serving import (
     EndpointsConfig,
     EngineConfig,
     GatewayConfig,
+    KeysConfig,
     KvConfig,
     LoggingConfig,
     ManagerConfig,
@@ -49,6 +50,7 @@ class Config(Section, frozen=True):
     ecoserve: EcoServeConfig = EcoServeConfig()
     bros: BrosConfig = BrosConfig()
     gateway: GatewayConfig = GatewayConfig()
+    keys: KeysConfig = KeysConfig()
     batch: BatchConfig = BatchConfig()
     predictor: PredictorConfig = PredictorConfig()
     manager: ManagerConfig = ManagerConfig()
@@ -81,6 +83,11 @@ class Config(Section, frozen=True):
         if self.engine.threads or self.gathers:
             return self.engine.threads or max(1, cores)
         return max(min(2, cores), cores // max(1, len(self.instance_roles)))
+
+    @property
+    def shares_fairly(self) -> bool:
+        """Several API keys may ask, and are given the cluster by their weights."""
+        return self.keys.fair_sharing and bool(self.keys.file or len(set(self.gateway.api_keys)) > 1)
 
     @property
     def on_gpu(self) -> bool:

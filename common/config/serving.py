@@ -48,7 +48,7 @@ class GatewayConfig(Section, frozen=True):
     max_bodies_bytes: Positive = 536_870_912  # bodies in flight together, read or parsed but not accepted; beyond: 429
     # of max_waiting_requests and max_waiting_tokens for one API key where there are several; beyond: 429
     owner_share: Fraction = 0.5
-    # of a body: free; clamp = to 0 and above: it may let others pass, not pass them; ignore; auto = clamp with api_keys
+    # of a body: free; clamp = to 0 and above: it may let others pass, not pass them; ignore; auto = clamp with keys
     priorities: Literal["auto", "free", "clamp", "ignore"] = "auto"
     # names that Host and a browser's Origin may have besides localhost; empty: any Host, but none more on open loopback
     allowed_hosts: tuple[str, ...] = ()
@@ -71,6 +71,30 @@ class GatewayConfig(Section, frozen=True):
     max_request_work: Positive = 524_288
     # such units of all open requests beyond one plain answer each: bounds the gateway's memory; beyond: 429
     max_open_work: Positive = 786_432
+
+
+class KeyLimits(Section, frozen=True):
+    """Of one key; 0 = no limit. Beyond: 429."""
+
+    requests_per_minute: NotNegative = 0  # that generate; lines of batches count as best-effort
+    tokens_per_minute: NotNegative = 0  # prompt and completion
+    tokens_per_day: NotNegative = 0  # likewise; a day of UTC
+    concurrent_requests: NotNegative = 0  # open at once
+
+
+class KeysConfig(Section, frozen=True):
+    """API keys in a file (`cohort keys add`), the limits of every key that names none of its own, and how keys share
+    the cluster. Limits hold for `gateway.api_keys` too, and for each gateway process by itself."""
+
+    file: str = ""  # of `cohort keys`; read again when it changes; "" = `gateway.api_keys` alone
+    reload_s: Seconds = 1.0  # between two looks at the file: a revoked key works for so long
+    # database of what each key used; "" = inside the cache folder; gateways may share one
+    usage_file: str = ""
+    usage_days: Positive = 400  # how long it is kept
+    # where several keys ask: the cluster's work by their weights while they wait; false = in the scheduler's order
+    fair_sharing: bool = True
+    rt: KeyLimits = KeyLimits()
+    be: KeyLimits = KeyLimits()
 
 
 class BatchConfig(Section, frozen=True):

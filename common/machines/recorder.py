@@ -70,8 +70,9 @@ class Call(msgspec.Struct, frozen=True):
 
 
 def config_text(config: Config) -> str:
-    """For a header. API keys decide nothing in a machine and do not belong in a file that is passed on."""
-    gateway = msgspec.structs.replace(config.gateway, api_keys=())
+    """For a header. API keys do not belong in a file that is passed on; whether there are several decides something in
+    a machine, so then it names two that are none."""
+    gateway = msgspec.structs.replace(config.gateway, api_keys=("one", "another") if config.shares_fairly else ())
     return dump_config(msgspec.structs.replace(config, gateway=gateway))
 
 

@@ -14,12 +14,16 @@ from cohort.common.config import Config
 from cohort.common.policies import alignedserve, baselines, bros, bucketserve, cohort, dynaserve, ecoserve
 from cohort.common.policies.baselines.pass_through import PassThrough
 from cohort.common.policies.baselines.placements import Colocated, ColocatedInTurn, Disaggregated
+from cohort.common.policies.fair_order import FairOrder
 from cohort.common.policies.interface import Admission, IterationScheduler, LateBinding, Placement, PrefillOrder
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.tables import Policy, Rule, check, chosen
 from cohort.common.types import KvGeometry
 
 Built = TypeVar("Built", covariant=True)
+_ALONE_AHEAD = 4
+"""Of `manager.dispatch_ahead_tokens`: what one of several keys may have at a worker, while it is alone, where the order
+would send everything: enough for the worker's own order to choose from, little enough for another key to wait for."""
 Table = Mapping[str, Policy[Callable[[Config], Built]]]
 
 ADMISSIONS: Table[Admission] = {"bounded": Policy(baselines.build_admission)}
@@ -117,11 +121,22 @@ def moves_kv(config: Config) -> bool:
 
 def wants_step_times(config: Config) -> bool:
     """Whether the manager decides by what workers' iterations take."""
-    return placement(config).wants_step_times or prefill_order(config).wants_step_times
+    order = chosen("prefill_order", config.policies.prefill_order, PREFILL_ORDERS).build(config)
+    return placement(config).wants_step_times or order.wants_step_times
 
 
 def prefill_order(config: Config) -> PrefillOrder:
-    return chosen("prefill_order", config.policies.prefill_order, PREFILL_ORDERS).build(config)
+    """Where several API keys share the cluster, the configured order within what each key's share lets through."""
+    order = chosen("prefill_order", config.policies.prefill_order, PREFILL_ORDERS).build(config)
+    if not config.shares_fairly:
+        return order
+    ahead = config.manager.dispatch_ahead_tokens
+    return FairOrder(
+        order,
+        ahead_tokens=ahead,
+        alone_tokens=_ALONE_AHEAD * ahead if isinstance(order, PassThrough) else None,
+        default_output=float(config.gateway.default_prediction_tokens),
+    )
 
 
 def late_binding(config: Config) -> LateBinding | None:

@@ -22,7 +22,7 @@ from cohort.common.errors import CohortError
 COMMANDS = {
     "serve": "start a whole pipeline on this machine and watch over it",
     "status": "what is running: processes, queues, KV use",
-    "keys": "make the key that a pipeline over TCP encrypts with",
+    "keys": "API keys of clients; and the key that a pipeline over TCP encrypts with",
     "bench": "measure any OpenAI-style server, and everything of ours that can be measured",
     "simulate": "replay traffic on a cluster that need not exist",
     "advise": "which preset, roles and settings suit a traffic and a cluster",

@@ -1,20 +1,28 @@
-"""`cohort keys`: the key file of a cluster, for `security.curve_secret_key_file`.
+"""`cohort keys`: the key file of a cluster, for `security.curve_secret_key_file`; and clients' API keys.
 
-Writes one CURVE key pair, readable by its owner alone; an existing key is never replaced. Every process of a pipeline
-reads the same file. Decides nothing about its use.
+`cohort keys FILE` writes one CURVE key pair, readable by its owner alone; an existing key is never replaced. Every
+process of a pipeline reads the same file. `cohort keys add` and the other words of `api_keys.py` are about clients'
+keys instead. Decides nothing about the use of either.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from cohort.services.cli import api_keys
 
 FILE_NAME = "cluster.key"
 """In a folder that is named instead of a file."""
 
 EPILOG = """\
+API keys of clients:
+  cohort keys add NAME               make one; also list, show, set, revoke, usage: cohort keys add --help
+  cohort keys ./add                  a cluster's key in a file of that name
+
 examples:
   cohort keys ~/.config/cohort/cluster.key
   cohort serve --set security.curve_secret_key_file=~/.config/cohort/cluster.key
@@ -25,15 +33,34 @@ new file elsewhere, name that one and restart all processes: old and new do not 
 """
 
 
+DESCRIPTION = """\
+Make the key with which the processes of a pipeline know each other and encrypt what they say (CURVE): control messages,
+and KV that travels over zmq. Or, with one of the words below, keep the API keys of clients."""
+
+
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "keys",
-        help="make the key that a pipeline over TCP encrypts with",
-        description="Make the key with which the processes of a pipeline know each other and encrypt what they say "
-        "(CURVE): control messages, and KV that travels over zmq.",
+        help="API keys of clients; and the key that a pipeline over TCP encrypts with",
+        description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    _add_arguments(parser)
+
+
+def main(words: Sequence[str]) -> int:
+    """`cohort keys WORDS`."""
+    if words and words[0] in api_keys.COMMANDS:
+        return api_keys.main(words)
+    parser = argparse.ArgumentParser(
+        prog="cohort keys", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    _add_arguments(parser)
+    return run(parser.parse_args(words))
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         metavar="FILE|FOLDER",

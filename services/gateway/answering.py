@@ -15,6 +15,7 @@ from itertools import islice
 
 import msgspec
 
+from cohort.common.machines.entry import Entry
 from cohort.common.types import FinishReason
 from cohort.services.gateway.choice import Choice, Piece, ScoredToken, prompt_scores
 from cohort.services.gateway.detokenizer import TokenText
@@ -141,6 +142,12 @@ class Answering:
             sum(entry.cached_tokens for entry in entries),
         )
 
+    def used(self) -> tuple[int, int]:
+        """Prompt and completion tokens that were worked for; a prompt from the time on that a worker had it."""
+        entries, n = self.generation.entries, self.call.n
+        placed = (entries[first] for first in range(0, len(entries), n) if _placed(entries[first : first + n]))
+        return sum(entry.request.prompt_tokens for entry in placed), sum(choice.tokens for choice in self.choices)
+
     def choice_usage(self, index: int) -> Usage:
         entry = self.generation.entries[index]
         return usage_of(entry.request.prompt_tokens, self.choices[index].tokens, entry.cached_tokens)
@@ -213,3 +220,8 @@ class Answering:
                 await asyncio.sleep(0)
             entry.prompt_logprobs.clear()
         return scores
+
+
+def _placed(choices: Iterable[Entry]) -> bool:
+    """A worker was given one of them."""
+    return any(entry.instances or entry.first_token_s is not None for entry in choices)

@@ -38,6 +38,7 @@ from cohort.services.gateway.batch_records import FinishedLine, LineError, Pendi
 from cohort.services.gateway.batch_store import BatchStore, StoreThread, disk_refuses
 from cohort.services.gateway.batch_sweeps import SweepGuard
 from cohort.services.gateway.batch_turns import Turns
+from cohort.services.gateway.key_budget import KeyLimited
 from cohort.services.gateway.openai_api import LineAnswer
 
 PAGE = 256  # lines read from the database at once
@@ -64,7 +65,9 @@ class BatchMetrics:
         )
         self.in_work = make.gauge("batch_lines_in_work", "Lines of batches that are being answered now")
         self.line_retries = make.counter(
-            "batch_line_retries", "Lines that had to wait: busy, lost, storage (files and results fill it)", ("reason",)
+            "batch_line_retries",
+            "Lines that had to wait: busy, lost, key_limit, storage (files and results fill it)",
+            ("reason",),
         )
         self.usable = make.gauge("batch_store_usable", "1 while files and batches are served, 0 where they cannot be")
 
@@ -296,6 +299,7 @@ class BatchRunner:
             while page := await self._pending(batch.id, after):
                 for line in page:
                     await self._storage_for_line(batch)
+                    await self._turns.free(batch.owner)
                     await self._turns.take()
                     self._metrics.in_work().set(self._turns.taken)
                     task = tasks.create_task(self._line(batch, line))
@@ -354,6 +358,11 @@ class BatchRunner:
                 if len(answer.body) > MAX_RESULT_BYTES:
                     raise RequestError(f"The answer has more than {MAX_RESULT_BYTES} bytes; ask for less.", status=413)
                 return answer
+            except KeyLimited as error:
+                self._metrics.line_retries("key_limit").inc()
+                with self._turns.waiting(batch.owner):
+                    await _busy_wait(error.again_s)
+                continue
             except RequestError as error:
                 lost += error.status == 503
                 if error.status not in (429, 503) or lost >= MAX_TRIES:
@@ -365,7 +374,7 @@ class BatchRunner:
                 raise RequestError(
                     "The server failed to answer this request.", status=500, type_="server_error"
                 ) from None
-            await asyncio.sleep(min(LONGEST_BUSY_WAIT_S, max(LEAST_BUSY_WAIT_S, wait_s)))
+            await _busy_wait(wait_s)
 
     # -- The end ---------------------------------------------------------------------------------------------------
 
@@ -447,6 +456,10 @@ class BatchRunner:
 
 def _add_lines(batch_id: str, lines: list[PendingLine], first: bool, store: BatchStore) -> None:
     store.add_lines(batch_id, lines, first=first)
+
+
+async def _busy_wait(wait_s: float) -> None:
+    await asyncio.sleep(min(LONGEST_BUSY_WAIT_S, max(LEAST_BUSY_WAIT_S, wait_s)))
 
 
 def _reason(error: BaseException) -> str:

@@ -7,7 +7,9 @@ Decides only when a line may start: a running line is never taken back here, the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class Turns:
@@ -21,6 +23,8 @@ class Turns:
         self._queue = asyncio.Lock()
         self._changed = asyncio.Event()
         self.taken = 0
+        self._limited: Counter[str] = Counter()
+        self._freed = asyncio.Event()
 
     async def take(self) -> None:
         """Wait for a turn, which the caller must `give_back`."""
@@ -37,3 +41,22 @@ class Turns:
     def look_again(self) -> None:
         """No online request waits any more."""
         self._changed.set()
+
+    async def free(self, owner: str) -> None:
+        """Wait until no line of this owner waits for a limit of its key: its next one would only wait beside it."""
+        while self._limited[owner]:
+            self._freed.clear()
+            await self._freed.wait()
+
+    @contextmanager
+    def waiting(self, owner: str) -> Iterator[None]:
+        """A line waits for a limit of its key; within the block its turn is others'. It has it back then, also beyond
+        the limit, which lines of other keys may have reached meanwhile."""
+        self._limited[owner] += 1
+        self.give_back()
+        try:
+            yield
+        finally:
+            self.taken += 1
+            self._limited[owner] -= 1
+            self._freed.set()

@@ -6,8 +6,6 @@ text; a defect of ours is logged with its traceback and answered with a 500 that
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
 import uuid
 from collections.abc import Sequence
@@ -20,12 +18,15 @@ from aiohttp.typedefs import Handler, Middleware
 from cohort.common.browsers import BrowserGuard
 from cohort.common.errors import ConfigError, RequestError
 from cohort.common.logs import request_scope
+from cohort.services.gateway.keyring import Key, Keyring
 from cohort.services.gateway.responses import error_body, retry_after
 
 REQUEST_ID_HEADER = "x-request-id"
 HTTP_ID = web.RequestKey("http_id", str)
 OWNER = web.RequestKey("owner", str)
-"""Whose files and batches a request sees: a digest of its API key; "" where no keys are configured."""
+"""Whose files and batches a request sees: that of its API key (`Key.owner`); "" where no keys are asked for."""
+KEY = web.RequestKey("key", Key)
+"""The API key of a request; only where keys are asked for."""
 MAX_ID_CHARACTERS = 256
 _BESIDE_V1 = frozenset(("/tokenize", "/detokenize"))
 """Paths that need a key although vLLM's clients look for them outside of /v1."""
@@ -97,26 +98,23 @@ def refuse_foreign_pages(guard: BrowserGuard) -> Middleware:
     return middleware
 
 
-def require_key(keys: Sequence[str]) -> Middleware:
-    """A bearer token for everything under /v1, and what works as hard, when keys are configured."""
-    digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+def require_key(keyring: Keyring) -> Middleware:
+    """A bearer token for everything under /v1, and what works as hard, when keys are asked for."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[OWNER] = ""
-        if digests and (request.path.startswith("/v1") or request.path in _BESIDE_V1):
+        if keyring.required and (request.path.startswith("/v1") or request.path in _BESIDE_V1):
             scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-            given = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
-            # Every key is compared, each in constant time: the answer's timing tells nothing about any of them.
-            matches = [hmac.compare_digest(given, digest) for digest in digests]
-            if scheme.lower() != "bearer" or not any(matches):
+            key = keyring.find(token.strip())
+            if scheme.lower() != "bearer" or key is None:
                 raise RequestError(
                     "You didn't provide an API key. Send it as a header: 'Authorization: Bearer YOUR_KEY'."
                     if not token
                     else "Incorrect API key provided.",
                     status=401,
                 )
-            request[OWNER] = given.hex()
+            request[OWNER], request[KEY] = key.owner, key
         return await handler(request)
 
     return middleware

@@ -31,6 +31,7 @@ from cohort.services.gateway.answering import Answering, Mean, Step
 from cohort.services.gateway.choice import Choice
 from cohort.services.gateway.detokenizer import TokenText
 from cohort.services.gateway.grammar_process import GrammarCompiler
+from cohort.services.gateway.key_lease import current_lease
 from cohort.services.gateway.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
 from cohort.services.gateway.model_card import ModelCard
 from cohort.services.gateway.owners import Owners
@@ -191,6 +192,11 @@ class OpenAiApi:
             call, lengths, self._config, self._max_model_len(), self._card.sampling.max_tokens
         )
         price = self.budget.price(call, lengths, max_tokens_of)
+        lease = current_lease()
+        if lease is not None:
+            longest = max(max_tokens_of) if limited else self._config.default_prediction_tokens
+            expected = call.n * sum(min(longest, most) for most in max_tokens_of)
+            lease.reserve(call.traffic_class, sum(lengths), expected)
         base_id = uuid.uuid4().hex[:20]
         if named:
             base_id = f"{named}-{base_id[:8]}"  # unique though a client may repeat its ids
@@ -228,7 +234,7 @@ class OpenAiApi:
         except BaseException:
             reserved.release()
             raise
-        return Answering(
+        answering = Answering(
             call,
             generation,
             shape,
@@ -244,6 +250,9 @@ class OpenAiApi:
             if call.tools is not None
             else [],
         )
+        if lease is not None:
+            lease.answered_by(answering.used)
+        return answering
 
     def _choice(self, call: Call, request: Request, stops: StopAutomaton) -> Choice:
         detokenizer = self._text.stream(

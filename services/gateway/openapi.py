@@ -64,6 +64,7 @@ _OPERATIONS: tuple[_Operation, ...] = (
     ("get", "/v1/batches", "The batches of this key.", None, None),
     ("get", "/v1/batches/{id}", "A batch.", None, None),
     ("post", "/v1/batches/{id}/cancel", "End a batch.", None, None),
+    ("get", "/v1/usage", "What this key used, by day and class.", None, None),
     ("get", "/health", "Whether the process lives.", None, None),
     ("get", "/ready", "Whether a request could be served now.", None, None),
     ("get", "/version", "Version, preset and model.", None, None),

@@ -1,15 +1,15 @@
 """Bounds on the owner of one API key: its share of the queue, its own cached prefixes, its priority.
 
 Made by `service.py` from the configuration and its keys, asked by `openai_api.py` for every request. An owner is known
-by the digest of its key that `middleware.py` puts on the request (`OWNER`), never by the key. With fewer than two keys
-nothing is shared out: no shares, no salts. Whether there are several is decided here for all of the gateway, its files
-and batches too: by the secrets, of which two names may say the same.
+by the name that `middleware.py` puts on the request (`OWNER`), never by the key. With fewer than two keys nothing is
+shared out: no shares, no salts; a file of keys counts as several, whatever it holds today. Whether there are several is
+decided here for all of the gateway, its files and batches too: by the secrets, of which two names may say the same.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, assert_never
 
 import msgspec
@@ -25,14 +25,18 @@ Priorities = Literal["free", "clamp", "ignore"]
 class Owners:
     """Stateless; `keys` as resolved."""
 
-    def __init__(self, config: Config, keys: Sequence[str]) -> None:
+    def __init__(
+        self, config: Config, keys: Sequence[str], weight_of: Callable[[str], float] = lambda owner: 1.0
+    ) -> None:
+        """`weight_of`: an owner's share of the cluster beside the others'."""
         gateway = config.gateway
-        self.several = len(set(keys)) > 1
+        self.several = len(set(keys)) > 1 or bool(config.keys.file)
         """More than one owner can ask."""
         self._salted = self.several and not config.kv.share_prefixes_between_keys
+        self._weight_of = weight_of
         self._gateway = gateway
         self._priorities: Priorities = (
-            ("clamp" if keys else "free") if gateway.priorities == "auto" else gateway.priorities
+            ("clamp" if keys or config.keys.file else "free") if gateway.priorities == "auto" else gateway.priorities
         )
 
     def share_of(self, owner: str) -> str:
@@ -52,15 +56,16 @@ class Owners:
                 assert_never(self._priorities)
 
     def marked(self, requests: list[Request], owner: str, *, max_tokens_named: bool) -> list[Request]:
-        """With the salt of the owner's prefixes. Raises a 400 `RequestError` for a request that could never wait within
-        its share. `max_tokens_named`: as in `Offered`."""
+        """With the owner's share and the salt of its prefixes. Raises a 400 `RequestError` for a request that could
+        never wait within its share. `max_tokens_named`: as in `Offered`."""
         if not self.several:
             return requests
         self._check(requests, max_tokens_named=max_tokens_named)
-        if not self._salted:
-            return requests
-        salt = hashlib.blake2b(owner.encode(), digest_size=16, person=b"cohort prefixes").hexdigest()
-        return [msgspec.structs.replace(request, prefix_salt=salt) for request in requests]
+        named, salted = _digest(owner, b"cohort owners"), _digest(owner, b"cohort prefixes") if self._salted else ""
+        weight = self._weight_of(owner)
+        return [
+            msgspec.structs.replace(request, prefix_salt=salted, owner=named, weight=weight) for request in requests
+        ]
 
     def _check(self, requests: list[Request], *, max_tokens_named: bool) -> None:
         """Counts as admission does. A single choice may exceed the share of tokens, as it may the whole bound."""
@@ -82,3 +87,8 @@ class Owners:
                 f"API key can wait ({share}.max_waiting_tokens {gateway.max_waiting_tokens}).",
                 param="n",
             )
+
+
+def _digest(owner: str, purpose: bytes) -> str:
+    """For other processes: it names an owner, and says nothing of it."""
+    return hashlib.blake2b(owner.encode(), digest_size=16, person=purpose).hexdigest()

@@ -35,6 +35,7 @@ from cohort.common.types import InstanceId
 from cohort.services.gateway.batches import Batches
 from cohort.services.gateway.front_page import FrontPage
 from cohort.services.gateway.grammar_process import GrammarCompiler
+from cohort.services.gateway.keyring import Keyring
 from cohort.services.gateway.middleware import answer_everything, refuse_foreign_pages, require_key, resolve_keys
 from cohort.services.gateway.model_card import ModelCard, read_model_card
 from cohort.services.gateway.openai_api import OpenAiApi
@@ -45,6 +46,7 @@ from cohort.services.gateway.request_bodies import RequestBodies, refuse_other_b
 from cohort.services.gateway.slow_readers import SlowReaders
 from cohort.services.gateway.streams import Streams
 from cohort.services.gateway.template_process import TemplateLimits
+from cohort.services.gateway.tenants import Tenants
 from cohort.services.gateway.token_api import TokenApi
 from cohort.services.gateway.tokenizer import Tokenizer
 from cohort.services.gateway.tool_formats import tool_format
@@ -62,7 +64,9 @@ class Gateway:
         self._context = context
         self._config = config
         self._card = card
-        self._keys = resolve_keys(config.gateway.api_keys)
+        keys = resolve_keys(config.gateway.api_keys)
+        self._keyring = Keyring(config, keys, context.clock, context.log)
+        self._tenants = Tenants(config, self._keyring, context.clock, context.metrics, context.log)
         now_s = context.clock.now_s()
         self._machine = GatewayMachine(
             context.instance,
@@ -74,7 +78,7 @@ class Gateway:
             manager=MANAGER,
             predictor=PREDICTOR,
         )
-        self._owners = Owners(config, self._keys)
+        self._owners = Owners(config, keys, self._tenants.weight_of)
         self._metrics = RequestMetrics(context.metrics)
         self.streams = Streams(
             self._machine,
@@ -131,32 +135,39 @@ class Gateway:
 
     def application(self, batches: Batches) -> web.Application:
         gateway = self._config.gateway
-        guard = BrowserGuard(gateway.host, gateway.allowed_hosts, open_=not self._keys, option="gateway.allowed_hosts")
+        guard = BrowserGuard(
+            gateway.host, gateway.allowed_hosts, open_=not self._keyring.required, option="gateway.allowed_hosts"
+        )
         application = web.Application(
             middlewares=[
                 self._slow_readers.middleware(),
                 answer_everything(self._context.log),
                 refuse_foreign_pages(guard),
-                require_key(self._keys),
+                require_key(self._keyring),
+                self._tenants.middleware(),
                 refuse_other_bodies,
             ],
             client_max_size=gateway.max_body_bytes,
         )
-        pages = ApiPages(keys=bool(self._keys))
-        for part in (self._api, batches, self._probes, self._front, self._tokens, pages):
+        application.on_response_prepare.append(self._tenants.name_limits)
+        pages = ApiPages(keys=self._keyring.required)
+        for part in (self._api, batches, self._probes, self._front, self._tokens, self._tenants, pages):
             application.add_routes(part.routes())
         return application
 
     async def run(self) -> None:
-        async with Batches.opened(
-            self._config,
-            answer=self._api.answer_line,
-            several_owners=self._owners.several,
-            online_waiting=lambda: self._machine.ledger.waiting_online,
-            clock=self._context.clock,
-            metrics=self._context.metrics,
-            log=self._context.log,
-        ) as batches:
+        async with (
+            self._tenants.opened(),
+            Batches.opened(
+                self._config,
+                answer=self._tenants.lines(self._api.answer_line),
+                several_owners=self._owners.several,
+                online_waiting=lambda: self._machine.ledger.waiting_online,
+                clock=self._context.clock,
+                metrics=self._context.metrics,
+                log=self._context.log,
+            ) as batches,
+        ):
             self.streams.on_online_placed = batches.online_placed
             await self._serve(batches)
 
@@ -207,7 +218,7 @@ class Gateway:
             url=f"http://{named}:{self.port}",
             model=self._card.name,
             max_model_len=self._card.max_model_len,
-            api_keys=len(self._keys),
+            api_keys=len(self._keyring),
         )
 
     def _begin(self) -> None:

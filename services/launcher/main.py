@@ -186,9 +186,9 @@ def has_chat_template(folder: Path) -> bool:
 
 def _key_header(config: Config) -> str:
     """Keys are never printed: an `env:NAME` entry is used by name, a literal one is left to the reader."""
-    if not config.gateway.api_keys:
+    if not (config.gateway.api_keys or config.keys.file):
         return ""
-    first = config.gateway.api_keys[0]
+    first = next(iter(config.gateway.api_keys), "")
     name = first.removeprefix("env:") if first.startswith("env:") else "COHORT_API_KEY"
     return f' -H "Authorization: Bearer ${name}"'
 

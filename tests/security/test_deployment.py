@@ -279,6 +279,7 @@ def test_writes_of_a_read_only_container_have_a_place():
         "length_predictor": config.predictor.state_path,
         **dict.fromkeys(WORKERS, config.engine.state_dir),
     }
+    assert config.keys.usage_file.startswith("/var/lib/cohort/")
     for name, path in kept.items():
         assert path.startswith("/var/lib/cohort/")
         [volume] = [mount for mount in SERVICES[name]["volumes"] if mount.endswith(":/var/lib/cohort")]

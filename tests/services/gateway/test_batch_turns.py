@@ -68,3 +68,22 @@ async def test_a_cancelled_wait_lets_the_next_one_in() -> None:
     turns.give_back()
     await settle()
     assert second.done() and turns.taken == 1
+
+
+async def test_a_line_that_waits_for_its_keys_limits_lends_its_turn_and_keeps_its_siblings_back() -> None:
+    turns = Turns(1, 1, lambda: 0)
+    await turns.take()
+    with turns.waiting("one"):
+        await turns.take()  # another key's line
+        sibling = asyncio.create_task(turns.free("one"))
+        await asyncio.wait_for(turns.free("another"), 1)
+        await settle()
+        assert not sibling.done() and turns.taken == 1
+    await settle()
+    assert sibling.done() and turns.taken == 2  # for as long as both need them
+    third = asyncio.create_task(turns.take())
+    for taken in (1, 1):
+        turns.give_back()
+        await settle()
+        assert turns.taken == taken
+    assert third.done()

@@ -1,0 +1,169 @@
+"""What each API key used, by day and class, in an SQLite database that outlives the gateway.
+
+Rows are only ever added to, in one transaction each time, so several gateways may share a database (write-ahead log).
+A killed gateway loses what it had not written yet, a second's worth. Written and read by gateways through a thread
+(`services/gateway/usage.py`), read by `cohort keys usage`. Holds no key, no hash, no prompt. Days are those of UTC.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import sqlite3
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from cohort.common import paths
+from cohort.common.errors import ConfigError
+
+VERSION = 1
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS usage (
+    date TEXT NOT NULL,
+    key_id TEXT NOT NULL,
+    class TEXT NOT NULL,
+    key_name TEXT NOT NULL,
+    requests INTEGER NOT NULL DEFAULT 0,
+    prompt_tokens INTEGER NOT NULL DEFAULT 0,
+    completion_tokens INTEGER NOT NULL DEFAULT 0,
+    refused INTEGER NOT NULL DEFAULT 0,
+    PRIMARY KEY (date, key_id, class)
+) STRICT, WITHOUT ROWID
+"""
+_ADD = """
+INSERT INTO usage (date, key_id, class, key_name, requests, prompt_tokens, completion_tokens, refused)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (date, key_id, class) DO UPDATE SET
+    key_name = excluded.key_name,
+    requests = requests + excluded.requests,
+    prompt_tokens = prompt_tokens + excluded.prompt_tokens,
+    completion_tokens = completion_tokens + excluded.completion_tokens,
+    refused = refused + excluded.refused
+"""
+
+
+class Where(msgspec.Struct, frozen=True):
+    """Of a row: whose, when, as what."""
+
+    date: str
+    key_id: str
+    traffic_class: str = msgspec.field(name="class")
+
+
+class Amounts(msgspec.Struct):
+    """`requests` came in; `refused` did not, for a limit of their key."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    refused: int = 0
+
+    def add(self, other: Amounts) -> None:
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.refused += other.refused
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What one key used on one day as one class."""
+
+    date: str
+    key_id: str
+    key_name: str
+    traffic_class: str = msgspec.field(name="class")
+    requests: int
+    prompt_tokens: int
+    completion_tokens: int
+    refused: int
+
+
+def default_path() -> Path:
+    return paths.cache_dir() / "key-usage.sqlite3"
+
+
+def day_of(wall_s: float) -> str:
+    """2026-11-30, of UTC."""
+    return datetime.datetime.fromtimestamp(wall_s, datetime.UTC).date().isoformat()
+
+
+class UsageStore:
+    """One open database, for one thread at a time."""
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        """Opens or creates it, mode 0600. Raises `ConfigError` for one that is missing (`read_only`) or of another
+        version, `sqlite3.Error` or `OSError` for one that cannot be used."""
+        if read_only:
+            if not path.is_file():
+                raise ConfigError(f"keys.usage_file: {path}: there is none yet; a gateway with keys writes it")
+            self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, timeout=10.0)
+        else:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # one that exists is never opened and closed: locks would go
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+            path.chmod(0o600)
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+        try:
+            self._prepare(path, read_only=read_only)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _prepare(self, path: Path, *, read_only: bool) -> None:
+        if not read_only:
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            if self._db.execute("PRAGMA user_version").fetchone()[0] == 0:
+                self._db.execute(_SCHEMA)
+                self._db.execute(f"PRAGMA user_version = {VERSION}")
+        version = self._db.execute("PRAGMA user_version").fetchone()[0]
+        if version != VERSION:
+            raise ConfigError(f"keys.usage_file: {path} has version {version}, this Cohort reads {VERSION}")
+
+    def close(self) -> None:
+        self._db.close()
+
+    def add(self, used: Mapping[Where, tuple[str, Amounts]]) -> None:
+        """All of it or, where that raises, nothing. By place: the key's name, and what is added."""
+        rows = [
+            (
+                where.date,
+                where.key_id,
+                where.traffic_class,
+                name,
+                more.requests,
+                more.prompt_tokens,
+                more.completion_tokens,
+                more.refused,
+            )
+            for where, (name, more) in used.items()
+        ]
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            self._db.executemany(_ADD, rows)
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def rows(self, *, since: str, until: str = "9999", key_id: str | None = None) -> list[UsageRow]:
+        """Days `since` to `until`, both included, the latest first."""
+        columns = "date, key_id, key_name, class, requests, prompt_tokens, completion_tokens, refused"
+        found: Iterable[tuple[object, ...]] = self._db.execute(
+            f"SELECT {columns} FROM usage WHERE date >= ? AND date <= ? AND (? IS NULL OR key_id = ?) "
+            "ORDER BY date DESC, key_name, key_id, class",
+            (since, until, key_id, key_id),
+        )
+        names = columns.split(", ")
+        return [msgspec.convert(dict(zip(names, row, strict=True)), UsageRow) for row in found]
+
+    def forget(self, before: str) -> None:
+        """Days before this one."""
+        self._db.execute("DELETE FROM usage WHERE date < ?", (before,))

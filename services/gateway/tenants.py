@@ -1,0 +1,226 @@
+"""Tenants: each request of an API key within the key's limits, and counted.
+
+    headers ─▶ lease ─▶ body, tokens ─▶ reserve ─▶ answer ─▶ end: settled, counted
+                 │ 429                    │ 429, 400
+
+`middleware` stands behind `require_key`: it refuses before a body is read, from headers alone. The class is that of the
+header, else the default one; a body that names the other moves the request to that one's limits. `openai_api.py` finds
+the lease of its request with `current_lease`, reserves tokens and says how many were used; `lines` does the same around
+the lines of batches. Nothing here waits, and nothing stands in the way of a request without a key. Limits are those of
+this process: several gateways each grant them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import structlog
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from cohort.common.clock import Clock
+from cohort.common.config import Config
+from cohort.common.errors import RequestError
+from cohort.common.key_usage import Amounts
+from cohort.common.metrics import MetricFactory
+from cohort.common.types import TrafficClass
+from cohort.services.gateway.batch_runner import AnswerLine
+from cohort.services.gateway.key_budget import KeyBudget, KeyLimited
+from cohort.services.gateway.key_lease import Lease, bound
+from cohort.services.gateway.keyring import FILED, Key, Keyring
+from cohort.services.gateway.middleware import KEY
+from cohort.services.gateway.openai_api import LineAnswer
+from cohort.services.gateway.service_headers import CLASS_HEADER
+from cohort.services.gateway.usage import UsageBook
+
+USAGE_PATH = "/v1/usage"
+_NO_GENERATION = ("/v1/files", "/v1/batches")
+"""What is posted here generates nothing by itself."""
+_DEFAULT_DAYS = 30
+_LEASE = web.RequestKey("key_lease", Lease)
+_encode = msgspec.json.Encoder().encode
+
+
+class KeyMetrics:
+    """By the key's name: as many as there are keys."""
+
+    def __init__(self, make: MetricFactory) -> None:
+        by_key = ("key",)
+        self.requests = make.counter("key_requests", "Requests of an API key that were admitted", by_key)
+        self.refused = make.counter("key_refused", "Requests refused for a limit of their API key", by_key)
+        self.prompt_tokens = make.counter("key_prompt_tokens", "Prompt tokens that an API key used", by_key)
+        self.completion_tokens = make.counter("key_completion_tokens", "Tokens generated for an API key", by_key)
+        self.open = make.gauge("key_open_requests", "Requests of an API key that are open now", by_key)
+
+
+class Tenants:
+    def __init__(
+        self, config: Config, keyring: Keyring, clock: Clock, metrics: MetricFactory, log: structlog.stdlib.BoundLogger
+    ) -> None:
+        self._keyring = keyring
+        self._clock = clock
+        self._default_class: TrafficClass = config.gateway.default_class
+        self._most_days = config.keys.usage_days
+        self._metrics = KeyMetrics(metrics)
+        self._usage = UsageBook(config.keys, clock, log)
+        self._budgets: dict[tuple[str, TrafficClass], KeyBudget] = {}
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """The database of usage is open; nothing is written where no keys are asked for."""
+        if self._keyring.required:
+            await self._usage.open()
+        try:
+            yield
+        finally:
+            await self._usage.close()
+
+    def weight_of(self, owner: str) -> float:
+        key = self._keyring.of_owner(owner)
+        return 1.0 if key is None else key.weight
+
+    def budget(self, key: Key, traffic_class: TrafficClass) -> KeyBudget:
+        """With the limits that the key has now."""
+        place, now_s = (key.id, traffic_class), self._clock.now_s()
+        limits = key.limits(traffic_class)
+        known = self._budgets.get(place)
+        if known is None:
+            used = self._usage.tokens_before(key, traffic_class)
+            known = KeyBudget(key.name, traffic_class, limits, now_s, self._clock.wall_s(), used)
+            self._budgets[place] = known
+        elif known.limits != limits:
+            known.relimit(limits, now_s)
+        return known
+
+    # -- Around requests -------------------------------------------------------------------------------------------
+
+    def middleware(self) -> Middleware:
+        """Behind `require_key`, before everything that looks at a body."""
+
+        @web.middleware
+        async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+            key = request.get(KEY)
+            if key is None or not _generates(request):
+                return await handler(request)
+            lease = request[_LEASE] = self._lease(key, self._class_of(request))
+            error: BaseException | None = None
+            try:
+                with bound(lease):
+                    return await handler(request)
+            except BaseException as raised:
+                error = raised
+                raise
+            finally:
+                self._end(key, lease, error)
+
+        return middleware
+
+    async def name_limits(self, request: web.Request, response: web.StreamResponse) -> None:
+        """For the signal before an answer's headers leave, whichever way it came about."""
+        key = request.get(KEY)
+        if key is not None:
+            lease = request.get(_LEASE)
+            budget = self.budget(key, self._class_of(request)) if lease is None else lease.budget
+            response.headers.update(budget.headers(self._clock.now_s(), self._clock.wall_s()))
+
+    def lines(self, answer: AnswerLine) -> AnswerLine:
+        """`answer` for lines of batches, within their key's best-effort limits. Raises `KeyLimited` too, and 401 for
+        the line of a key of the file that is good no more."""
+
+        async def answered(data: bytes, *, chat: bool, line_id: str, owner: str) -> LineAnswer:
+            key = self._keyring.of_owner(owner)
+            if key is None:
+                if owner.startswith(FILED):
+                    raise RequestError("The API key of this batch was revoked.", status=401)
+                return await answer(data, chat=chat, line_id=line_id, owner=owner)
+            lease = self._lease(key, "be", refusals=False)
+            error: BaseException | None = None
+            try:
+                with bound(lease):
+                    return await answer(data, chat=chat, line_id=line_id, owner=owner)
+            except BaseException as raised:
+                error = raised
+                raise
+            finally:
+                self._end(key, lease, error, refusals=False)
+
+        return answered
+
+    def _class_of(self, request: web.Request) -> TrafficClass:
+        match request.headers.get(CLASS_HEADER, "").strip().lower():
+            case "rt":
+                return "rt"
+            case "be":
+                return "be"
+            case _:
+                return self._default_class  # a wrong word is refused when the body is read
+
+    def _lease(self, key: Key, traffic_class: TrafficClass, *, refusals: bool = True) -> Lease:
+        """`refusals` False: it comes again by itself, and is no refused request."""
+        try:
+            lease = Lease(lambda each: self.budget(key, each), traffic_class, self._clock)
+        except KeyLimited:
+            if refusals:
+                self._count(key, traffic_class, Amounts(refused=1))
+            raise
+        self._metrics.open(key.name).inc()
+        return lease
+
+    def _end(self, key: Key, lease: Lease, error: BaseException | None, *, refusals: bool = True) -> None:
+        self._metrics.open(key.name).dec()
+        amounts = lease.end(error)
+        if not refusals:
+            amounts.refused = 0
+        self._count(key, lease.traffic_class, amounts)
+
+    def _count(self, key: Key, traffic_class: TrafficClass, amounts: Amounts) -> None:
+        if amounts == Amounts():
+            return
+        self._usage.add(key, traffic_class, amounts)
+        metrics = self._metrics
+        for counter, count in (
+            (metrics.requests, amounts.requests),
+            (metrics.refused, amounts.refused),
+            (metrics.prompt_tokens, amounts.prompt_tokens),
+            (metrics.completion_tokens, amounts.completion_tokens),
+        ):
+            counter(key.name).inc(count)
+
+    # -- GET /v1/usage ---------------------------------------------------------------------------------------------
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get(USAGE_PATH, self.usage)]
+
+    async def usage(self, request: web.Request) -> web.Response:
+        """`days` (30): today and so many before it. `keys=all`: of every key, for one that is an admin's."""
+        key = request.get(KEY)
+        if key is None:
+            raise RequestError("This server asks for no API keys: there is no usage of any.", status=404)
+        given = request.query.get("days", str(_DEFAULT_DAYS))
+        if not (given.isascii() and given.isdecimal() and len(given) < 8 and int(given) <= self._most_days):
+            raise RequestError(f"days: a number from 0 to {self._most_days} (keys.usage_days).", param="days")
+        whose = request.query.get("keys", "own")
+        if whose not in ("own", "all"):
+            raise RequestError("keys: own or all.", param="keys")
+        if whose == "all" and not key.admin:
+            raise RequestError(
+                "keys=all: this API key is no admin's (cohort keys add --admin).",
+                status=403,
+                type_="permission_error",
+                param="keys",
+            )
+        rows = await self._usage.rows(int(given), None if whose == "all" else key.id)
+        return web.Response(body=_encode({"object": "list", "data": rows}), content_type="application/json")
+
+
+def _generates(request: web.Request) -> bool:
+    """A request that works: POST under /v1, but for files and batches, whose lines are counted one by one."""
+    path = request.path
+    return (
+        request.method == "POST"
+        and path.startswith("/v1/")
+        and request.match_info.http_exception is None
+        and not any(path == each or path.startswith(f"{each}/") for each in _NO_GENERATION)
+    )

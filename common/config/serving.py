@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from cohort.common.config.kinds import Fraction, NotNegative, Port, Positive, Seconds, Section
+from cohort.common.config.kinds import Fraction, NotNegative, NotNegativeSeconds, Port, Positive, Seconds, Section
 from cohort.common.types import Role
 
 
@@ -71,6 +71,11 @@ class GatewayConfig(Section, frozen=True):
     max_request_work: Positive = 524_288
     # such units of all open requests beyond one plain answer each: bounds the gateway's memory; beyond: 429
     max_open_work: Positive = 786_432
+    # a stream whose client asked for it can be resumed within so long after its connection broke; 0 = none can
+    resume_s: NotNegativeSeconds = 120.0
+    # database of such streams; "" = inside the cache folder; gateways of a box may share one
+    resume_file: str = ""
+    resume_bytes: Positive = 268_435_456  # of it; beyond: streams without a token to resume
 
 
 class KeyLimits(Section, frozen=True):

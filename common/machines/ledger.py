@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from cohort.common.errors import InvariantViolated, RequestError
 from cohort.common.machines.effects import Deliver, Fail
 from cohort.common.machines.entry import Entry, State
@@ -95,10 +97,13 @@ class Ledger:
         owner: str = "",
         together: tuple[RequestId, ...] = (),
     ) -> Entry:
-        """Own a request. It is submitted when its host says so (a prediction may come first). `together`: as in
-        `Entry`."""
+        """Own a request. It is submitted when its host says so (a prediction may come first). Output that it brings was
+        generated for another gateway, and is not delivered again. `together`: as in `Entry`."""
         if request.request_id in self._entries:
             raise ValueError(f"request {request.request_id} is open already")
+        known = request.tokens[request.prompt_tokens :]
+        if known:
+            request = msgspec.structs.replace(request, tokens=request.tokens[: request.prompt_tokens])
         entry = Entry(
             request=request,
             opened_s=now_s,
@@ -108,6 +113,7 @@ class Ledger:
             last_news_s=now_s,
             queued_tokens=request.prompt_tokens + max(1.0, expected_output),
             together=together,
+            output=known,
         )
         self._entries[request.request_id] = entry
         self.waiting_requests += 1

@@ -73,6 +73,8 @@ class Answering:
     readers: list[ToolReader] = field(default_factory=list)
     """One per choice where calls of tools are read."""
     begun: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
+    """Choices of a stream that are complete."""
     _unsent: dict[int, list[ScoredToken]] = field(default_factory=dict)
     """Log-probabilities of text that is held back as it may be a call."""
     _echo_scores: dict[int, Scores] = field(default_factory=dict)

@@ -37,6 +37,8 @@ class Lease:
         self._reserved = 0
         self._used: list[Used] = []
         self._ended = False
+        self._held = False
+        self._then: Callable[[], None] = lambda: None
 
     def reserve(self, traffic_class: TrafficClass, prompt_tokens: int, completion_tokens: int) -> None:
         """What it may use, as what is now known of it. Raises `KeyLimited`, or a 400 `RequestError`."""
@@ -54,6 +56,29 @@ class Lease:
     def answered_by(self, used: Used) -> None:
         """It was admitted; what it uses is told by this, also after it ended."""
         self._used.append(used)
+
+    def answered_instead_by(self, used: Used) -> None:
+        """What it uses is told by this alone."""
+        self._used = [used]
+
+    def hold(self) -> None:
+        """It stays open beyond its handler, until `free`."""
+        self._held = True
+
+    def when_free(self, then: Callable[[], None]) -> None:
+        """At once, unless it is held."""
+        if self._held:
+            self._then = then
+        else:
+            then()
+
+    def free(self, *, counts: bool = True) -> None:
+        """No longer held. `counts` False: another gateway goes on with it, and charges for all of it."""
+        if not counts:
+            self._used = []
+        self._held = False
+        then, self._then = self._then, lambda: None
+        then()
 
     def end(self, error: BaseException | None = None) -> Amounts:
         """Gives back what was not used; what was. `error`: what kept it from being answered. Only once."""

@@ -14,8 +14,9 @@ import io
 import re
 import secrets
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
@@ -32,22 +33,27 @@ from cohort.services.gateway.choice import Choice
 from cohort.services.gateway.detokenizer import TokenText
 from cohort.services.gateway.grammar_process import GrammarCompiler
 from cohort.services.gateway.key_lease import current_lease
+from cohort.services.gateway.mailbox import Generation
 from cohort.services.gateway.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
 from cohort.services.gateway.model_card import ModelCard
 from cohort.services.gateway.owners import Owners
 from cohort.services.gateway.parsing import Call, parse_chat, parse_completion
 from cohort.services.gateway.preparation import output_limits, prepare
 from cohort.services.gateway.request_bodies import RequestBodies
-from cohort.services.gateway.request_budget import RequestBudget
+from cohort.services.gateway.request_budget import RequestBudget, Reservation
 from cohort.services.gateway.responses import Answer, ChatShape, CompletionShape, Scores, Shape, Usage
+from cohort.services.gateway.resume_tape import Tape
 from cohort.services.gateway.service_headers import CLASS_HEADER
-from cohort.services.gateway.sse import EventStream
+from cohort.services.gateway.sse import Events, EventStream
 from cohort.services.gateway.stop_strings import StopAutomaton
 from cohort.services.gateway.streams import Streams
 from cohort.services.gateway.timing import GatewayTimes
 from cohort.services.gateway.tokenizer import Tokenizer
 from cohort.services.gateway.tool_calls import CallDelta, ToolReader, whole_calls
 from cohort.services.gateway.tool_formats import ToolFormat
+
+if TYPE_CHECKING:
+    from cohort.services.gateway.resumption import Resumption
 
 # A few milliseconds of parsing at most; a thread parses longer bodies.
 PARSE_AT_ONCE_BYTES = 65_536
@@ -104,6 +110,8 @@ class OpenAiApi:
         self._owners = owners
         self._grammars = grammars
         self._tool_format = tool_format
+        self.resumption: Resumption | None = None
+        """Set by `service.py`."""
         self._completion = CompletionShape(self._text)
         self._chat = ChatShape(self._text)
 
@@ -123,6 +131,8 @@ class OpenAiApi:
         except RequestError as error:
             self._count_rejection(error)
             raise
+        if self.resumption is not None and isinstance(answering.generation.mailbox, Tape):
+            return await self.resumption.begin(request, answering, answering.generation.mailbox)
         try:
             if answering.call.stream:
                 return await self._stream(request, answering)
@@ -139,11 +149,10 @@ class OpenAiApi:
         status the body would get.
         """
         times = GatewayTimes(arrived_s=self._clock.now_s())
-        call = await self._parse(data, _BATCH_HEADERS, chat=chat)
+        call = await self.parse(data, _BATCH_HEADERS, chat=chat)
         if call.stream:
             raise RequestError("stream: the answers of a batch are written to a file.", param="stream")
-        priority = self._owners.priority(call.priority)
-        call = dataclasses.replace(call, online=False, priority=BATCH_PRIORITY + priority)
+        call = dataclasses.replace(call, online=False, priority=BATCH_PRIORITY + call.priority)
         answering = await self._begin(call, len(data), times, owner, named=line_id)
         try:
             answer = await self._whole(answering)
@@ -157,15 +166,17 @@ class OpenAiApi:
         owner = request[OWNER]
         self._streams.check(request.content_length or 0, self._config.default_class, self._owners.share_of(owner))
         async with self._bodies.reading(request) as data:
-            call = await self._parse(data, request.headers, chat=chat)
-            call = dataclasses.replace(call, priority=self._owners.priority(call.priority))
+            call = await self.parse(data, request.headers, chat=chat)
+            tape = None if self.resumption is None else self.resumption.tape(request.headers, call, data)
             http_id = request[HTTP_ID]
             own = request.headers.get(REQUEST_ID_HEADER) == http_id and _PLAIN_ID.fullmatch(http_id)
-            answering = await self._begin(call, len(data), times, owner, named=http_id if own else "")
+            named = http_id if own else ""
+            answering = await self._begin(call, len(data), times, owner, named=named, tape=tape)
         self._log.debug("accepted", http_id=http_id, request_ids=answering.generation.request_ids)
         return answering
 
-    async def _parse(self, data: bytes, headers: Mapping[str, str], *, chat: bool) -> Call:
+    async def parse(self, data: bytes, headers: Mapping[str, str], *, chat: bool) -> Call:
+        """With the priority that its owner may have. Raises a 4xx `RequestError`."""
         parse = self._parse_chat if chat else parse_completion
         self.budget.check_body(len(data), chat=chat, max_model_len=self._max_model_len())
         if len(data) <= PARSE_AT_ONCE_BYTES:
@@ -173,12 +184,14 @@ class OpenAiApi:
         else:
             call = await asyncio.to_thread(parse, data, headers, self._config, self._card)
         self.budget.check(call)
-        return call
+        return dataclasses.replace(call, priority=self._owners.priority(call.priority))
 
     def _parse_chat(self, data: bytes, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard) -> Call:
         return parse_chat(data, headers, config, card, self._tool_format)
 
-    async def _begin(self, call: Call, body_bytes: int, times: GatewayTimes, owner: str, *, named: str) -> Answering:
+    async def _begin(
+        self, call: Call, body_bytes: int, times: GatewayTimes, owner: str, *, named: str, tape: Tape | None = None
+    ) -> Answering:
         """Tokenise, offer the requests, own them. `named`: an id of the client's that ours should begin with."""
         limited = call.max_tokens is not None
         if call.wanted is not None:
@@ -191,12 +204,6 @@ class OpenAiApi:
         max_tokens_of = output_limits(
             call, lengths, self._config, self._max_model_len(), self._card.sampling.max_tokens
         )
-        price = self.budget.price(call, lengths, max_tokens_of)
-        lease = current_lease()
-        if lease is not None:
-            longest = max(max_tokens_of) if limited else self._config.default_prediction_tokens
-            expected = call.n * sum(min(longest, most) for most in max_tokens_of)
-            lease.reserve(call.traffic_class, sum(lengths), expected)
         base_id = uuid.uuid4().hex[:20]
         if named:
             base_id = f"{named}-{base_id[:8]}"  # unique though a client may repeat its ids
@@ -212,11 +219,7 @@ class OpenAiApi:
             max_tokens_of=max_tokens_of,
         )
         requests = self._owners.marked(requests, owner, max_tokens_named=limited)
-        # Of every prompt one, to which its choices refer, like the automaton.
-        echoes = [self._echo(call, which, prompt) for which, prompt in enumerate(prompts)]
-        stops = StopAutomaton(call.stop_strings)
-        shape: Shape = self._chat if call.chat else self._completion
-        reserved = self.budget.reserve(price)
+        reserved = self.own_budget(call, lengths, max_tokens_of)
         try:
             generation = self._streams.offer(
                 Offered(
@@ -230,11 +233,43 @@ class OpenAiApi:
                     max_tokens_named=limited,
                 ),
                 times,
+                tape,
             )
         except BaseException:
             reserved.release()
             raise
-        answering = Answering(
+        answering = self.answering(call, requests, generation, base_id, created_s, reserved)
+        lease = current_lease()
+        if lease is not None:
+            lease.answered_by(answering.used)
+        return answering
+
+    def own_budget(self, call: Call, lengths: Sequence[int], max_tokens_of: Sequence[int]) -> Reservation:
+        """Of the gateway's memory, and of the key's tokens. Raises a 4xx `RequestError`, `KeyLimited` among these."""
+        price = self.budget.price(call, lengths, max_tokens_of)
+        lease = current_lease()
+        if lease is not None:
+            unnamed = call.max_tokens is None
+            longest = self._config.default_prediction_tokens if unnamed else max(max_tokens_of)
+            expected = call.n * sum(min(longest, most) for most in max_tokens_of)
+            lease.reserve(call.traffic_class, sum(lengths), expected)
+        return self.budget.reserve(price)
+
+    def answering(
+        self,
+        call: Call,
+        requests: Sequence[Request],
+        generation: Generation,
+        base_id: str,
+        created_s: float,
+        reserved: Reservation,
+    ) -> Answering:
+        """Of a generation of which nothing is rendered yet; `requests` as `prepare` made them."""
+        # Of every prompt one, to which its choices refer, like the automaton.
+        echoes = [self._echo(call, which, each.tokens) for which, each in enumerate(requests[:: call.n])]
+        stops = StopAutomaton(call.stop_strings)
+        shape: Shape = self._chat if call.chat else self._completion
+        return Answering(
             call,
             generation,
             shape,
@@ -250,9 +285,6 @@ class OpenAiApi:
             if call.tools is not None
             else [],
         )
-        if lease is not None:
-            lease.answered_by(answering.used)
-        return answering
 
     def _choice(self, call: Call, request: Request, stops: StopAutomaton) -> Choice:
         detokenizer = self._text.stream(
@@ -345,10 +377,13 @@ class OpenAiApi:
         )
 
     async def _stream(self, request: web.Request, answering: Answering) -> web.StreamResponse:
-        write_timeout_s = self._config.write_timeout_s
-        events = EventStream(request, {REQUEST_ID_HEADER: request[HTTP_ID]}, write_timeout_s=write_timeout_s)
+        headers, write_timeout_s = {REQUEST_ID_HEADER: request[HTTP_ID]}, self._config.write_timeout_s
+        return await self.stream(request, answering, EventStream(request, headers, write_timeout_s=write_timeout_s))
+
+    async def stream(self, request: web.Request, answering: Answering, events: EventStream) -> web.StreamResponse:
+        """All that the client has not seen. Raises a `RequestError` as long as the stream is not open."""
         try:
-            await self._send_chunks(events, answering)
+            await self.send_chunks(events, answering)
         except RequestError as error:
             if not events.started:
                 raise
@@ -356,7 +391,7 @@ class OpenAiApi:
         except ConnectionError:
             self._log.debug("client went away", http_id=request[HTTP_ID])
         except TimeoutError:
-            self._log.warning("client does not read its stream", write_timeout_s=write_timeout_s)
+            self._log.warning("client does not read its stream", write_timeout_s=self._config.write_timeout_s)
             if request.transport is not None:
                 request.transport.abort()
         except Exception:
@@ -367,9 +402,10 @@ class OpenAiApi:
             await events.fail(RequestError("The server failed to continue.", status=500, type_="server_error"))
         return events.response
 
-    async def _send_chunks(self, events: EventStream, answering: Answering) -> None:
+    async def send_chunks(self, events: Events, answering: Answering) -> None:
+        """Of the choices that have not ended, then the end. Raises the `RequestError` that they failed with."""
         generation, shape, call = answering.generation, answering.shape, answering.call
-        finished: set[int] = set()
+        finished = answering.ended
         while len(finished) < len(generation.entries):
             for delta in answering.due(await generation.mailbox.next()):
                 if delta.index in finished:

@@ -52,6 +52,8 @@ _OPERATIONS: tuple[_Operation, ...] = (
         ChatBody,
         _answer("ChatCompletion", ChatChoice),
     ),
+    ("get", "/v1/streams/{id}", "The rest of a stream behind `Last-Event-ID`.", None, None),
+    ("delete", "/v1/streams/{id}", "End a stream that can be resumed.", None, None),
     ("get", "/v1/models", "The model that is served.", None, None),
     ("post", TOKENIZE_PATH, "A prompt or a chat as token ids.", TokenizeBody, Tokenized),
     ("post", DETOKENIZE_PATH, "Token ids as text.", DetokenizeBody, Detokenized),

@@ -14,6 +14,7 @@ import asyncio
 import gc
 import os
 import time
+from contextlib import aclosing
 from typing import NoReturn
 
 from aiohttp import web
@@ -43,6 +44,7 @@ from cohort.services.gateway.openapi import ApiPages
 from cohort.services.gateway.owners import Owners
 from cohort.services.gateway.probes import Probes
 from cohort.services.gateway.request_bodies import RequestBodies, refuse_other_bodies
+from cohort.services.gateway.resumption import Resumption
 from cohort.services.gateway.slow_readers import SlowReaders
 from cohort.services.gateway.streams import Streams
 from cohort.services.gateway.template_process import TemplateLimits
@@ -105,6 +107,17 @@ class Gateway:
             grammars=GrammarCompiler(config.gateway, tokenizer.to_json(), card.eos_token_ids),
             tool_format=written,
         )
+        self._resumption = self._api.resumption = Resumption(
+            config.gateway,
+            self._api,
+            self.streams,
+            self._owners,
+            model=card.name,
+            instance=context.instance,
+            lease_of=self._tenants.lease_of,
+            clock=context.clock,
+            log=context.log,
+        )
         self._tokens = TokenApi(
             config=config.gateway,
             card=card,
@@ -151,13 +164,23 @@ class Gateway:
         )
         application.on_response_prepare.append(self._tenants.name_limits)
         pages = ApiPages(keys=self._keyring.required)
-        for part in (self._api, batches, self._probes, self._front, self._tokens, self._tenants, pages):
+        for part in (
+            self._api,
+            self._resumption,
+            batches,
+            self._probes,
+            self._front,
+            self._tokens,
+            self._tenants,
+            pages,
+        ):
             application.add_routes(part.routes())
         return application
 
     async def run(self) -> None:
         async with (
             self._tenants.opened(),
+            aclosing(self._resumption),
             Batches.opened(
                 self._config,
                 answer=self._tenants.lines(self._api.answer_line),
@@ -187,7 +210,8 @@ class Gateway:
             async with asyncio.TaskGroup() as tasks:
                 self._begin()
                 working_off = tasks.create_task(batches.run(), name="batches")
-                background = [tasks.create_task(self._receive(), name="receive"), working_off]
+                keeping = tasks.create_task(self._resumption.run(), name="streams")
+                background = [tasks.create_task(self._receive(), name="receive"), working_off, keeping]
                 try:
                     await context.stopping.wait()
                     working_off.cancel()  # lines in work are answered again after the next start
@@ -278,6 +302,7 @@ class Gateway:
             "requests_waiting": waiting,
             "requests_running": len(ledger) - waiting,
             "open_streams": len(self.streams),
+            "resumable_streams": len(self._resumption),
             "resubmitted_total": ledger.resubmitted_total,
             "misnamed_total": self._machine.misnamed_total,
             "asyncio_tasks": len(asyncio.all_tasks()),

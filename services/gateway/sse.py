@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
@@ -21,6 +21,14 @@ DONE = b"data: [DONE]\n\n"
 # Below what a transport buffers before it asks its writer to wait.
 AT_ONCE_BYTES = 16_384
 _encode = msgspec.json.Encoder().encode
+
+
+class Events(Protocol):
+    """Where the events of an answer go."""
+
+    async def send(self, event: msgspec.Struct | dict[str, Any]) -> None: ...
+
+    async def done(self) -> None: ...
 
 
 class EventStream:
@@ -42,7 +50,11 @@ class EventStream:
 
     async def send(self, event: msgspec.Struct | dict[str, Any]) -> None:
         """Raises `TimeoutError` when the client does not read, `ConnectionError` when it is gone."""
-        await self._write(b"data: " + _encode(event) + b"\n\n")
+        await self._write(self.framed(event))
+
+    @staticmethod
+    def framed(event: msgspec.Struct | dict[str, Any]) -> bytes:
+        return b"data: " + _encode(event) + b"\n\n"
 
     async def fail(self, error: RequestError) -> None:
         """The only way a stream may break off: say why, then end it properly."""

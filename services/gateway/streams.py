@@ -36,7 +36,7 @@ from cohort.common.machines.machine import Machine
 from cohort.common.messages import Message, Submit
 from cohort.common.metrics import RequestMetrics
 from cohort.common.types import FinishReason, InstanceId, RequestId, TrafficClass
-from cohort.services.gateway.mailbox import Generation
+from cohort.services.gateway.mailbox import Generation, Mailbox
 from cohort.services.gateway.request_stats import RequestStats
 from cohort.services.gateway.timing import GatewayTimes
 
@@ -91,10 +91,10 @@ class Streams:
         """Before any work; `owner` as in `Offered`. Raises a 429 or 503 `RequestError`."""
         self._decide(Estimated("estimate", body_bytes, traffic_class, owner), None)
 
-    def offer(self, offer: Offered, times: GatewayTimes) -> Generation:
+    def offer(self, offer: Offered, times: GatewayTimes, mailbox: Mailbox | None = None) -> Generation:
         """All of the offer's requests come in, or none: then raises a 429 or 503 `RequestError`. Must be abandoned in
-        the end."""
-        generation = Generation(times)
+        the end. `mailbox`: where the tokens go, if not to a plain one."""
+        generation = Generation(times, mailbox or Mailbox())
         self._decide(offer, generation)
         return generation
 

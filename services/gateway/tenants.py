@@ -113,7 +113,7 @@ class Tenants:
                 error = raised
                 raise
             finally:
-                self._end(key, lease, error)
+                lease.when_free(lambda: self._end(key, lease, error))
 
         return middleware
 
@@ -147,6 +147,16 @@ class Tenants:
                 self._end(key, lease, error, refusals=False)
 
         return answered
+
+    def lease_of(self, owner: str, traffic_class: TrafficClass) -> Lease | None:
+        """Held, for a request that goes on here; None where its owner has no key. Raises `KeyLimited`."""
+        key = self._keyring.of_owner(owner)
+        if key is None:
+            return None
+        lease = self._lease(key, traffic_class)
+        lease.hold()
+        lease.when_free(lambda: self._end(key, lease, None))
+        return lease
 
     def _class_of(self, request: web.Request) -> TrafficClass:
         match request.headers.get(CLASS_HEADER, "").strip().lower():

@@ -129,7 +129,13 @@ def open_site(model_dir: Path, tmp_path: Path) -> OpenSite:
         keys: dict[str, Any] | None = None,
         **gateway_options: Any,
     ) -> AsyncIterator[Site]:
-        options: dict[str, Any] = {"port": 0, "predictor_wait_s": 0.2, "drain_s": 1.0, **gateway_options}
+        options: dict[str, Any] = {
+            "port": 0,
+            "predictor_wait_s": 0.2,
+            "drain_s": 1.0,
+            "resume_file": str(tmp_path / "streams.sqlite3"),
+            **gateway_options,
+        }
         config = Config(
             model=ModelConfig(path=str(model)),
             gateway=GatewayConfig(**options),

@@ -1,0 +1,96 @@
+"""Writes what is generated for resumable streams before their clients see it: all that came meanwhile at once.
+
+One transaction is under way at a time, in a thread; tokens that arrive during it share the next one, so the cost for
+each falls with the load. Used by `resumption.py`. With a database that cannot be used, streams cannot be resumed after
+the end of this process, but go on: that is logged, and tokens pass unwritten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+
+from cohort.common.errors import CohortError
+from cohort.services.gateway.resume_store import ResumeStore, encoded
+from cohort.services.gateway.resume_tape import Tape
+
+T = TypeVar("T")
+DISK_ERRORS = (sqlite3.Error, OSError)
+
+
+class Journal:
+    def __init__(self, path: Path, holder: str, lost: Callable[[str], None], log: structlog.stdlib.BoundLogger) -> None:
+        """`lost` is told of a stream, by the digest of its token, that another gateway has taken."""
+        self._path = path
+        self._holder = holder
+        self._lost = lost
+        self._log = log
+        self._thread: ThreadPoolExecutor | None = None
+        self._store: ResumeStore | None = None
+        self._changed: dict[str, Tape] = {}
+        self._writing: asyncio.Task[None] | None = None
+        self._failing = False
+
+    @property
+    def opened(self) -> bool:
+        return self._store is not None
+
+    async def run(self, work: Callable[[ResumeStore], T]) -> T:
+        """Calls run one after the other; the first one opens the database. Raises `DISK_ERRORS`."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="streams")
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._in_thread, work)
+
+    def _in_thread(self, work: Callable[[ResumeStore], T]) -> T:
+        if self._store is None:
+            try:
+                self._store = ResumeStore(self._path)
+            except CohortError as error:
+                raise sqlite3.OperationalError(str(error)) from error
+        return work(self._store)
+
+    def changed(self, token: str, tape: Tape) -> None:
+        """The tape has something to write."""
+        self._changed[token] = tape
+        if self._writing is None:
+            self._writing = asyncio.get_running_loop().create_task(self._write(), name="write streams")
+
+    async def _write(self) -> None:
+        try:
+            while self._changed:
+                changed, self._changed = self._changed, {}
+                taken = [(token, tape, tape.take_unwritten()) for token, tape in changed.items()]
+                said = [(token, encoded(deltas)) for token, _, deltas in taken]
+                lost: set[str] = set()
+                try:
+                    lost = await self.run(lambda store, said=said: store.append(self._holder, said))  # type: ignore[misc]
+                    self._failing = False
+                except DISK_ERRORS as error:
+                    self.refused(error)
+                for token, tape, deltas in taken:
+                    if token in lost:
+                        self._lost(token)
+                    else:
+                        tape.written(deltas)
+        finally:
+            self._writing = None
+
+    def refused(self, error: BaseException) -> None:
+        if not self._failing:
+            self._log.error("streams are not kept for a resume", database=str(self._path), reason=str(error))
+        self._failing = True
+
+    async def close(self) -> None:
+        if self._writing is not None:
+            await self._writing
+        if self._thread is not None:
+            if self._store is not None:
+                await self.run(ResumeStore.close)
+            self._thread.shutdown()
+            self._thread = self._store = None

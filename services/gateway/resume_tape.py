@@ -1,0 +1,76 @@
+"""All that a resumable stream was given so far, for whichever connection reads it.
+
+    Streams ─▶ put ─▶ unwritten ─▶ journal ─▶ written ─▶ log ─▶ the reader of now
+
+A mailbox that remembers: `streams.py` fills it as any other, `resume_journal.py` writes what came before a reader sees
+it, and a later connection reads from the place that its client names. Its size is that of the request's output, which
+`request_budget.py` bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from cohort.common.errors import RequestError
+from cohort.common.messages import TokenLogprob
+from cohort.common.types import FinishReason
+from cohort.services.gateway.mailbox import Delta, Mailbox
+
+
+class Tape(Mailbox):
+    def __init__(self, body: bytes, *, indexes: Sequence[int] = (), log: dict[int, Delta] | None = None) -> None:
+        """`body`: of the request, until it is written. `indexes`: the choices that are put here by their place among
+        these; () = all of them. `log`: by choice, what an earlier gateway wrote."""
+        super().__init__()
+        self.body = body
+        self.log: dict[int, Delta] = log or {}
+        self.error: RequestError | None = None
+        """Read by the reader, so that there is nothing after it."""
+        self.reader = Mailbox()
+        self._indexes = indexes
+        self._unwritten: dict[int, Delta] = {}
+        self._changed: Callable[[], None] | None = None
+
+    def put(
+        self,
+        index: int,
+        *,
+        tokens: Sequence[int] = (),
+        logprobs: Sequence[TokenLogprob] = (),
+        finish: FinishReason | None = None,
+        error: RequestError | None = None,
+    ) -> None:
+        choice = self._indexes[index] if self._indexes else index
+        more = Delta(choice, list(tokens), list(logprobs), finish, error)
+        self._unwritten.setdefault(choice, Delta(choice)).merge(more)
+        if self._changed is not None:
+            self._changed()
+
+    def begin(self, changed: Callable[[], None]) -> None:
+        """From now on `changed` is called whenever there is something to write."""
+        self._changed = changed
+        if self._unwritten:
+            changed()
+
+    def take_unwritten(self) -> list[Delta]:
+        deltas, self._unwritten = list(self._unwritten.values()), {}
+        return deltas
+
+    def written(self, deltas: Sequence[Delta]) -> None:
+        """These may be seen now."""
+        for delta in deltas:
+            self.log.setdefault(delta.index, Delta(delta.index)).merge(delta)
+            self.error = delta.error or self.error
+            self._hand(delta)
+
+    def read_on(self, rest: Sequence[Delta]) -> Mailbox:
+        """Another reader, with what it has not seen of the log; the one before gets nothing more."""
+        self.reader = Mailbox()
+        for delta in rest:
+            self._hand(delta)
+        return self.reader
+
+    def _hand(self, delta: Delta) -> None:
+        self.reader.put(
+            delta.index, tokens=delta.tokens, logprobs=delta.logprobs, finish=delta.finish, error=delta.error
+        )

@@ -1,0 +1,549 @@
+"""Resumable streams: a connection that breaks costs a client nothing, nor does the end of the gateway that served it.
+
+    POST, x-cohort-resume: keep ─▶ session ─▶ events with ids, x-cohort-resume: TOKEN
+                                     │ connection lost: read to nowhere, for `resume_s`
+    GET /v1/streams/TOKEN ───────────┴─▶ the same session; where there is none: the request as it was written, its
+                                         output so far, and what follows that
+
+Called by `openai_api.py` for streams whose client asked for it, and by aiohttp. One connection reads a stream; a later
+one takes it over. What a client has seen was written before (`resume_journal.py`), so a gateway that goes on continues
+exactly behind it. A stream is charged to its key once, by the gateway that ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar, assert_never
+from weakref import WeakValueDictionary
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from cohort.common.clock import Clock
+from cohort.common.config import GatewayConfig
+from cohort.common.errors import RequestError
+from cohort.common.machines.entry import Entry
+from cohort.common.machines.events import Offered
+from cohort.common.types import Attempt, InstanceId, Request, TrafficClass
+from cohort.services.gateway.answering import Answering
+from cohort.services.gateway.key_lease import Lease, bound, current_lease
+from cohort.services.gateway.mailbox import Delta, Generation, Mailbox
+from cohort.services.gateway.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
+from cohort.services.gateway.openai_api import OpenAiApi
+from cohort.services.gateway.owners import Owners
+from cohort.services.gateway.parsing import Call
+from cohort.services.gateway.resume_journal import DISK_ERRORS, Journal
+from cohort.services.gateway.resume_marks import LAST_EVENT_HEADER, MarkedStream, Place, Unread, forward
+from cohort.services.gateway.resume_store import Ending, StreamRecord, Taken, default_path, digest_of
+from cohort.services.gateway.resume_tape import Tape
+from cohort.services.gateway.service_headers import CLASS_HEADER, IF_LATE_HEADER, TPOT_HEADER, TTFT_HEADER
+from cohort.services.gateway.streams import Streams
+from cohort.services.gateway.timing import GatewayTimes
+
+RESUME_HEADER = "x-cohort-resume"
+STREAMS_PATH = "/v1/streams/{id}"
+_HEADERS = (CLASS_HEADER, TTFT_HEADER, TPOT_HEADER, IF_LATE_HEADER)
+_TOKEN_BYTES = 6
+"""Of a generated token in the database, at most; of one with log-probabilities `_SCORE_BYTES` for each."""
+_SCORE_BYTES = 16
+LeaseOf = Callable[[str, TrafficClass], Lease | None]
+T = TypeVar("T")
+_Outcome = Literal["done", "left", "dropped", "lost"]
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    """A stream that is generated here. `answering`: of its reader of now."""
+
+    token: str
+    digest: str
+    owner: str
+    tape: Tape
+    generation: Generation
+    answering: Answering
+    requests: list[Request]
+    created_s: float
+    lease: Lease | None
+    charged_tokens: int | None = None
+    """Completion tokens, and with them the prompt, that an earlier gateway charged."""
+    stored: bool = False
+    told: bool = False
+    """Its client knows the token."""
+    over: bool = False
+    unread: asyncio.Task[None] | None = None
+    grace: asyncio.TimerHandle | None = None
+
+    def used(self) -> tuple[int, int]:
+        prompt, completion = self.answering.used()
+        return (prompt, completion) if self.charged_tokens is None else (0, max(0, completion - self.charged_tokens))
+
+
+class Resumption:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        api: OpenAiApi,
+        streams: Streams,
+        owners: Owners,
+        *,
+        model: str,
+        instance: InstanceId,
+        lease_of: LeaseOf,
+        clock: Clock,
+        log: structlog.stdlib.BoundLogger,
+    ) -> None:
+        self._config = config
+        self._api = api
+        self._streams = streams
+        self._owners = owners
+        self._model = model
+        self._instance = instance
+        self._lease_of = lease_of
+        self._clock = clock
+        self._log = log
+        self._holder = uuid.uuid4().hex
+        path = Path(config.resume_file).expanduser() if config.resume_file else default_path()
+        self._journal = Journal(path, self._holder, self._lost, log)
+        self._sessions: dict[str, _Session] = {}
+        self._taking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._settling: dict[str, asyncio.Task[None]] = {}
+        """By digest, of streams whose end here is being written."""
+        self._swept_s = float("-inf")
+
+    def __len__(self) -> int:
+        """Streams that are generated here."""
+        return len(self._sessions)
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get(STREAMS_PATH, self.resume, allow_head=False), web.delete(STREAMS_PATH, self.cancel)]
+
+    async def aclose(self) -> None:
+        """What still runs is left to the next gateway."""
+        for session in list(self._sessions.values()):
+            self._end(session, "left")
+        while self._settling:
+            await asyncio.gather(*self._settling.values(), return_exceptions=True)
+        await self._journal.close()
+
+    # -- The first connection --------------------------------------------------------------------------------------
+
+    def tape(self, headers: Mapping[str, str], call: Call, body: bytes) -> Tape | None:
+        """For a request whose client wants to be able to resume; None for any other. Raises a 400 `RequestError`."""
+        asked = headers.get(RESUME_HEADER)
+        if asked is None or not self._config.resume_s:
+            return None
+        if asked.strip().lower() != "keep":
+            raise RequestError(f"{RESUME_HEADER}: 'keep', or no such header.", param=RESUME_HEADER)
+        if not call.stream:
+            raise RequestError(f"{RESUME_HEADER}: only a stream can be resumed.", param=RESUME_HEADER)
+        if call.scores_prompt:
+            raise RequestError(
+                f"{RESUME_HEADER}: not with log-probabilities of the prompt, which are computed and sent only once.",
+                param=RESUME_HEADER,
+            )
+        return Tape(bytes(body))
+
+    async def begin(self, request: web.Request, answering: Answering, tape: Tape) -> web.StreamResponse:
+        """Of a request that was admitted, with this tape."""
+        token = secrets.token_urlsafe(16)
+        generation = answering.generation
+        answering.generation = Generation(generation.times, tape.reader, generation.entries)
+        session = _Session(
+            token,
+            digest_of(token),
+            request[OWNER],
+            tape,
+            generation,
+            answering,
+            [entry.request for entry in generation.entries],
+            float(answering.created),
+            current_lease(),
+        )
+        self._hold(session)
+        try:
+            session.stored = await self._store(session, request.headers)
+        except BaseException:
+            session.stored = True  # it may be, later
+            self._end(session, "dropped")
+            raise
+        tape.body = b""
+        self._sessions[session.digest] = session
+        tape.begin(lambda: self._written(session))
+        return await self._read(request, session, answering, Place([0] * len(generation.entries)))
+
+    def _hold(self, session: _Session) -> None:
+        if session.lease is not None:
+            session.lease.hold()
+            session.lease.answered_instead_by(session.used)
+
+    async def _store(self, session: _Session, headers: Mapping[str, str]) -> bool:
+        """False where streams take all the space that they may, or the disk refuses: then it cannot be resumed."""
+        config, answering = self._config, session.answering
+        record = StreamRecord(
+            answering.call.chat,
+            session.tape.body,
+            {name: headers[name] for name in _HEADERS if name in headers},
+            session.requests,
+            answering.base_id,
+            session.created_s,
+            self._model,
+        )
+        each = [r.sampling for r in session.requests]
+        output_bytes = sum(s.max_tokens * (_TOKEN_BYTES + _SCORE_BYTES * (s.logprobs + 1)) for s in each)
+        own = config.resume_bytes * (config.owner_share if self._owners.several else 1.0)
+        try:
+            await self._sweep()
+            return await self._journal.run(
+                lambda store: store.add(
+                    session.digest,
+                    session.owner,
+                    self._holder,
+                    record,
+                    output_bytes=output_bytes,
+                    expires_s=self._until_s(),
+                    most_bytes=config.resume_bytes,
+                    most_owner_bytes=int(own),
+                )
+            )
+        except DISK_ERRORS as error:
+            self._journal.refused(error)
+            return False
+
+    def _written(self, session: _Session) -> None:
+        if session.stored:
+            self._journal.changed(session.digest, session.tape)
+        else:
+            session.tape.written(session.tape.take_unwritten())
+
+    # -- Readers ---------------------------------------------------------------------------------------------------
+
+    async def _read(
+        self, request: web.Request, session: _Session, answering: Answering, place: Place
+    ) -> web.StreamResponse:
+        events = self._events(request, session.token if session.stored else "", answering, place)
+        try:
+            return await self._api.stream(request, answering, events)
+        finally:
+            session.told = session.told or events.started
+            self._left(session, answering)
+
+    def _events(self, request: web.Request, token: str, answering: Answering, place: Place) -> MarkedStream:
+        headers = {REQUEST_ID_HEADER: request[HTTP_ID], **({RESUME_HEADER: token} if token else {})}
+        return MarkedStream(request, headers, answering, place, write_timeout_s=self._config.write_timeout_s)
+
+    def _left(self, session: _Session, answering: Answering) -> None:
+        """A reader has ended."""
+        if session.over or session.answering is not answering:
+            return
+        if len(answering.ended) == len(answering.choices):
+            self._end(session, "done")
+        elif session.tape.error is not None:
+            # What another gateway may finish is left to it; any other error stays what the stream ended with.
+            again = session.tape.error.status == 503
+            self._end(session, ("left" if again else "done") if session.told else "dropped")
+        elif not (session.stored and session.told):
+            self._end(session, "dropped")
+        else:
+            self._keep(session)
+
+    def _keep(self, session: _Session) -> None:
+        """Its client went away: it goes on for a while, read to nowhere."""
+        answering = self._another(session, Place([0] * len(session.requests)))
+        session.unread = asyncio.create_task(self._read_to_nowhere(session, answering), name="unread stream")
+        session.grace = asyncio.get_running_loop().call_later(self._config.resume_s, self._end, session, "dropped")
+
+    async def _read_to_nowhere(self, session: _Session, answering: Answering) -> None:
+        try:
+            await self._api.send_chunks(Unread(), answering)
+        except RequestError:
+            pass  # it is on the tape
+        finally:
+            if session.unread is asyncio.current_task():
+                self._left(session, answering)
+
+    def _another(self, session: _Session, place: Place) -> Answering:
+        """For another reader, behind its place; the one before is told so. Raises a 400 `RequestError`, and nothing
+        changes then."""
+        old, tape, generation = session.answering, session.tape, session.generation
+        times = Generation(generation.times, Mailbox(), generation.entries)
+        answering = self._api.answering(old.call, session.requests, times, old.base_id, session.created_s, old.reserved)
+        rest = forward(answering, tape.log, place)
+        if session.grace is not None:
+            session.grace.cancel()
+        if session.unread is not None:
+            session.unread.cancel()
+            session.unread = None
+        session.answering = answering
+        _tell(old, _taken_over())
+        times.mailbox = tape.read_on(rest)
+        for index in place.ended:
+            self._streams.stop(generation, index)
+        return answering
+
+    # -- The end ---------------------------------------------------------------------------------------------------
+
+    def _end(self, session: _Session, outcome: _Outcome) -> None:
+        """Nothing more is generated for it here."""
+        if session.over:
+            return
+        session.over = True
+        self._sessions.pop(session.digest, None)
+        if session.grace is not None:
+            session.grace.cancel()
+        if session.unread is not None and session.unread is not asyncio.current_task():
+            session.unread.cancel()
+        self._streams.abandon(session.generation, "no client reads it any more")
+        session.answering.reserved.release()
+        self._settling[session.digest] = asyncio.create_task(self._settle(session, outcome), name="end of a stream")
+
+    async def _settle(self, session: _Session, outcome: _Outcome) -> None:
+        try:
+            ours = await self._settled(session, outcome)
+        except DISK_ERRORS as failure:
+            self._journal.refused(failure)
+            ours = True
+        finally:
+            self._settling.pop(session.digest, None)
+        if session.lease is not None:
+            session.lease.free(counts=ours)
+
+    async def _settled(self, session: _Session, outcome: _Outcome) -> bool:
+        """Written; False where another gateway holds it."""
+        digest, holder, until_s, now_s = session.digest, self._holder, self._until_s(), self._clock.wall_s()
+        if outcome == "lost" or not session.stored:
+            return outcome != "lost"
+        match outcome:
+            case "done":
+                error = session.tape.error
+                cached = [entry.cached_tokens for entry in session.generation.entries]
+                ending = Ending(cached, error.message, error.status, error.type_) if error else Ending(cached)
+                return await self._journal.run(lambda store: store.end(digest, holder, ending, until_s))
+            case "left":
+                return await self._journal.run(lambda store: store.leave(digest, holder, until_s))
+            case "dropped":
+                return await self._journal.run(lambda store: store.drop(digest, holder, now_s))
+            case _:
+                assert_never(outcome)
+
+    def _lost(self, digest: str) -> None:
+        """Another gateway goes on with it, or its client cancelled it there."""
+        session = self._sessions.get(digest)
+        if session is not None:
+            _tell(session.answering, _taken_over())
+            self._end(session, "lost")
+
+    def _until_s(self) -> float:
+        return self._clock.wall_s() + self._config.resume_s
+
+    async def _sweep(self) -> None:
+        """Every now and then: ours stay, what is over goes."""
+        now_s = self._clock.wall_s()
+        if abs(now_s - self._swept_s) >= self._config.resume_s / 4:
+            self._swept_s = now_s
+            until_s = self._until_s()
+            await self._journal.run(lambda store: store.refresh(self._holder, until_s))
+            await self._journal.run(lambda store: store.sweep(now_s))
+
+    async def run(self) -> None:
+        """Until cancelled: streams that are generated here stay, others go when their time is over."""
+        while True:
+            await asyncio.sleep(max(0.05, self._config.resume_s / 4))
+            if self._journal.opened:
+                try:
+                    await self._sweep()
+                except DISK_ERRORS as error:
+                    self._journal.refused(error)
+
+    # -- Later connections -----------------------------------------------------------------------------------------
+
+    async def resume(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/streams/TOKEN with `Last-Event-ID`: what came behind that event, and what is still to come."""
+        token, owner = request.match_info["id"], request[OWNER]
+        digest, seen = digest_of(token), request.headers.get(LAST_EVENT_HEADER, "")
+        lock = self._taking.setdefault(digest, asyncio.Lock())
+        async with lock:
+            settling = self._settling.get(digest)
+            if settling is not None:
+                await asyncio.wait([settling])
+            session = self._sessions.get(digest)
+            if session is None:
+                taken = await self._take(digest, owner)
+                call = await self._api.parse(taken.record.body, taken.record.headers, chat=taken.record.chat)
+                place = Place.parse(seen, len(taken.record.requests))
+                if taken.ending is not None:
+                    return await self._replay(request, self._ended(call, taken, place), token, place)
+                session = self._go_on(call, taken, token, owner)
+            elif session.owner != owner:
+                raise _unknown()
+            place = Place.parse(seen, len(session.requests))
+            answering = self._another(session, place)
+        return await self._read(request, session, answering, place)
+
+    async def _replay(self, request: web.Request, answering: Answering, token: str, place: Place) -> web.StreamResponse:
+        try:
+            return await self._api.stream(request, answering, self._events(request, token, answering, place))
+        finally:
+            answering.reserved.release()
+
+    async def cancel(self, request: web.Request) -> web.Response:
+        """DELETE /v1/streams/TOKEN: nothing more of it is wanted."""
+        digest, owner, now_s = digest_of(request.match_info["id"]), request[OWNER], self._clock.wall_s()
+        session = self._sessions.get(digest)
+        if session is not None and session.owner == owner:
+            _tell(session.answering, _cancelled())
+            self._end(session, "dropped")
+        elif not self._config.resume_s or not await self._asked(
+            self._journal.run(lambda store: store.cancel(digest, owner, now_s))
+        ):
+            raise _unknown()
+        return web.Response(status=204)
+
+    async def _take(self, digest: str, owner: str) -> Taken:
+        if not self._config.resume_s:
+            raise _unknown()
+        until_s, now_s = self._until_s(), self._clock.wall_s()
+        taken = await self._asked(
+            self._journal.run(lambda store: store.take(digest, owner, self._holder, now_s=now_s, expires_s=until_s))
+        )
+        if taken == "gone":
+            raise RequestError(
+                f"This stream is over: it was cancelled, or not asked for within {self._config.resume_s:g} s "
+                "(gateway.resume_s).",
+                status=410,
+            )
+        if taken is None or taken.record.model != self._model:
+            raise _unknown()
+        return taken
+
+    async def _asked(self, answer: Awaitable[T]) -> T:
+        try:
+            return await answer
+        except DISK_ERRORS as error:
+            self._journal.refused(error)
+            raise RequestError(
+                "Streams cannot be resumed now: the server's database for them cannot be used.",
+                status=503,
+                type_="server_error",
+                retry_after_s=1.0,
+            ) from error
+
+    def _ended(self, call: Call, taken: Taken, place: Place) -> Answering:
+        """Of a stream that is all there."""
+        record, ending = taken.record, taken.ending
+        assert ending is not None
+        entries = [self._entry(request, taken.said.get(index)) for index, request in enumerate(record.requests)]
+        for entry, cached in zip(entries, ending.cached_tokens, strict=True):
+            entry.cached_tokens = cached
+        generation = Generation(GatewayTimes(arrived_s=self._clock.now_s()), Mailbox(), entries)
+        budget, first = self._api.budget, record.requests[:: call.n]
+        reserved = budget.reserve(
+            budget.price(call, [r.prompt_tokens for r in first], [r.sampling.max_tokens for r in first])
+        )
+        try:
+            answering = self._api.answering(
+                call, record.requests, generation, record.base_id, record.created_s, reserved
+            )
+            rest = forward(answering, taken.said, place)
+        except BaseException:
+            reserved.release()
+            raise
+        for delta in rest:
+            generation.mailbox.put(delta.index, tokens=delta.tokens, logprobs=delta.logprobs, finish=delta.finish)
+        if ending.error is not None:
+            for index in range(len(entries)):
+                generation.mailbox.put(index, error=ending.error)
+        return answering
+
+    def _entry(self, request: Request, said: Delta | None) -> Entry:
+        """Of a choice that has ended."""
+        now_s = self._clock.now_s()
+        return Entry(request, now_s, now_s, output=list(said.tokens) if said else [])
+
+    def _go_on(self, call: Call, taken: Taken, token: str, owner: str) -> _Session:
+        """Submits what has not ended again, with the output so far. Raises as a new request does; it may be asked for
+        again then."""
+        lease = self._lease_of(owner, call.traffic_class)
+        try:
+            with nullcontext() if lease is None else bound(lease):
+                return self._offered(call, taken, token, owner, lease)
+        except BaseException:
+            if lease is not None:
+                lease.free(counts=False)
+            raise
+
+    def _offered(self, call: Call, taken: Taken, token: str, owner: str, lease: Lease | None) -> _Session:
+        record, said = taken.record, taken.said
+        requests = record.requests
+        left = [i for i in range(len(requests)) if i not in said or said[i].finish is None]
+        name, now_s = f"{record.base_id}-r{uuid.uuid4().hex[:8]}", self._clock.wall_s()
+        again = [
+            msgspec.structs.replace(
+                requests[index],
+                attempt=Attempt(f"{name}-{index}", 0),
+                gateway=self._instance,
+                tokens=[*requests[index].tokens, *(said[index].tokens if index in said else ())],
+                arrival_s=now_s,
+                if_late="serve",
+            )
+            for index in left
+        ]
+        first = requests[:: call.n]
+        reserved = self._api.own_budget(
+            call, [request.prompt_tokens for request in first], [request.sampling.max_tokens for request in first]
+        )
+        tape = Tape(b"", indexes=left, log=said)
+        times = GatewayTimes(arrived_s=self._clock.now_s())
+        try:
+            offer = Offered(
+                name,
+                again,
+                choices_per_prompt=1,
+                chat=call.chat,
+                text_bytes=len(record.body),
+                stop_strings=len(call.stop_strings),
+                owner=self._owners.share_of(owner),
+                max_tokens_named=call.max_tokens is not None,
+            )
+            offered = self._streams.offer(offer, times, tape) if again else Generation(times, tape)
+        except BaseException:
+            reserved.release()
+            raise
+        running = dict(zip(left, offered.entries, strict=True))
+        entries = [running.get(i) or self._entry(request, said.get(i)) for i, request in enumerate(requests)]
+        generation, unread = Generation(times, tape, entries), Generation(times, Mailbox(), entries)
+        answering = self._api.answering(call, requests, unread, record.base_id, record.created_s, reserved)
+        charged = sum(len(delta.tokens) for delta in said.values()) if taken.charged else None
+        session = _Session(
+            token, digest_of(token), owner, tape, generation, answering, requests, record.created_s, lease, charged
+        )
+        session.stored = session.told = True
+        self._hold(session)
+        self._sessions[session.digest] = session
+        self._log.info("stream goes on here", tokens=sum(len(delta.tokens) for delta in said.values()))
+        tape.begin(lambda: self._written(session))
+        return session
+
+
+def _tell(answering: Answering, error: RequestError) -> None:
+    """The reader of this one ends with the error."""
+    for index in range(len(answering.choices)):
+        answering.generation.mailbox.put(index, error=error)
+
+
+def _unknown() -> RequestError:
+    return RequestError("There is no such stream.", status=404)
+
+
+def _taken_over() -> RequestError:
+    return RequestError("This stream is read by another connection now.", status=409)
+
+
+def _cancelled() -> RequestError:
+    return RequestError("This stream was cancelled.", status=410)

@@ -17,30 +17,37 @@ import secrets
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar, assert_never
+from typing import TypeVar, assert_never
 from weakref import WeakValueDictionary
 
-import msgspec
 import structlog
 from aiohttp import web
 
 from cohort.common.clock import Clock
 from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
-from cohort.common.machines.entry import Entry
 from cohort.common.machines.events import Offered
-from cohort.common.types import Attempt, InstanceId, Request, TrafficClass
+from cohort.common.types import InstanceId, TrafficClass
 from cohort.services.gateway.answering import Answering
 from cohort.services.gateway.key_lease import Lease, bound, current_lease
-from cohort.services.gateway.mailbox import Delta, Generation, Mailbox
+from cohort.services.gateway.mailbox import Generation, Mailbox
 from cohort.services.gateway.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
 from cohort.services.gateway.openai_api import OpenAiApi
 from cohort.services.gateway.owners import Owners
 from cohort.services.gateway.parsing import Call
 from cohort.services.gateway.resume_journal import DISK_ERRORS, Journal
 from cohort.services.gateway.resume_marks import LAST_EVENT_HEADER, MarkedStream, Place, Unread, forward
+from cohort.services.gateway.resume_session import (
+    Outcome,
+    Session,
+    cancelled,
+    ended_entry,
+    resubmitted,
+    taken_over,
+    tell,
+    unknown,
+)
 from cohort.services.gateway.resume_store import Ending, StreamRecord, Taken, default_path, digest_of
 from cohort.services.gateway.resume_tape import Tape
 from cohort.services.gateway.service_headers import CLASS_HEADER, IF_LATE_HEADER, TPOT_HEADER, TTFT_HEADER
@@ -55,34 +62,6 @@ _TOKEN_BYTES = 6
 _SCORE_BYTES = 16
 LeaseOf = Callable[[str, TrafficClass], Lease | None]
 T = TypeVar("T")
-_Outcome = Literal["done", "left", "dropped", "lost"]
-
-
-@dataclass(slots=True, eq=False)
-class _Session:
-    """A stream that is generated here. `answering`: of its reader of now."""
-
-    token: str
-    digest: str
-    owner: str
-    tape: Tape
-    generation: Generation
-    answering: Answering
-    requests: list[Request]
-    created_s: float
-    lease: Lease | None
-    charged_tokens: int | None = None
-    """Completion tokens, and with them the prompt, that an earlier gateway charged."""
-    stored: bool = False
-    told: bool = False
-    """Its client knows the token."""
-    over: bool = False
-    unread: asyncio.Task[None] | None = None
-    grace: asyncio.TimerHandle | None = None
-
-    def used(self) -> tuple[int, int]:
-        prompt, completion = self.answering.used()
-        return (prompt, completion) if self.charged_tokens is None else (0, max(0, completion - self.charged_tokens))
 
 
 class Resumption:
@@ -111,7 +90,7 @@ class Resumption:
         self._holder = uuid.uuid4().hex
         path = Path(config.resume_file).expanduser() if config.resume_file else default_path()
         self._journal = Journal(path, self._holder, self._lost, log)
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, Session] = {}
         self._taking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._settling: dict[str, asyncio.Task[None]] = {}
         """By digest, of streams whose end here is being written."""
@@ -155,7 +134,7 @@ class Resumption:
         token = secrets.token_urlsafe(16)
         generation = answering.generation
         answering.generation = Generation(generation.times, tape.reader, generation.entries)
-        session = _Session(
+        session = Session(
             token,
             digest_of(token),
             request[OWNER],
@@ -178,12 +157,12 @@ class Resumption:
         tape.begin(lambda: self._written(session))
         return await self._read(request, session, answering, Place([0] * len(generation.entries)))
 
-    def _hold(self, session: _Session) -> None:
+    def _hold(self, session: Session) -> None:
         if session.lease is not None:
             session.lease.hold()
             session.lease.answered_instead_by(session.used)
 
-    async def _store(self, session: _Session, headers: Mapping[str, str]) -> bool:
+    async def _store(self, session: Session, headers: Mapping[str, str]) -> bool:
         """False where streams take all the space that they may, or the disk refuses: then it cannot be resumed."""
         config, answering = self._config, session.answering
         record = StreamRecord(
@@ -216,7 +195,7 @@ class Resumption:
             self._journal.refused(error)
             return False
 
-    def _written(self, session: _Session) -> None:
+    def _written(self, session: Session) -> None:
         if session.stored:
             self._journal.changed(session.digest, session.tape)
         else:
@@ -225,7 +204,7 @@ class Resumption:
     # -- Readers ---------------------------------------------------------------------------------------------------
 
     async def _read(
-        self, request: web.Request, session: _Session, answering: Answering, place: Place
+        self, request: web.Request, session: Session, answering: Answering, place: Place
     ) -> web.StreamResponse:
         events = self._events(request, session.token if session.stored else "", answering, place)
         try:
@@ -238,7 +217,7 @@ class Resumption:
         headers = {REQUEST_ID_HEADER: request[HTTP_ID], **({RESUME_HEADER: token} if token else {})}
         return MarkedStream(request, headers, answering, place, write_timeout_s=self._config.write_timeout_s)
 
-    def _left(self, session: _Session, answering: Answering) -> None:
+    def _left(self, session: Session, answering: Answering) -> None:
         """A reader has ended."""
         if session.over or session.answering is not answering:
             return
@@ -253,13 +232,13 @@ class Resumption:
         else:
             self._keep(session)
 
-    def _keep(self, session: _Session) -> None:
+    def _keep(self, session: Session) -> None:
         """Its client went away: it goes on for a while, read to nowhere."""
         answering = self._another(session, Place([0] * len(session.requests)))
         session.unread = asyncio.create_task(self._read_to_nowhere(session, answering), name="unread stream")
         session.grace = asyncio.get_running_loop().call_later(self._config.resume_s, self._end, session, "dropped")
 
-    async def _read_to_nowhere(self, session: _Session, answering: Answering) -> None:
+    async def _read_to_nowhere(self, session: Session, answering: Answering) -> None:
         try:
             await self._api.send_chunks(Unread(), answering)
         except RequestError:
@@ -268,7 +247,7 @@ class Resumption:
             if session.unread is asyncio.current_task():
                 self._left(session, answering)
 
-    def _another(self, session: _Session, place: Place) -> Answering:
+    def _another(self, session: Session, place: Place) -> Answering:
         """For another reader, behind its place; the one before is told so. Raises a 400 `RequestError`, and nothing
         changes then."""
         old, tape, generation = session.answering, session.tape, session.generation
@@ -281,7 +260,7 @@ class Resumption:
             session.unread.cancel()
             session.unread = None
         session.answering = answering
-        _tell(old, _taken_over())
+        tell(old, taken_over())
         times.mailbox = tape.read_on(rest)
         for index in place.ended:
             self._streams.stop(generation, index)
@@ -289,7 +268,7 @@ class Resumption:
 
     # -- The end ---------------------------------------------------------------------------------------------------
 
-    def _end(self, session: _Session, outcome: _Outcome) -> None:
+    def _end(self, session: Session, outcome: Outcome) -> None:
         """Nothing more is generated for it here."""
         if session.over:
             return
@@ -303,7 +282,7 @@ class Resumption:
         session.answering.reserved.release()
         self._settling[session.digest] = asyncio.create_task(self._settle(session, outcome), name="end of a stream")
 
-    async def _settle(self, session: _Session, outcome: _Outcome) -> None:
+    async def _settle(self, session: Session, outcome: Outcome) -> None:
         try:
             ours = await self._settled(session, outcome)
         except DISK_ERRORS as failure:
@@ -314,7 +293,7 @@ class Resumption:
         if session.lease is not None:
             session.lease.free(counts=ours)
 
-    async def _settled(self, session: _Session, outcome: _Outcome) -> bool:
+    async def _settled(self, session: Session, outcome: Outcome) -> bool:
         """Written; False where another gateway holds it."""
         digest, holder, until_s, now_s = session.digest, self._holder, self._until_s(), self._clock.wall_s()
         if outcome == "lost" or not session.stored:
@@ -336,7 +315,7 @@ class Resumption:
         """Another gateway goes on with it, or its client cancelled it there."""
         session = self._sessions.get(digest)
         if session is not None:
-            _tell(session.answering, _taken_over())
+            tell(session.answering, taken_over())
             self._end(session, "lost")
 
     def _until_s(self) -> float:
@@ -381,7 +360,7 @@ class Resumption:
                     return await self._replay(request, self._ended(call, taken, place), token, place)
                 session = self._go_on(call, taken, token, owner)
             elif session.owner != owner:
-                raise _unknown()
+                raise unknown()
             place = Place.parse(seen, len(session.requests))
             answering = self._another(session, place)
         return await self._read(request, session, answering, place)
@@ -397,17 +376,17 @@ class Resumption:
         digest, owner, now_s = digest_of(request.match_info["id"]), request[OWNER], self._clock.wall_s()
         session = self._sessions.get(digest)
         if session is not None and session.owner == owner:
-            _tell(session.answering, _cancelled())
+            tell(session.answering, cancelled())
             self._end(session, "dropped")
         elif not self._config.resume_s or not await self._asked(
             self._journal.run(lambda store: store.cancel(digest, owner, now_s))
         ):
-            raise _unknown()
+            raise unknown()
         return web.Response(status=204)
 
     async def _take(self, digest: str, owner: str) -> Taken:
         if not self._config.resume_s:
-            raise _unknown()
+            raise unknown()
         until_s, now_s = self._until_s(), self._clock.wall_s()
         taken = await self._asked(
             self._journal.run(lambda store: store.take(digest, owner, self._holder, now_s=now_s, expires_s=until_s))
@@ -419,7 +398,7 @@ class Resumption:
                 status=410,
             )
         if taken is None or taken.record.model != self._model:
-            raise _unknown()
+            raise unknown()
         return taken
 
     async def _asked(self, answer: Awaitable[T]) -> T:
@@ -438,10 +417,11 @@ class Resumption:
         """Of a stream that is all there."""
         record, ending = taken.record, taken.ending
         assert ending is not None
-        entries = [self._entry(request, taken.said.get(index)) for index, request in enumerate(record.requests)]
+        now_s = self._clock.now_s()
+        entries = [ended_entry(now_s, request, taken.said.get(index)) for index, request in enumerate(record.requests)]
         for entry, cached in zip(entries, ending.cached_tokens, strict=True):
             entry.cached_tokens = cached
-        generation = Generation(GatewayTimes(arrived_s=self._clock.now_s()), Mailbox(), entries)
+        generation = Generation(GatewayTimes(arrived_s=now_s), Mailbox(), entries)
         budget, first = self._api.budget, record.requests[:: call.n]
         reserved = budget.reserve(
             budget.price(call, [r.prompt_tokens for r in first], [r.sampling.max_tokens for r in first])
@@ -461,12 +441,7 @@ class Resumption:
                 generation.mailbox.put(index, error=ending.error)
         return answering
 
-    def _entry(self, request: Request, said: Delta | None) -> Entry:
-        """Of a choice that has ended."""
-        now_s = self._clock.now_s()
-        return Entry(request, now_s, now_s, output=list(said.tokens) if said else [])
-
-    def _go_on(self, call: Call, taken: Taken, token: str, owner: str) -> _Session:
+    def _go_on(self, call: Call, taken: Taken, token: str, owner: str) -> Session:
         """Submits what has not ended again, with the output so far. Raises as a new request does; it may be asked for
         again then."""
         lease = self._lease_of(owner, call.traffic_class)
@@ -478,28 +453,18 @@ class Resumption:
                 lease.free(counts=False)
             raise
 
-    def _offered(self, call: Call, taken: Taken, token: str, owner: str, lease: Lease | None) -> _Session:
+    def _offered(self, call: Call, taken: Taken, token: str, owner: str, lease: Lease | None) -> Session:
         record, said = taken.record, taken.said
         requests = record.requests
         left = [i for i in range(len(requests)) if i not in said or said[i].finish is None]
-        name, now_s = f"{record.base_id}-r{uuid.uuid4().hex[:8]}", self._clock.wall_s()
-        again = [
-            msgspec.structs.replace(
-                requests[index],
-                attempt=Attempt(f"{name}-{index}", 0),
-                gateway=self._instance,
-                tokens=[*requests[index].tokens, *(said[index].tokens if index in said else ())],
-                arrival_s=now_s,
-                if_late="serve",
-            )
-            for index in left
-        ]
+        name, now_s = f"{record.base_id}-r{uuid.uuid4().hex[:8]}", self._clock.now_s()
+        again = resubmitted(requests, said, left, name=name, gateway=self._instance, arrival_s=self._clock.wall_s())
         first = requests[:: call.n]
         reserved = self._api.own_budget(
             call, [request.prompt_tokens for request in first], [request.sampling.max_tokens for request in first]
         )
         tape = Tape(b"", indexes=left, log=said)
-        times = GatewayTimes(arrived_s=self._clock.now_s())
+        times = GatewayTimes(arrived_s=now_s)
         try:
             offer = Offered(
                 name,
@@ -516,11 +481,11 @@ class Resumption:
             reserved.release()
             raise
         running = dict(zip(left, offered.entries, strict=True))
-        entries = [running.get(i) or self._entry(request, said.get(i)) for i, request in enumerate(requests)]
+        entries = [running.get(i) or ended_entry(now_s, request, said.get(i)) for i, request in enumerate(requests)]
         generation, unread = Generation(times, tape, entries), Generation(times, Mailbox(), entries)
         answering = self._api.answering(call, requests, unread, record.base_id, record.created_s, reserved)
         charged = sum(len(delta.tokens) for delta in said.values()) if taken.charged else None
-        session = _Session(
+        session = Session(
             token, digest_of(token), owner, tape, generation, answering, requests, record.created_s, lease, charged
         )
         session.stored = session.told = True
@@ -529,21 +494,3 @@ class Resumption:
         self._log.info("stream goes on here", tokens=sum(len(delta.tokens) for delta in said.values()))
         tape.begin(lambda: self._written(session))
         return session
-
-
-def _tell(answering: Answering, error: RequestError) -> None:
-    """The reader of this one ends with the error."""
-    for index in range(len(answering.choices)):
-        answering.generation.mailbox.put(index, error=error)
-
-
-def _unknown() -> RequestError:
-    return RequestError("There is no such stream.", status=404)
-
-
-def _taken_over() -> RequestError:
-    return RequestError("This stream is read by another connection now.", status=409)
-
-
-def _cancelled() -> RequestError:
-    return RequestError("This stream was cancelled.", status=410)

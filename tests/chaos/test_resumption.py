@@ -1,0 +1,222 @@
+"""kill -9 of the gateway while clients stream: they resume, and each text is that of an undisturbed run.
+
+At the next start of the same gateway, and at another one that shares nothing with it but the file of streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from cohort.common.config import dump_config, load_config
+from tests.e2e.pipeline import Pipeline, free_port
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+
+STREAMS = 16
+NEW_TOKENS = 48
+DEADLINE_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Iterator[Pipeline]:
+    overrides = {
+        "gateway": {"resume_file": str(tmp_path_factory.mktemp("streams") / "streams.sqlite3")},
+        "model": {"max_model_len": 2048},
+        "kv": {"memory_bytes": 200 << 20},
+    }
+    with Pipeline(tmp_path_factory.mktemp("resumed"), default_model, overrides, preset="unified") as running:
+        yield running
+
+
+def bodies() -> list[tuple[str, dict[str, Any]]]:
+    """Completions and chats: greedy, seeded, with log-probabilities, bound to a form, and of two choices."""
+    made: list[tuple[str, dict[str, Any]]] = []
+    for index in range(STREAMS):
+        body: dict[str, Any] = {"max_tokens": NEW_TOKENS, "seed": index, "temperature": 0.8 if index % 2 else 0}
+        question = f"Tell me about the number {index}."
+        match index % 4:
+            case 0:
+                made.append(("/v1/completions", {**body, "prompt": question, "ignore_eos": True}))
+            case 1:
+                made.append(("/v1/completions", {**body, "prompt": question, "logprobs": 1, "n": 2}))
+            case 2:
+                made.append(("/v1/chat/completions", {**body, "messages": [{"role": "user", "content": question}]}))
+            case _:
+                made.append(("/v1/completions", {**body, "prompt": question, "guided_regex": "([a-z]{3,8} ){60}"}))
+    return made
+
+
+@dataclass
+class Got:
+    """Over all connections of one client."""
+
+    token: str = ""
+    last: str = ""
+    texts: dict[int, str] = field(default_factory=dict)
+    scored: dict[int, list[str]] = field(default_factory=dict)
+    finish: dict[int, str] = field(default_factory=dict)
+    usage: tuple[int, int] = (0, 0)
+    done: bool = False
+    breaks: int = 0
+
+    def take(self, lines: dict[str, str]) -> None:
+        if lines["data"] == "[DONE]":
+            self.done = True
+            return
+        event = json.loads(lines["data"])
+        assert "error" not in event, event
+        self.last = lines["id"]
+        if event.get("usage"):
+            self.usage = (event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"])
+        for choice in event["choices"]:
+            index = choice["index"]
+            text = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            self.texts[index] = self.texts.get(index, "") + text
+            self.scored.setdefault(index, []).extend((choice.get("logprobs") or {}).get("tokens") or [])
+            if choice["finish_reason"]:
+                self.finish[index] = choice["finish_reason"]
+
+
+async def read(response: aiohttp.ClientResponse, got: Got) -> None:
+    got.token = response.headers["x-cohort-resume"]
+    lines: dict[str, str] = {}
+    async for raw in response.content:
+        line = raw.decode().rstrip("\n")
+        if line:
+            name, value = line.split(": ", 1)
+            lines[name] = value
+        else:
+            got.take(lines)
+            lines = {}
+
+
+async def client(url: str, path: str, body: dict[str, Any], resume_at: str) -> Got:
+    """Streams, and resumes at that server until all is there."""
+    got = Got()
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as session:
+        try:
+            async with session.post(url + path, json=asked, headers={"x-cohort-resume": "keep"}) as response:
+                assert response.status == 200, await response.text()
+                await read(response, got)
+        except aiohttp.ClientError:
+            got.breaks += 1
+        deadline = time.monotonic() + DEADLINE_S
+        while not got.done:
+            assert time.monotonic() < deadline and got.token, got
+            headers = {"Last-Event-ID": got.last}
+            with contextlib.suppress(aiohttp.ClientConnectionError):  # it is not there yet
+                async with session.get(f"{resume_at}/v1/streams/{got.token}", headers=headers) as response:
+                    if response.status == 200:
+                        await read(response, got)
+                    else:
+                        assert response.status in (429, 503), await response.text()
+            await asyncio.sleep(0.2)
+    return got
+
+
+async def all_clients(pipeline: Pipeline, resume_at: str) -> list[asyncio.Task[Got]]:
+    return [asyncio.create_task(client(pipeline.url, path, body, resume_at)) for path, body in bodies()]
+
+
+async def until_half_is_said(pipeline: Pipeline) -> None:
+    before = (await asyncio.to_thread(pipeline.stats, "gateway")).get("generation_tokens_total", 0.0)
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        stats = await asyncio.to_thread(pipeline.stats, "gateway")
+        if stats.get("generation_tokens_total", 0.0) - before > STREAMS * NEW_TOKENS // 4:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("no tokens")
+
+
+def check(answers: list[Got], undisturbed: list[Got]) -> None:
+    assert sum(got.breaks for got in answers) > STREAMS // 2, "the gateway died too late to break much"
+    for ours, theirs in zip(answers, undisturbed, strict=True):
+        assert (ours.texts, ours.finish, ours.scored) == (theirs.texts, theirs.finish, theirs.scored)
+        assert ours.usage == theirs.usage
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pipeline: Pipeline) -> list[Got]:
+    async def run() -> list[Got]:
+        return await asyncio.gather(*await all_clients(pipeline, pipeline.url))
+
+    answers = asyncio.run(run())
+    assert all(got.done and not got.breaks for got in answers)
+    return answers
+
+
+def test_a_killed_gateway_goes_on_after_its_next_start(pipeline: Pipeline, undisturbed: list[Got]) -> None:
+    async def run() -> list[Got]:
+        clients = await all_clients(pipeline, pipeline.url)
+        await until_half_is_said(pipeline)
+        pipeline.kill("gateway")
+        await asyncio.to_thread(pipeline.start, "gateway")
+        return await asyncio.gather(*clients)
+
+    check(asyncio.run(run()), undisturbed)
+    pipeline.wait_ready()
+    pipeline.assert_nothing_left(timeout_s=40.0)
+
+
+@contextlib.contextmanager
+def second_gateway(pipeline: Pipeline) -> Iterator[str]:
+    """Its address."""
+    port, folder = free_port(), pipeline.folder
+    given = {**pipeline._given, "gateway": {**pipeline._given["gateway"], "port": port}}
+    given |= {
+        "batch": {"folder": str(folder / "batches-2")},
+        "endpoints": {**pipeline._given.get("endpoints", {}), "gateway": f"ipc://{folder}/run/gateway-2.sock"},
+    }
+    file = folder / "second.yaml"
+    file.write_text(dump_config(load_config(preset="unified", overrides=given)), encoding="utf-8")
+    command = [sys.executable, "-m", "cohort.services.gateway", "--config", str(file), "--instance", "gateway-2"]
+    with (folder / "gateway-2.log").open("ab") as log:
+        process = subprocess.Popen(
+            [*command, "--run-dir", str(folder / "run")],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            assert process.poll() is None, (folder / "gateway-2.log").read_text()[-3000:]
+            with contextlib.suppress(OSError):
+                pipeline.get("/ready", port)
+                break
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def test_another_gateway_goes_on_with_the_streams_of_a_killed_one(pipeline: Pipeline, undisturbed: list[Got]) -> None:
+    with second_gateway(pipeline) as other:
+
+        async def run() -> list[Got]:
+            clients = await all_clients(pipeline, other)
+            await until_half_is_said(pipeline)
+            pipeline.kill("gateway")
+            return await asyncio.gather(*clients)
+
+        check(asyncio.run(run()), undisturbed)
+    pipeline.start("gateway")
+    pipeline.wait_ready()
+    pipeline.assert_nothing_left(timeout_s=40.0)

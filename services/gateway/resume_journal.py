@@ -25,8 +25,11 @@ DISK_ERRORS = (sqlite3.Error, OSError)
 
 
 class Journal:
-    def __init__(self, path: Path, holder: str, lost: Callable[[str], None], log: structlog.stdlib.BoundLogger) -> None:
-        """`lost` is told of a stream, by the digest of its token, that another gateway has taken."""
+    def __init__(
+        self, path: Path, holder: str, lost: Callable[[str, bool], None], log: structlog.stdlib.BoundLogger
+    ) -> None:
+        """`lost` is told of a stream, by the digest of its token, that is no longer ours: another gateway has it, or
+        its client cancelled it there."""
         self._path = path
         self._holder = holder
         self._lost = lost
@@ -67,7 +70,7 @@ class Journal:
                 changed, self._changed = self._changed, {}
                 taken = [(token, tape, tape.take_unwritten()) for token, tape in changed.items()]
                 said = [(token, encoded(deltas)) for token, _, deltas in taken]
-                lost: set[str] = set()
+                lost: dict[str, bool] = {}
                 try:
                     lost = await self.run(lambda store, said=said: store.append(self._holder, said))  # type: ignore[misc]
                     self._failing = False
@@ -75,7 +78,7 @@ class Journal:
                     self.refused(error)
                 for token, tape, deltas in taken:
                     if token in lost:
-                        self._lost(token)
+                        self._lost(token, lost[token])
                     else:
                         tape.written(deltas)
         finally:

@@ -183,9 +183,9 @@ class ResumeStore:
             )
         return True
 
-    def append(self, holder: str, said: Sequence[tuple[str, bytes]]) -> set[str]:
-        """By token, `encoded`; which of them another gateway holds, or none: nothing of these was written."""
-        lost = set()
+    def append(self, holder: str, said: Sequence[tuple[str, bytes]]) -> dict[str, bool]:
+        """By token, `encoded`. Of which of them nothing was written: whether another gateway has it, or it is gone."""
+        lost = {}
         with self._transaction():
             for token, data in said:
                 written = self._db.execute(
@@ -194,36 +194,42 @@ class ResumeStore:
                     (data, token, holder),
                 )
                 if written.rowcount != 1:
-                    lost.add(token)
+                    lost[token] = self._elsewhere(token, holder)
         return lost
 
+    def _elsewhere(self, token: str, holder: str) -> bool:
+        row = self._db.execute(
+            "SELECT 1 FROM streams WHERE token = ? AND holder != ? AND state != 'gone'", (token, holder)
+        ).fetchone()
+        return row is not None
+
     def end(self, token: str, holder: str, ending: Ending, expires_s: float) -> bool:
-        """open → done. False where another gateway holds it now."""
-        changed = self._db.execute(
+        """open → done. False where another gateway has it now."""
+        self._db.execute(
             "UPDATE streams SET state = 'done', ending = ?, expires_s = ?, charged = 1 "
             "WHERE token = ? AND holder = ? AND state = 'open'",
             (_encode(ending), expires_s, token, holder),
         )
-        return changed.rowcount == 1
+        return not self._elsewhere(token, holder)
 
     def leave(self, token: str, holder: str, expires_s: float) -> bool:
         """It stays open, for the gateway that is asked for it next; what was said is charged."""
-        changed = self._db.execute(
+        left = self._db.execute(
             "UPDATE streams SET holder = '', charged = 1, expires_s = ? "
             "WHERE token = ? AND holder = ? AND state = 'open'",
             (expires_s, token, holder),
         )
-        return changed.rowcount == 1
+        return left.rowcount == 1 or not self._elsewhere(token, holder)
 
     def drop(self, token: str, holder: str, now_s: float) -> bool:
-        """→ gone. False where another gateway holds it now."""
+        """→ gone. False where another gateway has it now."""
         with self._transaction():
             held = self._db.execute(
                 "SELECT 1 FROM streams WHERE token = ? AND holder = ? AND state = 'open'", (token, holder)
             ).fetchone()
             if held is not None:
                 self._empty(token, now_s)
-        return held is not None
+        return not self._elsewhere(token, holder)
 
     def refresh(self, holder: str, expires_s: float) -> None:
         """Its holder lives."""

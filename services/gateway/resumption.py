@@ -311,12 +311,12 @@ class Resumption:
             case _:
                 assert_never(outcome)
 
-    def _lost(self, digest: str) -> None:
+    def _lost(self, digest: str, elsewhere: bool) -> None:
         """Another gateway goes on with it, or its client cancelled it there."""
         session = self._sessions.get(digest)
         if session is not None:
-            tell(session.answering, taken_over())
-            self._end(session, "lost")
+            tell(session.answering, taken_over() if elsewhere else cancelled())
+            self._end(session, "lost" if elsewhere else "dropped")
 
     def _until_s(self) -> float:
         return self._clock.wall_s() + self._config.resume_s

@@ -17,6 +17,7 @@ from typing import TypeVar
 import structlog
 
 from cohort.common.errors import CohortError
+from cohort.services.gateway.mailbox import Delta
 from cohort.services.gateway.resume_store import ResumeStore, encoded
 from cohort.services.gateway.resume_tape import Tape
 
@@ -37,6 +38,8 @@ class Journal:
         self._thread: ThreadPoolExecutor | None = None
         self._store: ResumeStore | None = None
         self._changed: dict[str, Tape] = {}
+        self._owed: dict[str, list[Delta]] = {}
+        """What was seen although the disk refused it, before anything that comes later."""
         self._writing: asyncio.Task[None] | None = None
         self._failing = False
 
@@ -69,13 +72,17 @@ class Journal:
             while self._changed:
                 changed, self._changed = self._changed, {}
                 taken = [(token, tape, tape.take_unwritten()) for token, tape in changed.items()]
-                said = [(token, encoded(deltas)) for token, _, deltas in taken]
+                said = [(token, encoded([*self._owed.get(token, ()), *deltas])) for token, _, deltas in taken]
                 lost: dict[str, bool] = {}
                 try:
                     lost = await self.run(lambda store, said=said: store.append(self._holder, said))  # type: ignore[misc]
                     self._failing = False
+                    for token, _, _ in taken:
+                        self._owed.pop(token, None)
                 except DISK_ERRORS as error:
                     self.refused(error)
+                    for token, _, deltas in taken:
+                        self._owed.setdefault(token, []).extend(deltas)
                 for token, tape, deltas in taken:
                     if token in lost:
                         self._lost(token, lost[token])
@@ -83,6 +90,13 @@ class Journal:
                         tape.written(deltas)
         finally:
             self._writing = None
+
+    async def settle(self, token: str) -> None:
+        """What is owed of this stream is written now. Raises `DISK_ERRORS`."""
+        owed = self._owed.pop(token, None)
+        if owed is not None:
+            said = [(token, encoded(owed))]
+            await self.run(lambda store: store.append(self._holder, said))
 
     def refused(self, error: BaseException) -> None:
         if not self._failing:

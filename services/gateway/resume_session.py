@@ -20,6 +20,9 @@ from cohort.services.gateway.key_lease import Lease
 from cohort.services.gateway.mailbox import Delta, Generation
 from cohort.services.gateway.resume_tape import Tape
 
+_TOKEN_BYTES = 6
+"""Of a generated token in the database, at most; `_SCORE_BYTES` for each log-probability beside it."""
+_SCORE_BYTES = 16
 Outcome = Literal["done", "left", "dropped", "lost"]
 """Complete or failed for good; to be continued by the gateway that is asked next; wanted no more; another gateway's."""
 
@@ -49,6 +52,12 @@ class Session:
     def used(self) -> tuple[int, int]:
         prompt, completion = self.answering.used()
         return (prompt, completion) if self.charged_tokens is None else (0, max(0, completion - self.charged_tokens))
+
+
+def most_output_bytes(requests: Sequence[Request]) -> int:
+    """Of their tokens in the database."""
+    each = [request.sampling for request in requests]
+    return sum(it.max_tokens * (_TOKEN_BYTES + _SCORE_BYTES * (it.logprobs + 1)) for it in each)
 
 
 def resubmitted(

@@ -43,6 +43,7 @@ from cohort.services.gateway.resume_session import (
     Session,
     cancelled,
     ended_entry,
+    most_output_bytes,
     resubmitted,
     taken_over,
     tell,
@@ -57,9 +58,6 @@ from cohort.services.gateway.timing import GatewayTimes
 RESUME_HEADER = "x-cohort-resume"
 STREAMS_PATH = "/v1/streams/{id}"
 _HEADERS = (CLASS_HEADER, TTFT_HEADER, TPOT_HEADER, IF_LATE_HEADER)
-_TOKEN_BYTES = 6
-"""Of a generated token in the database, at most; of one with log-probabilities `_SCORE_BYTES` for each."""
-_SCORE_BYTES = 16
 LeaseOf = Callable[[str, TrafficClass], Lease | None]
 T = TypeVar("T")
 
@@ -97,7 +95,6 @@ class Resumption:
         self._swept_s = float("-inf")
 
     def __len__(self) -> int:
-        """Streams that are generated here."""
         return len(self._sessions)
 
     def routes(self) -> list[web.RouteDef]:
@@ -174,8 +171,6 @@ class Resumption:
             session.created_s,
             self._model,
         )
-        each = [r.sampling for r in session.requests]
-        output_bytes = sum(s.max_tokens * (_TOKEN_BYTES + _SCORE_BYTES * (s.logprobs + 1)) for s in each)
         own = config.resume_bytes * (config.owner_share if self._owners.several else 1.0)
         try:
             await self._sweep()
@@ -185,7 +180,7 @@ class Resumption:
                     session.owner,
                     self._holder,
                     record,
-                    output_bytes=output_bytes,
+                    output_bytes=most_output_bytes(session.requests),
                     expires_s=self._until_s(),
                     most_bytes=config.resume_bytes,
                     most_owner_bytes=int(own),
@@ -283,21 +278,21 @@ class Resumption:
         self._settling[session.digest] = asyncio.create_task(self._settle(session, outcome), name="end of a stream")
 
     async def _settle(self, session: Session, outcome: Outcome) -> None:
+        ours = outcome != "lost"
         try:
-            ours = await self._settled(session, outcome)
+            if session.stored and ours:
+                await self._journal.settle(session.digest)
+                ours = await self._settled(session, outcome)
         except DISK_ERRORS as failure:
             self._journal.refused(failure)
-            ours = True
         finally:
             self._settling.pop(session.digest, None)
-        if session.lease is not None:
-            session.lease.free(counts=ours)
+            if session.lease is not None:
+                session.lease.free(counts=ours)
 
     async def _settled(self, session: Session, outcome: Outcome) -> bool:
-        """Written; False where another gateway holds it."""
+        """Written; False where another gateway has it."""
         digest, holder, until_s, now_s = session.digest, self._holder, self._until_s(), self._clock.wall_s()
-        if outcome == "lost" or not session.stored:
-            return outcome != "lost"
         match outcome:
             case "done":
                 error = session.tape.error
@@ -308,6 +303,8 @@ class Resumption:
                 return await self._journal.run(lambda store: store.leave(digest, holder, until_s))
             case "dropped":
                 return await self._journal.run(lambda store: store.drop(digest, holder, now_s))
+            case "lost":
+                return False
             case _:
                 assert_never(outcome)
 
@@ -326,8 +323,8 @@ class Resumption:
         now_s = self._clock.wall_s()
         if abs(now_s - self._swept_s) >= self._config.resume_s / 4:
             self._swept_s = now_s
-            until_s = self._until_s()
-            await self._journal.run(lambda store: store.refresh(self._holder, until_s))
+            here = list(self._sessions)
+            await self._journal.run(lambda store: store.refresh(here, self._holder, now_s + self._config.resume_s))
             await self._journal.run(lambda store: store.sweep(now_s))
 
     async def run(self) -> None:
@@ -351,18 +348,28 @@ class Resumption:
             settling = self._settling.get(digest)
             if settling is not None:
                 await asyncio.wait([settling])
+            taken: Taken | None = None
             session = self._sessions.get(digest)
+            if session is not None and session.owner != owner:
+                raise unknown()
             if session is None:
                 taken = await self._take(digest, owner)
                 call = await self._api.parse(taken.record.body, taken.record.headers, chat=taken.record.chat)
                 place = Place.parse(seen, len(taken.record.requests))
-                if taken.ending is not None:
-                    return await self._replay(request, self._ended(call, taken, place), token, place)
-                session = self._go_on(call, taken, token, owner)
-            elif session.owner != owner:
-                raise unknown()
-            place = Place.parse(seen, len(session.requests))
-            answering = self._another(session, place)
+                if taken.ending is None:
+                    session = self._go_on(call, taken, token, owner)
+                else:
+                    answering = self._ended(call, taken, place)
+            if session is not None:
+                place = Place.parse(seen, len(session.requests))
+                try:
+                    answering = self._another(session, place)
+                except RequestError:
+                    if taken is not None:
+                        self._keep(session)
+                    raise
+        if session is None:
+            return await self._replay(request, answering, token, place)
         return await self._read(request, session, answering, place)
 
     async def _replay(self, request: web.Request, answering: Answering, token: str, place: Place) -> web.StreamResponse:

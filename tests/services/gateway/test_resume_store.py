@@ -96,7 +96,8 @@ def test_time_takes_the_content_first_and_then_the_memory_of_it(tmp_path: Path) 
     add(store, "u")
     store.append("A", [("t", said(4))])
     assert take(store, "t", "B", now_s=LATER_S) == "gone", "before any sweep"
-    store.refresh("A", LATER_S + 50)
+    store.refresh(["t", "u"], "B", LATER_S + 50)
+    store.refresh(["u"], "A", LATER_S + 50)
     store.sweep(LATER_S + 10)
     assert isinstance(take(store, "u", "A", now_s=LATER_S + 10), Taken), "its gateway lives"
     store.sweep(LATER_S + 60)

@@ -16,6 +16,7 @@ import pytest
 
 from cohort.common.key_file import OwnLimits
 from cohort.services.gateway.resume_marks import Place
+from cohort.services.gateway.resume_store import ResumeStore
 from tests.services.gateway.cluster import Manager
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site, eventually
 from tests.services.gateway.test_tenants import add, usage
@@ -314,6 +315,36 @@ async def test_a_place_that_is_none_changes_nothing(open_site: OpenSite, place: 
         assert (status, answer["error"]["param"]) == (400, "Last-Event-ID")
         await rest(site, read)
         assert read.done and read.texts[0] == ANSWER
+
+
+async def test_a_wrong_place_at_another_gateway_leaves_nothing_behind(open_site: OpenSite, tmp_path: Path) -> None:
+    async with open_site(step_s=STEP_S) as first, open_site(step_s=STEP_S, batch=other(tmp_path)) as second:
+        read = Read()
+        await some(first, read, 3, "/v1/completions", PROMPT)
+        assert (await second.get(f"/v1/streams/{read.token}", headers={"Last-Event-ID": "99999"}))[0] == 400
+        await eventually(second.nothing_left)
+        await rest(second, read)
+        assert read.done and read.texts[0] == ANSWER
+
+
+async def test_a_disk_that_refuses_for_a_while_leaves_no_gap(
+    open_site: OpenSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, calls = ResumeStore.append, iter(range(1000))
+
+    def refusing(store: ResumeStore, *args: Any) -> Any:
+        if next(calls) % 3:
+            raise sqlite3.OperationalError("disk I/O error")
+        return append(store, *args)
+
+    monkeypatch.setattr(ResumeStore, "append", refusing)
+    async with open_site(step_s=STEP_S) as site:
+        read = await whole(site, "/v1/completions", PROMPT)
+        await eventually(site.nothing_left)
+        again = Read(token=read.token)
+        await rest(site, again)
+        same(again, read)
+        assert again.texts[0] == ANSWER
 
 
 async def test_off_or_full_it_is_a_plain_stream(open_site: OpenSite) -> None:

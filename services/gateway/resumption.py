@@ -94,9 +94,6 @@ class Resumption:
         """By digest, of streams whose end here is being written."""
         self._swept_s = float("-inf")
 
-    def __len__(self) -> int:
-        return len(self._sessions)
-
     def routes(self) -> list[web.RouteDef]:
         return [web.get(STREAMS_PATH, self.resume, allow_head=False), web.delete(STREAMS_PATH, self.cancel)]
 

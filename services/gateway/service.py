@@ -302,7 +302,6 @@ class Gateway:
             "requests_waiting": waiting,
             "requests_running": len(ledger) - waiting,
             "open_streams": len(self.streams),
-            "resumable_streams": len(self._resumption),
             "resubmitted_total": ledger.resubmitted_total,
             "misnamed_total": self._machine.misnamed_total,
             "asyncio_tasks": len(asyncio.all_tasks()),

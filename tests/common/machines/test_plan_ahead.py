@@ -20,8 +20,6 @@ from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
 from cohort.common.policies.interface import Placement
 from cohort.common.types import Attempt, Role, SamplingParams
-from tests.common.machines import digest_engine
-from tests.common.machines import world as worlds
 from tests.common.machines.clusters import PD, PD_TWICE, UNIFIED, Asked, finish, offer, strike, tokens, total
 from tests.common.machines.faults import Fault, any_faults
 from tests.common.machines.small_worker import BLOCK, BLOCKS, GEOMETRY, PROMPT, machine, segment, whole
@@ -288,13 +286,6 @@ def test_with_nothing_in_flight_there_is_nothing_to_plan() -> None:
     assert refusals(worker) == {}
 
 
-@pytest.fixture
-def _some_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digests of `digest_engine` are even after the first, so that its stop token never comes."""
-    for module in (digest_engine, worlds):
-        monkeypatch.setattr(module, "STOP_TOKEN", 8)
-
-
 def _requests(random: Random) -> Iterator[Asked]:
     while True:
         yield Asked(tokens(random, random.randint(1, 30)), random.randint(5, 30))
@@ -315,7 +306,6 @@ def _cancel(world: World, name: str) -> None:
         world.cancel(name)
 
 
-@pytest.mark.usefixtures("_some_stop")
 @pytest.mark.parametrize(("roles", "placement"), [(UNIFIED, Colocated), (PD, Disaggregated)])
 def test_a_world_plans_ahead_and_wastes_few_rows(
     roles: dict[str, Role], placement: type[Colocated] | type[Disaggregated]
@@ -326,7 +316,6 @@ def test_a_world_plans_ahead_and_wastes_few_rows(
     assert sum(node.worker.counters.finished.get("stop", 0) for node in world.workers.values()) > 3
 
 
-@pytest.mark.usefixtures("_some_stop")
 @settings(parent=of_worlds(0.1), suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**32),

@@ -468,10 +468,13 @@ class IterationScheduler(ABC):
         return 0
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
-        """Whether `decide`, asked when the iteration in flight has ended, could only choose `plan`: decode rows of that
-        iteration, one position on. It had rows of `leaving` sequences more, which end with it and are still to be
-        removed. `undecided`: iterations begun since the last decision beside the one that it chose; their times come
-        with the next `News.ran`. Live hosts ask at any moment while an iteration runs, and begin `plan` behind it."""
+        """Whether `decide`, asked when the iteration in flight has ended, could only choose `plan`: a decode row, one
+        position on, for every sequence that samples a token in that iteration, also of a prompt that ends with it. The
+        order of its rows is free. It had rows of `leaving` sequences more, which end with it and are still to be
+        removed. What the iteration in flight will teach of times is not known yet. Whether there are blocks is not
+        asked here: see `KvAllocator.extend_ahead`. `undecided`: iterations begun since the last decision beside the one
+        that it chose; their times come with the next `News.ran`. Live hosts ask at any moment while an iteration runs,
+        sequences may have come since the last decision, and begin `plan` behind it."""
         return False
 
     @property

@@ -98,6 +98,10 @@ class PredictedBatches(IterationScheduler):
             batch.add(sequence.key)
         return batch
 
+    def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
+        """All members of the batch have rows: none joins before the last of them has ended."""
+        return len(plan.rows) + leaving == len(self._batch)
+
     def metrics(self) -> dict[str, float]:
         return {
             "batch": float(len(self._batch)),

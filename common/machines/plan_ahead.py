@@ -85,7 +85,8 @@ class AheadPlanner:
         those of prompts behind the others, as a decision has them. Else why it cannot have these; and how many
         sequences leave with that step."""
         aborting = {held.sequence for held in self._state.aborting} if self._state.aborting else ()
-        rows, begun, leaving, fewest = plan.rows, [], 0, sys.maxsize
+        rows, begun = plan.rows, list[Row]()
+        leaving, fewest = 0, sys.maxsize
         for row in before:
             sequence, following = row.sequence, row.start + row.count
             if sequence in aborting:

@@ -24,8 +24,8 @@ from cohort.common.policies.bros.batch import NO_DEADLINE_S, Batch, DecodeRows, 
 from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
 from cohort.common.policies.bros.drops import Drops
 from cohort.common.policies.bros.iteration_cost import BatchLoad, IterationCost, load_of
-from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTimeQueues, UrgentFirst, slots_away
 from cohort.common.policies.bros.repeats import goes_on
+from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTimeQueues, UrgentFirst, slots_away
 from cohort.common.policies.bros.token_groups import TokenGroups
 from cohort.common.policies.bros.unserved import Unserved
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Ran

@@ -1,5 +1,4 @@
-"""`continues` is a promise: where a scheduler gives it, and the allocator the slots, the next decision has exactly those
-rows."""
+"""`continues` is a promise: where it is given, and the allocator gives the slots, the next decision has these rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots of the step behind the one in flight, in blocks that are filled from both ends: only those that are left free."""
+"""Slots of the step behind the one in flight, in blocks that are filled from both ends: those that are left free."""
 
 from __future__ import annotations
 

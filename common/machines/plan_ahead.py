@@ -24,6 +24,12 @@ from cohort.common.policies.interface import IterationPlan, IterationScheduler, 
 from cohort.common.sequence import Phase
 
 
+def same_rows(plan: IterationPlan, behind: IterationPlan) -> bool:
+    """Whether the second, begun behind the first, has all rows of it one position on, and these decode."""
+    first, then = plan.rows, behind.rows
+    return len(first) == len(then) and (not first or first[0].count == 1)  # prompts stand first
+
+
 class AheadPlanner:
     def __init__(
         self, state: WorkerState, scheduler: IterationScheduler, receiver: KvReceiver, pool: ParkedPool
@@ -68,7 +74,6 @@ class AheadPlanner:
         if self._scheduler.wants_arriving and self._receiver.arriving(prompt_step):
             return "kv_transfer"
         state, leaving = self._state, 0
-        plan.estimated_s = before.estimated_s
         if before is self._last and self._left > 0 and not state.aborting:
             self._left -= 1
             plan.rows = [Row(row.sequence, row.start + 1, 1) for row in before.rows]
@@ -76,6 +81,7 @@ class AheadPlanner:
             why, leaving = self._go_on(before.rows, plan)
             if why is not None:
                 return why
+        plan.estimated_s = before.estimated_s if same_rows(before, plan) else 0.0
         if not self._scheduler.continues(plan, state.kv, leaving, self._undecided):
             return "policy"
         return state.kv.extend_ahead(plan.rows)
@@ -94,6 +100,8 @@ class AheadPlanner:
             if sequence.phase is not Phase.RUNNING:
                 return "request", 0
             # A request's last token is not computed, and behind a segment's end another worker computes.
+            if row.count > 1 and not self._scheduler.reads_runs:
+                return "policy", 0
             left = sequence.max_positions - following
             if left <= 0:
                 leaving += 1

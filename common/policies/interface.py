@@ -412,6 +412,20 @@ class News(msgspec.Struct, frozen=True):
     """Requests that already decode and are on their way here: they wait for the iteration that is decided now
     between two of their tokens (D5). Counted only for schedulers with `wants_arriving`."""
 
+    earlier: Seq[Ran] = ()
+    """Iterations with prompts, oldest first, behind which another was begun without a decision; `ran` is of those after
+    them. Only for schedulers with `reads_runs`."""
+
+    @property
+    def runs(self) -> tuple[Ran, ...]:
+        """All that ran, oldest first."""
+        return (*self.earlier, self.ran) if self.ran is not None else tuple(self.earlier)
+
+    @property
+    def undecided(self) -> int:
+        """Iterations that ran without a decision of their own."""
+        return max(0, sum([ran.iterations for ran in self.runs]) - 1)
+
 
 NO_NEWS = News()
 
@@ -447,6 +461,9 @@ class IterationScheduler(ABC):
 
     wants_arriving = False
     """`News.arriving` is to be counted: KV transfers on their way here then disturb what was foreseen."""
+    reads_runs = False
+    """`decide` takes in all `News.runs`, so that an iteration may be begun behind one in which prompts end. Otherwise a
+    decision follows each of these."""
 
     @abstractmethod
     def add(self, now_s: float, sequence: Sequence) -> None:

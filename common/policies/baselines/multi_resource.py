@@ -29,6 +29,8 @@ class MultiResource(IterationScheduler):
     that never is the nearest waits until the queue runs dry.
     """
 
+    reads_runs = True  # of which it needs none
+
     def __init__(self, limits: IterationLimits, *, reservation: Reservation) -> None:
         self._limits = limits
         self._reservation = reservation

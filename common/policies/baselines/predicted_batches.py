@@ -30,6 +30,8 @@ class PredictedBatches(IterationScheduler):
     done are not computed on. Sequences that came by KV transfer join the batch that runs.
     """
 
+    reads_runs = True  # of which it needs none
+
     def __init__(
         self, limits: IterationLimits, *, reservation: Reservation, spread: float = SPREAD, rectangular_kv: bool = False
     ) -> None:

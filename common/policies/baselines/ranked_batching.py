@@ -67,6 +67,8 @@ class RankedBatching(IterationScheduler):
     latest give way.
     """
 
+    reads_runs = True
+
     def __init__(self, ranking: Ranking, limits: IterationLimits, *, reservation: Reservation, evicting: bool) -> None:
         self._ranking = ranking
         self._limits = limits
@@ -85,8 +87,8 @@ class RankedBatching(IterationScheduler):
             self._ranking.removed(sequence)
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
-        if news.ran is not None:
-            self._ranking.observe(news.ran)
+        for ran in news.runs:
+            self._ranking.observe(ran)
         sequences = list(self._sequences.values())
         self._ranking.begin(now_s, sequences)
         builder = BatchBuilder(self._limits, kv, (s for s in sequences if s.phase is Phase.RUNNING), self._ranking.key)

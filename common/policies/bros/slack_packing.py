@@ -37,8 +37,7 @@ from cohort.common.types import Attempt, TrafficClass
 _SMALLEST_CUT = 16
 """Tokens of a prompt that are worth a row of their own."""
 _CUT_WITHIN = 0.95
-"""Share of the time left that a cut prompt fills: what is foreseen is off by some per cent, and without this every
-iteration with a prompt to cut would end at the most urgent deadline, half of them behind it."""
+"""Share of the time left that a cut prompt fills: what is foreseen is off by some per cent, else half end too late."""
 
 
 class SlackPacking(IterationScheduler):
@@ -72,14 +71,15 @@ class SlackPacking(IterationScheduler):
         self._average_s = 0.0
         limits_s: dict[TrafficClass, float] = {"rt": options.rt_starvation_s, "be": options.be_starvation_s}
         self._unserved = Unserved(limits_s, every=options.ablation.starving_every)
-        self._resubmitted: dict[Attempt, Sequence] = {}
-        """Here for a repeated attempt."""
+        self._resubmitted: dict[Attempt, Sequence] = {}  # here for a repeated attempt
+        # Tokens known of a sequence when it started here, or came back to the device.
         self._known_before: dict[Attempt, int] = {}
-        """Tokens known of a sequence when it started here, or came back to the device."""
         self._slots_beside = 0
         self._sharing: BlockSharing | None = None
         """Of the allocator, where it moves real-time requests into best-effort ones' blocks by itself (R8)."""
-        self._replaced = self._past_due_rows = self._late_rows = self._dropped = 0
+        self._replaced = self._past_due_rows = self._dropped = self._late_rows = 0
+
+    reads_runs = True
 
     def add(self, now_s: float, sequence: Sequence) -> None:
         (self._rt if sequence.request.traffic_class == "rt" else self._be).add(sequence)
@@ -96,11 +96,12 @@ class SlackPacking(IterationScheduler):
     # -- Algorithm 1 -------------------------------------------------------------------------------------------
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
-        if news.ran is not None:
-            self._learn(news.ran, kv)
+        for ran in news.runs:
+            self._learn(ran, kv)
+        if news.ran is not None and news.undecided:
+            self._went_on(news.ran, news.undecided)
         self._sharing = kv.sharing if kv.sharing is not None and kv.sharing.on_demand else None
         batch = Batch(min(self._batch_size.value, self._limits.max_rows), self._limits.max_tokens)
-        late_before = self._past_due_rows
         self._starving_first(now_s, kv, batch)
         self._resubmitted_first(kv, batch)
         decodes = self._decode_rows()
@@ -120,9 +121,15 @@ class SlackPacking(IterationScheduler):
             self._force_oldest(kv, batch)
         if batch.rows:
             self._batch_size.decided(cut_short=cut_short)
-        self._late_rows = self._past_due_rows - late_before
         self._unserved.served(now_s, (row.sequence for row in batch.rows.values()))
         return self._finished(batch)
+
+    def _went_on(self, ran: Ran, undecided: int) -> None:
+        """What decisions would have noted of iterations that ran without one: all rows went on (`continues`)."""
+        self._unserved.repeated(undecided)
+        self._unserved.served(ran.ended_s - ran.latency_s, (row.sequence for row in ran.plan.rows))
+        self._past_due_rows += undecided * min(self._late_rows, len(ran.plan.rows))
+        self._batch_size.repeated(undecided)
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
         """Every request here has a row, and all of them fit one iteration, as far as its time can be foreseen now."""
@@ -131,7 +138,8 @@ class SlackPacking(IterationScheduler):
         return goes_on(plan.rows, self._groups, self._cost, self._limits, best_effort_rows=self._batch_size.value)
 
     def _finished(self, batch: Batch) -> IterationPlan:
-        self._dropped += batch.dropped
+        self._dropped, self._past_due_rows = self._dropped + batch.dropped, self._past_due_rows + batch.late
+        self._late_rows = batch.late
         self._slots_beside = batch.slots
         plan, rows = batch.plan, list(batch.rows.values())
         prefill = [row for row in rows if row.count > 1]
@@ -309,7 +317,7 @@ class SlackPacking(IterationScheduler):
                 return
             waiting = sequence.phase is Phase.WAITING
             if self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False), fitting):
-                self._past_due_rows += 1
+                batch.late += 1
             elif waiting:
                 return  # the next of them would not find blocks either
 
@@ -465,18 +473,11 @@ class SlackPacking(IterationScheduler):
     # -- learning ----------------------------------------------------------------------------------------------
 
     def _learn(self, ran: Ran, kv: KvAllocator) -> None:
-        """T_avg and the cost model (R3); and what decisions would have noted of iterations that ran without one: rows
-        that only went on (`continues`)."""
+        """T_avg and the cost model (R3)."""
         plan, latency_s, block_size = ran.plan, ran.latency_s, kv.geometry.block_size
         if plan.rows:
             for each_s in ran.times_s:
                 self._average_s = each_s if self._average_s == 0.0 else 0.9 * self._average_s + 0.1 * each_s
-        if ran.iterations > 1:
-            self._unserved.repeated(ran.iterations - 1)
-            self._unserved.served(ran.ended_s - latency_s, (row.sequence for row in plan.rows))
-            self._past_due_rows += (ran.iterations - 1) * min(self._late_rows, len(plan.rows))
-            for _ in range(ran.iterations - 1):
-                self._batch_size.decided(cut_short=False)
         slots = sum(
             len(copy.device) * (block_size if copy.unit == "block" else 1) for copy in plan.copies if not copy.beside
         )

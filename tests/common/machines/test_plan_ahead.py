@@ -18,7 +18,8 @@ from cohort.common.machines.worker import WorkerMachine
 from cohort.common.messages import Cancel, KvOffer, SegmentEnded, StartSegment, TokenBatch, TokenLogprob
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
-from cohort.common.policies.interface import Placement
+from cohort.common.policies.interface import IterationPlan, News, Placement
+from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase
 from cohort.common.types import Attempt, Role, SamplingParams
 from tests.common.machines.clusters import PD, PD_TWICE, UNIFIED, Asked, finish, offer, strike, tokens, total
@@ -205,6 +206,37 @@ def test_a_prompt_that_ends_with_the_step_decodes_in_the_one_behind_it() -> None
     effects = worker.handle(0.4, sampled("a", "b", token=42))
     assert said(effects) == [("a", PROMPT + 3, [42]), ("b", PROMPT + 1, [42])]
     assert rows(effects[-1]) == [("a", PROMPT + 3, 1), ("b", PROMPT + 1, 1)]
+
+
+def test_the_scheduler_hears_of_prompts_behind_which_a_step_was_begun() -> None:
+    """It learns from them what prompts cost; the plan of the last iteration does not tell."""
+    worker = decoding("a")
+    worker.handle(0.12, Received("manager", whole("b")))
+    heard: list[tuple[list[int], tuple[float, ...]]] = []
+    undecided: list[int] = []
+    decide = worker.scheduler.decide
+
+    def listen(now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
+        heard.extend(([row.count for row in ran.plan.rows], ran.times_s) for ran in news.runs)
+        undecided.append(news.undecided)
+        return decide(now_s, kv, news)
+
+    worker.scheduler.decide = listen  # type: ignore[method-assign]
+    worker.handle(0.2, StepEnded([Sampled(Attempt("a", 1), 7)], 0.1))
+    for step in range(2):
+        worker.handle(0.25 + step, PlanAhead())
+        worker.handle(0.3 + step, StepEnded([Sampled(Attempt(name, 1), 7) for name in "ba"], 0.5 + step))
+    worker.handle(3.0, StepEnded([Sampled(Attempt(name, 1), 7) for name in "ab"], 3.0))
+    assert heard == [([1], (0.1,)), ([PROMPT, 1], (0.5,)), ([1, 1], (1.5, 3.0))]
+    assert undecided == [0, 2]
+
+
+def test_a_scheduler_that_does_not_hear_of_them_decides_behind_prompts() -> None:
+    worker = machine(Role.UNIFIED)
+    worker.scheduler.reads_runs = False
+    worker.handle(0.0, Received("manager", whole("a")))
+    assert worker.handle(0.05, PlanAhead()) == []
+    assert refusals(worker) == {"policy": 1}
 
 
 def test_nothing_is_planned_behind_a_prompt_that_goes_on() -> None:

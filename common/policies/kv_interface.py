@@ -10,10 +10,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, KvGeometry
+
+if TYPE_CHECKING:
+    from cohort.common.policies.interface import Row
+
+NoSlotAhead = Literal["memory", "shared"]
+"""Why rows cannot have their slots before the step in flight has ended: blocks lack; a slot is, or may become, another
+sequence's, so that only a decision can make it the row's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +120,13 @@ class KvAllocator(ABC):
     @abstractmethod
     def extend(self, sequence: Sequence, positions: int) -> bool:
         """Blocks for positions [0, positions); False and no change when blocks are missing."""
+
+    def extend_ahead(self, rows: Seq[Row]) -> NoSlotAhead | None:
+        """Slots for the rows of the step behind the one in flight, in which all of their sequences have rows too, so
+        that `computed` is behind. Only slots that are the sequence's own by now or lie in free blocks: nothing is
+        copied, nothing is taken from another sequence, and the next decision's `extend` finds or takes the same.
+        Otherwise the reason, and no change."""
+        return "shared"
 
     @abstractmethod
     def committed(self, sequence: Sequence) -> None:

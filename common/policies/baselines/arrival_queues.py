@@ -32,6 +32,8 @@ class ArrivalQueues(IterationScheduler):
     """All three queues are sorted by `by_arrival`. With `prompts` prompts are computed in that order instead, begun or
     not; decode rows, and which sequence gives way, still go by arrival."""
 
+    reads_runs = True
+
     def __init__(self, prompts: PromptSort | None = None) -> None:
         self._prompts = prompts
         self._waiting: list[Sequence] = []

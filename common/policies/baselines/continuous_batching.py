@@ -42,8 +42,9 @@ class ContinuousBatching(ArrivalQueues):
         self._preemption = preemption
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
-        if self._prompts is not None and news.ran is not None:
-            self._prompts.learn(news.ran)
+        if self._prompts is not None:
+            for ran in news.runs:
+                self._prompts.learn(ran)
         plan = IterationPlan()
         decode_rows: list[Row] = []
         prefill_rows: list[Row] = []

@@ -30,6 +30,8 @@ class PredictedBatches(IterationScheduler):
     done are not computed on. Sequences that came by KV transfer join the batch that runs.
     """
 
+    reads_runs = True  # of which it needs none
+
     def __init__(
         self, limits: IterationLimits, *, reservation: Reservation, spread: float = SPREAD, rectangular_kv: bool = False
     ) -> None:
@@ -97,6 +99,10 @@ class PredictedBatches(IterationScheduler):
                 break
             batch.add(sequence.key)
         return batch
+
+    def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
+        """All members of the batch have rows: none joins before the last of them has ended."""
+        return len(plan.rows) + leaving == len(self._batch)
 
     def metrics(self) -> dict[str, float]:
         return {

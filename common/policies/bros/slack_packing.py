@@ -24,8 +24,10 @@ from cohort.common.policies.bros.batch import NO_DEADLINE_S, Batch, DecodeRows, 
 from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
 from cohort.common.policies.bros.drops import Drops
 from cohort.common.policies.bros.iteration_cost import BatchLoad, IterationCost, load_of
+from cohort.common.policies.bros.repeats import goes_on
 from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTimeQueues, UrgentFirst, slots_away
 from cohort.common.policies.bros.token_groups import TokenGroups
+from cohort.common.policies.bros.unserved import Unserved
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Ran
 from cohort.common.policies.kv_interface import BlockSharing, KvAllocator
 from cohort.common.policies.sequences import preempt, resume, start
@@ -35,8 +37,7 @@ from cohort.common.types import Attempt, TrafficClass
 _SMALLEST_CUT = 16
 """Tokens of a prompt that are worth a row of their own."""
 _CUT_WITHIN = 0.95
-"""Share of the time left that a cut prompt fills: what is foreseen is off by some per cent, and without this every
-iteration with a prompt to cut would end at the most urgent deadline, half of them behind it."""
+"""Share of the time left that a cut prompt fills: what is foreseen is off by some per cent, else half end too late."""
 
 
 class SlackPacking(IterationScheduler):
@@ -68,37 +69,37 @@ class SlackPacking(IterationScheduler):
         self._be = BestEffortQueues()
         self._drops = Drops(self._rt, self._be, groups)
         self._average_s = 0.0
-        # Insertion order = the longest unserved first, per class.
-        self._served: dict[TrafficClass, dict[Attempt, tuple[float, Sequence]]] = {"rt": {}, "be": {}}
-        self._resubmitted: dict[Attempt, Sequence] = {}
-        """Here for a repeated attempt."""
+        limits_s: dict[TrafficClass, float] = {"rt": options.rt_starvation_s, "be": options.be_starvation_s}
+        self._unserved = Unserved(limits_s, every=options.ablation.starving_every)
+        self._resubmitted: dict[Attempt, Sequence] = {}  # here for a repeated attempt
+        # Tokens known of a sequence when it started here, or came back to the device.
         self._known_before: dict[Attempt, int] = {}
-        """Tokens known of a sequence when it started here, or came back to the device."""
-        self._since_starving: dict[TrafficClass, int] = {"rt": 0, "be": 0}
         self._slots_beside = 0
         self._sharing: BlockSharing | None = None
         """Of the allocator, where it moves real-time requests into best-effort ones' blocks by itself (R8)."""
-        self._replaced = self._past_due_rows = self._dropped = 0
+        self._replaced = self._past_due_rows = self._dropped = self._late_rows = 0
+
+    reads_runs = True
 
     def add(self, now_s: float, sequence: Sequence) -> None:
-        traffic_class = sequence.request.traffic_class
-        (self._rt if traffic_class == "rt" else self._be).add(sequence)
-        self._served[traffic_class][sequence.key] = (now_s, sequence)
+        (self._rt if sequence.request.traffic_class == "rt" else self._be).add(sequence)
+        self._unserved.add(now_s, sequence)
         if sequence.request.waited_s:
             self._resubmitted[sequence.key] = sequence
 
     def remove(self, now_s: float, sequence: Sequence) -> None:
-        traffic_class = sequence.request.traffic_class
-        (self._rt if traffic_class == "rt" else self._be).remove(sequence)
-        self._served[traffic_class].pop(sequence.key, None)
+        (self._rt if sequence.request.traffic_class == "rt" else self._be).remove(sequence)
+        self._unserved.remove(sequence)
         self._resubmitted.pop(sequence.key, None)
         self._known_before.pop(sequence.key, None)
 
     # -- Algorithm 1 -------------------------------------------------------------------------------------------
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
-        if news.ran is not None:
-            self._learn(news.ran, kv)
+        for ran in news.runs:
+            self._learn(ran, kv)
+        if news.ran is not None and news.undecided:
+            self._went_on(news.ran, news.undecided)
         self._sharing = kv.sharing if kv.sharing is not None and kv.sharing.on_demand else None
         batch = Batch(min(self._batch_size.value, self._limits.max_rows), self._limits.max_tokens)
         self._starving_first(now_s, kv, batch)
@@ -120,14 +121,25 @@ class SlackPacking(IterationScheduler):
             self._force_oldest(kv, batch)
         if batch.rows:
             self._batch_size.decided(cut_short=cut_short)
-        for key, row in batch.rows.items():
-            served = self._served[row.sequence.request.traffic_class]
-            del served[key]
-            served[key] = (now_s, row.sequence)
+        self._unserved.served(now_s, (row.sequence for row in batch.rows.values()))
         return self._finished(batch)
 
+    def _went_on(self, ran: Ran, undecided: int) -> None:
+        """What decisions would have noted of iterations that ran without one: all rows went on (`continues`)."""
+        self._unserved.repeated(undecided)
+        self._unserved.served(ran.ended_s - ran.latency_s, (row.sequence for row in ran.plan.rows))
+        self._past_due_rows += undecided * min(self._late_rows, len(ran.plan.rows))
+        self._batch_size.repeated(undecided)
+
+    def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
+        """Every request here has a row, and all of them fit one iteration, as far as its time can be foreseen now."""
+        if len(plan.rows) + leaving != len(self._rt) + len(self._be):
+            return False
+        return goes_on(plan.rows, self._groups, self._cost, self._limits, best_effort_rows=self._batch_size.value)
+
     def _finished(self, batch: Batch) -> IterationPlan:
-        self._dropped += batch.dropped
+        self._dropped, self._past_due_rows = self._dropped + batch.dropped, self._past_due_rows + batch.late
+        self._late_rows = batch.late
         self._slots_beside = batch.slots
         plan, rows = batch.plan, list(batch.rows.values())
         prefill = [row for row in rows if row.count > 1]
@@ -138,21 +150,9 @@ class SlackPacking(IterationScheduler):
         return plan
 
     def _starving_first(self, now_s: float, kv: KvAllocator, batch: Batch) -> None:
-        limits: tuple[tuple[TrafficClass, float], ...] = (
-            ("rt", self._options.rt_starvation_s),
-            ("be", self._options.be_starvation_s),
-        )
-        for traffic_class, after_s in limits:
-            served = self._served[traffic_class]
-            key = next(iter(served), None)
-            self._since_starving[traffic_class] += 1
-            if self._since_starving[traffic_class] < self._options.ablation.starving_every:
-                continue
-            if key is not None and now_s - served[key][0] > after_s:
-                self._since_starving[traffic_class] = 0
-                sequence = served[key][1]
-                count = self._beside_decodes(sequence, batch)
-                self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False), count)
+        for sequence in self._unserved.turns(now_s):
+            count = self._beside_decodes(sequence, batch)
+            self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False), count)
 
     def _beside_decodes(self, sequence: Sequence, batch: Batch) -> int:
         """Tokens of a prompt that all decode rows leave time for; where they leave none, as many as there are."""
@@ -317,7 +317,7 @@ class SlackPacking(IterationScheduler):
                 return
             waiting = sequence.phase is Phase.WAITING
             if self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False), fitting):
-                self._past_due_rows += 1
+                batch.late += 1
             elif waiting:
                 return  # the next of them would not find blocks either
 
@@ -476,7 +476,8 @@ class SlackPacking(IterationScheduler):
         """T_avg and the cost model (R3)."""
         plan, latency_s, block_size = ran.plan, ran.latency_s, kv.geometry.block_size
         if plan.rows:
-            self._average_s = latency_s if self._average_s == 0.0 else 0.9 * self._average_s + 0.1 * latency_s
+            for each_s in ran.times_s:
+                self._average_s = each_s if self._average_s == 0.0 else 0.9 * self._average_s + 0.1 * each_s
         slots = sum(
             len(copy.device) * (block_size if copy.unit == "block" else 1) for copy in plan.copies if not copy.beside
         )

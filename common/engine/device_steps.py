@@ -157,8 +157,13 @@ class DeviceSteps:
         with self.stream.use():
             self.decode.record(recorder, budget, estimate, classes)
             if self.decode.classes:  # else nothing can be recorded here
-                self.mixed.record(recorder, budget)
+                self.mixed.record(recorder, budget, self._mixed_estimate())
         self.stream.mark().wait()
+
+    def _mixed_estimate(self) -> int:
+        """What the largest class adds to the pool: a layer's intermediates, twice."""
+        g, tokens = self._geometry, max((each.tokens for each in self.mixed.wanted), default=0)
+        return 2 * tokens * (2 * g.intermediate_size + 4 * g.hidden_size) * self._kv.blocks.element_size()
 
     def launch(self, batch: StepBatch, masks: Callable[[], TokenMasks | None] = lambda: None) -> Launched:
         """Start a step without scored prompts. `masks` is asked while the device computes the forward. With a

@@ -59,10 +59,10 @@ class StaticMixed:
         self._workspace = workspace
         self._width = -(-max_context // self._block_size)
         # The padding row is a context of its own.
-        self._wanted = sorted(each for each in classes if each.prompt_tokens <= self._width * self._block_size)
+        self.wanted: Sequence[MixedClass] = sorted(each for each in classes if each.prompt_tokens <= self._width * self._block_size)
         self._steps: dict[MixedClass, Callable[[], StepResult]] = {}
-        tokens = max((each.tokens for each in self._wanted), default=0)
-        rows = max((each.rows for each in self._wanted), default=0)
+        tokens = max((each.tokens for each in self.wanted), default=0)
+        rows = max((each.rows for each in self.wanted), default=0)
         all_rows = PROMPT_ROWS + 1 + rows
         self._buffers = StandingInputs(
             [
@@ -84,7 +84,7 @@ class StaticMixed:
 
     def record(self, recorder: Recorder, budget: CaptureBudget, first_estimate_bytes: int = 0) -> None:
         """Record the classes, largest first, as far as the budget goes."""
-        wanted = sorted(self._wanted, key=lambda each: (each.tokens, each), reverse=True)
+        wanted = sorted(self.wanted, key=lambda each: (each.tokens, each), reverse=True)
         self._steps |= record_all("mixed steps", wanted, self._step, recorder, budget, first_estimate_bytes)
 
     def takes(self, batch: StepBatch) -> MixedClass | None:

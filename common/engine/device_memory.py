@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cohort.common.engine.model_config import ModelGeometry
 
 SAMPLER_BYTES = 1 << 27
-"""Memory for sampling tokens beside the logits: tables, results and 32 KiB a row for the search, twice (recorded steps
+"""Memory for sampling tokens beside the logits: tables, results and 48 KiB a row for the search, twice (recorded steps
 keep theirs), and penalised ids."""
 
 STAGING_TOKENS = 32768

@@ -40,9 +40,7 @@ _READ_BY_THE_HOST = frozenset(
 """Operations with a result, or a result's size, that the host waits for."""
 
 
-def hindrances(
-    model: Model, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device
-) -> tuple[str, ...]:
+def hindrances(model: Model, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device) -> tuple[str, ...]:
     """The operations of a decode step that cannot be recorded; none: it can."""
     shape = (_ROWS, geometry.num_layers, 2, geometry.num_kv_heads, _BLOCK_SIZE, geometry.head_dim)
     rows = torch.arange(_ROWS, dtype=torch.int32, device=device)

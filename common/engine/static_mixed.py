@@ -59,7 +59,9 @@ class StaticMixed:
         self._workspace = workspace
         self._width = -(-max_context // self._block_size)
         # The padding row is a context of its own.
-        self.wanted: Sequence[MixedClass] = sorted(each for each in classes if each.prompt_tokens <= self._width * self._block_size)
+        self.wanted: Sequence[MixedClass] = sorted(
+            each for each in classes if each.prompt_tokens <= self._width * self._block_size
+        )
         self._steps: dict[MixedClass, Callable[[], StepResult]] = {}
         tokens = max((each.tokens for each in self.wanted), default=0)
         rows = max((each.rows for each in self.wanted), default=0)

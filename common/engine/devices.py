@@ -209,8 +209,8 @@ def engine_warnings(runner: ModelRunner, config: Config, sharers: int) -> list[s
     warnings = []
     if config.engine.cuda_graph_memory_bytes and not runner.recorded_classes:
         warnings.append(
-            "decode steps are not recorded as CUDA graphs (the worker's log says why): every step is launched kernel by "
-            "kernel"
+            "decode steps are not recorded as CUDA graphs (the worker's log says why): "
+            "every step is launched kernel by kernel"
         )
     if sharers > 1 and not inventory.mps_runs():
         warnings.append(

@@ -1,8 +1,7 @@
 """Whether a transformers model's decode step can be recorded: what it would ask of the device, seen in a trial.
 
-Called once per load by `generic`, after `generic_probe`. A recorded step repeats kernels, not Python: an operation whose
-result the host reads (the experts that tokens were routed to, the largest position of a dynamic rotary embedding), or
-one that copies between host and device, cannot be in it. Every operation of a forward passes torch's dispatcher, so a
+Called once per load by `generic`, after `generic_probe`. A recorded step repeats kernels, not Python: an operation
+whose result the host reads (the largest position of a dynamic rotary embedding, say), or one that copies between host and device, cannot be in it. Every operation of a forward passes torch's dispatcher, so a
 trial forward on any device shows them all; the same code runs for every step of that shape.
 """
 

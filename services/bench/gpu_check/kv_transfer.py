@@ -1,7 +1,7 @@
 """Section: KV between two processes on one GPU, over each link that can be opened; `--peer` is the receiving process.
 
-Large runs one, four and as many at a time as a transfer has (`RUNS_AT_ONCE`), and a prompt's KV scattered over single blocks. The metric is payload per
-second, against a copy of as many bytes on the device by the device itself.
+Large runs one, four and as many at a time as a transfer has (`RUNS_AT_ONCE`), and a prompt's KV scattered over single
+blocks. The metric is payload per second, against a copy of as many bytes on the device by the device itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Whether a transformers model's decode step can be recorded: what it would ask of the device, seen in a trial.
 
 Called once per load by `generic`, after `generic_probe`. A recorded step repeats kernels, not Python: an operation
-whose result the host reads (the largest position of a dynamic rotary embedding, say), or one that copies between host and device, cannot be in it. Every operation of a forward passes torch's dispatcher, so a
-trial forward on any device shows them all; the same code runs for every step of that shape.
+whose result the host reads (the largest position of a dynamic rotary embedding, say), or one that copies between host
+and device, cannot be in it. Every operation of a forward passes torch's dispatcher, so a trial forward on any device
+shows them all; the same code runs for every step of that shape.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ def hindrances(model: Model, geometry: ModelGeometry, dtype: torch.dtype, device
     return tuple(sorted(watch.found))
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

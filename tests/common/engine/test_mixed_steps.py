@@ -140,7 +140,7 @@ def test_no_memory_for_graphs_records_none(model_folder: Callable[[str], Path]) 
 
 
 def test_only_steps_whose_launches_the_device_would_wait_for() -> None:
-    """Llama-3-8B: launching takes 5 ms, reading the weights 3.5, and the products of 270 tokens as long as launching."""
+    """Llama-3-8B: launching takes 5 ms, reading the weights 3.5, the products of 270 tokens as long as launching."""
     assert launching_takes_longer(LLAMA_8B, 2, 64)
     assert not launching_takes_longer(LLAMA_8B, 2, 512)
     one = dataclasses.replace(LLAMA_8B, hidden_size=2048, intermediate_size=8192, num_layers=16, head_dim=64)

@@ -1,6 +1,6 @@
 """What a step of prompts beside decodes costs the host on a GPU: launches a layer, and the time to make them.
 
-`python -m cohort.services.bench.kernels.launching`. The engine's own steps run on the processor over a model of tiny
+`python -m cohort.services.bench.gpu_check.launching`. The engine's own steps run on the processor over a model of tiny
 matrices and many layers, with Triton compiling for a GPU that is not there and a launcher that launches nothing: what
 is left is the host's part, Python and torch included. A real driver adds some 3 us a launch (`DRIVER_S`), which no
 machine without one can show. A process of its own, since Triton decides at import whether it compiles.
@@ -58,7 +58,7 @@ class Launching:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m cohort.services.bench.kernels.launching", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m cohort.services.bench.gpu_check.launching", description=__doc__)
     parser.add_argument("--steps", type=int, default=20, help="steps measured of every kind (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
     arguments = parser.parse_args()

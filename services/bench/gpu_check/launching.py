@@ -136,7 +136,7 @@ def _operations() -> Any:
     """A mode that counts torch's operations that a GPU computes: all but views and allocations."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Operations(TorchDispatchMode):
+    class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -219,15 +219,17 @@ def _as_on_a_gpu() -> Counter[str]:
     driver.set_active(Gpu(90))
     native.ops_for = lambda tensor: None  # type: ignore[assignment]
     linear.linear_form = lambda *shape: "plain"  # type: ignore[assignment]
-    linear.Linear.into, linear.Linear.add_into = _into, _add_into  # type: ignore[method-assign]
+    layers: Any = linear.Linear
+    layers.into, layers.add_into = _into, _add_into
     available.ops_for = lambda tensor: operators  # type: ignore[assignment]
-    prefill.flash_serves = lambda query: True  # type: ignore[assignment]
+    staged: Any = prefill
+    staged.flash_serves = lambda query: True
 
     def flash(query: torch.Tensor, *_: Any) -> torch.Tensor:
         launched["flash attention"] += 1
         return query
 
-    prefill.flash_function = lambda: flash  # type: ignore[assignment]
+    staged.flash_function = lambda: flash
     return launched
 
 

@@ -1,4 +1,4 @@
-"""Steps of decode rows with a prompt beside them, recorded where a class holds them: the host's time and the device's."""
+"""Steps of decode rows with a prompt beside them, recorded where a class holds them: host time and device time."""
 
 from __future__ import annotations
 

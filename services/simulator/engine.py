@@ -87,8 +87,8 @@ class CostEngine:
     ) -> None:
         """`costs`, `scatter`: of every instance, by number. `together`: see the attribute."""
         self.together = together
-        """Tokens of steps run ahead are told as late as the next step's, however often the steps were applied in between.
-        Until metrics count (`warmup_s`) each time at once: what came before that moment is none of theirs."""
+        """Tokens of steps run ahead are told as late as the next step's, however often the steps were applied in
+        between. Until metrics count (`warmup_s`) each time at once: what came before that moment is none of theirs."""
         self._virtual = virtual
         self._events = virtual.events
         self._clients = clients

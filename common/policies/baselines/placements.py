@@ -30,7 +30,8 @@ def fits(view: InstanceView, request: Request) -> bool:
 
 
 def fitting(views: Iterable[InstanceView], request: Request) -> list[InstanceView]:
-    """Those that `fits`. A thousand instances are asked for every request: what they have in common is computed once."""
+    """Those that `fits`. A thousand instances are asked for every request: what they have in common is computed
+    once."""
     wanted, positions = request.prompt_tokens + request.sampling.max_tokens, request.max_positions
     return [
         view

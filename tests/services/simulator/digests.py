@@ -1,5 +1,6 @@
-"""Digests of what simulations decide: one line a preset and load, the same before and after a change that is to change no
-decision. `python -m tests.services.simulator.digests > before`, and again afterwards: the files are equal.
+"""Digests of what simulations decide: one line a preset and load, the same before and after a change that is to leave
+all decisions as they are. `python -m tests.services.simulator.digests > before`, and again afterwards: the files are
+equal.
 
 `records` covers, exactly, when every token of every request reached the gateway, the order in which requests ended,
 and every instance's counters. `report` covers the whole report but for measured time, with twelve digits of every

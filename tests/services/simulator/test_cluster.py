@@ -7,6 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cohort.common.errors import ConfigError
+from cohort.common.machines.fast_forward import FastForward
 from cohort.common.policies.cost_model import StepWork, prefill_pairs
 from cohort.common.types import Role, Slo
 from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload
@@ -72,6 +73,32 @@ def test_disaggregated_kv_crosses_the_link_once():
     assert (prefill.machine.counters.prefill_tokens, prefill.machine.counters.decode_tokens) == (160, 0)
     assert decode.machine.counters.decode_tokens == 4
     assert len(sim.token_times["r0"]) == 5
+
+
+def test_a_kv_offer_that_leaves_blocks_does_not_end_steps_run_ahead(monkeypatch: pytest.MonkeyPatch):
+    load = workload((0.0, 40, 300), (0.05, 300, 20), (0.1, 300, 20), (0.15, 300, 20))
+    for blocks in (400, 45):  # enough for all; the last offers wait until the first requests have ended
+        preset = config("disaggregated", kv=cache_of(blocks))
+        monkeypatch.undo()
+        kept = run(preset, cluster(2), load)
+        monkeypatch.setattr(FastForward, "told_by_state", lambda self, message: False)
+        ended = run(preset, cluster(2), load)
+        assert kept.token_times == ended.token_times and kept.ended == ended.ended
+        assert kept.void < ended.void
+
+
+def test_tokens_of_steps_run_ahead_are_told_once_however_many_reports_come_in_between():
+    load = workload((0.0, 40, 900), (0.01, 60, 900))
+    sim, told = SimCluster(config(), cluster(), MODEL, load, SimOptions()), []
+    tell = sim.clients.repeated
+    sim.clients.repeated = lambda worker, rows, times_s, at_s: (  # type: ignore[method-assign]
+        told.append(len(times_s)),
+        tell(worker, rows, times_s, at_s),
+    )[1]
+    sim.run()
+    assert sim.clients.all.finished == 2 and sim.clients.all.output_tokens == 1800
+    # As few as the longest runs allow, whatever reports applied meanwhile.
+    assert len(told) <= 2 + sum(told) // (MAX_FAST_FORWARD - 1) + 2
 
 
 def test_a_prompt_beyond_the_context_is_refused_and_an_answer_is_cut_there():

@@ -1,8 +1,8 @@
 """The simulator's engine: a step takes what the cost model says; steps that provably repeat each other are run as one.
 
 With `jump`, steps that repeat (`FastForward.repeatable`) become one event, up to the next event that disturbs that
-worker. Decisions and times are the same as one by one; a test demands it. On cores that several workers share
-(`Cluster.cores`) a step takes longer the more of them run, and nothing is run ahead.
+worker. Decisions and times are the same as one by one; a test demands it. On cores or devices that several workers
+share (`Cluster.shares`) a step takes longer the more of them run, and nothing is run ahead.
 """
 
 from __future__ import annotations
@@ -97,8 +97,9 @@ class CostEngine:
         self._geometry = geometry
         self._scatter = scatter
         self._late_binding = late_binding
-        # On shared cores the others decide how long the next step takes: none is run ahead.
-        self._jump = jump and not cluster.cores
+        # On shared cores and devices the others decide how long the next step takes: none is run ahead.
+        self._shares = cluster.shares
+        self._jump = jump and not self._shares
         shape = costs[0].model
         self._row_flops = 2.0 * (shape.layers * shape.layer_parameters + shape.head_parameters)
         self._position_flops = 4.0 * shape.layers * shape.heads * shape.head_dim
@@ -121,7 +122,7 @@ class CostEngine:
         if self._jump and worker.fast_forward.repeatable():
             self._fast_forward(worker, plan, cost)
         self._schedule_end(worker)
-        if self._cluster.cores:
+        if self._shares:
             worker.slowdown, worker.alone_s = 1.0, latency_s
             worker.service_load = self._cluster.service_load(len(plan.rows), latency_s)
             self._share_cores()
@@ -191,7 +192,7 @@ class CostEngine:
         latency_s, plan = worker.latencies_s[0], worker.machine.plan_in_flight
         sampled = self._clients.sample(plan.rows)
         worker.ends_s, worker.latencies_s = [], []
-        if self._cluster.cores:
+        if self._shares:
             self._share_cores()
         self._virtual.tell(worker, StepEnded(sampled, latency_s))
 
@@ -200,11 +201,11 @@ class CostEngine:
         return self._scatter[worker.number].factor(worker.number, worker.step + ahead)
 
     def _share_cores(self) -> None:
-        """A step has begun or ended: from now on every running worker has another share of the cores. Steps in flight
-        end earlier or later."""
+        """A step has begun or ended: from now on running workers have another share of cores, or of a device. Steps in
+        flight end earlier or later."""
         cluster, now_s = self._cluster, self._events.now_s
         running = [worker for worker in map(_sim, self._virtual.workers) if worker.stepping]
-        slowdowns = cluster.slowdowns([(worker.alone_s, worker.service_load) for worker in running])
+        slowdowns = cluster.shared_slowdowns([(each.number, each.alone_s, each.service_load) for each in running])
         for worker, slowdown in zip(running, slowdowns, strict=True):
             if worker.slowdown != slowdown:
                 later_s = (worker.ends_s[0] - now_s) * (slowdown / worker.slowdown - 1.0)

@@ -11,6 +11,7 @@ simulator; every mistake in them is a `ConfigError` that names file and field. K
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -112,6 +113,14 @@ class _ClusterFile(_File, frozen=True):
     mixed_reads: _NotNegativeShare | None = None
     scatter: _NotNegative | None = None
     nics_per_host: Annotated[int, msgspec.Meta(ge=0)] = 0
+    workers_per_device: _Positive = 1
+
+
+class _PartsFile(_File, frozen=True):
+    """Instances of several kinds: each part as `--cluster` takes it."""
+
+    parts: Annotated[list[str], msgspec.Meta(min_length=2)]
+    across: str = ""
 
 
 class Cluster(msgspec.Struct, frozen=True):
@@ -128,6 +137,10 @@ class Cluster(msgspec.Struct, frozen=True):
 
     `nics_per_host`: network cards that the instances of a machine share for KV transfers to other machines, each one
     transfer out and one in at a time; 0: every instance has one of its own.
+
+    `workers_per_device`: instances that compute on the same device (or the same `tensor_parallel` ones) in turn, as
+    processes without any partition of it do: while n of them run, each takes n times as long. They divide its memory,
+    and each holds the weights.
 
     `scatter`: coefficient of variation of an iteration's time about what the cost model states, as measured live; 0:
     none. `profile`: of a device that `cohort profile` measured.
@@ -152,6 +165,7 @@ class Cluster(msgspec.Struct, frozen=True):
     scatter: float = 0.0
     profile: ProfileNote | None = None
     nics_per_host: int = 0
+    workers_per_device: int = 1
     parts: tuple[Cluster, ...] = ()
     """Of unlike instances: groups of equal ones, numbered through; the fields above are those of the first.
     Empty: all are equal."""
@@ -200,6 +214,24 @@ class Cluster(msgspec.Struct, frozen=True):
         )
         return [1.0 / max(share * (1.0 - missing * part), equal / 2.0) for part in parts]
 
+    @property
+    def shares(self) -> bool:
+        """An iteration's time depends on which others run: on cores or on a device."""
+        return bool(self.cores) or any(part.workers_per_device > 1 for part in self.parts or (self,))
+
+    def shared_slowdowns(self, running: Sequence[tuple[int, float, float]]) -> list[float]:
+        """How much longer the iterations in flight take than alone; `running`: instance, its seconds alone, and its
+        `service_load`."""
+        if self.cores:
+            return self.slowdowns([(alone_s, load) for _, alone_s, load in running])
+        devices = [self._device(number) for number, _, _ in running]
+        together = Counter(devices)
+        return [float(together[device]) for device in devices]
+
+    def _device(self, number: int) -> tuple[int, int]:
+        part, index, within = self._place(number)
+        return index, within // part.workers_per_device
+
     def host(self, number: int) -> tuple[int, int]:
         """The machine of an instance: its part's place, and the machine's number there."""
         part, index, within = self._place(number)
@@ -245,6 +277,10 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
         known = Path(text).is_file() or locate(text, "clusters") is not None
         one_device = not known and text in names("devices")
         data = {"device": text, "instances": 1} if one_device else mapping(text, "clusters")
+        if "parts" in data:
+            joined = converted(data, _PartsFile, f"cluster {text}")
+            across = {"across": joined.across} if joined.across else {}
+            return _joined(text, [load_cluster(part, {**(overrides or {}), **across}) for part in joined.parts])
     data |= {key: value for key, value in (overrides or {}).items() if value is not None}
     file = converted(data, _ClusterFile, f"cluster {text}")
     device, device_file = load_device(file.device, Path(text).absolute() if Path(text).is_file() else None)
@@ -257,6 +293,9 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
     stack = msgspec.structs.replace(stack, **{name: each for name, each in mixing.items() if each is not None})
     if file.per_host and file.instances > file.per_host and file.instances % file.per_host:
         raise ConfigError(f"cluster {text}: per_host: {file.instances} instances do not fill hosts of {file.per_host}")
+    if file.instances % file.workers_per_device or (file.cores and file.workers_per_device > 1):
+        wrong = "cores are shared already" if file.cores else f"{file.instances} instances do not fill the devices"
+        raise ConfigError(f"cluster {text}: workers_per_device: {wrong}")
     return Cluster(
         name=text,
         device=device,
@@ -277,6 +316,7 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
         scatter=device_file.scatter if file.scatter is None else file.scatter,
         profile=device_file.profile,
         nics_per_host=file.nics_per_host,
+        workers_per_device=file.workers_per_device,
     )
 
 

@@ -150,6 +150,23 @@ def test_engines_share_cores_in_equal_parts():
         assert twice[40] - twice[10] == pytest.approx(2 * (once[40] - once[10]))
 
 
+def test_workers_of_one_device_take_turns_and_divide_its_memory():
+    both = workload((0.0, 100, 50), (0.0, 100, 50))
+    apart, shared = (run(config(), cluster(2, workers_per_device=count), both) for count in (1, 2))
+    for request in ("r0", "r1"):
+        once, twice = (sim.token_times[request] for sim in (apart, shared))
+        assert twice[40] - twice[10] == pytest.approx(2 * (once[40] - once[10]))
+    blocks = [sim.workers[0].machine.kv.total_blocks for sim in (apart, shared)]
+    assert blocks[1] < blocks[0] / 2  # each holds the weights
+    # Of four on two devices only those of the same one delay each other.
+    alone, beside = workload((0.0, 100, 50)), workload((0.0, 100, 50), (0.0, 100, 50))
+    four = run(config(policies={"placement": "colocated_in_turn"}), cluster(4, workers_per_device=2), beside)
+    two = run(config(), cluster(2, workers_per_device=2), alone)
+    assert (
+        four.token_times["r0"][40] - four.token_times["r0"][10] > two.token_times["r0"][40] - two.token_times["r0"][10]
+    )
+
+
 def test_closed_loop_users_ask_again_when_answered():
     part = ClosedLoopPart(2, tuple(WorkItem(0.0, 50, 10) for _ in range(6)))
     sim = run(config(), cluster(), Workload("users", (), closed_loop=(part,)))

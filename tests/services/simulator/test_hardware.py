@@ -85,6 +85,29 @@ def test_unlike_instances_are_numbered_through_and_never_on_one_machine():
     assert twice.link(1, 2) == load_link("rdma")
 
 
+def test_unlike_instances_in_a_file(tmp_path: Path):
+    file = tmp_path / "unlike.yaml"
+    file.write_text("{parts: ['h100-80:1', 'a100-80:2'], across: tcp}")
+    cluster = load_cluster(str(file))
+    assert cluster.hardware == load_cluster("h100-80:1+a100-80:2").hardware
+    assert cluster.link(0, 1) == load_link("tcp") and cluster.link(1, 2) == load_link("nvlink3")
+    assert load_cluster(str(file), {"tensor_parallel": 2}).tensor_parallel == 2
+    file.write_text("{parts: ['h100-80:1']}")
+    with pytest.raises(ConfigError, match="parts"):
+        load_cluster(str(file))
+
+
+def test_devices_that_workers_share():
+    cluster = load_cluster("a100-80:4", {"workers_per_device": 2})
+    assert cluster.shares and not load_cluster("a100-80:4").shares
+    running = [(number, 0.1, 0.0) for number in (0, 1, 2)]
+    assert cluster.shared_slowdowns(running) == [2.0, 2.0, 1.0]
+    with pytest.raises(ConfigError, match="workers_per_device: 3 instances"):
+        load_cluster("a100-80:3", {"workers_per_device": 2})
+    with pytest.raises(ConfigError, match="workers_per_device: cores"):
+        load_cluster("cpu-core:2", {"workers_per_device": 2, "cores": 2})
+
+
 def test_unlike_instances_that_cannot_work_together_are_refused(tmp_path: Path):
     file = tmp_path / "wide.yaml"
     file.write_text("{device: a100-80, instances: 2, tensor_parallel: 2}")

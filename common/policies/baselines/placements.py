@@ -6,7 +6,7 @@ queue that no worker serves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cohort.common.policies.interface import (
     ClusterView,
@@ -60,6 +60,28 @@ def _decode_load(view: InstanceView) -> tuple[float, int, str]:
     used = blocks - (stats.free_blocks + stats.cached_blocks) + reserved
     rows = stats.running + stats.awaiting_kv + view.assigned_requests
     return (used / (blocks or 1), rows, view.instance)
+
+
+def _least_queued(views: Sequence[InstanceView]) -> InstanceView:
+    """`min` by `_prefill_load`. Of many instances few tie: keys of those only."""
+    queued = [view.stats.queued_prefill_tokens + view.assigned_prefill_tokens for view in views]
+    least = min(queued)
+    return min((view for view, each in zip(views, queued, strict=True) if each == least), key=_prefill_load)
+
+
+def _least_filled(views: Sequence[InstanceView]) -> InstanceView:
+    """`min` by `_decode_load`, likewise."""
+    shares = [
+        (
+            (blocks := (capacity := view.capacity).num_blocks)
+            - ((stats := view.stats).free_blocks + stats.cached_blocks)
+            + -(-view.assigned_context_tokens // capacity.block_size)
+        )
+        / (blocks or 1)
+        for view in views
+    ]
+    least = min(shares)
+    return min((view for view, share in zip(views, shares, strict=True) if share == least), key=_decode_load)
 
 
 def _unified_load(view: InstanceView) -> tuple[float, int, str]:
@@ -140,10 +162,10 @@ class Disaggregated(Placement):
         able = [view for view in prefills if -(-split // view.capacity.block_size) <= view.capacity.num_blocks]
         if not decodes or not able:
             return impossible(views, request)
-        prefill = next((view for view in able if view.instance == preferred), None) or min(able, key=_prefill_load)
+        prefill = next((view for view in able if view.instance == preferred), None) or _least_queued(able)
         if split - request.prompt_tokens + 1 >= request.sampling.max_tokens:
             return Placed((Segment(0, None, prefill.instance),), "its last token comes with the prefill")
-        decode = min(decodes, key=_decode_load)
+        decode = _least_filled(decodes)
         if decode.instance == prefill.instance:
             return Placed((Segment(0, None, prefill.instance),), "one instance is best for both")
         return Placed(

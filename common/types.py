@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import msgspec
@@ -218,6 +219,10 @@ class KvGeometry:
         return -(-tokens // self.block_size)
 
 
+_geometry = cache(KvGeometry)
+"""Equal ones are one: every placement asks every instance."""
+
+
 class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
     """Progress of one request on an instance, for an execution predictor to replay (D4).
 
@@ -315,4 +320,4 @@ class WorkerCapacity(msgspec.Struct, frozen=True):
 
     @property
     def geometry(self) -> KvGeometry:
-        return KvGeometry(self.num_layers, self.num_kv_heads, self.head_dim, self.dtype_bytes, self.block_size)
+        return _geometry(self.num_layers, self.num_kv_heads, self.head_dim, self.dtype_bytes, self.block_size)

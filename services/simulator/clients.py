@@ -122,6 +122,7 @@ class TraceClients:
         self.last_end_s = 0.0
         self.clipped_outputs = 0
         self._virtual = virtual
+        self._events = virtual.events
         self._max_model_len = max_model_len
         self._max_tokens = max_tokens
         self._predictor = predictor
@@ -224,12 +225,12 @@ class TraceClients:
                 live = self.live[entry.attempt.request_id]
                 if tokens:
                     if self._run is None:
-                        self._tokens(self._virtual.now_s, live, len(tokens))
+                        self._tokens(self._events.now_s, live, len(tokens))
                     else:
                         self._repeated(live, self._run)
                 if finish is not None:
                     del self.live[entry.request_id]
-                    self._finished(self._virtual.now_s, live)
+                    self._finished(self._events.now_s, live)
             case Rejected(offer_id, error):
                 self._turned_away(offer_id, error.message)
             case Fail(entry, error):
@@ -248,15 +249,15 @@ class TraceClients:
 
     def sample(self, rows: Iterable[Row]) -> list[Sampled]:
         """Tokens the model samples for the rows of a step that reach their last known token."""
-        sampled = []
+        sampled, all_live = [], self.live
         for row in rows:
             sequence = row.sequence
             known = len(sequence.tokens)
             if row.start + row.count == known:
-                request = sequence.request
-                live = self.live.get(request.request_id)
-                last = live is not None and known + 1 - request.prompt_tokens >= live.output_tokens
-                sampled.append(Sampled(sequence.key, STOP_TOKEN if last else OUTPUT_TOKEN))
+                key = sequence.key
+                live = all_live.get(key.request_id)
+                last = live is not None and known + 1 - sequence.request.prompt_tokens >= live.output_tokens
+                sampled.append(Sampled(key, STOP_TOKEN if last else OUTPUT_TOKEN))
         return sampled
 
     def fewest_left(self, rows: Iterable[Row]) -> int:
@@ -281,9 +282,10 @@ class TraceClients:
 
     def repeated(self, worker: Node, rows: Iterable[Row], times_s: list[float], at_s: float) -> None:
         """Steps were run as one: a token for each row reached the gateway at each of these times. It hears of them
-        together, `at_s`. To be called once the rows' sequences hold those tokens."""
-        tokens = [OUTPUT_TOKEN] * len(times_s)
-        updates = [TokenUpdate(row.sequence.key, row.start + 1, tokens) for row in rows]
+        together, `at_s`. `rows`: of the step that follows, whose sequences hold those tokens."""
+        count = len(times_s)
+        tokens, first = [OUTPUT_TOKEN] * count, 1 - count
+        updates = [TokenUpdate(row.sequence.key, row.start + first, tokens) for row in rows]
         self._under_way.append((worker, updates, times_s))
         self._virtual.events.at(at_s, self._deliver_next)
 

@@ -145,6 +145,7 @@ class SimCluster:
             ],
             jump=options.jump,
             late_binding=config.policies.waiting_kv != "none",
+            together=not options.warmup_s,
         )
         self.virtual.clients, self.virtual.engine = self.clients, self.engine
         self._arrivals = iter(workload.items)
@@ -184,6 +185,7 @@ class SimCluster:
         """The cluster is warm: earlier events are no result."""
         now_s = self.events.now_s
         self.clients.begin_counting(now_s)
+        self.engine.together = True
         for worker in self.workers:
             self.engine.catch_up(worker, now_s)
             kv = worker.machine.kv.metrics()

@@ -14,7 +14,9 @@ class SimNetwork:
     run_timeout_s = float("inf")
 
     def __init__(self, cluster: Cluster, geometry: KvGeometry) -> None:
-        self.ports = Ports(cluster.instances)
+        hosts = {cluster.host(number): cluster.of(number).nics_per_host for number in range(cluster.instances)}
+        self._shared_nics = any(hosts.values())
+        self.ports = Ports(cluster.instances, {host: count for host, count in hosts.items() if count})
         self._cluster = cluster
         self._geometry = geometry
         self._latency_s = cluster.control_latency_s
@@ -35,7 +37,10 @@ class SimNetwork:
             host_rate = part.device.host_bytes_per_s * part.tensor_parallel
             link = LinkShape(min(link.bytes_per_s, host_rate), link.latency_s, link.run_s)
         size = flight.num_blocks * self._geometry.block_bytes
-        landing_s = self.ports.transfer(now_s, sender.number, receiver.number, link, size, len(flight.sent))
+        source, target = sender.number, receiver.number
+        hosts = (self._cluster.host(source), self._cluster.host(target)) if self._shared_nics else None
+        between = hosts if hosts is not None and hosts[0] != hosts[1] else None
+        landing_s = self.ports.transfer(now_s, source, target, link, size, len(flight.sent), between)
         return max(landing_s, now_s + self._latency_s)
 
     def breaks(self, flight: Flight) -> bool:

@@ -123,7 +123,9 @@ class SimReport(msgspec.Struct, frozen=True):
 
 
 def _stack(stack: StackShape) -> str:
-    return f"{stack.name}, mixed iterations +{100 * stack.mixed_share:g} %" if stack.mixed_share else stack.name
+    share = f", mixed iterations +{100 * stack.mixed_share:g} %" if stack.mixed_share else ""
+    reads = f", {100 * stack.mixed_reads:g} % of KV read again when mixed" if stack.mixed_reads else ""
+    return stack.name + share + reads
 
 
 def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:

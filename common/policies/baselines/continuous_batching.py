@@ -51,8 +51,13 @@ class ContinuousBatching(ArrivalQueues):
         planned: set[Sequence] = set()
         tokens_left = self._max_step_tokens
 
-        prompts = self._prompts_in_order(now_s)
-        decoding = [sequence for sequence in self._running if sequence.uncomputed == 1]
+        decoding: list[Sequence] = []
+        begun: list[Sequence] = []
+        for sequence in self._running:
+            left = sequence.uncomputed
+            if left:
+                (decoding if left == 1 else begun).append(sequence)
+        prompts = self._prompts_in_order(now_s, begun)
         for sequence in decoding:
             if len(decode_rows) == self._max_rows or tokens_left == 0:
                 break

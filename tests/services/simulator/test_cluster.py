@@ -7,6 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cohort.common.errors import ConfigError
+from cohort.common.machines.fast_forward import FastForward
 from cohort.common.policies.cost_model import StepWork, prefill_pairs
 from cohort.common.types import Role, Slo
 from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload
@@ -74,6 +75,32 @@ def test_disaggregated_kv_crosses_the_link_once():
     assert len(sim.token_times["r0"]) == 5
 
 
+def test_a_kv_offer_that_leaves_blocks_does_not_end_steps_run_ahead(monkeypatch: pytest.MonkeyPatch):
+    load = workload((0.0, 40, 300), (0.05, 300, 20), (0.1, 300, 20), (0.15, 300, 20))
+    for blocks in (400, 45):  # enough for all; the last offers wait until the first requests have ended
+        preset = config("disaggregated", kv=cache_of(blocks))
+        monkeypatch.undo()
+        kept = run(preset, cluster(2), load)
+        monkeypatch.setattr(FastForward, "told_by_state", lambda self, message: False)
+        ended = run(preset, cluster(2), load)
+        assert kept.token_times == ended.token_times and kept.ended == ended.ended
+        assert kept.void < ended.void
+
+
+def test_tokens_of_steps_run_ahead_are_told_once_however_many_reports_come_in_between():
+    load = workload((0.0, 40, 900), (0.01, 60, 900))
+    sim, told = SimCluster(config(), cluster(), MODEL, load, SimOptions()), []
+    tell = sim.clients.repeated
+    sim.clients.repeated = lambda worker, rows, times_s, at_s: (  # type: ignore[method-assign]
+        told.append(len(times_s)),
+        tell(worker, rows, times_s, at_s),
+    )[1]
+    sim.run()
+    assert sim.clients.all.finished == 2 and sim.clients.all.output_tokens == 1800
+    # As few as the longest runs allow, whatever reports applied meanwhile.
+    assert len(told) <= 2 + sum(told) // (MAX_FAST_FORWARD - 1) + 2
+
+
 def test_a_prompt_beyond_the_context_is_refused_and_an_answer_is_cut_there():
     sim = run(config(), cluster(), workload((0.0, 2048, 5), (0.0, 2000, 100)))
     assert sim.clients.all.refused == {"the prompt exceeds the model's context": 1}
@@ -121,6 +148,23 @@ def test_engines_share_cores_in_equal_parts():
         once, twice = (sim.token_times[request] for sim in (apart, shared))
         # Decoding side by side on one core takes exactly twice as long; the last to end is alone for a moment.
         assert twice[40] - twice[10] == pytest.approx(2 * (once[40] - once[10]))
+
+
+def test_workers_of_one_device_take_turns_and_divide_its_memory():
+    both = workload((0.0, 100, 50), (0.0, 100, 50))
+    apart, shared = (run(config(), cluster(2, workers_per_device=count), both) for count in (1, 2))
+    for request in ("r0", "r1"):
+        once, twice = (sim.token_times[request] for sim in (apart, shared))
+        assert twice[40] - twice[10] == pytest.approx(2 * (once[40] - once[10]))
+    blocks = [sim.workers[0].machine.kv.total_blocks for sim in (apart, shared)]
+    assert blocks[1] < blocks[0] / 2  # each holds the weights
+    # Of four on two devices only those of the same one delay each other.
+    alone, beside = workload((0.0, 100, 50)), workload((0.0, 100, 50), (0.0, 100, 50))
+    four = run(config(policies={"placement": "colocated_in_turn"}), cluster(4, workers_per_device=2), beside)
+    two = run(config(), cluster(2, workers_per_device=2), alone)
+    assert (
+        four.token_times["r0"][40] - four.token_times["r0"][10] > two.token_times["r0"][40] - two.token_times["r0"][10]
+    )
 
 
 def test_closed_loop_users_ask_again_when_answered():

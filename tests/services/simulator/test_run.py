@@ -272,6 +272,7 @@ def test_a_gpu_that_is_named_has_the_sizes_that_its_memory_gives_it_live():
             decode_attention=None,
             stack=None,
             mixed_share=None,
+            mixed_reads=None,
         )
         return configuration(options, "unified").engine.max_step_tokens
 

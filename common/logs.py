@@ -1,6 +1,6 @@
 """Structured logs: one event per line on stderr, JSON for machines or coloured for a terminal.
 
-Called once by `service.py` at start; `log_levels.py` changes the level later. Every event carries service, instance and,
+Called once by `service.py` at start; `log_levels.py` changes it. Every event carries service, instance and,
 inside `request_scope`, the request id; lines of the standard library's logging (aiohttp, asyncio, uvloop) take the same
 way. Also decides that no error vanishes: unhandled exceptions of tasks, threads and callbacks are logged with their
 traceback.

@@ -27,6 +27,8 @@ class GatewayConfig(Section, frozen=True):
     port: Port = 8000  # port clients connect to; 0 = any free one, chosen by the launcher
     # accepted bearer tokens; empty = open; `env:NAME` reads a variable. /health, /ready, /version, /metrics need none
     api_keys: tuple[str, ...] = ()
+    tls_cert: str = ""  # certificate with its chain, a PEM file: clients come by https; read again when it changes
+    tls_key: str = ""  # its key, a PEM file without a passphrase; both or none
     open: bool = False  # true: `host` may be reachable from other machines although no api_keys are set
     max_waiting_requests: Positive = 4096  # not yet placed; beyond: 429
     max_waiting_tokens: Positive = 4_000_000  # prompt + predicted output of those

@@ -31,6 +31,7 @@ from cohort.common.metrics import RequestMetrics
 from cohort.common.policies import compose
 from cohort.common.recording import recorded
 from cohort.common.service import MANAGER, PREDICTOR, ServiceContext, named_host
+from cohort.common.tls import ServerTls, TlsFiles
 from cohort.common.types import InstanceId
 from cohort.services.gateway.batches import Batches
 from cohort.services.gateway.front_page import FrontPage
@@ -127,6 +128,11 @@ class Gateway:
             engines=lambda: self._machine.link.load.engines if self._machine.link.load else (),
         )
         self._front = FrontPage(config, card)
+        files = TlsFiles.of(config.gateway.tls_cert, config.gateway.tls_key, "gateway")
+        self._tls = tls = ServerTls(files, context.log) if files else None
+        if tls is not None:
+            ends = context.metrics.gauge("tls_certificate_expires_seconds", "When it does, Unix time; 0 = it has")
+            ends().set_function(lambda: tls.loaded.expires_s)
         context.stats = self._stats
 
     def application(self, batches: Batches) -> web.Application:
@@ -177,6 +183,8 @@ class Gateway:
                 self._begin()
                 working_off = tasks.create_task(batches.run(), name="batches")
                 background = [tasks.create_task(self._receive(), name="receive"), working_off]
+                if self._tls is not None:
+                    background.append(tasks.create_task(self._tls.watch(), name="certificate"))
                 try:
                     await context.stopping.wait()
                     working_off.cancel()  # lines in work are answered again after the next start
@@ -193,18 +201,24 @@ class Gateway:
         host, port = self._config.gateway.host, self._config.gateway.port
         name_server()
         site = AcceptingSite(
-            runner, host, port, backlog=BACKLOG, failed=lambda: self._accepts_failed().inc(), log=self._context.log
+            runner,
+            host,
+            port,
+            backlog=BACKLOG,
+            failed=lambda: self._accepts_failed().inc(),
+            log=self._context.log,
+            tls=self._tls,
         )
         try:
             await site.start()
         except OSError as error:
             raise ConfigError(f"gateway.port: cannot listen on {host}:{port}: {error.strerror}") from error
         self.port: int = site.addresses[0][1]
-        named = named_host(host)
-        self._context.metrics_url = f"http://{named}:{self.port}/metrics"
+        base = f"{'https' if self._tls else 'http'}://{named_host(host)}:{self.port}"
+        self._context.metrics_url = f"{base}/metrics"
         self._context.log.info(
             "listening",
-            url=f"http://{named}:{self.port}",
+            url=base,
             model=self._card.name,
             max_model_len=self._card.max_model_len,
             api_keys=len(self._keys),

@@ -91,7 +91,8 @@ class AcceptingSite(web.BaseSite):
 
     @property
     def name(self) -> str:
-        return f"{'https' if self._tls else 'http'}://{self._host}:{self.addresses[0][1] if self._listeners else self._port}"
+        port = self.addresses[0][1] if self._listeners else self._port
+        return f"{'https' if self._tls else 'http'}://{self._host}:{port}"
 
     @property
     def addresses(self) -> list[tuple[str, int]]:

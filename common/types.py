@@ -151,7 +151,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     first. `online` False marks batch work (B10). `waited_s`: of a resubmitted request, seconds from its arrival at the
     gateway until this attempt was sent on, by the gateway or by the manager; a first attempt says 0. A duration, so
     that the request keeps its place in line on hosts whose monotonic clocks differ. Only requests of the same
-    `prefix_salt` share cached prefixes. `if_late`: see `IfLate`.
+    `prefix_salt` share cached prefixes. `if_late`: see `IfLate`. `traceparent`: its place in a trace, ""
+    where it is not traced (`common/tracing`).
     """
 
     attempt: Attempt
@@ -168,6 +169,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     waited_s: float = 0.0
     prefix_salt: str = ""
     if_late: IfLate = ""
+    traceparent: str = ""
 
     @property
     def request_id(self) -> RequestId:

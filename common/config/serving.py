@@ -221,3 +221,13 @@ class RecordingConfig(Section, frozen=True):
     """Everything that gateway, manager and workers are told and answer, for `cohort replay`."""
 
     folder: str = ""  # where each of these processes writes a file, for its owner alone; "" = none is written
+
+
+class TracingConfig(Section, frozen=True):
+    """One OpenTelemetry trace per request, over all processes; needs the extra `otel`. A client's `traceparent` is
+    continued, and its flag says whether the request is traced."""
+
+    endpoint: str = ""  # of a collector, OTLP over HTTP: http://HOST:4318/v1/traces; "" = no traces
+    sample: Fraction = 1.0  # share of the requests without a traceparent that are traced
+    queue_spans: Positive = 8192  # of one process, waiting to be exported; beyond: dropped, and counted
+    timeout_s: Seconds = 5.0  # the longest one export may take

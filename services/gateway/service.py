@@ -32,7 +32,10 @@ from cohort.common.policies import compose
 from cohort.common.recording import recorded
 from cohort.common.service import MANAGER, PREDICTOR, ServiceContext, named_host
 from cohort.common.tls import ServerTls, TlsFiles
+from cohort.common.tracing.spans import Tracing
 from cohort.common.types import InstanceId
+from cohort.services.gateway import request_trace
+from cohort.services.gateway.batch_runner import AnswerLine
 from cohort.services.gateway.batches import Batches
 from cohort.services.gateway.front_page import FrontPage
 from cohort.services.gateway.grammar_process import GrammarCompiler
@@ -128,6 +131,7 @@ class Gateway:
             engines=lambda: self._machine.link.load.engines if self._machine.link.load else (),
         )
         self._front = FrontPage(config, card)
+        self._tracing = Tracing.opened(context)
         files = TlsFiles.of(config.gateway.tls_cert, config.gateway.tls_key, "gateway")
         self._tls = tls = ServerTls(files, context.log) if files else None
         if tls is not None:
@@ -138,9 +142,11 @@ class Gateway:
     def application(self, batches: Batches) -> web.Application:
         gateway = self._config.gateway
         guard = BrowserGuard(gateway.host, gateway.allowed_hosts, open_=not self._keys, option="gateway.allowed_hosts")
+        traces = [request_trace.middleware(self._tracing, self._context.clock)] if self._tracing else []
         application = web.Application(
             middlewares=[
                 self._slow_readers.middleware(),
+                *traces,
                 answer_everything(self._context.log),
                 refuse_foreign_pages(guard),
                 require_key(self._keys),
@@ -154,9 +160,12 @@ class Gateway:
         return application
 
     async def run(self) -> None:
+        answer: AnswerLine = self._api.answer_line
+        if self._tracing is not None:
+            answer = request_trace.lines(self._tracing, self._context.clock, answer)
         async with Batches.opened(
             self._config,
-            answer=self._api.answer_line,
+            answer=answer,
             several_owners=self._owners.several,
             online_waiting=lambda: self._machine.ledger.waiting_online,
             clock=self._context.clock,
@@ -182,7 +191,7 @@ class Gateway:
             async with asyncio.TaskGroup() as tasks:
                 self._begin()
                 working_off = tasks.create_task(batches.run(), name="batches")
-                background = [tasks.create_task(self._receive(), name="receive"), working_off]
+                background: list[asyncio.Task[None]] = [tasks.create_task(self._receive(), name="receive"), working_off]
                 if self._tls is not None:
                     background.append(tasks.create_task(self._tls.watch(), name="certificate"))
                 try:

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 from cohort.common.tls import unverified
 
-
 _context = functools.cache(unverified)
 
 

@@ -22,6 +22,8 @@ from cohort.common.errors import CohortError
 COMMANDS = {
     "serve": "start a whole pipeline on this machine and watch over it",
     "status": "what is running: processes, queues, KV use",
+    "top": "live: tokens a second, latencies, SLOs, queues and KV of a running pipeline",
+    "doctor": "what is wrong with this machine or a running pipeline, and the cure",
     "log-level": "change what running processes write into their logs",
     "keys": "make the key that a pipeline over TCP encrypts with",
     "bench": "measure any OpenAI-style server, and everything of ours that can be measured",

@@ -1,7 +1,8 @@
 """`cohort top`: a running pipeline, live in the terminal: throughput, latencies, SLOs, queues by class, every worker.
 
-Reads the monitor alone: its state and its joint metrics. Latencies and attainment are of the last minute, or, with
-`--once` and in the first minute, of all that the pipeline has counted. Plain ANSI; draws over what it drew before.
+Reads the monitor alone: its state and its joint metrics. Rates, latencies and attainment are of the last minute, as far
+as it has been looked at; the first picture, which is the only one with `--once`, is of all since the pipeline's start.
+Plain ANSI; draws over what it drew before.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from collections import deque
@@ -87,6 +89,7 @@ def read(url: str) -> Reading:
 def _live(url: str, interval_s: float, first: Reading) -> int:
     readings = deque([first])
     out = sys.stdout
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the terminal is given back
     out.write(_ENTER)
     try:
         while True:
@@ -189,7 +192,7 @@ def _attainment(counted: Scraped, traffic_class: str) -> str:
 def _workers(now: Reading, counted: Scraped, passed_s: float) -> Iterator[str]:
     yield (
         f"{_DIM}{'worker':18}{'state':11}{'run':>5}{'wait':>6}{'rows':>7}  {'KV use':{_BAR_CELLS + 7}}"
-        f"{'prefill/s':>10}{'decode/s':>10}{'step':>9}{'preempt/s':>11}{_PLAIN}"
+        f"{'prefill/s':>10}{'decode/s':>10}{'step':>12}{'preempt/s':>11}{_PLAIN}"
     )
     for process in now.state["processes"]:
         if not process["role"].endswith("_worker"):
@@ -205,7 +208,7 @@ def _workers(now: Reading, counted: Scraped, passed_s: float) -> Iterator[str]:
         yield (
             f"{name[:17]:18}{_state(process)}{stats.get('requests_running', 0.0):5.0f}"
             f"{stats.get('requests_waiting', 0.0):6.0f}{rows:7.1f}  {_kv(stats)}"
-            f"{prefill:>10}{decode:>10}{stats.get('step_ms', 0.0):6.1f} ms{preempted:>11}"
+            f"{prefill:>10}{decode:>10}{stats.get('step_ms', 0.0):9.1f} ms{preempted:>11}"
         )
 
 

@@ -124,6 +124,7 @@ def test_live_draws_until_it_is_interrupted(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(top.time, "sleep", pause)
+    monkeypatch.setattr(top.signal, "signal", lambda *_: None)
     assert main(["top"]) == 130
     out = capsys.readouterr().out
     assert out.startswith("\x1b[?1049h") and out.endswith("\x1b[?25h\x1b[?1049l")

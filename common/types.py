@@ -153,7 +153,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     gateway until this attempt was sent on, by the gateway or by the manager; a first attempt says 0. A duration, so
     that the request keeps its place in line on hosts whose monotonic clocks differ. Only requests of the same
     `prefix_salt` share cached prefixes. `if_late`: see `IfLate`. `owner`: whose share of the cluster it takes where
-    several API keys ask, "" otherwise; `weight`: how large that share is, beside the others'.
+    several API keys ask, "" otherwise; `weight`: how large that share is, beside the others'. `traceparent`: its place
+    in a trace, "" where it is not traced (`common/tracing`).
     """
 
     attempt: Attempt
@@ -172,6 +173,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     if_late: IfLate = ""
     owner: str = ""
     weight: float = 1.0
+    traceparent: str = ""
 
     @property
     def request_id(self) -> RequestId:

@@ -28,6 +28,7 @@ from cohort.common.config.serving import (
     PredictorConfig,
     RecordingConfig,
     SecurityConfig,
+    TracingConfig,
     TransferConfig,
     WorkerGroup,
 )
@@ -63,6 +64,7 @@ class Config(Section, frozen=True):
     logging: LoggingConfig = LoggingConfig()
     metrics: MetricsConfig = MetricsConfig()
     recording: RecordingConfig = RecordingConfig()
+    tracing: TracingConfig = TracingConfig()
 
     @property
     def instance_roles(self) -> dict[str, Role]:

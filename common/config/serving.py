@@ -27,6 +27,8 @@ class GatewayConfig(Section, frozen=True):
     port: Port = 8000  # port clients connect to; 0 = any free one, chosen by the launcher
     # accepted bearer tokens; empty = open; `env:NAME` reads a variable. /health, /ready, /version, /metrics need none
     api_keys: tuple[str, ...] = ()
+    tls_cert: str = ""  # certificate with its chain, a PEM file: clients come by https; read again when it changes
+    tls_key: str = ""  # its key, a PEM file without a passphrase; both or none
     open: bool = False  # true: `host` may be reachable from other machines although no api_keys are set
     max_waiting_requests: Positive = 4096  # not yet placed; beyond: 429
     max_waiting_tokens: Positive = 4_000_000  # prompt + predicted output of those
@@ -243,3 +245,13 @@ class RecordingConfig(Section, frozen=True):
     """Everything that gateway, manager and workers are told and answer, for `cohort replay`."""
 
     folder: str = ""  # where each of these processes writes a file, for its owner alone; "" = none is written
+
+
+class TracingConfig(Section, frozen=True):
+    """One OpenTelemetry trace per request, over all processes; needs the extra `otel`. A client's `traceparent` is
+    continued, and its flag says whether the request is traced."""
+
+    endpoint: str = ""  # of a collector, OTLP over HTTP: http://HOST:4318/v1/traces; "" = no traces
+    sample: Fraction = 1.0  # share of the requests without a traceparent that are traced
+    queue_spans: Positive = 8192  # of one process, waiting to be exported; beyond: dropped, and counted
+    timeout_s: Seconds = 5.0  # the longest one export may take

@@ -27,6 +27,7 @@ from cohort.common.errors import RequestError
 from cohort.common.machines.events import Offered
 from cohort.common.metrics import RequestMetrics
 from cohort.common.types import FinishReason, InstanceId, Request
+from cohort.services.gateway import request_trace
 from cohort.services.gateway.answering import Answering, Mean, Step
 from cohort.services.gateway.choice import Choice
 from cohort.services.gateway.detokenizer import TokenText
@@ -212,6 +213,7 @@ class OpenAiApi:
             max_tokens_of=max_tokens_of,
         )
         requests = self._owners.marked(requests, owner, max_tokens_named=limited)
+        times.trace, requests = request_trace.begun(requests, times.arrived_s, began_s, times.tokenize_s)
         # Of every prompt one, to which its choices refer, like the automaton.
         echoes = [self._echo(call, which, prompt) for which, prompt in enumerate(prompts)]
         stops = StopAutomaton(call.stop_strings)
@@ -234,6 +236,8 @@ class OpenAiApi:
         except BaseException:
             reserved.release()
             raise
+        if times.trace is not None:
+            times.trace.admitted(generation.entries)
         answering = Answering(
             call,
             generation,

@@ -31,7 +31,11 @@ from cohort.common.metrics import RequestMetrics
 from cohort.common.policies import compose
 from cohort.common.recording import recorded
 from cohort.common.service import MANAGER, PREDICTOR, ServiceContext, named_host
+from cohort.common.tls import ServerTls, TlsFiles
+from cohort.common.tracing.spans import Tracing
 from cohort.common.types import InstanceId
+from cohort.services.gateway import request_trace
+from cohort.services.gateway.batch_runner import AnswerLine
 from cohort.services.gateway.batches import Batches
 from cohort.services.gateway.front_page import FrontPage
 from cohort.services.gateway.grammar_process import GrammarCompiler
@@ -131,6 +135,12 @@ class Gateway:
             engines=lambda: self._machine.link.load.engines if self._machine.link.load else (),
         )
         self._front = FrontPage(config, card)
+        self._tracing = Tracing.opened(context)
+        files = TlsFiles.of(config.gateway.tls_cert, config.gateway.tls_key, "gateway")
+        self._tls = tls = ServerTls(files, context.log) if files else None
+        if tls is not None:
+            ends = context.metrics.gauge("tls_certificate_expires_seconds", "When it does, Unix time; 0 = it has")
+            ends().set_function(lambda: tls.loaded.expires_s)
         context.stats = self._stats
 
     def application(self, batches: Batches) -> web.Application:
@@ -138,9 +148,11 @@ class Gateway:
         guard = BrowserGuard(
             gateway.host, gateway.allowed_hosts, open_=not self._keyring.required, option="gateway.allowed_hosts"
         )
+        traces = [request_trace.middleware(self._tracing, self._context.clock)] if self._tracing else []
         application = web.Application(
             middlewares=[
                 self._slow_readers.middleware(),
+                *traces,
                 answer_everything(self._context.log),
                 refuse_foreign_pages(guard),
                 require_key(self._keyring),
@@ -156,11 +168,14 @@ class Gateway:
         return application
 
     async def run(self) -> None:
+        answer: AnswerLine = self._tenants.lines(self._api.answer_line)
+        if self._tracing is not None:
+            answer = request_trace.lines(self._tracing, self._context.clock, answer)
         async with (
             self._tenants.opened(),
             Batches.opened(
                 self._config,
-                answer=self._tenants.lines(self._api.answer_line),
+                answer=answer,
                 several_owners=self._owners.several,
                 online_waiting=lambda: self._machine.ledger.waiting_online,
                 clock=self._context.clock,
@@ -187,7 +202,9 @@ class Gateway:
             async with asyncio.TaskGroup() as tasks:
                 self._begin()
                 working_off = tasks.create_task(batches.run(), name="batches")
-                background = [tasks.create_task(self._receive(), name="receive"), working_off]
+                background: list[asyncio.Task[None]] = [tasks.create_task(self._receive(), name="receive"), working_off]
+                if self._tls is not None:
+                    background.append(tasks.create_task(self._tls.watch(), name="certificate"))
                 try:
                     await context.stopping.wait()
                     working_off.cancel()  # lines in work are answered again after the next start
@@ -204,18 +221,24 @@ class Gateway:
         host, port = self._config.gateway.host, self._config.gateway.port
         name_server()
         site = AcceptingSite(
-            runner, host, port, backlog=BACKLOG, failed=lambda: self._accepts_failed().inc(), log=self._context.log
+            runner,
+            host,
+            port,
+            backlog=BACKLOG,
+            failed=lambda: self._accepts_failed().inc(),
+            log=self._context.log,
+            tls=self._tls,
         )
         try:
             await site.start()
         except OSError as error:
             raise ConfigError(f"gateway.port: cannot listen on {host}:{port}: {error.strerror}") from error
         self.port: int = site.addresses[0][1]
-        named = named_host(host)
-        self._context.metrics_url = f"http://{named}:{self.port}/metrics"
+        base = f"{'https' if self._tls else 'http'}://{named_host(host)}:{self.port}"
+        self._context.metrics_url = f"{base}/metrics"
         self._context.log.info(
             "listening",
-            url=f"http://{named}:{self.port}",
+            url=base,
             model=self._card.name,
             max_model_len=self._card.max_model_len,
             api_keys=len(self._keyring),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from cohort.common.machines.entry import Entry
 from cohort.common.metrics import TtftStage
 from cohort.common.types import Slo
+from cohort.services.gateway.request_trace import RequestTrace
 
 
 @dataclass(slots=True)
@@ -18,6 +19,7 @@ class GatewayTimes:
 
     arrived_s: float
     tokenize_s: float = 0.0
+    trace: RequestTrace | None = None
 
 
 def ttft_stages(times: GatewayTimes, entry: Entry) -> dict[TtftStage, float]:

@@ -16,7 +16,7 @@ from aiohttp import web
 import cohort
 from cohort.services.gateway.bodies import ChatBody, CompletionBody
 from cohort.services.gateway.front_page import DOCS_PATH, OPENAPI_PATH
-from cohort.services.gateway.responses import Answer, ChatChoice, CompletionChoice
+from cohort.services.gateway.openai_shapes import Answer, ChatChoice, CompletionChoice
 from cohort.services.gateway.token_api import (
     DETOKENIZE_PATH,
     TOKENIZE_PATH,

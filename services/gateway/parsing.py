@@ -1,6 +1,6 @@
 """A POST body and its headers to a typed `Call`, or a `RequestError` that names the parameter.
 
-Pure: called by `openai_api.py` before tokenising. Everything a client sends is honoured, tolerated by document
+Pure: called by each API before tokenising. Everything a client sends is honoured, tolerated by document
 (`bodies.py`) or refused with a clear 400; malformed bytes of any kind end here and never become a 500.
 """
 

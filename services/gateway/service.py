@@ -34,6 +34,7 @@ from cohort.common.service import MANAGER, PREDICTOR, ServiceContext, named_host
 from cohort.common.types import InstanceId
 from cohort.services.gateway.batches import Batches
 from cohort.services.gateway.front_page import FrontPage
+from cohort.services.gateway.generator import Generator
 from cohort.services.gateway.grammar_process import GrammarCompiler
 from cohort.services.gateway.middleware import answer_everything, refuse_foreign_pages, require_key, resolve_keys
 from cohort.services.gateway.model_card import ModelCard, read_model_card
@@ -86,7 +87,7 @@ class Gateway:
         )
         bodies = RequestBodies(config.gateway)
         written = tool_format(tokenizer.template_source, tokenizer.added_token)
-        self._api = OpenAiApi(
+        self.generator = Generator(
             config=config.gateway,
             card=card,
             tokenizer=tokenizer,
@@ -101,6 +102,7 @@ class Gateway:
             grammars=GrammarCompiler(config.gateway, tokenizer.to_json(), card.eos_token_ids),
             tool_format=written,
         )
+        self._api = OpenAiApi(self.generator)
         self._tokens = TokenApi(
             config=config.gateway,
             card=card,

@@ -1,7 +1,7 @@
 """Text to token ids and back, equal to the model's transformers tokenizer, without importing torch.
 
 Reads tokenizer.json through the `tokenizers` library; a folder that has none falls back to transformers, which builds
-the same kind of object. Called by `openai_api.py` (prompts) and `detokenizer.py` (answers). Long texts are encoded in a
+the same kind of object. Called by `generator.py` (prompts) and `detokenizer.py` (answers). Long texts are encoded in a
 thread, so that the event loop of a busy gateway never waits for one prompt; chat templates run in processes of their
 own (`template_process.py`).
 """

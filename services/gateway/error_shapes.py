@@ -1,12 +1,14 @@
 """The JSON of errors: in OpenAI's shape, and in Anthropic's for what is asked under `/v1/messages`.
 
-Called wherever an error leaves the gateway: `middleware.py` for whole answers, the streams of each API, `batch_lines.py`.
-Pure; decides words and shapes, never a status.
+Called wherever an error leaves the gateway: by `middleware.py` for whole answers, by the streams of each API, by
+`batch_lines.py`. Pure; decides words and shapes, never a status.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -53,6 +55,24 @@ def shaped_error(error: RequestError, path: str) -> AnthropicError | dict[str, A
     if path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/"):
         return anthropic_error(error)
     return error_body(error)
+
+
+def renamed(error: RequestError, names: Sequence[tuple[str, str]]) -> RequestError:
+    """The error of a chat's field by the name that another API has for it. `names`: regular expressions for the
+    beginning of a field's path, and what stands there instead; the first that matches counts."""
+    if error.param is None:
+        return error
+    for pattern, name in names:
+        param, found = re.subn(rf"^{pattern}(?![\w])", name, error.param)
+        if not found:
+            continue
+        message = error.message
+        if message.startswith(error.param):
+            message = param + message.removeprefix(error.param)
+        return RequestError(
+            message, status=error.status, type_=error.type_, param=param, retry_after_s=error.retry_after_s
+        )
+    return error
 
 
 def retry_after(error: RequestError) -> str | None:

@@ -122,9 +122,16 @@ def parse_chat(
     card: ModelCard,
     tool_format: ToolFormat | None = None,
 ) -> Call:
-    """`tool_format`: how the model writes calls of tools; None = it cannot be read."""
+    """`tool_format` as for `chat_call`."""
     refuse_shape(data, config, chat=True)
-    body = decode(_chat_decoder, data)
+    return chat_call(decode(_chat_decoder, data), headers, config, card, tool_format)
+
+
+def chat_call(
+    body: ChatBody, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard, tool_format: ToolFormat | None
+) -> Call:
+    """Of a body that a client sent, or that another API's body says the same as. `tool_format`: how the model writes
+    calls of tools; None = it cannot be read. Raises `RequestError`."""
     messages = read_messages(body.messages, config)
     _refuse_unsupported_chat_options(body)
     if body.top_logprobs is not None and not body.logprobs:

@@ -36,6 +36,7 @@ from cohort.services.gateway.batches import Batches
 from cohort.services.gateway.front_page import FrontPage
 from cohort.services.gateway.generator import Generator
 from cohort.services.gateway.grammar_process import GrammarCompiler
+from cohort.services.gateway.messages_api import MessagesApi
 from cohort.services.gateway.middleware import answer_everything, refuse_foreign_pages, require_key, resolve_keys
 from cohort.services.gateway.model_card import ModelCard, read_model_card
 from cohort.services.gateway.openai_api import OpenAiApi
@@ -103,6 +104,7 @@ class Gateway:
             tool_format=written,
         )
         self._api = OpenAiApi(self.generator)
+        self._messages = MessagesApi(self.generator)
         self._tokens = TokenApi(
             config=config.gateway,
             card=card,
@@ -145,7 +147,7 @@ class Gateway:
             client_max_size=gateway.max_body_bytes,
         )
         pages = ApiPages(keys=bool(self._keys))
-        for part in (self._api, batches, self._probes, self._front, self._tokens, pages):
+        for part in (self._api, self._messages, batches, self._probes, self._front, self._tokens, pages):
             application.add_routes(part.routes())
         return application
 

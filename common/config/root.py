@@ -26,6 +26,7 @@ from cohort.common.config.serving import (
     MonitorConfig,
     PredictorConfig,
     RecordingConfig,
+    ResponsesConfig,
     SecurityConfig,
     TransferConfig,
     WorkerGroup,
@@ -50,6 +51,7 @@ class Config(Section, frozen=True):
     bros: BrosConfig = BrosConfig()
     gateway: GatewayConfig = GatewayConfig()
     batch: BatchConfig = BatchConfig()
+    responses: ResponsesConfig = ResponsesConfig()
     predictor: PredictorConfig = PredictorConfig()
     manager: ManagerConfig = ManagerConfig()
     monitor: MonitorConfig = MonitorConfig()

@@ -1,6 +1,7 @@
 """The answers of `/v1/messages`: a message whole, or as the events that build it.
 
-    message_start ─▶ content_block_start, ping, content_block_delta …, content_block_stop, … ─▶ message_delta ─▶ message_stop
+    message_start ─▶ content_block_start, ping, content_block_delta …, content_block_stop ─▶ … ─▶ message_delta
+                                                                                                      └▶ message_stop
 
 `MessageWriter` takes an answer's pieces as they come; its events and the message it ends with say the same. Pure;
 called by `messages_api.py`.
@@ -155,8 +156,8 @@ class MessageWriter:
     def message(
         self, finish: FinishReason, stop_string: str | None, usage: Usage, extras: Extras | UnsetType = UNSET
     ) -> MessageAnswer:
-        """The whole answer. Arguments that are no JSON object, because the model wrote them so or was cut off, are text:
-        a client must not run what was not asked for."""
+        """The whole answer. Arguments that are no JSON object, as the model wrote them so or was cut off, are text: a
+        client must not run what was not asked for."""
         content = [_block(block) for block in self._blocks]
         reason = self._stop_reason(finish, stop_string)
         if reason == "tool_use" and not any(isinstance(block, ToolUseBlock) for block in content):

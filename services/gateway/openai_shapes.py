@@ -231,6 +231,10 @@ class ChatScores:
     def json(self) -> msgspec.Raw:
         return msgspec.Raw(b'{"content":[%b],"refusal":null}' % bytes(self._list))
 
+    def items(self) -> bytes:
+        """Of a JSON list, without its brackets."""
+        return bytes(self._list)
+
 
 def _append(written: bytearray, items: Sequence[object]) -> None:
     if written:

@@ -187,8 +187,8 @@ def decode(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at `$")
-        param = path.rstrip("`").lstrip(".")
+        text, _, path = str(error).partition(" - at `")  # "$.messages[0]`", or "key` in `$.metadata`"
+        param = path.rstrip("`").rpartition("$")[2].lstrip(".")
         for marker in ("Object contains unknown field `", "Object missing required field `"):
             if text.startswith(marker):
                 name = text[len(marker) :].rstrip("`")

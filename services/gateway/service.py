@@ -14,6 +14,7 @@ import asyncio
 import gc
 import os
 import time
+from pathlib import Path
 from typing import NoReturn
 
 from aiohttp import web
@@ -32,6 +33,7 @@ from cohort.common.policies import compose
 from cohort.common.recording import recorded
 from cohort.common.service import MANAGER, PREDICTOR, ServiceContext, named_host
 from cohort.common.types import InstanceId
+from cohort.services.gateway.batch_files import BatchFolder
 from cohort.services.gateway.batches import Batches
 from cohort.services.gateway.front_page import FrontPage
 from cohort.services.gateway.generator import Generator
@@ -44,6 +46,8 @@ from cohort.services.gateway.openapi import ApiPages
 from cohort.services.gateway.owners import Owners
 from cohort.services.gateway.probes import Probes
 from cohort.services.gateway.request_bodies import RequestBodies, refuse_other_bodies
+from cohort.services.gateway.responses_api import ResponsesApi
+from cohort.services.gateway.responses_api_kept import KeptResponses
 from cohort.services.gateway.slow_readers import SlowReaders
 from cohort.services.gateway.streams import Streams
 from cohort.services.gateway.template_process import TemplateLimits
@@ -105,6 +109,8 @@ class Gateway:
         )
         self._api = OpenAiApi(self.generator)
         self._messages = MessagesApi(self.generator)
+        self._kept = KeptResponses(config.responses, several_owners=self._owners.several, clock=context.clock)
+        self._responses = ResponsesApi(self.generator, self._kept)
         self._tokens = TokenApi(
             config=config.gateway,
             card=card,
@@ -147,22 +153,30 @@ class Gateway:
             client_max_size=gateway.max_body_bytes,
         )
         pages = ApiPages(keys=bool(self._keys))
-        for part in (self._api, self._messages, batches, self._probes, self._front, self._tokens, pages):
+        apis = (self._api, self._responses, self._messages, batches, self._tokens)
+        for part in (*apis, self._probes, self._front, pages):
             application.add_routes(part.routes())
         return application
 
     async def run(self) -> None:
-        async with Batches.opened(
-            self._config,
-            answer=self._api.answer_line,
-            several_owners=self._owners.several,
-            online_waiting=lambda: self._machine.ledger.waiting_online,
-            clock=self._context.clock,
-            metrics=self._context.metrics,
-            log=self._context.log,
-        ) as batches:
+        async with (
+            Batches.opened(
+                self._config,
+                answer=self._api.answer_line,
+                several_owners=self._owners.several,
+                online_waiting=lambda: self._machine.ledger.waiting_online,
+                clock=self._context.clock,
+                metrics=self._context.metrics,
+                log=self._context.log,
+            ) as batches,
+            self._kept.opened(self._database(), self._context.log),
+        ):
             self.streams.on_online_placed = batches.online_placed
             await self._serve(batches)
+
+    def _database(self) -> Path:
+        """In the folder of batches, which no other gateway uses."""
+        return BatchFolder(self._config.batch, self._config.gateway.port).path / "responses.sqlite"
 
     async def _serve(self, batches: Batches) -> None:
         context = self._context

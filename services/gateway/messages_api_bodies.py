@@ -46,7 +46,7 @@ ERROR_MARK = "Error: "
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
-class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class InputBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A part of a message: `text`, `tool_use` (`id`, `name`, `input`) or `tool_result` (`tool_use_id`, `content`,
     `is_error`). `cache_control` and empty `citations` are tolerated."""
 
@@ -56,16 +56,16 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: str | list[InputBlock] | None = None
     is_error: bool | None = None
     cache_control: Any = None
     citations: Any = None
     source: Any = None  # of images and documents, which are refused
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class InputMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[InputBlock]
 
 
 class MessagesTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,7 +80,7 @@ class MessagesTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     eager_input_streaming: bool | None = None  # tolerated: arguments are always streamed as they are written
 
 
-class ToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MessagesToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -100,7 +100,7 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     effort: str | None = None  # refused
 
 
-class Metadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MessagesMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     user_id: str | None = None
 
 
@@ -109,10 +109,10 @@ class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     # Honoured.
     model: str
-    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
-    system: str | list[Block] | None = None
+    messages: Annotated[list[InputMessage], msgspec.Meta(min_length=1)]
+    system: str | list[InputBlock] | None = None
     tools: list[MessagesTool] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: MessagesToolChoice | None = None
     output_config: OutputConfig | None = None
     # Tolerated: prefixes are cached without being asked for.
     cache_control: Any = None
@@ -134,7 +134,7 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True, forbid_unknown_fi
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cohort: CohortOptions | None = None
     # Tolerated: they label or route a request and never change an answer.
-    metadata: Metadata | None = None
+    metadata: MessagesMetadata | None = None
     service_tier: str | None = None
     # Refused unless they ask for nothing.
     container: Any = None
@@ -187,13 +187,13 @@ def _refuse_unsupported(body: CountTokensBody) -> None:
         )
 
 
-def _system(system: str | list[Block] | None) -> list[dict[str, Any]]:
+def _system(system: str | list[InputBlock] | None) -> list[dict[str, Any]]:
     if not system:
         return []
     return [{"role": "system", "content": _texts(system, "system")}]
 
 
-def _chat_messages(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+def _chat_messages(messages: Sequence[InputMessage]) -> Iterator[dict[str, Any]]:
     """Neighbours of one role are one turn, as Anthropic's API has it; results of tools are messages of their own."""
     for role, group in groupby(enumerate(messages), key=lambda each: each[1].role):
         placed = [
@@ -210,11 +210,11 @@ def _chat_messages(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
                 yield from _user(placed)
 
 
-def _blocks(content: str | list[Block]) -> list[Block]:
-    return [Block(type="text", text=content)] if isinstance(content, str) else content
+def _blocks(content: str | list[InputBlock]) -> list[InputBlock]:
+    return [InputBlock(type="text", text=content)] if isinstance(content, str) else content
 
 
-def _user(placed: Sequence[tuple[Block, str]]) -> Iterator[dict[str, Any]]:
+def _user(placed: Sequence[tuple[InputBlock, str]]) -> Iterator[dict[str, Any]]:
     for are_results, group in groupby(placed, key=lambda each: each[0].type == "tool_result"):
         if not are_results:
             yield {"role": "user", "content": "\n".join(_text(block, where) for block, where in group)}
@@ -227,7 +227,7 @@ def _user(placed: Sequence[tuple[Block, str]]) -> Iterator[dict[str, Any]]:
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": mark + said}
 
 
-def _assistant(placed: Sequence[tuple[Block, str]]) -> dict[str, Any]:
+def _assistant(placed: Sequence[tuple[InputBlock, str]]) -> dict[str, Any]:
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
     for block, where in placed:
@@ -244,13 +244,13 @@ def _assistant(placed: Sequence[tuple[Block, str]]) -> dict[str, Any]:
     return {**said, "tool_calls": calls} if calls else said
 
 
-def _texts(content: str | list[Block], where: str) -> str:
+def _texts(content: str | list[InputBlock], where: str) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(_text(block, f"{where}[{place}]") for place, block in enumerate(content))
 
 
-def _text(block: Block, where: str) -> str:
+def _text(block: InputBlock, where: str) -> str:
     if block.type != "text":
         raise RequestError(
             f"{where}: a block of type {printable(block.type)!r} is not read here; text, and tool_use and tool_result "
@@ -272,7 +272,7 @@ def _tool(index: int, tool: MessagesTool) -> Tool:
     return Tool("function", FunctionTool(tool.name, tool.description, tool.input_schema))
 
 
-def _choice(choice: ToolChoice | None) -> str | NamedToolChoice | None:
+def _choice(choice: MessagesToolChoice | None) -> str | NamedToolChoice | None:
     if choice is None:
         return None
     if choice.type != "tool":

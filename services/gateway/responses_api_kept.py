@@ -25,7 +25,7 @@ from cohort.common.clock import Clock
 from cohort.common.config import ResponsesConfig
 from cohort.common.errors import RequestError
 from cohort.services.gateway.batch_store import disk_refuses
-from cohort.services.gateway.batch_sweeps import SweepGuard
+from cohort.services.gateway.batch_sweeps import SweepGuard, since_boot_s
 from cohort.services.gateway.responses_api_bodies import InputItem
 from cohort.services.gateway.responses_api_store import ResponseStore, StoredResponse
 from cohort.services.gateway.service_headers import printable
@@ -77,7 +77,7 @@ class KeptResponses:
     async def add(self, row: StoredResponse) -> bool:
         """Whether it is kept."""
         try:
-            return await self._run(lambda store: store.add(row, self._clock.wall_s()))
+            return await self._run(lambda store: store.add(row))
         except RequestError:
             return False
 
@@ -141,10 +141,10 @@ class KeptResponses:
 
     async def _sweep(self, store: OnThread[ResponseStore]) -> None:
         """A clock that jumps deletes nothing early, as with batches."""
-        loop, guard = asyncio.get_running_loop(), SweepGuard(None)
+        guard = SweepGuard(await store.run(ResponseStore.swept_at_s))
         while True:
             now_s = self._clock.wall_s()
-            if guard.trusted(now_s, loop.time()):
+            if guard.trusted(now_s, since_boot_s()):
                 with suppress(RequestError):
                     await self._run(functools.partial(ResponseStore.sweep, now_s=now_s))
             await asyncio.sleep(SWEEP_S)

@@ -74,12 +74,11 @@ class ResponseStore:
     def close(self) -> None:
         self._db.close()
 
-    def add(self, row: StoredResponse, now_s: float) -> bool:
-        """Keep it, and drop what is beyond the bounds then. False: it alone is more than its owner's share."""
+    def add(self, row: StoredResponse) -> bool:
+        """Keep it, and drop what is beyond count and bytes then. False: it alone is more than its owner's share."""
         if not self._own_most or row.bytes > self._own_most_bytes:
             return False
         with self._transaction():
-            self._forget(now_s)
             self._db.execute(
                 "INSERT INTO responses (id, owner, bytes, created_at, response, items) VALUES (?, ?, ?, ?, ?, ?)",
                 (row.id, row.owner, row.bytes, row.created_at, row.response, row.items),
@@ -110,8 +109,14 @@ class ResponseStore:
     def sweep(self, now_s: float) -> None:
         """Drop what is too old, and give freed space back to the disk."""
         with self._transaction():
-            self._forget(now_s)
+            self._db.execute("DELETE FROM responses WHERE created_at <= ?", (now_s - self._retention_s,))
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('swept_at', ?)", (int(now_s),))
         self._db.executescript(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")  # `execute` frees a single page
+
+    def swept_at_s(self) -> float | None:
+        """The wall clock at the last sweep, of this process or an earlier one."""
+        row = self._db.execute("SELECT value FROM meta WHERE name = 'swept_at'").fetchone()
+        return None if row is None else float(row[0])
 
     def in_use(self) -> tuple[int, int]:
         """Responses and their bytes."""
@@ -139,9 +144,6 @@ class ResponseStore:
             raise ConfigError(
                 f"batch.folder: {path} has schema version {version}, this version of Cohort reads {SCHEMA_VERSION}"
             )
-
-    def _forget(self, now_s: float) -> None:
-        self._db.execute("DELETE FROM responses WHERE created_at <= ?", (now_s - self._retention_s,))
 
     def _in_use(self, owner: str | None) -> tuple[int, int]:
         where, values = ("", ()) if owner is None else (" WHERE owner = ?", (owner,))

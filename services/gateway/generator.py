@@ -14,9 +14,9 @@ import dataclasses
 import re
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
@@ -47,6 +47,7 @@ from cohort.services.gateway.timing import GatewayTimes
 from cohort.services.gateway.tokenizer import Tokenizer
 from cohort.services.gateway.tool_calls import ToolReader
 from cohort.services.gateway.tool_formats import ToolFormat
+from cohort.services.gateway.truncation import latest_turns
 
 # A few milliseconds of parsing at most; a thread parses longer bodies.
 PARSE_AT_ONCE_BYTES = 65_536
@@ -247,14 +248,7 @@ class Generator:
     async def _tokenize(self, call: Call, limit: int) -> list[list[int]]:
         try:
             if call.chat:
-                return [
-                    await self._tokenizer.encode_chat(
-                        call.messages,
-                        add_generation_prompt=call.add_generation_prompt,
-                        variables=call.template_variables,
-                        limit=limit,
-                    )
-                ]
+                return [await self._tokenize_chat(call, limit)]
             texts = [prompt for prompt in call.prompts if isinstance(prompt, str)]
             encoded = iter(
                 await self._tokenizer.encode_soon(texts, special_tokens=call.add_special_tokens, limit=limit)
@@ -265,6 +259,19 @@ class Generator:
                 "The prompt contains half of a surrogate pair, which is no character.",
                 param="messages" if call.chat else "prompt",
             ) from error
+
+    async def _tokenize_chat(self, call: Call, limit: int) -> list[int]:
+        async def encode(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+            return await self._tokenizer.encode_chat(
+                messages,
+                add_generation_prompt=call.add_generation_prompt,
+                variables=call.template_variables,
+                limit=limit,
+            )
+
+        if not call.truncates:
+            return await encode(call.messages)
+        return await latest_turns(call.messages, limit - (call.max_tokens or 1), encode)
 
     def _echo(self, call: Call, which: int, tokens: list[int]) -> str:
         if not call.echo:

@@ -71,6 +71,8 @@ class Call:
     wanted: Wanted | None = None
     """The grammar that the answer is bound to, as the client wrote it."""
     tools: ToolUse | None = None
+    truncates: bool = False
+    """A chat without its oldest turns rather than a 400, where it is longer than the context."""
 
     @property
     def scores_echo(self) -> bool:

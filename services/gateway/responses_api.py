@@ -9,6 +9,7 @@ what comes is written as a response (`responses_api_events.py`). Answers are kep
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -118,7 +119,8 @@ class ResponsesApi:
 
         def call(_: bytes = b"") -> Call:
             chat = chat_of(body, items)
-            return chat_call(chat, headers, generator.config, generator.card, generator.tool_format)
+            call = chat_call(chat, headers, generator.config, generator.card, generator.tool_format)
+            return dataclasses.replace(call, truncates=body.truncation == "auto")
 
         return await (asyncio.to_thread(call) if before else generator.parsed(data, call, chat=True))
 

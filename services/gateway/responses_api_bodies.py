@@ -130,6 +130,7 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     include: list[str] | None = None
     max_output_tokens: AtLeastOne | None = None
     metadata: Annotated[dict[Key, Value], msgspec.Meta(max_length=16)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     stream: bool | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -145,7 +146,6 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     stream_options: ResponsesStreamOptions | None = None
     max_tool_calls: int | None = None
     # Refused unless they ask for nothing.
-    truncation: str | None = None
     reasoning: dict[str, Any] | None = None
     background: bool | None = None
     conversation: Any = None
@@ -200,8 +200,6 @@ def _refuse_unsupported(body: ResponsesBody) -> None:
         raise _refused("background", "answers are given while their client waits, whole or as a stream")
     if any(value not in (None, "none") for value in (body.reasoning or {}).values()):
         raise _refused("reasoning", "the model's answers have no reasoning apart")
-    if body.truncation not in (None, "disabled"):
-        raise _refused("truncation", "only 'disabled' is served; a conversation beyond the context is a 400")
     if body.text is not None and body.text.verbosity is not None:
         raise _refused("text.verbosity", "not supported")
     for name in ("conversation", "prompt", "context_management", "moderation"):

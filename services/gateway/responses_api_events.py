@@ -115,7 +115,7 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[ResponsesTool]
     top_logprobs: int
     top_p: float
-    truncation: str = "disabled"
+    truncation: str
     usage: ResponseUsage | None = None
     user: str | None
     cohort: Extras | UnsetType = UNSET
@@ -204,6 +204,7 @@ def asked_response(
         tools=body.tools or [],
         top_logprobs=body.top_logprobs or 0,
         top_p=top_p,
+        truncation=body.truncation or "disabled",
         user=body.user,
     )
 

@@ -26,6 +26,10 @@ INLINE_CHARACTERS = 4096
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
+class PromptTooLong(RequestError):
+    """However it is cut, a prompt has more tokens than its limit."""
+
+
 class Tokenizer:
     """One model's tokenizer. Immutable after construction and safe to use from threads."""
 
@@ -71,10 +75,10 @@ class Tokenizer:
         return max(map(len, self._backend.get_vocab()), default=0)
 
     def refuse_too_long(self, text: str, limit: int, param: str) -> None:
-        """Raise before encoding a text that has more than `limit` tokens however it is cut: megabytes of a prompt that
-        cannot fit cost nothing."""
+        """Raise `PromptTooLong` before encoding a text that has more than `limit` tokens however it is cut: megabytes
+        of a prompt that cannot fit cost nothing."""
         if self._longest_token and len(text) > limit * self._longest_token:
-            raise RequestError(
+            raise PromptTooLong(
                 f"This model's maximum context length is {limit} tokens, but the prompt alone has at least "
                 f"{len(text) // self._longest_token} tokens.",
                 param=param,

@@ -21,6 +21,7 @@ from cohort.services.gateway.tool_calls import CallDelta
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site, eventually
 from tests.services.gateway.named_events import named_stream, parse_named
 from tests.services.gateway.test_structured_output import CALLS, accepts, grammar_of, roomy  # noqa: F401
+from tests.services.gateway.tiny_model import CONTEXT
 
 PATH = "/v1/responses"
 ASK: dict[str, Any] = {"model": "tiny", "input": "Hi"}
@@ -31,6 +32,7 @@ WEATHER = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 CLOCK = {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}}
+ROLES = ("user", "assistant")
 A, B = {"Authorization": "Bearer key-a"}, {"Authorization": "Bearer key-b"}
 
 
@@ -235,7 +237,7 @@ async def test_a_client_that_leaves_frees_its_request(open_site: OpenSite, strea
         ({"metadata": {"k" * 65: "v"}}, "metadata"),
         ({"background": True}, "background"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "last"}, "truncation"),
         ({"conversation": "c"}, "conversation"),
         ({"include": ["file_search_call.results"]}, "include[0]"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
@@ -328,6 +330,24 @@ async def test_calls_and_their_results_go_on(open_site: OpenSite, roomy: Path) -
         items = [{"role": "user", "content": "Hi"}, *first["output"], *outputs]
         status, _ = await site.post(PATH, {"model": "roomy", "input": items, "store": False})
         assert status == 200 and prompt_of(site) == said
+
+
+async def test_a_conversation_beyond_the_context_loses_its_oldest_turns(site: Site) -> None:
+    turns = [{"role": role, "content": f"{role} {index} " + "word " * 20} for index in range(9) for role in ROLES]
+    body = {"model": "tiny", "instructions": "Be brief.", "input": [*turns, {"role": "user", "content": "Hi"}]}
+    status, refused = await site.post(PATH, {**body, "max_output_tokens": 100})
+    assert (status, refused["error"]["param"]) == (400, "input") and "512" in refused["error"]["message"]
+    status, answer = await site.post(PATH, {**body, "max_output_tokens": 100, "truncation": "auto"})
+    assert (status, answer["truncation"]) == (200, "auto")
+    said = prompt_of(site)
+    assert said.startswith("<|start|>system\nBe brief.<|end|>\n<|start|>user\nuser ")
+    first = int(said.split("<|start|>user\nuser ")[1].split()[0])
+    assert first > 0 and said.endswith("<|start|>user\nHi<|end|>\n<|start|>assistant\n")
+    used = len(site.manager.submitted[-1].tokens)
+    turn = "".join(f"<|start|>{role}\n{role} 0 {'word ' * 20}<|end|>\n" for role in ROLES)
+    assert used <= CONTEXT - 100 < used + len(site.tokenizer.encode(turn, special_tokens=False))
+    long = [{"role": "user", "content": "x" * 20_000}]
+    assert (await site.post(PATH, {**body, "input": [*turns, *long], "truncation": "auto"}))[0] == 400
 
 
 async def test_what_is_not_stored_is_not_there(site: Site) -> None:

@@ -1,6 +1,6 @@
 """The gateway: the only process clients see.
 
-    HTTP ─▶ openai_api ─▶ streams ─▶ GatewayMachine ─▶ streams ─▶ Submit, Cancel, Outstanding ─▶ manager
+    HTTP ─▶ generator ──▶ streams ─▶ GatewayMachine ─▶ streams ─▶ Submit, Cancel, Outstanding ─▶ manager
                                           ▲              └──▶ PredictLength, ObserveLength ─▶ length predictor
                                        └── TokenBatch ◀─ workers;  Placed, AttemptsLost, Refused, ClusterLoad ◀─ manager
 

@@ -17,7 +17,15 @@ from prometheus_client import CollectorRegistry
 
 from cohort.common import paths
 from cohort.common.clock import SystemClock
-from cohort.common.config import BatchConfig, Config, EndpointsConfig, GatewayConfig, LoggingConfig, ModelConfig
+from cohort.common.config import (
+    BatchConfig,
+    Config,
+    EndpointsConfig,
+    GatewayConfig,
+    LoggingConfig,
+    ModelConfig,
+    ResponsesConfig,
+)
 from cohort.common.logs import configure_logging
 from cohort.common.service import ServiceContext
 from cohort.common.transport.memory_bus import MemoryNetwork
@@ -118,6 +126,7 @@ def open_site(model_dir: Path, tmp_path: Path) -> OpenSite:
         step_s: float = 0.0,
         model: Path = model_dir,
         batch: dict[str, Any] | None = None,
+        responses: dict[str, Any] | None = None,
         **gateway_options: Any,
     ) -> AsyncIterator[Site]:
         options: dict[str, Any] = {"port": 0, "predictor_wait_s": 0.2, "drain_s": 1.0, **gateway_options}
@@ -125,6 +134,7 @@ def open_site(model_dir: Path, tmp_path: Path) -> OpenSite:
             model=ModelConfig(path=str(model)),
             gateway=GatewayConfig(**options),
             batch=BatchConfig(**{"folder": str(tmp_path / "batches"), **(batch or {})}),
+            responses=ResponsesConfig(**(responses or {})),
             endpoints=EndpointsConfig(manager="memory://manager", predictor="memory://predictor"),
             logging=LoggingConfig(level="error"),
         )

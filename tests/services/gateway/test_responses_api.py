@@ -359,6 +359,22 @@ async def test_what_is_not_stored_is_not_there(site: Site) -> None:
     assert (status, refused["error"]["param"]) == (404, "previous_response_id")
 
 
+async def test_a_server_may_keep_none(open_site: OpenSite) -> None:
+    async with open_site(responses={"max_responses": 0}) as site:
+        status, answer = await site.post(PATH, ASK)
+        assert (status, answer["store"]) == (200, False)
+        status, refused = await site.post(PATH, {**ASK, "store": True})
+        assert (status, refused["error"]["param"]) == (400, "store")
+        assert (await site.get(f"{PATH}/{answer['id']}"))[0] == 404
+        assert (await site.post(PATH, {**ASK, "previous_response_id": answer["id"]}))[0] == 404
+
+
+async def test_what_is_too_large_to_keep_is_answered_all_the_same(open_site: OpenSite) -> None:
+    async with open_site(responses={"storage_bytes": 100}) as site:
+        *_, last = await named_stream(site, PATH, ASK)
+        assert (last["type"], last["response"]["store"]) == ("response.completed", False)
+
+
 async def test_a_response_is_read_deleted_and_not_cancelled(site: Site) -> None:
     _, answer = await site.post(PATH, ASK)
     path = f"{PATH}/{answer['id']}"

@@ -27,6 +27,7 @@ from cohort.common.config.serving import (
     MonitorConfig,
     PredictorConfig,
     RecordingConfig,
+    ResponsesConfig,
     SecurityConfig,
     TracingConfig,
     TransferConfig,
@@ -53,6 +54,7 @@ class Config(Section, frozen=True):
     gateway: GatewayConfig = GatewayConfig()
     keys: KeysConfig = KeysConfig()
     batch: BatchConfig = BatchConfig()
+    responses: ResponsesConfig = ResponsesConfig()
     predictor: PredictorConfig = PredictorConfig()
     manager: ManagerConfig = ManagerConfig()
     monitor: MonitorConfig = MonitorConfig()

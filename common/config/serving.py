@@ -120,6 +120,16 @@ class BatchConfig(Section, frozen=True):
     upload_timeout_s: Seconds = 3600.0  # the longest an upload may take; beyond: 408
 
 
+class ResponsesConfig(Section, frozen=True):
+    """Answers of /v1/responses that are kept for `previous_response_id` and to be read again, in the folder of batches.
+    Beyond a limit the oldest go first: of the API key that exceeds its share, else of the one with the most bytes."""
+
+    max_responses: NotNegative = 10_000  # 0 = none is kept
+    storage_bytes: Positive = 1_073_741_824  # with the items they were made from
+    owner_share: Fraction = 0.5  # of both for one API key where there are several
+    retention_s: Seconds = 2_592_000.0  # deleted after so long
+
+
 class PredictorConfig(Section, frozen=True):
     state_path: str = ""  # where the learned state persists; "" = inside the cache folder
     retrain_every: Positive = 64  # finished requests between trainings

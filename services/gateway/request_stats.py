@@ -1,6 +1,6 @@
 """Measurements of one gateway's requests: metrics, the stats of its heartbeat, a log line per request.
 
-Told by `streams.py` of every admitted request, its tokens and its end, and by `openai_api.py` of refusals. Decides
+Told by `streams.py` of every admitted request, its tokens and its end, and by `generator.py` of refusals. Decides
 nothing.
 """
 

@@ -1,6 +1,6 @@
 """The gateway: the only process clients see.
 
-    HTTP ─▶ openai_api ─▶ streams ─▶ GatewayMachine ─▶ streams ─▶ Submit, Cancel, Outstanding ─▶ manager
+    HTTP ─▶ generator ──▶ streams ─▶ GatewayMachine ─▶ streams ─▶ Submit, Cancel, Outstanding ─▶ manager
                                           ▲              └──▶ PredictLength, ObserveLength ─▶ length predictor
                                        └── TokenBatch ◀─ workers;  Placed, AttemptsLost, Refused, ClusterLoad ◀─ manager
 
@@ -14,6 +14,7 @@ import asyncio
 import gc
 import os
 import time
+from pathlib import Path
 from typing import NoReturn
 
 from aiohttp import web
@@ -35,11 +36,14 @@ from cohort.common.tls import ServerTls, TlsFiles
 from cohort.common.tracing.spans import Tracing
 from cohort.common.types import InstanceId
 from cohort.services.gateway import request_trace
+from cohort.services.gateway.batch_files import BatchFolder
 from cohort.services.gateway.batch_runner import AnswerLine
 from cohort.services.gateway.batches import Batches
 from cohort.services.gateway.front_page import FrontPage
+from cohort.services.gateway.generator import Generator
 from cohort.services.gateway.grammar_process import GrammarCompiler
 from cohort.services.gateway.keyring import Keyring
+from cohort.services.gateway.messages_api import MessagesApi
 from cohort.services.gateway.middleware import answer_everything, refuse_foreign_pages, require_key, resolve_keys
 from cohort.services.gateway.model_card import ModelCard, read_model_card
 from cohort.services.gateway.openai_api import OpenAiApi
@@ -47,6 +51,8 @@ from cohort.services.gateway.openapi import ApiPages
 from cohort.services.gateway.owners import Owners
 from cohort.services.gateway.probes import Probes
 from cohort.services.gateway.request_bodies import RequestBodies, refuse_other_bodies
+from cohort.services.gateway.responses_api import ResponsesApi
+from cohort.services.gateway.responses_api_kept import KeptResponses
 from cohort.services.gateway.slow_readers import SlowReaders
 from cohort.services.gateway.streams import Streams
 from cohort.services.gateway.template_process import TemplateLimits
@@ -94,7 +100,7 @@ class Gateway:
         )
         bodies = RequestBodies(config.gateway)
         written = tool_format(tokenizer.template_source, tokenizer.added_token)
-        self._api = OpenAiApi(
+        self.generator = Generator(
             config=config.gateway,
             card=card,
             tokenizer=tokenizer,
@@ -109,6 +115,10 @@ class Gateway:
             grammars=GrammarCompiler(config.gateway, tokenizer.to_json(), card.eos_token_ids),
             tool_format=written,
         )
+        self._api = OpenAiApi(self.generator)
+        self._messages = MessagesApi(self.generator)
+        self._kept = KeptResponses(config.responses, several_owners=self._owners.several, clock=context.clock)
+        self._responses = ResponsesApi(self.generator, self._kept)
         self._tokens = TokenApi(
             config=config.gateway,
             card=card,
@@ -163,7 +173,8 @@ class Gateway:
         )
         application.on_response_prepare.append(self._tenants.name_limits)
         pages = ApiPages(keys=self._keyring.required)
-        for part in (self._api, batches, self._probes, self._front, self._tokens, self._tenants, pages):
+        apis = (self._api, self._responses, self._messages, batches, self._tokens, self._tenants)
+        for part in (*apis, self._probes, self._front, pages):
             application.add_routes(part.routes())
         return application
 
@@ -182,9 +193,14 @@ class Gateway:
                 metrics=self._context.metrics,
                 log=self._context.log,
             ) as batches,
+            self._kept.opened(self._database(), self._context.log),
         ):
             self.streams.on_online_placed = batches.online_placed
             await self._serve(batches)
+
+    def _database(self) -> Path:
+        """In the folder of batches, which no other gateway uses."""
+        return BatchFolder(self._config.batch, self._config.gateway.port).path / "responses.sqlite"
 
     async def _serve(self, batches: Batches) -> None:
         context = self._context

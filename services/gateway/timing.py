@@ -1,6 +1,7 @@
 """Where a request's time went: the parts of its time to first token, and whether its SLO was kept.
 
-Pure; called by `request_stats.py` for metrics and by `responses.py` for the answer's own extras. All times are seconds.
+Pure; called by `request_stats.py` for metrics and by `openai_shapes.py` for the answer's own extras. All times are
+seconds.
 """
 
 from __future__ import annotations

@@ -39,6 +39,8 @@ MOST = 65_536
 """Segments that are open at once; beyond, the oldest ends early."""
 EARLY = 1024
 """Offers whose segment has not come, of requests that may not be traced at all."""
+ENDED = 4096
+"""Attempts that have gone and are remembered: a message that comes twice begins no second segment."""
 _IN_VAIN = (Outcome.FAILED, Outcome.CANCELLED)
 
 
@@ -73,6 +75,7 @@ class WorkerSpans:
         self._ended_s = 0.0
         self._early: dict[Attempt, tuple[InstanceId, KvOffer]] = {}
         """Offers that came before their segment."""
+        self._gone: dict[Attempt, None] = {}
 
     def __len__(self) -> int:
         return len(self._segments) + len(self._transfers)
@@ -122,6 +125,8 @@ class WorkerSpans:
                     del self._early[next(iter(self._early))]
             case KvOffer() | KvHandoff() | KvAccepted() | KvAbort() | KvChunk():
                 self._transferred(now_s, sender, message, message.attempt, sent=False)
+                if isinstance(message, KvAbort) and not message.retry_link:
+                    self._given_up(now_s, message)
             case _:
                 pass
 
@@ -140,7 +145,7 @@ class WorkerSpans:
 
     def _start(self, now_s: float, message: StartSegment) -> None:
         request, parent = message.request, parse(message.request.traceparent)
-        if parent is None or request.attempt in self._segments:
+        if parent is None or request.attempt in self._segments or request.attempt in self._gone:
             return
         span = self._tracing.start("segment", now_s, parent, serves=True)
         own = message.segments[message.index]
@@ -163,6 +168,12 @@ class WorkerSpans:
         segment = self._segments.get(attempt)
         if segment is not None:
             self._transfers.said(now_s, attempt, segment.span.here, message, peer, sent=sent)
+
+    def _given_up(self, now_s: float, abort: KvAbort) -> None:
+        """A segment that waited for this KV ends here without a word; that of the sender tells of the end itself."""
+        segment = self._segments.get(abort.attempt)
+        if segment is not None and not segment.scheduled:
+            self._end(now_s, abort.attempt, "aborted", abort.reason)
 
     # -- iterations ------------------------------------------------------------------------------------------------
 
@@ -230,6 +241,9 @@ class WorkerSpans:
         segment = self._segments.pop(attempt, None)
         if segment is None:
             return
+        self._gone[attempt] = None
+        if len(self._gone) > ENDED:
+            del self._gone[next(iter(self._gone))]
         self._transfers.over(now_s, attempt, error or "the segment ended first")
         if segment.decode is not None:
             segment.decode.note(positions=segment.decoded)

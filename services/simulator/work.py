@@ -41,6 +41,10 @@ def plan_cost(plan: IterationPlan, geometry: KvGeometry) -> PlanCost:
             tokens += computed
             pairs += prefill_pairs(start, computed)
             prefill_context += start + computed
+    tokens += plan.ended_rows
+    sampled += plan.ended_rows
+    decode_rows += plan.ended_rows
+    decode_context += plan.ended_context
     copied = beside = 0
     for copy in plan.copies:
         size = len(copy.device) * (geometry.block_bytes if copy.unit == "block" else geometry.token_bytes)
@@ -48,5 +52,7 @@ def plan_cost(plan: IterationPlan, geometry: KvGeometry) -> PlanCost:
             beside += size
         else:
             copied += size
-    work = StepWork(tokens, len(plan.rows), sampled, pairs, prefill_context, decode_rows, decode_context, longest)
+    work = StepWork(
+        tokens, len(plan.rows) + plan.ended_rows, sampled, pairs, prefill_context, decode_rows, decode_context, longest
+    )
     return PlanCost(work, useful, tokens - useful, copied, beside)

@@ -74,7 +74,10 @@ _ECOSERVE = _sections(
 OPTIONS: dict[str, st.SearchStrategy[Overrides]] = {
     **{name: _baseline() for name in PRESETS if name.startswith("baseline-")},
     "baseline-uellm": _baseline(
-        baselines={"padded": st.booleans(), "ablation": st.fixed_dictionaries({"rectangular_kv": st.booleans()})}
+        baselines={
+            "padded": st.booleans(),
+            "ablation": st.fixed_dictionaries({"rectangular_kv": st.booleans(), "static_batches": st.booleans()}),
+        }
     ),
     **{name: _sections(engine=_PREEMPTION, kv=_CACHING) for name in ("cohort", "disaggregated", "unified")},
     "alignedserve": _sections(

@@ -206,12 +206,15 @@ class SlackPacking(IterationScheduler):
         rows, tokens_left, cut_short = len(batch.rows), batch.tokens_left, False
         prefill, decode, context = batch.prefill_tokens, batch.decode_rows, batch.context
         exec_of, chunk, swap_s = cost.exec_of, self._limits.chunk, cost.swap_s(batch.slots)
+        most_rows = batch.most_rows if self._options.ablation.bound_real_time else self._limits.max_rows
+        # Of the time before the deadline; the rest is for best-effort requests that keep their share.
+        for_prompts = 1.0 - (self._options.best_effort_share if any(s.uncomputed for s in batch.guaranteed) else 0.0)
         for residual_s, key, sequence in urgent:
             if key in batch.safe:
                 continue
             computed = sequence.computed
             count = min(sequence.uncomputed, chunk, tokens_left)
-            if count == 1 and rows < self._limits.max_rows:
+            if count == 1 and rows < most_rows:
                 # The usual row: a request that keeps its deadline among all of them would keep it alone.
                 limit_s = residual_s if residual_s < batch.limit_s else batch.limit_s
                 if exec_of(prefill, decode + 1, context + computed + 1) <= limit_s >= swap_s:
@@ -225,7 +228,7 @@ class SlackPacking(IterationScheduler):
                 infeasible.append(sequence)
                 continue
             batch.limit_s = min(batch.limit_s, residual_s)
-            if rows >= self._limits.max_rows or count < 1:
+            if rows >= most_rows or count < 1:
                 break
             if count == 1:
                 grown = prefill, decode + 1, context + computed + 1
@@ -233,12 +236,14 @@ class SlackPacking(IterationScheduler):
                 continue
             else:
                 grown = prefill + count, decode, context + computed
-            if max(exec_of(*grown), swap_s) > batch.limit_s:
+            limit_s = batch.limit_s if count == 1 else for_prompts * batch.limit_s
+            if max(exec_of(*grown), swap_s) > limit_s:
                 cut_short = True
                 urgent.skip_waiting()
                 if count == 1:
                     break
-                count = self._cut_on_time(sequence, count, BatchLoad(prefill, decode, context), batch, pulled)
+                load = BatchLoad(prefill, decode, context)
+                count = self._cut_on_time(sequence, count, load, batch, pulled, limit_s)
                 if count == 0:
                     continue
                 grown = prefill + count, decode, context + computed
@@ -258,7 +263,13 @@ class SlackPacking(IterationScheduler):
         return chosen, infeasible, cut_short
 
     def _cut_on_time(
-        self, sequence: Sequence, count: int, load: BatchLoad, batch: Batch, pulled: list[tuple[float, Sequence, int]]
+        self,
+        sequence: Sequence,
+        count: int,
+        load: BatchLoad,
+        batch: Batch,
+        pulled: list[tuple[float, Sequence, int]],
+        limit_s: float,
     ) -> int:
         """Tokens of a prompt that does not fit; 0 = none. Decode rows behind it keep their place: as there is always a
         prompt to cut, those that are late would have none in any iteration."""
@@ -267,9 +278,7 @@ class SlackPacking(IterationScheduler):
         taken = batch.safe | {row.key for _, row, _ in pulled}
         behind = [s.computed for s in self._rt.pending() if is_decode(s) and s.key not in taken]
         context = load.context + sequence.computed + sum(behind) + len(behind)
-        return self._cut(
-            count, BatchLoad(load.prefill_tokens, load.decode_rows + len(behind), context), batch, batch.limit_s
-        )
+        return self._cut(count, BatchLoad(load.prefill_tokens, load.decode_rows + len(behind), context), batch, limit_s)
 
     def _keep(self, kv: KvAllocator, batch: Batch) -> None:
         """Requests that keep blocks in this iteration, and the blocks they still need."""

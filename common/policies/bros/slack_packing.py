@@ -27,7 +27,7 @@ from cohort.common.policies.bros.iteration_cost import BatchLoad, IterationCost,
 from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTimeQueues, UrgentFirst, slots_away
 from cohort.common.policies.bros.token_groups import TokenGroups
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Ran
-from cohort.common.policies.kv_interface import BlockSharing, KvAllocator
+from cohort.common.policies.kv_interface import BlockSharing, KvAllocator, goes_beside
 from cohort.common.policies.sequences import preempt, resume, start
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, TrafficClass
@@ -55,9 +55,9 @@ class SlackPacking(IterationScheduler):
     - The batch size (R6) holds back best-effort and late requests only: the others are limited by their deadlines.
     - A request that has not started yet drops no real-time request (R11), and leaves running ones their next block:
       under overload every newcomer on time would make a request late that has been served already.
-    - The oldest best-effort requests keep a share of the cache (`best_effort_share`), and have it before prompts that
-      are late: real-time requests that outnumber what the device can do take all there is, and are not helped by it.
-      Others do not come back while real-time requests wait, which would take the blocks at once.
+    - The oldest best-effort requests keep a share of the cache and of the time that is left for prompts
+      (`best_effort_share`), and have it before prompts that are late: real-time requests that outnumber what the device
+      can do take all there is, and are not helped by it. Others do not come back while real-time requests wait.
     """
 
     def __init__(self, options: BrosConfig, limits: IterationLimits, groups: TokenGroups, cost: IterationCost) -> None:
@@ -127,11 +127,9 @@ class SlackPacking(IterationScheduler):
         return self._finished(batch)
 
     def _finished(self, batch: Batch) -> IterationPlan:
-        self._dropped += batch.dropped
-        self._slots_beside = batch.slots
-        plan, rows = batch.plan, list(batch.rows.values())
-        prefill = [row for row in rows if row.count > 1]
-        decode = [row for row in rows if row.count == 1]
+        self._dropped, self._slots_beside, plan = self._dropped + batch.dropped, batch.slots, batch.plan
+        prefill = [row for row in batch.rows.values() if row.count > 1]
+        decode = [row for row in batch.rows.values() if row.count == 1]
         plan.rows = prefill + decode
         plan.estimated_s = self._cost.iteration_s(batch.load, batch.slots)
         plan.reason = f"{len(prefill)} prefill, {len(decode)} decode, {len(plan.preempted)} preempted"
@@ -208,7 +206,7 @@ class SlackPacking(IterationScheduler):
         exec_of, chunk, swap_s = cost.exec_of, self._limits.chunk, cost.swap_s(batch.slots)
         most_rows = batch.most_rows if self._options.ablation.bound_real_time else self._limits.max_rows
         # Of the time before the deadline; the rest is for best-effort requests that keep their share.
-        for_prompts = 1.0 - (self._options.best_effort_share if any(s.uncomputed for s in batch.guaranteed) else 0.0)
+        for_prompts = 1.0 - (self._options.best_effort_share if batch.guaranteed else 0.0)
         for residual_s, key, sequence in urgent:
             if key in batch.safe:
                 continue
@@ -242,8 +240,8 @@ class SlackPacking(IterationScheduler):
                 urgent.skip_waiting()
                 if count == 1:
                     break
-                load = BatchLoad(prefill, decode, context)
-                count = self._cut_on_time(sequence, count, load, batch, pulled, limit_s)
+                load, taken = BatchLoad(prefill, decode, context), batch.safe | {row.key for _, row, _ in pulled}
+                count = self._cut_on_time(sequence, count, load, batch, taken, limit_s)
                 if count == 0:
                     continue
                 grown = prefill + count, decode, context + computed
@@ -263,19 +261,12 @@ class SlackPacking(IterationScheduler):
         return chosen, infeasible, cut_short
 
     def _cut_on_time(
-        self,
-        sequence: Sequence,
-        count: int,
-        load: BatchLoad,
-        batch: Batch,
-        pulled: list[tuple[float, Sequence, int]],
-        limit_s: float,
+        self, sequence: Sequence, count: int, load: BatchLoad, batch: Batch, taken: set[Attempt], limit_s: float
     ) -> int:
         """Tokens of a prompt that does not fit; 0 = none. Decode rows behind it keep their place: as there is always a
         prompt to cut, those that are late would have none in any iteration."""
         if not self._options.ablation.cut_prompts:
             return 0
-        taken = batch.safe | {row.key for _, row, _ in pulled}
         behind = [s.computed for s in self._rt.pending() if is_decode(s) and s.key not in taken]
         context = load.context + sequence.computed + sum(behind) + len(behind)
         return self._cut(count, BatchLoad(load.prefill_tokens, load.decode_rows + len(behind), context), batch, limit_s)
@@ -486,9 +477,10 @@ class SlackPacking(IterationScheduler):
         plan, latency_s, block_size = ran.plan, ran.latency_s, kv.geometry.block_size
         if plan.rows:
             self._average_s = latency_s if self._average_s == 0.0 else 0.9 * self._average_s + 0.1 * latency_s
-        slots = sum(
-            len(copy.device) * (block_size if copy.unit == "block" else 1) for copy in plan.copies if not copy.beside
-        )
+        first = [copy for copy in plan.copies if not copy.beside]
+        if first and self._cost.knows_slots and goes_beside(first, kv.geometry):
+            return  # an engine's matter whether it waited for them
+        slots = sum(len(copy.device) * (block_size if copy.unit == "block" else 1) for copy in first)
         self._cost.observe(load_of(plan.rows), self._slots_beside, latency_s, slots_before=slots)
 
     @property

@@ -43,7 +43,7 @@ _END_S = 600.0
 _NEVER_S = 1e9
 _KEEPS = 0.005
 """A system that keeps less of its targets in a case keeps nothing: the first requests meet an empty device."""
-_MODELS = {"opt-13b": ("a100-40:1", 2), "opt-30b": ("a100-40:1", 4), "llama-3-70b": ("a100-80:1", 8)}
+_MODELS = {"opt-30b": ("a100-40:1", 4), "llama-3-70b": ("a100-80:1", 8), "opt-13b": ("a100-40:1", 2)}
 _SHAPES = {"sharegpt": "bros-sharegpt", "lmsys": "bros-lmsys"}
 _HOST_BYTES = 64 << 30
 _ONE = "opt-30b"
@@ -165,6 +165,11 @@ def _without(lab: Lab, system: str, cases: list[_Case]) -> float:
     return sum(_ttft(_run(lab, system, case)) < _KEEPS for case in cases)
 
 
+def _figure(number: int, shape: str, what: str = "") -> str:
+    return f"BROS Fig. {number}{what}, {_NAMES_OF_SETS[shape]}"
+
+
+_NAMES_OF_SETS = {"sharegpt": "ShareGPT", "lmsys": "LMSYS"}
 _WORKLOADS = {"sharegpt": "ShareGPT + batches", "lmsys": "LMSYS-Chat-1M + batches"}
 _BASELINES = {"vllm": "baseline-vllm", "rr": "baseline-round-robin"}
 _NAMES = {"bros": "itself", **_BASELINES}
@@ -184,7 +189,7 @@ _CASES_RATIO = "mean of the cases in which the other keeps 0.5 % at least"
 def _headlines(shape: str, other: str) -> list[Figure]:
     latency, best_effort, ttft, tpot = _HEADLINES[shape, other]
     where, baseline, cases = f"{shape}-{other}", _BASELINES[other], _cases(shape)
-    ten, eleven = (("bros", f"BROS Fig. {number}", _WORKLOADS[shape], baseline) for number in (10, 11))
+    ten, eleven = (("bros", _figure(number, shape), _WORKLOADS[shape], baseline) for number in (10, 11))
     change, kept = "normalised latency, change", "best-effort requests/s, change"
 
     def row(name: str, head: tuple[str, str, str, str], metric: str, unit: str, paper: float, note: str) -> Figure:
@@ -195,7 +200,8 @@ def _headlines(shape: str, other: str) -> list[Figure]:
             "ttft": lambda lab: _times(lab, _ttft, other, cases),
             "tpot": lambda lab: _times(lab, _tpot, other, cases),
         }[name]
-        return Figure(f"bros-{head[1][-2:]}-{name}-{where}", *head, metric, unit, paper, measure, note)
+        number = 10 if head is ten else 11
+        return Figure(f"bros-{number}-{name}-{where}", *head, metric, unit, paper, measure, note)
 
     return [
         row("latency", ten, change, "%", latency, _FINISHED),
@@ -225,7 +231,7 @@ def _anchor(metric: str, system: str, shape: str, paper: float, batch: int = 0) 
     return Figure(
         f"bros-11-kept-{metric}-{system}-{shape}" + (f"-{batch}" if batch else ""),
         "bros",
-        "BROS Fig. 11, anchors by batch size" if batch else "BROS Fig. 11, anchors",
+        _figure(11, shape, ", anchors by batch size" if batch else ", anchors"),
         workload,
         _NAMES[system],
         f"{metric.upper()} kept of all sent",
@@ -240,7 +246,7 @@ def _anchor(metric: str, system: str, shape: str, paper: float, batch: int = 0) 
 _EIGHT = Figure(
     "bros-11-none-vllm",
     "bros",
-    "BROS Fig. 11, anchors",
+    _figure(11, "sharegpt", ", anchors"),
     _WORKLOADS["sharegpt"],
     "baseline-vllm",
     "cases of 15 without TTFT attainment",
@@ -254,7 +260,7 @@ _EIGHT = Figure(
 def _of_model(shape: str, other: str, model: str) -> list[Figure]:
     latency, best_effort, _, _ = _HEADLINES[shape, other]
     where, cases = f"{shape}-{other}-{model}", _cases(shape, (model,))
-    common = ("bros", "BROS Fig. 10, by model", f"{_WORKLOADS[shape]}, {model}", _BASELINES[other])
+    common = ("bros", _figure(10, shape, " by model"), f"{_WORKLOADS[shape]}, {model}", _BASELINES[other])
     return [
         Figure(
             f"bros-10-model-{name}-{where}",
@@ -309,15 +315,20 @@ _ABLATION_NOTE = (
     "paper: 10/s; without, best-effort requests are dropped for real-time ones, which keep their targets so"
 )
 
-_OF_SHAPE = {
-    shape: [row for name, other in _HEADLINES if name == shape for row in _headlines(shape, other)] for shape in _SHAPES
-}
+
+def _of_shape(shape: str) -> list[Figure]:
+    """Models one after the other, so that an interrupted run has their rows."""
+    headlines = [row for name, other in _HEADLINES if name == shape for row in _headlines(shape, other)]
+    return [
+        *(row for model in _MODELS for other in _BASELINES for row in _of_model(shape, other, model)),
+        *sorted(headlines, key=lambda figure: figure.figure),
+        *(_anchor(*anchor) for anchor in _ANCHORS if anchor[2] == shape),
+    ]
+
 
 FIGURES: tuple[Figure, ...] = (
-    *sorted(_OF_SHAPE["sharegpt"], key=lambda figure: figure.figure),
-    *(_anchor(*anchor) for anchor in _ANCHORS if anchor[2] == "sharegpt"),
+    *_of_shape("sharegpt"),
     _EIGHT,
-    *(row for model in _MODELS for other in _BASELINES for row in _of_model("sharegpt", other, model)),
     Figure("bros-13-ttft", *_ABLATION, "TTFT attainment", "x", 1.23, lambda lab: _ablation(lab, _ttft), _ABLATION_NOTE),
     Figure("bros-13-tpot", *_ABLATION, "TPOT attainment", "x", 1.63, lambda lab: _ablation(lab, _tpot), _ABLATION_NOTE),
     *(
@@ -336,9 +347,7 @@ FIGURES: tuple[Figure, ...] = (
         )
         for model, paper in (("opt-13b", 9.52), ("opt-30b", 8.42))
     ),
-    *sorted(_OF_SHAPE["lmsys"], key=lambda figure: figure.figure),
-    *(_anchor(*anchor) for anchor in _ANCHORS if anchor[2] == "lmsys"),
-    *(row for model in _MODELS for other in _BASELINES for row in _of_model("lmsys", other, model)),
+    *_of_shape("lmsys"),
     _variant("bros-guarded", _ONE, "TTFT attainment", _ttft, "x", _GUARD_NOTE),
     _variant("bros-guarded", _ONE, "latency of finished requests", _finished, "x", _GUARD_NOTE),
     _variant("bros-bound", "llama-3-70b", "TPOT attainment", _tpot, "x", _BOUND_NOTE),

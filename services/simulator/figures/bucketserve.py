@@ -1,8 +1,8 @@
 """BucketServe §V: Llama-2-13B on four A100-40GB, against UELLM and DistServe.
 
-The paper prints its devices, its data sets and the shape of its mix, and of absolute numbers only GPU utilisation, the
-share of decoding in a request's time and that prefill begins to queue at 32 requests a second (Fig. 6a). What is open
-was chosen by these (Fig. 6a, "anchors") and by what serves a baseline best, never by a ratio:
+The paper prints its devices, its data sets and the shape of its mix, and of absolute numbers only GPU utilisation (5b)
+and decoding's share of a request's time (6a, "anchors"), which all choices below meet. What is open was chosen by what
+serves a baseline best or is its own design, never by a ratio; the other readings have rows of their own:
 
     placement    tensor parallelism 2, one prefill and one decode instance, for BucketServe and DistServe: the paper
                  takes what DistServe's authors recommend, and DistServe serves 1.6 times as much so as with one prefill
@@ -10,7 +10,7 @@ was chosen by these (Fig. 6a, "anchors") and by what serves a baseline best, nev
     UELLM        one model whose layers lie on the four devices, as its own deployer places it (He et al. 2024, HELR),
                  in static batches: rows that have ended compute on until the batch ends. Other readings have rows
     Mixed        Alpaca with its prompt template and LongBench cut to the model's 4,096 tokens, 9:1: its lengths have a
-                 long tail (Fig. 3). 1:1 and 3:1 have rows
+                 long tail (Fig. 3), and the share is not printed. 1:1 and 3:1 have rows
     offline      400 requests at second 0 (Fig. 5a, b); throughput counts prompt and output tokens
     SLO          none is printed. Alpaca: first token 0.25 s, later ones 0.1 s (DistServe's for a 13B chatbot);
                  mixed: 2.5 s and 0.15 s. Capacity is the highest rate with 80 % of requests keeping both (Fig. 5c, d)

@@ -100,7 +100,7 @@ class KvTensors:
         """Whole blocks, as `staged` gives slots. Raises `InvariantViolated`."""
         if blocks and not (min(blocks) >= 0 and max(blocks) < len(self.blocks)):
             raise InvariantViolated(f"blocks {min(blocks)} to {max(blocks)} are not in a pool of {len(self.blocks)}")
-        return self.blocks[torch.tensor(blocks, device=self.device)]
+        return self.blocks[torch.tensor(blocks).to(self.device, non_blocking=True)]
 
     def to_host(self, staged: Tensor) -> Tensor:
         """Pinned memory that the calling thread's stream fills; on a processor what was given."""

@@ -70,12 +70,15 @@ def key_of(figure: Figure) -> Key:
 def markdown(
     results: Iterable[Reproduced], figures: Sequence[Figure], before: str = "", claims: Iterable[Claim] = CLAIMS
 ) -> str:
-    """The page. Rows that `before`, an earlier page, has of figures that are not among the results stay."""
+    """The page. Rows that `before`, an earlier page, has of figures that are not among the results stay; those of
+    figures that a system no longer has do not."""
     kinds = {key_of(figure): kind_of(figure, claims) for figure in figures}
     places = {key: place for place, key in enumerate(kinds)}
     rows: dict[str, list[PageRow]] = {}
+    known = {figure.system for figure in figures}
     for row in rows_of(before, kinds):
-        rows.setdefault(row.system, []).append(row)
+        if row.key in places or row.system not in known:
+            rows.setdefault(row.system, []).append(row)
     under = _conditions_on(before)
     for system, group in groupby(results, key=lambda result: result.system):
         anew = {row.key: row for row in map(_page_row, group)}

@@ -366,6 +366,8 @@ class IterationPlan:
     """One forward. `rows`: prefill rows first, then decode rows (R14).
 
     `padded_to`: on padded paths every prefill row counts as this many tokens (B2); 0 = variable length, no padding.
+    `ended_rows`, `ended_context`: of a static batch the rows that have ended and go on as padding, and positions that
+    rows attend to beside their own. The simulator counts their time; a live engine computes none of them.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -374,6 +376,8 @@ class IterationPlan:
     """Sequences that leave the scheduler with their KV, to be parked for late binding (A6 eviction); in no row."""
     copies: list[KvCopy] = field(default_factory=list)
     padded_to: int = 0
+    ended_rows: int = 0
+    ended_context: int = 0
     estimated_s: float = 0.0
     reason: str = ""
 

@@ -149,6 +149,15 @@ class TraceClients:
         items = [live.item for live in self.live.values()]
         return sum(has_slo(item) for item in items if traffic_class in ("", item.traffic_class))
 
+    def normalised_to_end_s(self, stats: ClassStats, traffic_class: str, end_s: float) -> float | None:
+        """Mean seconds a token of the requests of one class (or "": of all) that finished, and of those still under
+        way as if they ended now. None: there are none of either."""
+        live = [live for live in self.live.values() if traffic_class in ("", live.item.traffic_class)]
+        if not stats.normalised.count + len(live):
+            return None
+        unserved_s = sum((end_s - one.item.arrival_s) / one.output_tokens for one in live)
+        return (stats.normalised.sum_s + unserved_s) / (stats.normalised.count + len(live))
+
     def begin_counting(self, now_s: float) -> None:
         """Forget the stats so far, not the requests."""
         self.classes = {name: ClassStats() for name in self.classes}

@@ -109,7 +109,8 @@ class CostEngine:
     def begin(self, node: WorkerNode, step: StartStep) -> None:
         worker = _sim(node)
         plan, now_s = step.plan, self._events.now_s
-        cost, model = plan_cost(plan, self._geometry), self._costs[worker.number]
+        stages = not self._cluster.of(worker.number).cpu
+        cost, model = plan_cost(plan, self._geometry, device_stages=stages), self._costs[worker.number]
         beside_s = model.swap_s(cost.beside_bytes)
         worker.step += 1
         step_s = model.step_s(cost.work) * self._factor(worker, 0)

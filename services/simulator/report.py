@@ -55,6 +55,9 @@ class Slice(msgspec.Struct, frozen=True):
     jct_ms: Distribution | None
     normalised_ms: Distribution | None
     slo: SloAttainment | None
+    normalised_to_end_ms: float | None = None
+    """Mean normalised latency with requests that were unserved at the end, as if they had ended then. Refused ones are
+    in neither mean."""
 
 
 class InstanceReport(msgspec.Struct, frozen=True):
@@ -166,11 +169,8 @@ def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
         duration_s=duration_s,
         ended=not clients.live,
         notes=notes,
-        overall=_slice(clients.all, clients.unserved_with_slo(), duration_s),
-        by_class={
-            name: _slice(stats, clients.unserved_with_slo(name), duration_s)
-            for name, stats in sorted(clients.classes.items())
-        },
+        overall=_slice(sim, clients.all, "", duration_s),
+        by_class={name: _slice(sim, stats, name, duration_s) for name, stats in sorted(clients.classes.items())},
         instances=[_instance(sim, worker, duration_s) for worker in sim.workers],
         moved_bytes=sim.ports.moved_bytes,
         manager=sim.manager.stats(),
@@ -178,8 +178,10 @@ def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
     )
 
 
-def _slice(stats: ClassStats, unserved: int, duration_s: float) -> Slice:
-    """`unserved`: its requests with an SLO that neither ended nor were refused."""
+def _slice(sim: SimCluster, stats: ClassStats, traffic_class: str, duration_s: float) -> Slice:
+    """`traffic_class` "": all."""
+    unserved = sim.clients.unserved_with_slo(traffic_class)
+    to_end_s = sim.clients.normalised_to_end_s(stats, traffic_class, sim.events.now_s)
     return Slice(
         sent=stats.sent,
         finished=stats.finished,
@@ -193,6 +195,7 @@ def _slice(stats: ClassStats, unserved: int, duration_s: float) -> Slice:
         jct_ms=stats.jct.stats(),
         normalised_ms=stats.normalised.stats(),
         slo=_slo_attainment(stats, unserved, duration_s) if stats.with_slo + unserved else None,
+        normalised_to_end_ms=None if to_end_s is None else 1e3 * to_end_s,
     )
 
 

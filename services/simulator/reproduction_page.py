@@ -1,8 +1,8 @@
 """docs/reproduction.md: a table of claims for each paper, then every row, then what follows from the rows.
 
 Written from new results and from the page as it is: figures that were not measured anew keep their rows.
-Every word beside a number is computed from the rows but the claims and their reasons (`figures/claims.py`) and the
-rows' notes. Runs nothing.
+Every word beside a number is computed from the rows but the claims, their reasons (`figures/claims.py`) and the rows'
+notes. Runs nothing.
 """
 
 from __future__ import annotations
@@ -70,12 +70,15 @@ def key_of(figure: Figure) -> Key:
 def markdown(
     results: Iterable[Reproduced], figures: Sequence[Figure], before: str = "", claims: Iterable[Claim] = CLAIMS
 ) -> str:
-    """The page. Rows that `before`, an earlier page, has of figures that are not among the results stay."""
+    """The page. Rows that `before`, an earlier page, has of figures that are not among the results stay; those of
+    figures that a system no longer has do not."""
     kinds = {key_of(figure): kind_of(figure, claims) for figure in figures}
     places = {key: place for place, key in enumerate(kinds)}
     rows: dict[str, list[PageRow]] = {}
+    known = {figure.system for figure in figures}
     for row in rows_of(before, kinds):
-        rows.setdefault(row.system, []).append(row)
+        if row.key in places or row.system not in known:
+            rows.setdefault(row.system, []).append(row)
     under = _conditions_on(before)
     for system, group in groupby(results, key=lambda result: result.system):
         anew = {row.key: row for row in map(_page_row, group)}
@@ -135,7 +138,11 @@ def summary(rows: Sequence[PageRow], figures: Iterable[Figure], claims: Iterable
         counts[said] += 1
         unit = known[claim.ids[0]].unit
         theirs, ours = _range([row.paper for row in found], unit), _ours([row.ours for row in found], unit)
-        tables.setdefault(claim.paper, []).append(f"| {claim.says} | {theirs} | {ours} | {said} | {claim.why} |")
+        why = [claim.why] if claim.why else []
+        why += [
+            _beside(by_key[key_of(known[name])], found[0]) for name in claim.beside if key_of(known[name]) in by_key
+        ]
+        tables.setdefault(claim.paper, []).append(f"| {claim.says} | {theirs} | {ours} | {said} | {'; '.join(why)} |")
     if not tables:
         return []
     lines = [
@@ -162,6 +169,14 @@ def summary(rows: Sequence[PageRow], figures: Iterable[Figure], claims: Iterable
             *table,
         ]
     return lines
+
+
+def _beside(row: PageRow, of: PageRow) -> str:
+    """Another row's number, named by what it has else than the claim's first row, with the paper's if that differs."""
+    mine, theirs = ((one.workload, one.baseline, one.metric, one.note) for one in (row, of))
+    named = [word for word, other in zip(mine, theirs, strict=True) if word and word != other]
+    paper = "" if row.paper == of.paper else f", theirs {row.paper:g}"
+    return f"{', '.join(named)}: {row.ours.median:.3g}{paper}"
 
 
 def _provisional(rows: Sequence[PageRow]) -> list[str]:

@@ -66,7 +66,9 @@ def row_verdict(kind: Kind, paper: float, ours: Spread) -> str:
 
 def kind_of(figure: Figure, claims: Iterable[Claim] = CLAIMS) -> Kind:
     """How a row's numbers are compared: as the claim that names it says, else by its unit. A factor of 1, or a change
-    of nothing, is no effect that could be reproduced."""
+    of nothing, is no effect that could be reproduced. Not at all where the figure says so."""
+    if not figure.told:
+        return Kind.UNTOLD
     for claim in claims:
         if figure.id in claim.ids:
             return claim.kind

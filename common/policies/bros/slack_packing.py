@@ -29,7 +29,7 @@ from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTim
 from cohort.common.policies.bros.token_groups import TokenGroups
 from cohort.common.policies.bros.unserved import Unserved
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Ran
-from cohort.common.policies.kv_interface import BlockSharing, KvAllocator
+from cohort.common.policies.kv_interface import BlockSharing, KvAllocator, goes_beside
 from cohort.common.policies.sequences import preempt, resume, start
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, TrafficClass
@@ -56,9 +56,9 @@ class SlackPacking(IterationScheduler):
     - The batch size (R6) holds back best-effort and late requests only: the others are limited by their deadlines.
     - A request that has not started yet drops no real-time request (R11), and leaves running ones their next block:
       under overload every newcomer on time would make a request late that has been served already.
-    - The oldest best-effort requests keep a share of the cache (`best_effort_share`), and have it before prompts that
-      are late: real-time requests that outnumber what the device can do take all there is, and are not helped by it.
-      Others do not come back while real-time requests wait, which would take the blocks at once.
+    - The oldest best-effort requests keep a share of the cache and of the time that is left for prompts
+      (`best_effort_share`), and have it before prompts that are late: real-time requests that outnumber what the device
+      can do take all there is, and are not helped by it. Others do not come back while real-time requests wait.
     """
 
     def __init__(self, options: BrosConfig, limits: IterationLimits, groups: TokenGroups, cost: IterationCost) -> None:
@@ -140,10 +140,9 @@ class SlackPacking(IterationScheduler):
     def _finished(self, batch: Batch) -> IterationPlan:
         self._dropped, self._past_due_rows = self._dropped + batch.dropped, self._past_due_rows + batch.late
         self._late_rows = batch.late
-        self._slots_beside = batch.slots
-        plan, rows = batch.plan, list(batch.rows.values())
-        prefill = [row for row in rows if row.count > 1]
-        decode = [row for row in rows if row.count == 1]
+        self._slots_beside, plan = batch.slots, batch.plan
+        prefill = [row for row in batch.rows.values() if row.count > 1]
+        decode = [row for row in batch.rows.values() if row.count == 1]
         plan.rows = prefill + decode
         plan.estimated_s = self._cost.iteration_s(batch.load, batch.slots)
         plan.reason = f"{len(prefill)} prefill, {len(decode)} decode, {len(plan.preempted)} preempted"
@@ -206,12 +205,15 @@ class SlackPacking(IterationScheduler):
         rows, tokens_left, cut_short = len(batch.rows), batch.tokens_left, False
         prefill, decode, context = batch.prefill_tokens, batch.decode_rows, batch.context
         exec_of, chunk, swap_s = cost.exec_of, self._limits.chunk, cost.swap_s(batch.slots)
+        most_rows = batch.most_rows if self._options.ablation.bound_real_time else self._limits.max_rows
+        # Of the time before the deadline; the rest is for best-effort requests that keep their share.
+        for_prompts = 1.0 - (self._options.best_effort_share if batch.guaranteed else 0.0)
         for residual_s, key, sequence in urgent:
             if key in batch.safe:
                 continue
             computed = sequence.computed
             count = min(sequence.uncomputed, chunk, tokens_left)
-            if count == 1 and rows < self._limits.max_rows:
+            if count == 1 and rows < most_rows:
                 # The usual row: a request that keeps its deadline among all of them would keep it alone.
                 limit_s = residual_s if residual_s < batch.limit_s else batch.limit_s
                 if exec_of(prefill, decode + 1, context + computed + 1) <= limit_s >= swap_s:
@@ -225,7 +227,7 @@ class SlackPacking(IterationScheduler):
                 infeasible.append(sequence)
                 continue
             batch.limit_s = min(batch.limit_s, residual_s)
-            if rows >= self._limits.max_rows or count < 1:
+            if rows >= most_rows or count < 1:
                 break
             if count == 1:
                 grown = prefill, decode + 1, context + computed + 1
@@ -233,12 +235,14 @@ class SlackPacking(IterationScheduler):
                 continue
             else:
                 grown = prefill + count, decode, context + computed
-            if max(exec_of(*grown), swap_s) > batch.limit_s:
+            limit_s = batch.limit_s if count == 1 else for_prompts * batch.limit_s
+            if max(exec_of(*grown), swap_s) > limit_s:
                 cut_short = True
                 urgent.skip_waiting()
                 if count == 1:
                     break
-                count = self._cut_on_time(sequence, count, BatchLoad(prefill, decode, context), batch, pulled)
+                load, taken = BatchLoad(prefill, decode, context), batch.safe | {row.key for _, row, _ in pulled}
+                count = self._cut_on_time(sequence, count, load, batch, taken, limit_s)
                 if count == 0:
                     continue
                 grown = prefill + count, decode, context + computed
@@ -258,18 +262,15 @@ class SlackPacking(IterationScheduler):
         return chosen, infeasible, cut_short
 
     def _cut_on_time(
-        self, sequence: Sequence, count: int, load: BatchLoad, batch: Batch, pulled: list[tuple[float, Sequence, int]]
+        self, sequence: Sequence, count: int, load: BatchLoad, batch: Batch, taken: set[Attempt], limit_s: float
     ) -> int:
         """Tokens of a prompt that does not fit; 0 = none. Decode rows behind it keep their place: as there is always a
         prompt to cut, those that are late would have none in any iteration."""
         if not self._options.ablation.cut_prompts:
             return 0
-        taken = batch.safe | {row.key for _, row, _ in pulled}
         behind = [s.computed for s in self._rt.pending() if is_decode(s) and s.key not in taken]
         context = load.context + sequence.computed + sum(behind) + len(behind)
-        return self._cut(
-            count, BatchLoad(load.prefill_tokens, load.decode_rows + len(behind), context), batch, batch.limit_s
-        )
+        return self._cut(count, BatchLoad(load.prefill_tokens, load.decode_rows + len(behind), context), batch, limit_s)
 
     def _keep(self, kv: KvAllocator, batch: Batch) -> None:
         """Requests that keep blocks in this iteration, and the blocks they still need."""
@@ -478,9 +479,10 @@ class SlackPacking(IterationScheduler):
         if plan.rows:
             for each_s in ran.times_s:
                 self._average_s = each_s if self._average_s == 0.0 else 0.9 * self._average_s + 0.1 * each_s
-        slots = sum(
-            len(copy.device) * (block_size if copy.unit == "block" else 1) for copy in plan.copies if not copy.beside
-        )
+        first = [copy for copy in plan.copies if not copy.beside]
+        if first and self._cost.knows_slots and goes_beside(first, kv.geometry):
+            return  # an engine's matter whether it waited for them
+        slots = sum(len(copy.device) * (block_size if copy.unit == "block" else 1) for copy in first)
         self._cost.observe(load_of(plan.rows), self._slots_beside, latency_s, slots_before=slots)
 
     @property

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from cohort.common.errors import ConfigError
 from cohort.common.machines.fast_forward import FastForward
 from cohort.common.policies.cost_model import StepWork, prefill_pairs
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.policies.kv_interface import KvCopy
 from cohort.common.types import Role, Slo
 from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload
 from cohort.services.simulator.cluster import SimCluster, SimOptions
@@ -16,6 +18,7 @@ from cohort.services.simulator.deployment import spread_roles
 from cohort.services.simulator.engine import MAX_FAST_FORWARD
 from cohort.services.simulator.hardware import load_cluster
 from cohort.services.simulator.report import make_report
+from cohort.services.simulator.work import plan_cost
 from tests.examples import examples
 from tests.services.simulator.lab import MODEL, Recorded, cache_of, cluster, config, run, workload
 
@@ -192,6 +195,31 @@ def test_what_is_unserved_at_the_horizon_was_sent_and_not_kept():
     assert (slo.sent, slo.judged, slo.attainment) == (3, 2, 1.0)
     assert slo.kept_of_sent == pytest.approx(2 / 3)
     assert report.by_class["rt"].slo == slo
+
+
+def test_requests_unserved_at_the_horizon_count_in_the_latency_to_the_end():
+    load = workload((0.0, 100, 5), (0.5, 100, 1000))
+    report = make_report(run(config(), cluster(), load, horizon_s=1.0), "test", Workload("test", ()).facts)
+    finished = report.overall.normalised_ms
+    assert finished is not None and report.overall.finished == 1
+    to_end = (finished.mean + 1e3 * 0.5 / 1000) / 2
+    assert report.by_class["rt"].normalised_to_end_ms == pytest.approx(to_end, rel=0.05)
+    assert report.overall.normalised_to_end_ms == report.by_class["rt"].normalised_to_end_ms
+    ended = make_report(run(config(), cluster(), load), "test", Workload("test", ()).facts).overall
+    assert ended.normalised_ms is not None and ended.normalised_to_end_ms == pytest.approx(ended.normalised_ms.mean)
+
+
+def test_a_gpu_sends_checkpoints_beside_the_rows():
+    """R12 · Time of an iteration whose copies go out: of a device that gathers them, and of a processor."""
+    geometry = MODEL.kv_geometry(16)
+    plan = IterationPlan(copies=[KvCopy("out", "slot", (1, 2), (3, 4)), KvCopy("in", "block", (5,), (6,), beside=True)])
+    slots, block = 2 * geometry.token_bytes, geometry.block_bytes
+    on_gpu, elsewhere = plan_cost(plan, geometry, device_stages=True), plan_cost(plan, geometry)
+    assert (on_gpu.copied_bytes, on_gpu.beside_bytes) == (0, slots + block)
+    assert (elsewhere.copied_bytes, elsewhere.beside_bytes) == (slots, block)
+    plan.copies.append(KvCopy("in", "slot", (9,), (3,)))  # what it needs has just gone out
+    waits = plan_cost(plan, geometry, device_stages=True)
+    assert (waits.copied_bytes, waits.beside_bytes) == (slots + geometry.token_bytes, block)
 
 
 def overloaded(**options):

@@ -99,3 +99,11 @@ def test_the_page_on_disk_is_current_and_has_a_row_for_every_figure() -> None:
     assert len({key_of(figure) for figure in all_figures()}) == len(all_figures())
     for claim in CLAIMS:
         assert f"| {claim.says} |" in text and f"### {claim.paper}\n" in text
+
+
+def test_rows_of_figures_that_are_no_more_leave_the_page() -> None:
+    now, former = (Figure(name, "s", "Fig. 1", "w", name, "m", "x", 2.0, lambda lab: 0.0) for name in ("now", "former"))
+    before = markdown([Reproduced.of(figure, [1.9], [0]) for figure in (now, former)], [now, former])
+    assert "| former |" in before
+    after = markdown([], [now], before)
+    assert "| now |" in after and "| former |" not in after

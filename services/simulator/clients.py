@@ -66,6 +66,7 @@ class ClassStats:
     attained_deadline: int = 0
     attained_output_tokens: int = 0
     tokens_within_tbt: int = 0
+    without_late_gap: int = 0
     slo_output_tokens: int = 0
     ttft: Histogram = field(default_factory=Histogram)
     tpot: Histogram = field(default_factory=Histogram)
@@ -342,6 +343,7 @@ class TraceClients:
             each.attained_deadline += attained_deadline
             each.tokens_within_tbt += live.gaps_within + attained_ttft
             each.slo_output_tokens += live.produced
+            each.without_late_gap += live.gaps_within >= live.produced - 1
             if attained_ttft and attained_tpot and attained_deadline:
                 each.attained += 1
                 each.attained_output_tokens += live.produced

@@ -26,7 +26,8 @@ from cohort.services.simulator.tally import WallTime
 
 class SloAttainment(msgspec.Struct, frozen=True):
     """`sent` requests had an SLO, and `kept_of_sent` of them kept it. `judged` of them ended or were refused; the other
-    shares are of these. `tbt` is the share of tokens within the TPOT objective."""
+    shares are of these. `tbt` is the share of tokens within the TPOT objective, `gaps` of requests without any gap
+    beyond it."""
 
     sent: int
     kept_of_sent: float
@@ -36,6 +37,7 @@ class SloAttainment(msgspec.Struct, frozen=True):
     tpot: float
     deadline: float
     tbt: float
+    gaps: float
     goodput_requests_per_s: float
     goodput_tokens_per_s: float
 
@@ -205,6 +207,7 @@ def _slo_attainment(stats: ClassStats, unserved: int, duration_s: float) -> SloA
         tpot=stats.attained_tpot / judged,
         deadline=stats.attained_deadline / judged,
         tbt=stats.tokens_within_tbt / max(1, stats.slo_output_tokens),
+        gaps=stats.without_late_gap / judged,
         goodput_requests_per_s=stats.attained / duration_s,
         goodput_tokens_per_s=stats.attained_output_tokens / duration_s,
     )

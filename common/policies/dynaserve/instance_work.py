@@ -144,6 +144,11 @@ class InstanceWork:
         return self._pass_s
 
     @property
+    def free_rows(self) -> int:
+        """Rows of an iteration that no response takes, with all that is there or on its way."""
+        return self._limits.max_rows - len(self._reported.T) - len(self._assigned)
+
+    @property
     def free_tokens(self) -> int:
         """Positions that free blocks hold, less those of requests sent there since the report."""
         stats = self._stats

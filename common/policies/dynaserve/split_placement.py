@@ -32,6 +32,10 @@ from cohort.common.types import InstanceId, RequestId, Segment
 _PROBES = 6
 """K of Alg. 1: split points tried for a request. Six halvings leave a sixty-fourth of it."""
 
+_DECODES_SHARE = 0.75
+"""Of the bound, what decodes alone may take where more are sent on purpose: the rest is for prompts, and a request that
+changes hands waits for the rest of one such iteration and for the next."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
@@ -204,14 +208,16 @@ class SplitPlacement(Placement):
         self, first: InstanceWork, others: list[InstanceWork], slo_s: float, whole: SegmentWork
     ) -> InstanceWork | None:
         """The instance that had better decode this request, if its prompt is computed on `first`: the split saves work
-        that is worth a KV transfer, and the decodes there stay within the bound. Where all are idle no work is worth
+        that is worth a KV transfer, and there are rows, blocks and time within the bound for it. Where all are idle no work is worth
         saving; where this one is, other work would not fill its time, and only its prompts' iterations are."""
         idle = self._idle(first, slo_s, whole.prefill)
         if idle and all(self._idle(other, slo_s, whole.prefill) for other in others):
             return None
         options, best, best_s = self._options, None, self._options.kv_transfer_s
         for other in others:
-            if other.free_tokens < whole.prefill + whole.decode or self._full(other, slo_s, whole.prefill):
+            if other.free_tokens < whole.prefill + whole.decode or other.free_rows <= 0:
+                continue
+            if other.decode_pass_s(1, whole.prefill) > _DECODES_SHARE * slo_s:
                 continue
             cheaper_s = cheaper_elsewhere_s(first, other, whole)
             if abs(cheaper_s) <= options.search_tolerance * work_seconds(first.times, whole):

@@ -283,6 +283,13 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "DynaServe",
+        "requests split at capacity (Fig. 9)",
+        Kind.UNTOLD,
+        tuple(f"dynaserve-splits-9-{name}" for name in ("azure-code", "burstgpt", "arxiv", "reasoning")),
+        "the paper prints no number",
+    ),
+    Claim(
+        "DynaServe",
         "goodput under bursts (Fig. 10)",
         Kind.UNTOLD,
         ("dynaserve-10-replay-colocated", "dynaserve-10-replay-disaggregated"),

@@ -45,6 +45,7 @@ class InFlight:
     answered: Callable[[float], None] | None
     produced: int = 0
     first_s: float = 0.0
+    second_s: float = 0.0
     last_s: float = 0.0
     gaps_within: int = 0
 
@@ -69,6 +70,7 @@ class ClassStats:
     without_late_gap: int = 0
     slo_output_tokens: int = 0
     ttft: Histogram = field(default_factory=Histogram)
+    second: Histogram = field(default_factory=Histogram)
     tpot: Histogram = field(default_factory=Histogram)
     tbt: Histogram = field(default_factory=Histogram)
     jct: Histogram = field(default_factory=Histogram)
@@ -269,6 +271,8 @@ class TraceClients:
             self._gap(live, now_s - live.last_s)
         else:
             live.first_s = now_s
+        if live.produced < 2 <= live.produced + count:
+            live.second_s = now_s
         for _ in range(count - 1):
             self._gap(live, 0.0)
         live.produced += count
@@ -317,6 +321,8 @@ class TraceClients:
         first_gap_s = run.times_s[0] - live.last_s
         self._gap(live, first_gap_s)
         live.gaps_within += run.within(item.slo.tpot_s)
+        if live.produced == 1:
+            live.second_s = run.times_s[0]
         live.produced += len(run.times_s)
         live.last_s = run.times_s[-1]
         run.rows_of[item.traffic_class] = run.rows_of.get(item.traffic_class, 0) + 1
@@ -352,6 +358,7 @@ class TraceClients:
         each.normalised.add(jct_s / live.produced)
         if live.produced > 1:
             each.tpot.add(tpot_s)
+            each.second.add(live.second_s - item.arrival_s)
         if live.answered is not None:
             live.answered(now_s)
 

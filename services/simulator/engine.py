@@ -27,6 +27,7 @@ from cohort.common.virtual_cluster.kv_flights import Flight
 from cohort.common.virtual_cluster.plugins import WorkerNode
 from cohort.services.simulator.clients import OUTPUT_TOKEN, TraceClients
 from cohort.services.simulator.hardware import Cluster
+from cohort.services.simulator.links import link_of
 from cohort.services.simulator.scatter import StepScatter
 from cohort.services.simulator.tally import WorkerTally
 from cohort.services.simulator.work import PlanCost, plan_cost
@@ -54,6 +55,8 @@ class SimWorker(WorkerNode):
     """Number of the step in flight, since the start."""
     slowdown: float = 1.0
     """How much longer it takes at present than alone, on cores that it shares."""
+    blocked_s: float = 0.0
+    """What KV took to arrive since the last iteration began, where transfers block."""
     aligned_batches: int = 0
     """Batches of the late binding among the rows of the step in flight."""
 
@@ -78,6 +81,7 @@ class CostEngine:
         scatter: Sequence[StepScatter],
         jump: bool,
         late_binding: bool,
+        blocking_transfers: bool = False,
     ) -> None:
         """`costs`, `scatter`: of every instance, by number."""
         self._virtual = virtual
@@ -88,6 +92,7 @@ class CostEngine:
         self._geometry = geometry
         self._scatter = scatter
         self._late_binding = late_binding
+        self._blocking_transfers = blocking_transfers
         # On shared cores the others decide how long the next step takes: none is run ahead.
         self._jump = jump and not cluster.cores
         shape = costs[0].model
@@ -103,7 +108,8 @@ class CostEngine:
         beside_s = model.swap_s(cost.beside_bytes)
         worker.step += 1
         step_s = model.step_s(cost.work) * self._factor(worker, 0)
-        latency_s = model.swap_s(cost.copied_bytes) + max(step_s, beside_s)
+        latency_s = model.swap_s(cost.copied_bytes) + max(step_s, beside_s) + worker.blocked_s
+        worker.blocked_s = 0.0
         worker.plan = plan
         worker.ends_s, worker.latencies_s = [now_s + latency_s], [latency_s]
         if self._late_binding:
@@ -134,7 +140,7 @@ class CostEngine:
                     if not worker.fast_forward.undisturbed_by(message):
                         self._interrupt(worker)
                 case RunsReceived(lease_id=lease_id, error=None, runs=runs):
-                    if not worker.fast_forward.undisturbed_by_runs(lease_id, runs):
+                    if self._blocking_transfers or not worker.fast_forward.undisturbed_by_runs(lease_id, runs):
                         self._interrupt(worker)
                 case _:
                     self._interrupt(worker)
@@ -148,7 +154,11 @@ class CostEngine:
             self._interrupt(worker)
 
     def copy(self, flight: Flight) -> None:
-        pass
+        if not self._blocking_transfers or flight.receiver is None:
+            return
+        link = link_of(self._cluster, flight)
+        size = flight.num_blocks * self._geometry.block_bytes
+        _sim(flight.receiver).blocked_s += size / link.bytes_per_s + len(flight.sent) * link.run_s
 
     def scribble(self, flight: Flight) -> None:
         pass

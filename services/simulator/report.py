@@ -4,6 +4,7 @@ JSON.
 Everything but `measured` depends on inputs and seed only. Definitions (docs/guide/simulator.md says the same in prose):
 
     TTFT   first token − arrival                      JCT    last token − arrival
+    second second token − arrival: with a wait between prompt and decode, this has it and TTFT has not
     TPOT   (last − first token) / (tokens − 1)        TBT    every gap between two tokens of a request
     normalised latency   JCT / output tokens          goodput   requests that kept their whole SLO, a second
     kept of sent         requests that kept their whole SLO / requests sent with one: refused, failed and unserved ones
@@ -52,6 +53,7 @@ class Slice(msgspec.Struct, frozen=True):
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     ttft_ms: Distribution | None
+    second_ms: Distribution | None
     tpot_ms: Distribution | None
     tbt_ms: Distribution | None
     jct_ms: Distribution | None
@@ -188,6 +190,7 @@ def _slice(stats: ClassStats, unserved: int, duration_s: float) -> Slice:
         prompt_tokens_per_s=stats.prompt_tokens / duration_s,
         output_tokens_per_s=stats.output_tokens / duration_s,
         ttft_ms=stats.ttft.stats(),
+        second_ms=stats.second.stats(),
         tpot_ms=stats.tpot.stats(),
         tbt_ms=stats.tbt.stats(),
         jct_ms=stats.jct.stats(),

@@ -208,8 +208,10 @@ class SplitPlacement(Placement):
         self, first: InstanceWork, others: list[InstanceWork], slo_s: float, whole: SegmentWork
     ) -> InstanceWork | None:
         """The instance that had better decode this request, if its prompt is computed on `first`: the split saves work
-        that is worth a KV transfer, and there are rows, blocks and time within the bound for it. Where all are idle no work is worth
-        saving; where this one is, other work would not fill its time, and only its prompts' iterations are."""
+        that is worth a KV transfer, and there are rows, blocks and time within the bound for it.
+
+        Where all are idle no work is worth saving. Where this one is, a price of mixing is: its prompts' iterations
+        would be mixed later; but it has time for decodes of its own, however dear they are."""
         idle = self._idle(first, slo_s, whole.prefill)
         if idle and all(self._idle(other, slo_s, whole.prefill) for other in others):
             return None

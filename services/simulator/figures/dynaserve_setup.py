@@ -158,7 +158,9 @@ def full_rate(name: str, scale: Scale = SMALL) -> float:
     No system reaches it under the bound: such a batch takes three times as long.
     """
     items = workload(name, 1.0, 400.0).items
-    cluster = load_cluster("a100-80:2", {"tensor_parallel": scale.devices, "stack": scale.stack or None, "mixed_share": MIXED_SHARE})
+    cluster = load_cluster(
+        "a100-80:2", {"tensor_parallel": scale.devices, "stack": scale.stack or None, "mixed_share": MIXED_SHARE}
+    )
     cost = CostModel(load_model(scale.model), cluster.device, cluster.stack, tensor_parallel=scale.devices)
     seconds = 0.0
     for item in items:
@@ -196,7 +198,11 @@ def simulated(
     across: bool = False,
     scale: Scale = SMALL,
 ) -> SimReport:
-    overrides: dict[str, Any] = {"tensor_parallel": scale.devices, "stack": scale.stack or None, "mixed_share": MIXED_SHARE}
+    overrides: dict[str, Any] = {
+        "tensor_parallel": scale.devices,
+        "stack": scale.stack or None,
+        "mixed_share": MIXED_SHARE,
+    }
     cluster = load_cluster("a100-80:2", overrides | ({"per_host": 1} if across else {}))
     model = load_model(scale.model)
     devices_bytes = scale.devices * (int(0.9 * cluster.device.memory_bytes) - cluster.device_reserve_bytes)

@@ -165,14 +165,14 @@ CLAIMS: tuple[Claim, ...] = (
         "decode throughput over DistServe, Azure (Fig. 8)",
         Kind.OVER,
         _each("alignedserve-8-azure-distserve-rate-unit-", "opt-2.7b", "opt-13b"),
-        "with the waits of both that the paper measured",
+        "waits of both as the paper measured them",
     ),
     Claim(
         "AlignedServe",
         "decode throughput over DistServe, ShareGPT, LongBench (Fig. 8)",
         Kind.OVER,
         _each("alignedserve-8-", "sharegpt-distserve-rate-unit-opt-2.7b", "longbench-distserve-rate-unit-opt-2.7b"),
-        "rows as many as memory holds, waits as measured",
+        "rows by memory, waits as measured",
     ),
     Claim(
         "AlignedServe",

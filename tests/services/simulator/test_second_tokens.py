@@ -20,7 +20,6 @@ def disaggregated(*, blocks: bool, jump: bool = True) -> Recorded:
     )
 
 
-
 def _report(sim: Recorded) -> SimReport:
     return make_report(sim, "test", workload(SHORT).facts)
 

@@ -213,21 +213,24 @@ class SplitPlacement(Placement):
         Where all are idle no work is worth saving. Where this one is, a price of mixing is: its prompts' iterations
         would be mixed later; but it has time for decodes of its own, however dear they are."""
         idle = self._idle(first, slo_s, whole.prefill)
-        if idle and all(self._idle(other, slo_s, whole.prefill) for other in others):
-            return None
         options, best, best_s = self._options, None, self._options.kv_transfer_s
+        alike_s = options.search_tolerance * work_seconds(first.times, whole)
         for other in others:
-            if other.free_tokens < whole.prefill + whole.decode or other.free_rows <= 0:
-                continue
-            if other.decode_pass_s(1, whole.prefill) > _DECODES_SHARE * slo_s:
-                continue
             cheaper_s = cheaper_elsewhere_s(first, other, whole)
-            if abs(cheaper_s) <= options.search_tolerance * work_seconds(first.times, whole):
-                cheaper_s = 0.0  # instances that are alike by what was learned of them
+            if abs(cheaper_s) <= alike_s:
+                cheaper_s = 0.0  # alike, by what was learned of them
             saved_s = (min(0.0, cheaper_s) if idle else cheaper_s) + unmixed_s(first, other, whole)
-            if saved_s > best_s:
+            if saved_s > best_s and self._has_capacity(other, slo_s, whole):
                 best, best_s = other, saved_s
+        if best is not None and idle and all(self._idle(other, slo_s, whole.prefill) for other in others):
+            return None
         return best
+
+    def _has_capacity(self, work: InstanceWork, slo_s: float, whole: SegmentWork) -> bool:
+        """Rows, blocks, and time of an iteration for one more response."""
+        if work.free_rows <= 0 or work.free_tokens < whole.prefill + whole.decode:
+            return False
+        return work.decode_pass_s(1, whole.prefill) <= _DECODES_SHARE * slo_s
 
     # -- one request -------------------------------------------------------------------------------------------
 

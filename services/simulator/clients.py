@@ -45,6 +45,7 @@ class InFlight:
     answered: Callable[[float], None] | None
     produced: int = 0
     first_s: float = 0.0
+    second_s: float = 0.0
     last_s: float = 0.0
     gaps_within: int = 0
 
@@ -66,8 +67,10 @@ class ClassStats:
     attained_deadline: int = 0
     attained_output_tokens: int = 0
     tokens_within_tbt: int = 0
+    without_late_gap: int = 0
     slo_output_tokens: int = 0
     ttft: Histogram = field(default_factory=Histogram)
+    second: Histogram = field(default_factory=Histogram)
     tpot: Histogram = field(default_factory=Histogram)
     tbt: Histogram = field(default_factory=Histogram)
     jct: Histogram = field(default_factory=Histogram)
@@ -278,6 +281,8 @@ class TraceClients:
             self._gap(live, now_s - live.last_s)
         else:
             live.first_s = now_s
+        if live.produced < 2 <= live.produced + count:
+            live.second_s = now_s
         for _ in range(count - 1):
             self._gap(live, 0.0)
         live.produced += count
@@ -327,6 +332,8 @@ class TraceClients:
         first_gap_s = run.times_s[0] - live.last_s
         self._gap(live, first_gap_s)
         live.gaps_within += run.within(item.slo.tpot_s)
+        if live.produced == 1:
+            live.second_s = run.times_s[0]
         live.produced += len(run.times_s)
         live.last_s = run.times_s[-1]
         run.rows_of[item.traffic_class] = run.rows_of.get(item.traffic_class, 0) + 1
@@ -353,6 +360,7 @@ class TraceClients:
             each.attained_deadline += attained_deadline
             each.tokens_within_tbt += live.gaps_within + attained_ttft
             each.slo_output_tokens += live.produced
+            each.without_late_gap += live.gaps_within >= live.produced - 1
             if attained_ttft and attained_tpot and attained_deadline:
                 each.attained += 1
                 each.attained_output_tokens += live.produced
@@ -361,6 +369,7 @@ class TraceClients:
         each.normalised.add(jct_s / live.produced)
         if live.produced > 1:
             each.tpot.add(tpot_s)
+            each.second.add(live.second_s - item.arrival_s)
         if live.answered is not None:
             live.answered(now_s)
 

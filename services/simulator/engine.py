@@ -27,6 +27,7 @@ from cohort.common.virtual_cluster.kv_flights import Flight
 from cohort.common.virtual_cluster.plugins import WorkerNode
 from cohort.services.simulator.clients import OUTPUT_TOKEN, TraceClients
 from cohort.services.simulator.hardware import Cluster
+from cohort.services.simulator.links import link_of
 from cohort.services.simulator.scatter import StepScatter
 from cohort.services.simulator.tally import WorkerTally
 from cohort.services.simulator.work import PlanCost, plan_cost
@@ -59,6 +60,8 @@ class SimWorker(WorkerNode):
     them together with the next step's, and no process asks before."""
     doubtful: bool = False
     """An event that takes blocks is being handled: which of the steps run ahead still hold is asked afterwards."""
+    blocked_s: float = 0.0
+    """What KV took to arrive since the last iteration began, where transfers block."""
     aligned_batches: int = 0
     """Batches of the late binding among the rows of the step in flight."""
 
@@ -84,6 +87,7 @@ class CostEngine:
         jump: bool,
         late_binding: bool,
         together: bool = True,
+        blocking_transfers: bool = False,
     ) -> None:
         """`costs`, `scatter`: of every instance, by number. `together`: see the attribute."""
         self.together = together
@@ -100,6 +104,7 @@ class CostEngine:
         # On shared cores and devices the others decide how long the next step takes: none is run ahead.
         self._shares = cluster.shares
         self._jump = jump and not self._shares
+        self._blocking_transfers = blocking_transfers
         shape = costs[0].model
         self._row_flops = 2.0 * (shape.layers * shape.layer_parameters + shape.head_parameters)
         self._position_flops = 4.0 * shape.layers * shape.heads * shape.head_dim
@@ -114,7 +119,8 @@ class CostEngine:
         beside_s = model.swap_s(cost.beside_bytes)
         worker.step += 1
         step_s = model.step_s(cost.work) * self._factor(worker, 0)
-        latency_s = model.swap_s(cost.copied_bytes) + max(step_s, beside_s)
+        latency_s = model.swap_s(cost.copied_bytes) + max(step_s, beside_s) + worker.blocked_s
+        worker.blocked_s = 0.0
         worker.plan = plan
         worker.ends_s, worker.latencies_s = [now_s + latency_s], [latency_s]
         if self._late_binding:
@@ -150,7 +156,7 @@ class CostEngine:
                     else:
                         self._interrupt(worker)
                 case RunsReceived(lease_id=lease_id, error=None, runs=runs):
-                    if not worker.fast_forward.undisturbed_by_runs(lease_id, runs):
+                    if self._blocking_transfers or not worker.fast_forward.undisturbed_by_runs(lease_id, runs):
                         self._interrupt(worker)
                 case _:
                     self._interrupt(worker)
@@ -167,7 +173,11 @@ class CostEngine:
             self._interrupt(worker)
 
     def copy(self, flight: Flight) -> None:
-        pass
+        if not self._blocking_transfers or flight.receiver is None:
+            return
+        link = link_of(self._cluster, flight)
+        size = flight.num_blocks * self._geometry.block_bytes
+        _sim(flight.receiver).blocked_s += size / link.bytes_per_s + len(flight.sent) * link.run_s
 
     def scribble(self, flight: Flight) -> None:
         pass

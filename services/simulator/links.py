@@ -31,11 +31,7 @@ class SimNetwork:
         """The bytes queue at both ports; they are never there before the word that announces them."""
         sender, receiver = flight.sender, flight.receiver
         assert sender is not None and receiver is not None
-        link = self._cluster.link(sender.number, receiver.number)
-        if flight.from_host:  # no faster than the host's own path to its devices
-            part = self._cluster.of(sender.number)
-            host_rate = part.device.host_bytes_per_s * part.tensor_parallel
-            link = LinkShape(min(link.bytes_per_s, host_rate), link.latency_s, link.run_s)
+        link = link_of(self._cluster, flight)
         size = flight.num_blocks * self._geometry.block_bytes
         source, target = sender.number, receiver.number
         hosts = (self._cluster.host(source), self._cluster.host(target)) if self._shared_nics else None
@@ -48,3 +44,15 @@ class SimNetwork:
 
     def break_delay_s(self) -> float:
         return 0.0
+
+
+def link_of(cluster: Cluster, flight: Flight) -> LinkShape:
+    """Between its two ends; from host memory no faster than the host's own path to its devices."""
+    sender, receiver = flight.sender, flight.receiver
+    assert sender is not None and receiver is not None
+    link = cluster.link(sender.number, receiver.number)
+    if not flight.from_host:
+        return link
+    part = cluster.of(sender.number)
+    host_rate = part.device.host_bytes_per_s * part.tensor_parallel
+    return LinkShape(min(link.bytes_per_s, host_rate), link.latency_s, link.run_s)

@@ -4,6 +4,7 @@ JSON.
 Everything but `measured` depends on inputs and seed only. Definitions (docs/guide/simulator.md says the same in prose):
 
     TTFT   first token − arrival                      JCT    last token − arrival
+    second second token − arrival: with a wait between prompt and decode, this has it and TTFT has not
     TPOT   (last − first token) / (tokens − 1)        TBT    every gap between two tokens of a request
     normalised latency   JCT / output tokens          goodput   requests that kept their whole SLO, a second
     kept of sent         requests that kept their whole SLO / requests sent with one: refused, failed and unserved ones
@@ -26,7 +27,8 @@ from cohort.services.simulator.tally import WallTime
 
 class SloAttainment(msgspec.Struct, frozen=True):
     """`sent` requests had an SLO, and `kept_of_sent` of them kept it. `judged` of them ended or were refused; the other
-    shares are of these. `tbt` is the share of tokens within the TPOT objective."""
+    shares are of these. `tbt` is the share of tokens within the TPOT objective, `gaps` of requests without any gap
+    beyond it."""
 
     sent: int
     kept_of_sent: float
@@ -36,6 +38,7 @@ class SloAttainment(msgspec.Struct, frozen=True):
     tpot: float
     deadline: float
     tbt: float
+    gaps: float
     goodput_requests_per_s: float
     goodput_tokens_per_s: float
 
@@ -50,6 +53,7 @@ class Slice(msgspec.Struct, frozen=True):
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     ttft_ms: Distribution | None
+    second_ms: Distribution | None
     tpot_ms: Distribution | None
     tbt_ms: Distribution | None
     jct_ms: Distribution | None
@@ -190,6 +194,7 @@ def _slice(sim: SimCluster, stats: ClassStats, traffic_class: str, duration_s: f
         prompt_tokens_per_s=stats.prompt_tokens / duration_s,
         output_tokens_per_s=stats.output_tokens / duration_s,
         ttft_ms=stats.ttft.stats(),
+        second_ms=stats.second.stats(),
         tpot_ms=stats.tpot.stats(),
         tbt_ms=stats.tbt.stats(),
         jct_ms=stats.jct.stats(),
@@ -210,6 +215,7 @@ def _slo_attainment(stats: ClassStats, unserved: int, duration_s: float) -> SloA
         tpot=stats.attained_tpot / judged,
         deadline=stats.attained_deadline / judged,
         tbt=stats.tokens_within_tbt / max(1, stats.slo_output_tokens),
+        gaps=stats.without_late_gap / judged,
         goodput_requests_per_s=stats.attained / duration_s,
         goodput_tokens_per_s=stats.attained_output_tokens / duration_s,
     )

@@ -275,5 +275,7 @@ def _ours(spreads: Sequence[Spread], unit: str) -> str:
 
 def _range(values: Iterable[float], unit: str) -> str:
     numbers = [float(f"{value:.3g}") for value in values]
+    if all(map(math.isnan, numbers)):
+        return "–"
     low, high = min(numbers), max(numbers)
     return f"{low:g} {unit}" if low == high else f"{low:g} to {high:g} {unit}"

@@ -56,7 +56,7 @@ def verdict(kind: Kind, rows: Iterable[Row]) -> str:
 
 def row_verdict(kind: Kind, paper: float, ours: Spread) -> str:
     """Of one row. The extremes stand for all seeds: what holds for both holds between them."""
-    if math.isnan(ours.median):
+    if math.isnan(ours.median) or math.isnan(paper):
         return UNTOLD
     of_seeds = [_one(kind, paper, value) for value in (ours.low, ours.median, ours.high)]
     if set(of_seeds) <= {REPRODUCED, DIRECTION} or len(set(of_seeds)) == 1:

@@ -206,7 +206,7 @@ CLAIMS: tuple[Claim, ...] = (
         "AlignedServe",
         "decode throughput over vLLM and FastGen (Fig. 7)",
         Kind.OVER,
-        _each("alignedserve-7-synthetic-", "vllm-rate-unit-opt-2.7b", "chunked-prefill-rate-unit-opt-2.7b"),
+        _each("alignedserve-7-synthetic-", "vllm-rate-unit-opt-2.7b-plain", "chunked-prefill-rate-unit-opt-2.7b-plain"),
         "one of four devices never decodes here",
     ),
     Claim(
@@ -214,14 +214,14 @@ CLAIMS: tuple[Claim, ...] = (
         "decode throughput over DistServe, Azure (Fig. 8)",
         Kind.OVER,
         _each("alignedserve-8-azure-distserve-rate-unit-", "opt-2.7b", "opt-13b"),
-        "their DistServe waits between iterations, ours not",
+        "waits of both as the paper measured them",
     ),
     Claim(
         "AlignedServe",
         "decode throughput over DistServe, ShareGPT, LongBench (Fig. 8)",
         Kind.OVER,
         _each("alignedserve-8-", "sharegpt-distserve-rate-unit-opt-2.7b", "longbench-distserve-rate-unit-opt-2.7b"),
-        "lengths are uniform, or rows are full",
+        "rows by memory, waits as measured",
     ),
     Claim(
         "AlignedServe",
@@ -261,10 +261,10 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "AlignedServe",
-        "mean TTFT (Fig. 15)",
+        "mean TTFT, here to the second token (Fig. 15)",
         Kind.UNTOLD,
-        ("alignedserve-15-sharegpt", "alignedserve-15-longbench"),
-        "ours sends the first token with the prefill",
+        ("alignedserve-15-sharegpt-second", "alignedserve-15-longbench-second"),
+        "ours waits between first and second token",
     ),
     Claim(
         "DynaServe",
@@ -329,6 +329,13 @@ CLAIMS: tuple[Claim, ...] = (
             for name in ("azure-code", "burstgpt")
         ),
         "hardly any on BurstGPT",
+    ),
+    Claim(
+        "DynaServe",
+        "requests split at capacity (Fig. 9)",
+        Kind.UNTOLD,
+        tuple(f"dynaserve-splits-9-{name}" for name in ("azure-code", "burstgpt", "arxiv", "reasoning")),
+        "the paper prints no number",
     ),
     Claim(
         "DynaServe",

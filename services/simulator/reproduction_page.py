@@ -95,9 +95,23 @@ def markdown(
         "it models). Ours is the median over seeds, with the lowest and the highest; `ratio` is ours over the paper's.",
         *summary([row for of_system in ordered for row in of_system], figures, claims),
     ]
+    measured = {row.key for of_system in ordered for row in of_system}
+    lines += _lacking([figure for figure in figures if key_of(figure) not in measured])
     for of_system in ordered:
         lines += [*_tables(of_system), *_remarks(of_system, under.get(of_system[0].system, []))]
     return "\n".join(lines) + "\n"
+
+
+def _lacking(figures: Sequence[Figure]) -> Iterator[str]:
+    """Figures without a row, by paper."""
+    if not figures:
+        return
+    yield from ("", "## Not measured yet", "")
+    yield "The settings of these figures are new; `cohort reproduce --paper NAME --docs docs/reproduction.md` adds rows."
+    yield ""
+    for system, group in groupby(sorted(figures, key=lambda figure: figure.system), key=lambda figure: figure.system):
+        ids = [figure.id for figure in group]
+        yield f"- {system}, {len(ids)}: {', '.join(ids)}"
 
 
 def rows_of(page: str, kinds: dict[Key, Kind] | None = None) -> list[PageRow]:

@@ -142,8 +142,7 @@ class SlackPacking(IterationScheduler):
         self._late_rows = batch.late
         self._slots_beside, plan = batch.slots, batch.plan
         prefill = [row for row in batch.rows.values() if row.count > 1]
-        decode = [row for row in batch.rows.values() if row.count == 1]
-        plan.rows = prefill + decode
+        plan.rows = prefill + (decode := [row for row in batch.rows.values() if row.count == 1])
         plan.estimated_s = self._cost.iteration_s(batch.load, batch.slots)
         plan.reason = f"{len(prefill)} prefill, {len(decode)} decode, {len(plan.preempted)} preempted"
         return plan

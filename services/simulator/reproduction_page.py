@@ -107,7 +107,7 @@ def _lacking(figures: Sequence[Figure]) -> Iterator[str]:
     if not figures:
         return
     yield from ("", "## Not measured yet", "")
-    yield "The settings of these figures are new; `cohort reproduce --paper NAME --docs docs/reproduction.md` adds rows."
+    yield "Their settings are new; `cohort reproduce --paper NAME --docs docs/reproduction.md` adds the rows."
     yield ""
     for system, group in groupby(sorted(figures, key=lambda figure: figure.system), key=lambda figure: figure.system):
         ids = [figure.id for figure in group]

@@ -48,7 +48,7 @@ def keeps_up(report: SimReport) -> bool:
 @pytest.mark.parametrize(
     ("cluster", "rate", "mixed_share"),
     [
-        pytest.param("h100-80:1+a100-80:1", 15.0, 0.0, id="an H100 beside an A100"),
+        pytest.param("h100-80:1+a100-80:1", 16.0, 0.0, id="an H100 beside an A100"),
         pytest.param("a100-80:2", 7.0, 0.3, id="mixing costs 30 %"),
     ],
 )

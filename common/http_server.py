@@ -17,11 +17,16 @@ from aiohttp import web, web_response
 from aiohttp.typedefs import Handler, Middleware
 
 from cohort.common.browsers import BrowserGuard
+from cohort.common.tls import ServerTls
 
 SERVER = "cohort"
 ACCEPT_PAUSE_S = 0.5
 """After a failed accept; meanwhile the kernel keeps what arrives in the backlog."""
 LOG_EVERY_S = 10.0
+HANDSHAKE_S = 10.0
+"""The longest a client may take to agree on keys."""
+CLOSE_S = 1.0
+"""At the end: for connections that are being opened."""
 _TRANSIENT = (errno.ECONNABORTED, errno.EPROTO, errno.EINTR)
 """The client was gone before it was accepted: nothing is wrong here."""
 
@@ -68,13 +73,16 @@ class AcceptingSite(web.BaseSite):
         backlog: int,
         failed: Callable[[], None],
         log: structlog.stdlib.BoundLogger,
+        tls: ServerTls | None = None,
     ) -> None:
-        """`failed` is called once for each accept that failed."""
+        """`failed` is called once for each accept that failed. `tls`: connections are encrypted, each by the
+        certificate that is in use when it comes."""
         super().__init__(runner, backlog=backlog)
         self._host = host
         self._port = port
         self._failed = failed
         self._log = log
+        self._tls = tls
         self._listeners: list[socket.socket] = []
         self._pauses: dict[socket.socket, asyncio.TimerHandle] = {}
         self._opening: set[asyncio.Task[None]] = set()
@@ -83,7 +91,8 @@ class AcceptingSite(web.BaseSite):
 
     @property
     def name(self) -> str:
-        return f"http://{self._host}:{self.addresses[0][1] if self._listeners else self._port}"
+        port = self.addresses[0][1] if self._listeners else self._port
+        return f"{'https' if self._tls else 'http'}://{self._host}:{port}"
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
@@ -109,7 +118,9 @@ class AcceptingSite(web.BaseSite):
     async def stop(self) -> None:
         self._close()
         if self._opening:
-            await asyncio.wait(self._opening)
+            _, shaking = await asyncio.wait(self._opening, timeout=CLOSE_S)
+            for task in shaking:
+                task.cancel()
         await super().stop()
 
     def _close(self) -> None:
@@ -145,7 +156,13 @@ class AcceptingSite(web.BaseSite):
             if server is None:
                 raise ConnectionAbortedError("the server has ended")
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await asyncio.get_running_loop().connect_accepted_socket(server, connection)
+            loop = asyncio.get_running_loop()
+            if self._tls is None:
+                await loop.connect_accepted_socket(server, connection)
+            else:
+                await loop.connect_accepted_socket(
+                    server, connection, ssl=self._tls.context, ssl_handshake_timeout=HANDSHAKE_S
+                )
         except OSError as error:
             connection.close()
             self._log.debug("connection ended before it was served", reason=str(error))

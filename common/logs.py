@@ -1,8 +1,9 @@
 """Structured logs: one event per line on stderr, JSON for machines or coloured for a terminal.
 
-Called once by `service.py` at start. Every event carries service, instance and, inside `request_scope`, the request
-id; lines of the standard library's logging (aiohttp, asyncio, uvloop) take the same way. Also decides that no error
-vanishes: unhandled exceptions of tasks, threads and callbacks are logged with their traceback.
+Called once by `service.py` at start; `log_levels.py` changes it. Every event carries service, instance and,
+inside `request_scope`, the request id; lines of the standard library's logging (aiohttp, asyncio, uvloop) take the same
+way. Also decides that no error vanishes: unhandled exceptions of tasks, threads and callbacks are logged with their
+traceback.
 """
 
 from __future__ import annotations
@@ -59,10 +60,8 @@ def configure_logging(
     for old in list(root.handlers):
         root.removeHandler(old)
     root.addHandler(handler)
-    root.setLevel(config.level.upper())
+    set_log_level(config.level)
     logging.raiseExceptions = False  # a log whose reader is gone must not become errors of the service
-    for name in _QUIET:
-        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
@@ -77,6 +76,18 @@ def configure_logging(
     logger: structlog.stdlib.BoundLogger = structlog.get_logger(f"cohort.{service}")
     _catch_the_unhandled(logger)
     return logger
+
+
+def set_log_level(level: str) -> None:
+    """The least severe level that is written from now on, in this process: debug, info, warning or error."""
+    root = logging.getLogger()
+    root.setLevel(level.upper())
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+
+
+def log_level() -> str:
+    return logging.getLevelName(logging.getLogger().level).lower()
 
 
 def request_scope(request_id: str) -> AbstractContextManager[None]:

@@ -421,10 +421,11 @@ class LengthFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PredictLength(_Base, frozen=True):
-    """How long will the answer be? Answered with `Predicted`."""
+    """How long will the answer be? Answered with `Predicted`. `traceparent`: the request's."""
 
     request_id: RequestId
     facts: LengthFacts
+    traceparent: str = ""
 
 
 class ObserveLength(_Base, frozen=True):

@@ -31,6 +31,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cohort import __version__
 from cohort.common import exposure, paths
 from cohort.common.addresses import (
     GATEWAY,
@@ -53,6 +54,7 @@ from cohort.common.config import Config, load_config
 from cohort.common.devices.inventory import this_machine
 from cohort.common.errors import ConfigError, ModelError, NoDeviceLeft, PeerUnreachable
 from cohort.common.http_server import name_server, refuse_foreign_pages
+from cohort.common.log_levels import listen_for_levels
 from cohort.common.logs import configure_logging, log_loop_errors
 from cohort.common.messages import Farewell, Heartbeat
 from cohort.common.metrics import CONTENT_TYPE, MetricFactory, exposition
@@ -196,6 +198,7 @@ def metrics_routes(context: ServiceContext) -> list[web.RouteDef]:
                 "status": "draining" if context.stopping.is_set() else "ok",
                 "role": context.role,
                 "instance": context.instance,
+                "version": __version__,
                 "incarnation": context.incarnation,
                 "uptime_s": round(context.clock.now_s() - started_s, 3),
             }
@@ -271,6 +274,7 @@ class _Service:
         log_loop_errors(loop, self._log)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        listen_for_levels(self._run_dir, self._instance, self._config.logging.level, self._log, loop)
         try:
             return await self._serve()
         except Exception as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import msgspec
@@ -152,7 +153,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     gateway until this attempt was sent on, by the gateway or by the manager; a first attempt says 0. A duration, so
     that the request keeps its place in line on hosts whose monotonic clocks differ. Only requests of the same
     `prefix_salt` share cached prefixes. `if_late`: see `IfLate`. `owner`: whose share of the cluster it takes where
-    several API keys ask, "" otherwise; `weight`: how large that share is, beside the others'.
+    several API keys ask, "" otherwise; `weight`: how large that share is, beside the others'. `traceparent`: its place
+    in a trace, "" where it is not traced (`common/tracing`).
     """
 
     attempt: Attempt
@@ -171,6 +173,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     if_late: IfLate = ""
     owner: str = ""
     weight: float = 1.0
+    traceparent: str = ""
 
     @property
     def request_id(self) -> RequestId:
@@ -216,6 +219,10 @@ class KvGeometry:
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` positions."""
         return -(-tokens // self.block_size)
+
+
+_geometry = cache(KvGeometry)
+"""Equal ones are one: every placement asks every instance."""
 
 
 class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
@@ -315,4 +322,4 @@ class WorkerCapacity(msgspec.Struct, frozen=True):
 
     @property
     def geometry(self) -> KvGeometry:
-        return KvGeometry(self.num_layers, self.num_kv_heads, self.head_dim, self.dtype_bytes, self.block_size)
+        return _geometry(self.num_layers, self.num_kv_heads, self.head_dim, self.dtype_bytes, self.block_size)

@@ -69,7 +69,7 @@ class SampledRows:
         )
 
 
-SCRATCH_CELLS = 1 << 13
+SCRATCH_CELLS = 24 << 9
 """Of a row: the distances that are searched for top_k's or top_p's last one, once few are left."""
 
 

@@ -113,6 +113,7 @@ class BaselinesAblation(Section, frozen=True):
     """Readings of the compared systems that their papers leave open."""
 
     rectangular_kv: bool = False  # predicted_batches: memory of a batch is rows times longest prompt and output
+    static_batches: bool = False  # predicted_batches: ended rows compute on until the batch ends; simulated time only
 
 
 class BaselinesConfig(Section, frozen=True):
@@ -153,6 +154,7 @@ class BrosAblation(Section, frozen=True):
 
     cut_prompts: bool = True  # prompts are computed in chunks that deadlines leave time for; false = whole if on time
     starving_every: Positive = 10  # at most one iteration in so many begins with a starving request; 1 = every one
+    bound_real_time: bool = False  # the size of a batch (R6) bounds real-time rows too, as the paper's loop
 
 
 class BrosConfig(Section, frozen=True):

@@ -27,7 +27,9 @@ from cohort.common.config.serving import (
     MonitorConfig,
     PredictorConfig,
     RecordingConfig,
+    ResponsesConfig,
     SecurityConfig,
+    TracingConfig,
     TransferConfig,
     WorkerGroup,
 )
@@ -52,6 +54,7 @@ class Config(Section, frozen=True):
     gateway: GatewayConfig = GatewayConfig()
     keys: KeysConfig = KeysConfig()
     batch: BatchConfig = BatchConfig()
+    responses: ResponsesConfig = ResponsesConfig()
     predictor: PredictorConfig = PredictorConfig()
     manager: ManagerConfig = ManagerConfig()
     monitor: MonitorConfig = MonitorConfig()
@@ -63,6 +66,7 @@ class Config(Section, frozen=True):
     logging: LoggingConfig = LoggingConfig()
     metrics: MetricsConfig = MetricsConfig()
     recording: RecordingConfig = RecordingConfig()
+    tracing: TracingConfig = TracingConfig()
 
     @property
     def instance_roles(self) -> dict[str, Role]:

@@ -27,6 +27,8 @@ class GatewayConfig(Section, frozen=True):
     port: Port = 8000  # port clients connect to; 0 = any free one, chosen by the launcher
     # accepted bearer tokens; empty = open; `env:NAME` reads a variable. /health, /ready, /version, /metrics need none
     api_keys: tuple[str, ...] = ()
+    tls_cert: str = ""  # certificate with its chain, a PEM file: clients come by https; read again when it changes
+    tls_key: str = ""  # its key, a PEM file without a passphrase; both or none
     open: bool = False  # true: `host` may be reachable from other machines although no api_keys are set
     max_waiting_requests: Positive = 4096  # not yet placed; beyond: 429
     max_waiting_tokens: Positive = 4_000_000  # prompt + predicted output of those
@@ -121,6 +123,16 @@ class BatchConfig(Section, frozen=True):
     upload_idle_s: Seconds = 60.0  # an upload that sends nothing, or too little, for so long is given up (408)
     upload_bytes_per_s: Positive = 1024  # what is too little
     upload_timeout_s: Seconds = 3600.0  # the longest an upload may take; beyond: 408
+
+
+class ResponsesConfig(Section, frozen=True):
+    """Answers of /v1/responses that are kept for `previous_response_id` and to be read again, in the folder of batches.
+    Beyond a limit the oldest go first: of the API key that exceeds its share, else of the one with the most bytes."""
+
+    max_responses: NotNegative = 10_000  # 0 = none is kept
+    storage_bytes: Positive = 1_073_741_824  # with the items they were made from
+    owner_share: Fraction = 0.5  # of both for one API key where there are several
+    retention_s: Seconds = 2_592_000.0  # deleted after so long
 
 
 class PredictorConfig(Section, frozen=True):
@@ -248,3 +260,13 @@ class RecordingConfig(Section, frozen=True):
     """Everything that gateway, manager and workers are told and answer, for `cohort replay`."""
 
     folder: str = ""  # where each of these processes writes a file, for its owner alone; "" = none is written
+
+
+class TracingConfig(Section, frozen=True):
+    """One OpenTelemetry trace per request, over all processes; needs the extra `otel`. A client's `traceparent` is
+    continued, and its flag says whether the request is traced."""
+
+    endpoint: str = ""  # of a collector, OTLP over HTTP: http://HOST:4318/v1/traces; "" = no traces
+    sample: Fraction = 1.0  # share of the requests without a traceparent that are traced
+    queue_spans: Positive = 8192  # of one process, waiting to be exported; beyond: dropped, and counted
+    timeout_s: Seconds = 5.0  # the longest one export may take

@@ -84,6 +84,11 @@ def driver_version(sources: Sources = HOST) -> str:
     return rows[0] if rows and re.fullmatch(r"\d+(\.\d+)+", rows[0]) else ""
 
 
+def throttling() -> list[str]:
+    """ "name, mask" of every GPU: why its clocks are lowered, as NVML's bits."""
+    return _ask("--query-gpu=name,clocks_throttle_reasons.active")
+
+
 def mps_runs() -> bool:
     """Whether this process's CUDA contexts would go through the Multi-Process Service: its control pipe is there."""
     return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", _MPS_FOLDER)) / "control").exists()

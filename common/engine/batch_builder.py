@@ -260,7 +260,7 @@ def build_batch(plan: IterationPlan, kv: KvAllocator) -> tuple[StepBatch, list[S
 
 def _sources(sequences: list[Sequence], behind: Seq[Sequence]) -> Int64s:
     """Where each of these stands in `behind`."""
-    if len(sequences) == len(behind):  # they are in the same order, and none has left
+    if sequences == behind:  # none has left, and no prompt has come to its end
         return np.arange(len(sequences), dtype=np.int64)
     places = {sequence: index for index, sequence in enumerate(behind)}
     return np.array([places[sequence] for sequence in sequences], dtype=np.int64)

@@ -1,7 +1,7 @@
-"""Records steps as CUDA graphs: one launch replays the some three hundred kernels of a decode step.
+"""Records steps as CUDA graphs: one launch replays the some three hundred kernels of a step.
 
-Called at start by `static_decode`. The thin part that only a GPU can prove. A step is run twice as it is before it is
-captured: kernels are compiled and libraries make their workspaces then, which a capture would not allow.
+Called at start through `recorded_steps`. The thin part that only a GPU can prove. A step is run twice as it is before
+it is captured: kernels are compiled and libraries make their workspaces then, which a capture would not allow.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cohort.common.engine.static_decode import DecodeOutput, Recorded
+from cohort.common.engine.recorded_steps import Recorded, StepResult
 
 _WARM_UPS = 2
 _DRIVER_BYTES = 16 << 20
@@ -28,8 +28,8 @@ class CudaGraphRecorder:
         self._stream = stream
         self._pool: Any = torch.cuda.graph_pool_handle()
 
-    def record(self, step: Callable[[], DecodeOutput]) -> Recorded:
-        """See `static_decode.Recorder`."""
+    def record(self, step: Callable[[], StepResult]) -> Recorded:
+        """See `recorded_steps.Recorder`."""
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):
                 step()
@@ -43,7 +43,7 @@ class CudaGraphRecorder:
         torch.cuda.synchronize(self._device)
         cost = torch.cuda.memory_reserved(self._device) - before + _DRIVER_BYTES
 
-        def replay() -> DecodeOutput:
+        def replay() -> StepResult:
             graph.replay()
             return output
 

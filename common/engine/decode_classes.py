@@ -1,12 +1,28 @@
-"""Which decode steps are kept ready as recorded graphs: batch-size classes, and the memory their graphs may take.
+"""Which steps are kept ready as recorded graphs: classes of size, and the memory their graphs may take.
 
-Called by `static_decode` at start (what to record, in which order, when to stop) and in every step (which class takes
-the step). Plain arithmetic: no torch.
+Called by `static_decode` and `static_mixed` at start (what to record, in which order, when to stop) and in every step
+(which class takes the step). Plain arithmetic: no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+_LEAST_PROMPT_TOKENS = 16
+_MOST_PROMPT_TOKENS = 1024
+
+
+class MixedClass(NamedTuple):
+    """Steps of up to `rows` rows, prompts included, with up to `prompt_tokens` tokens of prompts."""
+
+    prompt_tokens: int
+    rows: int
+
+    @property
+    def tokens(self) -> int:
+        """What a step of this class computes."""
+        return self.prompt_tokens + self.rows
 
 
 def batch_classes(max_rows: int) -> tuple[int, ...]:
@@ -26,6 +42,27 @@ def batch_classes(max_rows: int) -> tuple[int, ...]:
 def class_for(rows: int, classes: Iterable[int]) -> int | None:
     """The smallest of `classes` that holds `rows`; None when none does."""
     return min((size for size in classes if size >= rows), default=None)
+
+
+def mixed_classes(max_rows: int, max_tokens: int, worthwhile: Callable[[int], bool]) -> tuple[MixedClass, ...]:
+    """Sizes of steps with prompts that are recorded, of at most `max_tokens` tokens, ascending.
+
+    Prompt tokens are padded to a power of two, rows to 8, 32, 128 … or `max_rows`: each class is a graph for every
+    combination. `worthwhile` says it of a step's tokens: that launching its kernels takes longer than the device does.
+    """
+    prompts, rows = [_LEAST_PROMPT_TOKENS], [8]
+    while prompts[-1] < _MOST_PROMPT_TOKENS:
+        prompts.append(2 * prompts[-1])
+    while rows[-1] < max_rows:
+        rows.append(4 * rows[-1])
+    every = [MixedClass(tokens, min(count, max_rows)) for tokens in prompts for count in rows]
+    return tuple(sorted({each for each in every if each.tokens <= max_tokens and worthwhile(each.tokens)}))
+
+
+def mixed_class_for(prompt_tokens: int, rows: int, classes: Iterable[MixedClass]) -> MixedClass | None:
+    """Of `classes` that hold such a step the one with the fewest tokens; None when none does."""
+    fitting = [each for each in classes if each.prompt_tokens >= prompt_tokens and each.rows >= rows]
+    return min(fitting, key=lambda each: (each.tokens, each), default=None)
 
 
 def capture_order(classes: Sequence[int]) -> tuple[int, ...]:

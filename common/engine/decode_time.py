@@ -12,6 +12,12 @@ _MEAN, _DEVIATION = 1 / 8, 1 / 4
 """Weights of the last step in the moving averages: those of TCP's round-trip estimate (RFC 6298)."""
 
 
+def plan_after_s(foreseen_s: float) -> float:
+    """The same moment for a step with prompts, which is to take about so long. No allowance for how far such steps
+    stray, which is too far: one that ends before it is followed by a step that is decided."""
+    return max(0.0, foreseen_s - _LEAD_S)
+
+
 class DecodeTime:
     def __init__(self) -> None:
         self._mean_s = self._deviation_s = 0.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cohort.common.engine.model_config import ModelGeometry
 
 SAMPLER_BYTES = 1 << 27
-"""Memory for sampling tokens beside the logits: tables, results and 32 KiB a row for the search, twice (recorded steps
+"""Memory for sampling tokens beside the logits: tables, results and 48 KiB a row for the search, twice (recorded steps
 keep theirs), and penalised ids."""
 
 STAGING_TOKENS = 32768
@@ -40,7 +40,7 @@ def step_bytes(geometry: ModelGeometry, dtype_bytes: int, max_rows: int, max_ste
     activations = max_step_tokens * (widest + 4 * geometry.hidden_size) * dtype_bytes
     attention = max_step_tokens * geometry.num_heads * (geometry.head_dim + 2) * 4 * 2
     staging = 2 * max(STAGING_TOKENS, max_step_tokens) * geometry.num_kv_heads * geometry.head_dim * dtype_bytes
-    tables = max_rows * geometry.max_positions * 2  # ten bytes a block, of eight tokens at least
+    tables = max_rows * geometry.max_positions * 3  # eighteen bytes a block, of eight tokens at least
     logits = max_rows * geometry.vocab_size * (dtype_bytes + 4)
     return activations + attention + staging + tables + logits + SAMPLER_BYTES + _CONTEXT_BYTES
 

@@ -1,7 +1,7 @@
 """Steps on a GPU: the order of launches, and the one wait at the end.
 
     host                                          device (one stream)
-    batch ─▶ page-locked buffers ── launch ──▶    copy in · recorded decode step, or the forward kernel by kernel
+    batch ─▶ page-locked buffers ── launch ──▶    copy in · recorded step, or the forward kernel by kernel
                                                   · sample tokens · copy out · mark
     free for other work … wait for the mark  ◀──────────────────────────┘
     ─▶ StepOutput
@@ -21,13 +21,16 @@ import torch
 from torch import Tensor
 
 from cohort.common.engine.batch import StepBatch, StepOutput
-from cohort.common.engine.decode_classes import CaptureBudget
+from cohort.common.engine.decode_classes import CaptureBudget, mixed_classes
 from cohort.common.engine.device_memory import STAGING_TOKENS
 from cohort.common.engine.device_sampler import SampledOnDevice, sample_on_device
 from cohort.common.engine.grammar_masks import TokenMasks
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.model_config import ModelGeometry
-from cohort.common.engine.static_decode import PlainRecorder, Recorder, StaticDecode
+from cohort.common.engine.recorded_steps import PlainRecorder, Recorder
+from cohort.common.engine.static_decode import StaticDecode
+from cohort.common.engine.static_mixed import StaticMixed
+from cohort.common.engine.step_estimates import launching_takes_longer
 from cohort.common.engine.step_inputs import Model, StepInputs, step_inputs
 from cohort.common.engine.streams import CudaStream, Mark, Stream, stream_for
 from cohort.common.engine.uploads import Uploads
@@ -100,6 +103,17 @@ class DeviceSteps:
             device=device,
             workspace=self._workspace,
         )
+        self.mixed = StaticMixed(
+            model,
+            kv.with_spare,
+            spare_block=kv.spare_block,
+            classes=mixed_classes(
+                max_rows, max_step_tokens, lambda tokens: launching_takes_longer(geometry, dtype.itemsize, tokens)
+            ),
+            max_context=max_context,
+            device=device,
+            workspace=self._workspace,
+        )
         if device.type == "cuda":  # weights and cache were written on another stream
             torch.cuda.synchronize(device)
 
@@ -127,8 +141,8 @@ class DeviceSteps:
         variants.precompile(served, self._max_rows, self._device, threads)
 
     def record(self, budget_bytes: int, classes: Sequence[int] | None = None) -> None:
-        """Record the decode steps, of these batch sizes only where `classes` names some; nothing may be served
-        meanwhile. Zero bytes: none are recorded."""
+        """Record the decode steps, of these batch sizes only where `classes` names some, then steps with prompts;
+        nothing may be served meanwhile. Zero bytes: none are recorded."""
         if not budget_bytes:
             return
         recorder: Recorder = PlainRecorder()
@@ -139,9 +153,17 @@ class DeviceSteps:
         # The first recording makes the pool: it holds at least the widest intermediate and the logits.
         g = self._geometry
         estimate = self._max_rows * (2 * g.intermediate_size + g.vocab_size) * 4
+        budget = CaptureBudget(budget_bytes)
         with self.stream.use():
-            self.decode.record(recorder, CaptureBudget(budget_bytes), estimate, classes)
+            self.decode.record(recorder, budget, estimate, classes)
+            if self.decode.classes:  # else nothing can be recorded here
+                self.mixed.record(recorder, budget, self._mixed_estimate())
         self.stream.mark().wait()
+
+    def _mixed_estimate(self) -> int:
+        """What the largest class adds to the pool: a layer's intermediates, twice."""
+        g, tokens = self._geometry, max((each.tokens for each in self.mixed.wanted), default=0)
+        return 2 * tokens * (2 * g.intermediate_size + 4 * g.hidden_size) * self._kv.blocks.element_size()
 
     def launch(self, batch: StepBatch, masks: Callable[[], TokenMasks | None] = lambda: None) -> Launched:
         """Start a step without scored prompts. `masks` is asked while the device computes the forward. With a
@@ -167,23 +189,30 @@ class DeviceSteps:
             self._uploads.restart()
             rows_class = self.decode.takes(batch)
             if rows_class is None:
-                inputs = self._inputs(batch)
-                if before is not None and batch.token_source is not None:
-                    (source,) = self._uploads.put([batch.token_source])
-                    inputs.token_ids = before.index_select(0, source)
-                logits = self._model.forward(inputs, self._kv.blocks)
-                self._states = self._model.sampled_states
-                sampled = sample_on_device(logits, batch.sampling, self._uploads, masks())
+                logits = self._mixed_logits(batch, before)
             else:
                 done = self.decode.run(batch, rows_class, before)
                 self._states = None if done.states is None else self._of_sampled(done.states, batch)
-                if (found := masks()) is None:
-                    sampled = self.decode.results(batch)
-                else:  # known only now: the recorded step has sampled without them
-                    sampled = sample_on_device(
-                        self._of_sampled(done.logits, batch), batch.sampling, self._uploads, found
-                    )
+                if not batch.grammars and (sampled := self.decode.sample(batch, rows_class, done)) is not None:
+                    return Launched(sampled, self.stream.mark())
+                logits = self._of_sampled(done.logits, batch)
+            sampled = sample_on_device(logits, batch.sampling, self._uploads, masks())
             return Launched(sampled, self.stream.mark())
+
+    def _mixed_logits(self, batch: StepBatch, before: Tensor | None) -> Tensor:
+        """The logits of a step's sampled rows, recorded or kernel by kernel."""
+        if (mixed := self.mixed.takes(batch)) is not None:
+            done = self.mixed.run(batch, mixed)
+            sampled = len(batch.sample_rows)
+            self._states = None if done.states is None else done.states[:sampled]
+            return done.logits[:sampled]
+        inputs = self._inputs(batch)
+        if before is not None and batch.token_source is not None:
+            (source,) = self._uploads.put([batch.token_source])
+            inputs.token_ids = before.index_select(0, source)
+        logits = self._model.forward(inputs, self._kv.blocks)
+        self._states = self._model.sampled_states
+        return logits
 
     def with_tokens(self, batch: StepBatch) -> StepBatch:
         """A batch behind the step that was launched last, once that one is over."""

@@ -208,9 +208,9 @@ def engine_warnings(runner: ModelRunner, config: Config, sharers: int) -> list[s
         return []
     warnings = []
     if config.engine.cuda_graph_memory_bytes and not runner.recorded_classes:
-        reason = "of a generic model" if runner.geometry.family == "generic" else "(the worker's log says why)"
         warnings.append(
-            f"decode steps {reason} are not recorded as CUDA graphs: every step is launched kernel by kernel"
+            "decode steps are not recorded as CUDA graphs (the worker's log says why): "
+            "every step is launched kernel by kernel"
         )
     if sharers > 1 and not inventory.mps_runs():
         warnings.append(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cohort.common.engine.generic_probe import check_answers, check_structure
+from cohort.common.engine.generic_recording import hindrances
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.paged_interface import ATTENTION_NAME, RunningStep, attending, attention
 from cohort.common.engine.step_inputs import StepInputs
@@ -46,6 +47,8 @@ class GenericModel:
         self._keeps_logits = "logits_to_keep" in parameters
         expected = check_structure(self._model, geometry, model_dir, device)
         check_answers(self, expected, geometry, model_dir, dtype, device)
+        self.hindrances = hindrances(self, geometry, dtype, device)
+        """Operations of its decode steps that keep them from being recorded; none: they are, as a lean model's are."""
 
     sampled_states: Tensor | None = None  # transformers' forward hands out logits only
 

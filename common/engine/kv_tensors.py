@@ -86,14 +86,28 @@ class KvTensors:
         Shape [n, layers, 2, kv heads, head dim]. From a GPU they may still be on their way: they are there when the
         calling thread's stream is.
         """
+        return self.to_host(self.staged(slots))
+
+    def staged(self, slots: Tensor) -> Tensor:
+        """The tokens in scattered slots, still on the device: the slots may be written over as soon as this is done."""
         g = self.geometry
         shape = (len(slots), g.num_layers, 2, g.num_kv_heads, g.head_dim)
         out = torch.empty(shape, dtype=self.blocks.dtype, device=self.device)
         gather_slots(self.blocks, slots.to(self.device, non_blocking=True), out)
+        return out
+
+    def staged_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """Whole blocks, as `staged` gives slots. Raises `InvariantViolated`."""
+        if blocks and not (min(blocks) >= 0 and max(blocks) < len(self.blocks)):
+            raise InvariantViolated(f"blocks {min(blocks)} to {max(blocks)} are not in a pool of {len(self.blocks)}")
+        return self.blocks[torch.tensor(blocks).to(self.device, non_blocking=True)]
+
+    def to_host(self, staged: Tensor) -> Tensor:
+        """Pinned memory that the calling thread's stream fills; on a processor what was given."""
         if self.device.type == "cpu":
-            return out
-        host = torch.empty(shape, dtype=out.dtype, pin_memory=True)
-        return host.copy_(out, non_blocking=True)
+            return staged
+        host = torch.empty(staged.shape, dtype=staged.dtype, pin_memory=True)
+        return host.copy_(staged, non_blocking=True)
 
     def scatter(self, tokens: Tensor, slots: Tensor) -> None:
         """The way back of `gather`; the slots must differ from each other."""

@@ -134,7 +134,10 @@ class ModelRunner:
             spare=on_device,
         )
         self._device_steps: DeviceSteps | None = None
-        self._graph_bytes = 0 if self.geometry.family == "generic" else share.graphs
+        self._graph_bytes = share.graphs
+        if on_device and isinstance(self._model, GenericModel) and self._model.hindrances:
+            self._graph_bytes = 0
+            log.warning("steps cannot be recorded", model=model_dir.name, operations=list(self._model.hindrances))
         if on_device:
             longest = min(max_context or self.geometry.max_positions, self.geometry.max_positions)
             self._device_steps = DeviceSteps(

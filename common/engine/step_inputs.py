@@ -53,16 +53,13 @@ def step_inputs(
     """Put a batch on the device: array by array, or through `uploads` in one asynchronous copy, with directions in the
     tables' signs, as a GPU's kernels read them, and `pad_rows` for them."""
     lengths = np.diff(batch.query_start)
-    last_token = batch.query_start[1:].astype(np.int64) - 1
-    if batch.padding is not None:
-        last_token -= batch.padding
     longer_rows = np.flatnonzero(lengths > 1)
 
     arrays: list[npt.NDArray[np.generic]] = [
         batch.token_ids,
         batch.positions,
         batch.slot_mapping,
-        last_token[batch.sample_rows],
+        last_tokens(batch)[batch.sample_rows],
         batch.query_start,
         batch.context_lens,
         batch.block_tables if uploads is None else signed_tables(batch),
@@ -95,6 +92,14 @@ def step_inputs(
             signed=uploads is not None,
         ),
     )
+
+
+def last_tokens(batch: StepBatch) -> npt.NDArray[np.int64]:
+    """[R] flat index of each row's last token that is no padding."""
+    last = batch.query_start[1:].astype(np.int64) - 1
+    if batch.padding is not None:
+        last -= batch.padding
+    return last
 
 
 def signed_tables(batch: StepBatch) -> npt.NDArray[np.int32]:

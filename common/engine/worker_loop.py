@@ -19,7 +19,7 @@ from typing import assert_never
 
 from cohort.common.engine.batch import StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.batch_builder import BatchBuilder
-from cohort.common.engine.decode_time import DecodeTime
+from cohort.common.engine.decode_time import DecodeTime, plan_after_s
 from cohort.common.engine.engine_threads import EngineThreads, StepUnderWay
 from cohort.common.engine.free_memory import FreeMemory
 from cohort.common.engine.iteration_gaps import IterationGaps
@@ -56,6 +56,7 @@ from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_state import REPORT_INTERVAL_S
 from cohort.common.messages import KvChunk, Message, RegisterWorker, SegmentEnded, TokenLogprob, ToWorker, WorkerReport
 from cohort.common.policies.interface import IterationPlan
+from cohort.common.policies.step_times.learned_times import plan_shape
 from cohort.common.sequence import Sequence
 from cohort.common.service import MANAGER, PREDICTOR, ServiceContext
 from cohort.common.transport.kv_link import KvLink
@@ -289,9 +290,10 @@ class WorkerLoop:
     async def _plan_ahead(self, step: StepUnderWay) -> StepUnderWay | None:
         """Begin the next step behind this one, as late as can be and yet before this one ends; None: it has to be
         decided when this one has ended."""
-        if not self._config.engine.plan_ahead:
+        after_s = self._plan_after_s(step.plan) if self._config.engine.plan_ahead else None
+        if after_s is None:
             return None
-        pause_s = step.begun_s + self._decode_time.plan_after_s - self._clock.now_s()
+        pause_s = step.begun_s + after_s - self._clock.now_s()
         if pause_s > 0 and not step.computed.done():
             await asyncio.wait([step.computed], timeout=pause_s)
         if step.computed.done():
@@ -299,6 +301,18 @@ class WorkerLoop:
         self._perform(self._ask(PlanAhead()))
         plan, self._behind = self._behind, None
         return None if plan is None else self._begin(plan, behind=step.sampling)
+
+    def _plan_after_s(self, plan: IterationPlan) -> float | None:
+        """From this step's beginning until its successor is to be planned; None: when it will end is not foreseen."""
+        if self._config.predictor.refine_after_prefill and any(
+            [row.start + row.count == row.sequence.request.prompt_tokens for row in plan.rows]
+        ):
+            return None  # their states are read when the step has ended, and no other runs
+        if all([row.count == 1 for row in plan.rows]):
+            return self._decode_time.plan_after_s
+        times = self._machine.times
+        foreseen_s = None if times is None else times.table.estimate(plan_shape(plan))
+        return None if foreseen_s is None else plan_after_s(foreseen_s)
 
     def _ended(self, step: StepUnderWay, output: StepOutput | None, latency_s: float, *, alone: bool) -> None:
         """`alone`: no other step was begun behind it."""

@@ -34,6 +34,8 @@ from cohort.common.policies.interface import IterationScheduler
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.recording import recorded
 from cohort.common.service import MANAGER, ServiceContext, bind_address
+from cohort.common.tracing.observed import traced
+from cohort.common.tracing.worker import WorkerSpans
 from cohort.common.transport.kv_link import KvLink
 from cohort.common.transport.links import open_links
 from cohort.common.transport.security import load_keys
@@ -208,6 +210,7 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     learned = _learned_state(context, runner, machine, threads)
     start = learned.imported if learned is not None else b""
     told = recorded(context, machine, lambda: WorkerHeader(setup, seed, config_text(config), start))
+    told = traced(context, told, WorkerSpans)
     loop = WorkerLoop(context, runner, links, machine, told, learned, engine)
     facts = msgspec.to_builtins(capacity.engine)
     context.facts, context.warnings = (lambda: facts), (lambda: warnings)

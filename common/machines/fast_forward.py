@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from cohort.common.errors import InvariantViolated
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_counters import mix
-from cohort.common.messages import KvChunk, KvHandoff, KvRenew, Message, StartSegment
+from cohort.common.messages import KvChunk, KvHandoff, KvOffer, KvRenew, Message, StartSegment
 from cohort.common.policies.interface import Row
 from cohort.common.sequence import Phase
 
@@ -64,6 +64,11 @@ class FastForward:
                 return True
             case _:
                 return False
+
+    def told_by_state(self, message: Message) -> bool:
+        """Whether all that receiving this can change shows in `repeatable` and `fitting_repetitions`: a host that has
+        applied the iterations before it may ask them again afterwards, and keep what they still foresee."""
+        return isinstance(message, KvOffer) and not self._scheduler.wants_arriving  # it takes blocks, or waits for some
 
     def undisturbed_by_runs(self, lease_id: int, runs: int) -> bool:
         """The same of so many runs received well: others of this transfer are still to come."""

@@ -1,10 +1,11 @@
 """The step after the one in flight, planned from counts: which rows go on is known before their tokens are.
 
-    step n in flight ── PlanAhead ──▶ rows of n that go on, one position further, if nothing else could be decided
+    step n in flight ── PlanAhead ──▶ a decode row for every sequence that samples a token in n and goes on
                                       └▶ step n+1 begins right behind n; its tokens are taken where n samples them
 
-Called by `WorkerMachine`. Nothing of a sequence moves before step n has ended; only blocks are reserved, which a
-decision would reserve for the same rows. So a refusal, and a row that turns out to have ended, leave nothing to undo:
+Called by `WorkerMachine`. The scheduler promises that it could decide nothing else, the allocator that every slot is
+the row's own. Nothing of a sequence moves before step n has ended; only slots are reserved, which a decision would
+reserve for the same rows. So a refusal, and a row that turns out to have ended, leave nothing to undo:
 such a row is computed in vain, its token is dropped, and its blocks are freed once its step is over.
 
 Whatever may need a decision, or the host between two tokens, is refused, and the machine decides as ever when the step
@@ -21,6 +22,12 @@ from cohort.common.machines.worker_counters import NotAhead
 from cohort.common.machines.worker_state import WorkerState
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, Row
 from cohort.common.sequence import Phase
+
+
+def same_rows(plan: IterationPlan, behind: IterationPlan) -> bool:
+    """Whether the second, begun behind the first, has all rows of it one position on, and these decode."""
+    first, then = plan.rows, behind.rows
+    return len(first) == len(then) and (not first or first[0].count == 1)  # prompts stand first
 
 
 class AheadPlanner:
@@ -59,63 +66,52 @@ class AheadPlanner:
         return plan
 
     def _refusal(self, before: IterationPlan, plan: IterationPlan, news: bool, prompt_step: int) -> NotAhead | None:
-        """Why not; None: `plan` has its rows, and their blocks."""
+        """Why not; None: `plan` has its rows, and their slots."""
         if news:
             return "news"
         if before.copies or self._receiver.offers or not self._pool.quiet:
             return "kv_transfer"
         if self._scheduler.wants_arriving and self._receiver.arriving(prompt_step):
             return "kv_transfer"
-        state = self._state
+        state, leaving = self._state, 0
         if before is self._last and self._left > 0 and not state.aborting:
             self._left -= 1
             plan.rows = [Row(row.sequence, row.start + 1, 1) for row in before.rows]
-            plan.estimated_s = before.estimated_s
-            if not self._scheduler.continues(plan, state.kv, 0, self._undecided):
-                return "policy"
-            return None if self._reserve(plan.rows) else "memory"
-        rows, leaving, fewest = plan.rows, 0, sys.maxsize
-        aborting = {held.sequence for held in state.aborting} if state.aborting else ()
-        for row in before.rows:
-            sequence, following = row.sequence, row.start + 1
-            request = sequence.request
-            outputs = following - request.prompt_tokens
-            if row.count != 1 or outputs < 1:
-                return "prompts"
-            if sequence in aborting:
-                continue
-            if (
-                sequence.end is not None  # another worker may continue it
-                or sequence.needs_tokens_before_next_step
-                or sequence.phase is not Phase.RUNNING
-                or len(sequence.tokens) != following
-            ):
-                return "request"
-            # The step in flight samples the token at `following`; a request's last one is not computed.
-            left = request.sampling.max_tokens - outputs - 1
-            if left > 0:
-                rows.append(Row(sequence, following, 1))
-                fewest = min(fewest, left)
-            else:
-                leaving += 1
-        if not rows:
-            return "ended"
-        self._left = fewest - 1
-        plan.estimated_s = before.estimated_s
+        else:
+            why, leaving = self._go_on(before.rows, plan)
+            if why is not None:
+                return why
+        plan.estimated_s = before.estimated_s if same_rows(before, plan) else 0.0
         if not self._scheduler.continues(plan, state.kv, leaving, self._undecided):
             return "policy"
-        return None if self._reserve(rows) else "memory"
+        return state.kv.extend_ahead(plan.rows)
 
-    def _reserve(self, rows: list[Row]) -> bool:
-        """Blocks for the rows; False and no change where they lack."""
-        kv = self._state.kv
-        if not kv.grows_by_block:
-            return False  # shared and lent blocks: only a decision knows whether the next slot is still the row's own
-        size = kv.geometry.block_size
-        growing = [row for row in rows if row.start % size == 0]
-        growing = [row for row in growing if row.start >= len(kv.blocks(row.sequence.key)) * size]
-        if not growing:
-            return True
-        if len(growing) > kv.free_blocks + kv.cached_blocks:
-            return False
-        return all([kv.extend(row.sequence, row.start + 1) for row in growing])
+    def _go_on(self, before: list[Row], plan: IterationPlan) -> tuple[NotAhead | None, int]:
+        """The rows of `plan`: of all sequences in the step in flight that sample a token in it and are not over then,
+        those of prompts behind the others, as a decision has them. Else why it cannot have these; and how many
+        sequences leave with that step."""
+        aborting = {held.sequence for held in self._state.aborting} if self._state.aborting else ()
+        rows, begun = plan.rows, list[Row]()
+        leaving, fewest = 0, sys.maxsize
+        for row in before:
+            sequence, following = row.sequence, row.start + row.count
+            if sequence in aborting:
+                continue
+            if sequence.phase is not Phase.RUNNING:
+                return "request", 0
+            # A request's last token is not computed, and behind a segment's end another worker computes.
+            if row.count > 1 and not self._scheduler.reads_runs:
+                return "policy", 0
+            left = sequence.max_positions - following
+            if left <= 0:
+                leaving += 1
+                continue
+            if len(sequence.tokens) != following:  # the step in flight samples no token of it
+                return "prompts", 0
+            if sequence.needs_tokens_before_next_step:
+                return "sampling", 0
+            (rows if row.count == 1 else begun).append(Row(sequence, following, 1))
+            fewest = min(fewest, left)
+        rows += begun
+        self._left = fewest - 1
+        return (None if rows else "ended"), leaving

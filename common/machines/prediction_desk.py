@@ -79,7 +79,7 @@ class PredictionDesk:
             self._give_up(question)
         else:
             self._due.append((now_s + self._wait_s, name))
-        return PredictLength(name, facts)
+        return PredictLength(name, facts, choices[0].request.traceparent)
 
     def answered(self, now_s: float, message: Predicted) -> tuple[list[Entry], bool]:
         """The entries that the answer is about, and whether it is late: they have been submitted without it."""

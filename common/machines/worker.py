@@ -39,7 +39,7 @@ from cohort.common.machines.kv_receiver import KvReceiver
 from cohort.common.machines.kv_sender import KvSender, brings_back
 from cohort.common.machines.kv_stall import holds_up
 from cohort.common.machines.parked_pool import ParkedPool
-from cohort.common.machines.plan_ahead import AheadPlanner
+from cohort.common.machines.plan_ahead import AheadPlanner, same_rows
 from cohort.common.machines.scored_prompts import ScoringTurns
 from cohort.common.machines.senders import may_say
 from cohort.common.machines.token_updates import TokenUpdates
@@ -99,8 +99,9 @@ class WorkerMachine:
         self._repeats = False
         """The step in flight was planned ahead and has the rows of the one before it."""
         self._ran: Ran | None = None
+        self._earlier: list[Ran] = []
         self._revised: list[Sequence] = []
-        """News for the next decision: the last iteration, and sequences with another prediction."""
+        """News for the next decision: the last iteration and those before it, sequences with another prediction."""
         self._prompt_step = setup.capacity.max_step_tokens
         """Prompt tokens of the last iteration that held any."""
 
@@ -350,8 +351,8 @@ class WorkerMachine:
         scored = self._scoring.next()
         if scored is not None:
             self.scheduler.add(now_s, scored)
-        news = News(self._ran, self._revised, arriving)
-        self._ran, self._revised = None, []
+        news = News(self._ran, self._revised, arriving, self._earlier)
+        self._ran, self._earlier, self._revised = None, [], []
         self._ahead.decided()
         plan = self.scheduler.decide(now_s, self.kv, news)
         if counts_arriving:
@@ -370,12 +371,16 @@ class WorkerMachine:
         if self.observed is not None and not self._repeats:  # which teaches nothing new
             self.observed.note(plan, event.latency_s, self.kv.geometry)
         behind = self.state.in_flight
-        self._repeats = behind is not None and len(behind.rows) == len(plan.rows)
-        if behind is None:
-            self._ran = Ran(plan, now_s, (*self.state.skipped_s, event.latency_s))
+        repeats = behind is not None and same_rows(plan, behind)
+        self._repeats = repeats
+        self.state.skipped_s.append(event.latency_s)
+        if behind is None or (not repeats and plan.tokens > len(plan.rows)):
+            ran = Ran(plan, now_s, tuple(self.state.skipped_s))
             self.state.skipped_s = []
-        else:  # no decision follows
-            self.state.skipped_s.append(event.latency_s)
+            if behind is None:
+                self._ran = ran
+            else:  # no decision follows, and the next plan does not tell of its prompts
+                self._earlier.append(ran)
         ending = note_computed(now_s, plan, self.state)
         add = self._tokens.add
         for sampled in event.sampled:
@@ -403,7 +408,7 @@ class WorkerMachine:
     def _step_failed(self, now_s: float, reason: str) -> None:
         """The forward itself failed: its requests are given back to be placed again, the worker lives on."""
         plan, self.state.in_flight, self.state.ahead = self.plan_in_flight, None, None
-        self.state.skipped_s, self._repeats = [], False
+        self.state.skipped_s, self._earlier, self._repeats = [], [], False
         for held in self.pool.settle():  # whether their copies were made is unknown
             self._fail(now_s, held.sequence, reason)
         for row in plan.rows:

@@ -136,7 +136,7 @@ class WorkerState:
     """Of `held`, those that are dropped once no step in flight computes a row of theirs."""
     in_flight: IterationPlan | None = None
     ahead: IterationPlan | None = None
-    """Begun behind the one in flight: its rows are rows of that one, one position on."""
+    """Begun behind the one in flight: decode rows of sequences that sample a token in that one."""
     effects: list[WorkerEffect] = field(default_factory=list)
     counters: WorkerCounters = field(default_factory=WorkerCounters)
     averages: Averages = field(default_factory=Averages)

@@ -7,7 +7,8 @@ may ask it too. Pure arithmetic on numbers that `configs/models` and `configs/de
     step  =  (max(host, device) + fixed + per_row · rows) · (1 + mixed share, where prompts and decodes share it)
     host  =  launch · layers                                     the host issuing kernels; 0 where graphs are replayed
     device = linear + prefill attention + decode attention + tensor-parallel exchange + layer · layers
-    linear = (computeⁿ + memoryⁿ)^(1/n), n = 4                   a roofline with a round corner: both limits are near
+    linear = (computeⁿ + memoryⁿ)^(1/n) · factor(tokens), n = 4  a roofline with a round corner: both limits are near
+    factor = 1, or a device's `linear_table`                     what whole tiles of the matrices cost, as measured
 
 Decode attention has three models (A1):
 
@@ -16,10 +17,21 @@ Decode attention has three models (A1):
                    fixed share of the bandwidth, so a long row holds the others up and few rows cannot fill the device
     unit_last      the same, and the units of the longest row begin when all others have been read: the most that any
                    order of units can cost (Graham's bound on list scheduling), as `unit_per_row` is the least
+
+A mixed iteration reads the weights once for prompts and decodes; both attentions add, for each keeps the device busy by
+itself. What mixing costs beyond that lies in the attention call. Decodes alone run in a kernel that packs the query
+heads of a group, which share their KV, into one read of it. In one call with prompts (varlen) every query head is a
+work unit of its own and reads the KV again; what the cache does not hold of these further reads comes from memory:
+
+    decode attention beside prompts = decode attention · (1 + mixed_reads · (heads / KV heads − 1))
+
+Without groups, or with separate kernels for both, nothing is read again. `mixed_share` is what no kernel explains.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -99,6 +111,9 @@ class DeviceShape:
     host_bytes_per_s: float
     layer_s: float = 0.0
     kv_efficiency: float | None = None
+    linear_table: tuple[tuple[int, float], ...] = ()
+    """Tokens of an iteration, ascending, and how many times as long its matrices take as the roofline says: straight
+    lines between them by the logarithm of the tokens. Empty: as the roofline says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +123,8 @@ class StackShape:
     `launch_s`: host time to issue one layer, hidden behind the device unless it is longer. `step_s`: fixed, per
     iteration. `row_s`: per row (scheduling, block tables, sampling, detokenising). The `parallel_*` are added where an
     instance has several devices (their driver has to talk to them). `mixed_share`: how much longer an iteration takes
-    because it holds both prompt chunks and decodes, beside what its tokens and positions cost.
+    because it holds both prompt chunks and decodes, beside what its tokens and positions cost. `mixed_reads`: share of
+    the further reads of decode rows' KV, one for each query head of a group, that reach memory in such an iteration.
     """
 
     name: str
@@ -118,6 +134,7 @@ class StackShape:
     parallel_step_s: float = 0.0
     parallel_row_s: float = 0.0
     mixed_share: float = 0.0
+    mixed_reads: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +191,9 @@ class CostModel:
         if device.kv_efficiency is not None:
             bandwidth = device.memory_bytes_per_s * device.kv_efficiency * tensor_parallel
         self._position_s = position_bytes / bandwidth
+        self._factors = [factor for _, factor in device.linear_table]
+        self._knots = [math.log(tokens) for tokens, _ in device.linear_table]
+        self._mixed_reads = 1.0 + stack.mixed_reads * (model.heads / model.kv_heads - 1.0)
         # A unit reads one head of one row; with few units running each draws more than its equal share.
         share = bandwidth / (device.units * tensor_parallel) * device.unit_speedup
         self._unit_position_s = position_bytes / model.kv_heads / share
@@ -234,11 +254,21 @@ class CostModel:
         exchange = self._exchange_token_s * work.tokens + self._exchange_s
         # Same order of additions as in `repeated_s`: a decode step must come out equal to the last bit.
         fixed = self._linear_s(work) + exchange + self._layers_s
-        return fixed + prefill + self._decode_s(work.decode_context, work.longest_context)
+        decode = self._decode_s(work.decode_context, work.longest_context)
+        return fixed + prefill + (decode * self._mixed_reads if work.pairs else decode)
 
     def _linear_s(self, work: StepWork) -> float:
         compute = self._token_s * work.tokens + self._sample_s * work.sampled
-        return float((compute**_CORNER + self._weights_s**_CORNER) ** (1.0 / _CORNER))
+        seconds = float((compute**_CORNER + self._weights_s**_CORNER) ** (1.0 / _CORNER))
+        return seconds * self._factor(work.tokens) if self._knots else seconds
+
+    def _factor(self, tokens: int) -> float:
+        knots, factors, at = self._knots, self._factors, math.log(max(1, tokens))
+        above = bisect_right(knots, at)
+        if above == 0 or above == len(knots):
+            return factors[min(above, len(knots) - 1)]
+        share = (at - knots[above - 1]) / (knots[above] - knots[above - 1])
+        return factors[above - 1] + share * (factors[above] - factors[above - 1])
 
     def _decode_s(self, context: int, longest: int) -> float:
         together = self._position_s * context

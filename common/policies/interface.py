@@ -366,6 +366,8 @@ class IterationPlan:
     """One forward. `rows`: prefill rows first, then decode rows (R14).
 
     `padded_to`: on padded paths every prefill row counts as this many tokens (B2); 0 = variable length, no padding.
+    `ended_rows`, `ended_context`: of a static batch the rows that have ended and go on as padding, and positions that
+    rows attend to beside their own. The simulator counts their time; a live engine computes none of them.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -374,6 +376,8 @@ class IterationPlan:
     """Sequences that leave the scheduler with their KV, to be parked for late binding (A6 eviction); in no row."""
     copies: list[KvCopy] = field(default_factory=list)
     padded_to: int = 0
+    ended_rows: int = 0
+    ended_context: int = 0
     estimated_s: float = 0.0
     reason: str = ""
 
@@ -412,6 +416,20 @@ class News(msgspec.Struct, frozen=True):
     """Requests that already decode and are on their way here: they wait for the iteration that is decided now
     between two of their tokens (D5). Counted only for schedulers with `wants_arriving`."""
 
+    earlier: Seq[Ran] = ()
+    """Iterations with prompts, oldest first, behind which another was begun without a decision; `ran` is of those after
+    them. Only for schedulers with `reads_runs`."""
+
+    @property
+    def runs(self) -> tuple[Ran, ...]:
+        """All that ran, oldest first."""
+        return (*self.earlier, self.ran) if self.ran is not None else tuple(self.earlier)
+
+    @property
+    def undecided(self) -> int:
+        """Iterations that ran without a decision of their own."""
+        return max(0, sum([ran.iterations for ran in self.runs]) - 1)
+
 
 NO_NEWS = News()
 
@@ -447,6 +465,9 @@ class IterationScheduler(ABC):
 
     wants_arriving = False
     """`News.arriving` is to be counted: KV transfers on their way here then disturb what was foreseen."""
+    reads_runs = False
+    """`decide` takes in all `News.runs`, so that an iteration may be begun behind one in which prompts end. Otherwise a
+    decision follows each of these."""
 
     @abstractmethod
     def add(self, now_s: float, sequence: Sequence) -> None:
@@ -468,10 +489,13 @@ class IterationScheduler(ABC):
         return 0
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
-        """Whether `decide`, asked when the iteration in flight has ended, could only choose `plan`: decode rows of that
-        iteration, one position on. It had rows of `leaving` sequences more, which end with it and are still to be
-        removed. `undecided`: iterations begun since the last decision beside the one that it chose; their times come
-        with the next `News.ran`. Live hosts ask at any moment while an iteration runs, and begin `plan` behind it."""
+        """Whether `decide`, asked when the iteration in flight has ended, could only choose `plan`: a decode row, one
+        position on, for every sequence that samples a token in that iteration, also of a prompt that ends with it. The
+        order of its rows is free. It had rows of `leaving` sequences more, which end with it and are still to be
+        removed. What the iteration in flight will teach of times is not known yet. Whether there are blocks is not
+        asked here: see `KvAllocator.extend_ahead`. `undecided`: iterations begun since the last decision beside the one
+        that it chose; their times come with the next `News.ran`. Live hosts ask at any moment while an iteration runs,
+        sequences may have come since the last decision, and begin `plan` behind it."""
         return False
 
     @property

@@ -10,10 +10,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, KvGeometry
+
+if TYPE_CHECKING:
+    from cohort.common.policies.interface import Row
+
+NoSlotAhead = Literal["memory", "shared"]
+"""Why rows cannot have their slots before the step in flight has ended: blocks lack; a slot is, or may become, another
+sequence's, so that only a decision can make it the row's own."""
+
+STAGED_BYTES = 64 << 20
+"""Of what goes out in an iteration: a GPU gathers up to so many bytes on the device, and sends them beside the rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +32,8 @@ class KvCopy:
 
     `unit` "block": ids are block ids. "slot": ids are block·block_size + slot. A plan's copies run in their order,
     all before its rows; those `beside` may run while the rows are computed, because no row touches what they move
-    (R12).
+    (R12). Rows may write over what goes out before them; with a copy of it on the device they need not wait for the
+    host link (`goes_beside`).
     """
 
     direction: Literal["out", "in"]
@@ -30,6 +41,18 @@ class KvCopy:
     device: tuple[int, ...]
     host: tuple[int, ...]
     beside: bool = False
+
+    def bytes_of(self, geometry: KvGeometry) -> int:
+        return len(self.device) * (geometry.block_bytes if self.unit == "block" else geometry.token_bytes)
+
+
+def goes_beside(copies: Seq[KvCopy], geometry: KvGeometry) -> bool:
+    """R12 · Whether what goes out before the rows of a plan can be sent beside them, by an engine that gathers it on
+    the device: nothing comes in before the rows, which might be what has just gone out, and it is not too much."""
+    first = [copy for copy in copies if not copy.beside]
+    if any(copy.direction == "in" for copy in first):
+        return False
+    return sum(copy.bytes_of(geometry) for copy in first) <= STAGED_BYTES
 
 
 class BlockSharing(ABC):
@@ -113,6 +136,13 @@ class KvAllocator(ABC):
     @abstractmethod
     def extend(self, sequence: Sequence, positions: int) -> bool:
         """Blocks for positions [0, positions); False and no change when blocks are missing."""
+
+    def extend_ahead(self, rows: Seq[Row]) -> NoSlotAhead | None:
+        """Slots for the rows of the step behind the one in flight, in which all of their sequences have rows too, so
+        that `computed` is behind. Only slots that are the sequence's own by now or lie in free blocks: nothing is
+        copied, nothing is taken from another sequence, and the next decision's `extend` finds or takes the same.
+        Otherwise the reason, and no change."""
+        return "shared"
 
     @abstractmethod
     def committed(self, sequence: Sequence) -> None:

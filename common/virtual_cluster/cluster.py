@@ -184,14 +184,15 @@ class VirtualCluster:
 
     def _perform(self, node: Node, effects: Iterable[Any]) -> None:
         """Of a gateway or the manager. A gateway's effects within its own process reach its clients."""
+        hear = self.clients.hear
         for effect in effects:
-            match effect:
-                case Send(peer=peer, message=message):
-                    self.post(node, peer, message)
-                case Wake(at_s=at_s):
-                    self._wake(node, at_s)
-                case _:
-                    self.clients.hear(node, effect)
+            kind = type(effect)
+            if kind is Send:
+                self.post(node, effect.peer, effect.message)
+            elif kind is Wake:
+                self._wake(node, effect.at_s)
+            else:
+                hear(node, effect)
 
     def _wake(self, node: Node, at_s: float) -> None:
         if at_s != node.wake_s:

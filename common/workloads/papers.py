@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from cohort.common.errors import ConfigError
-from cohort.common.workloads.arrivals import Arrivals, RandomArrivals
+from cohort.common.workloads.arrivals import AllAtOnce, Arrivals, RandomArrivals
+from cohort.common.workloads.changes import mixture
 from cohort.common.workloads.generate import Drawn, generate
 from cohort.common.workloads.items import Workload
 from cohort.common.workloads.lengths import Blend, Fixed, LogNormal, Uniform, fitted_lognormal
@@ -107,6 +108,41 @@ SHAPES: Mapping[str, PaperShape] = {
     ),
     "dynaserve-reasoning": PaperShape(Drawn(Fixed(219), Fixed(1467)), "DynaServe §2.4 and Table 1, Mini Reasoning"),
 }
+
+LONGBENCH: Mapping[str, tuple[int, int]] = {
+    "narrativeqa": (18409, 128),
+    "qasper": (3619, 128),
+    "multifieldqa": (4559, 64),
+    "hotpotqa": (9151, 32),
+    "2wikimqa": (4887, 32),
+    "musique": (11214, 32),
+    "gov_report": (8734, 512),
+    "qmsum": (10614, 512),
+    "multi_news": (2113, 512),
+    "trec": (5177, 64),
+    "triviaqa": (8209, 32),
+    "samsum": (6258, 128),
+    "passage_count": (11141, 32),
+    "passage_retrieval": (9289, 32),
+    "lcc": (1235, 64),
+    "repobench-p": (4206, 64),
+}
+"""LongBench's English and code tasks: mean words of a prompt (its Table 1), and the tokens that its evaluation lets a
+model answer."""
+_TOKENS_PER_WORD, _TASK_SPREAD = 1.3, 0.35
+
+
+def longbench_workload(arrivals: Arrivals, *, count: int, longest: int, seed: int = 0) -> Workload:
+    """All tasks in equal shares, as in LongBench itself (200 rows each, but for one). Assumed: 1.3 tokens a word, a
+    standard deviation of 0.35 of a task's mean, answers as long as they may be; prompts are cut at `longest`."""
+    parts = []
+    for number, (words, answer) in enumerate(LONGBENCH.values()):
+        mean = _TOKENS_PER_WORD * words
+        prompt = fitted_lognormal(mean, _TASK_SPREAD * mean, 64, 1 << 20)
+        drawn = generate("task", Drawn(prompt, Fixed(answer)), AllAtOnce(), count=count, seed=seed + 1000 * number)
+        items = tuple(replace(item, prompt_tokens=min(item.prompt_tokens, longest)) for item in drawn.items)
+        parts.append((1.0, replace(drawn, items=items)))
+    return mixture("longbench", parts, arrivals, count=count, seed=seed)
 
 
 def paper_workload(

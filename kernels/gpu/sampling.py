@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # The interpreter has none of the device's library functions.
 INTERPRETED = bool(knobs.runtime.interpret)
-LANES, VEC, SLOTS, EDITS, WARPS = 512, 4, 16, 1024, 16
+LANES, VEC, SLOTS, EDITS, WARPS = 512, 4, 24, 1024, 16
 
 
 def sample_rows(

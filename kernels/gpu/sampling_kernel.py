@@ -6,60 +6,36 @@ row is data in device buffers, so one recorded launch serves any mixture of rows
 
 - pass 1 finds the largest logit and where it stands; a greedy row ends here;
 - top_k and top_p want the distance (below the largest logit) at which a number of tokens, or a share of the mass, is
-  reached. Distances are never negative, so their bits order like integers: each pass counts tokens and sums masses
-  (float64) up to eight pivots at once, and keeps the bracket between two of them. As soon as a bracket holds few
-  tokens they are copied aside, and the rest of the search runs on that tile. All tokens at the distance found stay,
-  as the reference has it;
+  reached. Distances are never negative, so their bits order like integers: a pass counts tokens and sums masses
+  (float64) up to four pivots, and keeps the bracket between two of them. The tokens in it are copied aside, and the
+  search ends among those. Where they are too many, one in sixteen of them, in float32, tells about where the distance
+  is; what lies around it is copied, and held against the exact mass before it. A wrong guess costs a pass, never a
+  token: all tokens at the distance found stay, as the reference has it;
 - the last pass is the race: SplitMix64 in 64-bit integers, its logarithm in float64. As -log(u) >= 1 - u, a tile
-  whose lower bounds all lie behind the best time so far takes no logarithm.
+  whose lower bounds all lie behind the best time so far takes no logarithm and no exact weight.
 
 Penalties, bias and bans are applied to the row where it lies, after saving what they replace, and taken back at the
 end: nothing copies a row, and log-probabilities come from the raw logits.
 
-Cost, estimated, not measured, for 256 rows of 128,256 logits on an H200: a pass over all rows reads 131 MB, more than
-the second-level cache holds (50 MB), so 31 us from memory at 4.3 TB/s. Greedy takes one pass, temperature two, top_k or
-top_p four (up to three more where a bracket of the first pivots is still crowded). Arithmetic is more than that: some
-12 instructions per logit for the maximum, 95 for a pass with pivots, 20 for the copy, 70 for the race, i.e. 80 or 200
-per logit for temperature or top_p; 33 million logits at 132 x 128 lanes x 1.7 GHz and 60 % issue: 0.15 and 0.38 ms. Up
-to 132 rows run side by side, one per multiprocessor, so fewer rows take half of that, not less.
+Cost, estimated from the assembler's instructions, not measured, for 256 rows of 128,256 logits on an H200: a pass over
+all rows reads 131 MB, more than the second-level cache holds (50 MB), so 31 us from memory at 4.3 TB/s. Arithmetic is
+more than that: per logit 10 instructions for the maximum, 52 for a pass with pivots, 23 for the copy (55 where it is
+weighed), 10 to 40 for the search aside, 62 for the race. docs/benchmarks-gpu-kernels.md has the sums. What decides is
+that nothing in these loops crosses lanes: counts and masses are kept per lane, and reduced once a pass.
 
 Triton reads annotations, so this file must not postpone them.
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
+
+from cohort.kernels.gpu.sampling_search import distance_bits, reach_of, row_logits, weight_of
 
 GREEDY_BELOW = tl.constexpr(1e-5)
 NEGLIGIBLE = tl.constexpr(2.0**-53 / 37.0)
-PIVOTS = tl.constexpr(8)
-AT_ONCE = tl.constexpr(4)
 _INFINITE = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FFFFFFF)
 _NEVER = tl.constexpr(-(2**63))
-
-
-@triton.jit
-def _logits(row, first, vocab, LANES: tl.constexpr, VEC: tl.constexpr):
-    """A tile of a row: ids [LANES, VEC], which of them there are, and their logits (others: -inf)."""
-    index = first + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
-    there = index < vocab
-    return index, there, tl.load(row + index, mask=there, other=float("-inf"))
-
-
-@triton.jit
-def _distance_bits(logit, there, top):
-    """How far below the largest logit, as bits, which order like integers; ids that are not there lie behind all."""
-    return tl.where(there, (top - logit).to(tl.int32, bitcast=True), _NAN)
-
-
-@triton.jit
-def _weight(bits, temperature, INTERPRETED: tl.constexpr):
-    """exp(-distance / temperature) in float32, rounded as torch rounds it on a GPU."""
-    exponent = tl.math.div_rn(bits.to(tl.float32, bitcast=True), -temperature)
-    if INTERPRETED:
-        return tl.exp(exponent)
-    return libdevice.exp(exponent)
 
 
 @triton.jit
@@ -71,7 +47,7 @@ def _likeliest(row, vocab, below, LANES: tl.constexpr, VEC: tl.constexpr):
     best = tl.full([LANES], _NEVER, tl.int64)
     # Four loads at a time: little is computed meanwhile, and 8 KiB on their way are a quarter of what memory gives.
     for first in range(0, vocab, LANES * VEC * 4):
-        index, there, logit = _logits(row, first, vocab, LANES, VEC * 4)
+        index, there, logit = row_logits(row, first, vocab, LANES, VEC * 4)
         bits = logit.to(tl.int32, bitcast=True)
         key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         key = tl.where(logit == 0.0, 0, tl.where(logit != logit, _NAN, key))
@@ -93,105 +69,24 @@ def _id_of(pair):
 
 
 @triton.jit
-def _up_to(bits, pivots, temperature, BY_MASS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """How many tokens lie within each pivot and what they weigh, summed over the last dimension of `bits` [A, B]:
-    int32 and float64 [PIVOTS, A]."""
-    within = bits[None, :, :] <= pivots[:, None, None]
-    count = tl.sum(within.to(tl.int32), 2)
-    if BY_MASS:
-        weight = _weight(bits, temperature, INTERPRETED).to(tl.float64)
-        return count, tl.sum(tl.where(within, weight[None, :, :], 0.0), 2)
-    return count, count.to(tl.float64)
-
-
-@triton.jit
-def _evenly(low, high):
-    """Pivots in (low, high], the last one `high`."""
-    part = tl.arange(0, PIVOTS) + 1
-    return (low + (high.to(tl.int64) - low) * part // PIVOTS).to(tl.int32)
-
-
-@triton.jit
-def _copy_bracket(row, vocab, top, low, high, scratch, LANES: tl.constexpr, VEC: tl.constexpr, SLOTS: tl.constexpr):
-    """Distances in (low, high] into scratch [SLOTS, LANES]; how many each lane has, above SLOTS where some are lost."""
-    held = tl.zeros([LANES], tl.int32)
-    lane = tl.arange(0, LANES)
-    for first in range(0, vocab, LANES * VEC):
-        _, there, logit = _logits(row, first, vocab, LANES, VEC)
-        bits = _distance_bits(logit, there, top)
-        inside = (bits > low) & (bits <= high)
-        place = held[:, None] + tl.cumsum(inside.to(tl.int32), 1) - 1
-        tl.store(scratch + place * LANES + lane[:, None], bits, mask=inside & (place < SLOTS))
-        held += tl.sum(inside.to(tl.int32), 1)
-    return held
-
-
-@triton.jit
-def _reach(
-    row,
-    vocab,
-    top,
-    temperature,
-    wanted,
-    limit,
-    scratch,
-    BY_MASS: tl.constexpr,
-    LANES: tl.constexpr,
-    VEC: tl.constexpr,
-    SLOTS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """The smallest distance, as bits, within which there are `wanted` tokens; BY_MASS: `wanted` of the mass of all
-    tokens up to `limit`."""
-    part = tl.arange(0, PIVOTS)
-    low = tl.full([], -1, tl.int32)  # what lies up to here is less than wanted
-    high = limit + tl.full([], 0, tl.int32)  # what lies up to here is enough
-    before = tl.full([], 0.0, tl.float64)
-    below = tl.full([], 0, tl.int32)
-    # Where the crossing mostly is: 0.25 to 12 temperatures below the largest.
-    reach = 0.25 * ((part + 1) * (part + 1)).to(tl.float32) * (temperature if BY_MASS else 1.0)
-    pivots = tl.minimum(tl.where(part == PIVOTS - 1, _INFINITE, reach.to(tl.int32, bitcast=True)), limit)
-    enough = wanted + tl.full([], 0.0, tl.float64)
-    passes = tl.full([], 0, tl.int32)
-    while high - low > 1:
-        counts = tl.zeros([PIVOTS, LANES], tl.int32)
-        masses = tl.zeros([PIVOTS, LANES], tl.float64)
-        for first in range(0, vocab, LANES * VEC):
-            _, there, logit = _logits(row, first, vocab, LANES, VEC)
-            bits = _distance_bits(logit, there, top)
-            count, mass = _up_to(bits, pivots, temperature, BY_MASS, INTERPRETED)
-            counts += count
-            masses += mass
-        count_of, mass_of = tl.sum(counts, 1), tl.sum(masses, 1)
-        if BY_MASS:
-            enough = tl.where(passes == 0, wanted * tl.max(mass_of, 0), enough)
-        reached = (mass_of >= enough) | (pivots >= high)
-        low = tl.max(tl.where(reached, low, pivots), 0)
-        high = tl.min(tl.where(reached, pivots, high), 0)
-        before = tl.max(tl.where(reached, before, mass_of), 0)
-        below = tl.max(tl.where(reached, below, count_of), 0)
-        inside = tl.min(tl.where(reached, count_of, 0x7FFFFFFF), 0) - below
-        passes += 1
-        if (high - low > 1) & (inside * 4 <= LANES * SLOTS):
-            held = _copy_bracket(row, vocab, top, low, high, scratch, LANES, VEC, SLOTS)
-            tl.debug_barrier()
-            most = tl.max(held, 0)
-            if most <= SLOTS:
-                while high - low > 1:
-                    pivots = _evenly(low, high)
-                    masses = tl.zeros([PIVOTS, LANES], tl.float64)
-                    for slot in range(0, most, AT_ONCE):
-                        place = slot + tl.arange(0, AT_ONCE)[None, :]
-                        cell = scratch + place * LANES + tl.arange(0, LANES)[:, None]
-                        few = tl.load(cell, mask=place < held[:, None], other=_NAN)
-                        _, mass = _up_to(few, pivots, temperature, BY_MASS, INTERPRETED)
-                        masses += mass
-                    reached = (before + tl.sum(masses, 1) >= enough) | (pivots >= high)
-                    low = tl.max(tl.where(reached, low, pivots), 0)
-                    high = tl.min(tl.where(reached, pivots, high), 0)
-            tl.debug_barrier()
-        pivots = _evenly(low, high)
-    return high
+def _largest(row, vocab, LANES: tl.constexpr, VEC: tl.constexpr):
+    """The largest logit and the first id that has it, as `_likeliest` orders them: logit, id."""
+    best = tl.full([LANES, VEC], -(2**31), tl.int32)
+    tile = tl.zeros([LANES, VEC], tl.int32)  # where the best of each place was
+    # Four loads at a time: little is computed meanwhile, and 8 KiB on their way are a quarter of what memory gives.
+    for first in range(0, vocab, LANES * VEC * 4):
+        for part in tl.static_range(4):
+            begin = first + part * LANES * VEC
+            _, _, logit = row_logits(row, begin, vocab, LANES, VEC)
+            bits = (logit + 0.0).to(tl.int32, bitcast=True)  # of both zeros the same
+            key = tl.where(logit != logit, _NAN, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+            ahead = key > best
+            best = tl.where(ahead, key, best)
+            tile = tl.where(ahead, begin, tile)
+    key = tl.max(tl.max(best, 1), 0)
+    place = tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+    id = tl.min(tl.min(tl.where(best == key, tile + place, 0x7FFFFFFF), 1), 0)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True), id.to(tl.int64)
 
 
 @triton.jit
@@ -207,20 +102,28 @@ def _mixed(value):
 def _race(
     row, vocab, top, temperature, reach, min_p, key, LANES: tl.constexpr, VEC: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """The id whose exponential time, divided by its weight, is smallest, the first of equals; -1 if none runs."""
+    """The id whose exponential time, divided by its weight, is smallest, the first of equals; -1 if none runs.
+
+    -log(u) >= 1 - u, so a tile in which these bounds, over weights rounded up, all lie behind the best time so far
+    needs neither logarithms nor exact weights.
+    """
     times = tl.full([LANES, VEC], float("inf"), tl.float64)
     ids = tl.full([LANES, VEC], 0x7FFFFFFF, tl.int32)
     soonest = tl.full([], float("inf"), tl.float64)
+    scale = -1.4426950408889634 / temperature
     for first in range(0, vocab, LANES * VEC):
-        index, there, logit = _logits(row, first, vocab, LANES, VEC)
-        bits = _distance_bits(logit, there, top)
-        weight = _weight(bits, temperature, INTERPRETED)
-        wide = weight.to(tl.float64)
-        runs = (bits <= reach) & (weight >= min_p) & (wide > NEGLIGIBLE)
-        drawn = (_mixed(index.to(tl.uint64) ^ key) >> 11).to(tl.int64)  # 53 bits; u = (drawn + 1) / 2**53
-        least = (0x1FFFFFFFFFFFFF - drawn).to(tl.float32) * (2.0**-53 * (1.0 - 2.0**-20))
-        least = tl.where(runs, least / tl.where(runs, weight, 1.0), float("inf"))
-        if tl.min(tl.min(least, 1), 0).to(tl.float64) <= soonest:
+        index, _, logit = row_logits(row, first, vocab, LANES, VEC)
+        bits = distance_bits(logit, top)
+        at_most = tl.exp2(bits.to(tl.float32, bitcast=True) * scale) * (1.0 + 2.0**-12)
+        random = _mixed(index.to(tl.uint64) ^ key)
+        least = (0xFFFFFFFF - (random >> 32).to(tl.uint32)).to(tl.float32) * (2.0**-32 * (1.0 - 2.0**-20))
+        bound = (soonest * (1.0 + 2.0**-20)).to(tl.float32)
+        ahead = (bits <= reach) & (at_most >= min_p) & (least <= bound * at_most)
+        if tl.max(tl.max(ahead.to(tl.int32), 1), 0) > 0:
+            weight = weight_of(bits, temperature, INTERPRETED)
+            wide = weight.to(tl.float64)
+            runs = (bits <= reach) & (weight >= min_p) & (wide > NEGLIGIBLE)
+            drawn = (random >> 11).to(tl.int64)  # 53 bits; u = (drawn + 1) / 2**53
             time = -tl.log((drawn.to(tl.float64) + 1.0) * 2.0**-53) / tl.where(runs, wide, 1.0)
             ahead = runs & (time < times)
             times = tl.where(ahead, time, times)
@@ -267,7 +170,7 @@ def _normaliser(row, vocab, top, LANES: tl.constexpr, VEC: tl.constexpr):
     """log of the sum of exp(logit - top), float32."""
     total = tl.zeros([LANES], tl.float64)
     for first in range(0, vocab, LANES * VEC):
-        _, _, logit = _logits(row, first, vocab, LANES, VEC)
+        _, _, logit = row_logits(row, first, vocab, LANES, VEC)
         total += tl.sum(tl.exp(logit - top).to(tl.float64), 1)
     return tl.log(tl.sum(total, 0)).to(tl.float32)
 
@@ -320,21 +223,19 @@ def sample_rows(
         _edit(row, vocab, biased, banned, edit_ids, edit_values, saved, 2, EDITS)
         _edit(row, vocab, banned, end, edit_ids, edit_values, saved, 3, EDITS)
 
-    pair = _likeliest(row, vocab, tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64), LANES, VEC)
-    token = _id_of(pair)
-    top = _logit_of(pair)
+    top, token = _largest(row, vocab, LANES, VEC)
     temperature = tl.load(temperatures + number)
     if (temperature >= GREEDY_BELOW) & (tl.abs(top) < float("inf")):
         own = scratch + number.to(tl.int64) * (SLOTS * LANES)
         reach = tl.full([], _INFINITE, tl.int32)
         top_k = tl.load(top_ks + number)
         if (top_k > 0) & (top_k < vocab):
-            reach = _reach(
+            reach = reach_of(
                 row, vocab, top, temperature, top_k.to(tl.float64), reach, own, False, LANES, VEC, SLOTS, INTERPRETED
             )
         top_p = tl.load(top_ps + number)
         if top_p < 1.0:
-            reach = _reach(row, vocab, top, temperature, top_p, reach, own, True, LANES, VEC, SLOTS, INTERPRETED)
+            reach = reach_of(row, vocab, top, temperature, top_p, reach, own, True, LANES, VEC, SLOTS, INTERPRETED)
         seed = tl.load(seeds + number).to(tl.uint64, bitcast=True)
         position = tl.load(positions + number).to(tl.uint64, bitcast=True)
         key = _mixed(_mixed(seed) ^ position)

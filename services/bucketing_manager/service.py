@@ -24,6 +24,8 @@ from cohort.common.metrics import SchedulerMetrics
 from cohort.common.policies import compose
 from cohort.common.recording import recorded
 from cohort.common.service import ServiceContext
+from cohort.common.tracing.manager import ManagerSpans
+from cohort.common.tracing.observed import traced
 from cohort.common.types import InstanceId
 from cohort.services.bucketing_manager.measured import MeasuredOrder
 
@@ -48,11 +50,12 @@ def make_machine(
         compose.late_binding(config),
         now_s,
     )
-    return machine, recorded(
+    told = recorded(
         context,
         machine,
         lambda: ManagerHeader(context.instance, context.incarnation, settings, now_s, config_text(config)),
     )
+    return machine, traced(context, told, ManagerSpans)
 
 
 class ManagerService:

@@ -22,6 +22,9 @@ from cohort.common.errors import CohortError
 COMMANDS = {
     "serve": "start a whole pipeline on this machine and watch over it",
     "status": "what is running: processes, queues, KV use",
+    "top": "live: tokens a second, latencies, SLOs, queues and KV of a running pipeline",
+    "doctor": "what is wrong with this machine or a running pipeline, and the cure",
+    "log-level": "change what running processes write into their logs",
     "keys": "API keys of clients; and the key that a pipeline over TCP encrypts with",
     "bench": "measure any OpenAI-style server, and everything of ours that can be measured",
     "simulate": "replay traffic on a cluster that need not exist",
@@ -95,7 +98,7 @@ def _parser(named: str | None) -> argparse.ArgumentParser:
 def _module(name: str) -> Any:
     """The subcommand's module. Raises `CohortError` where this installation lacks a part of it."""
     try:
-        return importlib.import_module(f"cohort.services.cli.{name}")
+        return importlib.import_module(f"cohort.services.cli.{name.replace('-', '_')}")
     except ImportError as error:
         raise CohortError(
             f"`cohort {name}` is not usable in this installation: {error} "

@@ -1,6 +1,6 @@
 """One HTTP request on its way back: tokens become text, text becomes what the client is sent.
 
-Made by `openai_api.py` once a request is admitted, and fed by it with every delta. Knows nothing of HTTP. The state
+Made by `generator.py` once a request is admitted, and fed by it with every delta. Knows nothing of HTTP. The state
 that all choices of a prompt share exists once: its first choice scores an echoed prompt, and the deltas of the others
 wait for that.
 """
@@ -20,9 +20,9 @@ from cohort.common.types import FinishReason
 from cohort.services.gateway.choice import Choice, Piece, ScoredToken, prompt_scores
 from cohort.services.gateway.detokenizer import TokenText
 from cohort.services.gateway.mailbox import Delta, Generation
+from cohort.services.gateway.openai_shapes import Extras, Scores, Shape, Usage, extras_of, prompt_places, usage_of
 from cohort.services.gateway.parsing import Call
 from cohort.services.gateway.request_budget import Reservation
-from cohort.services.gateway.responses import Extras, Scores, Shape, Usage, extras_of, prompt_places, usage_of
 from cohort.services.gateway.tool_calls import CallDelta, ToolReader, whole_deltas
 
 # Tokens whose log-probabilities are written at a time: a few milliseconds of the event loop, with twenty each.

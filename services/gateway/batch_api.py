@@ -15,7 +15,7 @@ import asyncio
 import functools
 import secrets
 import sqlite3
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -34,6 +34,7 @@ from cohort.services.gateway.batch_records import StoredBatch, StoredFile
 from cohort.services.gateway.batch_runner import BatchRunner
 from cohort.services.gateway.batch_store import BatchStore, StoreThread, disk_refuses
 from cohort.services.gateway.batch_uploads import FORM_BYTES, UploadForm, too_large
+from cohort.services.gateway.listing import known_id, limit_of, query_of
 from cohort.services.gateway.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
 from cohort.services.gateway.service_headers import printable
 
@@ -150,8 +151,8 @@ class BatchApi:
         await asyncio.to_thread(writer.write, data)
 
     async def list_files(self, request: web.Request) -> web.Response:
-        query = _query(request, "purpose", "limit", "order", "after")
-        limit = _limit(query, default=10_000, most=10_000)
+        query = query_of(request, "purpose", "limit", "order", "after")
+        limit = limit_of(query, default=10_000, most=10_000)
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise RequestError("order must be 'asc' or 'desc'.", param="order")
@@ -207,7 +208,7 @@ class BatchApi:
 
     async def _file(self, request: web.Request) -> StoredFile:
         file_id, owner, now_s = request.match_info["id"], request[OWNER], self._clock.wall_s()
-        file = await self._store.run(lambda store: store.file(_known_id(file_id), owner, now_s))
+        file = await self._store.run(lambda store: store.file(known_id(file_id), owner, now_s))
         if file is None:
             raise _unknown("file", file_id)
         return file
@@ -239,7 +240,7 @@ class BatchApi:
         )
 
         def create(store: BatchStore) -> StoredBatch:
-            file = store.file(_known_id(body.input_file_id), owner, now_s)
+            file = store.file(known_id(body.input_file_id), owner, now_s)
             if file is None or file.purpose != "batch":
                 raise RequestError(
                     f"input_file_id: there is no file {printable(body.input_file_id)!r} of purpose 'batch'.",
@@ -258,8 +259,8 @@ class BatchApi:
         return _json(batch_object(stored))
 
     async def list_batches(self, request: web.Request) -> web.Response:
-        query = _query(request, "limit", "after")
-        limit = _limit(query, default=20, most=100)
+        query = query_of(request, "limit", "after")
+        limit = limit_of(query, default=20, most=100)
         owner = request[OWNER]
         batches = await self._store.run(lambda store: store.batches(owner, after=query.get("after"), limit=limit + 1))
         return _page([batch_object(batch) for batch in batches], limit)
@@ -297,32 +298,10 @@ class BatchApi:
 
     async def _batch(self, request: web.Request) -> StoredBatch:
         batch_id, owner = request.match_info["id"], request[OWNER]
-        batch = await self._store.run(lambda store: store.batch(_known_id(batch_id), owner))
+        batch = await self._store.run(lambda store: store.batch(known_id(batch_id), owner))
         if batch is None:
             raise _unknown("batch", batch_id)
         return batch
-
-
-def _query(request: web.Request, *known: str) -> dict[str, str]:
-    query = dict(request.query)
-    if unknown := next((name for name in query if name not in known), None):
-        raise RequestError(f"There is no parameter {printable(unknown)!r}.", param=printable(unknown))
-    if "after" in query:
-        query["after"] = _known_id(query["after"])
-    return query
-
-
-def _limit(query: Mapping[str, str], *, default: int, most: int) -> int:
-    text = query.get("limit", str(default))
-    limit = int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else 0
-    if not 1 <= limit <= most:
-        raise RequestError(f"limit must be a number from 1 to {most}.", param="limit")
-    return limit
-
-
-def _known_id(text: str) -> str:
-    """An id as it may be looked up: half characters, which a URL can carry, are in no id."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _page(found: list[Any], limit: int) -> web.Response:

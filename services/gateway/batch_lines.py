@@ -17,7 +17,7 @@ import msgspec
 
 from cohort.common.errors import RequestError
 from cohort.services.gateway.batch_records import LineError, PendingLine
-from cohort.services.gateway.responses import error_body
+from cohort.services.gateway.error_shapes import error_body
 from cohort.services.gateway.service_headers import printable
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")

@@ -1,24 +1,23 @@
 """The database of files and batches: its tables, its opening, and the upgrade of an older one.
 
-Called by `batch_store.py`. Decides the schema, the modes of the database's files (0600) and whether a database may be
-used at all; never reads or writes a file's or a batch's row.
+Called by `batch_store.py`. Decides the schema and whether a database may be used at all; never reads or
+writes a file's or a batch's row.
 """
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from contextlib import suppress
 from pathlib import Path
 
 from cohort.common.errors import ConfigError
+from cohort.services.gateway.sqlite_file import connect
 
 SCHEMA_VERSION = 2
 LINE_BYTES = 256
 """Bytes of a line besides its custom id and result, here and in the output file: positions, keys, an envelope."""
 CHECKED_BYTES = 1 << 28
 """Databases up to this size are read whole at start to see that they are sound: a second at most."""
-LOG_BYTES = 1 << 26  # what the write-ahead log may keep on disk after it was written back
 
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;
@@ -96,15 +95,8 @@ UPDATE meta SET value = 2 WHERE name = 'schema_version'
 def open_database(path: Path) -> sqlite3.Connection:
     """Opens, creates or converts it. Raises `ConfigError` for one of a version that is unknown here, `sqlite3.Error`
     for one that is damaged or cannot be used."""
-    _make_private(path)
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+    db = connect(path)
     try:
-        db.row_factory = sqlite3.Row
-        db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new database; an old one needs VACUUM too, see below
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
-        db.execute("PRAGMA synchronous = NORMAL")
-        db.execute("PRAGMA foreign_keys = ON")
         _check(db, path)
         _prepare(db, path)
         if db.execute("PRAGMA auto_vacuum").fetchone()[0] == 0:
@@ -120,17 +112,6 @@ def open_database(path: Path) -> sqlite3.Connection:
 def small_enough_to_check(path: Path) -> bool:
     """Whether `open_database` has read all of it."""
     return path.stat().st_size <= CHECKED_BYTES
-
-
-def _make_private(path: Path) -> None:
-    """Mode 0600, before there is anything in it. SQLite gives its log the database's mode."""
-    try:
-        # Never opened and closed when it exists: closing a file drops all locks that this process has on it.
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-    except FileExistsError:
-        for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
-            if path.with_name(name).is_file():
-                path.with_name(name).chmod(0o600)
 
 
 def _check(db: sqlite3.Connection, path: Path) -> None:

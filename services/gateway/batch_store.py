@@ -14,14 +14,12 @@ machine that loses power may forget the last moments before it (those lines run 
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
@@ -34,6 +32,7 @@ from cohort.services.gateway.batch_records import (
     StoredFile,
 )
 from cohort.services.gateway.batch_schema import LINE_BYTES, open_database, small_enough_to_check
+from cohort.services.gateway.sqlite_file import OnThread
 
 _FILE = ", ".join(StoredFile.__struct_fields__)
 _BATCH = ", ".join(StoredBatch.__struct_fields__)
@@ -455,28 +454,11 @@ def disk_refuses(error: BaseException) -> bool:
     return isinstance(error, OSError) or type(error) is sqlite3.DatabaseError
 
 
-T = TypeVar("T")
-
-
-class StoreThread:
+class StoreThread(OnThread[BatchStore]):
     """A `BatchStore` behind a thread of its own, so that no query or disk ever holds up the event loop."""
 
     def __init__(self, path: Path) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-store")
-        self._store = BatchStore(path)
-
-    async def run(self, work: Callable[[BatchStore], T]) -> T:
-        """Calls run one after the other, in the order they came in."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work, self._store)
-
-    def tell(self, work: Callable[[BatchStore], object]) -> None:
-        """As `run`, for what nothing waits for: also where a task ends and cannot wait any more."""
-        self._executor.submit(work, self._store)
-
-    def close(self) -> None:
-        """After what was asked for; blocks for as long as that takes."""
-        self._executor.submit(self._store.close).result()
-        self._executor.shutdown()
+        super().__init__(BatchStore(path), "batch-store")
 
 
 def _column(value: object) -> object:

@@ -1,13 +1,14 @@
 """When the clock may be believed: expired data is deleted for good, so a clock that jumped must delete nothing.
 
-Called by `batch_runner.py` before it deletes anything. Decides by comparing the wall clock with time that passed: while
-both agree, the wall clock is right, or as wrong as it was when it stamped the files. After a jump one of the two times
-was wrong, and nothing here can tell which: deletions wait until the clock is back, or until it has kept its new time
-for `HOLD_S`, in which it may have been corrected. Never changes a row.
+Called by `batch_runner.py` and `responses_api_kept.py` before they delete anything. Decides by comparing the wall clock
+with time that passed: while both agree, the wall clock is right, or as wrong as it was when it stamped the files. After
+a jump one of the two times was wrong, and nothing here can tell which: deletions wait until the clock is back, or until
+it has kept its new time for `HOLD_S`, in which it may have been corrected. Never changes a row.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 AGREE_S = 3600.0  # wall clock and elapsed time may differ by so much between two looks
@@ -59,3 +60,8 @@ class SweepGuard:
             return True
         self.jumped_s = now.wall_s - self._swept_at_s
         return -AGREE_S <= self.jumped_s <= LONGEST_ABSENCE_S
+
+
+def since_boot_s() -> float:
+    """Seconds of a clock that is never set; where the system says so, those of a suspended host too."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

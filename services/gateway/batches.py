@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import NoReturn
@@ -25,6 +24,7 @@ from cohort.services.gateway.batch_files import BatchFolder
 from cohort.services.gateway.batch_quota import Quota
 from cohort.services.gateway.batch_runner import AnswerLine, BatchMetrics, BatchRunner
 from cohort.services.gateway.batch_store import BatchStore, StoreThread
+from cohort.services.gateway.batch_sweeps import since_boot_s
 from cohort.services.gateway.batch_turns import Turns
 
 BUSY_CONCURRENCY = 1
@@ -94,7 +94,7 @@ class Batches:
                     quota=quota,
                     max_line_bytes=config.gateway.max_body_bytes,
                     clock=clock,
-                    elapsed_s=_since_boot_s,
+                    elapsed_s=since_boot_s,
                     metrics=own_metrics,
                     log=log,
                 )
@@ -169,8 +169,3 @@ async def _unavailable(_: web.Request) -> NoReturn:
         status=503,
         type_="server_error",
     )
-
-
-def _since_boot_s() -> float:
-    """Seconds of a clock that is never set; where the system says so, those of a suspended host too."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

@@ -1,7 +1,7 @@
 """One choice of an answer: its tokens become text, with nothing of a stop string and no cut character.
 
 Joins detokeniser and stop strings, and keeps log-probabilities beside the text they belong to. One per request and
-stream; called by `openai_api.py`. Knows nothing of HTTP.
+stream; called by `generator.py`. Knows nothing of HTTP.
 """
 
 from __future__ import annotations

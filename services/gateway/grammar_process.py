@@ -5,7 +5,7 @@ that ends a bounded process (`bounded_process.py`) and is answered with a 400 th
 grammar that passes is one that workers can compile again, by the same library and the same limits
 (`common/grammar.py`). One that passed lately is not asked about again.
 
-Called by `openai_api.py`; the process starts with the first grammar.
+Called by `generator.py`; the process starts with the first grammar.
 """
 
 from __future__ import annotations

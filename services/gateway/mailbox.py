@@ -1,6 +1,6 @@
 """Between the host of the gateway machine and the handler that waits for tokens: one mailbox per HTTP request.
 
-Filled by `streams.py`, emptied by `openai_api.py`. Its content is bounded by the request's own max_tokens.
+Filled by `streams.py`, emptied by `generator.py`. Its content is bounded by the request's own max_tokens.
 """
 
 from __future__ import annotations

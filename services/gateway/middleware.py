@@ -1,4 +1,4 @@
-"""Around every handler: the request's id, foreign pages, API keys, and every error as JSON in OpenAI's shape.
+"""Around every handler: the request's id, foreign pages, API keys, and every error as JSON in its API's shape.
 
 Called by aiohttp for each HTTP request. Nothing a client sends may leave here as a 500 with a stack trace or as plain
 text; a defect of ours is logged with its traceback and answered with a 500 that says nothing else.
@@ -18,8 +18,8 @@ from aiohttp.typedefs import Handler, Middleware
 from cohort.common.browsers import BrowserGuard
 from cohort.common.errors import ConfigError, RequestError
 from cohort.common.logs import request_scope
+from cohort.services.gateway.error_shapes import retry_after, shaped_error
 from cohort.services.gateway.keyring import Key, Keyring
-from cohort.services.gateway.responses import error_body, retry_after
 
 REQUEST_ID_HEADER = "x-request-id"
 HTTP_ID = web.RequestKey("http_id", str)
@@ -47,8 +47,9 @@ def resolve_keys(configured: Sequence[str]) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def error_response(error: RequestError) -> web.Response:
-    response = web.Response(status=error.status, body=_encode(error_body(error)), content_type="application/json")
+def error_response(error: RequestError, path: str) -> web.Response:
+    body = _encode(shaped_error(error, path))
+    response = web.Response(status=error.status, body=body, content_type="application/json")
     if seconds := retry_after(error):
         response.headers["Retry-After"] = seconds
     if error.status == 401:
@@ -66,9 +67,9 @@ def answer_everything(log: structlog.stdlib.BoundLogger) -> Middleware:
             try:
                 response = await handler(request)
             except RequestError as error:
-                response = error_response(error)
+                response = error_response(error, request.path)
             except web.HTTPException as error:
-                response = error_response(_from_http(error, request))
+                response = error_response(_from_http(error, request), request.path)
                 if allow := error.headers.get("Allow"):
                     response.headers["Allow"] = allow
             except ConnectionError:
@@ -76,7 +77,8 @@ def answer_everything(log: structlog.stdlib.BoundLogger) -> Middleware:
             except Exception:
                 log.exception("request failed unexpectedly", path=request.path)
                 response = error_response(
-                    RequestError("The server failed to answer this request.", status=500, type_="server_error")
+                    RequestError("The server failed to answer this request.", status=500, type_="server_error"),
+                    request.path,
                 )
         if not response.prepared:
             response.headers[REQUEST_ID_HEADER] = http_id
@@ -105,7 +107,7 @@ def require_key(keyring: Keyring) -> Middleware:
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[OWNER] = ""
         if keyring.required and (request.path.startswith("/v1") or request.path in _BESIDE_V1):
-            scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+            scheme, _, token = _credentials(request).partition(" ")
             key = keyring.find(token.strip())
             if scheme.lower() != "bearer" or key is None:
                 raise RequestError(
@@ -118,6 +120,14 @@ def require_key(keyring: Keyring) -> Middleware:
         return await handler(request)
 
     return middleware
+
+
+def _credentials(request: web.Request) -> str:
+    """As a bearer token's header says them; clients of Anthropic's API send the same key as `x-api-key`."""
+    given = request.headers.get("Authorization")
+    if given is None and (key := request.headers.get("x-api-key")) is not None:
+        return f"Bearer {key}"
+    return given or ""
 
 
 def _http_id(request: web.Request) -> str:

@@ -15,8 +15,15 @@ from aiohttp import web
 
 import cohort
 from cohort.services.gateway.bodies import ChatBody, CompletionBody
+from cohort.services.gateway.error_shapes import MESSAGES_PATH, AnthropicError
 from cohort.services.gateway.front_page import DOCS_PATH, OPENAPI_PATH
-from cohort.services.gateway.responses import Answer, ChatChoice, CompletionChoice
+from cohort.services.gateway.messages_api import COUNT_TOKENS_PATH, CountedTokens
+from cohort.services.gateway.messages_api_bodies import CountTokensBody, MessagesBody
+from cohort.services.gateway.messages_api_events import MessageAnswer
+from cohort.services.gateway.openai_shapes import Answer, ChatChoice, CompletionChoice
+from cohort.services.gateway.responses_api import RESPONSES_PATH, DeletedResponse, InputItems
+from cohort.services.gateway.responses_api_bodies import ResponsesBody
+from cohort.services.gateway.responses_api_events import ResponseObject
 from cohort.services.gateway.token_api import (
     DETOKENIZE_PATH,
     TOKENIZE_PATH,
@@ -54,6 +61,25 @@ _OPERATIONS: tuple[_Operation, ...] = (
     ),
     ("get", "/v1/streams/{id}", "The rest of a stream behind `Last-Event-ID`.", None, None),
     ("delete", "/v1/streams/{id}", "End a stream that can be resumed.", None, None),
+    (
+        "post",
+        RESPONSES_PATH,
+        "Answer items or a text, and go on with what was answered; a stream of events with `stream`.",
+        ResponsesBody,
+        ResponseObject,
+    ),
+    ("get", RESPONSES_PATH + "/{id}", "A response that is kept.", None, ResponseObject),
+    ("delete", RESPONSES_PATH + "/{id}", "Delete it.", None, DeletedResponse),
+    ("get", RESPONSES_PATH + "/{id}/input_items", "What it was made from.", None, InputItems),
+    ("post", RESPONSES_PATH + "/{id}/cancel", "Refused: a response that is kept has ended.", None, None),
+    (
+        "post",
+        MESSAGES_PATH,
+        "Answer messages as Anthropic's API does; a stream of events with `stream`.",
+        MessagesBody,
+        MessageAnswer,
+    ),
+    ("post", COUNT_TOKENS_PATH, "The tokens of a prompt of messages.", CountTokensBody, CountedTokens),
     ("get", "/v1/models", "The model that is served.", None, None),
     ("post", TOKENIZE_PATH, "A prompt or a chat as token ids.", TokenizeBody, Tokenized),
     ("post", DETOKENIZE_PATH, "Token ids as text.", DetokenizeBody, Detokenized),
@@ -73,6 +99,11 @@ _OPERATIONS: tuple[_Operation, ...] = (
     ("get", "/metrics", "Prometheus text.", None, None),
 )
 _REF = "#/components/schemas/"
+_KEYS = {
+    "key": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""Either will do."""
 _ERROR = {
     "description": "What is wrong, in OpenAI's shape.",
     "content": {
@@ -123,13 +154,18 @@ class ApiPages:
 
 
 def openapi(*, keys: bool) -> dict[str, Any]:
-    structs = list(dict.fromkeys(each for row in _OPERATIONS for each in row[3:] if each is not None))
+    documented = (each for row in _OPERATIONS for each in row[3:] if each is not None)
+    structs = list(dict.fromkeys((*documented, AnthropicError)))
     schemas, components = msgspec.json.schema_components(structs, ref_template=f"{_REF}{{name}}")
     schema_of = dict(zip(structs, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for method, path, summary, body, answer in _OPERATIONS:
         operation: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "The answer."}}}
-        operation["responses"]["default"] = _ERROR
+        operation["responses"]["default"] = (
+            {"description": "What is wrong, in Anthropic's shape.", "content": _json_content(schema_of[AnthropicError])}
+            if path.startswith(MESSAGES_PATH)
+            else _ERROR
+        )
         if body is not None:
             operation["requestBody"] = {"required": True, "content": _json_content(schema_of[body])}
         if answer is not None:
@@ -137,9 +173,9 @@ def openapi(*, keys: bool) -> dict[str, Any]:
         if "{id}" in path:
             operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
         if keys and (path.startswith("/v1") or body in (TokenizeBody, DetokenizeBody)):
-            operation["security"] = [{"key": []}]
+            operation["security"] = [{name: []} for name in _KEYS]
         paths.setdefault(path, {})[method] = operation
-    security = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if keys else {}
+    security = {"securitySchemes": _KEYS} if keys else {}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Cohort", "version": cohort.__version__},

@@ -1,6 +1,6 @@
 """Bounds on the owner of one API key: its share of the queue, its own cached prefixes, its priority.
 
-Made by `service.py` from the configuration and its keys, asked by `openai_api.py` for every request. An owner is known
+Made by `service.py` from the configuration and its keys, asked by `generator.py` for every request. An owner is known
 by the name that `middleware.py` puts on the request (`OWNER`), never by the key. With fewer than two keys nothing is
 shared out: no shares, no salts; a file of keys counts as several, whatever it holds today. Whether there are several is
 decided here for all of the gateway, its files and batches too: by the secrets, of which two names may say the same.

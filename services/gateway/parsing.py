@@ -1,6 +1,6 @@
 """A POST body and its headers to a typed `Call`, or a `RequestError` that names the parameter.
 
-Pure: called by `openai_api.py` before tokenising. Everything a client sends is honoured, tolerated by document
+Pure: called by each API before tokenising. Everything a client sends is honoured, tolerated by document
 (`bodies.py`) or refused with a clear 400; malformed bytes of any kind end here and never become a 500.
 """
 
@@ -71,6 +71,8 @@ class Call:
     wanted: Wanted | None = None
     """The grammar that the answer is bound to, as the client wrote it."""
     tools: ToolUse | None = None
+    truncates: bool = False
+    """A chat without its oldest turns rather than a 400, where it is longer than the context."""
 
     @property
     def scores_echo(self) -> bool:
@@ -122,9 +124,16 @@ def parse_chat(
     card: ModelCard,
     tool_format: ToolFormat | None = None,
 ) -> Call:
-    """`tool_format`: how the model writes calls of tools; None = it cannot be read."""
+    """`tool_format` as for `chat_call`."""
     refuse_shape(data, config, chat=True)
-    body = decode(_chat_decoder, data)
+    return chat_call(decode(_chat_decoder, data), headers, config, card, tool_format)
+
+
+def chat_call(
+    body: ChatBody, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard, tool_format: ToolFormat | None
+) -> Call:
+    """Of a body that a client sent, or that another API's body says the same as. `tool_format`: how the model writes
+    calls of tools; None = it cannot be read. Raises `RequestError`."""
     messages = read_messages(body.messages, config)
     _refuse_unsupported_chat_options(body)
     if body.top_logprobs is not None and not body.logprobs:
@@ -180,8 +189,8 @@ def decode(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at `$")
-        param = path.rstrip("`").lstrip(".")
+        text, _, path = str(error).partition(" - at `")  # "$.messages[0]`", or "key` in `$.metadata`"
+        param = path.rstrip("`").rpartition("$")[2].lstrip(".")
         for marker in ("Object contains unknown field `", "Object missing required field `"):
             if text.startswith(marker):
                 name = text[len(marker) :].rstrip("`")

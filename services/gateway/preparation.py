@@ -1,6 +1,6 @@
 """A parsed call and its tokenised prompts to the requests that workers serve: one per prompt and choice.
 
-Pure; called by `openai_api.py` after tokenising. Decides output lengths within the model's context, end tokens, seeds
+Pure; called by `generator.py` after tokenising. Decides output lengths within the model's context, end tokens, seeds
 and request ids.
 """
 

@@ -2,7 +2,7 @@
 
     415 Content-Encoding, or no JSON     413 longer than one may be     408 too slow     429 too much in flight
 
-Called by `openai_api.py` for generation requests, and by `middleware.py` for what headers alone decide. A body counts
+Called by `generator.py` for generation requests, and by `middleware.py` for what headers alone decide. A body counts
 against the budget from its first byte until its request is accepted or refused, because until then its text lies in
 memory at least once. Never parses.
 """

@@ -8,7 +8,7 @@ A unit is a token that is computed or a score that is told: the prompt's tokens 
 times one plus the scores each carries, the same of an echoed prompt, and all else that travels with every choice
 (`CHOICE_UNITS` for the choice itself). It costs a worker about as much as a token and the gateway less than a hundred
 bytes, so one limit bounds both. Nothing is built before a request has passed: a price is a few multiplications. Called
-by `openai_api.py`; knows nothing of HTTP.
+by `generator.py`; knows nothing of HTTP.
 """
 
 from __future__ import annotations

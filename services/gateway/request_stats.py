@@ -1,6 +1,6 @@
 """Measurements of one gateway's requests: metrics, the stats of its heartbeat, a log line per request.
 
-Told by `streams.py` of every admitted request, its tokens and its end, and by `openai_api.py` of refusals. Decides
+Told by `streams.py` of every admitted request, its tokens and its end, and by `generator.py` of refusals. Decides
 nothing.
 """
 
@@ -71,9 +71,11 @@ class RequestStats:
         self._count(entry, finish, ttft_s, e2e_s)
         refused = bool(entry.refused_because)
         write = self._log.warning if finish is FinishReason.FAILED and not refused else self._log.info
-        judged = {}
+        judged: dict[str, object] = {}
+        if times.trace is not None:
+            judged["trace_id"] = times.trace.ended(now_s, entry, ttft_stages(times, entry), finish, reason)
         if entry.forecast_s:
-            judged = {"forecast_ttft_s": round(entry.forecast_s, 3), "slo_ttft_s": entry.request.slo.ttft_s}
+            judged |= {"forecast_ttft_s": round(entry.forecast_s, 3), "slo_ttft_s": entry.request.slo.ttft_s}
         write(
             "request refused" if refused else "request finished",
             request_id=entry.request_id,

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import structlog
 from aiohttp import web
 
 from cohort.common.errors import RequestError
 from cohort.services.gateway.answering import Answering
 from cohort.services.gateway.mailbox import Delta
-from cohort.services.gateway.responses import Answer
+from cohort.services.gateway.openai_shapes import Answer
 from cohort.services.gateway.sse import EventStream
 
 LAST_EVENT_HEADER = "Last-Event-ID"
@@ -74,9 +75,10 @@ class MarkedStream(EventStream):
         place: Place,
         *,
         write_timeout_s: float,
+        log: structlog.stdlib.BoundLogger,
     ) -> None:
         """`place`: where its client is; kept up to date."""
-        super().__init__(request, headers, write_timeout_s=write_timeout_s)
+        super().__init__(request, headers, write_timeout_s=write_timeout_s, log=log)
         self._answering = answering
         self._place = place
 

@@ -21,20 +21,17 @@ from pathlib import Path
 from typing import TypeVar, assert_never
 from weakref import WeakValueDictionary
 
-import structlog
 from aiohttp import web
 
-from cohort.common.clock import Clock
-from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
 from cohort.common.machines.events import Offered
 from cohort.common.types import InstanceId, TrafficClass
 from cohort.services.gateway.answering import Answering
+from cohort.services.gateway.generator import Generator
 from cohort.services.gateway.key_lease import Lease, bound, current_lease
 from cohort.services.gateway.mailbox import Generation, Mailbox
 from cohort.services.gateway.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
 from cohort.services.gateway.openai_api import OpenAiApi
-from cohort.services.gateway.owners import Owners
 from cohort.services.gateway.parsing import Call
 from cohort.services.gateway.resume_journal import DISK_ERRORS, Journal
 from cohort.services.gateway.resume_marks import LAST_EVENT_HEADER, MarkedStream, Place, Unread, forward
@@ -52,7 +49,6 @@ from cohort.services.gateway.resume_session import (
 from cohort.services.gateway.resume_store import Ending, StreamRecord, Taken, default_path, digest_of
 from cohort.services.gateway.resume_tape import Tape
 from cohort.services.gateway.service_headers import CLASS_HEADER, IF_LATE_HEADER, TPOT_HEADER, TTFT_HEADER
-from cohort.services.gateway.streams import Streams
 from cohort.services.gateway.timing import GatewayTimes
 
 RESUME_HEADER = "x-cohort-resume"
@@ -63,28 +59,17 @@ T = TypeVar("T")
 
 
 class Resumption:
-    def __init__(
-        self,
-        config: GatewayConfig,
-        api: OpenAiApi,
-        streams: Streams,
-        owners: Owners,
-        *,
-        model: str,
-        instance: InstanceId,
-        lease_of: LeaseOf,
-        clock: Clock,
-        log: structlog.stdlib.BoundLogger,
-    ) -> None:
-        self._config = config
+    def __init__(self, api: OpenAiApi, generator: Generator, *, instance: InstanceId, lease_of: LeaseOf) -> None:
+        self._config = config = generator.config
         self._api = api
-        self._streams = streams
-        self._owners = owners
-        self._model = model
+        self._generator = generator
+        self._streams = generator.streams
+        self._owners = generator.owners
+        self._model = generator.card.name
         self._instance = instance
         self._lease_of = lease_of
-        self._clock = clock
-        self._log = log
+        self._clock = generator.clock
+        self._log = log = generator.log
         self._holder = uuid.uuid4().hex
         path = Path(config.resume_file).expanduser() if config.resume_file else default_path()
         self._journal = Journal(path, self._holder, self._lost, log)
@@ -200,14 +185,16 @@ class Resumption:
     ) -> web.StreamResponse:
         events = self._events(request, session.token if session.stored else "", answering, place)
         try:
-            return await self._api.stream(request, answering, events)
+            return await self._api.stream(answering, events)
         finally:
             session.told = session.told or events.started
             self._left(session, answering)
 
     def _events(self, request: web.Request, token: str, answering: Answering, place: Place) -> MarkedStream:
         headers = {REQUEST_ID_HEADER: request[HTTP_ID], **({RESUME_HEADER: token} if token else {})}
-        return MarkedStream(request, headers, answering, place, write_timeout_s=self._config.write_timeout_s)
+        return MarkedStream(
+            request, headers, answering, place, write_timeout_s=self._config.write_timeout_s, log=self._log
+        )
 
     def _left(self, session: Session, answering: Answering) -> None:
         """A reader has ended."""
@@ -244,7 +231,9 @@ class Resumption:
         changes then."""
         old, tape, generation = session.answering, session.tape, session.generation
         times = Generation(generation.times, Mailbox(), generation.entries)
-        answering = self._api.answering(old.call, session.requests, times, old.base_id, session.created_s, old.reserved)
+        answering = self._generator.unrendered(
+            old.call, session.requests, times, old.base_id, session.created_s, old.reserved
+        )
         rest = forward(answering, tape.log, place)
         if session.grace is not None:
             session.grace.cancel()
@@ -352,6 +341,7 @@ class Resumption:
             if session is None:
                 taken = await self._take(digest, owner)
                 call = await self._api.parse(taken.record.body, taken.record.headers, chat=taken.record.chat)
+                self._generator.budget.check(call)
                 place = Place.parse(seen, len(taken.record.requests))
                 if taken.ending is None:
                     session = self._go_on(call, taken, token, owner)
@@ -371,7 +361,7 @@ class Resumption:
 
     async def _replay(self, request: web.Request, answering: Answering, token: str, place: Place) -> web.StreamResponse:
         try:
-            return await self._api.stream(request, answering, self._events(request, token, answering, place))
+            return await self._api.stream(answering, self._events(request, token, answering, place))
         finally:
             answering.reserved.release()
 
@@ -426,12 +416,12 @@ class Resumption:
         for entry, cached in zip(entries, ending.cached_tokens, strict=True):
             entry.cached_tokens = cached
         generation = Generation(GatewayTimes(arrived_s=now_s), Mailbox(), entries)
-        budget, first = self._api.budget, record.requests[:: call.n]
+        budget, first = self._generator.budget, record.requests[:: call.n]
         reserved = budget.reserve(
             budget.price(call, [r.prompt_tokens for r in first], [r.sampling.max_tokens for r in first])
         )
         try:
-            answering = self._api.answering(
+            answering = self._generator.unrendered(
                 call, record.requests, generation, record.base_id, record.created_s, reserved
             )
             rest = forward(answering, taken.said, place)
@@ -464,7 +454,7 @@ class Resumption:
         name, now_s = f"{record.base_id}-r{uuid.uuid4().hex[:8]}", self._clock.now_s()
         again = resubmitted(requests, said, left, name=name, gateway=self._instance, arrival_s=self._clock.wall_s())
         first = requests[:: call.n]
-        reserved = self._api.own_budget(
+        reserved = self._generator.own_budget(
             call, [request.prompt_tokens for request in first], [request.sampling.max_tokens for request in first]
         )
         tape = Tape(b"", indexes=left, log=said)
@@ -487,7 +477,7 @@ class Resumption:
         running = dict(zip(left, offered.entries, strict=True))
         entries = [running.get(i) or ended_entry(now_s, request, said.get(i)) for i, request in enumerate(requests)]
         generation, unread = Generation(times, tape, entries), Generation(times, Mailbox(), entries)
-        answering = self._api.answering(call, requests, unread, record.base_id, record.created_s, reserved)
+        answering = self._generator.unrendered(call, requests, unread, record.base_id, record.created_s, reserved)
         charged = sum(len(delta.tokens) for delta in said.values()) if taken.charged else None
         session = Session(
             token, digest_of(token), owner, tape, generation, answering, requests, record.created_s, lease, charged

@@ -1,6 +1,6 @@
 """The gateway: the only process clients see.
 
-    HTTP ─▶ openai_api ─▶ streams ─▶ GatewayMachine ─▶ streams ─▶ Submit, Cancel, Outstanding ─▶ manager
+    HTTP ─▶ generator ──▶ streams ─▶ GatewayMachine ─▶ streams ─▶ Submit, Cancel, Outstanding ─▶ manager
                                           ▲              └──▶ PredictLength, ObserveLength ─▶ length predictor
                                        └── TokenBatch ◀─ workers;  Placed, AttemptsLost, Refused, ClusterLoad ◀─ manager
 
@@ -15,6 +15,7 @@ import gc
 import os
 import time
 from contextlib import aclosing
+from pathlib import Path
 from typing import NoReturn
 
 from aiohttp import web
@@ -32,11 +33,18 @@ from cohort.common.metrics import RequestMetrics
 from cohort.common.policies import compose
 from cohort.common.recording import recorded
 from cohort.common.service import MANAGER, PREDICTOR, ServiceContext, named_host
+from cohort.common.tls import ServerTls, TlsFiles
+from cohort.common.tracing.spans import Tracing
 from cohort.common.types import InstanceId
+from cohort.services.gateway import request_trace
+from cohort.services.gateway.batch_files import BatchFolder
+from cohort.services.gateway.batch_runner import AnswerLine
 from cohort.services.gateway.batches import Batches
 from cohort.services.gateway.front_page import FrontPage
+from cohort.services.gateway.generator import Generator
 from cohort.services.gateway.grammar_process import GrammarCompiler
 from cohort.services.gateway.keyring import Keyring
+from cohort.services.gateway.messages_api import MessagesApi
 from cohort.services.gateway.middleware import answer_everything, refuse_foreign_pages, require_key, resolve_keys
 from cohort.services.gateway.model_card import ModelCard, read_model_card
 from cohort.services.gateway.openai_api import OpenAiApi
@@ -44,6 +52,8 @@ from cohort.services.gateway.openapi import ApiPages
 from cohort.services.gateway.owners import Owners
 from cohort.services.gateway.probes import Probes
 from cohort.services.gateway.request_bodies import RequestBodies, refuse_other_bodies
+from cohort.services.gateway.responses_api import ResponsesApi
+from cohort.services.gateway.responses_api_kept import KeptResponses
 from cohort.services.gateway.resumption import Resumption
 from cohort.services.gateway.slow_readers import SlowReaders
 from cohort.services.gateway.streams import Streams
@@ -92,7 +102,7 @@ class Gateway:
         )
         bodies = RequestBodies(config.gateway)
         written = tool_format(tokenizer.template_source, tokenizer.added_token)
-        self._api = OpenAiApi(
+        self.generator = Generator(
             config=config.gateway,
             card=card,
             tokenizer=tokenizer,
@@ -107,17 +117,13 @@ class Gateway:
             grammars=GrammarCompiler(config.gateway, tokenizer.to_json(), card.eos_token_ids),
             tool_format=written,
         )
+        self._api = OpenAiApi(self.generator)
         self._resumption = self._api.resumption = Resumption(
-            config.gateway,
-            self._api,
-            self.streams,
-            self._owners,
-            model=card.name,
-            instance=context.instance,
-            lease_of=self._tenants.lease_of,
-            clock=context.clock,
-            log=context.log,
+            self._api, self.generator, instance=context.instance, lease_of=self._tenants.lease_of
         )
+        self._messages = MessagesApi(self.generator)
+        self._kept = KeptResponses(config.responses, several_owners=self._owners.several, clock=context.clock)
+        self._responses = ResponsesApi(self.generator, self._kept)
         self._tokens = TokenApi(
             config=config.gateway,
             card=card,
@@ -144,6 +150,12 @@ class Gateway:
             engines=lambda: self._machine.link.load.engines if self._machine.link.load else (),
         )
         self._front = FrontPage(config, card)
+        self._tracing = Tracing.opened(context)
+        files = TlsFiles.of(config.gateway.tls_cert, config.gateway.tls_key, "gateway")
+        self._tls = tls = ServerTls(files, context.log) if files else None
+        if tls is not None:
+            ends = context.metrics.gauge("tls_certificate_expires_seconds", "When it does, Unix time; 0 = it has")
+            ends().set_function(lambda: tls.loaded.expires_s)
         context.stats = self._stats
 
     def application(self, batches: Batches) -> web.Application:
@@ -151,9 +163,11 @@ class Gateway:
         guard = BrowserGuard(
             gateway.host, gateway.allowed_hosts, open_=not self._keyring.required, option="gateway.allowed_hosts"
         )
+        traces = [request_trace.middleware(self._tracing, self._context.clock)] if self._tracing else []
         application = web.Application(
             middlewares=[
                 self._slow_readers.middleware(),
+                *traces,
                 answer_everything(self._context.log),
                 refuse_foreign_pages(guard),
                 require_key(self._keyring),
@@ -164,35 +178,35 @@ class Gateway:
         )
         application.on_response_prepare.append(self._tenants.name_limits)
         pages = ApiPages(keys=self._keyring.required)
-        for part in (
-            self._api,
-            self._resumption,
-            batches,
-            self._probes,
-            self._front,
-            self._tokens,
-            self._tenants,
-            pages,
-        ):
+        apis = (self._api, self._resumption, self._responses, self._messages, batches, self._tokens, self._tenants)
+        for part in (*apis, self._probes, self._front, pages):
             application.add_routes(part.routes())
         return application
 
     async def run(self) -> None:
+        answer: AnswerLine = self._tenants.lines(self._api.answer_line)
+        if self._tracing is not None:
+            answer = request_trace.lines(self._tracing, self._context.clock, answer)
         async with (
             self._tenants.opened(),
             aclosing(self._resumption),
             Batches.opened(
                 self._config,
-                answer=self._tenants.lines(self._api.answer_line),
+                answer=answer,
                 several_owners=self._owners.several,
                 online_waiting=lambda: self._machine.ledger.waiting_online,
                 clock=self._context.clock,
                 metrics=self._context.metrics,
                 log=self._context.log,
             ) as batches,
+            self._kept.opened(self._database(), self._context.log),
         ):
             self.streams.on_online_placed = batches.online_placed
             await self._serve(batches)
+
+    def _database(self) -> Path:
+        """In the folder of batches, which no other gateway uses."""
+        return BatchFolder(self._config.batch, self._config.gateway.port).path / "responses.sqlite"
 
     async def _serve(self, batches: Batches) -> None:
         context = self._context
@@ -210,8 +224,13 @@ class Gateway:
             async with asyncio.TaskGroup() as tasks:
                 self._begin()
                 working_off = tasks.create_task(batches.run(), name="batches")
-                keeping = tasks.create_task(self._resumption.run(), name="streams")
-                background = [tasks.create_task(self._receive(), name="receive"), working_off, keeping]
+                background: list[asyncio.Task[None]] = [
+                    tasks.create_task(self._receive(), name="receive"),
+                    tasks.create_task(self._resumption.run(), name="streams"),
+                    working_off,
+                ]
+                if self._tls is not None:
+                    background.append(tasks.create_task(self._tls.watch(), name="certificate"))
                 try:
                     await context.stopping.wait()
                     working_off.cancel()  # lines in work are answered again after the next start
@@ -228,18 +247,24 @@ class Gateway:
         host, port = self._config.gateway.host, self._config.gateway.port
         name_server()
         site = AcceptingSite(
-            runner, host, port, backlog=BACKLOG, failed=lambda: self._accepts_failed().inc(), log=self._context.log
+            runner,
+            host,
+            port,
+            backlog=BACKLOG,
+            failed=lambda: self._accepts_failed().inc(),
+            log=self._context.log,
+            tls=self._tls,
         )
         try:
             await site.start()
         except OSError as error:
             raise ConfigError(f"gateway.port: cannot listen on {host}:{port}: {error.strerror}") from error
         self.port: int = site.addresses[0][1]
-        named = named_host(host)
-        self._context.metrics_url = f"http://{named}:{self.port}/metrics"
+        base = f"{'https' if self._tls else 'http'}://{named_host(host)}:{self.port}"
+        self._context.metrics_url = f"{base}/metrics"
         self._context.log.info(
             "listening",
-            url=f"http://{named}:{self.port}",
+            url=base,
             model=self._card.name,
             max_model_len=self._card.max_model_len,
             api_keys=len(self._keyring),

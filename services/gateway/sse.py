@@ -1,6 +1,6 @@
-"""Server-sent events to one client: when the stream opens, how an event is written, how it ends.
+"""Server-sent events to one client: when the stream opens, how an event is written, how it ends and how it fails.
 
-Called by `openai_api.py`. The response is opened with the first event, so that a failure before the first token is
+Called by the APIs that stream. The response is opened with the first event, so that a failure before the first token is
 still answered with a proper HTTP status. A client that reads too slowly fills the socket, then blocks this stream only,
 and is given up after `write_timeout_s`.
 """
@@ -8,14 +8,15 @@ and is given up after `write_timeout_s`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
+import structlog
 from aiohttp import web
 
 from cohort.common.errors import RequestError
-from cohort.services.gateway.responses import error_body
+from cohort.services.gateway.error_shapes import error_body
 
 DONE = b"data: [DONE]\n\n"
 # Below what a transport buffers before it asks its writer to wait.
@@ -32,9 +33,17 @@ class Events(Protocol):
 
 
 class EventStream:
-    def __init__(self, request: web.Request, headers: Mapping[str, str], *, write_timeout_s: float) -> None:
+    def __init__(
+        self,
+        request: web.Request,
+        headers: Mapping[str, str],
+        *,
+        write_timeout_s: float,
+        log: structlog.stdlib.BoundLogger,
+    ) -> None:
         self._request = request
         self._write_timeout_s = write_timeout_s
+        self._log = log
         self.response = web.StreamResponse(
             headers={
                 **headers,
@@ -48,6 +57,31 @@ class EventStream:
     def started(self) -> bool:
         return self.response.prepared
 
+    async def carry(
+        self, sending: Awaitable[None], fail: Callable[[RequestError], Awaitable[None]]
+    ) -> web.StreamResponse:
+        """Let `sending` send its events. What it raises once the stream is open is told by `fail`, in the words of its
+        API: a stream never breaks off silently. Raises what happens before that."""
+        try:
+            await sending
+        except RequestError as error:
+            if not self.started:
+                raise
+            await fail(error)
+        except ConnectionError:
+            self._log.debug("client went away")
+        except TimeoutError:
+            self._log.warning("client does not read its stream", write_timeout_s=self._write_timeout_s)
+            if self._request.transport is not None:
+                self._request.transport.abort()
+        except Exception:
+            if not self.started:
+                raise
+            # A defect of ours: the client must not take half an answer for a whole one.
+            self._log.exception("stream failed unexpectedly")
+            await fail(RequestError("The server failed to continue.", status=500, type_="server_error"))
+        return self.response
+
     async def send(self, event: msgspec.Struct | dict[str, Any]) -> None:
         """Raises `TimeoutError` when the client does not read, `ConnectionError` when it is gone."""
         await self._write(self.framed(event))
@@ -56,13 +90,23 @@ class EventStream:
     def framed(event: msgspec.Struct | dict[str, Any]) -> bytes:
         return b"data: " + _encode(event) + b"\n\n"
 
+    async def send_named(self, *events: tuple[str, msgspec.Struct]) -> None:
+        """Events with their names, as one write."""
+        parts = [b"event: %b\ndata: %b\n\n" % (name.encode(), _encode(event)) for name, event in events]
+        if parts:
+            await self._write(b"".join(parts))
+
     async def fail(self, error: RequestError) -> None:
-        """The only way a stream may break off: say why, then end it properly."""
-        await self._write(b"data: " + _encode(error_body(error)) + b"\n\n")
+        """As clients of OpenAI's chunks read it: say why, then end properly."""
+        await self._write(self.framed(error_body(error)))
         await self.done()
 
     async def done(self) -> None:
+        """The end of a stream of OpenAI's chunks."""
         await self._write(DONE)
+        await self.end()
+
+    async def end(self) -> None:
         async with asyncio.timeout(self._write_timeout_s):
             await self.response.write_eof()
 

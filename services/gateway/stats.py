@@ -1,6 +1,6 @@
 """Running stats of the gateway for its heartbeat: totals, and percentiles over the latest requests.
 
-Touched by `request_stats.py` and `openai_api.py`, read by `service.py` twice a second. The exact distributions are in
+Touched by `request_stats.py` and `generator.py`, read by `service.py` twice a second. The exact distributions are in
 the metrics; this is what a person watching wants at a glance.
 """
 

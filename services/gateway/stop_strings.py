@@ -3,7 +3,7 @@
 An Aho–Corasick automaton over all stop strings of a request, built once per HTTP request and shared by its choices,
 each of which keeps a `StopStrings`: its state, and the text it holds back. The automaton's depth after a character is
 the length of the longest suffix of the text that could still become a stop string: exactly what must be held back.
-Constant work per character, amortised. Called by `openai_api.py` (automaton) and `choice.py`; pure.
+Constant work per character, amortised. Called by `generator.py` (automaton) and `choice.py`; pure.
 """
 
 from __future__ import annotations

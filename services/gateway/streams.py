@@ -4,7 +4,7 @@
     bus ─▶ Received ──────────────────────────────▶   ▲                ├─▶ bus (Undelivered, where that fails)
     timer ─▶ Tick ────────────────────────────────────┘                └─▶ metrics, log lines, the timer
 
-Called by `openai_api.py` (check, offer, stop, abandon) and `service.py` (messages, start, drain). Decides nothing.
+Called by `generator.py` (check, offer, stop, abandon) and `service.py` (messages, start, drain). Decides nothing.
 """
 
 from __future__ import annotations

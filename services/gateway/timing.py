@@ -1,6 +1,7 @@
 """Where a request's time went: the parts of its time to first token, and whether its SLO was kept.
 
-Pure; called by `request_stats.py` for metrics and by `responses.py` for the answer's own extras. All times are seconds.
+Pure; called by `request_stats.py` for metrics and by `openai_shapes.py` for the answer's own extras. All times are
+seconds.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from cohort.common.machines.entry import Entry
 from cohort.common.metrics import TtftStage
 from cohort.common.types import Slo
+from cohort.services.gateway.request_trace import RequestTrace
 
 
 @dataclass(slots=True)
@@ -18,6 +20,7 @@ class GatewayTimes:
 
     arrived_s: float
     tokenize_s: float = 0.0
+    trace: RequestTrace | None = None
 
 
 def ttft_stages(times: GatewayTimes, entry: Entry) -> dict[TtftStage, float]:

@@ -1,7 +1,7 @@
 """Text to token ids and back, equal to the model's transformers tokenizer, without importing torch.
 
 Reads tokenizer.json through the `tokenizers` library; a folder that has none falls back to transformers, which builds
-the same kind of object. Called by `openai_api.py` (prompts) and `detokenizer.py` (answers). Long texts are encoded in a
+the same kind of object. Called by `generator.py` (prompts) and `detokenizer.py` (answers). Long texts are encoded in a
 thread, so that the event loop of a busy gateway never waits for one prompt; chat templates run in processes of their
 own (`template_process.py`).
 """
@@ -24,6 +24,10 @@ from cohort.services.gateway.template_process import ChatRenderer, TemplateLimit
 INLINE_CHARACTERS = 4096
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class PromptTooLong(RequestError):
+    """However it is cut, a prompt has more tokens than its limit."""
 
 
 class Tokenizer:
@@ -71,10 +75,10 @@ class Tokenizer:
         return max(map(len, self._backend.get_vocab()), default=0)
 
     def refuse_too_long(self, text: str, limit: int, param: str) -> None:
-        """Raise before encoding a text that has more than `limit` tokens however it is cut: megabytes of a prompt that
-        cannot fit cost nothing."""
+        """Raise `PromptTooLong` before encoding a text that has more than `limit` tokens however it is cut: megabytes
+        of a prompt that cannot fit cost nothing."""
         if self._longest_token and len(text) > limit * self._longest_token:
-            raise RequestError(
+            raise PromptTooLong(
                 f"This model's maximum context length is {limit} tokens, but the prompt alone has at least "
                 f"{len(text) // self._longest_token} tokens.",
                 param=param,

@@ -101,7 +101,8 @@ class Exporter:
     async def _fetch(self, instance: str, url: str) -> str | None:
         try:
             timeout = aiohttp.ClientTimeout(total=_SCRAPE_TIMEOUT_S)
-            async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
+            # A gateway's certificate is for its clients' names; the address came from the process itself.
+            async with self._session.get(url, timeout=timeout, allow_redirects=False, ssl=False) as response:
                 if response.status != 200:
                     self._complain(instance, "metrics_not_fetched", status=response.status)
                     return None

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import msgspec
 from aiohttp import web
 
+from cohort import __version__
 from cohort.common.browsers import BrowserGuard
 from cohort.common.http_server import refuse_foreign_pages
 from cohort.common.metrics import CONTENT_TYPE
@@ -78,7 +79,8 @@ def application(
         return web.Response(body=await exporter.expose(), headers={"Content-Type": CONTENT_TYPE})
 
     async def health(_: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "role": "global_monitor", "instance": instance})
+        own = {"role": "global_monitor", "instance": instance, "version": __version__}
+        return web.json_response({"status": "ok", **own})
 
     async def ready(_: web.Request) -> web.Response:
         return web.json_response({"ready": True})

@@ -26,7 +26,7 @@ from cohort.services.launcher.box import on_box, summary
 from cohort.services.launcher.console import Console, Line
 from cohort.services.launcher.default_model import is_complete
 from cohort.services.launcher.options import keys_of, overrides_of
-from cohort.services.launcher.plan import ProcessPlan, StopStage, http_base, plan, resolve
+from cohort.services.launcher.plan import ProcessPlan, StopStage, api_scheme, http_base, plan, resolve
 from cohort.services.launcher.run_files import LauncherState, ProcessMark, RunFiles, RunFilesError
 from cohort.services.launcher.supervisor import Supervisor
 
@@ -63,6 +63,7 @@ def _serve(options: argparse.Namespace, arguments: list[str], config: Config, *,
         sys.stdout.write(dump_config(config))
         return 0
     preflight.check_exposure(config)
+    preflight.check_certificate(config)
     plans = plan(config, preflight.usable_cores())
     files = RunFiles(paths.run_dir(config.gateway.port))
     if options.detach:
@@ -107,7 +108,7 @@ def _check_start(plans: list[ProcessPlan]) -> None:
 
 
 async def _supervise(config: Config, plans: list[ProcessPlan], files: RunFiles, notify_fd: int, box: str = "") -> int:
-    base = http_base(config.gateway.host, config.gateway.port)
+    base = http_base(config.gateway.host, config.gateway.port, api_scheme(config))
     starter = _Starter(notify_fd)
     lines = [Line(process.instance, process.port, files.log_file(process.instance)) for process in plans]
     console = Console(lines, listener=starter.say)
@@ -154,7 +155,7 @@ def _stop_timeout_s(plans: list[ProcessPlan]) -> float:
 
 def ready_text(config: Config) -> str:
     """The operator's summary once it runs: the URL, the live page, a request to copy."""
-    base = http_base(config.gateway.host, config.gateway.port)
+    base = http_base(config.gateway.host, config.gateway.port, api_scheme(config))
     model = config.model.served_name or Path(config.model.path).name
     body: dict[str, object] = {"model": model}
     if has_chat_template(Path(config.model.path)):

@@ -58,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="port clients use (default: 8000; 0 = any free one). Monitor and metrics ports move along",
     )
     where.add_argument("--host", metavar="ADDRESS", help="address clients use (default: 127.0.0.1, this machine only)")
+    where.add_argument("--tls-cert", metavar="FILE", help="certificate in PEM format: clients come by https")
+    where.add_argument("--tls-key", metavar="FILE", help="its key; both files are read again when they change")
     background = parser.add_argument_group("in the background")
     background.add_argument("--detach", action="store_true", help="return once it is ready; it goes on by itself")
     background.add_argument(
@@ -91,6 +93,9 @@ def overrides_of(options: argparse.Namespace, file_keys: set[str]) -> dict[str, 
         flat["model.served_name"] = options.served_name
     if options.host is not None:
         flat["gateway.host"] = options.host
+    for half in ("tls_cert", "tls_key"):
+        if (path := getattr(options, half)) is not None:
+            flat[f"gateway.{half}"] = str(Path(path).expanduser().absolute()) if path else ""
     assigned: dict[str, Any] = {}
     for assignment in options.assignments:
         key, equals, value = assignment.partition("=")

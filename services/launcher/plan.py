@@ -51,10 +51,11 @@ class ProcessPlan:
     drain_s: float
     passes_metrics_port: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
+    scheme: str = "http"
 
     @property
     def ready_url(self) -> str:
-        return f"{http_base(self.host, self.port)}/ready"
+        return f"{http_base(self.host, self.port, self.scheme)}/ready"
 
     @property
     def stop_timeout_s(self) -> float:
@@ -69,10 +70,15 @@ class ProcessPlan:
         return command
 
 
-def http_base(host: str, port: int) -> str:
+def api_scheme(config: Config) -> str:
+    """By which clients reach the gateway."""
+    return "https" if config.gateway.tls_cert else "http"
+
+
+def http_base(host: str, port: int, scheme: str = "http") -> str:
     """How to reach a server on this machine that listens on `host`."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
-    return f"http://{reachable}:{port}"
+    return f"{scheme}://{reachable}:{port}"
 
 
 def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
@@ -94,6 +100,7 @@ def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
             config.gateway.drain_s,
             passes_metrics_port=False,
             environment=single,
+            scheme=api_scheme(config),
         ),
         ProcessPlan("predictor", "length_predictor", StopStage.OTHERS, host, base, short_drain_s, environment=single),
         ProcessPlan(

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-from cohort.common import exposure
+from cohort.common import exposure, tls
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError, ModelError
 from cohort.services.launcher.plan import ProcessPlan
@@ -50,6 +50,13 @@ def check_exposure(config: Config) -> None:
     """Raises `ConfigError` for openings that an oversight leaves to strangers on other machines."""
     exposure.check_api(config)
     exposure.check_endpoints(config)
+
+
+def check_certificate(config: Config) -> None:
+    """Raises `ConfigError` for TLS files that the gateway would refuse."""
+    files = tls.TlsFiles.of(config.gateway.tls_cert, config.gateway.tls_key, "gateway")
+    if files is not None:
+        tls.load(files)
 
 
 def check_ports(plans: Iterable[ProcessPlan]) -> None:

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from urllib.parse import urlsplit
+
+from cohort.common.tls import unverified
+
+_context = functools.cache(unverified)
 
 
 async def answers_ok(url: str, timeout_s: float) -> bool:
@@ -20,7 +25,8 @@ async def http_status(url: str, timeout_s: float) -> int | None:
     parts = urlsplit(url)
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            encrypted = _context() if parts.scheme == "https" else None
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port, ssl=encrypted)
             try:
                 request = f"GET {parts.path or '/'} HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n"
                 writer.write(request.encode("ascii"))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 
 from cohort.common.service import MANAGER, ServiceContext, service_main
+from cohort.common.tracing.spans import Tracing
 from cohort.services.length_predictor.service import LengthPredictor
 
 
 async def build(context: ServiceContext) -> None:
     """Answer until asked to stop; then the training child saves what was learned."""
     service = LengthPredictor(context.config, context.bus, context.log, context.registry)
+    service.tracing = Tracing.opened(context)
     if context.config.predictor.refine_after_prefill:
         context.bus.connect(MANAGER, context.endpoint_of("manager"))
     context.stats = service.stats

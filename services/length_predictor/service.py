@@ -22,6 +22,8 @@ from cohort.common.errors import PeerUnreachable
 from cohort.common.messages import LengthFacts, ObserveLength, Predicted, PredictLength, PromptState
 from cohort.common.paths import DEFAULT_MODEL_NAME, cache_dir
 from cohort.common.service import MANAGER
+from cohort.common.tracing.spans import Tracing
+from cohort.common.tracing.traceparent import parse
 from cohort.common.transport.bus import Bus
 from cohort.common.types import Prediction
 from cohort.services.length_predictor.buffer import Observation
@@ -96,6 +98,7 @@ class LengthPredictor:
         self._predictions = 0
         self._observations = 0
         self._error_tokens = math.nan
+        self.tracing: Tracing | None = None
         self.child = TrainingChild(config.predictor, state_file(config), log, self._take_model)
         self._metrics = _Metrics.on(registry, self)
         self.second = SecondOpinions(
@@ -110,7 +113,7 @@ class LengthPredictor:
             sender, message = await self._bus.receive()
             match message:
                 case PredictLength():
-                    answer = Predicted(message.request_id, self.predict(_facts(message.facts)))
+                    answer = self._answer(message)
                     self.second.asked(message.request_id, answer.prediction, message.facts.max_tokens)
                     try:
                         self._bus.send(sender, answer)
@@ -123,6 +126,14 @@ class LengthPredictor:
                     self.second.state_came(message)
                 case _:
                     self._log.warning("unexpected_message", peer=sender, type=type(message).__name__)
+
+    def _answer(self, message: PredictLength) -> Predicted:
+        begun_s = time.monotonic()
+        answer = Predicted(message.request_id, self.predict(_facts(message.facts)))
+        if self.tracing is not None and (parent := parse(message.traceparent)) is not None:
+            source, mean = answer.prediction.source, answer.prediction.mean
+            self.tracing.span("predict length", begun_s, time.monotonic(), parent, source=source, mean_tokens=mean)
+        return answer
 
     def predict(self, facts: Facts) -> Prediction:
         started_s = time.perf_counter()

@@ -45,6 +45,7 @@ class InFlight:
     answered: Callable[[float], None] | None
     produced: int = 0
     first_s: float = 0.0
+    second_s: float = 0.0
     last_s: float = 0.0
     gaps_within: int = 0
 
@@ -66,8 +67,10 @@ class ClassStats:
     attained_deadline: int = 0
     attained_output_tokens: int = 0
     tokens_within_tbt: int = 0
+    without_late_gap: int = 0
     slo_output_tokens: int = 0
     ttft: Histogram = field(default_factory=Histogram)
+    second: Histogram = field(default_factory=Histogram)
     tpot: Histogram = field(default_factory=Histogram)
     tbt: Histogram = field(default_factory=Histogram)
     jct: Histogram = field(default_factory=Histogram)
@@ -122,6 +125,7 @@ class TraceClients:
         self.last_end_s = 0.0
         self.clipped_outputs = 0
         self._virtual = virtual
+        self._events = virtual.events
         self._max_model_len = max_model_len
         self._max_tokens = max_tokens
         self._predictor = predictor
@@ -147,6 +151,15 @@ class TraceClients:
         """Requests with an SLO that have neither ended nor been refused; of one class, or of all."""
         items = [live.item for live in self.live.values()]
         return sum(has_slo(item) for item in items if traffic_class in ("", item.traffic_class))
+
+    def normalised_to_end_s(self, stats: ClassStats, traffic_class: str, end_s: float) -> float | None:
+        """Mean seconds a token of the requests of one class (or "": of all) that finished, and of those still under
+        way as if they ended now. None: there are none of either."""
+        live = [live for live in self.live.values() if traffic_class in ("", live.item.traffic_class)]
+        if not stats.normalised.count + len(live):
+            return None
+        unserved_s = sum((end_s - one.item.arrival_s) / one.output_tokens for one in live)
+        return (stats.normalised.sum_s + unserved_s) / (stats.normalised.count + len(live))
 
     def begin_counting(self, now_s: float) -> None:
         """Forget the stats so far, not the requests."""
@@ -224,12 +237,12 @@ class TraceClients:
                 live = self.live[entry.attempt.request_id]
                 if tokens:
                     if self._run is None:
-                        self._tokens(self._virtual.now_s, live, len(tokens))
+                        self._tokens(self._events.now_s, live, len(tokens))
                     else:
                         self._repeated(live, self._run)
                 if finish is not None:
                     del self.live[entry.request_id]
-                    self._finished(self._virtual.now_s, live)
+                    self._finished(self._events.now_s, live)
             case Rejected(offer_id, error):
                 self._turned_away(offer_id, error.message)
             case Fail(entry, error):
@@ -248,15 +261,15 @@ class TraceClients:
 
     def sample(self, rows: Iterable[Row]) -> list[Sampled]:
         """Tokens the model samples for the rows of a step that reach their last known token."""
-        sampled = []
+        sampled, all_live = [], self.live
         for row in rows:
             sequence = row.sequence
             known = len(sequence.tokens)
             if row.start + row.count == known:
-                request = sequence.request
-                live = self.live.get(request.request_id)
-                last = live is not None and known + 1 - request.prompt_tokens >= live.output_tokens
-                sampled.append(Sampled(sequence.key, STOP_TOKEN if last else OUTPUT_TOKEN))
+                key = sequence.key
+                live = all_live.get(key.request_id)
+                last = live is not None and known + 1 - sequence.request.prompt_tokens >= live.output_tokens
+                sampled.append(Sampled(key, STOP_TOKEN if last else OUTPUT_TOKEN))
         return sampled
 
     def fewest_left(self, rows: Iterable[Row]) -> int:
@@ -268,6 +281,8 @@ class TraceClients:
             self._gap(live, now_s - live.last_s)
         else:
             live.first_s = now_s
+        if live.produced < 2 <= live.produced + count:
+            live.second_s = now_s
         for _ in range(count - 1):
             self._gap(live, 0.0)
         live.produced += count
@@ -281,9 +296,10 @@ class TraceClients:
 
     def repeated(self, worker: Node, rows: Iterable[Row], times_s: list[float], at_s: float) -> None:
         """Steps were run as one: a token for each row reached the gateway at each of these times. It hears of them
-        together, `at_s`. To be called once the rows' sequences hold those tokens."""
-        tokens = [OUTPUT_TOKEN] * len(times_s)
-        updates = [TokenUpdate(row.sequence.key, row.start + 1, tokens) for row in rows]
+        together, `at_s`. `rows`: of the step that follows, whose sequences hold those tokens."""
+        count = len(times_s)
+        tokens, first = [OUTPUT_TOKEN] * count, 1 - count
+        updates = [TokenUpdate(row.sequence.key, row.start + first, tokens) for row in rows]
         self._under_way.append((worker, updates, times_s))
         self._virtual.events.at(at_s, self._deliver_next)
 
@@ -316,6 +332,8 @@ class TraceClients:
         first_gap_s = run.times_s[0] - live.last_s
         self._gap(live, first_gap_s)
         live.gaps_within += run.within(item.slo.tpot_s)
+        if live.produced == 1:
+            live.second_s = run.times_s[0]
         live.produced += len(run.times_s)
         live.last_s = run.times_s[-1]
         run.rows_of[item.traffic_class] = run.rows_of.get(item.traffic_class, 0) + 1
@@ -342,6 +360,7 @@ class TraceClients:
             each.attained_deadline += attained_deadline
             each.tokens_within_tbt += live.gaps_within + attained_ttft
             each.slo_output_tokens += live.produced
+            each.without_late_gap += live.gaps_within >= live.produced - 1
             if attained_ttft and attained_tpot and attained_deadline:
                 each.attained += 1
                 each.attained_output_tokens += live.produced
@@ -350,6 +369,7 @@ class TraceClients:
         each.normalised.add(jct_s / live.produced)
         if live.produced > 1:
             each.tpot.add(tpot_s)
+            each.second.add(live.second_s - item.arrival_s)
         if live.answered is not None:
             live.answered(now_s)
 

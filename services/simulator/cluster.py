@@ -60,6 +60,9 @@ class SimOptions:
     """What clients with a TTFT SLO prefer where it cannot be kept. Only placements that test for it ask."""
     scatter: float | None = None
     """Coefficient of variation of an iteration's time; None: each instance's own, as profiled."""
+    blocking_transfers: bool = False
+    """An instance computes nothing while KV arrives: the next iteration takes that much longer, as in engines whose
+    decode loop itself waits for KV transfers."""
     profiled: bool = True
     """Schedulers that learn step times start from a profile of their instance, as after `cohort profile`."""
 
@@ -145,6 +148,8 @@ class SimCluster:
             ],
             jump=options.jump,
             late_binding=config.policies.waiting_kv != "none",
+            together=not options.warmup_s,
+            blocking_transfers=options.blocking_transfers,
         )
         self.virtual.clients, self.virtual.engine = self.clients, self.engine
         self._arrivals = iter(workload.items)
@@ -184,6 +189,7 @@ class SimCluster:
         """The cluster is warm: earlier events are no result."""
         now_s = self.events.now_s
         self.clients.begin_counting(now_s)
+        self.engine.together = True
         for worker in self.workers:
             self.engine.catch_up(worker, now_s)
             kv = worker.machine.kv.metrics()

@@ -72,6 +72,8 @@ class TrafficSpec(_Section, frozen=True):
     only: list[str] = []
     set: dict[str, Any] = {}
     loads: list[_Positive] = []
+    duration_s: _Positive | None = None
+    horizon_s: _Positive | None = None
     note: str = ""
 
 

@@ -152,7 +152,7 @@ def kv_blocks(config: Config, cluster: Cluster, model: ModelShape, geometry: KvG
     Raises `ConfigError` when the model does not fit.
     """
     devices = cluster.tensor_parallel
-    total = devices * (cluster.device.memory_bytes - cluster.device_reserve_bytes)
+    total = devices * (cluster.device.memory_bytes - cluster.device_reserve_bytes) // cluster.workers_per_device
     left = total - model.weights_total_bytes
     if left <= 0:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """The simulator's engine: a step takes what the cost model says; steps that provably repeat each other are run as one.
 
 With `jump`, steps that repeat (`FastForward.repeatable`) become one event, up to the next event that disturbs that
-worker. Decisions and times are the same as one by one; a test demands it. On cores that several workers share
-(`Cluster.cores`) a step takes longer the more of them run, and nothing is run ahead.
+worker. Decisions and times are the same as one by one; a test demands it. On cores or devices that several workers
+share (`Cluster.shares`) a step takes longer the more of them run, and nothing is run ahead.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from cohort.common.virtual_cluster.kv_flights import Flight
 from cohort.common.virtual_cluster.plugins import WorkerNode
 from cohort.services.simulator.clients import OUTPUT_TOKEN, TraceClients
 from cohort.services.simulator.hardware import Cluster
+from cohort.services.simulator.links import link_of
 from cohort.services.simulator.scatter import StepScatter
 from cohort.services.simulator.tally import WorkerTally
 from cohort.services.simulator.work import PlanCost, plan_cost
@@ -54,6 +55,13 @@ class SimWorker(WorkerNode):
     """Number of the step in flight, since the start."""
     slowdown: float = 1.0
     """How much longer it takes at present than alone, on cores that it shares."""
+    unsaid_s: list[float] = field(default_factory=list)
+    """When those steps run ahead ended that were applied and whose tokens the gateway is yet to hear of: it hears of
+    them together with the next step's, and no process asks before."""
+    doubtful: bool = False
+    """An event that takes blocks is being handled: which of the steps run ahead still hold is asked afterwards."""
+    blocked_s: float = 0.0
+    """What KV took to arrive since the last iteration began, where transfers block."""
     aligned_batches: int = 0
     """Batches of the late binding among the rows of the step in flight."""
 
@@ -78,8 +86,13 @@ class CostEngine:
         scatter: Sequence[StepScatter],
         jump: bool,
         late_binding: bool,
+        together: bool = True,
+        blocking_transfers: bool = False,
     ) -> None:
-        """`costs`, `scatter`: of every instance, by number."""
+        """`costs`, `scatter`: of every instance, by number. `together`: see the attribute."""
+        self.together = together
+        """Tokens of steps run ahead are told as late as the next step's, however often the steps were applied in
+        between. Until metrics count (`warmup_s`) each time at once: what came before that moment is none of theirs."""
         self._virtual = virtual
         self._events = virtual.events
         self._clients = clients
@@ -88,8 +101,10 @@ class CostEngine:
         self._geometry = geometry
         self._scatter = scatter
         self._late_binding = late_binding
-        # On shared cores the others decide how long the next step takes: none is run ahead.
-        self._jump = jump and not cluster.cores
+        # On shared cores and devices the others decide how long the next step takes: none is run ahead.
+        self._shares = cluster.shares
+        self._jump = jump and not self._shares
+        self._blocking_transfers = blocking_transfers
         shape = costs[0].model
         self._row_flops = 2.0 * (shape.layers * shape.layer_parameters + shape.head_parameters)
         self._position_flops = 4.0 * shape.layers * shape.heads * shape.head_dim
@@ -99,11 +114,13 @@ class CostEngine:
     def begin(self, node: WorkerNode, step: StartStep) -> None:
         worker = _sim(node)
         plan, now_s = step.plan, self._events.now_s
-        cost, model = plan_cost(plan, self._geometry), self._costs[worker.number]
+        stages = not self._cluster.of(worker.number).cpu
+        cost, model = plan_cost(plan, self._geometry, device_stages=stages), self._costs[worker.number]
         beside_s = model.swap_s(cost.beside_bytes)
         worker.step += 1
         step_s = model.step_s(cost.work) * self._factor(worker, 0)
-        latency_s = model.swap_s(cost.copied_bytes) + max(step_s, beside_s)
+        latency_s = model.swap_s(cost.copied_bytes) + max(step_s, beside_s) + worker.blocked_s
+        worker.blocked_s = 0.0
         worker.plan = plan
         worker.ends_s, worker.latencies_s = [now_s + latency_s], [latency_s]
         if self._late_binding:
@@ -112,7 +129,7 @@ class CostEngine:
         if self._jump and worker.fast_forward.repeatable():
             self._fast_forward(worker, plan, cost)
         self._schedule_end(worker)
-        if self._cluster.cores:
+        if self._shares:
             worker.slowdown, worker.alone_s = 1.0, latency_s
             worker.service_load = self._cluster.service_load(len(plan.rows), latency_s)
             self._share_cores()
@@ -131,24 +148,36 @@ class CostEngine:
                 case Tick():  # deadlines are of seconds: one that passes shows in what the machine then does
                     self._catch_up(worker, self._events.now_s)
                 case Received(message=message):
-                    if not worker.fast_forward.undisturbed_by(message):
+                    if worker.fast_forward.undisturbed_by(message):
+                        continue
+                    if worker.fast_forward.told_by_state(message):
+                        self._catch_up(worker, self._events.now_s)
+                        worker.doubtful = True
+                    else:
                         self._interrupt(worker)
                 case RunsReceived(lease_id=lease_id, error=None, runs=runs):
-                    if not worker.fast_forward.undisturbed_by_runs(lease_id, runs):
+                    if self._blocking_transfers or not worker.fast_forward.undisturbed_by_runs(lease_id, runs):
                         self._interrupt(worker)
                 case _:
                     self._interrupt(worker)
 
     def told(self, node: WorkerNode, events: tuple[WorkerEvent, ...], effects: list[Any]) -> None:
-        """Deadlines that passed may have changed what was run ahead."""
+        """Deadlines that passed may have changed what was run ahead, and so may blocks that were taken."""
         worker = _sim(node)
+        if worker.doubtful:
+            worker.doubtful = False
+            self._shorten(worker)
         if len(worker.ends_s) <= 1 or not isinstance(events[0], Tick):
             return
         if not all(isinstance(e, Send) and isinstance(e.message, WorkerReport | KvRenew) for e in effects):
             self._interrupt(worker)
 
     def copy(self, flight: Flight) -> None:
-        pass
+        if not self._blocking_transfers or flight.receiver is None:
+            return
+        link = link_of(self._cluster, flight)
+        size = flight.num_blocks * self._geometry.block_bytes
+        _sim(flight.receiver).blocked_s += size / link.bytes_per_s + len(flight.sent) * link.run_s
 
     def scribble(self, flight: Flight) -> None:
         pass
@@ -156,7 +185,7 @@ class CostEngine:
     def died(self, node: WorkerNode) -> None:
         worker = _sim(node)
         worker.epoch += 1
-        worker.ends_s, worker.latencies_s = [], []
+        worker.ends_s, worker.latencies_s, worker.unsaid_s = [], [], []
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -169,10 +198,12 @@ class CostEngine:
             return
         if len(worker.ends_s) > 1:
             self._repeat(worker, len(worker.ends_s) - 1)
+        if worker.unsaid_s:
+            self._say(worker)
         latency_s, plan = worker.latencies_s[0], worker.machine.plan_in_flight
         sampled = self._clients.sample(plan.rows)
         worker.ends_s, worker.latencies_s = [], []
-        if self._cluster.cores:
+        if self._shares:
             self._share_cores()
         self._virtual.tell(worker, StepEnded(sampled, latency_s))
 
@@ -181,11 +212,11 @@ class CostEngine:
         return self._scatter[worker.number].factor(worker.number, worker.step + ahead)
 
     def _share_cores(self) -> None:
-        """A step has begun or ended: from now on every running worker has another share of the cores. Steps in flight
-        end earlier or later."""
+        """A step has begun or ended: from now on running workers have another share of cores, or of a device. Steps in
+        flight end earlier or later."""
         cluster, now_s = self._cluster, self._events.now_s
         running = [worker for worker in map(_sim, self._virtual.workers) if worker.stepping]
-        slowdowns = cluster.slowdowns([(worker.alone_s, worker.service_load) for worker in running])
+        slowdowns = cluster.shared_slowdowns([(each.number, each.alone_s, each.service_load) for each in running])
         for worker, slowdown in zip(running, slowdowns, strict=True):
             if worker.slowdown != slowdown:
                 later_s = (worker.ends_s[0] - now_s) * (slowdown / worker.slowdown - 1.0)
@@ -243,8 +274,9 @@ class CostEngine:
         rows = worker.machine.plan_in_flight.rows
         done_s = ends_s[:count]
         worker.fast_forward.repeat(done_s, latencies_s[:count], OUTPUT_TOKEN)
-        delay_s = self._cluster.control_latency_s
-        self._clients.repeated(worker, rows, [end_s + delay_s for end_s in done_s], self._events.now_s + delay_s)
+        worker.unsaid_s += done_s
+        if not self.together:
+            self._say(worker)
         worker.step += count
         number = len(rows)
         first_context = sum(row.start + 1 for row in rows)
@@ -261,9 +293,19 @@ class CostEngine:
         del ends_s[:count]
         del latencies_s[:count]
 
+    def _say(self, worker: SimWorker) -> None:
+        """The gateway hears of the tokens of steps that were run ahead, as late as their last one."""
+        delay_s, said_s = self._cluster.control_latency_s, worker.unsaid_s
+        times_s = [end_s + delay_s for end_s in said_s]
+        worker.unsaid_s = []
+        self._clients.repeated(worker, worker.machine.plan_in_flight.rows, times_s, self._events.now_s + delay_s)
+
     def catch_up(self, worker: SimWorker, until_s: float) -> None:
-        """Apply the steps run ahead that end before then: those that end at that very moment come after."""
+        """Apply the steps run ahead that end before then, and tell their tokens: those that end at that very moment
+        come after."""
         self._catch_up(worker, until_s)
+        if worker.unsaid_s:
+            self._say(worker)
 
     def _catch_up(self, worker: SimWorker, until_s: float) -> None:
         if len(worker.ends_s) > 1:
@@ -279,8 +321,16 @@ class CostEngine:
         if len(worker.ends_s) > 1:
             del worker.ends_s[1:]
             del worker.latencies_s[1:]
-            worker.epoch += 1
-            self._events.at(worker.ends_s[0], self._step_ended, worker, worker.epoch, rank=worker.number + 1)
+            self._schedule_end(worker)
+
+    def _shorten(self, worker: SimWorker) -> None:
+        """Of the steps run ahead those stay that hold as things are now."""
+        ahead, foreseen = len(worker.ends_s) - 1, worker.fast_forward
+        holding = foreseen.fitting_repetitions(ahead) if ahead and foreseen.repeatable() else 0
+        if holding < ahead:
+            del worker.ends_s[holding + 1 :]
+            del worker.latencies_s[holding + 1 :]
+            self._schedule_end(worker)
 
 
 def _sim(node: WorkerNode) -> SimWorker:

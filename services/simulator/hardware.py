@@ -11,6 +11,7 @@ simulator; every mistake in them is a `ConfigError` that names file and field. K
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,7 @@ _Positive = Annotated[int, msgspec.Meta(gt=0)]
 _Rate = Annotated[float, msgspec.Meta(gt=0)]
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+_NotNegativeShare = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,6 +59,7 @@ class _StackFile(_File, frozen=True):
     parallel_step_s: _NotNegative = 0.0
     parallel_row_s: _NotNegative = 0.0
     mixed_share: _NotNegative = 0.0
+    mixed_reads: _NotNegativeShare = 0.0
 
 
 class _DeviceFile(_File, frozen=True):
@@ -78,6 +81,7 @@ class _DeviceFile(_File, frozen=True):
     within: str
     stacks: dict[str, _StackFile]
     kv_efficiency: _Share | None = None
+    linear_table: tuple[tuple[_Positive, _Rate], ...] = ()
     scatter: _NotNegative = 0.0
     profile: ProfileNote | None = None
 
@@ -106,19 +110,37 @@ class _ClusterFile(_File, frozen=True):
     service_step_s: _NotNegative = 0.0
     service_row_s: _NotNegative = 0.0
     mixed_share: _NotNegative | None = None
+    mixed_reads: _NotNegativeShare | None = None
     scatter: _NotNegative | None = None
+    nics_per_host: Annotated[int, msgspec.Meta(ge=0)] = 0
+    workers_per_device: _Positive = 1
+
+
+class _PartsFile(_File, frozen=True):
+    """Instances of several kinds: each part as `--cluster` takes it."""
+
+    parts: Annotated[list[str], msgspec.Meta(min_length=2)]
+    across: str = ""
 
 
 class Cluster(msgspec.Struct, frozen=True):
     """Hardware: instances of `tensor_parallel` devices, `per_host` of them (0 = all) on one machine; equal ones, or
     `parts` of equal ones.
 
-    `stack` is a property of the serving software on this device (graphs replayed, eager …); a `mixed_share` in the
-    cluster's file stands in for the stack's. `control_latency_s` is what a control message takes between two processes.
+    `stack` is a property of the serving software on this device (graphs replayed, eager …); `mixed_share` and
+    `mixed_reads` in the cluster's file stand in for the stack's. `control_latency_s` is what a control message takes
+    between two processes.
 
     `cores`: where engines of one thread run on so many cores that they share with each other, with the other processes
     of the pipeline and with its clients; 0: every instance has hardware of its own. `service_step_s`, `service_row_s`:
     processor time that those others, and changing between them, take for an iteration, and for each of its rows.
+
+    `nics_per_host`: network cards that the instances of a machine share for KV transfers to other machines, each one
+    transfer out and one in at a time; 0: every instance has one of its own.
+
+    `workers_per_device`: instances that compute on the same device (or the same `tensor_parallel` ones) in turn, as
+    processes without any partition of it do: while n of them run, each takes n times as long. They divide its memory,
+    and each holds the weights.
 
     `scatter`: coefficient of variation of an iteration's time about what the cost model states, as measured live; 0:
     none. `profile`: of a device that `cohort profile` measured.
@@ -142,6 +164,8 @@ class Cluster(msgspec.Struct, frozen=True):
     service_row_s: float
     scatter: float = 0.0
     profile: ProfileNote | None = None
+    nics_per_host: int = 0
+    workers_per_device: int = 1
     parts: tuple[Cluster, ...] = ()
     """Of unlike instances: groups of equal ones, numbered through; the fields above are those of the first.
     Empty: all are equal."""
@@ -190,6 +214,29 @@ class Cluster(msgspec.Struct, frozen=True):
         )
         return [1.0 / max(share * (1.0 - missing * part), equal / 2.0) for part in parts]
 
+    @property
+    def shares(self) -> bool:
+        """An iteration's time depends on which others run: on cores or on a device."""
+        return bool(self.cores) or any(part.workers_per_device > 1 for part in self.parts or (self,))
+
+    def shared_slowdowns(self, running: Sequence[tuple[int, float, float]]) -> list[float]:
+        """How much longer the iterations in flight take than alone; `running`: instance, its seconds alone, and its
+        `service_load`."""
+        if self.cores:
+            return self.slowdowns([(alone_s, load) for _, alone_s, load in running])
+        devices = [self._device(number) for number, _, _ in running]
+        together = Counter(devices)
+        return [float(together[device]) for device in devices]
+
+    def _device(self, number: int) -> tuple[int, int]:
+        part, index, within = self._place(number)
+        return index, within // part.workers_per_device
+
+    def host(self, number: int) -> tuple[int, int]:
+        """The machine of an instance: its part's place, and the machine's number there."""
+        part, index, within = self._place(number)
+        return index, within // (part.per_host or part.instances)
+
     def link(self, first: int, second: int) -> LinkShape:
         """Between the instances of these numbers. Unlike ones are never on one machine."""
         if self.parts:
@@ -208,6 +255,9 @@ def load_model(name: str) -> ModelShape:
 def load_device(name: str, beside: Path | None = None) -> tuple[DeviceShape, _DeviceFile]:
     """`beside`: the file of the cluster that names it. Raises `ConfigError`."""
     data = converted(mapping(name, "devices", beside), _DeviceFile, _origin(name, "devices"))
+    tokens = [knot for knot, _ in data.linear_table]
+    if tokens != sorted(set(tokens)):
+        raise ConfigError(f"{_origin(name, 'devices')}: linear_table: tokens must ascend")
     fields = [field for field in DeviceShape.__slots__ if field in _DeviceFile.__struct_fields__]
     return DeviceShape(**{field: getattr(data, field) for field in fields}), data
 
@@ -227,6 +277,10 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
         known = Path(text).is_file() or locate(text, "clusters") is not None
         one_device = not known and text in names("devices")
         data = {"device": text, "instances": 1} if one_device else mapping(text, "clusters")
+        if "parts" in data:
+            joined = converted(data, _PartsFile, f"cluster {text}")
+            across = {"across": joined.across} if joined.across else {}
+            return _joined(text, [load_cluster(part, {**(overrides or {}), **across}) for part in joined.parts])
     data |= {key: value for key, value in (overrides or {}).items() if value is not None}
     file = converted(data, _ClusterFile, f"cluster {text}")
     device, device_file = load_device(file.device, Path(text).absolute() if Path(text).is_file() else None)
@@ -235,10 +289,13 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
         known_stacks = ", ".join(device_file.stacks)
         raise ConfigError(f"cluster {text}: stack: {file.device} has no stack {stack_name!r}; known: {known_stacks}")
     stack = device_file.stacks[stack_name]
-    if file.mixed_share is not None:
-        stack = msgspec.structs.replace(stack, mixed_share=file.mixed_share)
+    mixing = {"mixed_share": file.mixed_share, "mixed_reads": file.mixed_reads}
+    stack = msgspec.structs.replace(stack, **{name: each for name, each in mixing.items() if each is not None})
     if file.per_host and file.instances > file.per_host and file.instances % file.per_host:
         raise ConfigError(f"cluster {text}: per_host: {file.instances} instances do not fill hosts of {file.per_host}")
+    if file.instances % file.workers_per_device or (file.cores and file.workers_per_device > 1):
+        wrong = "cores are shared already" if file.cores else f"{file.instances} instances do not fill the devices"
+        raise ConfigError(f"cluster {text}: workers_per_device: {wrong}")
     return Cluster(
         name=text,
         device=device,
@@ -258,6 +315,8 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
         service_row_s=file.service_row_s,
         scatter=device_file.scatter if file.scatter is None else file.scatter,
         profile=device_file.profile,
+        nics_per_host=file.nics_per_host,
+        workers_per_device=file.workers_per_device,
     )
 
 

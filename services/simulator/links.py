@@ -14,7 +14,9 @@ class SimNetwork:
     run_timeout_s = float("inf")
 
     def __init__(self, cluster: Cluster, geometry: KvGeometry) -> None:
-        self.ports = Ports(cluster.instances)
+        hosts = {cluster.host(number): cluster.of(number).nics_per_host for number in range(cluster.instances)}
+        self._shared_nics = any(hosts.values())
+        self.ports = Ports(cluster.instances, {host: count for host, count in hosts.items() if count})
         self._cluster = cluster
         self._geometry = geometry
         self._latency_s = cluster.control_latency_s
@@ -29,13 +31,12 @@ class SimNetwork:
         """The bytes queue at both ports; they are never there before the word that announces them."""
         sender, receiver = flight.sender, flight.receiver
         assert sender is not None and receiver is not None
-        link = self._cluster.link(sender.number, receiver.number)
-        if flight.from_host:  # no faster than the host's own path to its devices
-            part = self._cluster.of(sender.number)
-            host_rate = part.device.host_bytes_per_s * part.tensor_parallel
-            link = LinkShape(min(link.bytes_per_s, host_rate), link.latency_s, link.run_s)
+        link = link_of(self._cluster, flight)
         size = flight.num_blocks * self._geometry.block_bytes
-        landing_s = self.ports.transfer(now_s, sender.number, receiver.number, link, size, len(flight.sent))
+        source, target = sender.number, receiver.number
+        hosts = (self._cluster.host(source), self._cluster.host(target)) if self._shared_nics else None
+        between = hosts if hosts is not None and hosts[0] != hosts[1] else None
+        landing_s = self.ports.transfer(now_s, source, target, link, size, len(flight.sent), between)
         return max(landing_s, now_s + self._latency_s)
 
     def breaks(self, flight: Flight) -> bool:
@@ -43,3 +44,15 @@ class SimNetwork:
 
     def break_delay_s(self) -> float:
         return 0.0
+
+
+def link_of(cluster: Cluster, flight: Flight) -> LinkShape:
+    """Between its two ends; from host memory no faster than the host's own path to its devices."""
+    sender, receiver = flight.sender, flight.receiver
+    assert sender is not None and receiver is not None
+    link = cluster.link(sender.number, receiver.number)
+    if not flight.from_host:
+        return link
+    part = cluster.of(sender.number)
+    host_rate = part.device.host_bytes_per_s * part.tensor_parallel
+    return LinkShape(min(link.bytes_per_s, host_rate), link.latency_s, link.run_s)

@@ -32,6 +32,12 @@ def _cluster(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="iterations with prompts and decodes take 1 + X times as long (default: the device file's)",
     )
+    group.add_argument(
+        "--mixed-reads",
+        type=float,
+        metavar="X",
+        help="share of decode rows' KV that each further query head of a group reads again beside prompts",
+    )
     group.add_argument("--stack", help="serving stack of the device file (default: its first)")
     group.add_argument(
         "--scatter",

@@ -4,6 +4,7 @@ JSON.
 Everything but `measured` depends on inputs and seed only. Definitions (docs/guide/simulator.md says the same in prose):
 
     TTFT   first token − arrival                      JCT    last token − arrival
+    second second token − arrival: with a wait between prompt and decode, this has it and TTFT has not
     TPOT   (last − first token) / (tokens − 1)        TBT    every gap between two tokens of a request
     normalised latency   JCT / output tokens          goodput   requests that kept their whole SLO, a second
     kept of sent         requests that kept their whole SLO / requests sent with one: refused, failed and unserved ones
@@ -26,7 +27,8 @@ from cohort.services.simulator.tally import WallTime
 
 class SloAttainment(msgspec.Struct, frozen=True):
     """`sent` requests had an SLO, and `kept_of_sent` of them kept it. `judged` of them ended or were refused; the other
-    shares are of these. `tbt` is the share of tokens within the TPOT objective."""
+    shares are of these. `tbt` is the share of tokens within the TPOT objective, `gaps` of requests without any gap
+    beyond it."""
 
     sent: int
     kept_of_sent: float
@@ -36,6 +38,7 @@ class SloAttainment(msgspec.Struct, frozen=True):
     tpot: float
     deadline: float
     tbt: float
+    gaps: float
     goodput_requests_per_s: float
     goodput_tokens_per_s: float
 
@@ -50,11 +53,15 @@ class Slice(msgspec.Struct, frozen=True):
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     ttft_ms: Distribution | None
+    second_ms: Distribution | None
     tpot_ms: Distribution | None
     tbt_ms: Distribution | None
     jct_ms: Distribution | None
     normalised_ms: Distribution | None
     slo: SloAttainment | None
+    normalised_to_end_ms: float | None = None
+    """Mean normalised latency with requests that were unserved at the end, as if they had ended then. Refused ones are
+    in neither mean."""
 
 
 class InstanceReport(msgspec.Struct, frozen=True):
@@ -123,7 +130,9 @@ class SimReport(msgspec.Struct, frozen=True):
 
 
 def _stack(stack: StackShape) -> str:
-    return f"{stack.name}, mixed iterations +{100 * stack.mixed_share:g} %" if stack.mixed_share else stack.name
+    share = f", mixed iterations +{100 * stack.mixed_share:g} %" if stack.mixed_share else ""
+    reads = f", {100 * stack.mixed_reads:g} % of KV read again when mixed" if stack.mixed_reads else ""
+    return stack.name + share + reads
 
 
 def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
@@ -164,11 +173,8 @@ def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
         duration_s=duration_s,
         ended=not clients.live,
         notes=notes,
-        overall=_slice(clients.all, clients.unserved_with_slo(), duration_s),
-        by_class={
-            name: _slice(stats, clients.unserved_with_slo(name), duration_s)
-            for name, stats in sorted(clients.classes.items())
-        },
+        overall=_slice(sim, clients.all, "", duration_s),
+        by_class={name: _slice(sim, stats, name, duration_s) for name, stats in sorted(clients.classes.items())},
         instances=[_instance(sim, worker, duration_s) for worker in sim.workers],
         moved_bytes=sim.ports.moved_bytes,
         manager=sim.manager.stats(),
@@ -176,8 +182,10 @@ def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
     )
 
 
-def _slice(stats: ClassStats, unserved: int, duration_s: float) -> Slice:
-    """`unserved`: its requests with an SLO that neither ended nor were refused."""
+def _slice(sim: SimCluster, stats: ClassStats, traffic_class: str, duration_s: float) -> Slice:
+    """`traffic_class` "": all."""
+    unserved = sim.clients.unserved_with_slo(traffic_class)
+    to_end_s = sim.clients.normalised_to_end_s(stats, traffic_class, sim.events.now_s)
     return Slice(
         sent=stats.sent,
         finished=stats.finished,
@@ -186,11 +194,13 @@ def _slice(stats: ClassStats, unserved: int, duration_s: float) -> Slice:
         prompt_tokens_per_s=stats.prompt_tokens / duration_s,
         output_tokens_per_s=stats.output_tokens / duration_s,
         ttft_ms=stats.ttft.stats(),
+        second_ms=stats.second.stats(),
         tpot_ms=stats.tpot.stats(),
         tbt_ms=stats.tbt.stats(),
         jct_ms=stats.jct.stats(),
         normalised_ms=stats.normalised.stats(),
         slo=_slo_attainment(stats, unserved, duration_s) if stats.with_slo + unserved else None,
+        normalised_to_end_ms=None if to_end_s is None else 1e3 * to_end_s,
     )
 
 
@@ -205,6 +215,7 @@ def _slo_attainment(stats: ClassStats, unserved: int, duration_s: float) -> SloA
         tpot=stats.attained_tpot / judged,
         deadline=stats.attained_deadline / judged,
         tbt=stats.tokens_within_tbt / max(1, stats.slo_output_tokens),
+        gaps=stats.without_late_gap / judged,
         goodput_requests_per_s=stats.attained / duration_s,
         goodput_tokens_per_s=stats.attained_output_tokens / duration_s,
     )

@@ -1,8 +1,8 @@
 """docs/reproduction.md: a table of claims for each paper, then every row, then what follows from the rows.
 
 Written from new results and from the page as it is: figures that were not measured anew keep their rows.
-Every word beside a number is computed from the rows but the claims and their reasons (`figures/claims.py`) and the
-rows' notes. Runs nothing.
+Every word beside a number is computed from the rows but the claims, their reasons (`figures/claims.py`) and the rows'
+notes. Runs nothing.
 """
 
 from __future__ import annotations
@@ -70,12 +70,15 @@ def key_of(figure: Figure) -> Key:
 def markdown(
     results: Iterable[Reproduced], figures: Sequence[Figure], before: str = "", claims: Iterable[Claim] = CLAIMS
 ) -> str:
-    """The page. Rows that `before`, an earlier page, has of figures that are not among the results stay."""
+    """The page. Rows that `before`, an earlier page, has of figures that are not among the results stay; those of
+    figures that a system no longer has do not."""
     kinds = {key_of(figure): kind_of(figure, claims) for figure in figures}
     places = {key: place for place, key in enumerate(kinds)}
     rows: dict[str, list[PageRow]] = {}
+    known = {figure.system for figure in figures}
     for row in rows_of(before, kinds):
-        rows.setdefault(row.system, []).append(row)
+        if row.key in places or row.system not in known:
+            rows.setdefault(row.system, []).append(row)
     under = _conditions_on(before)
     for system, group in groupby(results, key=lambda result: result.system):
         anew = {row.key: row for row in map(_page_row, group)}
@@ -92,9 +95,23 @@ def markdown(
         "it models). Ours is the median over seeds, with the lowest and the highest; `ratio` is ours over the paper's.",
         *summary([row for of_system in ordered for row in of_system], figures, claims),
     ]
+    measured = {row.key for of_system in ordered for row in of_system}
+    lines += _lacking([figure for figure in figures if key_of(figure) not in measured])
     for of_system in ordered:
         lines += [*_tables(of_system), *_remarks(of_system, under.get(of_system[0].system, []))]
     return "\n".join(lines) + "\n"
+
+
+def _lacking(figures: Sequence[Figure]) -> Iterator[str]:
+    """Figures without a row, by paper."""
+    if not figures:
+        return
+    yield from ("", "## Not measured yet", "")
+    yield "Their settings are new; `cohort reproduce --paper NAME --docs docs/reproduction.md` adds the rows."
+    yield ""
+    for system, group in groupby(sorted(figures, key=lambda figure: figure.system), key=lambda figure: figure.system):
+        ids = [figure.id for figure in group]
+        yield f"- {system}, {len(ids)}: {', '.join(ids)}"
 
 
 def rows_of(page: str, kinds: dict[Key, Kind] | None = None) -> list[PageRow]:
@@ -135,7 +152,11 @@ def summary(rows: Sequence[PageRow], figures: Iterable[Figure], claims: Iterable
         counts[said] += 1
         unit = known[claim.ids[0]].unit
         theirs, ours = _range([row.paper for row in found], unit), _ours([row.ours for row in found], unit)
-        tables.setdefault(claim.paper, []).append(f"| {claim.says} | {theirs} | {ours} | {said} | {claim.why} |")
+        why = [claim.why] if claim.why else []
+        why += [
+            _beside(by_key[key_of(known[name])], found[0]) for name in claim.beside if key_of(known[name]) in by_key
+        ]
+        tables.setdefault(claim.paper, []).append(f"| {claim.says} | {theirs} | {ours} | {said} | {'; '.join(why)} |")
     if not tables:
         return []
     lines = [
@@ -162,6 +183,14 @@ def summary(rows: Sequence[PageRow], figures: Iterable[Figure], claims: Iterable
             *table,
         ]
     return lines
+
+
+def _beside(row: PageRow, of: PageRow) -> str:
+    """Another row's number, named by what it has else than the claim's first row, with the paper's if that differs."""
+    mine, theirs = ((one.workload, one.baseline, one.metric, one.note) for one in (row, of))
+    named = [word for word, other in zip(mine, theirs, strict=True) if word and word != other]
+    paper = "" if row.paper == of.paper else f", theirs {row.paper:g}"
+    return f"{', '.join(named)}: {row.ours.median:.3g}{paper}"
 
 
 def _provisional(rows: Sequence[PageRow]) -> list[str]:
@@ -260,5 +289,7 @@ def _ours(spreads: Sequence[Spread], unit: str) -> str:
 
 def _range(values: Iterable[float], unit: str) -> str:
     numbers = [float(f"{value:.3g}") for value in values]
+    if all(map(math.isnan, numbers)):
+        return "–"
     low, high = min(numbers), max(numbers)
     return f"{low:g} {unit}" if low == high else f"{low:g} to {high:g} {unit}"

@@ -48,6 +48,7 @@ def cluster_of(options: argparse.Namespace, text: str) -> Cluster:
             "decode_attention": options.decode_attention,
             "stack": options.stack,
             "mixed_share": options.mixed_share,
+            "mixed_reads": options.mixed_reads,
         },
     )
 

@@ -56,7 +56,7 @@ def verdict(kind: Kind, rows: Iterable[Row]) -> str:
 
 def row_verdict(kind: Kind, paper: float, ours: Spread) -> str:
     """Of one row. The extremes stand for all seeds: what holds for both holds between them."""
-    if math.isnan(ours.median):
+    if math.isnan(ours.median) or math.isnan(paper):
         return UNTOLD
     of_seeds = [_one(kind, paper, value) for value in (ours.low, ours.median, ours.high)]
     if set(of_seeds) <= {REPRODUCED, DIRECTION} or len(set(of_seeds)) == 1:
@@ -66,7 +66,9 @@ def row_verdict(kind: Kind, paper: float, ours: Spread) -> str:
 
 def kind_of(figure: Figure, claims: Iterable[Claim] = CLAIMS) -> Kind:
     """How a row's numbers are compared: as the claim that names it says, else by its unit. A factor of 1, or a change
-    of nothing, is no effect that could be reproduced."""
+    of nothing, is no effect that could be reproduced. Not at all where the figure says so."""
+    if not figure.told:
+        return Kind.UNTOLD
     for claim in claims:
         if figure.id in claim.ids:
             return claim.kind

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cohort.common.policies.cost_model import StepWork, prefill_pairs
 from cohort.common.policies.interface import IterationPlan
+from cohort.common.policies.kv_interface import goes_beside
 from cohort.common.types import KvGeometry
 
 
@@ -22,7 +23,8 @@ class PlanCost:
     """While the rows are computed (R12)."""
 
 
-def plan_cost(plan: IterationPlan, geometry: KvGeometry) -> PlanCost:
+def plan_cost(plan: IterationPlan, geometry: KvGeometry, *, device_stages: bool = False) -> PlanCost:
+    """`device_stages`: the engine's copies out leave the device beside the rows where they can, as a GPU's do."""
     tokens = useful = pairs = prefill_context = decode_rows = decode_context = longest = sampled = 0
     padded_to = plan.padded_to
     for row in plan.rows:
@@ -41,12 +43,19 @@ def plan_cost(plan: IterationPlan, geometry: KvGeometry) -> PlanCost:
             tokens += computed
             pairs += prefill_pairs(start, computed)
             prefill_context += start + computed
+    tokens += plan.ended_rows
+    sampled += plan.ended_rows
+    decode_rows += plan.ended_rows
+    decode_context += plan.ended_context
     copied = beside = 0
+    staged = device_stages and bool(plan.copies) and goes_beside(plan.copies, geometry)
     for copy in plan.copies:
-        size = len(copy.device) * (geometry.block_bytes if copy.unit == "block" else geometry.token_bytes)
-        if copy.beside:
+        size = copy.bytes_of(geometry)
+        if copy.beside or staged:
             beside += size
         else:
             copied += size
-    work = StepWork(tokens, len(plan.rows), sampled, pairs, prefill_context, decode_rows, decode_context, longest)
+    work = StepWork(
+        tokens, len(plan.rows) + plan.ended_rows, sampled, pairs, prefill_context, decode_rows, decode_context, longest
+    )
     return PlanCost(work, useful, tokens - useful, copied, beside)

@@ -74,7 +74,10 @@ _ECOSERVE = _sections(
 OPTIONS: dict[str, st.SearchStrategy[Overrides]] = {
     **{name: _baseline() for name in PRESETS if name.startswith("baseline-")},
     "baseline-uellm": _baseline(
-        baselines={"padded": st.booleans(), "ablation": st.fixed_dictionaries({"rectangular_kv": st.booleans()})}
+        baselines={
+            "padded": st.booleans(),
+            "ablation": st.fixed_dictionaries({"rectangular_kv": st.booleans(), "static_batches": st.booleans()}),
+        }
     ),
     **{name: _sections(engine=_PREEMPTION, kv=_CACHING) for name in ("cohort", "disaggregated", "unified")},
     "alignedserve": _sections(
@@ -93,7 +96,7 @@ OPTIONS: dict[str, st.SearchStrategy[Overrides]] = {
         engine=_PREEMPTION,
         bros={
             "group_tokens": st.sampled_from([1, 4]),
-            "ablation": st.fixed_dictionaries({"cut_prompts": st.booleans()}),
+            "ablation": st.fixed_dictionaries({"cut_prompts": st.booleans(), "bound_real_time": st.booleans()}),
         },
     ),
     "bucketserve": _sections(

@@ -1,11 +1,13 @@
-"""The running pipeline as its users meet it: the `openai` package, other architectures, limits, metrics."""
+"""The running pipeline as its users meet it: `openai` and `anthropic`, other architectures, limits, metrics."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import openai
@@ -21,6 +23,7 @@ from tests.e2e.pipeline import Pipeline
 from tests.e2e.tiny_models import opt, qwen2, save
 from tests.services.gateway.tiny_model import byte_level
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 
@@ -65,6 +68,43 @@ def test_choices_logprobs_and_stop_strings(client: openai.OpenAI) -> None:
     assert counted.choices[0].finish_reason == "stop"
     assert "11" in counted.choices[0].text
     assert "12" not in counted.choices[0].text
+
+
+def script_of(page: str, package: str, pipeline: Pipeline) -> dict[str, Any]:
+    """What the names of the page's script for this package stand for after it was run against this pipeline."""
+    pytest.importorskip(package)
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    scripts = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    [code] = [script for script in scripts if re.search(rf"^(from|import) {package}\b", script, re.M)]
+    address, model = "http://127.0.0.1:8000", '"SmolLM2-135M-Instruct"'
+    assert address in code and model in code
+    found: dict[str, Any] = {}
+    served = repr(pipeline.config.model.served_name or Path(pipeline.config.model.path).name)
+    exec(code.replace(address, pipeline.url).replace(model, served), found)
+    return found
+
+
+def test_responses_go_on_stream_and_call(standard: Pipeline) -> None:
+    found = script_of("clients.md", "openai", standard)
+    assert found["answer"].output_text and found["ended"].output_text == found["streamed"] != ""
+    assert found["ended"].previous_response_id == found["answer"].id
+    assert found["ended"].usage.input_tokens > found["answer"].usage.total_tokens
+    assert isinstance(found["arguments"]["city"], str) and found["told"].status in ("completed", "incomplete")
+    with pytest.raises(openai.NotFoundError):
+        found["client"].responses.retrieve(found["answer"].id)
+
+
+def test_messages_count_stream_and_call(standard: Pipeline) -> None:
+    found = script_of("clients.md", "anthropic", standard)
+    answer, ended = found["answer"], found["ended"]
+    told_of = answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+    assert found["counted"].input_tokens == told_of and answer.stop_reason in ("end_turn", "max_tokens")
+    assert ended.content[0].text == found["streamed"] != "" and ended.usage.output_tokens <= 40
+    assert found["asked"].stop_reason == "tool_use" and isinstance(found["call"].input["city"], str)
+    import anthropic
+
+    with pytest.raises(anthropic.NotFoundError, match="no-such-model"):
+        found["client"].messages.create(model="no-such-model", messages=[found["question"]], max_tokens=1)
 
 
 def test_refusals_name_the_fault(client: openai.OpenAI) -> None:

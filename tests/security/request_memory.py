@@ -29,6 +29,7 @@ from cohort.common.messages import Placed, StageTimes, TokenBatch, TokenLogprob,
 from cohort.common.metrics import MetricFactory, RequestMetrics
 from cohort.common.policies import compose
 from cohort.services.gateway.answering import Answering
+from cohort.services.gateway.generator import Generator
 from cohort.services.gateway.grammar_process import GrammarCompiler
 from cohort.services.gateway.openai_api import OpenAiApi
 from cohort.services.gateway.owners import Owners
@@ -76,7 +77,7 @@ class Crowd:
         settings, admission = GatewaySettings.of(config), compose.admission(config)
         machine = GatewayMachine("gateway", 1, "", settings, admission, clock.now_s(), predictor="")
         self._streams = Streams(machine, machine, send=lambda *_: None, clock=clock, metrics=metrics, log=log)
-        self._api = OpenAiApi(
+        self._generator = Generator(
             config=config.gateway,
             card=card,
             tokenizer=tokenizer,
@@ -97,8 +98,8 @@ class Crowd:
     async def accept(self, body: Body) -> bool:
         data = json.dumps(body).encode()
         try:
-            call = await self._api._parse(data, {}, chat=False)
-            answering = await self._api._begin(call, len(data), GatewayTimes(arrived_s=0.0), "", named="")
+            call = await OpenAiApi(self._generator)._parse_completion(data, {})
+            answering = await self._generator.begin(call, len(data), GatewayTimes(arrived_s=0.0), "", named="")
         except RequestError as error:
             self.refused[error.status] += 1
             return False

@@ -105,8 +105,94 @@ BATCH: dict[str, Any] = {
     "metadata": {"k": "v"},
     "output_expires_after": {"anchor": "created_at", "seconds": 3600},
 }
+RESPONSE: dict[str, Any] = {
+    "model": "tiny",
+    "input": [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        {"type": "function_call", "id": "f", "call_id": "c", "name": "f", "arguments": "{}", "status": "completed"},
+        {"type": "function_call_output", "call_id": "c", "output": "x"},
+        {"role": "user", "content": "So?"},
+    ],
+    "instructions": "Be brief.",
+    "previous_response_id": None,
+    "tools": [{"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "text": {"format": {"type": "text"}},
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_logprobs": 1,
+    "include": ["message.output_text.logprobs"],
+    "max_output_tokens": 3,
+    "metadata": {"k": "v"},
+    "truncation": "auto",
+    "store": True,
+    "stream": False,
+    "top_k": 5,
+    "seed": 1,
+    "priority": 0,
+    "cohort": {"class": "rt"},
+    "user": "u",
+    "safety_identifier": "s",
+    "prompt_cache_key": "c",
+    "prompt_cache_retention": "24h",
+    "service_tier": "auto",
+    "stream_options": {"include_obfuscation": False},
+    "max_tool_calls": 1,
+    "reasoning": {"effort": None},
+    "background": False,
+    "conversation": None,
+    "prompt": None,
+    "context_management": None,
+    "moderation": None,
+}
+MESSAGES: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 3,
+    "messages": [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t", "content": "y", "is_error": False},
+                {"type": "text", "text": "So?", "cache_control": {"type": "ephemeral"}},
+            ],
+        },
+    ],
+    "system": [{"type": "text", "text": "Be brief."}],
+    "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}, "type": "custom"}],
+    "tool_choice": {"type": "none", "disable_parallel_tool_use": True},
+    "output_config": {"format": None, "effort": None},
+    "cache_control": None,
+    "thinking": {"type": "disabled"},
+    "stop_sequences": ["x"],
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "stream": False,
+    "seed": 1,
+    "priority": 0,
+    "cohort": {"class": "rt"},
+    "metadata": {"user_id": "u"},
+    "service_tier": "auto",
+    "container": None,
+    "mcp_servers": [],
+    "context_management": None,
+}
+COUNTED = {
+    name: MESSAGES[name]
+    for name in ("model", "messages", "system", "tools", "tool_choice", "output_config", "cache_control", "thinking")
+}
 LINE: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": COMPLETION}
-BODIES = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT, "/v1/batches": BATCH}
+BODIES = {
+    "/v1/completions": COMPLETION,
+    "/v1/chat/completions": CHAT,
+    "/v1/batches": BATCH,
+    "/v1/responses": RESPONSE,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": COUNTED,
+}
 
 ODD: list[bytes] = [
     b"null",
@@ -216,6 +302,10 @@ async def send(site: Site, path: str, data: bytes, method: str = "POST") -> int:
     answer = msgspec.json.decode(body)
     if response.status >= 400:
         error = answer["error"]
+        if path.startswith("/v1/messages"):
+            assert set(answer) == {"type", "error"} and set(error) == {"type", "message"}, answer
+            assert 0 < len(error["message"]) < 2100, error["message"][:300]
+            return response.status
         assert set(error) == {"message", "type", "param", "code"} and error["code"] == response.status, answer
         assert 0 < len(error["message"]) < 2100, error["message"][:300]
     return response.status
@@ -279,11 +369,14 @@ async def test_several_odd_values_at_once(open_site: OpenSite, path: str) -> Non
 @pytest.mark.parametrize("path", BODIES)
 async def test_fields_of_one_body_alone(open_site: OpenSite, path: str) -> None:
     """Without the other fields, so that no earlier refusal hides a later one."""
-    needed = [name for name in ("prompt", "messages", *BATCH) if name in BODIES[path] and name != "metadata"]
+    wanted = ("prompt", "messages", "input", "model", *BATCH)
+    needed = [name for name in wanted if name in BODIES[path] and name != "metadata"]
 
     def body(choice: tuple[str, bytes]) -> tuple[str, bytes]:
         small = {name: BODIES[path][name] for name in needed} | {choice[0]: None}
-        small.setdefault("max_tokens", 3) if path != "/v1/batches" else None
+        for limit in ("max_tokens", "max_output_tokens"):
+            if limit in BODIES[path] or (limit == "max_tokens" and path == "/v1/chat/completions"):
+                small.setdefault(limit, 3)
         return path, written(small, {(choice[0],): choice[1]})
 
     async with fuzzed(open_site) as site:
@@ -313,6 +406,10 @@ async def test_odd_names_in_addresses(open_site: OpenSite, odd: str) -> None:
             ("GET", "/v1/batches?after={}"),
             ("GET", "/v1/files?order={}"),
             ("GET", "/v1/files?purpose={}"),
+            ("GET", "/v1/responses/{}"),
+            ("DELETE", "/v1/responses/{}"),
+            ("GET", "/v1/responses/{}/input_items"),
+            ("POST", "/v1/responses/{}/cancel"),
         ):
             url = yarl.URL(site.url + path.format(odd), encoded=True)
             async with asyncio.timeout(ANSWER_S), site.session.request(method, url) as response:

@@ -103,7 +103,7 @@ async def test_compressed_bodies_are_refused_before_they_grow(open_site: OpenSit
 
 async def test_bodies_in_flight_share_a_budget(open_site: OpenSite) -> None:  # noqa: F811
     async with open_site(max_bodies_bytes=5000, max_body_bytes=4000, body_timeout_s=PATIENCE_S) as site:
-        bodies = site.gateway._api._bodies
+        bodies = site.gateway.generator.bodies
         async with connected(site) as (_, first), connected(site) as (reader, second):
             first.write(head(3500) + b" " * 3000)
             await eventually(lambda: bodies.in_flight_bytes == 3000)
@@ -221,7 +221,7 @@ async def test_a_byte_now_and_then_keeps_nothing_open(open_site: OpenSite) -> No
     It cannot have stood still for `write_timeout_s` when it is given up. The request's time must also suffice for
     computing the answer on a busy machine, or the error of a request that ran out of time would arrive instead, whole.
     """
-    async with open_site(lambda request: [9] * 400, **LARGE, write_timeout_s=20.0, request_timeout_s=5.0) as site:
+    async with open_site(lambda request: [9] * 400, **LARGE, write_timeout_s=30.0, request_timeout_s=8.0) as site:
         with slow_socket() as raw:
             await ask_for_much(site, raw)
             begun_s = asyncio.get_running_loop().time()

@@ -24,7 +24,7 @@ from cohort.common.policies.interface import IterationPlan, Row
 from cohort.common.sampling_inputs import LogitBias, SamplingInputs
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
-from cohort.services.gateway import openai_api, parsing, stop_strings
+from cohort.services.gateway import generator, parsing, stop_strings
 from cohort.services.gateway.body_shape import refuse_shape
 from cohort.services.gateway.model_card import ModelCard
 from cohort.services.gateway.parsing import parse_completion
@@ -132,7 +132,7 @@ async def test_the_units_of_all_open_requests_are_bounded(open_site: OpenSite) -
         held = {"prompt": "a", "n": 8, "max_tokens": 20}
         asking = asyncio.create_task(site.post("/v1/completions", held))
         await eventually(lambda: len(site.manager.submitted) == 8)
-        budget = site.gateway._api.budget
+        budget = site.gateway.generator.budget
         assert 500 < budget.open_units <= 1000
         error = await refusal(site, "completions", held, status=429)
         assert "gateway.max_open_work" in error["message"] and str(budget.open_units) in error["message"]
@@ -151,10 +151,10 @@ async def test_a_refused_offer_gives_back_its_reservation(open_site: OpenSite) -
         site.manager.place = False
         asking = asyncio.create_task(site.post("/v1/completions", {"prompt": "a", "n": 8}))
         await eventually(lambda: len(site.manager.submitted) == 8)
-        before = site.gateway._api.budget.open_units
+        before = site.gateway.generator.budget.open_units
         error = await refusal(site, "completions", {"prompt": "a", "n": 2}, status=429)
         assert "wait" in error["message"]
-        assert site.gateway._api.budget.open_units == before
+        assert site.gateway.generator.budget.open_units == before
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await eventually(site.nothing_left)
@@ -211,7 +211,7 @@ async def test_one_automaton_however_many_choices(open_site: OpenSite, monkeypat
             super().__init__(stops)
             built.append(self)
 
-    for module in (openai_api, stop_strings):
+    for module in (generator, stop_strings):
         monkeypatch.setattr(module, "StopAutomaton", Counted)
     async with open_site() as site:
         stops = ["fox", *("x" * 64 for _ in range(3))]

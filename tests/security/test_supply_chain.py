@@ -121,7 +121,7 @@ def test_nothing_else_trusts_remote_code() -> None:
 # -- Pinned packages ---------------------------------------------------------------------------------------------
 
 REQUIREMENTS = ROOT / "scripts" / "requirements"
-HASHED = ("serve", "dev", "ucx12", "ucx13")
+HASHED = ("serve", "dev", "ucx12", "ucx13", "otel")
 PYTHONS = ("3.11", "3.12")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -130,6 +130,7 @@ INSTALLED = {
     "dev": ("serve", "dev", "torch"),
     "ucx12": ("serve", "ucx12", "torch"),
     "ucx13": ("serve", "ucx13", "torch"),
+    "otel": ("serve", "otel", "torch"),
 }
 """Which files a set-up installs for what; torch.txt names what is installed without a hash."""
 WANTED = {
@@ -137,6 +138,7 @@ WANTED = {
     "dev": EXTRAS["dev"],
     "ucx12": EXTRAS["ucx12"],
     "ucx13": EXTRAS["ucx13"],
+    "otel": EXTRAS["otel"],
 }
 
 

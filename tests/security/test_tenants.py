@@ -13,8 +13,8 @@ import pytest
 from cohort.common.config import CONFIGS_DIR, load_config
 from cohort.common.key_file import OwnLimits, editing, new_key
 from cohort.common.machines.recorder import config_text
+from cohort.services.gateway.generator import Generator
 from cohort.services.gateway.keyring import Keyring
-from cohort.services.gateway.openai_api import OpenAiApi
 from tests.services.gateway.conftest import OpenSite, Site, eventually, model_dir, open_site  # noqa: F401
 
 ASK: dict[str, Any] = {"prompt": "x", "max_tokens": 4}
@@ -60,7 +60,7 @@ async def test_a_body_is_not_read_for_a_key_beyond_its_limits(
         async def read(*_: Any, **__: Any) -> None:
             raise AssertionError("its body is looked at")
 
-        monkeypatch.setattr(OpenAiApi, "_accept", read)
+        monkeypatch.setattr(Generator, "accept", read)
         for length in ("Content-Length: 4000000", "Transfer-Encoding: chunked"):
             head = (
                 f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {secret}\r\n"
@@ -69,7 +69,7 @@ async def test_a_body_is_not_read_for_a_key_beyond_its_limits(
             answer = await answered(site, head, b"10\r\n{" if "chunked" in length else b"{")
             assert answer.startswith(b"HTTP/1.1 429") and next(iter(limits)).encode() in answer
             assert b"retry-after" in answer.lower()
-        assert site.gateway._api._bodies.in_flight_bytes == 0
+        assert site.gateway.generator.bodies.in_flight_bytes == 0
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         await eventually(site.nothing_left)

@@ -12,7 +12,7 @@ from typing import Literal
 from cohort.common.policies.alignedserve.batch_numbers import batch_of, batches_of
 from cohort.common.policies.baselines.batch_builder import by_arrival
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
-from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News, Ran
+from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.sequences import preempt
 from cohort.common.sequence import Phase, Sequence
@@ -51,7 +51,8 @@ class AlignedBatching(ContinuousBatching):
         self._evictions = 0
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
-        self._count_repeated(news.ran)
+        self._decodes += news.undecided
+        self._mixed += news.undecided * self._last_mixed
         evicted = self._evict(kv) if self._sets_aside else []
         plan = super().decide(now_s, kv, news)
         plan.evicted = evicted
@@ -60,11 +61,6 @@ class AlignedBatching(ContinuousBatching):
         self._decodes += batches > 0
         self._mixed += self._last_mixed
         return plan
-
-    def _count_repeated(self, ran: Ran | None) -> None:
-        if ran is not None:
-            self._decodes += ran.iterations - 1
-            self._mixed += (ran.iterations - 1) * self._last_mixed
 
     def _evict(self, kv: KvAllocator) -> list[Sequence]:
         """Ahead of need: until the low-water mark is free, or will be once the leaving sequences have left."""

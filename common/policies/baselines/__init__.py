@@ -95,6 +95,7 @@ def build_predicted_batches(config: Config) -> PredictedBatches:
         replace(_whole_prompts(config), padded=options.padded),
         reservation=_reservation(config),
         rectangular_kv=options.ablation.rectangular_kv,
+        static=options.ablation.static_batches,
     )
 
 

@@ -32,6 +32,8 @@ class ArrivalQueues(IterationScheduler):
     """All three queues are sorted by `by_arrival`. With `prompts` prompts are computed in that order instead, begun or
     not; decode rows, and which sequence gives way, still go by arrival."""
 
+    reads_runs = True
+
     def __init__(self, prompts: PromptSort | None = None) -> None:
         self._prompts = prompts
         self._waiting: list[Sequence] = []
@@ -48,9 +50,10 @@ class ArrivalQueues(IterationScheduler):
                 queue = self._waiting
         insort(queue, sequence, key=by_arrival)
 
-    def _prompts_in_order(self, now_s: float) -> list[Sequence]:
-        """Begun ones, then swapped and waiting ones; or as `prompts` sorts them all."""
-        begun = [s for s in self._running if s.uncomputed > 1]
+    def _prompts_in_order(self, now_s: float, begun: Collection[Sequence] | None = None) -> list[Sequence]:
+        """Begun ones, then swapped and waiting ones; or as `prompts` sorts them all. `begun`: where they are known."""
+        if begun is None:
+            begun = [s for s in self._running if s.uncomputed > 1]
         if self._prompts is None:
             return [*begun, *self._swapped, *self._waiting]
         return self._prompts.sort(now_s, [*begun, *self._swapped, *self._waiting])

@@ -24,6 +24,8 @@ class ClassRoundRobin(IterationScheduler):
     computed in several.
     """
 
+    reads_runs = True  # of which it needs none
+
     def __init__(self, limits: IterationLimits) -> None:
         self._limits = limits
         self._sequences: dict[Attempt, Sequence] = {}

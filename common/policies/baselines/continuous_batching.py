@@ -42,16 +42,22 @@ class ContinuousBatching(ArrivalQueues):
         self._preemption = preemption
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
-        if self._prompts is not None and news.ran is not None:
-            self._prompts.learn(news.ran)
+        if self._prompts is not None:
+            for ran in news.runs:
+                self._prompts.learn(ran)
         plan = IterationPlan()
         decode_rows: list[Row] = []
         prefill_rows: list[Row] = []
         planned: set[Sequence] = set()
         tokens_left = self._max_step_tokens
 
-        prompts = self._prompts_in_order(now_s)
-        decoding = [sequence for sequence in self._running if sequence.uncomputed == 1]
+        decoding: list[Sequence] = []
+        begun: list[Sequence] = []
+        for sequence in self._running:
+            left = sequence.uncomputed
+            if left:
+                (decoding if left == 1 else begun).append(sequence)
+        prompts = self._prompts_in_order(now_s, begun)
         for sequence in decoding:
             if len(decode_rows) == self._max_rows or tokens_left == 0:
                 break

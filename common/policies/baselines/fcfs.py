@@ -9,7 +9,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from cohort.common.policies.interface import ClusterView, Dispatch, PrefillOrder, WaitingRequest
-from cohort.common.types import Prediction, RequestId
+from cohort.common.types import Prediction, RequestId, Role
 
 _Key = tuple[int, bool, float, str]
 _FORGOTTEN = 64
@@ -50,7 +50,9 @@ class Fcfs(PrefillOrder):
 
     def decide(self, now_s: float, cluster: ClusterView) -> list[Dispatch]:
         headroom = [
-            self._ahead - view.queued_prefill_tokens for view in cluster.instances.values() if view.role.prefills
+            self._ahead - view.queued_prefill_tokens
+            for view in cluster.instances.values()
+            if view.capacity.role is not Role.DECODE
         ]
         if not headroom:  # no prefill worker alive: decode workers stand in
             headroom = [self._ahead - view.queued_prefill_tokens for view in cluster.instances.values()]

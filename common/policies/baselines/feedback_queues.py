@@ -83,7 +83,7 @@ class SkipJoinQueues(Ranking):
             if standing is None:
                 continue
             standing.served_s = now_s
-            standing.used_s += latency_s
+            standing.used_s += sum(ran.times_s)
             last = self._levels - 1
             quantum_s = self._quantum(last if standing.promoted else standing.level)
             if standing.level < last and standing.used_s >= quantum_s:

@@ -29,6 +29,8 @@ class MultiResource(IterationScheduler):
     that never is the nearest waits until the queue runs dry.
     """
 
+    reads_runs = True  # of which it needs none
+
     def __init__(self, limits: IterationLimits, *, reservation: Reservation) -> None:
         self._limits = limits
         self._reservation = reservation
@@ -75,6 +77,20 @@ class MultiResource(IterationScheduler):
             if distance < smallest:  # of equals the earliest: they come in order of arrival
                 nearest, smallest = sequence, distance
         return nearest
+
+    def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
+        """Every sequence has a row, or those that wait find no place: the iteration is full, or none of their demands
+        fits the blocks that are free (and growing rows leave fewer)."""
+        rows = len(plan.rows)
+        if rows + leaving == len(self._sequences):
+            return True
+        waiting = [s for s in self._sequences.values() if s.phase is Phase.WAITING]
+        if leaving or rows + len(waiting) != len(self._sequences):
+            return False
+        if rows >= min(self._limits.max_rows, self._limits.max_tokens):
+            return True
+        free = kv.free_blocks + kv.cached_blocks
+        return all(kv.geometry.blocks_for(self._reservation(s)) > free for s in waiting)
 
     def metrics(self) -> dict[str, float]:
         return {"swapped": float(sum(1 for s in self._sequences.values() if s.phase is Phase.SWAPPED))}

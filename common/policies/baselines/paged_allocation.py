@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.kv.block_pool import BlockHash, BlockPool, block_hashes, prefix_root
-from cohort.common.policies.kv_interface import KvAllocator, KvCopy
+from cohort.common.policies.interface import Row
+from cohort.common.policies.kv_interface import KvAllocator, KvCopy, NoSlotAhead
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, KvGeometry
 
@@ -83,6 +84,20 @@ class PagedAllocator(KvAllocator):
             return False
         holding.blocks.extend(self._pool.allocate(wanted))
         return True
+
+    def extend_ahead(self, rows: Seq[Row]) -> NoSlotAhead | None:
+        size, held = self.geometry.block_size, self._held
+        # Of rows of one token, only those at the first position of a block.
+        growing = [row for row in rows if row.start % size == 0 or row.count > 1]
+        growing = [row for row in growing if row.start + row.count > len(held[row.sequence.key].blocks) * size]
+        if not growing:
+            return None
+        wanted = [self.geometry.blocks_for(r.start + r.count) - len(held[r.sequence.key].blocks) for r in growing]
+        if sum(wanted) > self._pool.available:
+            return "memory"
+        for row, count in zip(growing, wanted, strict=True):
+            held[row.sequence.key].blocks.extend(self._pool.allocate(count))
+        return None
 
     def committed(self, sequence: Sequence) -> None:
         if not self._caching:

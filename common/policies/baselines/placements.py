@@ -6,7 +6,7 @@ queue that no worker serves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cohort.common.policies.interface import (
     ClusterView,
@@ -17,7 +17,7 @@ from cohort.common.policies.interface import (
     Wait,
     WaitingRequest,
 )
-from cohort.common.types import InstanceId, Request, Segment
+from cohort.common.types import InstanceId, Request, Role, Segment
 
 
 def fits(view: InstanceView, request: Request) -> bool:
@@ -25,8 +25,20 @@ def fits(view: InstanceView, request: Request) -> bool:
     capacity = view.capacity
     return (
         request.prompt_tokens + request.sampling.max_tokens <= capacity.max_model_len
-        and capacity.geometry.blocks_for(request.max_positions) <= capacity.num_blocks
+        and -(-request.max_positions // capacity.block_size) <= capacity.num_blocks
     )
+
+
+def fitting(views: Iterable[InstanceView], request: Request) -> list[InstanceView]:
+    """Those that `fits`. A thousand instances are asked for every request: what they have in common is computed
+    once."""
+    wanted, positions = request.prompt_tokens + request.sampling.max_tokens, request.max_positions
+    return [
+        view
+        for view in views
+        if wanted <= (capacity := view.capacity).max_model_len
+        and -(-positions // capacity.block_size) <= capacity.num_blocks
+    ]
 
 
 def impossible(views: Iterable[InstanceView], request: Request) -> Impossible:
@@ -36,16 +48,40 @@ def impossible(views: Iterable[InstanceView], request: Request) -> Impossible:
 
 
 def _prefill_load(view: InstanceView) -> tuple[int, int, str]:
-    return (view.queued_prefill_tokens, view.stats.running + view.assigned_requests, view.instance)
+    stats = view.stats
+    queued = stats.queued_prefill_tokens + view.assigned_prefill_tokens
+    return (queued, stats.running + view.assigned_requests, view.instance)
 
 
 def _decode_load(view: InstanceView) -> tuple[float, int, str]:
     """Share of the cache in use or reserved, then rows."""
-    block_size = view.capacity.block_size
-    reserved = -(-view.assigned_context_tokens // block_size)
-    used = view.capacity.num_blocks - view.free_blocks + reserved
-    rows = view.stats.running + view.stats.awaiting_kv + view.assigned_requests
-    return (used / max(1, view.capacity.num_blocks), rows, view.instance)
+    capacity, stats = view.capacity, view.stats
+    blocks, reserved = capacity.num_blocks, -(-view.assigned_context_tokens // capacity.block_size)
+    used = blocks - (stats.free_blocks + stats.cached_blocks) + reserved
+    rows = stats.running + stats.awaiting_kv + view.assigned_requests
+    return (used / (blocks or 1), rows, view.instance)
+
+
+def _least_queued(views: Sequence[InstanceView]) -> InstanceView:
+    """`min` by `_prefill_load`. Of many instances few tie: keys of those only."""
+    queued = [view.stats.queued_prefill_tokens + view.assigned_prefill_tokens for view in views]
+    least = min(queued)
+    return min((view for view, each in zip(views, queued, strict=True) if each == least), key=_prefill_load)
+
+
+def _least_filled(views: Sequence[InstanceView]) -> InstanceView:
+    """`min` by `_decode_load`, likewise."""
+    shares = [
+        (
+            (blocks := (capacity := view.capacity).num_blocks)
+            - ((stats := view.stats).free_blocks + stats.cached_blocks)
+            + -(-view.assigned_context_tokens // capacity.block_size)
+        )
+        / (blocks or 1)
+        for view in views
+    ]
+    least = min(shares)
+    return min((view for view, share in zip(views, shares, strict=True) if share == least), key=_decode_load)
 
 
 def _unified_load(view: InstanceView) -> tuple[float, int, str]:
@@ -59,7 +95,7 @@ def _unified(cluster: ClusterView, request: Request) -> list[InstanceView] | Wai
     views = list(cluster.instances.values())
     if not views:
         return Wait("no worker is registered")
-    able = [view for view in views if fits(view, request)]
+    able = fitting(views, request)
     if not able:
         return impossible(views, request)
     return [view for view in able if view.role.prefills and view.role.decodes] or able
@@ -116,19 +152,20 @@ class Disaggregated(Placement):
     ) -> Placed | Wait | Impossible:
         request = waiting.request
         views = list(cluster.instances.values())
-        prefills = [view for view in views if view.role.prefills]
-        decodes = [view for view in views if view.role.decodes and fits(view, request)]
-        if not prefills or not any(view.role.decodes for view in views):
+        prefills = [view for view in views if view.capacity.role is not Role.DECODE]
+        decoding = [view for view in views if view.capacity.role is not Role.PREFILL]
+        if not prefills or not decoding:
             placed = self._colocated.place(now_s, waiting, cluster, preferred)
             return Placed(placed.segments, "a role is missing: colocated") if isinstance(placed, Placed) else placed
         split = len(request.tokens)
-        able = [view for view in prefills if view.capacity.geometry.blocks_for(split) <= view.capacity.num_blocks]
+        decodes = fitting(decoding, request)
+        able = [view for view in prefills if -(-split // view.capacity.block_size) <= view.capacity.num_blocks]
         if not decodes or not able:
             return impossible(views, request)
-        prefill = next((view for view in able if view.instance == preferred), None) or min(able, key=_prefill_load)
+        prefill = next((view for view in able if view.instance == preferred), None) or _least_queued(able)
         if split - request.prompt_tokens + 1 >= request.sampling.max_tokens:
             return Placed((Segment(0, None, prefill.instance),), "its last token comes with the prefill")
-        decode = min(decodes, key=_decode_load)
+        decode = _least_filled(decodes)
         if decode.instance == prefill.instance:
             return Placed((Segment(0, None, prefill.instance),), "one instance is best for both")
         return Placed(

@@ -25,13 +25,23 @@ class PredictedBatches(IterationScheduler):
     as one contiguous cache allows, as long for every row as the longest prompt and the longest response together
     (BucketServe Eq. 1), as without paged attention; the rows themselves still take blocks.
 
-    First all prompts, then all tokens; finished requests leave, none joins. Differs from UELLM: its device mapping and
-    its fine-tuned predictor belong to other policies, its latency term is left out of the grouping, and rows that are
-    done are not computed on. Sequences that came by KV transfer join the batch that runs.
+    First all prompts, then all tokens; finished requests leave, none joins. With `static` rows that have ended count
+    as padding until the last row of their batch ends, and every row attends to as many positions as the longest: a
+    batch without slots to leave, as UELLM's. Differs from UELLM: its device mapping and its fine-tuned predictor belong
+    to other policies, and its latency term is left out of the grouping. Sequences that came by KV transfer join the
+    batch that runs.
     """
 
+    reads_runs = True  # of which it needs none
+
     def __init__(
-        self, limits: IterationLimits, *, reservation: Reservation, spread: float = SPREAD, rectangular_kv: bool = False
+        self,
+        limits: IterationLimits,
+        *,
+        reservation: Reservation,
+        spread: float = SPREAD,
+        rectangular_kv: bool = False,
+        static: bool = False,
     ) -> None:
         self._limits = limits
         self._rectangular_kv = rectangular_kv
@@ -40,6 +50,9 @@ class PredictedBatches(IterationScheduler):
         self._sequences: dict[Attempt, Sequence] = {}
         self._batch: set[Attempt] = set()
         self._batches = 0
+        self._static = static
+        self._ended = 0
+        """Rows of this batch that have ended."""
 
     def add(self, now_s: float, sequence: Sequence) -> None:
         self._sequences[sequence.key] = sequence
@@ -48,12 +61,15 @@ class PredictedBatches(IterationScheduler):
 
     def remove(self, now_s: float, sequence: Sequence) -> None:
         self._sequences.pop(sequence.key, None)
-        self._batch.discard(sequence.key)
+        if sequence.key in self._batch:
+            self._batch.remove(sequence.key)
+            self._ended += 1
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         if not self._batch and self._sequences:
             self._batch = self._next_batch(kv)
             self._batches += 1
+            self._ended = 0
         members = sorted((self._sequences[key] for key in self._batch), key=by_arrival)
         builder = BatchBuilder(self._limits, kv, (s for s in members if s.phase is Phase.RUNNING), by_arrival)
         for sequence in members:
@@ -65,7 +81,12 @@ class PredictedBatches(IterationScheduler):
         for sequence in members:
             builder.continue_row(sequence)
         self._admit(members, Phase.SWAPPED, builder)
-        return builder.finish()
+        plan = builder.finish()
+        if self._static and plan.rows:
+            contexts = [row.start + 1 for row in plan.rows]
+            plan.ended_rows = self._ended
+            plan.ended_context = (len(contexts) + self._ended) * max(contexts) - sum(contexts)
+        return plan
 
     def _admit(self, members: list[Sequence], phase: Phase, builder: BatchBuilder) -> None:
         for sequence in members:
@@ -97,6 +118,10 @@ class PredictedBatches(IterationScheduler):
                 break
             batch.add(sequence.key)
         return batch
+
+    def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
+        """All members of the batch have rows: none joins before the last of them has ended."""
+        return len(plan.rows) + leaving == len(self._batch)
 
     def metrics(self) -> dict[str, float]:
         return {

@@ -25,6 +25,8 @@ class PrefillFirst(IterationScheduler):
     sequences that came by KV transfer run with the others.
     """
 
+    reads_runs = True  # of which it needs none
+
     def __init__(self, limits: IterationLimits) -> None:
         self._limits = limits
         self._sequences: dict[Attempt, Sequence] = {}

@@ -21,6 +21,9 @@ from cohort.common.types import Attempt
 class Ranking(ABC):
     steady = False
     """The order of sequences that run together never changes while they do."""
+    rises = False
+    """While a sequence runs its key never grows, and none of a sequence that waits changes: one that ranks behind all
+    running ones stays there."""
 
     @abstractmethod
     def key(self, sequence: Sequence) -> RankKey:
@@ -49,7 +52,7 @@ class Ranking(ABC):
 class ArrivalRanking(Ranking):
     """ORCA's order (its Algorithm 1): first come, first served within a priority."""
 
-    steady = True
+    steady = rises = True
 
     def key(self, sequence: Sequence) -> RankKey:
         return by_arrival(sequence)
@@ -63,6 +66,8 @@ class RankedBatching(IterationScheduler):
     computed in several (ORCA bounds rows alone), and a sequence that came by KV transfer and finds no block makes the
     latest give way.
     """
+
+    reads_runs = True
 
     def __init__(self, ranking: Ranking, limits: IterationLimits, *, reservation: Reservation, evicting: bool) -> None:
         self._ranking = ranking
@@ -82,8 +87,8 @@ class RankedBatching(IterationScheduler):
             self._ranking.removed(sequence)
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
-        if news.ran is not None:
-            self._ranking.observe(news.ran)
+        for ran in news.runs:
+            self._ranking.observe(ran)
         sequences = list(self._sequences.values())
         self._ranking.begin(now_s, sequences)
         builder = BatchBuilder(self._limits, kv, (s for s in sequences if s.phase is Phase.RUNNING), self._ranking.key)
@@ -123,8 +128,22 @@ class RankedBatching(IterationScheduler):
         return UNTIL_DISTURBED if full and running == len(plan.rows) and not self._evicting else 0
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
-        """With a row for every sequence there is none to choose, whatever their order."""
-        return len(plan.rows) + leaving == len(self._sequences)
+        """With a row for every sequence there is none to choose, whatever their order. Else newcomers must find no
+        place: where the best ranked of them stands in the queue, all do."""
+        rows = len(plan.rows)
+        if rows + leaving == len(self._sequences):
+            return True
+        waiting = [s for s in self._sequences.values() if s.phase is Phase.WAITING]
+        if leaving or not self._ranking.rises or rows + len(waiting) != len(self._sequences):
+            return False
+        key = self._ranking.key
+        first = min(waiting, key=key)
+        behind = key(first) > max(key(row.sequence) for row in plan.rows)
+        # Of its prompt a prefix cache may hold all but the last block.
+        needs = kv.geometry.blocks_for(self._reservation(first)) - (first.target - 1) // kv.geometry.block_size
+        if needs > kv.free_blocks + kv.cached_blocks:
+            return behind or not self._evicting
+        return behind and rows >= min(self._limits.max_rows, self._limits.max_tokens)
 
     def metrics(self) -> dict[str, float]:
         swapped = sum(1 for s in self._sequences.values() if s.phase is Phase.SWAPPED)

@@ -20,6 +20,8 @@ class ShortestRemaining(Ranking):
     for that), and the prompt still to compute breaks ties, since it is work as well.
     """
 
+    rises = True
+
     def key(self, sequence: Sequence) -> RankKey:
         remaining = max(1.0, sequence.predicted - sequence.output_tokens)
         return (sequence.request.priority, remaining, sequence.uncomputed, *by_arrival(sequence))

@@ -50,6 +50,8 @@ class Batch:
     reserved: int = 0
     """Blocks that those still need."""
     dropped: int = 0
+    late: int = 0
+    """Rows of requests that cannot be on time any more."""
 
     @property
     def full(self) -> bool:

@@ -14,6 +14,10 @@ class AdaptiveBatchSize:
         self.value = self._first
         self.backoffs = 0
 
+    def repeated(self, iterations: int) -> None:
+        """So many ran without a decision, and none left a request out."""
+        self.value = min(self._most, self.value + iterations * self._step)
+
     def decided(self, *, cut_short: bool) -> None:
         """An iteration was packed; `cut_short`: a request was left out because its deadline would have been missed."""
         if cut_short:

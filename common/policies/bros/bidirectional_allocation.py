@@ -23,7 +23,8 @@ from itertools import chain
 from cohort.common.errors import InvariantViolated
 from cohort.common.kv.shared_blocks import SharedBlocks, Tenant
 from cohort.common.policies.bros.copy_list import CopyList
-from cohort.common.policies.kv_interface import BlockSharing, KvAllocator, KvCopy
+from cohort.common.policies.interface import Row
+from cohort.common.policies.kv_interface import BlockSharing, KvAllocator, KvCopy, NoSlotAhead
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, KvGeometry
 
@@ -58,6 +59,8 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         """Blocks that can be shared, in the order in which they are taken; None until the first search of this
         iteration."""
         self._served: set[Tenant] = set()
+        self._running: set[Tenant] = set()
+        """Served in the iteration that was decided last: they write up to what they claim, which is not stored yet."""
         self._spared: set[Tenant] = set()
         """No tenant moves into their blocks in this iteration."""
         self._spared_blocks = 0
@@ -106,6 +109,46 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         side = self._table.right(block)
         return side is None or within + self._relied_on(*side) <= self._size
 
+    def extend_ahead(self, rows: Seq[Row]) -> NoSlotAhead | None:
+        """Slots that are left free in their blocks, and free blocks. Where the two sides of a block have met the next
+        slot is the other side's: it costs a copy (R9), or the row has to wait."""
+        before: list[tuple[Tenant, int]] = []
+        growing: list[Tenant] = []
+        refused: NoSlotAhead | None = None
+        for row in rows:
+            tenant, end = self._tenants[row.sequence.key], row.start + row.count
+            held, needed = len(tenant.blocks), self.geometry.blocks_for(end)
+            growing += [tenant] * (needed - held)
+            before.append((tenant, tenant.claimed))
+            indexes = range(row.start // self._size, min(held, needed))
+            if tenant.host or not all([self._left_free(tenant, index, end) for index in indexes]):
+                refused = "shared"
+                break
+            # Now, so that the other side of its block is held against it.
+            tenant.claimed = max(end, tenant.claimed)
+        else:
+            found = self._table.find_free(len(growing))
+            refused = None if len(found) == len(growing) else "memory"
+        if refused is not None:
+            for tenant, claimed in before:
+                tenant.claimed = claimed
+            return refused
+        for tenant, block in zip(growing, found, strict=True):
+            self._table.attach(tenant, len(tenant.blocks), block)
+        return None
+
+    def _left_free(self, tenant: Tenant, index: int, positions: int) -> bool:
+        """`_fits`, while rows are computed that are not stored yet."""
+        block, within = tenant.blocks[index], self._table.within(positions, index)
+        if tenant.reversed:
+            return self._table.left_extent(block) + within <= self._size
+        side = self._table.right(block)
+        if side is None:
+            return True
+        other, at = side
+        taken = self._table.within(other.claimed, at) if other in self._running else self._relied_on(other, at)
+        return within + taken <= self._size
+
     def restore(self, sequence: Sequence) -> bool:
         """Bring back what lies in host memory while an iteration runs that the sequence has no row in (R12)."""
         tenant = self._tenants[sequence.key]
@@ -122,6 +165,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
 
     def take_copies(self) -> list[KvCopy]:
         """R12 · All copies since the last time; ends the iteration in which the served are safe."""
+        self._running, self._served = self._served, self._running
         self._served.clear()
         self._spared.clear()
         self._spared_blocks = 0
@@ -276,6 +320,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
             return
         self._reversed.pop(key, None)
         self._served.discard(tenant)
+        self._running.discard(tenant)
         self._leave(tenant)
         self._host_returned += tenant.host.values()
 

@@ -95,6 +95,11 @@ class IterationCost(Learned):
     def swap_s(self, slots: int) -> float:
         return self._slot_s * slots
 
+    @property
+    def knows_slots(self) -> bool:
+        """Copies have been timed."""
+        return self._slot_s > 0.0
+
     def iteration_s(self, load: BatchLoad, slots: int = 0) -> float:
         return max(self.exec_s(load), self._slot_s * slots)
 

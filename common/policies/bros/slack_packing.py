@@ -24,10 +24,12 @@ from cohort.common.policies.bros.batch import NO_DEADLINE_S, Batch, DecodeRows, 
 from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
 from cohort.common.policies.bros.drops import Drops
 from cohort.common.policies.bros.iteration_cost import BatchLoad, IterationCost, load_of
+from cohort.common.policies.bros.repeats import goes_on
 from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTimeQueues, UrgentFirst, slots_away
 from cohort.common.policies.bros.token_groups import TokenGroups
+from cohort.common.policies.bros.unserved import Unserved
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Ran
-from cohort.common.policies.kv_interface import BlockSharing, KvAllocator
+from cohort.common.policies.kv_interface import BlockSharing, KvAllocator, goes_beside
 from cohort.common.policies.sequences import preempt, resume, start
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, TrafficClass
@@ -35,8 +37,7 @@ from cohort.common.types import Attempt, TrafficClass
 _SMALLEST_CUT = 16
 """Tokens of a prompt that are worth a row of their own."""
 _CUT_WITHIN = 0.95
-"""Share of the time left that a cut prompt fills: what is foreseen is off by some per cent, and without this every
-iteration with a prompt to cut would end at the most urgent deadline, half of them behind it."""
+"""Share of the time left that a cut prompt fills: what is foreseen is off by some per cent, else half end too late."""
 
 
 class SlackPacking(IterationScheduler):
@@ -55,9 +56,9 @@ class SlackPacking(IterationScheduler):
     - The batch size (R6) holds back best-effort and late requests only: the others are limited by their deadlines.
     - A request that has not started yet drops no real-time request (R11), and leaves running ones their next block:
       under overload every newcomer on time would make a request late that has been served already.
-    - The oldest best-effort requests keep a share of the cache (`best_effort_share`), and have it before prompts that
-      are late: real-time requests that outnumber what the device can do take all there is, and are not helped by it.
-      Others do not come back while real-time requests wait, which would take the blocks at once.
+    - The oldest best-effort requests keep a share of the cache and of the time that is left for prompts
+      (`best_effort_share`), and have it before prompts that are late: real-time requests that outnumber what the device
+      can do take all there is, and are not helped by it. Others do not come back while real-time requests wait.
     """
 
     def __init__(self, options: BrosConfig, limits: IterationLimits, groups: TokenGroups, cost: IterationCost) -> None:
@@ -68,37 +69,37 @@ class SlackPacking(IterationScheduler):
         self._be = BestEffortQueues()
         self._drops = Drops(self._rt, self._be, groups)
         self._average_s = 0.0
-        # Insertion order = the longest unserved first, per class.
-        self._served: dict[TrafficClass, dict[Attempt, tuple[float, Sequence]]] = {"rt": {}, "be": {}}
-        self._resubmitted: dict[Attempt, Sequence] = {}
-        """Here for a repeated attempt."""
+        limits_s: dict[TrafficClass, float] = {"rt": options.rt_starvation_s, "be": options.be_starvation_s}
+        self._unserved = Unserved(limits_s, every=options.ablation.starving_every)
+        self._resubmitted: dict[Attempt, Sequence] = {}  # here for a repeated attempt
+        # Tokens known of a sequence when it started here, or came back to the device.
         self._known_before: dict[Attempt, int] = {}
-        """Tokens known of a sequence when it started here, or came back to the device."""
-        self._since_starving: dict[TrafficClass, int] = {"rt": 0, "be": 0}
         self._slots_beside = 0
         self._sharing: BlockSharing | None = None
         """Of the allocator, where it moves real-time requests into best-effort ones' blocks by itself (R8)."""
-        self._replaced = self._past_due_rows = self._dropped = 0
+        self._replaced = self._past_due_rows = self._dropped = self._late_rows = 0
+
+    reads_runs = True
 
     def add(self, now_s: float, sequence: Sequence) -> None:
-        traffic_class = sequence.request.traffic_class
-        (self._rt if traffic_class == "rt" else self._be).add(sequence)
-        self._served[traffic_class][sequence.key] = (now_s, sequence)
+        (self._rt if sequence.request.traffic_class == "rt" else self._be).add(sequence)
+        self._unserved.add(now_s, sequence)
         if sequence.request.waited_s:
             self._resubmitted[sequence.key] = sequence
 
     def remove(self, now_s: float, sequence: Sequence) -> None:
-        traffic_class = sequence.request.traffic_class
-        (self._rt if traffic_class == "rt" else self._be).remove(sequence)
-        self._served[traffic_class].pop(sequence.key, None)
+        (self._rt if sequence.request.traffic_class == "rt" else self._be).remove(sequence)
+        self._unserved.remove(sequence)
         self._resubmitted.pop(sequence.key, None)
         self._known_before.pop(sequence.key, None)
 
     # -- Algorithm 1 -------------------------------------------------------------------------------------------
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
-        if news.ran is not None:
-            self._learn(news.ran, kv)
+        for ran in news.runs:
+            self._learn(ran, kv)
+        if news.ran is not None and news.undecided:
+            self._went_on(news.ran, news.undecided)
         self._sharing = kv.sharing if kv.sharing is not None and kv.sharing.on_demand else None
         batch = Batch(min(self._batch_size.value, self._limits.max_rows), self._limits.max_tokens)
         self._starving_first(now_s, kv, batch)
@@ -120,39 +121,36 @@ class SlackPacking(IterationScheduler):
             self._force_oldest(kv, batch)
         if batch.rows:
             self._batch_size.decided(cut_short=cut_short)
-        for key, row in batch.rows.items():
-            served = self._served[row.sequence.request.traffic_class]
-            del served[key]
-            served[key] = (now_s, row.sequence)
+        self._unserved.served(now_s, (row.sequence for row in batch.rows.values()))
         return self._finished(batch)
 
+    def _went_on(self, ran: Ran, undecided: int) -> None:
+        """What decisions would have noted of iterations that ran without one: all rows went on (`continues`)."""
+        self._unserved.repeated(undecided)
+        self._unserved.served(ran.ended_s - ran.latency_s, (row.sequence for row in ran.plan.rows))
+        self._past_due_rows += undecided * min(self._late_rows, len(ran.plan.rows))
+        self._batch_size.repeated(undecided)
+
+    def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
+        """Every request here has a row, and all of them fit one iteration, as far as its time can be foreseen now."""
+        if len(plan.rows) + leaving != len(self._rt) + len(self._be):
+            return False
+        return goes_on(plan.rows, self._groups, self._cost, self._limits, best_effort_rows=self._batch_size.value)
+
     def _finished(self, batch: Batch) -> IterationPlan:
-        self._dropped += batch.dropped
-        self._slots_beside = batch.slots
-        plan, rows = batch.plan, list(batch.rows.values())
-        prefill = [row for row in rows if row.count > 1]
-        decode = [row for row in rows if row.count == 1]
-        plan.rows = prefill + decode
+        self._dropped, self._past_due_rows = self._dropped + batch.dropped, self._past_due_rows + batch.late
+        self._late_rows = batch.late
+        self._slots_beside, plan = batch.slots, batch.plan
+        prefill = [row for row in batch.rows.values() if row.count > 1]
+        plan.rows = prefill + (decode := [row for row in batch.rows.values() if row.count == 1])
         plan.estimated_s = self._cost.iteration_s(batch.load, batch.slots)
         plan.reason = f"{len(prefill)} prefill, {len(decode)} decode, {len(plan.preempted)} preempted"
         return plan
 
     def _starving_first(self, now_s: float, kv: KvAllocator, batch: Batch) -> None:
-        limits: tuple[tuple[TrafficClass, float], ...] = (
-            ("rt", self._options.rt_starvation_s),
-            ("be", self._options.be_starvation_s),
-        )
-        for traffic_class, after_s in limits:
-            served = self._served[traffic_class]
-            key = next(iter(served), None)
-            self._since_starving[traffic_class] += 1
-            if self._since_starving[traffic_class] < self._options.ablation.starving_every:
-                continue
-            if key is not None and now_s - served[key][0] > after_s:
-                self._since_starving[traffic_class] = 0
-                sequence = served[key][1]
-                count = self._beside_decodes(sequence, batch)
-                self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False), count)
+        for sequence in self._unserved.turns(now_s):
+            count = self._beside_decodes(sequence, batch)
+            self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False), count)
 
     def _beside_decodes(self, sequence: Sequence, batch: Batch) -> int:
         """Tokens of a prompt that all decode rows leave time for; where they leave none, as many as there are."""
@@ -206,12 +204,15 @@ class SlackPacking(IterationScheduler):
         rows, tokens_left, cut_short = len(batch.rows), batch.tokens_left, False
         prefill, decode, context = batch.prefill_tokens, batch.decode_rows, batch.context
         exec_of, chunk, swap_s = cost.exec_of, self._limits.chunk, cost.swap_s(batch.slots)
+        most_rows = batch.most_rows if self._options.ablation.bound_real_time else self._limits.max_rows
+        # Of the time before the deadline; the rest is for best-effort requests that keep their share.
+        for_prompts = 1.0 - (self._options.best_effort_share if batch.guaranteed else 0.0)
         for residual_s, key, sequence in urgent:
             if key in batch.safe:
                 continue
             computed = sequence.computed
             count = min(sequence.uncomputed, chunk, tokens_left)
-            if count == 1 and rows < self._limits.max_rows:
+            if count == 1 and rows < most_rows:
                 # The usual row: a request that keeps its deadline among all of them would keep it alone.
                 limit_s = residual_s if residual_s < batch.limit_s else batch.limit_s
                 if exec_of(prefill, decode + 1, context + computed + 1) <= limit_s >= swap_s:
@@ -225,7 +226,7 @@ class SlackPacking(IterationScheduler):
                 infeasible.append(sequence)
                 continue
             batch.limit_s = min(batch.limit_s, residual_s)
-            if rows >= self._limits.max_rows or count < 1:
+            if rows >= most_rows or count < 1:
                 break
             if count == 1:
                 grown = prefill, decode + 1, context + computed + 1
@@ -233,12 +234,14 @@ class SlackPacking(IterationScheduler):
                 continue
             else:
                 grown = prefill + count, decode, context + computed
-            if max(exec_of(*grown), swap_s) > batch.limit_s:
+            limit_s = batch.limit_s if count == 1 else for_prompts * batch.limit_s
+            if max(exec_of(*grown), swap_s) > limit_s:
                 cut_short = True
                 urgent.skip_waiting()
                 if count == 1:
                     break
-                count = self._cut_on_time(sequence, count, BatchLoad(prefill, decode, context), batch, pulled)
+                load, taken = BatchLoad(prefill, decode, context), batch.safe | {row.key for _, row, _ in pulled}
+                count = self._cut_on_time(sequence, count, load, batch, taken, limit_s)
                 if count == 0:
                     continue
                 grown = prefill + count, decode, context + computed
@@ -258,18 +261,15 @@ class SlackPacking(IterationScheduler):
         return chosen, infeasible, cut_short
 
     def _cut_on_time(
-        self, sequence: Sequence, count: int, load: BatchLoad, batch: Batch, pulled: list[tuple[float, Sequence, int]]
+        self, sequence: Sequence, count: int, load: BatchLoad, batch: Batch, taken: set[Attempt], limit_s: float
     ) -> int:
         """Tokens of a prompt that does not fit; 0 = none. Decode rows behind it keep their place: as there is always a
         prompt to cut, those that are late would have none in any iteration."""
         if not self._options.ablation.cut_prompts:
             return 0
-        taken = batch.safe | {row.key for _, row, _ in pulled}
         behind = [s.computed for s in self._rt.pending() if is_decode(s) and s.key not in taken]
         context = load.context + sequence.computed + sum(behind) + len(behind)
-        return self._cut(
-            count, BatchLoad(load.prefill_tokens, load.decode_rows + len(behind), context), batch, batch.limit_s
-        )
+        return self._cut(count, BatchLoad(load.prefill_tokens, load.decode_rows + len(behind), context), batch, limit_s)
 
     def _keep(self, kv: KvAllocator, batch: Batch) -> None:
         """Requests that keep blocks in this iteration, and the blocks they still need."""
@@ -317,7 +317,7 @@ class SlackPacking(IterationScheduler):
                 return
             waiting = sequence.phase is Phase.WAITING
             if self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False), fitting):
-                self._past_due_rows += 1
+                batch.late += 1
             elif waiting:
                 return  # the next of them would not find blocks either
 
@@ -476,10 +476,12 @@ class SlackPacking(IterationScheduler):
         """T_avg and the cost model (R3)."""
         plan, latency_s, block_size = ran.plan, ran.latency_s, kv.geometry.block_size
         if plan.rows:
-            self._average_s = latency_s if self._average_s == 0.0 else 0.9 * self._average_s + 0.1 * latency_s
-        slots = sum(
-            len(copy.device) * (block_size if copy.unit == "block" else 1) for copy in plan.copies if not copy.beside
-        )
+            for each_s in ran.times_s:
+                self._average_s = each_s if self._average_s == 0.0 else 0.9 * self._average_s + 0.1 * each_s
+        first = [copy for copy in plan.copies if not copy.beside]
+        if first and self._cost.knows_slots and goes_beside(first, kv.geometry):
+            return  # an engine's matter whether it waited for them
+        slots = sum(len(copy.device) * (block_size if copy.unit == "block" else 1) for copy in first)
         self._cost.observe(load_of(plan.rows), self._slots_beside, latency_s, slots_before=slots)
 
     @property

@@ -19,6 +19,11 @@ class TokenGroups:
         self._tpot_s = default_tpot_s
         self._began: dict[Attempt, float] = {}
 
+    @property
+    def single(self) -> bool:
+        """Every token after the first has a deadline of its own."""
+        return self._group_tokens == 1
+
     def left(self, sequence: Sequence) -> int:
         """r_i · Tokens left in the current group."""
         output = sequence.output_tokens

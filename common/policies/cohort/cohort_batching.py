@@ -58,6 +58,7 @@ class CohortBatching(IterationScheduler):
     """`limits.chunk` is not asked: a prompt's share of an iteration follows from time alone."""
 
     wants_arriving = True
+    reads_runs = True
 
     def __init__(self, options: CohortConfig, limits: IterationLimits, *, cold_chunk: int) -> None:
         """`cold_chunk`: the most prompt tokens of an iteration while nothing is learned."""
@@ -101,11 +102,11 @@ class CohortBatching(IterationScheduler):
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         self._arriving = news.arriving
-        if news.ran is not None:
+        for ran in news.runs:
             if self._waits:
-                self._pace.ran(news.ran)
-            self._learn(news.ran, kv)
-            self._computed(now_s, news.ran.plan)
+                self._pace.ran(ran)
+            self._learn(ran, kv)
+            self._computed(now_s, ran.plan)
         times = self.table.step_times
         self._prompts.advance(now_s, times.token_s if times is not None else 0.0)
 
@@ -139,7 +140,10 @@ class CohortBatching(IterationScheduler):
         rows = len(plan.rows)
         if rows + leaving != len(self._running):
             return False
-        return not len(self._prompts) or (not leaving and rows >= min(self._limits.max_rows, self._limits.max_tokens))
+        waiting = len(self._prompts)
+        if waiting:  # those that end with the iteration in flight are decode rows by then
+            waiting -= sum([row.sequence in self._prompts for row in plan.rows])
+        return not waiting or (not leaving and rows >= min(self._limits.max_rows, self._limits.max_tokens))
 
     @property
     def learned(self) -> LearnedTimes:

@@ -47,6 +47,7 @@ class InstanceWork:
         self._reported = np.empty((3, 0))
         self._decoding = (0, 0)
         self._prefill = 0
+        self._block_size = 1
         self._reported_s = 0.0
         self._load_s: float | None = None
 
@@ -57,6 +58,7 @@ class InstanceWork:
         if stats is not self._stats:
             self._stats = stats
             capacity = view.capacity
+            self._block_size = capacity.block_size
             self._limits = PassLimits(self._pass_s, capacity.max_step_tokens, capacity.max_rows, self._least_prefill)
             self._timeline = self._load_s = None
             times = self._times = reported_times(stats, fallback)
@@ -130,6 +132,30 @@ class InstanceWork:
         """Seconds of an iteration of all decodes that are here, and of some more."""
         rows, context = self._decoding
         return step_seconds(self.times, BatchShape(0, 0, 0, rows + more_rows, context + more_context))
+
+    @property
+    def decodes(self) -> int:
+        """Rows that decode there, or will when the requests sent there since the report have come that far."""
+        return self._decoding[0] + sum(work.decode > 0 for _, work in self._assigned.values())
+
+    @property
+    def pass_s(self) -> float:
+        """What iterations there aim at."""
+        return self._pass_s
+
+    @property
+    def free_rows(self) -> int:
+        """Rows of an iteration that no response takes, with all that is there or on its way."""
+        return self._limits.max_rows - len(self._reported.T) - len(self._assigned)
+
+    @property
+    def free_tokens(self) -> int:
+        """Positions that free blocks hold, less those of requests sent there since the report."""
+        stats = self._stats
+        if stats is None:
+            return 0
+        sent = sum(work.context + work.prefill + work.decode for _, work in self._assigned.values())
+        return stats.free_blocks * self._block_size - sent
 
     @property
     def prefill_backlog_s(self) -> float:

@@ -53,8 +53,8 @@ class SloBatching(ArrivalQueues):
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         """Alg. 2 · the executed batch goes into the table, then the next one is made."""
         self._arriving = news.arriving
-        if news.ran is not None:
-            self._learn(news.ran, kv)
+        for ran in news.runs:
+            self._learn(ran, kv)
         prompts = self._prompts_in_order(now_s)
         builder = BatchBuilder(self._limits, kv, self._running, by_arrival)
         # 1. Every decode.

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from cohort.common.config import DynaServeConfig
 from cohort.common.policies.baselines.placements import Colocated, fits
-from cohort.common.policies.dynaserve.instance_work import InstanceWork
+from cohort.common.policies.dynaserve.instance_work import InstanceWork, work_seconds
+from cohort.common.policies.dynaserve.saved_work import cheaper_elsewhere_s, unmixed_s
 from cohort.common.policies.dynaserve.split_gain import PlacementRate, split_gain_s
 from cohort.common.policies.dynaserve.split_search import Split, search_split
 from cohort.common.policies.dynaserve.timeline import SegmentWork
@@ -30,6 +31,10 @@ from cohort.common.types import InstanceId, RequestId, Segment
 
 _PROBES = 6
 """K of Alg. 1: split points tried for a request. Six halvings leave a sixty-fourth of it."""
+
+_DECODES_SHARE = 0.75
+"""Of the bound, what decodes alone may take where more are sent on purpose: the rest is for prompts, and a request that
+changes hands waits for the rest of one such iteration and for the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,9 @@ class SplitPlacement(Placement):
     beside it, and none of its prefill.) It splits whenever Alg. 1 says so; here a request stays whole while an instance
     is idle (hardly a prompt waits there and its decodes take less than half the bound), and where the split would gain
     no more than tolerance and KV transfer cost (`split_gain_s`: under load little, because the next request would fill
-    the time).
+    the time). Before all that, one split is tried for the work that it saves, and no next request would: at the end of
+    the prompt, where another instance decodes at a better price, or prompts here stay without decodes beside them
+    (`saved_work`).
     """
 
     wants_step_times = True
@@ -114,6 +121,9 @@ class SplitPlacement(Placement):
         second = others[0]
         if not unified:
             return self._share(now_s, request.request_id, self._search([(first, second)], prompt, output), whole)
+        relief = self._relief(first, others, slo_s, whole)
+        if relief is not None:
+            return self._share(now_s, request.request_id, _Choice(first, relief, Split(prompt, 0.0, 0.0, 0)), whole)
         if self._idle(first, slo_s, prompt):
             return self._keep(now_s, request.request_id, first, whole, "an instance is idle")
         if self._full(second, slo_s, prompt) and not self._full(first, slo_s, prompt):
@@ -193,6 +203,34 @@ class SplitPlacement(Placement):
         other, after_s = (choice.second, split.second_s) if kept is choice.first else (choice.first, split.first_s)
         requests_per_s = self._rate.per_s(now_s) if self._options.ablation.await_arrivals else 0.0
         return split_gain_s(kept_s, split.later_s, other.until_done(), after_s, requests_per_s)
+
+    def _relief(
+        self, first: InstanceWork, others: list[InstanceWork], slo_s: float, whole: SegmentWork
+    ) -> InstanceWork | None:
+        """The instance that had better decode this request, if its prompt is computed on `first`: the split saves work
+        that is worth a KV transfer, and there are rows, blocks and time within the bound for it.
+
+        Where all are idle no work is worth saving. Where this one is, a price of mixing is: its prompts' iterations
+        would be mixed later; but it has time for decodes of its own, however dear they are."""
+        idle = self._idle(first, slo_s, whole.prefill)
+        options, best, best_s = self._options, None, self._options.kv_transfer_s
+        alike_s = options.search_tolerance * work_seconds(first.times, whole)
+        for other in others:
+            cheaper_s = cheaper_elsewhere_s(first, other, whole)
+            if abs(cheaper_s) <= alike_s:
+                cheaper_s = 0.0  # alike, by what was learned of them
+            saved_s = (min(0.0, cheaper_s) if idle else cheaper_s) + unmixed_s(first, other, whole)
+            if saved_s > best_s and self._has_capacity(other, slo_s, whole):
+                best, best_s = other, saved_s
+        if best is not None and idle and all(self._idle(other, slo_s, whole.prefill) for other in others):
+            return None
+        return best
+
+    def _has_capacity(self, work: InstanceWork, slo_s: float, whole: SegmentWork) -> bool:
+        """Rows, blocks, and time of an iteration for one more response."""
+        if work.free_rows <= 0 or work.free_tokens < whole.prefill + whole.decode:
+            return False
+        return work.decode_pass_s(1, whole.prefill) <= _DECODES_SHARE * slo_s
 
     # -- one request -------------------------------------------------------------------------------------------
 

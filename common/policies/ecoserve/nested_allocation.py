@@ -12,11 +12,13 @@ to them this is the paged allocator. Never moves KV, never decides which borrowe
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
-from cohort.common.policies.kv_interface import BlockSharing
+from cohort.common.policies.interface import Row
+from cohort.common.policies.kv_interface import BlockSharing, NoSlotAhead
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, KvGeometry
 
@@ -52,10 +54,21 @@ class NestedAllocator(PagedAllocator, BlockSharing):
         """As in the interface, and False while a block of the positions to be computed is with a borrower."""
         return super().extend(sequence, positions) and (not self._claims or self._usable(sequence, positions))
 
+    def extend_ahead(self, rows: Seq[Row]) -> NoSlotAhead | None:
+        """E7 · A lender whose block is still with a borrower waits for a decision (E8): the borrower may have a row in
+        the step in flight, and one behind it."""
+        if self._claims and not all(self._own(row.sequence, row.start, row.start + row.count) for row in rows):
+            return "shared"
+        return super().extend_ahead(rows)
+
     def _usable(self, sequence: Sequence, positions: int) -> bool:
-        blocks = self._held[sequence.key].blocks
-        first, end = sequence.computed // self.geometry.block_size, self.geometry.blocks_for(positions)
-        return all(not self.borrowers(sequence, index) for index in range(first, min(end, len(blocks))))
+        return self._own(sequence, sequence.computed, positions)
+
+    def _own(self, sequence: Sequence, start: int, end: int) -> bool:
+        """Whether the sequence may write in those of its blocks that hold positions [start, end)."""
+        blocks, size = self._held[sequence.key].blocks, self.geometry.block_size
+        last = min(self.geometry.blocks_for(end), len(blocks))
+        return all(not self.borrowers(sequence, index) for index in range(start // size, last))
 
     def lend(self, lender: Sequence, borrower: Sequence, first_block: int, positions: int) -> bool:
         """E7 · `borrower` gets what it lacks for [0, positions) from the lender's table, from `first_block` on.

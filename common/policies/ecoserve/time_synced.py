@@ -78,14 +78,15 @@ class TimeSynced(IterationScheduler):
         """Decodes are in the plan, so that the batch's clock counts its iterations."""
         self._forms_always = False
         """Decodes waited after the last decision, and every iteration that repeats it would form a batch again."""
-        self._left = False
-        """A sequence was removed since the last decision."""
+        self._changed = False
+        """A sequence came or was removed since the last decision."""
         self._sharing: BlockSharing | None = None
         self._count = _Counters()
 
     # -- the policy interface --------------------------------------------------------------------------------------
 
     def add(self, now_s: float, sequence: Sequence) -> None:
+        self._changed = True
         if sequence.phase is Phase.WAITING:
             self._prompts.add(now_s, sequence, self._deadlines.of(sequence))
         elif sequence.uncomputed > 1:
@@ -94,7 +95,7 @@ class TimeSynced(IterationScheduler):
             self._decodes[sequence.key] = sequence
 
     def remove(self, now_s: float, sequence: Sequence) -> None:
-        self._left = True
+        self._changed = True
         known = self._prompts.remove(sequence) or self._batch.leave(sequence)
         known = self._decodes.pop(sequence.key, None) is not None or known
         known = self._prefilling.pop(sequence, None) is not None or known
@@ -106,7 +107,7 @@ class TimeSynced(IterationScheduler):
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         """E10 · EcoServe Algorithm 1."""
         self._take_in(now_s, kv, news)
-        self._left = False
+        self._changed = False
         plan = IterationPlan()
         self._end_groups(kv)
         self._take_back(now_s, kv, plan)
@@ -170,12 +171,19 @@ class TimeSynced(IterationScheduler):
             return 0  # the second halves of lenders change with every iteration
         if self._drained and self._decodes:
             return 0
-        ends = [end for end in (self._batch.next_end, self._loans.next_due) if end is not None]
-        return max(0, min(ends) - self._batch.clock - 1) if ends else 0
+        return self._next_change() or 0
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
-        """Whether one joins in the place of another that left is decided anew."""
-        return not leaving and not self._left and self.steady_for(plan, kv) > undecided
+        """Whether one joins in the place of another that left is decided anew, if any could."""
+        if not self._decodes and not self._prefilling and not len(self._prompts):
+            end = self._next_change()
+            return len(plan.rows) + leaving == len(self._batch) and end is not None and end > undecided
+        return not leaving and not self._changed and self.steady_for(plan, kv) > undecided
+
+    def _next_change(self) -> int | None:
+        """Iterations that are certain before the next end of a group or of a loan; None: no group runs."""
+        ends = [end for end in (self._batch.next_end, self._loans.next_due) if end is not None]
+        return max(0, min(ends) - self._batch.clock - 1) if ends else None
 
     def metrics(self) -> dict[str, float]:
         count = self._count

@@ -1,7 +1,7 @@
 """Section: KV between two processes on one GPU, over each link that can be opened; `--peer` is the receiving process.
 
-Large runs one, four and sixteen at a time, and a prompt's KV scattered over single blocks. The metric is payload per
-second, against a copy of as many bytes on the device by the device itself.
+Large runs one, four and as many at a time as a transfer has (`RUNS_AT_ONCE`), and a prompt's KV scattered over single
+blocks. The metric is payload per second, against a copy of as many bytes on the device by the device itself.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cohort.common.config.serving import TransferConfig
 from cohort.common.engine.run_checksum import weighted
 from cohort.common.errors import TransferError
 from cohort.common.transport.kv_link import KvLink
@@ -32,6 +33,7 @@ from cohort.services.bench.gpu_check.guard import NotThere
 from cohort.services.bench.gpu_check.predictions import Facts, expect
 
 WANTED = 0.7
+RUNS_AT_ONCE = TransferConfig().runs_at_once
 _TIMEOUT_S = 20.0
 _TOLD = {"UCX_PROTO_INFO": "y", "UCX_LOG_LEVEL": "info"}  # then UCX writes into the log which transports it takes
 
@@ -58,7 +60,7 @@ def patterns(real: bool) -> list[Pattern]:
     """Runs of 256 MiB, and 32 blocks of 2 MiB that do not lie side by side."""
     large, block = (256 << 20, 2 << 20) if real else (1 << 20, 1 << 14)
     return [
-        *(Pattern(f"{count} x {large >> 20} MiB", count, large, large, True) for count in (1, 4, 16)),
+        *(Pattern(f"{count} x {large >> 20} MiB", count, large, large, True) for count in sorted({1, 4, RUNS_AT_ONCE})),
         Pattern(f"32 x {block >> 10} KiB, scattered", 32, block, 3 * block, False),
     ]
 
@@ -96,7 +98,7 @@ async def _measure(check: Check, name: str, payload: float) -> None:
         address = bytes.fromhex((await _ask(peer, None))["address"])
         memory = rates.random_bytes(max(each.span for each in chosen), check.device)
         for at, pattern in enumerate(chosen):
-            if name != "ucx" and pattern.count == 16 and check.real:
+            if name != "ucx" and pattern.count == RUNS_AT_ONCE and check.real:
                 continue
             times = await _rounds(check, link, peer, address, pattern, at, memory, rounds)
             _tell(check, name, pattern, times, payload)

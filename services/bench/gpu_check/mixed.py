@@ -1,4 +1,4 @@
-"""Steps of decode rows with a prompt beside them, which no graph holds: the host's time against the device's."""
+"""Steps of decode rows with a prompt beside them, recorded where a class holds them: host time and device time."""
 
 from __future__ import annotations
 

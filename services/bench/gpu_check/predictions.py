@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cohort.common.config.serving import TransferConfig
 from cohort.common.engine.model_config import DTYPE_BYTES, ModelGeometry
 from cohort.services.bench.gpu_check import bounds
 from cohort.services.bench.gpu_check.bounds import Ceilings
@@ -25,6 +26,7 @@ _LAUNCH_S = 8e-6  # of one kernel by the host, Python included
 _AROUND_S = 0.35e-3  # copies in and out, the graph's launch, waking from the event
 _FLASH_RATE = 0.45  # share of the matrix rate that FlashAttention-2 reaches on Hopper
 _RENDEZVOUS_S = 0.2e-3  # one tagged message between two processes, event loops included
+_RUNS_AT_ONCE = TransferConfig().runs_at_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def _pipeline_tokens_per_s(facts: Facts) -> float:
 
 def _transfer_share(facts: Facts) -> float:
     copy_s = 2 * facts.moved_bytes / facts.ceilings.copy
-    return copy_s / (copy_s + _RENDEZVOUS_S * max(1.0, facts.messages / 4) / 1.5)
+    return copy_s / (copy_s + _RENDEZVOUS_S * max(1.0, facts.messages / _RUNS_AT_ONCE) / 1.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,7 @@ TABLE: dict[str, Line] = {
         _prefill_share,
     ),
     "transfer": Line(
-        f"the copy, and {_RENDEZVOUS_S * 1e3:.1f} ms a rendezvous, four of which overlap", _transfer_share
+        f"the copy, and {_RENDEZVOUS_S * 1e3:.1f} ms a rendezvous, {_RUNS_AT_ONCE} of which overlap", _transfer_share
     ),
     "pipeline": Line(
         "all users decode in one step and prompts take turns: output tokens over the steps' and the prompts' time",

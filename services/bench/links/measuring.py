@@ -22,6 +22,7 @@ from statistics import median
 import msgspec
 import numpy as np
 
+from cohort.common.config.serving import TransferConfig
 from cohort.common.errors import TransferError
 from cohort.common.transport.kv_link import KvLink
 
@@ -31,7 +32,7 @@ ROUNDS = 5
 TOTAL_MB = 512
 PERFTEST = "ucx_perftest"
 LINKS = ("ucx", "zmq")
-PIPELINED = 4  # transfers under way at once, as the transfer agent has them
+PIPELINED = TransferConfig().runs_at_once  # messages under way at once, as the transfer agent has runs
 TIMEOUT_S = 60.0
 _LISTENING_S = 0.5  # ucx_perftest does not say when it listens
 

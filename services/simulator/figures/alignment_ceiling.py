@@ -16,7 +16,7 @@ from cohort.common.workloads.papers import paper_workload
 from cohort.services.simulator.figures.figure import Figure, Lab
 from cohort.services.simulator.hardware import load_cluster, load_model
 
-_ROWS, _FILLED, _BATCHES, _SHORT = 256, 0.97, 20, 0.95
+_ROWS, _FILLED, _BATCHES, _SHORT = 1024, 0.97, 20, 0.95
 
 
 def _prefixes(name: str) -> list[int]:

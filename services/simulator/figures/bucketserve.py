@@ -1,26 +1,33 @@
-"""BucketServe §V: Llama-2-13B on four A100-40GB, against UELLM (four colocated) and DistServe.
+"""BucketServe §V: Llama-2-13B on four A100-40GB, against UELLM and DistServe.
 
-Choices that the paper leaves open, made here for all systems alike:
+The paper prints its devices, its data sets and the shape of its mix, and of absolute numbers only GPU utilisation (5b)
+and decoding's share of a request's time (6a, "anchors"), which all choices below meet. What is open was chosen by what
+serves a baseline best or is its own design, never by a ratio; the other readings have rows of their own:
 
-    Mixed        half Alpaca with its prompt template, half LongBench cut to the model's 4,096 tokens
-    placement    one prefill and three decode workers for BucketServe and DistServe: the best for DistServe here, since
-                 decode memory is what runs out (a 13B model leaves 10 GB of KV on such a device)
+    placement    tensor parallelism 2, one prefill and one decode instance, for BucketServe and DistServe: the paper
+                 takes what DistServe's authors recommend, and DistServe serves 1.6 times as much so as with one prefill
+                 and three decode devices. Other placements have rows of their own
+    UELLM        one model whose layers lie on the four devices, as its own deployer places it (He et al. 2024, HELR),
+                 in static batches: rows that have ended compute on until the batch ends. Other readings have rows
+    Mixed        Alpaca with its prompt template and LongBench cut to the model's 4,096 tokens, 9:1: its lengths have a
+                 long tail (Fig. 3), and the share is not printed. 1:1 and 3:1 have rows
     offline      400 requests at second 0 (Fig. 5a, b); throughput counts prompt and output tokens
     SLO          none is printed. Alpaca: first token 0.25 s, later ones 0.1 s (DistServe's for a 13B chatbot);
                  mixed: 2.5 s and 0.15 s. Capacity is the highest rate with 80 % of requests keeping both (Fig. 5c, d)
-    server rate  requests a second finished when `_OVERLOAD` times what BucketServe can serve is offered (Fig. 5e, f)
-    predictions  of output lengths: log-normal error of sigma 0.3 for all
+    server rate  requests a second finished when `_OVERLOAD` times what BucketServe can serve is offered (Fig. 5e, f),
+                 for five times as long: a static batch runs for most of a minute, and its requests end together
+    predictions  of output lengths: normal error of 0.3 tokens for all
 
-The baselines are `baseline-uellm` (padded batches) and `baseline-distserve` (variable length). BucketServe runs on the
-variable-length path too, so none of its advantage over DistServe is padding: see docs/papers.md. Other attempts are in
-`_SYSTEMS`, each a row of its own beside the paper's number.
+BucketServe and DistServe run on the variable-length path, so none of BucketServe's advantage is padding. What padding
+costs is in the rows "both padded": buckets against one bucket, batches of `_PADDED_TOKENS`, with the answers of the
+workload and, where prefill is what binds, with answers of `_SHORT_ANSWER` tokens at most.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -38,68 +45,111 @@ from cohort.services.simulator.report import SimReport
 from cohort.services.simulator.run import find_capacity, simulate
 
 _OFFLINE_REQUESTS = 400
-_ONLINE_S = 60.0
-_WARMUP_S = 10.0
 _CONTEXT = 4096
+_PADDED_TOKENS = 4 * _CONTEXT
+"""Of a padded forward: with those of one prompt a long one would be alone, and no other padded to it."""
+_SHORT_ANSWER = 32
 _OVERLOAD = 1.3
-_SLOS = {"alpaca": per_token(0.25, 0.1), "mixed": per_token(2.5, 0.15)}
-_START_PER_S = {"alpaca": 16.0, "mixed": 2.0}
-_P_AND_D = {Role.PREFILL: 1, Role.DECODE: 3}
-_HALVES = {Role.PREFILL: 2, Role.DECODE: 2}
-_PADDED = {"policies": {"iteration": "padded_prefill"}}
-_ONE_BUCKET: Mapping[str, Mapping[str, object]] = {**_PADDED, "bucketserve": {"ablation": {"max_buckets": 1}}}
-_RECTANGLES = {"baselines": {"padded": True, "ablation": {"rectangular_kv": True}}}
+_LONGER = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """`long`: requests of LongBench for so many of Alpaca, `short`; `answer`: tokens of an answer at most. Capacity is
+    looked for from `start_per_s` on, in windows of `online_s` of which the first sixth does not count."""
+
+    short: float
+    long: float
+    slo_s: tuple[float, float]
+    start_per_s: float
+    answer: int = _CONTEXT
+    online_s: float = 60.0
+
+
+_LOADS = {
+    "alpaca": _Load(1.0, 0.0, (0.25, 0.1), 64.0, online_s=18.0),
+    "mixed": _Load(9.0, 1.0, (2.5, 0.15), 4.0),
+    "mixed-3-1": _Load(3.0, 1.0, (2.5, 0.15), 2.0),
+    "mixed-1-1": _Load(1.0, 1.0, (2.5, 0.15), 1.0),
+    "mixed-short-answers": _Load(9.0, 1.0, (2.5, 0.15), 8.0, _SHORT_ANSWER),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """`devices` of each instance; `layers`: one instance, its layers on all four, one of them at work at a time."""
+
+    devices: int
+    roles: Mapping[Role, int]
+    layers: bool = False
+
+
+_PAIRS = _Place(2, {Role.PREFILL: 1, Role.DECODE: 1})
+_ONE_THREE = _Place(1, {Role.PREFILL: 1, Role.DECODE: 3})
+_HALVES = _Place(1, {Role.PREFILL: 2, Role.DECODE: 2})
+_FOUR_MODELS = _Place(1, {Role.UNIFIED: 4})
+_ONE_MODEL = _Place(4, {Role.UNIFIED: 1})
+_LAYERS = _Place(1, {Role.UNIFIED: 1}, layers=True)
+
+Measure = Callable[[Lab], float]
+Overrides = Mapping[str, Mapping[str, object]]
+_PADDED: Overrides = {"policies": {"iteration": "padded_prefill"}, "engine": {"max_step_tokens": _PADDED_TOKENS}}
+_ONE_BUCKET: Overrides = {**_PADDED, "bucketserve": {"ablation": {"max_buckets": 1}}}
+_STATIC: Overrides = {"baselines": {"padded": True, "ablation": {"static_batches": True}}}
+_RECTANGLES: Overrides = {"baselines": {"padded": True, "ablation": {"static_batches": True, "rectangular_kv": True}}}
 
 
 @dataclass(frozen=True, slots=True)
 class _System:
-    """`pooled`: one instance whose layers lie on all four devices, one of them at work at a time."""
-
     preset: str
-    roles: Mapping[Role, int] = field(default_factory=lambda: _P_AND_D)
-    over: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    pooled: bool = False
+    place: _Place = _PAIRS
+    over: Overrides | None = None
 
 
 _SYSTEMS = {
     "bucketserve": _System("bucketserve"),
-    "distserve": _System("baseline-distserve"),
-    "uellm": _System("baseline-uellm", {Role.UNIFIED: 4}),
-    # UELLM's deployer spreads the layers of one model over the devices by their topology (He et al. 2024, HELR).
-    "uellm-layers": _System("baseline-uellm", {Role.UNIFIED: 1}, pooled=True),
-    "uellm-rectangles": _System("baseline-uellm", {Role.UNIFIED: 4}, _RECTANGLES),
-    "uellm-layers-rectangles": _System("baseline-uellm", {Role.UNIFIED: 1}, _RECTANGLES, pooled=True),
+    "bucketserve-1p3d": _System("bucketserve", _ONE_THREE),
     "bucketserve-2p2d": _System("bucketserve", _HALVES),
-    "distserve-2p2d": _System("baseline-distserve", _HALVES),
     "bucketserve-p90": _System("bucketserve", over={"bucketserve": {"output_estimate": "p90"}}),
     "bucketserve-padded": _System("bucketserve", over=_PADDED),
     "first-come-padded": _System("bucketserve", over=_ONE_BUCKET),
+    "distserve": _System("baseline-distserve"),
+    "distserve-1p3d": _System("baseline-distserve", _ONE_THREE),
+    "distserve-2p2d": _System("baseline-distserve", _HALVES),
+    "uellm": _System("baseline-uellm", _LAYERS, _STATIC),
+    "uellm-rectangles": _System("baseline-uellm", _LAYERS, _RECTANGLES),
+    "uellm-leaving": _System("baseline-uellm", _LAYERS),
+    "uellm-four": _System("baseline-uellm", _FOUR_MODELS, _STATIC),
+    "uellm-tensor": _System("baseline-uellm", _ONE_MODEL, _STATIC),
 }
 
 
 def _workload(name: str, arrivals: Arrivals, count: int, seed: int) -> Workload:
+    load = _LOADS[name]
     alpaca = paper_workload("bucketserve-alpaca", AllAtOnce(), count=count, seed=seed)
-    if name == "alpaca":
-        found = mixture("alpaca", [(1.0, alpaca)], arrivals, count=count, seed=seed)
-    else:
-        long = clip(paper_workload("bucketserve-longbench", AllAtOnce(), count=count, seed=seed), max_total=_CONTEXT)
-        found = mixture("mixed", [(1.0, alpaca), (1.0, long)], arrivals, count=count, seed=seed)
-    return with_slos(found, _SLOS[name])
+    parts = [(load.short, clip(alpaca, max_output=load.answer))]
+    if load.long:
+        longbench = paper_workload("bucketserve-longbench", AllAtOnce(), count=count, seed=seed)
+        parts.append((load.long, clip(longbench, max_output=load.answer, max_total=_CONTEXT)))
+    return with_slos(mixture(name, parts, arrivals, count=count, seed=seed), per_token(*load.slo_s))
 
 
 def _simulate(name: str, workload: Workload, options: SimOptions) -> SimReport:
     system, model = _SYSTEMS[name], load_model("llama-2-13b")
-    cluster = _pooled() if system.pooled else load_cluster("a100-40:4")
-    kv_bytes = int(0.9 * cluster.device.memory_bytes) - model.weights_total_bytes - cluster.device_reserve_bytes
-    config = load_config(
-        preset=system.preset,
-        overrides={
-            "engine": {"max_rows": 256, "max_step_tokens": _CONTEXT, "prefill_chunk": _CONTEXT},
-            "kv": {"memory_bytes": kv_bytes, "prefix_caching": False},
-            **system.over,
-        },
+    place = system.place
+    cluster = (
+        _pooled() if place.layers else load_cluster(f"a100-40:{4 // place.devices}", {"tensor_parallel": place.devices})
     )
-    return simulate(config, cluster, model, workload, options, system.roles)
+    # vLLM's rule: nine tenths of the devices hold weights, workspace and KV.
+    of_device = int(0.9 * cluster.device.memory_bytes) - cluster.device_reserve_bytes
+    overrides: dict[str, Mapping[str, object]] = {
+        "engine": {"max_rows": 256, "max_step_tokens": _CONTEXT, "prefill_chunk": _CONTEXT},
+        "kv": {"memory_bytes": place.devices * of_device - model.weights_total_bytes, "prefix_caching": False},
+    }
+    for section, changed in (system.over or {}).items():
+        overrides[section] = {**overrides.get(section, {}), **changed}
+    config = load_config(preset=system.preset, overrides=overrides)
+    return simulate(config, cluster, model, workload, options, place.roles)
 
 
 def _pooled() -> Cluster:
@@ -110,71 +160,77 @@ def _pooled() -> Cluster:
     return msgspec.structs.replace(cluster, device=replace(cluster.device, memory_bytes=memory))
 
 
-def _offline(lab: Lab, name: str) -> SimReport:
+def _offline(lab: Lab, system: str, name: str) -> SimReport:
     options = lab.options(predictor="noisy", predictor_sigma=0.3)
     return lab.run(
-        ("offline", name),
-        lambda: _simulate(name, _workload("mixed", AllAtOnce(), _OFFLINE_REQUESTS, lab.seed), options),
+        ("offline", system, name),
+        lambda: _simulate(system, _workload(name, AllAtOnce(), _OFFLINE_REQUESTS, lab.seed), options),
     )
 
 
-def _throughput(lab: Lab, name: str) -> float:
-    overall = _offline(lab, name).overall
+def _throughput(lab: Lab, system: str, name: str) -> float:
+    overall = _offline(lab, system, name).overall
     return overall.prompt_tokens_per_s + overall.output_tokens_per_s
 
 
-def _online(lab: Lab, system: str, name: str, rate: float) -> SimReport:
-    options = lab.options(predictor="noisy", predictor_sigma=0.3, warmup_s=_WARMUP_S, horizon_s=_ONLINE_S)
-    count = round(rate * _ONLINE_S * 1.2) + 20
+def _online(lab: Lab, system: str, name: str, rate: float, longer: float = 1.0) -> SimReport:
+    window_s = longer * _LOADS[name].online_s
+    options = lab.options(predictor="noisy", predictor_sigma=0.3, warmup_s=window_s / 6.0, horizon_s=window_s)
+    count = round(rate * window_s * 1.2) + 20
     return lab.run(
-        ("online", system, name, rate),
+        ("online", system, name, rate, longer),
         lambda: _simulate(system, _workload(name, RandomArrivals(rate), count, lab.seed), options),
     )
 
 
 def _capacity(lab: Lab, system: str, name: str) -> float:
-    """The highest rate at which 80 % keep their promise."""
-    found = find_capacity(lambda rate: _online(lab, system, name, rate), _START_PER_S[name], 0.8, tolerance=0.06)
-    return found.rate_per_s
+    """The highest rate at which 80 % keep their SLO."""
+    start = _LOADS[name].start_per_s
+    return find_capacity(lambda rate: _online(lab, system, name, rate), start, 0.8, tolerance=0.06).rate_per_s
 
 
 def _served(lab: Lab, system: str, name: str) -> float:
     """Requests a second that leave when more come than any of the systems can serve."""
-    rate = _OVERLOAD * _online(lab, "bucketserve", name, 4 * _START_PER_S[name]).overall.requests_per_s
-    return _online(lab, system, name, rate).overall.requests_per_s
+    rate = _OVERLOAD * _online(lab, "bucketserve", name, 4 * _LOADS[name].start_per_s).overall.requests_per_s
+    return _online(lab, system, name, rate, _LONGER).overall.requests_per_s
 
 
 def _line(lab: Lab, name: str) -> float:
     """Requests served over requests offered, at the rate at which DistServe is full."""
     rate = _served(lab, "distserve", name)
-    return _online(lab, "bucketserve", name, rate).overall.requests_per_s / rate
+    return _online(lab, "bucketserve", name, rate, _LONGER).overall.requests_per_s / rate
 
 
 def _overhead(lab: Lab) -> float:
     """B11 · measured wall-clock time of everything the manager decides, over the time that is served."""
-    report = _offline(lab, "bucketserve")
+    report = _offline(lab, "bucketserve", "mixed")
     return report.measured.manager_events * report.measured.manager_mean_us * 1e-6 / report.duration_s
 
 
-def _utilisation(lab: Lab) -> float:
-    instances = _offline(lab, "bucketserve").instances
+def _utilisation(lab: Lab, name: str) -> float:
+    instances = _offline(lab, "bucketserve", name).instances
     return 100.0 * sum(instance.busy for instance in instances) / len(instances)
 
 
+def _decoding(lab: Lab, name: str) -> float:
+    """Share of a request's time after its first token, at half of what is served at most."""
+    rate = 0.5 * _online(lab, "bucketserve", name, 4 * _LOADS[name].start_per_s).overall.requests_per_s
+    overall = _online(lab, "bucketserve", name, rate).overall
+    if overall.ttft_ms is None or overall.jct_ms is None:
+        return math.nan
+    return 100.0 * (1.0 - overall.ttft_ms.mean / overall.jct_ms.mean)
+
+
+_THROUGHPUT, _RATE, _SERVER = "throughput", "rate at 80 % attainment", "server rate"
+
+
 def _ratio(
-    figure: str,
-    name: str,
-    workload: str,
-    other: str,
-    metric: str,
-    paper: float,
-    note: str = "",
-    ours: str = "bucketserve",
+    figure: str, name: str, other: str, metric: str, paper: float, note: str = "", ours: str = "bucketserve"
 ) -> Figure:
     def measure(lab: Lab) -> float:
         match metric:
             case "throughput":
-                found, theirs = _throughput(lab, ours), _throughput(lab, other)
+                found, theirs = _throughput(lab, ours, name), _throughput(lab, other, name)
             case "rate at 80 % attainment":
                 found, theirs = _capacity(lab, ours, name), _capacity(lab, other, name)
             case _:
@@ -184,73 +240,113 @@ def _ratio(
     id_ = f"bucketserve-{figure.lower()}-{name}-{other}"
     if ours != "bucketserve":
         id_ += f"-by-{ours.removeprefix('bucketserve-')}"
+    workload = _WORKLOADS[name] + (", offline" if metric == _THROUGHPUT else "")
     return Figure(id_, "bucketserve", f"BucketServe Fig. {figure}", workload, other, metric, "x", paper, measure, note)
 
 
-_MIXED = "Alpaca + LongBench"
-
-_HELR = "one model over four devices, one at work at a time, as UELLM deploys it"
-_UNPAGED = "its cache one rectangle a batch, not pages"
+_WORKLOADS = {
+    "alpaca": "Alpaca",
+    "mixed": "Alpaca + LongBench 9:1",
+    "mixed-3-1": "Alpaca + LongBench 3:1",
+    "mixed-1-1": "Alpaca + LongBench 1:1",
+    "mixed-short-answers": f"Alpaca + LongBench 9:1, answers of {_SHORT_ANSWER} at most",
+}
+_MIXES = ("mixed-3-1", "mixed-1-1")
+_HELR = "one model over four devices, one at work at a time, in static batches, as UELLM"
+_UNPAGED = "the same, its cache one rectangle a batch"
+_LEAVING = "the same without static batches: ended rows leave"
+_FOUR = "four models, one a device, static batches"
+_TENSOR = "one model, tensor parallelism 4, static batches"
 _BOTH_PADDED = "both padded: buckets against one bucket"
-_OFFLINE = f"{_MIXED}, offline"
-_RATE = "rate at 80 % attainment"
+_UELLM = (
+    ("uellm", _HELR),
+    ("uellm-rectangles", _UNPAGED),
+    ("uellm-leaving", _LEAVING),
+    ("uellm-four", _FOUR),
+    ("uellm-tensor", _TENSOR),
+)
+
+
+def _single(
+    id_: str,
+    figure: str,
+    workload: str,
+    metric: str,
+    unit: str,
+    paper: float,
+    measure: Measure,
+    note: str = "",
+    told: bool = True,
+) -> Figure:
+    figure = f"BucketServe Fig. {figure}"
+    return Figure(id_, "bucketserve", figure, workload, "itself", metric, unit, paper, measure, note, told)
+
 
 FIGURES: tuple[Figure, ...] = (
-    _ratio("5a", "mixed", _OFFLINE, "uellm", "throughput", 3.58, "the paper's best case; four models, one a device"),
-    _ratio("5a", "mixed", _OFFLINE, "uellm-rectangles", "throughput", 3.58, _UNPAGED),
-    _ratio("5a", "mixed", _OFFLINE, "uellm-layers", "throughput", 3.58, _HELR),
-    _ratio("5a", "mixed", _OFFLINE, "uellm-layers-rectangles", "throughput", 3.58, f"{_HELR}; {_UNPAGED}"),
-    _ratio("5a", "mixed", _OFFLINE, "distserve", "throughput", 1.31, "the paper's best case"),
-    _ratio("5a", "mixed", _OFFLINE, "distserve-2p2d", "throughput", 1.31, "two and two", ours="bucketserve-2p2d"),
-    _ratio("5a", "mixed", _OFFLINE, "uellm", "throughput", 3.58, "two prefill, two decode", ours="bucketserve-2p2d"),
-    _ratio("5a", "mixed", _OFFLINE, "first-come-padded", "throughput", 1.31, _BOTH_PADDED, ours="bucketserve-padded"),
-    _ratio("5a", "mixed", _OFFLINE, "distserve", "throughput", 1.31, "memory by p90", ours="bucketserve-p90"),
-    Figure(
+    *(_ratio("5a", "mixed", other, _THROUGHPUT, 3.58, note) for other, note in _UELLM),
+    *(_ratio("5a", mix, "uellm", _THROUGHPUT, 3.58, _HELR) for mix in _MIXES),
+    _ratio("5a", "mixed", "distserve", _THROUGHPUT, 1.31, "the paper's best case"),
+    *(_ratio("5a", mix, "distserve", _THROUGHPUT, 1.31) for mix in _MIXES),
+    _ratio("5a", "mixed", "distserve-1p3d", _THROUGHPUT, 1.31, "one and three", "bucketserve-1p3d"),
+    _ratio("5a", "mixed-1-1", "distserve-1p3d", _THROUGHPUT, 1.31, "one and three", "bucketserve-1p3d"),
+    _ratio("5a", "mixed", "distserve-2p2d", _THROUGHPUT, 1.31, "two and two", "bucketserve-2p2d"),
+    _ratio("5a", "mixed", "first-come-padded", _THROUGHPUT, 1.31, _BOTH_PADDED, "bucketserve-padded"),
+    _ratio("5a", "mixed-short-answers", "first-come-padded", _THROUGHPUT, 1.31, _BOTH_PADDED, "bucketserve-padded"),
+    _ratio("5a", "mixed", "distserve", _THROUGHPUT, 1.31, "memory by p90", "bucketserve-p90"),
+    _single(
         "bucketserve-5b-utilisation",
-        "bucketserve",
-        "BucketServe Fig. 5b",
-        _OFFLINE,
-        "itself",
+        "5b",
+        f"{_WORKLOADS['mixed']}, offline",
         "GPU utilisation",
         "%",
         81.66,
-        _utilisation,
-        "ours: share of time in iterations, mean of all four",
+        lambda lab: _utilisation(lab, "mixed"),
+        "ours: share of time in iterations, mean of all instances",
     ),
-    _ratio("5c", "alpaca", "Alpaca", "distserve", _RATE, 1.37),
-    _ratio("5c", "alpaca", "Alpaca", "first-come-padded", _RATE, 1.37, _BOTH_PADDED, ours="bucketserve-padded"),
-    _ratio("5d", "mixed", _MIXED, "distserve", _RATE, 1.93),
-    _ratio("5d", "mixed", _MIXED, "distserve-2p2d", _RATE, 1.93, "two and two", ours="bucketserve-2p2d"),
-    _ratio("5d", "mixed", _MIXED, "first-come-padded", _RATE, 1.93, _BOTH_PADDED, ours="bucketserve-padded"),
-    _ratio("5e", "alpaca", "Alpaca", "uellm", "server rate", 1.975),
-    _ratio("5e", "alpaca", "Alpaca", "uellm-layers", "server rate", 1.975, _HELR),
-    _ratio("5e", "alpaca", "Alpaca", "uellm-layers-rectangles", "server rate", 1.975, f"{_HELR}; {_UNPAGED}"),
-    _ratio("5f", "mixed", _MIXED, "distserve", "server rate", 1.4),
-    _ratio("5f", "mixed", _MIXED, "uellm", "server rate", 3.47),
-    _ratio("5f", "mixed", _MIXED, "uellm-layers", "server rate", 3.47, _HELR),
-    _ratio("5f", "mixed", _MIXED, "uellm-layers-rectangles", "server rate", 3.47, f"{_HELR}; {_UNPAGED}"),
-    Figure(
+    _ratio("5c", "alpaca", "distserve", _RATE, 1.37),
+    _ratio("5c", "alpaca", "first-come-padded", _RATE, 1.37, _BOTH_PADDED, "bucketserve-padded"),
+    _ratio("5d", "mixed", "distserve", _RATE, 1.93),
+    *(_ratio("5d", mix, "distserve", _RATE, 1.93) for mix in _MIXES),
+    _ratio("5d", "mixed-1-1", "distserve-1p3d", _RATE, 1.93, "one and three", "bucketserve-1p3d"),
+    _ratio("5d", "mixed", "first-come-padded", _RATE, 1.93, _BOTH_PADDED, "bucketserve-padded"),
+    _ratio("5d", "mixed-short-answers", "first-come-padded", _RATE, 1.93, _BOTH_PADDED, "bucketserve-padded"),
+    *(_ratio("5e", "alpaca", other, _SERVER, 1.975, note) for other, note in _UELLM),
+    _ratio("5f", "mixed", "distserve", _SERVER, 1.4),
+    _ratio("5f", "mixed-short-answers", "first-come-padded", _SERVER, 1.4, _BOTH_PADDED, "bucketserve-padded"),
+    *(_ratio("5f", "mixed", other, _SERVER, 3.47, note) for other, note in _UELLM),
+    *(_ratio("5f", mix, "uellm", _SERVER, 3.47, _HELR) for mix in _MIXES),
+    _single(
         "bucketserve-5f-mixed-line",
-        "bucketserve",
-        "BucketServe Fig. 5f",
-        _MIXED,
-        "itself",
+        "5f",
+        _WORKLOADS["mixed"],
         "served over offered",
         "x",
         1.0,
         lambda lab: _line(lab, "mixed"),
-        "on y = x where DistServe is full; ours: a window of 50 s",
+        "on y = x where DistServe is full; ours: a window of 250 s",
     ),
-    Figure(
+    *(
+        _single(
+            f"bucketserve-6a-decoding-{name}",
+            "6a, anchors",
+            _WORKLOADS[name],
+            "decoding over a request's time",
+            "%",
+            90.0,
+            lambda lab, name=name: _decoding(lab, name),  # type: ignore[misc]
+            "paper: about; ours: at half of the rate served at most",
+        )
+        for name in ("alpaca", "mixed", *_MIXES)
+    ),
+    _single(
         "bucketserve-6a-overhead",
-        "bucketserve",
-        "BucketServe Fig. 6a",
-        _OFFLINE,
-        "itself",
+        "6a",
+        f"{_WORKLOADS['mixed']}, offline",
         "share of time spent deciding",
         "%",
         1.0,
         lambda lab: 100.0 * _overhead(lab),
-        "paper: less than; ours: everything the manager does",
+        "paper: less than; ours: everything the manager does, wall time of the machine that simulated",
+        told=False,
     ),
 )

@@ -4,12 +4,13 @@ Workloads, systems and choices that the paper leaves open: `dynaserve_setup`. Go
 a second that came within 100 ms of the one before them, when more comes than can be served: at `_PRESSURE` times the
 capacity of the best system there (14B), at the rate that would fill the devices (`full_rate`; 32B, 72B, bursts). RDMA
 connects the instances for the figure about transfers (the paper's two servers). No figure tunes anything but the
-baseline's chunk.
+baseline's chunk, and that at the rate of the figure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -36,9 +37,9 @@ from cohort.services.simulator.figures.dynaserve_setup import (
     rate_of,
     run,
     simulated,
+    split_share,
     times,
     traced,
-    tuned,
     within_per_s,
 )
 from cohort.services.simulator.figures.figure import Figure, Lab
@@ -73,10 +74,12 @@ def _capacity(lab: Lab, preset: str, name: str, scale: Scale = SMALL) -> float:
 
 
 def _goodput(lab: Lab, preset: str, name: str) -> float:
-    """At a pressure that is the same for all three; the colocated one with the chunk of its capacity."""
-    rate = _PRESSURE * max(_capacity(lab, each, name) for each in (COLOCATED, DISAGGREGATED, SPLIT))
-    system = tuned(lab, name)[0] if preset == COLOCATED else System(preset)
-    return within_per_s(run(lab, system, name, rate))
+    """At a pressure that is the same for all three; the colocated one with the chunk that is best there."""
+    return goodput_at(lab, preset, name, _pressure(lab, name))
+
+
+def _pressure(lab: Lab, name: str) -> float:
+    return _PRESSURE * max(_capacity(lab, each, name) for each in (COLOCATED, DISAGGREGATED, SPLIT))
 
 
 def _capacity_ratio(name: str, other: str, paper: float, note: str) -> Figure:
@@ -109,7 +112,7 @@ def _goodput_ratio(other: str, paper: float) -> Figure:
         "x",
         paper,
         measure,
-        f"at {_PRESSURE} x the best capacity",
+        f"at {_PRESSURE} x the best capacity, the chunk tuned there",
     )
 
 
@@ -156,6 +159,50 @@ def _replay(other: str) -> Figure:
     )
 
 
+def _splits(id_: str, figure: str, workload: str, report: Callable[[Lab], SimReport]) -> Figure:
+    """How many requests the figure's own run of DynaServe split. The paper prints no number."""
+    return Figure(
+        f"dynaserve-splits-{id_}",
+        "dynaserve",
+        f"DynaServe {figure}",
+        workload,
+        "itself",
+        "requests split",
+        "%",
+        math.nan,
+        lambda lab: split_share(report(lab)),
+        "of the requests placed; the paper prints no number",
+    )
+
+
+def _split_figures() -> list[Figure]:
+    """Beside every figure that an unforced placement has a part in."""
+
+    def at_capacity(name: str) -> Callable[[Lab], SimReport]:
+        return lambda lab: run(lab, DYNASERVE, name, _capacity(lab, SPLIT, name))
+
+    def pressed(name: str) -> Callable[[Lab], SimReport]:
+        return lambda lab: run(lab, DYNASERVE, name, _pressure(lab, name))
+
+    def full(name: str, scale: Scale, cv: float = 1.0) -> Callable[[Lab], SimReport]:
+        return lambda lab: run(lab, DYNASERVE, name, full_rate(name, scale), scale, cv)
+
+    four = ("azure-code", "burstgpt", "arxiv", "reasoning")
+    return [
+        *(_splits(f"9-{name}", "Fig. 9", _NAMES[name], at_capacity(name)) for name in four),
+        *(_splits(f"8-{name}", "Fig. 8", f"14B, {_NAMES[name]}", pressed(name)) for name in four),
+        *(
+            _splits(f"8-{size.lower()}-{name}", "Fig. 8", f"{size}, {_NAMES[name]}", full(name, scale))
+            for size, scale in _LARGE.items()
+            for name in ("azure-code", "burstgpt")
+        ),
+        _splits("10-replay", "Fig. 10", "BurstGPT, bursts", full("burstgpt", SMALL, _TRACE_CV)),
+        _splits("table2", "Table 2", _NAMES["hybrid"], at_capacity("hybrid")),
+        _splits("table4", "Table 4", "219 + N(1467, 100)", lambda lab: _varied_run(lab, 100.0)),
+        _splits("oracle", "§4.1", "prompt 2048, output 512", lambda lab: _at_share(lab, None)),
+    ]
+
+
 # -- §6.6 ------------------------------------------------------------------------------------------------------------
 
 
@@ -178,14 +225,18 @@ def _varied(sigma: float, seed: int) -> Workload:
     return with_slos(Workload(f"sigma {sigma:g}", items, base.facts), slo_of)
 
 
-def _varied_goodput(lab: Lab, sigma: float) -> float:
+def _varied_run(lab: Lab, sigma: float) -> SimReport:
     def of_sigma() -> SimReport:
         system = System(SPLIT, settings=(("gateway", "default_prediction_tokens", 1467),))
         return simulated(
             system, _varied(sigma, lab.seed), lab.options(predictor="none", warmup_s=100.0, horizon_s=220.0)
         )
 
-    return within_per_s(lab.run(("varied", sigma), of_sigma))
+    return lab.run(("varied", sigma), of_sigma)
+
+
+def _varied_goodput(lab: Lab, sigma: float) -> float:
+    return within_per_s(_varied_run(lab, sigma))
 
 
 class Alternating(Placement):
@@ -210,24 +261,25 @@ class Alternating(Placement):
         return Placed((Segment(0, position, first), Segment(position, None, second)), "at a fixed share")
 
 
+def _at_share(lab: Lab, share: float | None) -> SimReport:
+    """Equal requests, saturated: all split at this share of their tokens, or as the preset does."""
+    rate, end_s = 3.6, 120.0
+    placement = None if share is None else Alternating(share, 512)
+    return lab.run(
+        ("oracle", share),
+        lambda: simulated(
+            DYNASERVE,
+            with_slos(paper_workload("dynaserve-balanced", RandomArrivals(rate), count=700, seed=lab.seed), slo_of),
+            lab.options(warmup_s=50.0, horizon_s=end_s),
+            placement,
+        ),
+    )
+
+
 def _against_oracle(lab: Lab) -> float:
     """Throughput on equal requests over the best of all fixed splits, both saturated, in percent."""
-    rate, end_s = 3.6, 120.0
-
-    def goodput(share: float | None) -> float:
-        placement = None if share is None else Alternating(share, 512)
-        report = lab.run(
-            ("oracle", share),
-            lambda: simulated(
-                DYNASERVE,
-                with_slos(paper_workload("dynaserve-balanced", RandomArrivals(rate), count=700, seed=lab.seed), slo_of),
-                lab.options(warmup_s=50.0, horizon_s=end_s),
-                placement,
-            ),
-        )
-        return within_per_s(report)
-
-    return 100.0 * goodput(None) / max(goodput(share) for share in (0.0, 0.6, 0.8, 0.9))
+    best = max(within_per_s(_at_share(lab, share)) for share in (0.0, 0.6, 0.8, 0.9))
+    return 100.0 * within_per_s(_at_share(lab, None)) / best
 
 
 def _exposed_less(lab: Lab) -> float:
@@ -311,6 +363,7 @@ FIGURES: tuple[Figure, ...] = (
         for name in ("azure-code", "burstgpt")
         for other, paper in ((COLOCATED, 1.91), (DISAGGREGATED, 1.61))
     ),
+    *_split_figures(),
     _replay(COLOCATED),
     _replay(DISAGGREGATED),
     *_hybrid(COLOCATED, 4.6, 316.32),

@@ -4,7 +4,9 @@ Choices that the paper leaves open, made here for all systems alike:
 
     lengths      rows of the public traces where `COHORT_TRACES` names their folder, drawn with replacement; else fitted
                  to them (common/workloads/papers.py). Mini Reasoning is Table 1's shape, 219 + 1467
-    capacity     the highest Poisson rate with p99 TBT within 100 ms, a median TTFT of at most 2 s (Sarathi-Serve's
+    mixing       iterations with prompts and decodes take `MIXED_SHARE` longer, fitted to Table 1 (`baselines`)
+    capacity     the highest Poisson rate at which 99 % of the requests have no gap beyond 100 ms (so the paper counts
+                 it: 1 % of requests may violate the bound), with a median TTFT of at most 2 s (Sarathi-Serve's
                  bound on the scheduling delay, whose definition of capacity the paper follows), and `_KEPT_UP` of what
                  arrives finished at the rate it arrives
     colocated    `baseline-chunked-prefill`, instances in turn, the best of the chunks 256 … 2,048 for each workload
@@ -37,12 +39,14 @@ from cohort.common.workloads.papers import paper_workload
 from cohort.common.workloads.slos import dynaserve as slo_of
 from cohort.common.workloads.traces import read_trace
 from cohort.services.simulator.cluster import SimOptions
+from cohort.services.simulator.figures.baselines import MIXED_SHARE
 from cohort.services.simulator.figures.figure import Lab
 from cohort.services.simulator.hardware import load_cluster, load_model
 from cohort.services.simulator.report import SimReport
 from cohort.services.simulator.run import simulate
 
-TBT_MS = 100.0
+_WITHIN_BOUND = 0.99
+"""Of the requests that ended, those without a gap beyond their bound."""
 _TTFT_MS = 2000.0
 _KEPT_UP = 0.8
 """Coarse: a window cuts answers at both ends, and rates below it grow without end within the window."""
@@ -154,7 +158,9 @@ def full_rate(name: str, scale: Scale = SMALL) -> float:
     No system reaches it under the bound: such a batch takes three times as long.
     """
     items = workload(name, 1.0, 400.0).items
-    cluster = load_cluster("a100-80:2", {"tensor_parallel": scale.devices, "stack": scale.stack or None})
+    cluster = load_cluster(
+        "a100-80:2", {"tensor_parallel": scale.devices, "stack": scale.stack or None, "mixed_share": MIXED_SHARE}
+    )
     cost = CostModel(load_model(scale.model), cluster.device, cluster.stack, tensor_parallel=scale.devices)
     seconds = 0.0
     for item in items:
@@ -192,7 +198,11 @@ def simulated(
     across: bool = False,
     scale: Scale = SMALL,
 ) -> SimReport:
-    overrides: dict[str, Any] = {"tensor_parallel": scale.devices, "stack": scale.stack or None}
+    overrides: dict[str, Any] = {
+        "tensor_parallel": scale.devices,
+        "stack": scale.stack or None,
+        "mixed_share": MIXED_SHARE,
+    }
     cluster = load_cluster("a100-80:2", overrides | ({"per_host": 1} if across else {}))
     model = load_model(scale.model)
     devices_bytes = scale.devices * (int(0.9 * cluster.device.memory_bytes) - cluster.device_reserve_bytes)
@@ -210,6 +220,12 @@ def run(lab: Lab, system: System, name: str, rate: float, scale: Scale = SMALL, 
     return lab.run((system, name, rate, scale, cv), simulation)
 
 
+def split_share(report: SimReport) -> float:
+    """Percent of the requests placed that were split."""
+    split, whole = report.manager["splits_total"], report.manager["whole_total"]
+    return 100.0 * split / max(split + whole, 1.0)
+
+
 def within_per_s(report: SimReport) -> float:
     """Goodput: output tokens a second that came within the bound of the one before, of all drawn in the window (the
     report's own rate counts the answers that ended in it: more where decodes run faster before a steady state)."""
@@ -222,10 +238,10 @@ def within_per_s(report: SimReport) -> float:
 
 def keeps_up(lab: Lab, system: System, name: str, rate: float, scale: Scale = SMALL) -> bool:
     overall = run(lab, system, name, rate, scale).overall
-    tbt, ttft = overall.tbt_ms, overall.ttft_ms
-    if tbt is None or ttft is None or overall.finished < _KEPT_UP * overall.sent:
+    slo, ttft = overall.slo, overall.ttft_ms
+    if slo is None or ttft is None or overall.finished < _KEPT_UP * overall.sent:
         return False
-    return tbt.p99 <= TBT_MS and ttft.p50 <= _TTFT_MS
+    return slo.gaps >= _WITHIN_BOUND and ttft.p50 <= _TTFT_MS
 
 
 def highest(lab: Lab, system: System, name: str, above: int = -_FAR, scale: Scale = SMALL) -> int:

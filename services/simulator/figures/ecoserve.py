@@ -128,6 +128,8 @@ def _metric(report: SimReport, metric: str) -> float:
     match metric:
         case "throughput":
             return overall.requests_per_s
+        case "output tokens/s":
+            return overall.output_tokens_per_s
         case "JCT":
             return mean_ms(overall.jct_ms)
         case _:
@@ -147,8 +149,9 @@ def _part(part: str, metric: str, paper: float, *, own_rates: bool = False) -> F
         return sum(_metric(ours, metric) / _metric(theirs, metric) for ours, theirs in pairs) / len(pairs)
 
     name = {"full": "EcoServe", "forecast": "EcoServe by forecast"}.get(part, f"EcoServe-{part}")
+    of = "tokens" if metric.startswith("output") else metric.lower()
     return Figure(
-        f"ecoserve-11-{metric.lower()}-{part.lower()}{'-table-2' if own_rates else ''}",
+        f"ecoserve-11-{of}-{part.lower()}{'-table-2' if own_rates else ''}",
         "ecoserve",
         "EcoServe Fig. 11",
         "all three, mean, OPT-13B",
@@ -159,7 +162,11 @@ def _part(part: str, metric: str, paper: float, *, own_rates: bool = False) -> F
         measure,
         "; ".join(
             text
-            for text, shown in (("at Table 2's rates", own_rates), ("paper: of EcoServe", part == "forecast"))
+            for text, shown in (
+                ("at Table 2's rates", own_rates),
+                ("paper: of EcoServe", part == "forecast"),
+                ("the paper prints none", math.isnan(paper)),
+            )
             if shown
         ),
     )
@@ -347,6 +354,7 @@ FIGURES: tuple[Figure, ...] = (
         _part(part, "throughput", paper, own_rates=True)
         for part, paper in (("D", 1.78), ("SD", 2.04), ("SDO", 2.21), ("full", 2.83), ("forecast", 2.83))
     ),
+    *(_part(part, "output tokens/s", math.nan, own_rates=True) for part in ("D", "SD", "SDO", "full", "forecast")),
     _spared_figure("-vllm", VLLM, VLLM, 26.0, {}, oracle=False),
     _spared_figure("-fastgen", FASTGEN, FASTGEN, 33.0, {}, oracle=False),
     _spared_figure("-sd", "SyncDecoupled", ECOSERVE, 100.0, PARTS["SD"], oracle=True),

@@ -13,7 +13,8 @@ Choices that the paper leaves open, made here for all systems alike:
     prediction   log-normal error whose share of answers within the paper's best padding is what the paper prints for it
                  (§2.3: 77.5, 73.2, 69.8 % at 10, 15, 20 %); padding starts there and tunes itself
     forward size nine tenths of the most tokens a second by the cost model (`target_forward_tokens`)
-    context      4,096 positions, so that BookCorpus chunks of 2,048 tokens have room for an answer
+    context      the models' own 2,048 positions, which is what ORCA allocates for every request; with BookCorpus 4,096,
+                 because its chunks of 2,048 tokens would have no room for an answer
     SLO          E9 with t_p and t_g of a nearly idle server
     host memory  64 GB for each device, for vLLM's swapping and late borrowers
 
@@ -45,6 +46,7 @@ CALM = 0.85
 _HOST_BYTES = 64_000_000_000
 _WARMUP_S = {"alpaca": 10.0, "sharegpt": 30.0, "bookcorpus": 60.0}
 _END_S = {"alpaca": 40.0, "sharegpt": 120.0, "bookcorpus": 300.0}
+_CONTEXT = {"alpaca": 2048, "sharegpt": 2048, "bookcorpus": 4096}
 TABLE_2_PER_S = {"alpaca": 36.0, "sharegpt": 28.0, "bookcorpus": 1.2}
 _IDLE_PER_S = {"alpaca": 0.5, "sharegpt": 0.1, "bookcorpus": 0.03}
 PADDING = {"alpaca": 0.10, "sharegpt": 0.15, "bookcorpus": 0.20}
@@ -149,7 +151,7 @@ class Case:
         config = load_config(
             preset=self.preset,
             overrides={
-                "model": {"max_model_len": 4096},
+                "model": {"max_model_len": _CONTEXT[data]},
                 "engine": {
                     "max_rows": 256,
                     "max_step_tokens": 2048,

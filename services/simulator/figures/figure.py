@@ -63,3 +63,5 @@ class Figure:
     paper: float
     measure: Callable[[Lab], float]
     note: str = ""
+    told: bool = True
+    """False: no verdict. The paper prints no number of its own for it, or it is wall time of the simulating machine."""

@@ -105,8 +105,10 @@ def main() -> None:
     runner.warm_up()
     warmed = set(variants.seen)
     variants.launches.clear()
-    for flash in (True, False):
+    mixed_takes = steps.mixed.takes
+    for flash, recorded in ((True, False), (False, False), (False, True)):
         prefill.flash_serves = lambda query, flash=flash: flash  # type: ignore[assignment, misc]
+        steps.mixed.takes = mixed_takes if recorded else lambda batch: None
         for seed in range(2):
             mixed_workload(runner, seed)
     slots = torch.tensor(np.arange(5))
@@ -117,6 +119,7 @@ def main() -> None:
         {
             "named": sorted(name for name, _ in named),
             "recorded_rows": list(steps.decode.classes),
+            "recorded_mixed": len(steps.mixed.classes),
             "warmed_beyond_named": sorted(name for name, _ in warmed - named),
             "launched": variants.launches,
             "served_beyond_warmed": sorted(name for name, _ in variants.seen - warmed),

@@ -146,6 +146,25 @@ def test_a_step_behind_another_takes_its_tokens_from_it() -> None:
     assert _same(behind.after(np.array([11, 12, 13])), build_batch(plan, kv)[0])
 
 
+def test_a_prompt_that_has_ended_stands_behind_rows_that_stood_behind_it() -> None:
+    kv = PagedAllocator(KvGeometry(1, 1, 1, 1, SIZE), 20, 0, prefix_caching=False)
+    prompt, decoding = running("a", 5, 0), running("b", 4, 3)
+    for sequence in (prompt, decoding):
+        kv.admit(sequence)
+    builder = BatchBuilder(kv)
+    _, sampled = builder.build(IterationPlan(rows=[Row(prompt, 0, 5), Row(decoding, 3, 1)]))
+    assert sampled == [prompt, decoding]
+    plan = IterationPlan(rows=[Row(decoding, 4, 1), Row(prompt, 5, 1)])
+    assert kv.extend_ahead(plan.rows) is None
+    behind, _ = builder.build(plan, sampled)
+    behind.check()
+    assert behind.token_source is not None and behind.token_source.tolist() == [1, 0]
+    for sequence, token, computed in ((prompt, 11, 5), (decoding, 12, 4)):
+        sequence.tokens.append(token)
+        sequence.computed = computed
+    assert _same(behind.after(np.array([11, 12])), build_batch(plan, kv)[0])
+
+
 def test_end_tokens_are_banned_until_enough_is_there() -> None:
     kv = PagedAllocator(KvGeometry(1, 1, 1, 1, SIZE), 8, 0)
     sequence = running("a", 3, 0, min_tokens=3, stop_token_ids=(7,))  # type: ignore[arg-type]

@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohort.common.engine.decode_classes import CaptureBudget, batch_classes, capture_order, class_for
+from cohort.common.engine.decode_classes import (
+    CaptureBudget,
+    MixedClass,
+    batch_classes,
+    capture_order,
+    class_for,
+    mixed_class_for,
+    mixed_classes,
+)
 from tests.examples import examples
 
 
@@ -33,6 +41,26 @@ def test_a_batch_takes_a_larger_class_where_its_own_is_missing() -> None:
     assert class_for(9, (64, 8)) == 64
     assert class_for(65, (64, 8)) is None
     assert class_for(1, ()) is None
+
+
+def test_steps_with_prompts_are_padded_to_powers_of_two() -> None:
+    classes = mixed_classes(100, 170, lambda tokens: True)
+    assert classes == tuple(
+        MixedClass(tokens, rows) for tokens in (16, 32, 64, 128) for rows in (8, 32, 100) if tokens + rows <= 170
+    )
+    assert mixed_classes(256, 4096, lambda tokens: tokens <= 48) == ((16, 8), (16, 32), (32, 8))
+    assert mixed_classes(256, 4096, lambda tokens: False) == ()
+    assert max(mixed_classes(4, 4096, lambda tokens: True)) == (1024, 4)
+
+
+def test_a_step_with_prompts_takes_the_class_with_the_fewest_tokens() -> None:
+    classes = [MixedClass(16, 32), MixedClass(32, 8), MixedClass(64, 8), MixedClass(64, 32)]
+    assert mixed_class_for(16, 8, classes) == (32, 8)
+    assert mixed_class_for(16, 9, classes) == (16, 32)
+    assert mixed_class_for(33, 9, classes) == (64, 32)
+    assert mixed_class_for(65, 1, classes) is None
+    assert mixed_class_for(1, 33, classes) is None
+    assert mixed_class_for(1, 1, ()) is None
 
 
 def test_largest_first() -> None:

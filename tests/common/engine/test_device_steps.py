@@ -17,15 +17,17 @@ import pytest
 import torch
 
 from cohort.common import grammar
-from cohort.common.engine import device_steps
+from cohort.common.engine import device_sampler, device_steps
 from cohort.common.engine.batch import SamplingRow
 from cohort.common.engine.decode_classes import CaptureBudget
 from cohort.common.engine.device_memory import DeviceShare
+from cohort.common.engine.grammar_masks import TokenMasks
 from cohort.common.engine.model_runner import ModelRunner
-from cohort.common.engine.static_decode import DecodeOutput, PlainRecorder, Recorded
+from cohort.common.engine.recorded_steps import PlainRecorder, Recorded, StepResult
 from cohort.common.errors import ConfigError, InvariantViolated
 from cohort.common.sampling_inputs import GrammarInputs, LogitBias, TokenHistory
 from tests.common.engine.driver import (
+    VOCAB,
     Driver,
     check_schedule,
     make_runner,
@@ -94,6 +96,37 @@ def test_a_grammar_binds_the_rows_that_have_it_on_either_path(tmp_path: Path) ->
     assert failed == {2}
     digits, choice = (tokenizer.decode(tokens[: tokens.index(END)]) for tokens in ordinary[:2])
     assert digits.isdecimal() and len(digits) == 3 and choice in ("no", "yes")
+
+
+def test_a_step_with_grammars_samples_once(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The masks are known while the forward runs, and sampling is launched behind it."""
+    runner = device_runner(model_folder("llama"))
+    steps: Any = runner._device_steps
+    sampled: list[int] = []
+    launch = device_sampler.sample_rows
+
+    def counted(logits: torch.Tensor, *others: Any) -> None:
+        sampled.append(len(logits))
+        launch(logits, *others)
+
+    monkeypatch.setattr(device_sampler, "sample_rows", counted)
+    only = TokenMasks(np.zeros((2, -(-VOCAB // 32)), dtype=np.int32))
+    only.bits[0] = -1
+    only.bits[1, 3] = 1 << 5
+    driver = Driver(runner)
+    for index, prompt in enumerate(random_prompts([4, 6])):
+        driver.add(str(index), prompt)
+    free = driver.step([("0", 4), ("1", 6)]).tokens.tolist()
+    sampled.clear()
+    batch = replace(driver.batch([("0", 1), ("1", 1)]), grammars=(GrammarInputs("anything"),))
+    assert steps.decode.takes(batch) == 2
+    with torch.inference_mode():
+        bound = steps.launch(batch, lambda: only).finish().tokens.tolist()
+        assert sampled == [2]
+        without = steps.launch(replace(batch, grammars=())).finish().tokens.tolist()
+    assert free and bound == [without[0], 3 * 32 + 5] and without[1] != bound[1]
 
 
 def test_the_same_bits_as_the_ordinary_path(model_folder: Callable[[str], Path]) -> None:
@@ -261,7 +294,7 @@ class _Costly:
     def __init__(self) -> None:
         self.recorded = 0
 
-    def record(self, step: Callable[[], DecodeOutput]) -> Recorded:
+    def record(self, step: Callable[[], StepResult]) -> Recorded:
         output = step()
         if len(output.logits) == 4:
             raise torch.OutOfMemoryError("no room")
@@ -317,9 +350,9 @@ def test_only_a_gpus_memory_divides_itself(model_folder: Callable[[str], Path]) 
 def test_plain_recorder_runs_the_step_again() -> None:
     calls: list[int] = []
 
-    def step() -> DecodeOutput:
+    def step() -> StepResult:
         calls.append(1)
-        return DecodeOutput(torch.empty(0), torch.empty(0), None)
+        return StepResult(torch.empty(0), None)
 
     recorded = PlainRecorder().record(step)
     recorded.replay()
@@ -382,9 +415,7 @@ def test_recorded_steps_sample_any_mixture_themselves(
     assert steps.decode.takes(drivers[1].batch([("0", 1)])) == 1
 
 
-def test_steps_that_want_more_than_the_tables_hold_run_unrecorded(
-    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_want_more_than_the_tables_hold_are_sampled_beside_them(model_folder: Callable[[str], Path]) -> None:
     folder = model_folder("llama")
     ordinary, ours = make_runner(folder), device_runner(folder)
     tokens = []
@@ -396,5 +427,5 @@ def test_steps_that_want_more_than_the_tables_hold_run_unrecorded(
             assert output.logprobs[0] is not None and len(output.logprobs[0].top_ids) == 30
         tokens.append(driver.requests["0"].tokens)
         steps: Any = runner._device_steps
-        assert steps is None or steps.decode.takes(driver.batch([("0", 1)])) is None
+        assert steps is None or steps.decode.takes(driver.batch([("0", 1)])) == 1
     assert tokens[0] == tokens[1]

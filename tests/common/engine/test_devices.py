@@ -176,7 +176,6 @@ def test_what_an_owner_should_know_is_said(tmp_path: Path, monkeypatch: pytest.M
 
     assert told(Runner((1, 2, 4))) == []
     assert "not recorded as CUDA graphs" in told(Runner(()))[0] and "log says why" in told(Runner(()))[0]
-    assert "of a generic model" in told(Runner((), "generic"))[0]
     assert "2 workers share this GPU without MPS" in told(Runner((1,)), 2)[0]
     (tmp_path / "control").touch()
     assert told(Runner((1,)), 2) == []

@@ -1,4 +1,4 @@
-"""What the generic model refuses at load, with the reason."""
+"""What the generic model refuses at load, with the reason; and which of its steps are recorded."""
 
 from __future__ import annotations
 
@@ -12,8 +12,20 @@ import torch
 import transformers
 
 from cohort.common.engine import paged_interface
+from cohort.common.engine.device_memory import DeviceShare
+from cohort.common.engine.generic_recording import hindrances
+from cohort.common.engine.model_config import read_geometry
+from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.errors import ModelError
-from tests.common.engine.driver import make_runner
+from tests.common.engine.driver import (
+    check_schedule,
+    make_runner,
+    random_prompts,
+    reference_generate,
+    run_chunked,
+    run_together,
+    save_random_model,
+)
 
 SMALL: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 MAMBA = transformers.MambaConfig(
@@ -97,3 +109,69 @@ def test_attention_outside_a_step_is_an_error(model_folder: Callable[[str], Path
 def _edit_config(folder: Path, edit: dict[str, Any]) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **edit}))
+
+
+@pytest.mark.parametrize("name", ["gpt-neox", "stablelm", "gemma", "gemma3", "phi", "gpt2"])
+def test_recorded_steps_answer_what_transformers_does(name: str, model_folder: Callable[[str], Path]) -> None:
+    """Decode steps and steps with prompts, by plain repetition over standing buffers."""
+    folder = model_folder(name)
+    expected = reference_generate(folder, random_prompts((5, 33, 9)), 10)
+    runner = make_runner(folder, device_steps=True, share=DeviceShare(graphs=1 << 40))
+    runner.warm_up()
+    steps: Any = runner._device_steps
+    assert steps.decode.classes == (1, 2, 4, 8, 16) and len(steps.mixed.classes) >= 6
+    runner.kv.with_spare.copy_(torch.randn_like(runner.kv.with_spare))  # whatever was there before
+    for schedule in (run_together, run_chunked(7)):
+        assert check_schedule(runner, expected, schedule, shuffle=4, reverse=True) <= 1
+
+
+def test_a_model_that_asks_the_device_is_not_recorded(tmp_path: Path) -> None:
+    """A dynamic rotary embedding compares the largest position with a number, in Python."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    config = transformers.LlamaConfig(
+        **SMALL, intermediate_size=48, num_key_value_heads=2, max_position_embeddings=128, rope_parameters=rope
+    )
+    folder = save_random_model(config, tmp_path / "m")
+    runner = make_runner(folder, device_steps=True, share=DeviceShare(graphs=1 << 40))
+    model: Any = runner._model
+    assert model.hindrances == ("aten::_local_scalar_dense",)
+    runner.warm_up()
+    steps: Any = runner._device_steps
+    assert steps.decode.classes == () and steps.mixed.classes == ()
+    expected = reference_generate(folder, random_prompts((5, 12), vocab=99), 6)
+    assert check_schedule(runner, expected, run_together) <= 1
+
+
+class _Asking:
+    """A model that does what a recorded step cannot, one thing a time."""
+
+    sampled_states = None
+
+    def __init__(self, asks: Callable[[torch.Tensor], object]) -> None:
+        self._asks = asks
+
+    def forward(self, step: StepInputs, kv: torch.Tensor) -> torch.Tensor:
+        self._asks(step.positions)
+        return step.positions.float()[:, None]
+
+
+@pytest.mark.parametrize(
+    ("asks", "found"),
+    [
+        (lambda x: x + 1, ()),
+        (lambda x: x[torch.zeros_like(x)], ()),
+        (lambda x: int(x.max()), ("aten::_local_scalar_dense",)),
+        (lambda x: x.max() > 3 or 1, ("aten::_local_scalar_dense",)),
+        (lambda x: x.nonzero(), ("aten::nonzero",)),
+        (lambda x: torch.where(x > 3), ("aten::nonzero",)),
+        (lambda x: x[x > 3], ("aten::index by a mask",)),
+        (lambda x: x.unique(), ("aten::_unique2",)),
+        (lambda x: x.repeat_interleave(x), ("aten::repeat_interleave",)),
+        (lambda x: torch.zeros(3, device="meta").copy_(x), ("aten::copy_ between host and device",)),
+    ],
+)
+def test_what_cannot_be_recorded_is_seen(
+    asks: Callable[[torch.Tensor], object], found: tuple[str, ...], model_folder: Callable[[str], Path]
+) -> None:
+    geometry = read_geometry(model_folder("gpt-neox"))
+    assert hindrances(_Asking(asks), geometry, torch.float32, torch.device("cpu")) == found

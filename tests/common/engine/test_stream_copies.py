@@ -15,7 +15,8 @@ from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.stream_copies import StreamCopier
 from cohort.common.engine.streams import HostStream, Mark
 from cohort.common.errors import InvariantViolated
-from cohort.common.policies.kv_interface import KvCopy
+from cohort.common.policies import kv_interface
+from cohort.common.policies.kv_interface import KvCopy, goes_beside
 from cohort.common.types import KvGeometry
 from tests.examples import examples
 
@@ -76,11 +77,25 @@ def test_the_device_keeps_the_order_and_the_host_waits_once() -> None:
     log.clear()
     with copier.around([first, beside]):
         log.append("rows run")
-    # What comes in might be what has just gone out: its host memory is settled first.
+    # The rows wait for the gathering on the device, and nothing waits for the way to the host.
     assert log == [
         "copies after rows",
         "launch on copies",
         "rows after copies",
+        "launch on copies",
+        "launch on copies",
+        "rows run",
+        "host waits for copies",
+    ]
+    log.clear()
+    with copier.around([first, KvCopy("in", "block", (4,), (0,), beside=True)]):
+        log.append("rows run")
+    # What comes in is what has just gone out: its host memory is settled first.
+    assert log == [
+        "copies after rows",
+        "launch on copies",
+        "rows after copies",
+        "launch on copies",
         "host waits for copies",
         "launch on copies",
         "rows run",
@@ -136,6 +151,36 @@ def test_the_same_memory_as_one_after_the_other(copies: list[KvCopy]) -> None:
     copier.close()
     assert torch.equal(ours.blocks, theirs.blocks)
     assert torch.equal(ours.host_blocks, theirs.host_blocks)
+
+
+@settings(max_examples=examples(0.6))
+@given(COPIES)
+def test_rows_may_write_over_what_goes_out(copies: list[KvCopy]) -> None:
+    """R12 · On its way to the host it is beside the rows; what arrives is what was there before them."""
+    ours, theirs = make_kv(), make_kv()
+    with StreamCopier(ours, HostStream(), HostStream()).around(copies):
+        ours.blocks.fill_(-1.0)
+    copier = KvCopier(theirs)
+    with copier.around(copies):
+        theirs.blocks.fill_(-1.0)
+    copier.close()
+    assert torch.equal(ours.host_blocks, theirs.host_blocks)
+
+
+def test_too_much_to_stage_goes_before_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    block_bytes = GEOMETRY.block_bytes
+    assert goes_beside([KvCopy("out", "block", (1, 2), (0, 1))], GEOMETRY)
+    monkeypatch.setattr(kv_interface, "STAGED_BYTES", 2 * block_bytes)
+    assert goes_beside([KvCopy("out", "block", (1, 2), (0, 1))], GEOMETRY)
+    assert not goes_beside([KvCopy("out", "block", (1, 2, 3), (0, 1, 2))], GEOMETRY)
+    assert not goes_beside([KvCopy("out", "block", (1,), (0,)), KvCopy("in", "block", (2,), (1,))], GEOMETRY)
+    log: list[str] = []
+    kv = make_kv()
+    with StreamCopier(kv, Watched("rows", log), Watched("copies", log)).around(
+        [KvCopy("out", "block", (1, 2, 3), (0, 1, 2))]
+    ):
+        log.append("rows run")
+    assert log.index("rows after copies") == 2 and log.count("launch on copies") == 1
 
 
 def test_a_failed_copy_leaves_nothing_for_the_next_iteration() -> None:

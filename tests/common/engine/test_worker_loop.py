@@ -19,12 +19,15 @@ from prometheus_client import CollectorRegistry
 
 from cohort.common.config import load_config
 from cohort.common.engine.device_memory import DeviceShare
+from cohort.common.engine.engine_threads import StepUnderWay
 from cohort.common.engine.worker_loop import WorkerLoop
 from cohort.common.engine.worker_process import capacity_of
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.messages import Message, SegmentEnded, StartSegment, TokenBatch
 from cohort.common.policies import compose
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.sequence import Sequence
 from cohort.common.service import ServiceContext
 from cohort.common.types import Attempt, FinishReason, Request, Role, SamplingParams, Segment
 from tests.common.engine.driver import make_runner, random_prompts
@@ -89,9 +92,15 @@ class Running:
 
 @asynccontextmanager
 async def worker(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, plan_ahead: bool, device_steps: bool
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    plan_ahead: bool,
+    device_steps: bool,
+    preset: str = "",
 ) -> AsyncIterator[Running]:
-    config = load_config(overrides={"engine": {"plan_ahead": plan_ahead, "max_rows": 8}})
+    config = load_config(preset=preset, overrides={"engine": {"plan_ahead": plan_ahead, "max_rows": 8}})
     share = DeviceShare(graphs=1 << 40)
     engine = ThreadPoolExecutor(1)
     runner = make_runner(folder, device_steps=device_steps, share=share, num_blocks=80)
@@ -133,7 +142,13 @@ def request(name: str, prompt: list[int], **sampling: Any) -> tuple[str, Message
 
 
 async def _answers(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, plan_ahead: bool, device_steps: bool
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    plan_ahead: bool,
+    device_steps: bool,
+    preset: str = "",
 ) -> tuple[Any, Running]:
     """Of six requests that come in two waves, greedy and drawn, ended by length, by a stop token, with penalties."""
     prompts = random_prompts((5, 17, 9, 3, 12, 8))
@@ -146,7 +161,8 @@ async def _answers(
         {"temperature": 0.5, "seed": 7, "frequency_penalty": 0.7},
     ]
     lengths = (40, 31, 36, 40, 40, 12)
-    async with worker(folder, tmp_path, monkeypatch, plan_ahead=plan_ahead, device_steps=device_steps) as running:
+    options: dict[str, Any] = {"plan_ahead": plan_ahead, "device_steps": device_steps, "preset": preset}
+    async with worker(folder, tmp_path, monkeypatch, **options) as running:
         bus = running.bus
         asked = [
             request(f"r{index}", prompt, max_tokens=length, **kind)
@@ -176,6 +192,30 @@ async def test_the_same_tokens_with_steps_planned_ahead(
     counters = running.machine.counters
     assert counters.planned_ahead > 5
     assert counters.finished["stop"] > 0
+
+
+@pytest.mark.parametrize("device_steps", [False, True])
+async def test_the_same_tokens_with_steps_begun_behind_prompts(
+    model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_steps: bool
+) -> None:
+    """Whenever they end: what a step with prompts takes is not foreseen so early."""
+    folder = model_folder("llama")
+    options: dict[str, Any] = {"device_steps": device_steps, "preset": "unified"}
+    after, _ = await _answers(folder, tmp_path, monkeypatch, plan_ahead=False, **options)
+    monkeypatch.setattr(WorkerLoop, "_plan_after_s", lambda self, plan: 0.0)
+    behind_prompts = 0
+    begin = WorkerLoop._begin
+
+    def counted(self: WorkerLoop, plan: IterationPlan, behind: list[Sequence] | None = None) -> StepUnderWay:
+        nonlocal behind_prompts
+        flying = self._machine.plan_in_flight
+        behind_prompts += behind is not None and flying is not plan and any(row.count > 1 for row in flying.rows)
+        return begin(self, plan, behind)
+
+    monkeypatch.setattr(WorkerLoop, "_begin", counted)
+    ahead, _ = await _answers(folder, tmp_path, monkeypatch, plan_ahead=True, **options)
+    assert ahead == after
+    assert behind_prompts > 0
 
 
 async def test_a_failed_step_costs_its_requests_and_nothing_else(

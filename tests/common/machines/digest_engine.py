@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 BLOCK = 4
 VOCABULARY = 50
-STOP_TOKEN = 7
+STOP_TOKEN = 8
+"""An even one: of each output all digests but the first are."""
 
 
 def digest(tokens: list[int]) -> int:

@@ -18,10 +18,10 @@ from cohort.common.machines.worker import WorkerMachine
 from cohort.common.messages import Cancel, KvOffer, SegmentEnded, StartSegment, TokenBatch, TokenLogprob
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
-from cohort.common.policies.interface import Placement
+from cohort.common.policies.interface import IterationPlan, News, Placement
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Phase
 from cohort.common.types import Attempt, Role, SamplingParams
-from tests.common.machines import digest_engine
-from tests.common.machines import world as worlds
 from tests.common.machines.clusters import PD, PD_TWICE, UNIFIED, Asked, finish, offer, strike, tokens, total
 from tests.common.machines.faults import Fault, any_faults
 from tests.common.machines.small_worker import BLOCK, BLOCKS, GEOMETRY, PROMPT, machine, segment, whole
@@ -193,8 +193,65 @@ def test_an_arrival_is_decided_about_before_another_step_begins() -> None:
     assert refusals(worker) == {"policy": 1}
     effects = worker.handle(0.2, sampled("a"))
     assert rows(effects[-1]) == [("b", 0, PROMPT), ("a", PROMPT + 1, 1)]
+
+
+def test_a_prompt_that_ends_with_the_step_decodes_in_the_one_behind_it() -> None:
+    worker = decoding("a")
+    worker.handle(0.12, Received("manager", whole("b")))
+    worker.handle(0.2, sampled("a"))
+    (ahead,) = worker.handle(0.25, PlanAhead())
+    assert rows(ahead) == [("a", PROMPT + 2, 1), ("b", PROMPT, 1)], "newcomers behind, as a decision has them"
+    effects = worker.handle(0.3, sampled("b", "a", token=41))
+    assert said(effects) == [("b", PROMPT, [41]), ("a", PROMPT + 2, [41])]
+    effects = worker.handle(0.4, sampled("a", "b", token=42))
+    assert said(effects) == [("a", PROMPT + 3, [42]), ("b", PROMPT + 1, [42])]
+    assert rows(effects[-1]) == [("a", PROMPT + 3, 1), ("b", PROMPT + 1, 1)]
+
+
+def test_the_scheduler_hears_of_prompts_behind_which_a_step_was_begun() -> None:
+    """It learns from them what prompts cost; the plan of the last iteration does not tell."""
+    worker = decoding("a")
+    worker.handle(0.12, Received("manager", whole("b")))
+    heard: list[tuple[list[int], tuple[float, ...]]] = []
+    undecided: list[int] = []
+    decide = worker.scheduler.decide
+
+    def listen(now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
+        heard.extend(([row.count for row in ran.plan.rows], ran.times_s) for ran in news.runs)
+        undecided.append(news.undecided)
+        return decide(now_s, kv, news)
+
+    worker.scheduler.decide = listen  # type: ignore[method-assign]
+    worker.handle(0.2, StepEnded([Sampled(Attempt("a", 1), 7)], 0.1))
+    for step in range(2):
+        worker.handle(0.25 + step, PlanAhead())
+        worker.handle(0.3 + step, StepEnded([Sampled(Attempt(name, 1), 7) for name in "ba"], 0.5 + step))
+    worker.handle(3.0, StepEnded([Sampled(Attempt(name, 1), 7) for name in "ab"], 3.0))
+    assert heard == [([1], (0.1,)), ([PROMPT, 1], (0.5,)), ([1, 1], (1.5, 3.0))]
+    assert undecided == [0, 2]
+
+
+def test_a_scheduler_that_does_not_hear_of_them_decides_behind_prompts() -> None:
+    worker = machine(Role.UNIFIED)
+    worker.scheduler.reads_runs = False
+    worker.handle(0.0, Received("manager", whole("a")))
+    assert worker.handle(0.05, PlanAhead()) == []
+    assert refusals(worker) == {"policy": 1}
+
+
+def test_nothing_is_planned_behind_a_prompt_that_goes_on() -> None:
+    """It samples nothing, so that what follows is a chunk that only the scheduler sizes."""
+    worker = decoding("a")
+    asked = whole("b")
+    request = msgspec.structs.replace(asked.request, tokens=[5] * 100, prompt_tokens=100)
+    worker.handle(0.12, Received("manager", msgspec.structs.replace(asked, request=request)))
+    effects = worker.handle(0.2, sampled("a"))
+    assert rows(effects[-1]) == [("b", 0, 63), ("a", PROMPT + 1, 1)]
     assert worker.handle(0.25, PlanAhead()) == []
-    assert refusals(worker) == {"policy": 1, "prompts": 1}
+    effects = worker.handle(0.3, sampled("a"))
+    assert rows(effects[-1]) == [("b", 63, 37), ("a", PROMPT + 2, 1)]
+    assert len(worker.handle(0.35, PlanAhead())) == 1
+    assert refusals(worker) == {"prompts": 1}
 
 
 def test_an_arrival_behind_a_step_that_was_planned_waits_for_that_one_only() -> None:
@@ -235,15 +292,27 @@ def test_an_offer_that_comes_while_a_planned_step_runs_is_granted_when_blocks_ar
     worker.check()
 
 
-def test_rows_of_a_segment_that_another_worker_continues_need_the_host() -> None:
+@pytest.mark.parametrize("bound", [True, False])
+def test_rows_of_a_segment_go_on_up_to_the_position_where_another_worker_continues(bound: bool) -> None:
+    """`bound`: which worker that is is known, and the KV is offered to it with the first row."""
     worker = machine(Role.UNIFIED)
-    asked = segment(0)
-    first = msgspec.structs.replace(asked.segments[0], end=PROMPT + 3, instance="unified")
-    second = msgspec.structs.replace(asked.segments[1], start=PROMPT + 3)
+    asked = segment(0, decoder="decode" if bound else None)
+    first = msgspec.structs.replace(asked.segments[0], end=PROMPT + 2, instance="unified")
+    second = msgspec.structs.replace(asked.segments[1], start=PROMPT + 2)
     worker.handle(0.0, Received("manager", msgspec.structs.replace(asked, segments=[first, second])))
+    (ahead,) = worker.handle(0.05, PlanAhead())
+    assert rows(ahead) == [("r", PROMPT, 1)]
     worker.handle(0.1, sampled("r"))
-    assert worker.handle(0.15, PlanAhead()) == []
-    assert refusals(worker) == {"request": 1}
+    (ahead,) = worker.handle(0.15, PlanAhead())
+    assert rows(ahead) == [("r", PROMPT + 1, 1)]
+    worker.handle(0.2, sampled("r"))
+    assert worker.handle(0.25, PlanAhead()) == []
+    assert refusals(worker) == {"ended": 1}
+    effects = worker.handle(0.3, sampled("r"))
+    assert outcomes(effects) == ([] if bound else ["r parked"])
+    (sequence,) = worker.sequences()
+    assert (sequence.phase, sequence.computed) == (Phase.LEAVING if bound else Phase.PARKED, PROMPT + 2)
+    worker.check()
 
 
 def test_penalties_need_the_token_on_the_host() -> None:
@@ -254,7 +323,7 @@ def test_penalties_need_the_token_on_the_host() -> None:
     worker.handle(0.0, Received("manager", StartSegment(request, asked.segments, 0, "ipc://gateway")))
     worker.handle(0.1, sampled("a"))
     assert worker.handle(0.15, PlanAhead()) == []
-    assert refusals(worker) == {"request": 1}
+    assert refusals(worker) == {"sampling": 1}
 
 
 def test_a_scored_prompt_that_waits_for_its_turn_is_not_kept_waiting() -> None:
@@ -264,10 +333,11 @@ def test_a_scored_prompt_that_waits_for_its_turn_is_not_kept_waiting() -> None:
         asked = whole(name)
         request = msgspec.structs.replace(asked.request, sampling=sampling)
         worker.handle(0.0, Received("manager", msgspec.structs.replace(asked, request=request)))
+    assert worker.handle(0.05, PlanAhead()) == []
+    assert refusals(worker) == {"news": 1}
     scores = PromptScores(Attempt("a", 1), 0, [TokenLogprob(-1.0, [], [])] * (PROMPT - 1))
-    worker.handle(0.1, StepEnded([Sampled(Attempt("a", 1), 7)], 0.1, [scores]))
-    assert worker.handle(0.15, PlanAhead()) == []
-    assert refusals(worker) == {"prompts": 1}, "the second prompt's turn has come"
+    effects = worker.handle(0.1, StepEnded([Sampled(Attempt("a", 1), 7)], 0.1, [scores]))
+    assert rows(effects[-1]) == [("b", 0, PROMPT), ("a", PROMPT, 1)], "the second prompt's turn has come"
 
 
 def test_a_failed_step_takes_the_one_behind_it_along() -> None:
@@ -286,13 +356,6 @@ def test_with_nothing_in_flight_there_is_nothing_to_plan() -> None:
     assert worker.handle(0.0, PlanAhead()) == []
     assert worker.handle(0.1, Tick()) == []
     assert refusals(worker) == {}
-
-
-@pytest.fixture
-def _some_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digests of `digest_engine` are even after the first, so that its stop token never comes."""
-    for module in (digest_engine, worlds):
-        monkeypatch.setattr(module, "STOP_TOKEN", 8)
 
 
 def _requests(random: Random) -> Iterator[Asked]:
@@ -315,7 +378,6 @@ def _cancel(world: World, name: str) -> None:
         world.cancel(name)
 
 
-@pytest.mark.usefixtures("_some_stop")
 @pytest.mark.parametrize(("roles", "placement"), [(UNIFIED, Colocated), (PD, Disaggregated)])
 def test_a_world_plans_ahead_and_wastes_few_rows(
     roles: dict[str, Role], placement: type[Colocated] | type[Disaggregated]
@@ -326,7 +388,6 @@ def test_a_world_plans_ahead_and_wastes_few_rows(
     assert sum(node.worker.counters.finished.get("stop", 0) for node in world.workers.values()) > 3
 
 
-@pytest.mark.usefixtures("_some_stop")
 @settings(parent=of_worlds(0.1), suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**32),

@@ -185,7 +185,7 @@ def test_tight_caches_that_transfer_both_ways(seed: int, preemption: str) -> Non
 
 
 def test_a_ring_of_waiting_caches_gives_one_kv_transfer_back() -> None:
-    world = World(4, PD_TWICE, lambda: SplitAnywhere(4), blocks=20, preemption="swap", message_delay_s=0.002, chunk=16)
+    world = World(4, PD_TWICE, lambda: SplitAnywhere(4), blocks=20, preemption="swap", message_delay_s=0.002)
     offer(world, 30, shared=9)
     world.run(4.0)
     world.run_until_quiet()

@@ -197,6 +197,7 @@ class World:
         order: Callable[[], PrefillOrder] = lambda: Fcfs(dispatch_ahead_tokens=64),
         scheduler: Callable[[], IterationScheduler] | None = None,
         allocator: Callable[[KvGeometry, int, int], KvAllocator] | None = None,
+        plan_ahead: bool = True,
     ) -> None:
         self.random = Random(seed)
         self.roles = roles
@@ -215,7 +216,7 @@ class World:
         self.network = FaultyNetwork(Random(self.random.getrandbits(32)), weather)
         self.cluster = VirtualCluster(self, roles, self.network, CADENCE, around=self._checked)
         engine_random = Random(self.random.getrandbits(32))
-        self.cluster.engine = DigestEngine(self.cluster, engine_random, blocks, host_blocks)
+        self.cluster.engine = DigestEngine(self.cluster, engine_random, blocks, host_blocks, plan_ahead=plan_ahead)
         self.clients = Clients(self)
         self.cluster.clients = self.clients
         self.cluster.start()

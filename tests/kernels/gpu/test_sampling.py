@@ -25,7 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, ab
 
 VOCABULARY = 97
 TILES = {"lanes": 8, "vec": 4, "slots": 4, "edits": 8}  # several tiles a row, and brackets that do not fit aside
-WIDE_TILES = {"lanes": 512, "vec": 4, "slots": 16, "edits": 1024}  # as served
+GUESSING_TILES = {"lanes": 32, "vec": 4, "slots": 16, "edits": 8}  # 192 tokens are few, and one in 16 is a sample
+WIDE_TILES = {"lanes": 512, "vec": 4, "slots": 24, "edits": 1024}  # as served
 
 
 def sampled(logits: torch.Tensor, rows: list[SamplingRow], **tiles: int) -> StepOutput:
@@ -114,6 +115,28 @@ def test_the_tile_that_is_served(row: int) -> None:
     ]
     logits = 4 * torch.randn(1, 9001, generator=torch.Generator().manual_seed(row))
     check(logits, [SamplingRow(seed=row, position=40 + row, **parameters[row])], **WIDE_TILES)  # type: ignore[arg-type]
+
+
+@settings(max_examples=examples(0.1), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    spread=st.sampled_from([0.0, 0.05, 0.5, 2.0]),
+    temperature=st.sampled_from([0.3, 1.0, 3.0]),
+    top_p=st.sampled_from([0.3, 0.9, 0.99, 0.999999, 1.0]),
+    top_k=st.sampled_from([0, 700, 2900]),
+    steps=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@example(spread=0.5, temperature=1.0, top_p=0.9, top_k=0, steps=False, seed=1)
+@example(spread=0.0, temperature=1.0, top_p=0.9, top_k=0, steps=False, seed=2)
+@example(spread=2.0, temperature=1.0, top_p=0.999999, top_k=700, steps=True, seed=3)
+def test_flat_rows_whose_last_one_is_guessed_from_a_sample(
+    spread: float, temperature: float, top_p: float, top_k: int, steps: bool, seed: int
+) -> None:
+    """So many tokens where the last one must be that they do not fit aside; `steps`: many of them equally far away."""
+    logits = spread * torch.randn(1, 3001, generator=torch.Generator().manual_seed(seed))
+    logits = (2 * logits).round() / 2 if steps else logits
+    row = SamplingRow(seed=seed, position=9, temperature=temperature, top_p=top_p, top_k=top_k)
+    check(logits, [row], **GUESSING_TILES)
 
 
 def test_all_at_the_last_distance_stay() -> None:

@@ -25,6 +25,7 @@ from cohort.common.config import (
     KeysConfig,
     LoggingConfig,
     ModelConfig,
+    ResponsesConfig,
 )
 from cohort.common.logs import configure_logging
 from cohort.common.service import ServiceContext
@@ -127,6 +128,7 @@ def open_site(model_dir: Path, tmp_path: Path) -> OpenSite:
         model: Path = model_dir,
         batch: dict[str, Any] | None = None,
         keys: dict[str, Any] | None = None,
+        responses: dict[str, Any] | None = None,
         **gateway_options: Any,
     ) -> AsyncIterator[Site]:
         options: dict[str, Any] = {
@@ -141,6 +143,7 @@ def open_site(model_dir: Path, tmp_path: Path) -> OpenSite:
             gateway=GatewayConfig(**options),
             keys=KeysConfig(**{"usage_file": str(tmp_path / "usage.sqlite3"), **(keys or {})}),
             batch=BatchConfig(**{"folder": str(tmp_path / "batches"), **(batch or {})}),
+            responses=ResponsesConfig(**(responses or {})),
             endpoints=EndpointsConfig(manager="memory://manager", predictor="memory://predictor"),
             logging=LoggingConfig(level="error"),
         )

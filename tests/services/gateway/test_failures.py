@@ -279,7 +279,7 @@ async def test_the_first_token_leaves_before_the_last_one_is_there(open_site: Op
 
 async def test_a_defect_in_mid_stream_is_an_event_too(open_site: OpenSite, monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_site(step_s=0.01) as site:
-        shape = site.gateway._api._completion
+        shape = site.gateway.generator.completion
         original = shape.chunk
         calls = []
 

@@ -6,6 +6,8 @@ import msgspec
 
 from cohort.services.gateway.bodies import ChatBody, CompletionBody
 from cohort.services.gateway.front_page import DOCS_PATH
+from cohort.services.gateway.messages_api_bodies import CountTokensBody, MessagesBody
+from cohort.services.gateway.responses_api_bodies import ResponsesBody
 from tests.services.gateway.conftest import OpenSite
 
 
@@ -43,9 +45,12 @@ async def test_the_api_is_documented_from_what_parses_it(open_site: OpenSite) ->
         status, document = await site.get("/openapi.json")
         assert status == 200 and document["openapi"].startswith("3.1")
         schemas = document["components"]["schemas"]
-        for body in (ChatBody, CompletionBody):
+        for body in (ChatBody, CompletionBody, ResponsesBody, MessagesBody, CountTokensBody):
             fields = {field.encode_name for field in msgspec.structs.fields(body)}
             assert set(schemas[body.__name__]["properties"]) == fields
+        assert not [name for name in schemas if "." in name]  # no two structs have one name
+        wrong = document["paths"]["/v1/messages"]["post"]["responses"]["default"]
+        assert wrong["content"]["application/json"]["schema"]["$ref"].endswith("/AnthropicError")
         text = msgspec.json.encode(document).decode()
         references = {part.partition('"')[0] for part in text.split('"$ref":"#/components/schemas/')[1:]}
         assert references and references <= set(schemas)

@@ -142,7 +142,7 @@ async def test_a_defect_of_ours_is_a_plain_500(site: Site, monkeypatch: pytest.M
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("secret detail")
 
-    monkeypatch.setattr(site.gateway._api, "_accept", broken)
+    monkeypatch.setattr(site.gateway.generator, "accept", broken)
     status, body = await site.post("/v1/completions", ASK)
     assert (status, body["error"]["code"], "secret" in body["error"]["message"]) == (500, 500, False)
 
@@ -157,13 +157,13 @@ async def test_nodelay_is_set(site: Site) -> None:
     import socket
 
     seen = []
-    original = site.gateway._api._accept
+    original = site.gateway.generator.accept
 
     async def spy(request: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append(request.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         return await original(request, *args, **kwargs)
 
-    site.gateway._api._accept = spy  # type: ignore[method-assign]
+    site.gateway.generator.accept = spy  # type: ignore[method-assign]
     await site.post("/v1/completions", ASK)
     assert seen[0] != 0
 

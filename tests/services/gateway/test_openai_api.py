@@ -191,7 +191,7 @@ async def test_long_bodies_are_parsed_in_a_thread(site: Site, monkeypatch: pytes
     """With the same answers and the same errors."""
     import threading
 
-    from cohort.services.gateway import openai_api
+    from cohort.services.gateway import generator, openai_api
     from cohort.services.gateway.parsing import parse_completion
 
     threads: list[bool] = []
@@ -201,7 +201,7 @@ async def test_long_bodies_are_parsed_in_a_thread(site: Site, monkeypatch: pytes
         return parse_completion(*args)
 
     monkeypatch.setattr(openai_api, "parse_completion", noting)
-    for padding, in_main in ((0, True), (openai_api.PARSE_AT_ONCE_BYTES, False)):
+    for padding, in_main in ((0, True), (generator.PARSE_AT_ONCE_BYTES, False)):
         for temperature, expected in ((0, 200), (9, 400)):
             body = {"prompt": "x", "max_tokens": 1, "temperature": temperature, "user": "u" * padding}
             assert (await site.post("/v1/completions", body))[0] == expected

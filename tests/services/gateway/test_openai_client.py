@@ -54,6 +54,25 @@ async def test_completions_stream_and_not(client: openai.AsyncOpenAI) -> None:
     assert "".join([chunk.choices[0].text async for chunk in stream]) == ANSWER
 
 
+async def test_responses_whole_streamed_and_gone_on_with(client: openai.AsyncOpenAI) -> None:
+    answer = await client.responses.create(model="tiny", input="Hi", metadata={"a": "b"})
+    assert (answer.output_text, answer.status, answer.metadata) == (ANSWER, "completed", {"a": "b"})
+    async with client.responses.stream(model="tiny", input="More", previous_response_id=answer.id) as stream:
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_response()
+    assert kinds[0] == "response.created" and kinds[-1] == "response.completed" and final.output_text == ANSWER
+    read = await client.responses.retrieve(final.id)
+    assert read.output_text == final.output_text and read.previous_response_id == answer.id
+    items = await client.responses.input_items.list(final.id, order="asc")
+    assert [item.type for item in items.data] == ["message"] * 3
+    await client.responses.delete(final.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(final.id)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(model="tiny", input="Hi", background=True)
+    assert caught.value.param == "background"
+
+
 async def test_models(client: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in client.models.list()] == ["tiny"]
     assert (await client.models.retrieve("tiny")).id == "tiny"

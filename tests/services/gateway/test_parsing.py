@@ -13,9 +13,9 @@ from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
 from cohort.common.types import Slo
 from cohort.services.gateway.bodies import ChatBody, CompletionBody
+from cohort.services.gateway.error_shapes import error_body
 from cohort.services.gateway.model_card import ModelCard, SamplingDefaults
 from cohort.services.gateway.parsing import Call, parse_chat, parse_completion
-from cohort.services.gateway.responses import error_body
 from cohort.services.gateway.sse import _encode
 from cohort.services.gateway.tool_formats import ToolFormat
 from tests.examples import examples

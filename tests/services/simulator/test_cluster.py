@@ -7,7 +7,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cohort.common.errors import ConfigError
+from cohort.common.machines.fast_forward import FastForward
 from cohort.common.policies.cost_model import StepWork, prefill_pairs
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.policies.kv_interface import KvCopy
 from cohort.common.types import Role, Slo
 from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload
 from cohort.services.simulator.cluster import SimCluster, SimOptions
@@ -15,6 +18,7 @@ from cohort.services.simulator.deployment import spread_roles
 from cohort.services.simulator.engine import MAX_FAST_FORWARD
 from cohort.services.simulator.hardware import load_cluster
 from cohort.services.simulator.report import make_report
+from cohort.services.simulator.work import plan_cost
 from tests.examples import examples
 from tests.services.simulator.lab import MODEL, Recorded, cache_of, cluster, config, run, workload
 
@@ -74,6 +78,32 @@ def test_disaggregated_kv_crosses_the_link_once():
     assert len(sim.token_times["r0"]) == 5
 
 
+def test_a_kv_offer_that_leaves_blocks_does_not_end_steps_run_ahead(monkeypatch: pytest.MonkeyPatch):
+    load = workload((0.0, 40, 300), (0.05, 300, 20), (0.1, 300, 20), (0.15, 300, 20))
+    for blocks in (400, 45):  # enough for all; the last offers wait until the first requests have ended
+        preset = config("disaggregated", kv=cache_of(blocks))
+        monkeypatch.undo()
+        kept = run(preset, cluster(2), load)
+        monkeypatch.setattr(FastForward, "told_by_state", lambda self, message: False)
+        ended = run(preset, cluster(2), load)
+        assert kept.token_times == ended.token_times and kept.ended == ended.ended
+        assert kept.void < ended.void
+
+
+def test_tokens_of_steps_run_ahead_are_told_once_however_many_reports_come_in_between():
+    load = workload((0.0, 40, 900), (0.01, 60, 900))
+    sim, told = SimCluster(config(), cluster(), MODEL, load, SimOptions()), []
+    tell = sim.clients.repeated
+    sim.clients.repeated = lambda worker, rows, times_s, at_s: (  # type: ignore[method-assign]
+        told.append(len(times_s)),
+        tell(worker, rows, times_s, at_s),
+    )[1]
+    sim.run()
+    assert sim.clients.all.finished == 2 and sim.clients.all.output_tokens == 1800
+    # As few as the longest runs allow, whatever reports applied meanwhile.
+    assert len(told) <= 2 + sum(told) // (MAX_FAST_FORWARD - 1) + 2
+
+
 def test_a_prompt_beyond_the_context_is_refused_and_an_answer_is_cut_there():
     sim = run(config(), cluster(), workload((0.0, 2048, 5), (0.0, 2000, 100)))
     assert sim.clients.all.refused == {"the prompt exceeds the model's context": 1}
@@ -123,6 +153,23 @@ def test_engines_share_cores_in_equal_parts():
         assert twice[40] - twice[10] == pytest.approx(2 * (once[40] - once[10]))
 
 
+def test_workers_of_one_device_take_turns_and_divide_its_memory():
+    both = workload((0.0, 100, 50), (0.0, 100, 50))
+    apart, shared = (run(config(), cluster(2, workers_per_device=count), both) for count in (1, 2))
+    for request in ("r0", "r1"):
+        once, twice = (sim.token_times[request] for sim in (apart, shared))
+        assert twice[40] - twice[10] == pytest.approx(2 * (once[40] - once[10]))
+    blocks = [sim.workers[0].machine.kv.total_blocks for sim in (apart, shared)]
+    assert blocks[1] < blocks[0] / 2  # each holds the weights
+    # Of four on two devices only those of the same one delay each other.
+    alone, beside = workload((0.0, 100, 50)), workload((0.0, 100, 50), (0.0, 100, 50))
+    four = run(config(policies={"placement": "colocated_in_turn"}), cluster(4, workers_per_device=2), beside)
+    two = run(config(), cluster(2, workers_per_device=2), alone)
+    assert (
+        four.token_times["r0"][40] - four.token_times["r0"][10] > two.token_times["r0"][40] - two.token_times["r0"][10]
+    )
+
+
 def test_closed_loop_users_ask_again_when_answered():
     part = ClosedLoopPart(2, tuple(WorkItem(0.0, 50, 10) for _ in range(6)))
     sim = run(config(), cluster(), Workload("users", (), closed_loop=(part,)))
@@ -148,6 +195,31 @@ def test_what_is_unserved_at_the_horizon_was_sent_and_not_kept():
     assert (slo.sent, slo.judged, slo.attainment) == (3, 2, 1.0)
     assert slo.kept_of_sent == pytest.approx(2 / 3)
     assert report.by_class["rt"].slo == slo
+
+
+def test_requests_unserved_at_the_horizon_count_in_the_latency_to_the_end():
+    load = workload((0.0, 100, 5), (0.5, 100, 1000))
+    report = make_report(run(config(), cluster(), load, horizon_s=1.0), "test", Workload("test", ()).facts)
+    finished = report.overall.normalised_ms
+    assert finished is not None and report.overall.finished == 1
+    to_end = (finished.mean + 1e3 * 0.5 / 1000) / 2
+    assert report.by_class["rt"].normalised_to_end_ms == pytest.approx(to_end, rel=0.05)
+    assert report.overall.normalised_to_end_ms == report.by_class["rt"].normalised_to_end_ms
+    ended = make_report(run(config(), cluster(), load), "test", Workload("test", ()).facts).overall
+    assert ended.normalised_ms is not None and ended.normalised_to_end_ms == pytest.approx(ended.normalised_ms.mean)
+
+
+def test_a_gpu_sends_checkpoints_beside_the_rows():
+    """R12 · Time of an iteration whose copies go out: of a device that gathers them, and of a processor."""
+    geometry = MODEL.kv_geometry(16)
+    plan = IterationPlan(copies=[KvCopy("out", "slot", (1, 2), (3, 4)), KvCopy("in", "block", (5,), (6,), beside=True)])
+    slots, block = 2 * geometry.token_bytes, geometry.block_bytes
+    on_gpu, elsewhere = plan_cost(plan, geometry, device_stages=True), plan_cost(plan, geometry)
+    assert (on_gpu.copied_bytes, on_gpu.beside_bytes) == (0, slots + block)
+    assert (elsewhere.copied_bytes, elsewhere.beside_bytes) == (slots, block)
+    plan.copies.append(KvCopy("in", "slot", (9,), (3,)))  # what it needs has just gone out
+    waits = plan_cost(plan, geometry, device_stages=True)
+    assert (waits.copied_bytes, waits.beside_bytes) == (slots + geometry.token_bytes, block)
 
 
 def overloaded(**options):

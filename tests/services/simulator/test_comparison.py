@@ -48,6 +48,16 @@ def written(folder: Path, trace: str, **changes: Any) -> Path:
     return path
 
 
+def test_a_workload_may_last_longer_than_the_others(trace: str, tmp_path: Path) -> None:
+    parts = [{"trace": trace, "rate": 1, "ttft_s": 2, "tpot_s": 0.1}]
+    workloads = {"short": {"parts": parts}, "long": {"parts": parts, "duration_s": 20, "horizon_s": 60}}
+    asked = comparison.cells(load_spec(str(written(tmp_path, trace, workloads=workloads))), seeds=[0], loads=[1.0])
+    lasts = {cell.workload: (cell.duration_s, cell.horizon_s) for cell in asked}
+    assert lasts == {"short": (5, 30), "long": (20, 60)}
+    sent = {found.workload: found.sent for found in comparison.run(asked, None, 1, lambda _: None)}
+    assert sent["long"] > 2 * sent["short"]
+
+
 def test_every_cell_runs_once_and_counts_all_that_were_sent(trace: str, tmp_path: Path) -> None:
     spec = load_spec(str(written(tmp_path, trace)))
     asked = comparison.cells(spec)

@@ -14,6 +14,10 @@ from cohort.common.config import CONFIGS_DIR
 from cohort.common.errors import ConfigError
 from cohort.services.simulator.hardware import Cluster, load_cluster, load_device, load_link, load_model
 from cohort.services.simulator.network import Ports
+from tests.services.simulator.lab import cluster as small_cluster
+from tests.services.simulator.lab import config, run, workload
+
+CROSSING = workload(*((0.0005 * i, 900, 4) for i in range(12)))
 
 MODELS = {
     "opt-2.7b": 2.65,
@@ -81,6 +85,29 @@ def test_unlike_instances_are_numbered_through_and_never_on_one_machine():
     assert twice.link(1, 2) == load_link("rdma")
 
 
+def test_unlike_instances_in_a_file(tmp_path: Path):
+    file = tmp_path / "unlike.yaml"
+    file.write_text("{parts: ['h100-80:1', 'a100-80:2'], across: tcp}")
+    cluster = load_cluster(str(file))
+    assert cluster.hardware == load_cluster("h100-80:1+a100-80:2").hardware
+    assert cluster.link(0, 1) == load_link("tcp") and cluster.link(1, 2) == load_link("nvlink3")
+    assert load_cluster(str(file), {"tensor_parallel": 2}).tensor_parallel == 2
+    file.write_text("{parts: ['h100-80:1']}")
+    with pytest.raises(ConfigError, match="parts"):
+        load_cluster(str(file))
+
+
+def test_devices_that_workers_share():
+    cluster = load_cluster("a100-80:4", {"workers_per_device": 2})
+    assert cluster.shares and not load_cluster("a100-80:4").shares
+    running = [(number, 0.1, 0.0) for number in (0, 1, 2)]
+    assert cluster.shared_slowdowns(running) == [2.0, 2.0, 1.0]
+    with pytest.raises(ConfigError, match="workers_per_device: 3 instances"):
+        load_cluster("a100-80:3", {"workers_per_device": 2})
+    with pytest.raises(ConfigError, match="workers_per_device: cores"):
+        load_cluster("cpu-core:2", {"workers_per_device": 2, "cores": 2})
+
+
 def test_unlike_instances_that_cannot_work_together_are_refused(tmp_path: Path):
     file = tmp_path / "wide.yaml"
     file.write_text("{device: a100-80, instances: 2, tensor_parallel: 2}")
@@ -129,6 +156,29 @@ def test_the_price_of_mixing_is_the_stacks_or_the_clusters() -> None:
         load_cluster("a100-80:2", {"mixed_share": -0.1})
 
 
+def test_the_reads_of_a_group_are_the_stacks_or_the_clusters(tmp_path: Path) -> None:
+    assert load_cluster("a100-80:2").stack.mixed_reads == 0.0
+    assert load_cluster("a100-80:2", {"stack": "varlen"}).stack.mixed_reads > 0.0
+    assert load_cluster("a100-80:2", {"mixed_reads": 0.25}).stack.mixed_reads == 0.25
+    with pytest.raises(ConfigError, match="mixed_reads"):
+        load_cluster("a100-80:2", {"mixed_reads": 1.5})
+
+
+def test_a_linear_table_has_ascending_tokens(tmp_path: Path) -> None:
+    text = (CONFIGS_DIR / "devices" / "a100-80.yaml").read_text()
+    file = tmp_path / "device.yaml"
+    file.write_text(text + "linear_table: [[64, 1.1], [32, 1.0]]\n")
+    with pytest.raises(ConfigError, match="linear_table: tokens must ascend"):
+        load_device(str(file))
+
+
+def test_newer_devices_are_faster_in_every_part() -> None:
+    old, new = (load_device(name)[0] for name in ("a100-80", "h100-80"))
+    for part in ("compute_efficiency", "attention_efficiency"):
+        assert getattr(new, part) * new.flops_per_s > getattr(old, part) * old.flops_per_s
+    assert new.memory_efficiency * new.memory_bytes_per_s > old.memory_efficiency * old.memory_bytes_per_s
+
+
 def test_a_port_carries_one_piece_at_a_time():
     link = load_link("tcp")
     ports = Ports(3)
@@ -144,6 +194,37 @@ def test_every_run_of_blocks_takes_its_ends_some_time():
     ports = Ports(2)
     link = msgspec.structs.replace(load_link("tcp"), run_s=0.5)
     assert ports.transfer(0.0, 0, 1, link, int(link.bytes_per_s), runs=3) == pytest.approx(2.5 + link.latency_s)
+
+
+def test_instances_of_a_machine_share_its_network_cards(tmp_path: Path):
+    file = tmp_path / "two-hosts.yaml"
+    file.write_text("{device: a100-80, instances: 4, per_host: 2, across: tcp, nics_per_host: 1}")
+    cluster = load_cluster(str(file))
+    assert [cluster.host(number) for number in range(4)] == [(0, 0), (0, 0), (0, 1), (0, 1)]
+    link = load_link("tcp")
+    size = int(link.bytes_per_s)
+    first, second = (0, 0), (0, 1)
+    ports = Ports(4, {first: 1, second: 2})
+    assert ports.transfer(0.0, 0, 2, link, size, hosts=(first, second)) == pytest.approx(1.0 + link.latency_s)
+    # Another instance of the first machine waits for the card there; the other way and within a machine it is free.
+    assert ports.transfer(0.0, 1, 3, link, size, hosts=(first, second)) == pytest.approx(2.0 + link.latency_s)
+    assert ports.transfer(0.0, 2, 0, link, size, hosts=(second, first)) == pytest.approx(1.0 + link.latency_s)
+    assert ports.transfer(0.0, 0, 1, link, size) == pytest.approx(2.0 + link.latency_s)  # 0 was sending
+    # The second machine has two cards: two pieces leave at once.
+    apart = Ports(4, {second: 2})
+    for source, target in ((2, 0), (3, 1)):
+        assert apart.transfer(0.0, source, target, link, size, hosts=(second, first)) == pytest.approx(
+            1.0 + link.latency_s
+        )
+
+
+def test_shared_network_cards_delay_kv_transfers():
+    apart, shared = (
+        run(config("disaggregated"), small_cluster(4, per_host=2, across="tcp", nics_per_host=nics), CROSSING)
+        for nics in (0, 1)
+    )
+    waited = [sum(worker.machine.counters.exposed_transfer_s for worker in sim.workers) for sim in (apart, shared)]
+    assert 0 < waited[0] < waited[1]
 
 
 def cores(count: int) -> Cluster:

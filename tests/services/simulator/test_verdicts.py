@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -87,7 +88,7 @@ def test_rows_are_compared_as_their_claim_or_unit_says() -> None:
 
 def test_claims_name_figures_that_exist_and_give_short_reasons() -> None:
     known = {figure.id for figure in all_figures()}
-    assert [name for claim in CLAIMS for name in claim.ids if name not in known] == []
+    assert [name for claim in CLAIMS for name in (*claim.ids, *claim.beside) if name not in known] == []
     assert [claim.why for claim in CLAIMS if len(claim.why.split()) > 8] == []
 
 
@@ -100,3 +101,24 @@ def test_a_new_result_changes_the_verdict() -> None:
     assert "| GPU utilisation (Fig. 5b) | 81.7 % | 80 % (79 to 82) | reproduced |" in page(80.0, 79.0, 82.0)
     assert "| GPU utilisation (Fig. 5b) | 81.7 % | 40 % (one seed) | not |" in page(40.0)
     assert "| GPU utilisation (Fig. 5b) | 81.7 % | 80 % (40 to 82) | cannot be told |" in page(80.0, 40.0, 82.0)
+
+
+def test_a_figure_that_cannot_be_told_has_no_verdict_whatever_its_claim() -> None:
+    wall_time = replace(_figure("a", 5.0, "%"), told=False)
+    assert kind_of(wall_time, [Claim("P", "says", Kind.AT_MOST, ("a",))]) is Kind.UNTOLD
+    named = ("overhead", "deciding", "scheduling")
+    of_machine = [figure for figure in all_figures() if any(word in figure.id for word in named)]
+    assert len(of_machine) >= 5
+    assert {kind_of(figure) for figure in of_machine} == {Kind.UNTOLD}
+
+
+def test_anchors_are_told_beside_the_ratio_they_explain() -> None:
+    ratio = _figure("ratio", 2.0)
+    anchor = replace(_figure("anchor", 10.0, "%", "kept"), baseline="other")
+    case = replace(_figure("case", 2.0), workload="another mix")
+    claim = Claim("P", "says", Kind.OVER, ("ratio",), "because", ("anchor", "case"))
+    figures = [ratio, anchor, case]
+    rows = [Reproduced.of(figure, [value], [0]) for figure, value in zip(figures, (1.9, 12.0, 3.0), strict=True)]
+    page = markdown(rows, figures, claims=[claim])
+    assert "| because; other, kept, %: 12, theirs 10; another mix: 3 |" in page
+    assert "| because |" in markdown(rows[:1], figures, claims=[claim])

@@ -19,7 +19,8 @@ from torch import Tensor
 from cohort.common.config import load_config
 from cohort.common.engine.batch_builder import BatchBuilder
 from cohort.common.engine.decode_classes import CaptureBudget
-from cohort.common.engine.static_decode import DecodeOutput, Recorded, StaticDecode
+from cohort.common.engine.recorded_steps import Recorded, StepResult
+from cohort.common.engine.static_decode import StaticDecode
 from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.machines.effects import StartStep
 from cohort.common.machines.events import PlanAhead, Received, Sampled, StepEnded, WorkerEvent
@@ -61,8 +62,8 @@ class HostTime:
 class _NothingRecorder:
     """Steps that compute nothing: what remains is the host's part."""
 
-    def record(self, step: Callable[[], DecodeOutput]) -> Recorded:
-        nothing = DecodeOutput(torch.zeros(0), torch.zeros(0, dtype=torch.int64), None)
+    def record(self, step: Callable[[], StepResult]) -> Recorded:
+        nothing = StepResult(torch.zeros(0), None)
         return Recorded(lambda: nothing, 0)
 
 
@@ -171,6 +172,7 @@ def measure(preset: str, rows: int, context: int, steps: int, *, ahead: bool, te
             before = torch.zeros(rows, dtype=torch.int64) if ahead else None
             began_s = time.thread_time()
             decode.run(batch, rows_class, before)
+            decode.sampler.fill(batch.sampling, batch.sample_rows, rows_class)
             filled_s = time.thread_time() - began_s
             if ahead:
                 began_s = time.thread_time()

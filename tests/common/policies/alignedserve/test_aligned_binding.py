@@ -99,6 +99,27 @@ def test_dynamic_scheduling_takes_in_a_match_of_the_grown_batch() -> None:
     assert policy.metrics()["pool_requests"] == 1
 
 
+def test_prefetched_requests_take_no_more_of_the_holders_blocks_than_a_batch() -> None:
+    """Two decode workers, two candidate batches of five requests in eight blocks each, one holder of 100 blocks."""
+    policy = binding()
+    for index in range(10):
+        policy.parked(0.0, parked(f"s{index}", 120))
+
+    def full(in_use: int) -> ClusterView:
+        decodes = [view(f"decode-{n}", Role.DECODE, running=8, free_blocks=100 - in_use) for n in range(2)]
+        return cluster(view("prefill-0", Role.PREFILL), *decodes)
+
+    first = [name for names in fetched(policy.decide(0.0, full(90))) for name in names]
+    assert waiting(policy) == (0, 10, 2)
+    assert len(first) == 5, "40 of 100 blocks"
+    assert fetched(policy.decide(0.1, full(90))) == []
+    # What has joined leaves the buffer, and the others may come into it: with as many blocks as that.
+    later = policy.decide(0.2, full(60))
+    joined = {name for name, _, _ in binds(later)} & set(first)
+    assert joined
+    assert len([name for names in fetched(later) for name in names]) <= len(joined)
+
+
 def test_a_match_waits_prefetched_while_there_is_no_room() -> None:
     policy = started()
     policy.parked(1.0, parked("grown", 85))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.predicted_batches import PredictedBatches
 from cohort.common.policies.baselines.reserved_allocation import predicted_positions
+from cohort.services.simulator.work import plan_cost
 from tests.common.policies.baselines.drive import cache, leave, names, rows, sequence, step
 
 RULE = predicted_positions(0.0)
@@ -73,3 +76,30 @@ def test_padded_prompts_are_rectangles_no_larger_than_an_iteration() -> None:
     plan = step(batches, kv)
     assert (names(plan), plan.padded_to) == (["s12"], 12)
     assert step(batches, kv).padded_to == 0
+
+
+def test_in_a_static_batch_ended_rows_compute_on_until_its_end() -> None:
+    for static in (False, True):
+        batches = PredictedBatches(IterationLimits(4, 64, 64, "recompute"), reservation=RULE, spread=1.5, static=static)
+        kv = cache(60, reservation=RULE)
+        members = {name: sequence(name, prompt, arrived_s=prompt) for name, prompt in (("a", 4), ("b", 10), ("c", 6))}
+        for one in members.values():
+            batches.add(0.0, one)
+        plan = step(batches, kv)
+        assert (len(plan.rows), plan.ended_rows, plan.ended_context) == (3, 0, 0)  # prompts
+        plan = step(batches, kv)
+        # Contexts of 5, 11 and 7: in a static batch all attend to 11.
+        assert (plan.ended_rows, plan.ended_context) == ((0, 10) if static else (0, 0))
+        leave(batches, kv, members["b"])
+        plan = step(batches, kv)
+        # 6 and 8 are left, and a row that has ended.
+        assert (len(plan.rows), plan.ended_rows, plan.ended_context) == (2, *((1, 10) if static else (0, 0)))
+        alone = plan_cost(replace(plan, ended_rows=0, ended_context=0), kv.geometry).work
+        padded = plan_cost(plan, kv.geometry).work
+        assert padded.decode_rows - alone.decode_rows == int(static)
+        assert padded.decode_context - alone.decode_context == (10 if static else 0)
+        for name in ("a", "c"):
+            leave(batches, kv, members[name])
+        batches.add(0.0, sequence("next", 4))
+        step(batches, kv)
+        assert step(batches, kv).ended_rows == 0

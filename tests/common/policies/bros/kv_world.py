@@ -81,18 +81,25 @@ class Memory:
         copies = self.kv.take_copies()
         self.kv.check()
         self.copy([copy for copy in copies if not copy.beside])
+        self.write(rows)
+        self.copy([copy for copy in copies if copy.beside])
+        self.commit(rows)
+        return copies
+
+    def write(self, rows: list[tuple[Sequence, int]]) -> None:
+        """The rows are computed: each reads what it has, and writes its next positions."""
         for sequence, count in rows:
             for position in range(sequence.computed):
                 found = self.device[self.slot(sequence.key, position)]
                 assert found == (sequence.key, position), f"{sequence.key} reads {found} at {position}"
             for position in range(sequence.computed, sequence.computed + count):
                 self.device[self.slot(sequence.key, position)] = (sequence.key, position)
-        self.copy([copy for copy in copies if copy.beside])
+
+    def commit(self, rows: list[tuple[Sequence, int]]) -> None:
         for sequence, count in rows:
             sequence.computed += count
             self.kv.committed(sequence)
         self.kv.check()
-        return copies
 
     def start(self, sequence: Sequence) -> bool:
         if self.kv.admit(sequence) is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
+from random import Random
 
 import pytest
 
@@ -11,6 +13,7 @@ from cohort.common.errors import ConfigError
 from cohort.common.policies import compose
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
+from cohort.common.policies.bros.batch import Batch
 from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
 from cohort.common.policies.bros.iteration_cost import IterationCost
 from cohort.common.policies.bros.slack_packing import SlackPacking
@@ -18,6 +21,7 @@ from cohort.common.policies.bros.token_groups import TokenGroups
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence
+from cohort.common.types import Attempt
 from tests.common.policies.baselines.drive import decide, ran
 from tests.common.policies.bros.kv_world import GEOMETRY, request
 
@@ -31,6 +35,7 @@ def packing(
     starve_s: float = 100.0,
     every: int = 1,
     share: float = 0.0,
+    bound: bool = False,
 ) -> SlackPacking:
     """10 ms an iteration, 1 ms a prompt token, 1 ms a row; TTFT 0.4 s, TPOT 0.2 s."""
     options = BrosConfig(
@@ -39,7 +44,7 @@ def packing(
         rt_starvation_s=starve_s,
         be_starvation_s=starve_s,
         best_effort_share=share,
-        ablation=BrosAblation(cut_prompts=cut, starving_every=every),
+        ablation=BrosAblation(cut_prompts=cut, starving_every=every, bound_real_time=bound),
     )
     limits = IterationLimits(16, 512, chunk, preemption)  # type: ignore[arg-type]
     groups = TokenGroups(group_tokens=1, default_ttft_s=0.4, default_tpot_s=0.2)
@@ -309,3 +314,91 @@ def test_guaranteed_requests_do_not_count_towards_the_size_of_the_batch() -> Non
             running(policy, kv, f"be{index}", 8, "be", last_s=0.0)
         policy.add(0.0, request("late", 40))
         assert sorted(names(step(policy, kv, 1.0))) == then
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_least_to_bring_back_first_brings_back_as_many_as_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R4, line 17 · Against every subset of the requests that fits the time of the iteration."""
+    random = Random(seed)
+    policy, kv = packing(), roomy()
+    running(policy, kv, "decode", 8, "rt", last_s=1.0)
+    away = {running(policy, kv, f"be{n}", 8, "be", last_s=0.0).key: random.randint(1, 9) for n in range(7)}
+    returned: list[int] = []
+
+    def restore(sequence: Sequence) -> bool:
+        returned.append(away.pop(sequence.key))
+        return True
+
+    monkeypatch.setattr(BidirectionalAllocator, "checkpointed", lambda _, key: away.get(key, 0))
+    monkeypatch.setattr(BidirectionalAllocator, "restore", lambda _, sequence: restore(sequence))
+    monkeypatch.setattr(policy._cost, "_slot_s", 0.001)
+    slots = list(away.values())
+    plan = step(policy, kv, 1.1)
+    assert names(plan) == ["decode"]
+    budget = plan.estimated_s if sum(returned) * 0.001 < plan.estimated_s else sum(returned) * 0.001
+    most = max(
+        count
+        for count in range(len(slots) + 1)
+        if any(sum(chosen) * 0.001 <= budget for chosen in combinations(slots, count))
+    )
+    assert 0 < most < len(slots)
+    assert len(returned) == most
+    assert returned == sorted(slots)[:most]
+
+
+@pytest.mark.parametrize("best_effort", [True, False])
+def test_drops_take_best_effort_first_then_the_most_time_left(best_effort: bool) -> None:
+    """R11 · A running request needs a block and none is left: the youngest best-effort one gives way, and only where
+    there is none the real-time request with most time left."""
+    policy, kv = packing(), PagedAllocator(GEOMETRY, 11, 0, prefix_caching=False)
+    running(policy, kv, "urgent", 8, "rt", last_s=0.85)  # its ninth token wants a third block
+    for name, last_s in (("soon", 0.90), ("later", 0.99), ("middle", 0.95)):
+        running(policy, kv, name, 8, "rt", last_s=last_s)
+    if best_effort:
+        running(policy, kv, "old", 4, "be", last_s=0.0)
+        running(policy, kv, "young", 5, "be", last_s=0.0).arrived_s = 0.5
+    else:
+        running(policy, kv, "filler", 11, "rt", last_s=0.86)
+    assert kv.free_blocks == 0
+    plan = step(policy, kv, 1.0)
+    assert "urgent" in names(plan)
+    assert [dropped.sequence.request_id for dropped in plan.preempted][:1] == (["young"] if best_effort else ["later"])
+
+
+def test_drop_candidates_are_ordered_whatever_they_came_in() -> None:
+    """R11 · All candidates in order: best-effort ones, the latest first; then real-time ones, most time left first."""
+    for seed in range(20):
+        random = Random(seed)
+        policy, kv = packing(), PagedAllocator(GEOMETRY, 30, 0, prefix_caching=False)
+        urgent = running(policy, kv, "urgent", 12, "rt", last_s=0.0)
+        best_effort, real_time = [], []
+        for number in range(8):
+            kind = random.choice(("rt", "be"))
+            one = running(policy, kv, f"r{number}", 8, kind, last_s=random.random())
+            one.arrived_s = random.random()
+            (real_time if kind == "rt" else best_effort).append(one)
+        while kv.free_blocks:
+            assert kv.reserve(Attempt(f"filler{kv.free_blocks}", 1), [1], 1) is not None
+        found = list(policy._droppable(kv, Batch(8, 512), urgent, real_time=True))
+        wanted = sorted(best_effort, key=lambda s: -s.arrived_s) + sorted(real_time, key=lambda s: -s.last_token_s)
+        assert [one.request_id for one in found] == [one.request_id for one in wanted]
+
+
+def test_best_effort_keeps_its_share_of_the_time_before_prompts() -> None:
+    """Where time is short and not memory, real-time prompts leave it a share of the iteration."""
+    for share, shortest_s, longest_s in ((0.0, 0.18, 0.2), (0.5, 0.08, 0.1)):
+        policy, kv = packing(cut=True, share=share), roomy()
+        running(policy, kv, "decode", 8, "rt", last_s=1.0)  # 200 ms
+        policy.add(0.9, request("prompt", 250, arrived_s=0.95))
+        policy.add(0.0, request("be", 250, "be"))
+        rows = {row.sequence.request_id: row.count for row in step(policy, kv, 1.0).rows}
+        assert shortest_s <= (rows["prompt"] + 12) / 1000 <= longest_s
+        assert ("be" in rows) == (share > 0.0)
+
+
+def test_the_size_of_a_batch_bounds_real_time_rows_where_asked() -> None:
+    for bound, expected in ((False, 6), (True, 2)):
+        policy, kv = packing(first=2, bound=bound), roomy()
+        for index in range(6):
+            running(policy, kv, f"d{index}", 8, "rt", last_s=0.9)
+        assert len(names(step(policy, kv, 1.0))) == expected

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
+from collections.abc import Iterator
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -161,3 +165,35 @@ def test_buckets_always_meet_cover_everything_and_count_right(data: st.DataObjec
             for bucket in lengths.buckets.buckets:
                 uneven = bucket.count > safe and bucket.below > 0.5 * bucket.count and bucket.high - bucket.low > 1
                 assert not uneven or len(lengths.buckets) == 64
+
+
+class Visited(list[Any]):
+    """Counts the entries that are looked at."""
+
+    seen = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        Visited.seen += 1
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[Any]:
+        for entry in super().__iter__():
+            Visited.seen += 1
+            yield entry
+
+
+@pytest.mark.parametrize("buckets", [2, 16, 256, 1024])
+def test_a_request_looks_at_logarithmically_many_buckets(buckets: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B11 · The paper walks over all buckets (O(n·k)); arrival, batch and departure here bisect."""
+    held = BucketSet(4096, max_buckets=buckets, count_between=lambda low, high: 0)
+    width = held.cells // buckets
+    held.rebound([number * width for number in range(buckets)])
+    monkeypatch.setattr(held, "_lows", Visited(held._lows))
+    monkeypatch.setattr(held, "_buckets", Visited(held._buckets))
+    most = 0
+    for cell in range(0, held.cells, 37):
+        for ask in (held.added, held.bucket_of, held.removed):
+            Visited.seen = 0
+            ask(cell)
+            most = max(most, Visited.seen)
+    assert 0 < most <= math.ceil(math.log2(buckets)) + 2

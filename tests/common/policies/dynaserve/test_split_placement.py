@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from cohort.common.config import DynaServeAblation, DynaServeConfig
 from cohort.common.policies.dynaserve.instance_work import Balance, InstanceWork, work_seconds
@@ -90,6 +91,46 @@ def test_an_idle_instance_takes_a_request_whole() -> None:
     assert placed.segments == (Segment(0, None, "b"),)
     assert placed.reason == "whole: an instance is idle"
     assert placed.estimated_s > 8000 * GPU.token_s
+
+
+SLOW = StepTimes(1.3e-3, 1.06e-4, 4.0e-4, 0.022, 1.8e-8, 1.5e-7)
+"""A third of the compute, the same bandwidth."""
+PRICED = structs.replace(GPU, mixed_share=0.2)
+
+
+def test_an_instance_that_computes_slowly_and_reads_as_fast_decodes_for_the_other() -> None:
+    fast, slow = instance("a", *prompts(3), *decodes(10)), instance("b", *prompts(3), *decodes(20), times=SLOW)
+    placed = place(placement(), request("r", 1000, 300.0), fast, slow)
+    assert placed.segments == (Segment(0, 1000, "a"), Segment(1000, None, "b"))
+    # Without the tokens free there it would wait for blocks between two of its tokens.
+    full = instance("b", *prompts(3), *decodes(20), times=SLOW, blocks=50)
+    assert place(placement(), request("r", 1000, 300.0), fast, full).segments == (Segment(0, None, "a"),)
+
+
+def test_the_other_way_round_nothing_is_saved() -> None:
+    slow, fast = instance("a", *decodes(10), times=SLOW), instance("b", *prompts(12), *decodes(60))
+    assert place(placement(), request("r", 1000, 300.0), slow, fast).segments == (Segment(0, None, "a"),)
+
+
+@pytest.mark.parametrize(("times", "splits"), [(PRICED, True), (GPU, False)])
+def test_where_mixing_has_a_price_few_decodes_become_none(times: StepTimes, splits: bool) -> None:
+    few = instance("a", *prompts(2), *decodes(1), times=times)
+    many = instance("b", *prompts(3), *decodes(30), times=times)
+    placed = place(placement(), request("r", 1000, 300.0), few, many)
+    assert (len(placed.segments) == 2) is splits
+    if splits:
+        assert placed.segments == (Segment(0, 1000, "a"), Segment(1000, None, "b"))
+    # What has many keeps its own.
+    queued = instance("a", *prompts(4), *decodes(1), times=times)
+    soon = instance("b", *decodes(30), times=times)
+    assert len(place(placement(), request("r", 3000, 300.0), queued, soon).segments) == 1
+
+
+def test_idle_instances_save_no_work_whatever_mixing_costs() -> None:
+    placed = place(
+        placement(), request("r", 1000, 300.0), instance("a", times=PRICED), instance("b", *decodes(3), times=PRICED)
+    )
+    assert placed.segments == (Segment(0, None, "a"),)
 
 
 def test_a_prompt_goes_where_it_is_done_first_however_much_there_is_to_decode() -> None:

@@ -102,7 +102,7 @@ def test_every_variant(variant: str) -> None:
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_forecast_costs_time_and_never_an_answer(kind: str) -> None:
-    cluster = world(39, blocks=18, lending="forecast")
+    cluster = world(40, blocks=18, lending="forecast")
     offer(cluster, 45, partial(requests, kind=kind))
     finish(cluster)
     assert cluster.attempts_lost == 0

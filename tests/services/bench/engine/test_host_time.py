@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from cohort.common.policies.bros.slack_packing import SlackPacking
+from cohort.common.policies.interface import IterationScheduler
 from cohort.services.bench.engine.inside.host_time import measure
 
 
@@ -18,7 +20,8 @@ def test_every_part_takes_time(preset: str, ahead: bool) -> None:
     assert all(part > 0 for part in parts) and found.whole_us == sum(parts)
 
 
-def test_a_scheduler_that_plans_nothing_ahead_cannot_be_measured_so() -> None:
+def test_a_scheduler_that_plans_nothing_ahead_cannot_be_measured_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlackPacking, "continues", IterationScheduler.continues)
     with pytest.raises(RuntimeError, match="ahead"):
         measure("bros", 3, 40, 5, ahead=True)
 

@@ -1,4 +1,4 @@
-"""The JSON of answers, in OpenAI's shapes: whole, in chunks, and errors.
+"""The JSON of completions and chat completions, in OpenAI's shapes: whole and in chunks.
 
 Structs say which keys exist; two builders, one per endpoint, fill them. Log-probabilities become JSON as they arrive
 (`Scores`): a tenth of the objects' size, and no end of an answer has all of them to write at once. Called by
@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cohort.common.errors import RequestError
 from cohort.common.machines.entry import Entry
 from cohort.common.messages import TokenLogprob
 from cohort.common.types import FinishReason, Prediction
 from cohort.services.gateway.choice import Piece, ScoredToken
 from cohort.services.gateway.detokenizer import TokenText
-from cohort.services.gateway.service_headers import printable
 from cohort.services.gateway.timing import GatewayTimes, ttft_stages
 from cohort.services.gateway.tool_calls import CallDelta
 
@@ -233,6 +231,10 @@ class ChatScores:
     def json(self) -> msgspec.Raw:
         return msgspec.Raw(b'{"content":[%b],"refusal":null}' % bytes(self._list))
 
+    def items(self) -> bytes:
+        """Of a JSON list, without its brackets."""
+        return bytes(self._list)
+
 
 def _append(written: bytearray, items: Sequence[object]) -> None:
     if written:
@@ -406,22 +408,6 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> 
     return Usage(
         prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptTokensDetails(cached_tokens)
     )
-
-
-def error_body(error: RequestError) -> dict[str, Any]:
-    return {
-        "error": {
-            "message": printable(error.message, 2000),
-            "type": error.type_,
-            "param": None if error.param is None else printable(error.param, 200),
-            "code": error.status,
-        }
-    }
-
-
-def retry_after(error: RequestError) -> str | None:
-    """Whole seconds, at least one."""
-    return None if error.retry_after_s is None else str(max(1, math.ceil(error.retry_after_s)))
 
 
 def _finite(value: float) -> float:

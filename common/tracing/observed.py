@@ -1,0 +1,62 @@
+"""A machine that is looked at while it works: its events and effects become spans.
+
+`traced` is the line between a service and its machine, as `recording.recorded` is; both may be in it. With tracing off
+it hands back what it was given, so nothing is called more than before. An observer that fails ends the tracing of this
+process with an error in the log, never the machine's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import structlog
+
+from cohort.common.machines.machine import Effect, Event, Machine
+from cohort.common.service import ServiceContext
+from cohort.common.tracing.spans import Tracing
+
+Seen = TypeVar("Seen", contravariant=True)
+Done = TypeVar("Done", contravariant=True)
+
+
+class Observer(Protocol[Seen, Done]):
+    def handled(self, now_s: float, took_s: float, events: Sequence[Seen], effects: Sequence[Done]) -> None:
+        """A call of `handle` is over: it was told this at `now_s`, took `took_s` and answered so."""
+
+
+class Observed(Generic[Event, Effect]):
+    """Stands in for a machine."""
+
+    def __init__(
+        self,
+        machine: Machine[Event, Effect],
+        observer: Observer[Event, Effect],
+        now_s: Callable[[], float],
+        log: structlog.stdlib.BoundLogger,
+    ) -> None:
+        self._handle = machine.handle
+        self.check = machine.check
+        self._observer: Observer[Event, Effect] | None = observer
+        self._now_s = now_s
+        self._log = log
+
+    def handle(self, now_s: float, *events: Event) -> list[Effect]:
+        effects = self._handle(now_s, *events)
+        if self._observer is not None:
+            try:
+                self._observer.handled(now_s, max(0.0, self._now_s() - now_s), events, effects)
+            except Exception:
+                self._observer = None
+                self._log.exception("tracing failed; this process writes no spans of requests any more")
+        return effects
+
+
+def traced(
+    context: ServiceContext, machine: Machine[Event, Effect], observer: Callable[[Tracing], Observer[Event, Effect]]
+) -> Machine[Event, Effect]:
+    """The machine, or one that is observed. Raises `ConfigError` where traces are wanted and cannot be had."""
+    tracing = Tracing.opened(context)
+    if tracing is None:
+        return machine
+    return Observed(machine, observer(tracing), context.clock.now_s, context.log)

@@ -1,0 +1,223 @@
+"""Checks of this machine, for a configuration that is served or about to be.
+
+Called by `doctor.py`. Sources under /proc, /sys and /dev are arguments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from cohort.common.config import Config
+from cohort.services.cli.checks.finding import Finding, fine, problem, size, skipped, warning
+from cohort.services.launcher.plan import ProcessPlan
+from cohort.services.launcher.preflight import port_problem
+
+LEAST_DISK_BYTES, ENOUGH_DISK_BYTES = 512 << 20, 4 << 30
+LEAST_SHARED_BYTES = 256 << 20
+LEAST_DESCRIPTORS, ENOUGH_DESCRIPTORS = 1024, 16_384
+_TIME_ERROR = 5
+"""`adjtimex`: the clock is not synchronised."""
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def ports(plans: Iterable[ProcessPlan], running: bool, taken: Callable[[str, int], str] = port_problem) -> Finding:
+    """`running`: the pipeline itself has them."""
+    if running:
+        return skipped("ports", "the pipeline that runs here has them")
+    for plan in plans:
+        if found := taken(plan.host, plan.port):
+            return problem(
+                "ports",
+                f"{plan.instance}: {found}",
+                f"see who listens: ss -ltnp 'sport = :{plan.port}'; or another --port",
+            )
+    return fine("ports", "all free")
+
+
+def disk(
+    folders: Mapping[str, Path], usage: Callable[[Path], Usage] = lambda path: Usage(*shutil.disk_usage(path))
+) -> Finding:
+    """`folders` by what is kept there; one that does not exist yet is looked at where it would be made."""
+    least: tuple[int, str] | None = None
+    for what, folder in folders.items():
+        there = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
+        free = usage(there).free
+        if least is None or free < least[0]:
+            least = (free, f"{size(free)} free in {there} ({what})")
+    if least is None:
+        return skipped("disk space", "nothing is kept")
+    free, says = least
+    cure = "remove old files (df -h), or name other folders: batch.folder, COHORT_CACHE_DIR"
+    if free < LEAST_DISK_BYTES:
+        return problem("disk space", says, cure)
+    return warning("disk space", says, cure) if free < ENOUGH_DISK_BYTES else fine("disk space", says)
+
+
+def shared_memory(
+    moves_kv: bool,
+    folder: Path = Path("/dev/shm"),
+    usage: Callable[[Path], Usage] = lambda path: Usage(*shutil.disk_usage(path)),
+) -> Finding:
+    """UCX moves KV between processes of a host through it."""
+    name = "shared memory"
+    if not moves_kv:
+        return skipped(name, "this placement moves no KV")
+    try:
+        found = usage(folder)
+    except OSError as error:
+        return problem(name, f"{folder} cannot be used: {error.strerror}", "mount a tmpfs there, mode 1777")
+    says = f"{size(found.free)} of {size(found.total)} free in {folder}"
+    if found.free < LEAST_SHARED_BYTES:
+        return warning(name, says, "a container: --shm-size=1g (compose: shm_size); else remove what is left there")
+    return fine(name, says)
+
+
+def descriptors(limits: tuple[int, int] | None = None) -> Finding:
+    """Open files: a socket for each client. The launcher raises the soft limit to the hard one."""
+    _, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
+    name, endless = "open files", hard == resource.RLIM_INFINITY
+    says = "no limit" if endless else f"at most {hard} in a process"
+    cure = "ulimit -Hn 65536 as root; systemd: LimitNOFILE=65536; docker: --ulimit nofile=65536"
+    if endless or hard >= ENOUGH_DESCRIPTORS:
+        return fine(name, says)
+    return problem(name, says, cure) if hard < LEAST_DESCRIPTORS else warning(name, says, cure)
+
+
+def memory(config: Config, weights_bytes: int, meminfo: Path = Path("/proc/meminfo")) -> Finding:
+    """RAM for weights and KV of the workers on this processor."""
+    name = "memory"
+    if config.on_gpu:
+        return skipped(name, "weights and KV lie on the GPU")
+    try:
+        lines = meminfo.read_text(encoding="ascii").splitlines()
+        available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return skipped(name, f"{meminfo} does not say")
+    workers = len(config.instance_roles)
+    kv = (config.kv.memory_bytes or config.kv.cpu_memory_bytes) + config.kv.host_memory_bytes
+    wanted = workers * (weights_bytes + kv)
+    says = f"{workers} workers want about {size(wanted)}, {size(available)} are available"
+    if wanted > available:
+        return problem(
+            name, says, "fewer workers, or less for each: --set kv.cpu_memory_bytes=… kv.host_memory_bytes=…"
+        )
+    return fine(name, says)
+
+
+def threads(config: Config, cores: int) -> Finding:
+    """Threads of the workers that compute at one time, against cores."""
+    each = [config.worker_threads(instance, cores) for instance in config.instance_roles]
+    wanted = max(each, default=0) if config.gathers else sum(each)
+    says = f"{wanted} threads of {len(each)} workers compute at one time on {cores} cores"
+    if wanted > 2 * cores:
+        return problem("threads", says, f"--set engine.threads={max(1, cores // max(1, len(each)))}, or fewer workers")
+    if wanted > cores and not config.on_gpu:
+        return warning("threads", says, f"--set engine.threads={max(1, cores // max(1, len(each)))}")
+    return fine("threads", says)
+
+
+def load(cores: int, running: bool, average: float | None = None) -> Finding:
+    """Programs beside: a busy machine serves by guesses."""
+    name, busy = "load", os.getloadavg()[0] if average is None else average
+    says = f"{busy:.1f} processes want {cores} cores"
+    if running or busy <= cores:
+        return fine(name, says + (", the pipeline's own among them" if running else ""))
+    return warning(name, says, "end what else runs (top), or expect latencies of a machine that is shared")
+
+
+def autogroup(busy: bool, proc: Path = Path("/proc")) -> Finding:
+    """With autogroup a process's niceness counts within its session only: a niced build still takes half a core's
+    time from a pipeline. Matters where programs run beside."""
+    name = "autogroup"
+    try:
+        on = (proc / "sys" / "kernel" / "sched_autogroup_enabled").read_text(encoding="ascii").strip() == "1"
+    except OSError:
+        return skipped(name, "this kernel has none")
+    if not on:
+        return fine(name, "off: niceness counts between sessions")
+    if not busy:
+        return fine(name, "on, and nothing else runs")
+    return warning(
+        name,
+        "on: other sessions take as much as the pipeline, however nice they are",
+        "sysctl -w kernel.sched_autogroup_enabled=0, or: echo -10 > /proc/PID/autogroup",
+    )
+
+
+def governor(cpu: Path = Path("/sys/devices/system/cpu")) -> Finding:
+    """The processor's clocks: a governor that saves power raises them late."""
+    name = "processor clocks"
+    found = set()
+    for file in sorted(cpu.glob("cpu[0-9]*/cpufreq/scaling_governor")):
+        try:
+            found.add(file.read_text(encoding="ascii").strip())
+        except OSError:
+            continue
+    if not found:
+        return skipped(name, "not this system's to say (a virtual machine?)")
+    if "powersave" in found and not (cpu / "intel_pstate").exists():
+        return warning(name, "the governor is powersave", "cpupower frequency-set -g performance")
+    return fine(name, f"governor {', '.join(sorted(found))}")
+
+
+def clock(one_machine: bool, state: Callable[[], int] | None = None) -> Finding:
+    """Whether the system's clock is synchronised: requests carry their arrival as wall-clock time between hosts."""
+    name = "clock"
+    try:
+        found = (state or _clock_state)()
+    except OSError:
+        return skipped(name, "this system does not say")
+    if found != _TIME_ERROR:
+        return fine(name, "synchronised")
+    says = "not synchronised"
+    if one_machine:
+        return fine(name, f"{says}; all processes share it")
+    return warning(name, says, "run a time daemon: timedatectl set-ntp true")
+
+
+def gpu_clocks(reasons: Mapping[str, str]) -> Finding:
+    """`reasons`: why a GPU is slowed down, by its name (`slowed_gpus`)."""
+    name = "GPU clocks"
+    if not reasons:
+        return fine(name, "none is slowed down by heat or power")
+    says = "; ".join(f"{gpu}: {reason}" for gpu, reason in reasons.items())
+    return warning(name, says, "look at nvidia-smi -q -d PERFORMANCE,TEMPERATURE; mend cooling or power")
+
+
+_SLOWED = {0x8: "hardware slowdown", 0x20: "software, for heat", 0x40: "hardware, for heat", 0x80: "power brake"}
+
+
+def slowed_gpus(rows: Iterable[str]) -> dict[str, str]:
+    """From rows "name, mask" of `nvidia-smi --query-gpu=name,clocks_throttle_reasons.active`."""
+    found: dict[str, str] = {}
+    for index, row in enumerate(rows):
+        gpu, _, mask = row.rpartition(",")
+        try:
+            bits = int(mask.strip(), 16)
+        except ValueError:
+            continue
+        if reasons := [words for bit, words in _SLOWED.items() if bits & bit]:
+            found[f"GPU {index} ({gpu.strip()})"] = ", ".join(reasons)
+    return found
+
+
+def _clock_state() -> int:
+    """`adjtimex` that changes nothing. Raises `OSError` where there is none."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "adjtimex"):
+        raise OSError("no adjtimex")
+    state: int = library.adjtimex(ctypes.create_string_buffer(512))
+    if state < 0:
+        raise OSError(ctypes.get_errno(), "adjtimex")
+    return state

@@ -1,0 +1,170 @@
+"""`cohort doctor`: what is wrong with this machine or with a running pipeline, and what helps.
+
+Collects what the checks (`checks/`) look at, runs them, shows what they say. Changes nothing. A check that fails itself
+is a finding, too: the others still run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cohort.common import exposure, paths
+from cohort.common.config import Config, load_config
+from cohort.common.devices import inventory
+from cohort.common.errors import CohortError, ConfigError
+from cohort.services.cli.checks import files, machine, pipeline
+from cohort.services.cli.checks.finding import Finding, problem, skipped
+from cohort.services.cli.checks.reading import Reading
+
+EPILOG = """\
+examples:
+  cohort doctor                                  this machine, and the pipeline on port 8000 if one runs
+  cohort doctor --model ~/models/Qwen3-8B        would this be served?
+  cohort doctor --url http://gpu-box:8001        a pipeline elsewhere: its monitor's address
+  cohort doctor --json | jq '.[] | select(.status == "problem")'
+
+Exit codes: 0 nothing is wrong (warnings may be), 1 there is a problem, 2 a wrong option or configuration."""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "doctor",
+        help="what is wrong with this machine or a running pipeline, and the cure",
+        description="Look at this machine and at a running pipeline: what does not work, what works badly, what helps.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", metavar="FOLDER", help="as for `cohort serve`")
+    parser.add_argument("--preset", default="", metavar="NAME", help="likewise")
+    parser.add_argument("--config", action="append", type=Path, default=[], metavar="FILE", help="likewise")
+    parser.add_argument("--set", action="append", default=[], dest="assignments", metavar="KEY=VALUE", help="likewise")
+    parser.add_argument("--port", type=int, metavar="PORT", help="likewise; of the pipeline that is looked at, too")
+    parser.add_argument("--url", default="", help="only the pipeline whose monitor answers here, not this machine")
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.set_defaults(served_name=None, host=None, tls_cert=None, tls_key=None)
+
+
+def run(options: argparse.Namespace) -> int:
+    found = list(of_pipeline(options.url, wanted=True)) if options.url else list(of_both(options))
+    if options.json:
+        sys.stdout.write(json.dumps(msgspec.to_builtins(found), indent=1) + "\n")
+    else:
+        _show(found)
+    return 1 if any(finding.status == "problem" for finding in found) else 0
+
+
+def of_both(options: argparse.Namespace) -> Iterator[Finding]:
+    """This machine, by the configuration of the pipeline that runs on the port, or of the one the options describe."""
+    from cohort.services.launcher.options import keys_of, overrides_of
+    from cohort.services.launcher.run_files import RunFiles
+
+    overrides = overrides_of(options, keys_of(options.config))
+    config = load_config(options.config, preset=options.preset, overrides=overrides, machine=inventory.this_machine)
+    run_files = RunFiles(paths.run_dir(config.gateway.port))
+    running = run_files.claimed
+    if running and run_files.config_file.is_file():
+        config = load_config([run_files.config_file])
+    yield from of_machine(config, running=running)
+    yield from of_pipeline(monitor_url(config), wanted=running)
+
+
+def monitor_url(config: Config) -> str:
+    from cohort.services.launcher.plan import http_base
+
+    return http_base(config.monitor.host, config.monitor.port)
+
+
+def of_machine(config: Config, *, running: bool) -> Iterator[Finding]:
+    from cohort.common.policies import compose
+    from cohort.services.launcher.box import on_box
+    from cohort.services.launcher.plan import plan, resolve
+    from cohort.services.launcher.preflight import free_port, usable_cores
+    from cohort.services.simulator.data_files import names, user_folder
+    from cohort.services.simulator.hardware import load_device
+
+    cores = usable_cores()
+    folder = Path(config.model.path).expanduser() if config.model.path else paths.default_model_dir()
+    try:
+        compose.check_names(config)
+        settled = on_box(config, inventory.visible_gpus(), workers_given=True, model=folder)
+        settled = resolve(settled, model=folder, cores=cores, free_port=free_port)
+    except CohortError as error:
+        yield problem("configuration", str(error), "cohort serve --print-config shows what is configured")
+        settled = config
+    moves_kv = compose.moves_kv(settled)
+    kept = {
+        "cache": paths.cache_dir(),
+        "batches": Path(settled.batch.folder).expanduser() if settled.batch.folder else paths.cache_dir(),
+    }
+    own = [name for name in names("devices") if (user_folder() / "devices" / f"{name}.yaml").is_file()]
+    load = _checked("load", lambda: machine.load(cores, running))
+    yield from (
+        _checked("model", lambda: files.model(config, folder)),
+        _checked("ports", lambda: machine.ports(plan(settled, cores), running)),
+        _checked("disk space", lambda: machine.disk(kept)),
+        _checked("memory", lambda: machine.memory(settled, files.weights_bytes(folder))),
+        _checked("threads", lambda: machine.threads(settled, cores)),
+        load,
+        _checked("autogroup", lambda: machine.autogroup(load.status == "warning")),
+        _checked("processor clocks", machine.governor),
+        _checked("open files", machine.descriptors),
+        _checked("shared memory", lambda: machine.shared_memory(moves_kv)),
+        _checked("UCX", lambda: files.ucx(settled, moves_kv)),
+        _checked("GPU", lambda: files.gpu(settled, files.ask_torch)),
+        _checked("GPU clocks", lambda: machine.gpu_clocks(machine.slowed_gpus(inventory.throttling()))),
+        _checked("clock", lambda: machine.clock(exposure.stays_here(settled))),
+        _checked("certificate", lambda: files.certificate(settled)),
+        _checked("traces", lambda: files.traces(settled)),
+        _checked("profiles", lambda: files.profiles(settled, [(n, load_device(n)[1].profile) for n in own])),
+    )
+
+
+def of_pipeline(url: str, *, wanted: bool) -> Iterator[Finding]:
+    """`wanted`: a pipeline should be there."""
+    try:
+        reading = Reading.of(url)
+    except (OSError, ValueError) as error:
+        if wanted:
+            yield problem("monitor", f"no monitor answers at {url}: {error}", "cohort serve --status; its log")
+        else:
+            yield skipped("pipeline", "none runs on this port")
+        return
+    for check in pipeline.CHECKS:
+        yield _checked(check.__name__, lambda check=check: check(reading))  # type: ignore[misc]
+
+
+def _checked(name: str, check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except ConfigError as error:
+        return problem(name, str(error), "mend the configuration")
+    except Exception as error:
+        return problem(name, f"the check itself failed: {type(error).__name__}: {error}", "report this as a defect")
+
+
+def _show(found: list[Finding]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"ok": "green", "warning": "yellow", "problem": "bold red", "skipped": "dim"}
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("check", "", "what was found"):
+        table.add_column(column, no_wrap=column != "what was found")
+    for finding in found:
+        says = Text(finding.says)
+        if finding.cure:
+            says.append(f"\n→ {finding.cure}", "cyan")
+        table.add_row(finding.check, Text(finding.status, colours[finding.status]), says)
+    console = Console() if sys.stdout.isatty() else Console(width=140)
+    console.print(table)
+    problems, warned = (sum(finding.status == status for finding in found) for status in ("problem", "warning"))
+    console.print("nothing is wrong" if not problems + warned else f"{problems} problems, {warned} warnings")

@@ -1,0 +1,121 @@
+"""`cohort log-level`: another log level for processes that run, until they end.
+
+Finds the pipeline by its run folder, as `cohort serve --status` does; leaves each process a file and signals it
+(`common/log_levels.py`). Signals only processes whose start time matches the one on record and that catch the signal:
+one that is just starting would be ended by it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cohort.common import paths
+from cohort.common.log_levels import LEVELS, Level, ask_for_level
+from cohort.services.launcher.run_files import ProcessMark, RunFiles
+
+DEFAULT_PORT = 8000
+ANSWER_DEADLINE_S = 3.0
+_POLL_S = 0.02
+
+EPILOG = """\
+examples:
+  cohort log-level debug                   every process of the pipeline on port 8000
+  cohort log-level gateway debug           one process, named as in `cohort status`
+  cohort log-level worker info             all workers
+  cohort log-level prefill debug           prefill-0, prefill-1 …
+  kill -USR2 PID                           without this command: debug, and the next time back
+  docker compose kill -s SIGUSR2 gateway   the same in containers
+
+A level lasts until the process ends; `logging.level` is what it starts with.
+Exit codes: 0 all of them changed, 1 a process did not, 2 no process has that name, 3 no pipeline is running."""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "log-level",
+        help="change what running processes write into their logs",
+        description="Change the log level of running processes: all, one, or those of one kind.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "service",
+        nargs="?",
+        default="",
+        metavar="SERVICE",
+        help="a process (gateway, manager, predictor, monitor, prefill-0 …) or a kind of worker (worker, prefill, "
+        "decode, unified); default: all",
+    )
+    parser.add_argument("level", choices=LEVELS, metavar="LEVEL", help=f"one of {', '.join(LEVELS)}")
+    parser.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help="the pipeline's, where clients come (default: %(default)s)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    files = RunFiles(paths.run_dir(options.port))
+    state = files.state()
+    if state is None or not files.claimed:
+        sys.stderr.write(f"no pipeline is running on port {options.port}\n")
+        return 3
+    chosen = matching(options.service, list(state.processes))
+    if not chosen:
+        sys.stderr.write(f"no process is called {options.service}; there are: {', '.join(state.processes)}\n")
+        return 2
+    return change(files.folder, {name: state.processes[name] for name in chosen}, options.level)
+
+
+def matching(service: str, instances: Sequence[str]) -> list[str]:
+    """The processes that a word names. A folder's name (bucketing_manager) names its process, too."""
+    word = {"bucketing_manager": "manager", "length_predictor": "predictor", "global_monitor": "monitor"}.get(
+        service, service.removesuffix("_worker")
+    )
+    kinds = ("prefill", "decode", "unified")
+    match word:
+        case "":
+            return list(instances)
+        case "worker" | "workers":
+            return [name for name in instances if name.rpartition("-")[0] in kinds]
+        case _:
+            return [name for name in instances if name == word or name.rpartition("-")[0] == word]
+
+
+def change(folder: Path, marks: Mapping[str, ProcessMark], level: Level) -> int:
+    """Ask each of them, and wait until it has read its file. 0: all did."""
+    asked: dict[str, Path] = {}
+    failed: dict[str, str] = {}
+    for instance, mark in marks.items():
+        if not catches(mark.pid, signal.SIGUSR2):
+            failed[instance] = "is starting or has ended; try again"
+            continue
+        path = ask_for_level(folder, instance, level)
+        if mark.send(signal.SIGUSR2):
+            asked[instance] = path
+        else:
+            path.unlink(missing_ok=True)
+            failed[instance] = "has ended"
+    deadline_s = time.monotonic() + ANSWER_DEADLINE_S
+    while any(path.exists() for path in asked.values()) and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+    for instance, path in asked.items():
+        if path.exists():
+            failed[instance] = f"did not answer within {ANSWER_DEADLINE_S:.0f} s"
+    for instance in marks:
+        sys.stdout.write(f"{instance}: {failed.get(instance, level)}\n")
+    return 1 if failed else 0
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether this process has a handler for the signal (`SigCgt`, a mask of 64 bits); False if it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+        caught = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
+    except (OSError, StopIteration):
+        return False
+    return bool(int(caught, 16) >> (number - 1) & 1)

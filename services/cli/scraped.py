@@ -1,0 +1,98 @@
+"""The monitor's joint metrics, read over HTTP: sums, and quantiles of histograms, also of what came between readings.
+
+Used by `cohort top` and `cohort doctor`. Prometheus does the same with rate() and histogram_quantile(); this is for a
+terminal, without one.
+"""
+
+from __future__ import annotations
+
+import math
+import ssl
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from cohort.common.tls import unverified
+
+ANSWER_DEADLINE_S = 3.0
+Labels = frozenset[tuple[str, str]]
+
+
+def get(url: str, timeout_s: float = ANSWER_DEADLINE_S) -> tuple[bytes, Mapping[str, str]]:
+    """Body and headers. Straight to the process: a proxy of the environment has no business with a local address.
+    Raises `OSError` (also for an HTTP status beyond 299)."""
+    encrypted: ssl.SSLContext | None = unverified() if url.startswith("https:") else None
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if encrypted is not None:
+        handlers.append(urllib.request.HTTPSHandler(context=encrypted))
+    with urllib.request.build_opener(*handlers).open(url, timeout=timeout_s) as answer:
+        return answer.read(), dict(answer.headers.items())
+
+
+class Scraped:
+    """One reading."""
+
+    def __init__(self, text: str) -> None:
+        self._samples: dict[str, dict[Labels, float]] = defaultdict(dict)
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                self._samples[sample.name][frozenset(sample.labels.items())] = sample.value
+
+    @staticmethod
+    def of(url: str) -> Scraped:
+        """From the monitor at this address. Raises `OSError`, `ValueError`."""
+        return Scraped(get(url.rstrip("/") + "/metrics")[0].decode("utf-8", "replace"))
+
+    def since(self, earlier: Scraped) -> Scraped:
+        """What was counted between the two. A counter that is smaller than before began anew."""
+        grown = Scraped("")
+        for name, series in self._samples.items():
+            before = earlier._samples.get(name, {})
+            grown._samples[name] = {
+                labels: value - before.get(labels, 0.0) if value >= before.get(labels, 0.0) else value
+                for labels, value in series.items()
+            }
+        return grown
+
+    def each(self, name: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
+        """Series of this name with these labels."""
+        wanted = labels.items()
+        for found, value in self._samples.get(name, {}).items():
+            if found >= wanted:
+                yield dict(found), value
+
+    def total(self, name: str, **labels: str) -> float:
+        return sum(value for _, value in self.each(name, **labels) if not math.isnan(value))
+
+    def values(self, name: str, label: str) -> list[str]:
+        """Values that this label has."""
+        return sorted({found.get(label, "") for found, _ in self.each(name)} - {""})
+
+    def quantile(self, name: str, share: float, **labels: str) -> float | None:
+        """Of a histogram, interpolated within the bucket as Prometheus does; None where nothing was observed."""
+        buckets: dict[float, float] = defaultdict(float)
+        for found, value in self.each(f"{name}_bucket", **labels):
+            buckets[float(found["le"])] += value
+        bounds = sorted(buckets)
+        if not bounds or not buckets[bounds[-1]]:
+            return None
+        rank, below, lower = share * buckets[bounds[-1]], 0.0, 0.0
+        for bound in bounds:
+            count = buckets[bound]
+            if count >= rank:
+                if math.isinf(bound):
+                    return lower
+                inside = count - below
+                return bound if inside <= 0 else lower + (bound - lower) * (rank - below) / inside
+            below, lower = count, bound
+        return lower
+
+
+def unreachable(error: OSError) -> str:
+    """Why an address did not answer, for a person."""
+    if isinstance(error, urllib.error.HTTPError):
+        return f"HTTP {error.code}"
+    return str(getattr(error, "reason", error)) or type(error).__name__

@@ -1,0 +1,164 @@
+"""The responses that are kept: in one SQLite database, bounded by count, bytes and age, each for its owner alone.
+
+A response is kept with all items it was made from, those of the responses before it included, so that a conversation
+goes on although its beginning was deleted or has expired. Beyond a bound the oldest go: of an owner beyond its share
+first, then of the owner that has most. `ResponseStore` is synchronous and belongs to one thread, that of
+`sqlite_file.OnThread`, through which `responses_api_kept.py` calls it; time is an argument (wall-clock seconds).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from cohort.common.config import ResponsesConfig
+from cohort.common.errors import ConfigError
+from cohort.services.gateway.sqlite_file import connect
+
+SCHEMA_VERSION = 1
+ROW_BYTES = 256
+"""Of a response besides its JSON: ids, times, index entries."""
+SHRINK_PAGES = 1024  # given back to the disk at once, 4 MiB
+_SCHEMA = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;
+CREATE TABLE responses (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
+    created_at INTEGER NOT NULL,
+    response BLOB NOT NULL,
+    items BLOB NOT NULL
+) STRICT;
+CREATE INDEX responses_by_owner ON responses (owner, seq, bytes);
+CREATE INDEX responses_by_age ON responses (created_at)
+"""
+
+
+class StoredResponse(msgspec.Struct, frozen=True):
+    """`response`: its JSON as it was answered; `items`: the JSON list of what it was made from."""
+
+    id: str
+    owner: str
+    created_at: int
+    response: bytes
+    items: bytes
+
+    @property
+    def bytes(self) -> int:
+        return len(self.response) + len(self.items) + ROW_BYTES
+
+
+class ResponseStore:
+    """One open database. Not for two threads at a time."""
+
+    def __init__(self, path: Path, config: ResponsesConfig, *, several_owners: bool) -> None:
+        """Opens or creates it. Raises `ConfigError` for a database of another version, `sqlite3.Error` for one that
+        cannot be used."""
+        share = config.owner_share if several_owners else 1.0
+        self._retention_s = config.retention_s
+        self._most = config.max_responses
+        self._most_bytes = config.storage_bytes
+        self._own_most = max(1, int(self._most * share)) if self._most else 0
+        self._own_most_bytes = int(self._most_bytes * share)
+        self._db = connect(path)
+        try:
+            self._prepare(path)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def close(self) -> None:
+        self._db.close()
+
+    def add(self, row: StoredResponse) -> bool:
+        """Keep it, and drop what is beyond count and bytes then. False: it alone is more than its owner's share."""
+        if not self._own_most or row.bytes > self._own_most_bytes:
+            return False
+        with self._transaction():
+            self._db.execute(
+                "INSERT INTO responses (id, owner, bytes, created_at, response, items) VALUES (?, ?, ?, ?, ?, ?)",
+                (row.id, row.owner, row.bytes, row.created_at, row.response, row.items),
+            )
+            while self._exceeds(self._in_use(row.owner), self._own_most, self._own_most_bytes):
+                self._drop_oldest(row.owner)
+            while self._exceeds(self._in_use(None), self._most, self._most_bytes):
+                self._drop_oldest(self._largest_owner())
+        return True
+
+    def get(self, response_id: str, owner: str, now_s: float) -> StoredResponse | None:
+        """None also for another owner's response and for one that is too old."""
+        row = self._db.execute(
+            "SELECT id, owner, created_at, response, items FROM responses "
+            "WHERE id = ? AND owner = ? AND created_at > ?",
+            (response_id, owner, now_s - self._retention_s),
+        ).fetchone()
+        return None if row is None else StoredResponse(*row)
+
+    def delete(self, response_id: str, owner: str, now_s: float) -> bool:
+        """Whether there was one."""
+        changed = self._db.execute(
+            "DELETE FROM responses WHERE id = ? AND owner = ? AND created_at > ?",
+            (response_id, owner, now_s - self._retention_s),
+        )
+        return changed.rowcount == 1
+
+    def sweep(self, now_s: float) -> None:
+        """Drop what is too old, and give freed space back to the disk."""
+        with self._transaction():
+            self._db.execute("DELETE FROM responses WHERE created_at <= ?", (now_s - self._retention_s,))
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('swept_at', ?)", (int(now_s),))
+        self._db.executescript(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")  # `execute` frees a single page
+
+    def swept_at_s(self) -> float | None:
+        """The wall clock at the last sweep, of this process or an earlier one."""
+        row = self._db.execute("SELECT value FROM meta WHERE name = 'swept_at'").fetchone()
+        return None if row is None else float(row[0])
+
+    def in_use(self) -> tuple[int, int]:
+        """Responses and their bytes."""
+        return self._in_use(None)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def _prepare(self, path: Path) -> None:
+        with self._transaction():
+            if self._db.execute("SELECT name FROM sqlite_master WHERE name = 'meta'").fetchone() is None:
+                for statement in _SCHEMA.split(";"):
+                    self._db.execute(statement)
+                self._db.execute("INSERT INTO meta VALUES ('schema_version', ?)", (SCHEMA_VERSION,))
+        row = self._db.execute("SELECT value FROM meta WHERE name = 'schema_version'").fetchone()
+        if row is None or row[0] != SCHEMA_VERSION:
+            version = None if row is None else row[0]
+            raise ConfigError(
+                f"batch.folder: {path} has schema version {version}, this version of Cohort reads {SCHEMA_VERSION}"
+            )
+
+    def _in_use(self, owner: str | None) -> tuple[int, int]:
+        where, values = ("", ()) if owner is None else (" WHERE owner = ?", (owner,))
+        row = self._db.execute(f"SELECT count(*), coalesce(sum(bytes), 0) FROM responses{where}", values).fetchone()
+        return row[0], row[1]
+
+    @staticmethod
+    def _exceeds(used: tuple[int, int], most: int, most_bytes: int) -> bool:
+        return used[0] > most or used[1] > most_bytes
+
+    def _drop_oldest(self, owner: str) -> None:
+        self._db.execute("DELETE FROM responses WHERE seq = (SELECT min(seq) FROM responses WHERE owner = ?)", (owner,))
+
+    def _largest_owner(self) -> str:
+        row = self._db.execute(
+            "SELECT owner FROM responses GROUP BY owner ORDER BY sum(bytes) DESC, owner LIMIT 1"
+        ).fetchone()
+        return str(row[0])

@@ -1,0 +1,80 @@
+"""The next step planned while one runs, and not: every preset samples the same tokens, whatever ends meanwhile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given
+
+from cohort.common.types import FinishReason
+from tests.cluster.cases import PRESETS, Case, cases
+from tests.common.machines.clusters import total
+from tests.common.machines.world import World
+from tests.examples import of_worlds
+
+
+def _ended(world: World) -> dict[str, tuple[list[int], FinishReason | None]]:
+    """What clients got of requests that came to their own end. The world has compared it with what is expected; one
+    that is cancelled has come further in one life than in the other."""
+    return {name: (one.tokens, one.finish) for name, one in world.owned.items() if one.finish and not one.cancelled}
+
+
+def _both(case: Case) -> tuple[World, World]:
+    ahead, after = case.live(), case.live(plan_ahead=False)
+    assert total(after, "planned_ahead") == 0
+    one, other = _ended(ahead), _ended(after)
+    assert {name: one[name] for name in other if name in one} == {name: other[name] for name in one if name in other}
+    return ahead, after
+
+
+def _busy(preset: str, seed: int, blocks: int) -> Case:
+    """Arrivals of both classes that a small cache cannot hold at once, and of which clients leave."""
+    random = Random(seed)
+    arrivals = [
+        (
+            1.5 * random.random(),
+            random.randint(1, 20),
+            random.random() < 0.3,
+            random.randint(5, 30),
+            random.choice(["rt", "be"]),
+            random.choice([0.0, 0.5, 1.0, 2.0]),
+        )
+        for _ in range(24)
+    ]
+    return Case(
+        preset=preset,
+        arrivals=arrivals,  # type: ignore[arg-type]
+        seed=seed,
+        faults=[("cancel", 1.2, 0.0), ("cancel", 1.6, 0.0)],
+        blocks=blocks,
+        host_blocks=40,
+        delay_s=0.002,
+    )
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_steps_are_planned_ahead_and_tokens_are_the_same(preset: str) -> None:
+    seen: Counter[str] = Counter()
+    for seed, blocks in ((1, 64), (2, 20)):
+        ahead, after = _both(_busy(preset, seed, blocks))
+        assert len(_ended(ahead)) > 15
+        assert _ended(ahead).keys() >= _ended(after).keys() - {name for name, o in ahead.owned.items() if o.cancelled}
+        for counter in ("steps", "planned_ahead", "wasted_rows", "preemptions"):
+            seen[counter] += total(ahead, counter)
+        for node in ahead.workers.values():
+            seen["stop"] += node.worker.counters.finished.get("stop", 0)
+    assert seen["planned_ahead"] > seen["steps"] / 20, seen
+    assert seen["wasted_rows"] > 0, "rows of sequences that ended with the step before"
+    assert seen["stop"] > 5
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_tokens_are_the_same_whatever_breaks(preset: str) -> None:
+    @of_worlds(0.03)
+    @given(case=cases(preset))
+    def check(case: Case) -> None:
+        _both(case)
+
+    check()

@@ -1,0 +1,113 @@
+"""`cohort doctor` as a command: what it prints, its exit status, and a monitor that answers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cohort import __version__
+from cohort.services.cli import doctor
+from cohort.services.cli.__main__ import main
+from cohort.services.cli.checks.finding import fine, warning
+from cohort.services.launcher.preflight import free_port
+
+
+class Monitor(HTTPServer):
+    """A monitor of a pipeline with one worker, whose own metrics address is this server's, too."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.version = __version__
+        self.waiting = [0.0] * 120
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def page(self, path: str) -> Any:
+        match path.partition("?")[0]:
+            case "/api/state":
+                worker = {"instance": "decode-0", "role": "decode_worker", "status": "up", "ready": True}
+                more = {"restarts": 0, "stats": {}, "warnings": [], "metrics_url": f"{self.url}/metrics"}
+                return {"processes": [worker | more], "samples": {"requests_waiting": self.waiting}}
+            case "/health":
+                return {"status": "ok", "version": self.version}
+            case "/metrics":
+                return "cohort_bus_forged_total 0\n"
+        return None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Monitor
+
+    def do_GET(self) -> None:
+        page = self.server.page(self.path)
+        body = (page if isinstance(page, str) else json.dumps(page)).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def monitor() -> Iterator[Monitor]:
+    with Monitor() as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_pipeline_that_is_well_and_one_that_is_mixed(monitor: Monitor, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--url", monitor.url]) == 0
+    assert "nothing is wrong" in capsys.readouterr().out
+    monitor.version = "0.0.1"
+    assert main(["doctor", "--url", monitor.url, "--json"]) == 0, "a warning"
+    found = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert found["versions"]["status"] == "warning" and "0.0.1" in found["versions"]["says"]
+    monitor.waiting = [0.0] * 60 + [50.0] * 60
+    monitor.waiting[-1] = 60.0
+    assert main(["doctor", "--url", monitor.url]) == 1
+    printed = capsys.readouterr().out
+    assert "1 problems, 1 warnings" in printed and "→ more workers" in printed
+
+
+def test_no_monitor_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--url", f"http://127.0.0.1:{free_port()}"]) == 1
+    assert "no monitor answers" in capsys.readouterr().out
+
+
+def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every check runs on a real machine and none of them fails itself; a model that is not there is a problem."""
+    monkeypatch.setenv("COHORT_CACHE_DIR", str(tmp_path))
+    absent = tmp_path / "no-model"
+    assert main(["doctor", "--port", str(free_port()), "--model", str(absent), "--json"]) == 1
+    found = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert {"model", "ports", "disk space", "threads", "GPU", "UCX", "clock", "certificate", "profiles"} <= set(found)
+    assert [name for name, finding in found.items() if "the check itself failed" in finding["says"]] == []
+    assert found["model"]["status"] == "problem" and "no such folder" in found["model"]["says"]
+    assert found["pipeline"]["status"] == "skipped"
+
+
+def test_a_check_that_fails_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Any:
+        raise KeyError("x")
+
+    assert doctor._checked("disk", broken).says == "the check itself failed: KeyError: 'x'"
+    assert doctor._checked("disk", lambda: fine("disk", "there")).status == "ok"
+    assert doctor._checked("disk", lambda: warning("disk", "a", "b")).cure == "b"
+
+
+def test_a_wrong_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--set", "kv.blok_size=3"]) == 2
+    assert "did you mean 'block_size'" in capsys.readouterr().err

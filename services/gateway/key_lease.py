@@ -1,6 +1,6 @@
 """One request of an API key while it is open: its part of the key's limits, given back when it ends.
 
-Made by `tenants.py` when a request's headers are there, found by `openai_api.py` with `current_lease`: the handler of a
+Made by `tenants.py` when a request's headers are there, found by `generator.py` with `current_lease`: the handler of a
 request and all that it starts share one context, so nothing between the two has to pass it on.
 """
 

@@ -2,7 +2,8 @@
 
 Called once by `worker_process`. The name holds no matter how often the worker restarts, and is the same in every
 container of a host: the running system's boot id, then the GPU's own id, or the cores this process may use. Workers on
-disjoint cores share nothing; those whose cores overlap in part do not count as sharing either.
+disjoint cores share nothing; those whose cores overlap in part do not count as sharing either, nor do those that have
+fewer threads than cores.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import torch
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def device_name(device: torch.device, cores: Collection[int]) -> str:
-    """HOST/cpu:0-7 or HOST/GPU-<uuid>; HOST is the start of its boot id, or its name where there is none."""
+def device_name(device: torch.device, cores: Collection[int], *, threads: int, instance: str) -> str:
+    """HOST/cpu:0-7 or HOST/GPU-<uuid>; HOST is the start of its boot id, or its name where there is none. A worker with
+    fewer threads than cores leaves the others to other workers: its part of them is a device of its own, named after
+    the instance."""
     if device.type == "cuda":
         return f"{_host()}/GPU-{torch.cuda.get_device_properties(device).uuid}"
-    return f"{_host()}/{device.type}:{ranges(cores)}"
+    part = f"/{instance}" if threads < len(cores) else ""
+    return f"{_host()}/{device.type}:{ranges(cores)}{part}"
 
 
 def ranges(numbers: Collection[int]) -> str:

@@ -57,9 +57,12 @@ class WorkerPolicies(Protocol):
     def moves_kv(self, config: Config) -> bool: ...
 
 
-def capacity_of(config: Config, role: Role, runner: ModelRunner, model: str) -> WorkerCapacity:
+def capacity_of(
+    config: Config, role: Role, runner: ModelRunner, model: str, *, threads: int = 0, instance: str = ""
+) -> WorkerCapacity:
+    """`threads` of the worker; 0: one for every core."""
     geometry = runner.kv.geometry
-    num_blocks = len(runner.kv.blocks)
+    num_blocks, cores = len(runner.kv.blocks), own_cores()
     longest = config.model.max_model_len or runner.geometry.max_positions
     return WorkerCapacity(
         role=role,
@@ -74,7 +77,7 @@ def capacity_of(config: Config, role: Role, runner: ModelRunner, model: str) -> 
         host_blocks=len(runner.kv.host_blocks),
         max_rows=config.engine.max_rows,
         max_step_tokens=config.engine.max_step_tokens,
-        device=device_name(runner.device, own_cores()),
+        device=device_name(runner.device, cores, threads=threads or len(cores), instance=instance),
         engine=engine_facts(runner),
     )
 
@@ -200,7 +203,8 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     warnings = engine_warnings(runner, config, own.sharers)
     for warning in warnings:
         context.log.warning(warning)
-    capacity, links = capacity_of(config, role, runner, context.model_name), open_worker_links(context, policies)
+    capacity = capacity_of(config, role, runner, context.model_name, threads=threads, instance=context.instance)
+    links = open_worker_links(context, policies)
     scheduler = policies.iteration(config)
     kv = policies.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks)
     settings = WorkerSettings.of(config, tuple(links))

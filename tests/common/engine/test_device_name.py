@@ -20,14 +20,21 @@ def test_the_same_cores_are_the_same_device_in_every_process_and_others_are_not(
     cpu = torch.device("cpu")
     program = (
         "import torch; from cohort.common.engine.device_name import device_name, own_cores; "
-        "print(device_name(torch.device('cpu'), own_cores()))"
+        "print(device_name(torch.device('cpu'), own_cores(), threads=999, instance='other'))"
     )
     elsewhere = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert elsewhere.stdout.strip() == device_name(cpu, own_cores())
-    assert device_name(cpu, {0, 1}) != device_name(cpu, {2, 3})
+    here = device_name(cpu, own_cores(), threads=999, instance="this")
+    assert elsewhere.stdout.strip() == here != device_name(cpu, {97, 98}, threads=2, instance="this")
+
+
+def test_workers_with_fewer_threads_than_cores_share_nothing() -> None:
+    cpu = torch.device("cpu")
+    names = {device_name(cpu, {0, 1}, threads=threads, instance=name) for threads in (1, 2) for name in ("a", "b")}
+    assert len(names) == 3  # both that have all cores are one device
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_has_its_own_name_whatever_cores_its_workers_use() -> None:
     gpu = torch.device("cuda", 0)
-    assert device_name(gpu, {0}) == device_name(gpu, {1}) != device_name(torch.device("cpu"), {0})
+    one, other = (device_name(gpu, {core}, threads=1, instance="w") for core in (0, 1))
+    assert one == other != device_name(torch.device("cpu"), {0}, threads=1, instance="w")

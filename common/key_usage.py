@@ -7,9 +7,7 @@ A killed gateway loses what it had not written yet, a second's worth. Written an
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import os
 import sqlite3
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +16,7 @@ import msgspec
 
 from cohort.common import paths
 from cohort.common.errors import ConfigError
+from cohort.common.sqlite_file import make_private, transaction
 
 VERSION = 1
 _SCHEMA = """
@@ -106,9 +105,7 @@ class UsageStore:
             self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, timeout=10.0)
         else:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):  # one that exists is never opened and closed: locks would go
-                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-            path.chmod(0o600)
+            make_private(path)
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
         try:
             self._prepare(path, read_only=read_only)
@@ -145,13 +142,8 @@ class UsageStore:
             )
             for where, (name, more) in used.items()
         ]
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
+        with transaction(self._db):
             self._db.executemany(_ADD, rows)
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
 
     def rows(self, *, since: str, until: str = "9999", key_id: str | None = None) -> list[UsageRow]:
         """Days `since` to `until`, both included, the latest first."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cohort.common.errors import ConfigError
-from cohort.services.gateway.sqlite_file import connect
+from cohort.common.sqlite_file import connect, transaction
 
 SCHEMA_VERSION = 2
 LINE_BYTES = 256
@@ -122,8 +122,7 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
 
 
 def _prepare(db: sqlite3.Connection, path: Path) -> None:
-    db.execute("BEGIN IMMEDIATE")
-    try:
+    with transaction(db):
         known = db.execute("SELECT name FROM sqlite_master WHERE name = 'meta'").fetchone()
         if known is None:
             _run(db, _SCHEMA)
@@ -133,10 +132,6 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
         if version == 1:
             _run(db, _TO_VERSION_2)
             version = 2
-    except BaseException:
-        db.execute("ROLLBACK")
-        raise
-    db.execute("COMMIT")
     if version != SCHEMA_VERSION:
         raise ConfigError(
             f"batch.folder: {path} has schema version {version}, this version of Cohort reads {SCHEMA_VERSION}"

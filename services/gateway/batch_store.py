@@ -15,14 +15,14 @@ machine that loses power may forget the last moments before it (those lines run 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from cohort.common.sqlite_file import OnThread, transaction
 from cohort.services.gateway.batch_records import (
     UNFINISHED,
     FinishedLine,
@@ -32,7 +32,6 @@ from cohort.services.gateway.batch_records import (
     StoredFile,
 )
 from cohort.services.gateway.batch_schema import LINE_BYTES, open_database, small_enough_to_check
-from cohort.services.gateway.sqlite_file import OnThread
 
 _FILE = ", ".join(StoredFile.__struct_fields__)
 _BATCH = ", ".join(StoredBatch.__struct_fields__)
@@ -72,22 +71,12 @@ class BatchStore:
     def close(self) -> None:
         self._db.close()
 
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
-
     # -- Files -----------------------------------------------------------------------------------------------------
 
     def add_file(self, file: StoredFile) -> StoredFile:
         """`file.seq` is ignored; the stored one comes back. The reservation of its upload is released. A file of
         the same id is replaced: finalizing repeats."""
-        with self._transaction():
+        with transaction(self._db):
             stored = self._put_file(file)
         self.release(file.id)
         return stored
@@ -181,7 +170,7 @@ class BatchStore:
         """`batch.seq` is ignored; the stored one comes back."""
         columns = StoredBatch.__struct_fields__[1:]
         values = [_column(getattr(batch, name)) for name in columns]
-        with self._transaction():
+        with transaction(self._db):
             row = self._db.execute(
                 f"INSERT INTO batches ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))}) "
                 f"RETURNING {_BATCH}",
@@ -233,7 +222,7 @@ class BatchStore:
 
     def add_lines(self, batch_id: str, lines: Sequence[PendingLine], *, first: bool) -> None:
         """Lines found while validating. `first` drops those of a validation that was cut off."""
-        with self._transaction():
+        with transaction(self._db):
             if first:
                 self._db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
             self._db.executemany(
@@ -248,7 +237,7 @@ class BatchStore:
 
     def begin(self, batch_id: str, now_s: float, *, model: str | None) -> None:
         """validating → in_progress, with the lines that were added."""
-        with self._transaction():
+        with transaction(self._db):
             self._db.execute(
                 "UPDATE batches SET status = 'in_progress', in_progress_at = ?, model = ?, "
                 "total = (SELECT count(*) FROM lines WHERE batch_id = ?) WHERE id = ? AND status = 'validating'",
@@ -257,7 +246,7 @@ class BatchStore:
 
     def fail(self, batch_id: str, now_s: float, errors: Sequence[LineError]) -> None:
         """validating → failed."""
-        with self._transaction():
+        with transaction(self._db):
             self._db.execute(
                 "UPDATE batches SET status = 'failed', failed_at = ?, errors = ? "
                 "WHERE id = ? AND status = 'validating'",
@@ -267,7 +256,7 @@ class BatchStore:
 
     def expire_unread(self, batch_id: str, now_s: float) -> None:
         """validating → expired: its time was over before its lines were known."""
-        with self._transaction():
+        with transaction(self._db):
             self._db.execute(
                 "UPDATE batches SET status = 'expired', expired_at = ? WHERE id = ? AND status = 'validating'",
                 (int(now_s), batch_id),
@@ -276,7 +265,7 @@ class BatchStore:
 
     def give_up(self, batch_id: str, now_s: float, errors: Sequence[LineError]) -> None:
         """Any batch that has not ended → failed."""
-        with self._transaction():
+        with transaction(self._db):
             self._db.execute(
                 "UPDATE batches SET status = 'failed', failed_at = ?, errors = ?, failed = total - completed "
                 f"WHERE id = ? AND status IN ({_NOT_ENDED})",
@@ -286,7 +275,7 @@ class BatchStore:
 
     def leave_unwritten(self, batch_id: str, now_s: float, errors: Sequence[LineError]) -> None:
         """finalizing or cancelling → failed, without files. Its lines stay, until `reopen_unwritten` or retention."""
-        with self._transaction():
+        with transaction(self._db):
             self._db.execute(
                 "UPDATE batches SET status = 'failed', failed_at = ?, errors = ? "
                 f"WHERE id = ? AND status IN ({_NOT_ENDED})",
@@ -295,7 +284,7 @@ class BatchStore:
 
     def reopen_unwritten(self) -> int:
         """Batches that were left with results and without files are finalizing again, or cancelling; how many."""
-        with self._transaction():
+        with transaction(self._db):
             changed = self._db.execute(
                 "UPDATE batches SET failed_at = NULL, errors = NULL, "
                 "status = CASE WHEN cancelling_at IS NULL THEN 'finalizing' ELSE 'cancelling' END "
@@ -309,7 +298,7 @@ class BatchStore:
 
     def cancel(self, batch_id: str, now_s: float) -> bool:
         """validating or in_progress → cancelling; False when it is too late or under way already."""
-        with self._transaction():
+        with transaction(self._db):
             changed = self._db.execute(
                 "UPDATE batches SET status = 'cancelling', cancelling_at = ? "
                 "WHERE id = ? AND status IN ('validating', 'in_progress')",
@@ -328,7 +317,7 @@ class BatchStore:
 
     def finish_line(self, batch_id: str, line: FinishedLine) -> bool:
         """Once and for all. False when it has a result already, or its batch no longer takes any."""
-        with self._transaction():
+        with transaction(self._db):
             changed = self._db.execute(
                 "UPDATE lines SET succeeded = ?, result = ? WHERE batch_id = ? AND number = ? AND result IS NULL "
                 "AND (SELECT status FROM batches WHERE id = batch_id) IN ('in_progress', 'cancelling')",
@@ -354,7 +343,7 @@ class BatchStore:
 
     def begin_finalizing(self, batch_id: str, now_s: float) -> None:
         """in_progress → finalizing. A batch that is being cancelled keeps saying so until it is cancelled."""
-        with self._transaction():
+        with transaction(self._db):
             self._db.execute(
                 "UPDATE batches SET finalizing_at = coalesce(finalizing_at, ?), "
                 "status = CASE status WHEN 'in_progress' THEN 'finalizing' ELSE status END "
@@ -391,7 +380,7 @@ class BatchStore:
     ) -> None:
         """finalizing or cancelling → its end, together with its files. The lines are in them now and go. `reasons`:
         of a batch that failed."""
-        with self._transaction():
+        with transaction(self._db):
             for file in (output, errors):
                 if file is not None:
                     self._put_file(file)
@@ -406,7 +395,7 @@ class BatchStore:
 
     def forget(self, now_s: float, retention_s: float) -> list[str]:
         """Drop expired files that no running batch reads, and batches that ended long ago; ids of the files."""
-        with self._transaction():
+        with transaction(self._db):
             gone = self._db.execute(
                 "DELETE FROM files WHERE expires_at <= ? AND id NOT IN "
                 f"(SELECT input_file_id FROM batches WHERE status IN ({_NOT_ENDED})) RETURNING id",

@@ -24,12 +24,12 @@ import structlog
 from cohort.common.clock import Clock
 from cohort.common.config import ResponsesConfig
 from cohort.common.errors import RequestError
+from cohort.common.sqlite_file import OnThread
 from cohort.services.gateway.batch_store import disk_refuses
 from cohort.services.gateway.batch_sweeps import SweepGuard, since_boot_s
 from cohort.services.gateway.responses_api_bodies import InputItem
 from cohort.services.gateway.responses_api_store import ResponseStore, StoredResponse
 from cohort.services.gateway.service_headers import printable
-from cohort.services.gateway.sqlite_file import OnThread
 
 SWEEP_S = 60.0
 T = TypeVar("T")

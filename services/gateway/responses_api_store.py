@@ -8,15 +8,13 @@ first, then of the owner that has most. `ResponseStore` is synchronous and belon
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from cohort.common.config import ResponsesConfig
 from cohort.common.errors import ConfigError
-from cohort.services.gateway.sqlite_file import connect
+from cohort.common.sqlite_file import connect, transaction
 
 SCHEMA_VERSION = 1
 ROW_BYTES = 256
@@ -78,7 +76,7 @@ class ResponseStore:
         """Keep it, and drop what is beyond count and bytes then. False: it alone is more than its owner's share."""
         if not self._own_most or row.bytes > self._own_most_bytes:
             return False
-        with self._transaction():
+        with transaction(self._db):
             self._db.execute(
                 "INSERT INTO responses (id, owner, bytes, created_at, response, items) VALUES (?, ?, ?, ?, ?, ?)",
                 (row.id, row.owner, row.bytes, row.created_at, row.response, row.items),
@@ -108,7 +106,7 @@ class ResponseStore:
 
     def sweep(self, now_s: float) -> None:
         """Drop what is too old, and give freed space back to the disk."""
-        with self._transaction():
+        with transaction(self._db):
             self._db.execute("DELETE FROM responses WHERE created_at <= ?", (now_s - self._retention_s,))
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('swept_at', ?)", (int(now_s),))
         self._db.executescript(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")  # `execute` frees a single page
@@ -122,18 +120,8 @@ class ResponseStore:
         """Responses and their bytes."""
         return self._in_use(None)
 
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
-
     def _prepare(self, path: Path) -> None:
-        with self._transaction():
+        with transaction(self._db):
             if self._db.execute("SELECT name FROM sqlite_master WHERE name = 'meta'").fetchone() is None:
                 for statement in _SCHEMA.split(";"):
                     self._db.execute(statement)

@@ -1,7 +1,7 @@
 """A SQLite database for this process's user alone, and a thread that owns what is kept in one.
 
-Used by `batch_store.py` and `responses_api_store.py`. Decides the modes of the files (0600), the journal and how work
-gets to the thread; knows no table.
+Used by the stores of batches, kept responses, resumable streams and usage. Decides the modes of the files (0600), the
+journal, what a transaction is and how work gets to the thread; knows no table.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -19,7 +20,7 @@ LOG_BYTES = 1 << 26  # what the write-ahead log may keep on disk after it was wr
 
 def connect(path: Path) -> sqlite3.Connection:
     """Opens or creates it, without tables. Raises `sqlite3.Error` for one that cannot be used."""
-    _make_private(path)
+    make_private(path)
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
     try:
         db.row_factory = sqlite3.Row
@@ -34,7 +35,7 @@ def connect(path: Path) -> sqlite3.Connection:
     return db
 
 
-def _make_private(path: Path) -> None:
+def make_private(path: Path) -> None:
     """Mode 0600, before there is anything in it. SQLite gives its log the database's mode."""
     try:
         # Never opened and closed when it exists: closing a file drops all locks that this process has on it.
@@ -42,7 +43,20 @@ def _make_private(path: Path) -> None:
     except FileExistsError:
         for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
             if path.with_name(name).is_file():
-                path.with_name(name).chmod(0o600)
+                with suppress(FileNotFoundError):  # another process may close the database, which removes its log
+                    path.with_name(name).chmod(0o600)
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """All that the block changes, or nothing of it where the block raises. No other process writes meanwhile."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")
 
 
 class Closing(Protocol):

@@ -195,7 +195,7 @@ class EngineConfig(Section, frozen=True):
     threads: NotNegative = 0  # CPU threads of one worker; 0 = cores divided by workers, at least 2
     max_rows: Positive = 256  # requests in one iteration; a GPU: by its memory
     max_step_tokens: Positive = 2048  # tokens in one iteration, prefill and decode together; a GPU: by its memory
-    # chunked_prefill, multires, time_synced: tokens that fill the device, as `cohort profile` finds; 0 = a full step
+    # tokens that fill the device (`cohort profile` prints them); 0 = a full step, with time_synced as it learns
     target_forward_tokens: NotNegative = 0
     # tokens of an iteration that decodes, half or more for prompts; slack_packing, padded_prefill: of one prompt in it
     prefill_chunk: Positive = 512

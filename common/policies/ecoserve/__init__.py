@@ -8,7 +8,7 @@ padding_ratio       how much longer than predicted a decode is allocated (E4)
 nesting, loans      which decode fits into another's second half, and when it must give back (E7, E8)
 nested_allocation   blocks with a stack of claims (E7)
 forecast, by_forecast   lending all blocks to all decodes, by the predicted peak (E2, E7)
-forward_size        the target forward size from a profile (E1)
+forward_size        the target forward size from what iterations take (E1)
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def build_iteration(config: Config) -> TimeSynced:
     target = min(engine.target_forward_tokens or engine.max_step_tokens, engine.max_step_tokens)
     limits = IterationLimits(engine.max_rows, target, target, engine.preemption)
     by_forecast = options.ablation.pipelined and options.lending == "forecast"
-    return ByForecast(options, limits) if by_forecast else TimeSynced(options, limits)
+    kind = ByForecast if by_forecast else TimeSynced
+    return kind(options, limits, learn_size=not engine.target_forward_tokens)
 
 
 def build_allocation(config: Config, geometry: KvGeometry, num_blocks: int, host_blocks: int) -> NestedAllocator:

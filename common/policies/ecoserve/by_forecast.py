@@ -31,8 +31,8 @@ _LOOKED_AT = 16
 
 
 class ByForecast(TimeSynced):
-    def __init__(self, options: EcoServeConfig, limits: IterationLimits) -> None:
-        super().__init__(options, limits)
+    def __init__(self, options: EcoServeConfig, limits: IterationLimits, *, learn_size: bool = False) -> None:
+        super().__init__(options, limits, learn_size=learn_size)
         self._infeasible_until = 0
         """On the batch's clock: no prompt fitted, and until then none will be tried unless something happens. Time
         frees blocks, too: the later a decode starts, the fewer it holds when others end."""

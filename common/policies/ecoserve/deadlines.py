@@ -5,36 +5,50 @@ Owned by `TimeSynced`; ordering (E6) and the choice of borrowers (E7) ask it.
 
 from __future__ import annotations
 
-from cohort.common.policies.interface import Ran
+from cohort.common.policies.step_times.profile_table import ProfileTable
+from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.sequence import Sequence
+from cohort.common.types import StepTimes
 
 _SCALE = 2.0
 """A request without an SLO is late after twice what it would take undisturbed."""
+_RECENT = 0.01
+"""Weight of a request in the moving means of lengths."""
 
 
 class Deadlines:
     """E9 · EcoServe §4: SLO = scale · (t_p + t_g · l_g).
 
-    t_p → mean seconds of an iteration that computes prompts; t_g → of one that computes decodes beside them; both
-    moving averages of what is measured here; l_g → predicted output tokens. A client's own SLO goes first: a
-    deadline, or the first token's time plus the others' times the predicted length. Nothing measured yet: the averages
+    t_p → seconds of an iteration that computes one prompt of mean length and nothing else; t_g → of one that computes
+    one decode at mean context; both by the learned price of an iteration, so that they are those of an undisturbed
+    server however many rows its iterations have now. l_g → predicted output tokens. A client's own SLO goes first: a
+    deadline, or the first token's time plus the others' times the predicted length. Nothing learned yet: the times
     count as zero.
 
-    Differs from the paper: averages of the load at hand; and l_g is the prediction, the true length is not known.
+    Differs from the paper: the undisturbed times are estimated while the server is loaded, not measured beforehand, and
+    of the lengths that come, not of a data set; and l_g is the prediction, the true length is not known.
     """
 
-    def __init__(self, scale: float = _SCALE) -> None:
+    def __init__(self, table: ProfileTable, scale: float = _SCALE) -> None:
+        """`table`: what iterations take here; whoever schedules records them."""
+        self._table = table
         self._scale = scale
+        self._prompt_tokens = self._context = 0.0
+        self._of: StepTimes | None = None
         self.prompt_s = 0.0
         self.token_s = 0.0
 
-    def observe(self, ran: Ran) -> None:
-        """Iterations without prompts say nothing here."""
-        if all(row.count == 1 for row in ran.plan.rows):
-            return
-        self.prompt_s = _mix(self.prompt_s, ran.latency_s)
-        if any(row.count == 1 for row in ran.plan.rows):
-            self.token_s = _mix(self.token_s, ran.latency_s)
+    def meet(self, sequence: Sequence) -> None:
+        """A request came: what its lengths add to the means."""
+        prompt = float(sequence.request.prompt_tokens)
+        self._prompt_tokens = _mix(self._prompt_tokens, prompt)
+        self._context = _mix(self._context, prompt + 0.5 * max(1.0, sequence.predicted))
+        self._price()
+
+    def refresh(self) -> None:
+        """After iterations were recorded."""
+        if self._table.step_times is not self._of:
+            self._price()
 
     def of(self, sequence: Sequence) -> float:
         """Seconds on the worker's clock."""
@@ -45,6 +59,14 @@ class Deadlines:
             return sequence.arrived_s + (slo.ttft_s or self.prompt_s) + (slo.tpot_s or self.token_s) * length
         return sequence.arrived_s + self._scale * (self.prompt_s + self.token_s * length)
 
+    def _price(self) -> None:
+        self._of = times = self._table.step_times
+        if times is None:
+            return
+        prompt, context = max(1, round(self._prompt_tokens)), max(1, round(self._context))
+        self.prompt_s = step_seconds(times, BatchShape(prompt, 1, prompt * (prompt + 1) // 2, 0, 0))
+        self.token_s = step_seconds(times, BatchShape(0, 0, 0, 1, context))
+
 
 def _mix(old: float, new: float) -> float:
-    return new if old == 0.0 else 0.95 * old + 0.05 * new
+    return new if old == 0.0 else (1.0 - _RECENT) * old + _RECENT * new

@@ -21,6 +21,7 @@ from cohort.common.config import EcoServeConfig
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.ecoserve.batch import SyncedBatch
 from cohort.common.policies.ecoserve.deadlines import Deadlines
+from cohort.common.policies.ecoserve.forward_size import LearnedForwardSize
 from cohort.common.policies.ecoserve.loans import Loans
 from cohort.common.policies.ecoserve.nesting import Candidate
 from cohort.common.policies.ecoserve.padding_ratio import PaddingRatio
@@ -28,6 +29,7 @@ from cohort.common.policies.ecoserve.task_order import PromptQueue, Ranges, Rank
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Row
 from cohort.common.policies.kv_interface import BlockSharing, KvAllocator
 from cohort.common.policies.sequences import preempt, resume, start
+from cohort.common.policies.step_times.learned_times import LearnedTimes
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
 
@@ -54,12 +56,14 @@ class TimeSynced(IterationScheduler):
     - When no sequence can run, the first in order gets its place by evicting the last.
     """
 
-    def __init__(self, options: EcoServeConfig, limits: IterationLimits) -> None:
-        """`limits.max_tokens`: E1's target forward size."""
+    def __init__(self, options: EcoServeConfig, limits: IterationLimits, *, learn_size: bool = False) -> None:
+        """`limits.max_tokens`: E1's target forward size, or the most that it may become where it is learned."""
         self.options, self.limits = options, limits
         self._parts = options.ablation
         self._padding = PaddingRatio(options.padding, tuned=self._parts.tune_padding)
-        self._deadlines = Deadlines()
+        self._times = LearnedTimes()
+        self._deadlines = Deadlines(self._times.table)
+        self._size = LearnedForwardSize(limits.max_tokens) if learn_size else None
         self._ranges = Ranges()
         self._prompts = PromptQueue(self._ranges, ordered=self._parts.ordered)
         self._prefilling: dict[Sequence, int] = {}
@@ -87,6 +91,7 @@ class TimeSynced(IterationScheduler):
 
     def add(self, now_s: float, sequence: Sequence) -> None:
         self._changed = True
+        self._deadlines.meet(sequence)
         if sequence.phase is Phase.WAITING:
             self._prompts.add(now_s, sequence, self._deadlines.of(sequence))
         elif sequence.uncomputed > 1:
@@ -135,8 +140,12 @@ class TimeSynced(IterationScheduler):
         """News since the last decision: predictions, iterations, blocks that were freed."""
         for sequence in news.revised:
             self._revise(now_s, sequence)
+        for ran in news.runs:
+            self._times.learn(ran, kv.geometry)
+        self._deadlines.refresh()
+        if self._size is not None:
+            self._size.refresh(self._times.table.step_times)
         if news.ran is not None:
-            self._deadlines.observe(news.ran)
             self._count_skipped(news.ran.iterations - 1)
             if self._stepping:
                 self._batch.clock += news.ran.iterations
@@ -163,9 +172,12 @@ class TimeSynced(IterationScheduler):
             self._count.quiet += iterations
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Only decodes run, and nothing changes before the next end of a group or of a loan."""
+        """Only decodes run, nothing changes before the next end of a group or of a loan, and the composition is in the
+        table already."""
         rows = len(plan.rows)
         if plan.preempted or plan.copies or rows != len(self._batch) or self._prefilling:
+            return 0
+        if not self._times.knows(plan):
             return 0
         if self._decodes and not self._parts.synced and self._parts.pipelined:
             return 0  # the second halves of lenders change with every iteration
@@ -185,9 +197,16 @@ class TimeSynced(IterationScheduler):
         ends = [end for end in (self._batch.next_end, self._loans.next_due) if end is not None]
         return max(0, min(ends) - self._batch.clock - 1) if ends else None
 
+    @property
+    def learned(self) -> LearnedTimes:
+        return self._times
+
     def metrics(self) -> dict[str, float]:
         count = self._count
         return {
+            "target_forward_tokens": float(self._target),
+            "undisturbed_prompt_ms": 1e3 * self._deadlines.prompt_s,
+            "undisturbed_token_ms": 1e3 * self._deadlines.token_s,
             "prompt_queue": float(len(self._prompts)),
             "decode_queue": float(len(self._decodes)),
             "groups": float(self._batch.groups),
@@ -204,6 +223,10 @@ class TimeSynced(IterationScheduler):
             "overpredicted_total": float(self._padding.over),
             "underpredicted_total": float(self._padding.under),
         }
+
+    @property
+    def _target(self) -> int:
+        return self.limits.max_tokens if self._size is None else self._size.tokens
 
     # -- lengths -----------------------------------------------------------------------------------------------
 
@@ -396,7 +419,7 @@ class TimeSynced(IterationScheduler):
     def _choose_prompts(self, now_s: float, kv: KvAllocator, formed: bool) -> list[Row]:
         """E1 · Alg. 1, line 5: prompts until the iteration has as many tokens as the device can use."""
         rows: list[Row] = []
-        tokens = self.limits.max_tokens - len(self._batch)
+        tokens = self._target - len(self._batch)
         places = self.limits.max_rows - len(self._batch)
         for sequence in sorted(self._prefilling, key=lambda s: (-s.computed, s.arrived_s, s.key)):
             count = min(sequence.uncomputed, tokens)

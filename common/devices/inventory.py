@@ -45,7 +45,7 @@ HOST = Sources()
 
 
 def visible_gpus() -> list[Gpu]:
-    """GPUs that `CUDA_VISIBLE_DEVICES` leaves this process, in the driver's order."""
+    """GPUs that `CUDA_VISIBLE_DEVICES` leaves this process, in the driver's order; or the one MIG instance it names."""
     found = []
     for row in _ask("--query-gpu=" + ",".join(_QUERY)):
         fields = [field.strip() for field in row.split(",")]
@@ -54,7 +54,10 @@ def visible_gpus() -> list[Gpu]:
         uuid, name, mebibytes, capability = fields
         memory = int(mebibytes) * _MEBIBYTE if mebibytes.isdigit() else 0
         found.append(Gpu(uuid, name, memory, capability if re.fullmatch(r"\d+\.\d+", capability) else ""))
-    return _left(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None and chosen.strip().startswith("MIG-"):
+        return _instances(found, chosen.split(",")[0].strip())
+    return _left(found, chosen)
 
 
 def hidden() -> bool:
@@ -114,14 +117,14 @@ def this_machine() -> Machine:
     return Machine(len(gpus), smallest, host_memory_bytes())
 
 
-def _ask(query: str) -> list[str]:
+def _ask(query: str, form: Sequence[str] = ("--format=csv,noheader,nounits",)) -> list[str]:
     """Rows of `nvidia-smi`'s answer; none where there is no such program or it fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     try:
         done = subprocess.run(
-            [program, query, "--format=csv,noheader,nounits"],
+            [program, query, *form],
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,
@@ -131,6 +134,19 @@ def _ask(query: str) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [row.strip() for row in done.stdout.splitlines() if row.strip()] if done.returncode == 0 else []
+
+
+def _instances(gpus: Sequence[Gpu], named: str) -> list[Gpu]:
+    """The MIG instance of that UUID, or of the beginning of one. CUDA gives a process one instance, whatever follows.
+    Its memory is what its profile says: "MIG 3g.40gb" has 40 GiB, with "+me" behind it or not."""
+    whole: Gpu | None = None
+    for row in _ask("-L", form=()):
+        if card := re.match(r"GPU \d+: .*\(UUID: (GPU-[^)]+)\)", row):
+            whole = next((gpu for gpu in gpus if gpu.uuid == card[1]), None)
+        elif (part := re.match(r"MIG (\S*?(\d+)gb\S*)\s.*\(UUID: (MIG-[^)]+)\)", row)) and part[3].startswith(named):
+            name, capability = (whole.name, whole.capability) if whole else ("MIG", "")
+            return [Gpu(part[3], f"{name} MIG {part[1]}", int(part[2]) << 30, capability)]
+    return []
 
 
 def _left(gpus: Sequence[Gpu], chosen: str | None) -> list[Gpu]:

@@ -17,14 +17,23 @@ def gpus(count: int, gib: int = 80, name: str = "NVIDIA H100 80GB HBM3") -> list
 
 
 def fake_driver(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, cards: Sequence[Gpu], version: str = "580.95.05"
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cards: Sequence[Gpu],
+    version: str = "580.95.05",
+    instances: Sequence[str] = (),
 ) -> None:
-    """From now on this process and its children find an `nvidia-smi` that knows these cards."""
+    """From now on this process and its children find an `nvidia-smi` that knows these cards. `instances`: profile and
+    UUID of each MIG instance of the last card, "3g.40gb MIG-…"."""
     rows = [f"{gpu.uuid}, {gpu.name}, {gpu.memory_bytes >> 20}, {gpu.capability}" for gpu in cards]
     smi = folder / "bin" / "nvidia-smi"
     smi.parent.mkdir(exist_ok=True)
     listed = "\n".join(f"echo '{row}'" for row in rows) or ":"
-    smi.write_text(f'#!/bin/sh\ncase "$*" in\n*driver_version*) echo {version} ;;\n*) {listed} ;;\nesac\n')
+    tree = [f"echo 'GPU {number}: {gpu.name} (UUID: {gpu.uuid})'" for number, gpu in enumerate(cards)]
+    for number, (profile, uuid) in enumerate(each.split() for each in instances):
+        tree.append(f"echo '  MIG {profile}     Device  {number}: (UUID: {uuid})'")
+    answers = f"-L) {'; '.join(tree) or ':'} ;;\n*driver_version*) echo {version} ;;\n*) {listed} ;;\n"
+    smi.write_text(f'#!/bin/sh\ncase "$*" in\n{answers}esac\n')
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(smi.parent), prepend=":")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -6,6 +6,7 @@ import pytest
 
 from cohort.common.config.device_defaults import Machine
 from cohort.common.devices import inventory
+from cohort.common.devices.inventory import Gpu
 from tests.common.devices.fakes import GIB, fake_driver, gpus, host
 
 
@@ -33,6 +34,27 @@ def test_the_variable_leaves_some_as_cuda_reads_it(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert inventory.visible_gpus() == [gpus(3)[place] for place in left]
     assert inventory.hidden() is (chosen in ("", "-1"))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "left"),
+    [
+        ("MIG-bbbb-2", [("MIG-bbbb-2", "MIG 3g.40gb", 40)]),
+        ("MIG-cc", [("MIG-cccc-3", "MIG 1g.10gb+me", 10)]),
+        ("MIG-bbbb-2,MIG-cccc-3", [("MIG-bbbb-2", "MIG 3g.40gb", 40)]),
+        ("MIG-dddd", []),
+    ],
+)
+def test_a_mig_instance_is_a_gpu_of_its_own_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, left: list[tuple[str, str, int]]
+) -> None:
+    """CUDA gives a process one instance, however many the variable names."""
+    fake_driver(tmp_path, monkeypatch, gpus(2), instances=["3g.40gb MIG-bbbb-2", "1g.10gb+me MIG-cccc-3"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    card = gpus(2)[1].name
+    assert inventory.visible_gpus() == [Gpu(uuid, f"{card} {name}", gib * GIB, "9.0") for uuid, name, gib in left]
+    if left:
+        assert inventory.this_machine().gpu_memory_bytes == left[0][2] * GIB
 
 
 def test_a_failing_program_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

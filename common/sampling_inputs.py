@@ -108,11 +108,6 @@ class SamplingInputs:
     history: TokenHistory | None
     grammar: GrammarInputs | None = None
 
-    @property
-    def need_tokens(self) -> bool:
-        """Whether the next token's distribution depends on which tokens came before it, beside the logits."""
-        return self.history is not None or self.grammar is not None
-
     @staticmethod
     def of(params: SamplingParams, prompt_tokens: Sequence[int]) -> SamplingInputs | None:
         """None for a request that needs nothing but its logits."""

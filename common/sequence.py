@@ -86,12 +86,6 @@ class Sequence:
         return self.key.request_id
 
     @property
-    def needs_tokens_before_next_step(self) -> bool:
-        """Whether its next step can be prepared only once the token of this step is known: penalties look back on it,
-        a grammar is stepped with it."""
-        return self.sampling_inputs is not None and self.sampling_inputs.need_tokens
-
-    @property
     def known(self) -> int:
         """Number of known tokens, prompt and output."""
         return len(self.tokens)

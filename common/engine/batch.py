@@ -44,6 +44,9 @@ class SamplingRow:
     banned: tuple[int, ...] = ()
     logprobs: int = -1
     grammar: GrammarInputs | None = None
+    awaits: int = 0
+    """Output tokens before this one that `history` and `grammar` are to have, where the last of them is sampled by the
+    step that runs (`StepBatch.look_back`); 0 = they have all."""
 
     @property
     def penalised(self) -> bool:
@@ -95,8 +98,8 @@ class StepBatch:
     scoring: tuple[ScoringRow, ...] = ()  # rows whose prompt tokens are scored
     grammars: tuple[GrammarInputs, ...] = ()  # of all rows, those of prompts that are not yet at their end too
     token_source: Int64Array | None = None
-    """[T] of a step behind another one: its tokens are these of the other's sampled ones, and `token_ids` are not known
-    yet. One token per row."""
+    """[T] of a step behind another one: which of the other's sampled tokens it is, whose `token_ids` are not known yet;
+    -1 where they are. Only rows of one token have any."""
 
     @property
     def num_rows(self) -> int:
@@ -122,7 +125,10 @@ class StepBatch:
             "directions match the tables": self.directions is None or self.directions.shape == self.block_tables.shape,
             "one sampling row per sampled row": len(self.sample_rows) == len(self.sampling),
             "a sampled token is one row's": self.token_source is None
-            or len(self.token_source) == self.num_tokens == self.num_rows,
+            or (
+                len(self.token_source) == self.num_tokens
+                and not (np.repeat(lengths, lengths)[self.token_source >= 0] > 1).any()
+            ),
             "a row is more than its padding": self.padding is None
             or (len(self.padding) == self.num_rows and bool(((self.padding >= 0) & (self.padding < lengths)).all())),
         }
@@ -131,9 +137,28 @@ class StepBatch:
 
     def after(self, tokens: Int64Array) -> StepBatch:
         """With its tokens, once those that the step before it sampled are known."""
-        if self.token_source is None:
+        source = self.token_source
+        if source is None:
             return self
-        return replace(self, token_ids=tokens[self.token_source], token_source=None)
+        self.look_back(tokens)
+        return replace(self, token_ids=np.where(source >= 0, tokens[source], self.token_ids), token_source=None)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether sampling, not the forward, needs the tokens of the step before on the host."""
+        return self.token_source is not None and any([row.awaits for row in self.sampling])
+
+    def look_back(self, tokens: Int64Array) -> None:
+        """Penalties and grammars take in what the step before sampled; once, however often this is said."""
+        if self.token_source is None or not self.looks_back:
+            return
+        for index, row in zip(self.sample_rows.tolist(), self.sampling, strict=True):
+            if row.awaits:
+                token = int(tokens[self.token_source[self.query_start[index]]])
+                if row.history is not None and row.history.output_tokens < row.awaits:
+                    row.history.catch_up([token])
+                if row.grammar is not None and len(row.grammar.output) < row.awaits:
+                    row.grammar.output.append(token)
 
     def split(self) -> tuple[StepBatch, StepBatch]:
         """Two batches that together compute the same: used when the device refuses memory for the whole. Its tokens

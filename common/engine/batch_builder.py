@@ -63,9 +63,14 @@ class _Standing:
             self.always = SamplingRow(params.seed, 0, *self.constant, (), params.logprobs)
 
     def sampling(self, sequence: Sequence, position: int) -> SamplingRow:
-        """Of the token that will stand at `position`."""
+        """Of the token that will stand at `position`. Where the one before it is still to be sampled, history and
+        grammar are the engine's, which brings them up to date with it."""
         banned = sequence.request.sampling.stop_token_ids if position < self.banned_before else ()
         history, grammar, prompt_tokens = self.constant[7], self.grammar, sequence.request.prompt_tokens
+        if position > len(sequence.tokens):
+            logprobs = sequence.request.sampling.logprobs
+            awaits = position - prompt_tokens if history is not None or grammar is not None else 0
+            return SamplingRow(self.seed, position, *self.constant, banned, logprobs, grammar, awaits)
         if history is not None:
             history.catch_up(sequence.tokens[prompt_tokens + history.output_tokens :])
         if grammar is not None:
@@ -101,9 +106,9 @@ class BatchBuilder:
         kv, rows = self._kv, plan.rows
         size, number = kv.geometry.block_size, len(rows)
         sequences = [row.sequence for row in rows]
-        row_counts = [1] * number if behind is not None else [row.count for row in rows]
+        row_counts = [row.count for row in rows]
         single = max(row_counts, default=1) == 1 and not plan.padded_to
-        if behind is not None and self._starts is not None and sequences == self._sequences:
+        if behind is not None and single and self._starts is not None and sequences == self._sequences:
             starts = self._starts + 1
         else:
             starts = np.array([row.start for row in rows], dtype=np.int64)
@@ -119,11 +124,11 @@ class BatchBuilder:
         self._stand(plan, sequences, starts if single else None, width)
         tables = self._tables[self._slots, :width]
         directions = self._directions(sequences, context_lens) if self._directed else None
-        source: Int64s | None = None
-        if behind is not None:
-            token_ids: Int64s = np.zeros(number, dtype=np.int64)
-            source = _sources(sequences, behind)
-        elif single:
+        sources = None if behind is None else _sources(sequences, behind)
+        token_ids: Int64s
+        if sources is not None and single and bool((sources >= 0).all()):
+            token_ids = np.zeros(number, dtype=np.int64)
+        elif sources is None and single:
             token_ids = np.array([row.sequence.tokens[row.start] for row in rows], dtype=np.int64)
         else:
             token_ids = _tokens(rows, padding)
@@ -139,9 +144,10 @@ class BatchBuilder:
         slot_mapping = tables[table_rows, blocks].astype(np.int64) * size + offsets
 
         sampled: Seq[int] = range(number)
-        if behind is None:
+        if sources is None or not single:
             known = np.array([len(sequence.tokens) for sequence in sequences], dtype=np.int64)
-            sampled = np.flatnonzero(starts + np.array(row_counts, dtype=np.int64) == known).tolist()
+            # The one that the step in flight samples is the last token of its row.
+            sampled = np.flatnonzero(starts + np.array(row_counts, dtype=np.int64) >= known).tolist()
         batch = StepBatch(
             token_ids=token_ids,
             positions=positions,
@@ -157,13 +163,13 @@ class BatchBuilder:
                 [
                     _scoring(index, row, int(query_start[index]))
                     for index, row in enumerate(rows)
-                    if row.sequence.scores_prompt
+                    if row.sequence.scores_prompt and row.start < row.sequence.request.prompt_tokens
                 ]
             )
             if self._scores
             else (),
             grammars=tuple([each.grammar for each in self._rows if each.grammar is not None]) if self._bound else (),
-            token_source=source,
+            token_source=None if sources is None or not bool((sources >= 0).any()) else np.repeat(sources, counts),
         )
         return batch, sequences if len(sampled) == number else [sequences[index] for index in sampled]
 
@@ -259,18 +265,20 @@ def build_batch(plan: IterationPlan, kv: KvAllocator) -> tuple[StepBatch, list[S
 
 
 def _sources(sequences: list[Sequence], behind: Seq[Sequence]) -> Int64s:
-    """Where each of these stands in `behind`."""
+    """Where each of these stands in `behind`; -1: its tokens are known."""
     if sequences == behind:  # none has left, and no prompt has come to its end
         return np.arange(len(sequences), dtype=np.int64)
     places = {sequence: index for index, sequence in enumerate(behind)}
-    return np.array([places[sequence] for sequence in sequences], dtype=np.int64)
+    return np.array([places.get(sequence, -1) for sequence in sequences], dtype=np.int64)
 
 
 def _tokens(rows: list[Row], padding: npt.NDArray[np.int32] | None) -> Int64s:
+    """Of all rows; 0 where the step in flight samples it."""
     token_ids: list[int] = []
     for index, row in enumerate(rows):
         if row.count == 1:
-            token_ids.append(row.sequence.tokens[row.start])
+            tokens = row.sequence.tokens
+            token_ids.append(tokens[row.start] if row.start < len(tokens) else 0)
         else:
             token_ids.extend(row.sequence.tokens[row.start : row.start + row.count])
         if padding is not None:

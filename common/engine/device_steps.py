@@ -28,6 +28,7 @@ from cohort.common.engine.grammar_masks import TokenMasks
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.recorded_steps import PlainRecorder, Recorder
+from cohort.common.engine.sampled_before import awaited_tokens, put_tokens
 from cohort.common.engine.static_decode import StaticDecode
 from cohort.common.engine.static_mixed import StaticMixed
 from cohort.common.engine.step_estimates import launching_takes_longer
@@ -179,9 +180,9 @@ class DeviceSteps:
         return self._last
 
     def _launch(self, batch: StepBatch, masks: Callable[[], TokenMasks | None]) -> Launched:
-        before: Tensor | None = None
+        before, last = None, self._last
         if batch.token_source is not None:
-            before = None if self._last is None else self._last.tokens
+            before = None if last is None else last.tokens
             if before is None:
                 raise InvariantViolated("a step behind another one, but none was launched")
         with self.stream.use():
@@ -190,26 +191,35 @@ class DeviceSteps:
             rows_class = self.decode.takes(batch)
             if rows_class is None:
                 logits = self._mixed_logits(batch, before)
+                self._look_back(batch, last)
             else:
                 done = self.decode.run(batch, rows_class, before)
                 self._states = None if done.states is None else self._of_sampled(done.states, batch)
+                self._look_back(batch, last)
                 if not batch.grammars and (sampled := self.decode.sample(batch, rows_class, done)) is not None:
                     return Launched(sampled, self.stream.mark())
                 logits = self._of_sampled(done.logits, batch)
             sampled = sample_on_device(logits, batch.sampling, self._uploads, masks())
             return Launched(sampled, self.stream.mark())
 
+    @staticmethod
+    def _look_back(batch: StepBatch, last: Launched | None) -> None:
+        """Where penalties or grammars look back on tokens of the step before: once that is over, while the device
+        computes this one's forward."""
+        if batch.looks_back and last is not None:
+            batch.look_back(last.finish().tokens)
+
     def _mixed_logits(self, batch: StepBatch, before: Tensor | None) -> Tensor:
         """The logits of a step's sampled rows, recorded or kernel by kernel."""
         if (mixed := self.mixed.takes(batch)) is not None:
-            done = self.mixed.run(batch, mixed)
+            done = self.mixed.run(batch, mixed, before)
             sampled = len(batch.sample_rows)
             self._states = None if done.states is None else done.states[:sampled]
             return done.logits[:sampled]
         inputs = self._inputs(batch)
         if before is not None and batch.token_source is not None:
-            (source,) = self._uploads.put([batch.token_source])
-            inputs.token_ids = before.index_select(0, source)
+            sources, places = self._uploads.put(list(awaited_tokens(batch.token_source)))
+            put_tokens(inputs.token_ids, before, sources, places, len(sources))
         logits = self._model.forward(inputs, self._kv.blocks)
         self._states = self._model.sampled_states
         return logits

@@ -21,6 +21,7 @@ from cohort.common.engine.batch import StepBatch
 from cohort.common.engine.decode_classes import CaptureBudget, batch_classes, capture_order, class_for
 from cohort.common.engine.device_sampler import SampledOnDevice, StandingSampler
 from cohort.common.engine.recorded_steps import Recorder, StepResult, record_all
+from cohort.common.engine.sampled_before import fill_sources, put_tokens
 from cohort.common.engine.standing_inputs import Numbers, StandingInputs
 from cohort.common.engine.step_inputs import Model, StepInputs, signed_tables
 from cohort.kernels.gpu.workspace import Workspace
@@ -51,7 +52,7 @@ class StaticDecode:
         self._max_rows = max_rows
         self._steps: dict[int, Callable[[], StepResult]] = {}
         self.sampler = StandingSampler(max_rows, vocabulary, device)
-        names64, names32 = ("token_ids", "positions", "slots", "sources"), ("context_lens",)
+        names64, names32 = ("token_ids", "positions", "slots", "sources", "places"), ("context_lens",)
         layout = [(name, np.int64, max_rows) for name in names64] + [(name, np.int32, max_rows) for name in names32]
         self._buffers = StandingInputs(layout, rows=max_rows, width=self._width, spare_block=spare_block, device=device)
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
@@ -86,10 +87,10 @@ class StaticDecode:
     def run(self, batch: StepBatch, rows_class: int, before: Tensor | None = None) -> StepResult:
         """Launch the step. Its first `batch.num_rows` rows are the batch's, in order. The step before it may still run,
         the one before that must be over. `before`: sampled tokens on the device that `token_source` takes from."""
-        self._fill(batch, rows_class)
+        awaited = self._fill(batch, rows_class)
         if before is not None:
-            rows, there = batch.num_rows, self._buffers.there
-            torch.index_select(before, 0, there["sources"][:rows], out=there["token_ids"][:rows])
+            there = self._buffers.there
+            put_tokens(there["token_ids"][: batch.num_rows], before, there["sources"], there["places"], awaited)
         return self._steps[rows_class]()
 
     def sample(self, batch: StepBatch, rows_class: int, done: StepResult) -> SampledOnDevice | None:
@@ -114,23 +115,24 @@ class StaticDecode:
         numbers["slots"][first:end] = self._spare * self._block_size
         numbers["context_lens"][first:end] = 1
 
-    def _fill(self, batch: StepBatch, rows_class: int) -> None:
+    def _fill(self, batch: StepBatch, rows_class: int) -> int:
+        """How many of the tokens the step before samples."""
         rows, width, numbers = batch.num_rows, batch.block_tables.shape[1], self._buffers.next_numbers()
         for name, array in (
             ("token_ids", batch.token_ids),
             ("positions", batch.positions),
             ("slots", batch.slot_mapping),
             ("context_lens", batch.context_lens),
-            ("sources", batch.token_source),
         ):
-            if array is not None:
-                numbers[name][:rows] = array
+            numbers[name][:rows] = array
+        awaited = fill_sources(batch, numbers)
         self._write_padding(numbers, rows, rows_class)
         self._buffers.send_numbers()
         tables = self._buffers.host_tables(rows_class, width)
         tables[:rows] = signed_tables(batch)
         tables[rows:] = self._spare
         self._buffers.send_tables(rows_class, width)
+        return awaited
 
     def _step(self, rows: int) -> Callable[[], StepResult]:
         there = self._buffers.there

@@ -26,6 +26,7 @@ from torch import Tensor
 from cohort.common.engine.batch import StepBatch
 from cohort.common.engine.decode_classes import CaptureBudget, MixedClass, mixed_class_for
 from cohort.common.engine.recorded_steps import Recorder, StepResult, record_all
+from cohort.common.engine.sampled_before import fill_sources, put_tokens
 from cohort.common.engine.standing_inputs import StandingInputs
 from cohort.common.engine.step_inputs import Model, StepInputs, last_tokens, signed_tables
 from cohort.kernels.gpu.workspace import Workspace
@@ -69,7 +70,7 @@ class StaticMixed:
         self._buffers = StandingInputs(
             [
                 *((name, np.int64, tokens) for name in ("token_ids", "positions", "slots")),
-                ("sample_index", np.int64, rows),
+                *((name, np.int64, rows) for name in ("sample_index", "sources", "places")),
                 ("query_start", np.int32, all_rows + 1),
                 ("context_lens", np.int32, all_rows),
             ],
@@ -91,20 +92,25 @@ class StaticMixed:
 
     def takes(self, batch: StepBatch) -> MixedClass | None:
         """The class that computes this batch; None where none does."""
-        if batch.scoring or batch.token_source is not None or batch.block_tables.shape[1] > self._width:
+        if batch.scoring or batch.block_tables.shape[1] > self._width:
             return None
         prompts = _prompt_rows(batch)
         if not 0 < prompts <= PROMPT_ROWS or int(batch.context_lens[:prompts].max()) > LONGEST_CONTEXT:
             return None
         return mixed_class_for(int(batch.query_start[prompts]), batch.num_rows, self._steps)
 
-    def run(self, batch: StepBatch, mixed: MixedClass) -> StepResult:
+    def run(self, batch: StepBatch, mixed: MixedClass, before: Tensor | None = None) -> StepResult:
         """Launch the step. The first rows of its result are the batch's sampled ones, in order. The step before it may
-        still run, the one before that must be over."""
-        self._fill(batch, mixed)
+        still run, the one before that must be over. `before`: sampled tokens on the device that `token_source` takes
+        from."""
+        awaited = self._fill(batch, mixed)
+        if before is not None:
+            there = self._buffers.there
+            put_tokens(there["token_ids"], before, there["sources"], there["places"], awaited)
         return self._steps[mixed]()
 
-    def _fill(self, batch: StepBatch, mixed: MixedClass) -> None:
+    def _fill(self, batch: StepBatch, mixed: MixedClass) -> int:
+        """How many of the tokens the step before samples."""
         prompts, numbers = _prompt_rows(batch), self._buffers.next_numbers()
         used = int(batch.query_start[prompts])  # tokens of prompts
         gap, decodes = mixed.prompt_tokens - used, batch.num_rows - prompts
@@ -132,8 +138,10 @@ class StaticMixed:
         index = numbers["sample_index"]
         index[: len(batch.sample_rows)] = last[batch.sample_rows]
         index[len(batch.sample_rows) : mixed.rows] = 0
+        awaited = fill_sources(batch, numbers, gap, used)
         self._buffers.send_numbers()
         self._fill_tables(batch, prompts, decodes, begin + mixed.rows, -(-gap // self._block_size))
+        return awaited
 
     def _fill_tables(self, batch: StepBatch, prompts: int, decodes: int, rows: int, gap_blocks: int) -> None:
         own = batch.block_tables.shape[1]

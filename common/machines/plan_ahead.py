@@ -1,6 +1,7 @@
 """The step after the one in flight, planned from counts: which rows go on is known before their tokens are.
 
-    step n in flight ── PlanAhead ──▶ a decode row for every sequence that samples a token in n and goes on
+    step n in flight ── PlanAhead ──▶ a decode row for every sequence that samples a token in n and goes on,
+                                      the next chunk of every prompt that goes on
                                       └▶ step n+1 begins right behind n; its tokens are taken where n samples them
 
 Called by `WorkerMachine`. The scheduler promises that it could decide nothing else, the allocator that every slot is
@@ -27,7 +28,7 @@ from cohort.common.sequence import Phase
 def same_rows(plan: IterationPlan, behind: IterationPlan) -> bool:
     """Whether the second, begun behind the first, has all rows of it one position on, and these decode."""
     first, then = plan.rows, behind.rows
-    return len(first) == len(then) and (not first or first[0].count == 1)  # prompts stand first
+    return len(first) == len(then) and (not first or first[0].count == then[0].count == 1)  # prompts stand first
 
 
 class AheadPlanner:
@@ -88,10 +89,10 @@ class AheadPlanner:
 
     def _go_on(self, before: list[Row], plan: IterationPlan) -> tuple[NotAhead | None, int]:
         """The rows of `plan`: of all sequences in the step in flight that sample a token in it and are not over then,
-        those of prompts behind the others, as a decision has them. Else why it cannot have these; and how many
-        sequences leave with that step."""
+        those of prompts behind the others, as a decision has them, and chunks of prompts that go on before all. Else
+        why it cannot have these; and how many sequences leave with that step."""
         aborting = {held.sequence for held in self._state.aborting} if self._state.aborting else ()
-        rows, begun = plan.rows, list[Row]()
+        rows, begun, prompts = plan.rows, list[Row](), list[Row]()
         leaving, fewest = 0, sys.maxsize
         for row in before:
             sequence, following = row.sequence, row.start + row.count
@@ -106,12 +107,21 @@ class AheadPlanner:
             if left <= 0:
                 leaving += 1
                 continue
-            if len(sequence.tokens) != following:  # the step in flight samples no token of it
-                return "prompts", 0
-            if sequence.needs_tokens_before_next_step:
-                return "sampling", 0
-            (rows if row.count == 1 else begun).append(Row(sequence, following, 1))
+            if (known := sequence.target - following) > 0:  # the step in flight samples no token of it
+                # Sampled tokens are taken by their rows' places, which a row of one token without one would shift; and
+                # what a scored prompt computes next is no matter of counts.
+                if row.count == 1 or sequence.scores_prompt:
+                    return "prompts", 0
+                (begun if known == 1 else prompts).append(Row(sequence, following, known))
+            else:
+                (rows if row.count == 1 else begun).append(Row(sequence, following, 1))
             fewest = min(fewest, left)
         rows += begun
-        self._left = fewest - 1
-        return (None if rows else "ended"), leaving
+        self._left = 0 if prompts else fewest - 1
+        if prompts:
+            counts = self._scheduler.chunks_ahead(prompts, len(rows))
+            if counts is None:
+                return "prompts", 0
+            chunks = [Row(row.sequence, row.start, count) for row, count in zip(prompts, counts, strict=True)]
+            plan.rows = [row for row in chunks if row.count > 1] + rows + [row for row in chunks if row.count == 1]
+        return (None if plan.rows else "ended"), leaving

@@ -7,11 +7,11 @@ from typing import Literal
 
 from cohort.common.policies.interface import IterationPlan
 
-NotAhead = Literal["prompts", "ended", "request", "sampling", "kv_transfer", "news", "policy", "memory", "shared"]
-"""Why the step after the one in flight is not planned ahead: a row's prompt goes on, so that it samples no token; no
-row goes on; a sequence does not run any more; penalties or a grammar need the token on the host; KV is under way or
-copied; there is news that only a decision takes in; the scheduler might choose other rows; blocks lack; a row's next
-slot is, or may become, another sequence's (`KvAllocator.extend_ahead`)."""
+NotAhead = Literal["prompts", "ended", "request", "kv_transfer", "news", "policy", "memory", "shared"]
+"""Why the step after the one in flight is not planned ahead: a prompt goes on, and its next chunk is still to be
+decided; no row goes on; a sequence does not run any more; KV is under way or copied; there is news that only a decision
+takes in; the scheduler might choose other rows; blocks lack; a row's next slot is, or may become, another sequence's
+(`KvAllocator.extend_ahead`)."""
 
 
 @dataclass(slots=True)

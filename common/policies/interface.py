@@ -488,14 +488,22 @@ class IterationScheduler(ABC):
         and tell their times in the next `News.ran`, which must not lead to other decisions than one by one would."""
         return 0
 
+    def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
+        """Of prompts that go on behind the iteration in flight: how many tokens `decide`, asked when that has ended,
+        would give to each, one at least. `begun`: all that each of them has left then, two tokens or more; `single`
+        rows of one token stand beside them. Asked before `continues`, which then holds the whole plan. None: that
+        follows from what is not known yet, such as times, or one of them would get nothing."""
+        return None
+
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
         """Whether `decide`, asked when the iteration in flight has ended, could only choose `plan`: a decode row, one
-        position on, for every sequence that samples a token in that iteration, also of a prompt that ends with it. The
-        order of its rows is free. It had rows of `leaving` sequences more, which end with it and are still to be
-        removed. What the iteration in flight will teach of times is not known yet. Whether there are blocks is not
-        asked here: see `KvAllocator.extend_ahead`. `undecided`: iterations begun since the last decision beside the one
-        that it chose; their times come with the next `News.ran`. Live hosts ask at any moment while an iteration runs,
-        sequences may have come since the last decision, and begin `plan` behind it."""
+        position on, for every sequence that samples a token in that iteration, also of a prompt that ends with it; and
+        of each prompt that goes on the chunk that `chunks_ahead` gave. The order of its rows is free. It had rows of
+        `leaving` sequences more, which end with it and are still to be removed. What the iteration in flight will teach
+        of times is not known yet. Whether there are blocks is not asked here: see `KvAllocator.extend_ahead`.
+        `undecided`: iterations begun since the last decision beside the one that it chose; their times come with the
+        next `News.ran`. Live hosts ask at any moment while an iteration runs, sequences may have come since the last
+        decision, and begin `plan` behind it."""
         return False
 
     @property

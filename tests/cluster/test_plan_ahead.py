@@ -8,9 +8,12 @@ from random import Random
 import pytest
 from hypothesis import given
 
+from cohort.common.machines.effects import StartStep
 from cohort.common.types import FinishReason
-from tests.cluster.cases import PRESETS, Case, cases
+from cohort.common.virtual_cluster.plugins import WorkerNode
+from tests.cluster.cases import PRESETS, Arrival, Case, cases
 from tests.common.machines.clusters import total
+from tests.common.machines.digest_engine import DigestEngine
 from tests.common.machines.world import World
 from tests.examples import of_worlds
 
@@ -68,6 +71,30 @@ def test_steps_are_planned_ahead_and_tokens_are_the_same(preset: str) -> None:
     assert seen["planned_ahead"] > seen["steps"] / 20, seen
     assert seen["wasted_rows"] > 0, "rows of sequences that ended with the step before"
     assert seen["stop"] > 5
+
+
+@pytest.mark.parametrize(
+    "preset", ["alignedserve", "baseline-chunked-prefill", "bucketserve", "disaggregated", "unified"]
+)
+def test_chunks_of_prompts_follow_each_other_where_counts_size_them(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = 0
+    begin = DigestEngine.begin
+
+    def counted(self: DigestEngine, node: WorkerNode, step: StartStep) -> None:
+        nonlocal chunks
+        chunks += step.ahead and any(row.count > 1 for row in step.plan.rows)
+        begin(self, node, step)
+
+    monkeypatch.setattr(DigestEngine, "begin", counted)
+    random = Random(4)
+    arrivals: list[Arrival] = [
+        (0.28 * index, random.randint(34, 40), index % 2 == 0, random.randint(5, 20), "rt", 1.0) for index in range(20)
+    ]
+    ahead, _ = _both(Case(preset=preset, arrivals=arrivals, seed=4, delay_s=0.002))
+    refused = sum(node.worker.counters.not_ahead.get("prompts", 0) for node in ahead.workers.values())
+    assert chunks > 5 and refused < chunks / 5, (chunks, refused)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

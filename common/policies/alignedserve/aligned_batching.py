@@ -47,19 +47,19 @@ class AlignedBatching(ContinuousBatching):
         """Evicted, and possibly still holding blocks."""
         self._decodes = 0
         self._mixed = 0
-        self._last_mixed = False
         self._evictions = 0
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
-        self._decodes += news.undecided
-        self._mixed += news.undecided * self._last_mixed
+        for number, ran in enumerate(news.runs):
+            undecided, batches = ran.iterations - (number == 0), batches_of(ran.plan.rows)
+            self._decodes += undecided * (batches > 0)
+            self._mixed += undecided * (batches > 1)
         evicted = self._evict(kv) if self._sets_aside else []
         plan = super().decide(now_s, kv, news)
         plan.evicted = evicted
         batches = batches_of(plan.rows)
-        self._last_mixed = batches > 1
         self._decodes += batches > 0
-        self._mixed += self._last_mixed
+        self._mixed += batches > 1
         return plan
 
     def _evict(self, kv: KvAllocator) -> list[Sequence]:

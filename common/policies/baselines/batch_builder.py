@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Set
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,6 +40,24 @@ class IterationLimits:
     chunk: int
     preemption: Literal["swap", "recompute"]
     padded: bool = False
+
+
+def whole_chunks(limits: IterationLimits, begun: Seq[Row], single: int) -> list[int] | None:
+    """`IterationScheduler.chunks_ahead` where all rows fit one iteration together, whatever their order."""
+    counts = [min(row.count, limits.chunk) for row in begun]
+    fit = sum(counts) + single <= limits.max_tokens and len(begun) + single <= limits.max_rows
+    return counts if fit and not limits.padded else None
+
+
+def chunks_by_arrival(limits: IterationLimits, begun: Seq[Row], single: int) -> list[int] | None:
+    """The same where rows of one token come first, then prompts by arrival, each as much as the iteration has left."""
+    left, counts = limits.max_tokens - single, dict[Sequence, int]()
+    for row in sorted(begun, key=lambda row: by_arrival(row.sequence)):
+        counts[row.sequence] = min(row.count, limits.chunk, left)
+        left -= counts[row.sequence]
+    if limits.padded or len(begun) + single > limits.max_rows or min(counts.values(), default=0) < 1:
+        return None
+    return [counts[row.sequence] for row in begun]
 
 
 class BatchBuilder:

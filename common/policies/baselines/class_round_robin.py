@@ -7,8 +7,10 @@ sequence finds no block the latest arrival of either class gives way.
 
 from __future__ import annotations
 
-from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival
-from cohort.common.policies.interface import IterationPlan, IterationScheduler, News
+from collections.abc import Sequence as Seq
+
+from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival, whole_chunks
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Row
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, TrafficClass
@@ -69,6 +71,9 @@ class ClassRoundRobin(IterationScheduler):
         """Every running sequence keeps its next block."""
         spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
         return alive == 0 or spare >= min(alive, kv.total_blocks // 50)
+
+    def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
+        return whole_chunks(self._limits, begun, single)
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
         """All are of one class then, and have every iteration."""

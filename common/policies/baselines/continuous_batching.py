@@ -11,6 +11,7 @@ remains. Side by side each would take as long as all of them together, and none 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence as Seq
 from typing import Literal
 
 from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, PromptSort, leaves_next_blocks
@@ -69,8 +70,7 @@ class ContinuousBatching(ArrivalQueues):
                 planned.add(sequence)
                 tokens_left -= 1
 
-        if decode_rows:
-            tokens_left = min(tokens_left, self._beside(len(decode_rows)))
+        tokens_left = self._for_prompts(len(decode_rows))
         goes_on = admits = True
         for sequence in prompts:
             if tokens_left == 0 or len(planned) == self._max_rows:
@@ -97,12 +97,27 @@ class ContinuousBatching(ArrivalQueues):
             return 0
         return UNTIL_DISTURBED if self.continues(plan, kv, 0, 0) else 0
 
+    def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
+        """In the order of arrival; another one may follow from times."""
+        if (self._prompts is not None and len(begun) > 1) or len(begun) + single > self._max_rows:
+            return None
+        left, counts = self._for_prompts(single), dict[Sequence, int]()
+        for row in sorted(begun, key=lambda row: by_arrival(row.sequence)):
+            counts[row.sequence] = min(row.count, left)
+            left -= counts[row.sequence]
+        return [counts[row.sequence] for row in begun] if min(counts.values(), default=0) > 0 else None
+
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
         rows = len(plan.rows)
         if rows + leaving != len(self._running) or self._swapped:
             return False
         if not self._waiting:
             return True
+        if prompt_tokens := sum([row.count for row in plan.rows if row.count > 1]):
+            if self._prompts is not None:  # one that waits may come before a prompt that goes on
+                return False
+            if prompt_tokens >= self._for_prompts(sum([row.count == 1 for row in plan.rows])):
+                return True
         if leaving:  # another can join in its place
             return False
         full = rows >= min(self._max_rows, self._max_step_tokens)
@@ -121,6 +136,11 @@ class ContinuousBatching(ArrivalQueues):
             queue.remove(sequence)
             insort(self._running, sequence, key=by_arrival)
         return admitted
+
+    def _for_prompts(self, decode_rows: int) -> int:
+        """Prompt tokens of an iteration that has so many decode rows, or none."""
+        left = self._max_step_tokens - decode_rows
+        return min(left, self._beside(decode_rows)) if decode_rows else left
 
     def _beside(self, decode_rows: int) -> int:
         """Prompt tokens of an iteration that has so many decode rows."""

@@ -8,10 +8,11 @@ O(n²): the paper shows that price, and `IterationLimits` does not hide it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Seq
 
-from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival
+from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival, chunks_by_arrival
 from cohort.common.policies.baselines.reserved_allocation import Reservation
-from cohort.common.policies.interface import IterationPlan, IterationScheduler, News
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Row
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
@@ -78,6 +79,9 @@ class MultiResource(IterationScheduler):
                 nearest, smallest = sequence, distance
         return nearest
 
+    def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
+        return chunks_by_arrival(self._limits, begun, single)
+
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
         """Every sequence has a row, or those that wait find no place: the iteration is full, or none of their demands
         fits the blocks that are free (and growing rows leave fewer)."""
@@ -87,7 +91,7 @@ class MultiResource(IterationScheduler):
         waiting = [s for s in self._sequences.values() if s.phase is Phase.WAITING]
         if leaving or rows + len(waiting) != len(self._sequences):
             return False
-        if rows >= min(self._limits.max_rows, self._limits.max_tokens):
+        if rows >= self._limits.max_rows or plan.tokens >= self._limits.max_tokens:
             return True
         free = kv.free_blocks + kv.cached_blocks
         return all(kv.geometry.blocks_for(self._reservation(s)) > free for s in waiting)

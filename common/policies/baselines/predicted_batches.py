@@ -7,10 +7,12 @@ requests predicted nearest to it, as many as rows and, by exact allocation, memo
 
 from __future__ import annotations
 
-from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival
+from collections.abc import Sequence as Seq
+
+from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival, chunks_by_arrival
 from cohort.common.policies.baselines.reserved_allocation import Reservation
 from cohort.common.policies.bucketserve.safe_batch import batch_kv_blocks
-from cohort.common.policies.interface import IterationPlan, IterationScheduler, News
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Row
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
@@ -118,6 +120,10 @@ class PredictedBatches(IterationScheduler):
                 break
             batch.add(sequence.key)
         return batch
+
+    def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
+        """Prompts alone: rows of one token wait until these have ended."""
+        return None if single else chunks_by_arrival(self._limits, begun, single)
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
         """All members of the batch have rows: none joins before the last of them has ended."""

@@ -8,8 +8,10 @@ coming stall the tokens of running responses, which is what the comparisons are 
 
 from __future__ import annotations
 
-from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival
-from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News
+from collections.abc import Sequence as Seq
+
+from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival, chunks_by_arrival
+from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Row
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
@@ -88,6 +90,10 @@ class PrefillFirst(IterationScheduler):
         full = len(running) >= self._limits.max_rows
         stands = not waiting or full or not self._leaves_headroom(waiting[0], kv, len(running))
         return UNTIL_DISTURBED if stands else 0
+
+    def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
+        """Prompts alone: rows of one token wait until these have ended."""
+        return None if single else chunks_by_arrival(self._limits, begun, single)
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
         if len(plan.rows) + leaving == len(self._sequences):

@@ -9,10 +9,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
-from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, RankKey, by_arrival
+from cohort.common.policies.baselines.batch_builder import (
+    BatchBuilder,
+    IterationLimits,
+    RankKey,
+    by_arrival,
+    whole_chunks,
+)
 from cohort.common.policies.baselines.reserved_allocation import Reservation
-from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran
+from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran, Row
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
@@ -127,6 +134,9 @@ class RankedBatching(IterationScheduler):
         full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
         return UNTIL_DISTURBED if full and running == len(plan.rows) and not self._evicting else 0
 
+    def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
+        return whole_chunks(self._limits, begun, single)
+
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
         """With a row for every sequence there is none to choose, whatever their order. Else newcomers must find no
         place: where the best ranked of them stands in the queue, all do."""
@@ -143,7 +153,7 @@ class RankedBatching(IterationScheduler):
         needs = kv.geometry.blocks_for(self._reservation(first)) - (first.target - 1) // kv.geometry.block_size
         if needs > kv.free_blocks + kv.cached_blocks:
             return behind or not self._evicting
-        return behind and rows >= min(self._limits.max_rows, self._limits.max_tokens)
+        return behind and (rows >= self._limits.max_rows or plan.tokens >= self._limits.max_tokens)
 
     def metrics(self) -> dict[str, float]:
         swapped = sum(1 for s in self._sequences.values() if s.phase is Phase.SWAPPED)

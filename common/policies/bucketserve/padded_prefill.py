@@ -7,6 +7,7 @@ none of this: there `ContinuousBatching` takes the prompts of the batches one af
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import Literal
 
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
@@ -53,6 +54,10 @@ class PaddedPrefill(ContinuousBatching):
         self._padding_tokens += sum(row_padding(batch, longest, kv))
         plan.reason = f"{len(batch)} prefill padded to {longest}, {len(decode)} decode"
         return plan
+
+    def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
+        """A rectangle is the decision's."""
+        return None
 
     # Rows of a batch are computed side by side, none of them longer than a chunk: every other one would be as long.
 

@@ -98,7 +98,7 @@ def _measure(check: Check, runner: ModelRunner, folder: str, name: str, rows: in
         raise NotThere("a recorded step for this many rows")
     config = fill.serving(check, runner, folder)
     with spanned(_PLACES) as spans:
-        wall_s = asyncio.run(_serve(config, runner, rows, context - steps, steps, spans))
+        wall_s, chunks, decodes = asyncio.run(_serve(config, runner, rows, context - steps, steps, spans))
     found, facts = check.found, Facts(check.ceilings(), runner.geometry, runner.dtype, rows=rows, context=context)
     found.measured(
         f"{name}: GPU idle",
@@ -108,6 +108,9 @@ def _measure(check: Check, runner: ModelRunner, folder: str, name: str, rows: in
         expect=expect("idle", facts),
         note=f"{wall_s * 1e3:.3f} ms a step, of which {alone_s * 1e3:.3f} recorded; {rows / wall_s:,.0f} tokens/s",
     )
+    for line, share in (("ahead", decodes), ("ahead, chunks", chunks)):
+        what = "steps begun ahead" if line == "ahead" else "steps begun ahead while prompts are computed"
+        found.measured(f"{name}: {what}", share, "of the steps", expect=expect(line, facts))
     for part, times in _parts(spans, alone_s).items():
         if times:
             prediction = expect(f"gap, {part}", facts)
@@ -130,17 +133,20 @@ def _parts(spans: Spans, alone_s: float) -> dict[str, list[float]]:
     }
 
 
-async def _serve(config: Config, runner: ModelRunner, rows: int, prompt: int, steps: int, spans: Spans) -> float:
+async def _serve(
+    config: Config, runner: ModelRunner, rows: int, prompt: int, steps: int, spans: Spans
+) -> tuple[float, float, float]:
     """Run the worker's loop over `rows` requests; once all prompts are computed, `steps` steps count. Median seconds a
-    step."""
+    step; shares of steps begun ahead before and since."""
     machine, context, loop, engine = _worker(config, runner, _requests(runner, rows, prompt, 2 * steps + _JOINING))
     serving = asyncio.create_task(loop.run())
     ends = spans.found.get("completed", [])
-    first = 0
+    first, counters, before = 0, machine.counters, (0, 0)
     while not serving.done():
         await asyncio.sleep(_LOOK_S)
         if not first and machine.counters.prefill_tokens >= rows * prompt:
             first = len(ends) + 2
+            before = (counters.planned_ahead, counters.steps)
         if first and len(ends) >= first + steps:
             break
     context.stopping.set()
@@ -152,7 +158,9 @@ async def _serve(config: Config, runner: ModelRunner, rows: int, prompt: int, st
     if len(moments) < 3:
         raise RuntimeError(f"the loop ended after {len(ends)} steps, {machine.counters.prefill_tokens} prompt tokens")
     spans.found = spans.between(moments[0], moments[-1]).found
-    return statistics.median(later - earlier for earlier, later in pairwise(moments))
+    since = (counters.planned_ahead - before[0]) / max(1, counters.steps - before[1])
+    median_s = statistics.median(later - earlier for earlier, later in pairwise(moments))
+    return median_s, before[0] / max(1, before[1]), since
 
 
 def _worker(

@@ -27,6 +27,11 @@ _AROUND_S = 0.35e-3  # copies in and out, the graph's launch, waking from the ev
 _FLASH_RATE = 0.45  # share of the matrix rate that FlashAttention-2 reaches on Hopper
 _RENDEZVOUS_S = 0.2e-3  # one tagged message between two processes, event loops included
 _RUNS_AT_ONCE = TransferConfig().runs_at_once
+_MIXED_KERNELS_A_LAYER = 13  # of a step with prompts: attention twice, and its gathering or merging
+_PAGED_RATE = 0.20  # share of the matrix rate that attention of prompts over the paged cache reaches
+_MULTIPROCESSORS = 132
+_SM_INSTRUCTIONS_S = 0.6 * 4 * 32 * 1.785e9  # of one multiprocessor's threads, at 60 % of what four schedulers issue
+_EDITS_S = 4e-6  # penalties are put in place and taken back
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,9 @@ class Facts:
     tokens: int = 0
     moved_bytes: float = 0.0
     messages: int = 1
+    instructions: float = 0.0
+    """That sampling takes per logit."""
+    penalised: bool = False
 
     @property
     def model(self) -> ModelGeometry:
@@ -90,6 +98,25 @@ def _mixed_ms(facts: Facts) -> float:
     return 1e3 * (max(host, products / _PRODUCT_RATE + attention + 2 * _kernels_s(decode)) + _AROUND_S)
 
 
+def _mixed_recorded_ms(facts: Facts) -> float:
+    """`rows` and `tokens` are the class's: its padding is computed as well."""
+    g, ceilings = facts.model, facts.ceilings
+    slower = Ceilings(0, _PRODUCT_BYTES * ceilings.bandwidth, _PRODUCT_RATE * ceilings.matrix)
+    products = bounds.products_s(g, facts.dtype, facts.rows + facts.tokens, facts.rows, slower)
+    decode = bounds.attention_s(g, facts.dtype, facts.rows, facts.context, ceilings) / _KV_SHORT
+    square = 2.0 * g.num_heads * g.head_dim * facts.tokens * (facts.tokens + 1) * g.num_layers
+    kernels = (_MIXED_KERNELS_A_LAYER * g.num_layers + 8) * _RAMP_S
+    return 1e3 * (products + decode + square / (_PAGED_RATE * ceilings.matrix) + kernels + _AROUND_S)
+
+
+def _sampler_ms(facts: Facts) -> float:
+    """One program a row, one at a time on a multiprocessor; not faster than the logits come from memory once."""
+    rounds, vocabulary = -(-facts.rows // _MULTIPROCESSORS), facts.model.vocab_size
+    computed_s = rounds * vocabulary * facts.instructions / _SM_INSTRUCTIONS_S
+    read_s = 4.0 * facts.rows * vocabulary / facts.ceilings.bandwidth
+    return 1e3 * (max(computed_s, read_s) + facts.penalised * _EDITS_S + 4 * _RAMP_S + 2e-5)
+
+
 def _pipeline_tokens_per_s(facts: Facts) -> float:
     """`context` prompt and `tokens` output tokens of `rows` users."""
     decode = Facts(facts.ceilings, facts.model, facts.dtype, facts.rows, facts.context + facts.tokens // 2)
@@ -137,17 +164,36 @@ TABLE: dict[str, Line] = {
         "about 10 % where each step is planned only after the one before",
         lambda f: 0.01,
     ),
-    "gap, completed": Line("1.5 us a row: a token is appended, ends are looked for", lambda f: 0.02 + 0.0014 * f.rows),
-    "gap, plan": Line("0.6 us a row: budgets and blocks", lambda f: 0.01 + 0.0006 * f.rows),
-    "gap, build": Line("3.6 us a row: block tables go into an array row by row", lambda f: 0.02 + 0.0036 * f.rows),
+    "gap, completed": Line(
+        "as measured on two processor cores, 0.8 us a row: a token is appended, ends are looked for",
+        lambda f: 0.008 + 0.00076 * f.rows,
+    ),
+    "gap, plan": Line(
+        "as measured on two processor cores, 0.6 us a row where it is decided: budgets and blocks",
+        lambda f: 0.01 + 0.0006 * f.rows,
+    ),
+    "gap, build": Line(
+        "as measured on two processor cores, 0.13 us a row: block tables stand, only new entries are written",
+        lambda f: 0.023 + 0.00013 * f.rows,
+    ),
     "gap, hop": Line("a thread is woken, and takes the interpreter's lock", lambda f: 0.08),
     "gap, launch": Line("buffers filled, two copies, one graph, one copy out, one event", lambda f: 0.25),
     "gap, wake": Line("the driver wakes a sleeping thread", lambda f: 0.08),
     "gap, back": Line("the event loop is woken by the engine's thread", lambda f: 0.13),
+    "ahead": Line(
+        "no row ends, none comes and no block lacks while these steps are counted: each begins behind another",
+        lambda f: 1.0,
+    ),
+    "ahead, chunks": Line(
+        "this scheduler sizes chunks of prompts by times that it learns from the step before, so each is decided after "
+        "it; where counts size them (continuous batching) all but the first and the last begin ahead",
+        lambda f: 0.0,
+    ),
     "sampler": Line(
-        "every logit is read six times, from the second-level cache after the first: as three reads from memory, and "
-        "two launches",
-        lambda f: 1e3 * (3 * 4.0 * f.rows * f.model.vocab_size / f.ceilings.bandwidth + 4 * _RAMP_S + 2e-5),
+        f"the assembler's instructions per logit (docs/benchmarks-gpu-kernels.md) at 60 % of the issue rate, one row "
+        f"at a time on each of {_MULTIPROCESSORS} multiprocessors; or the logits read once, if that takes longer; the "
+        f"tables' copy and launch; {_EDITS_S * 1e6:.0f} us where penalties are put in place",
+        _sampler_ms,
     ),
     "product": Line(
         f"at {_PRODUCT_BYTES:.0%} of the larger bound, and {_RAMP_S * 1e6:.1f} us of start and end",
@@ -155,6 +201,13 @@ TABLE: dict[str, Line] = {
     ),
     "mixed": Line(
         f"the longer of eleven launches a layer of {_LAUNCH_S * 1e6:.0f} us and the device's work", _mixed_ms
+    ),
+    "mixed, recorded": Line(
+        f"the class's tokens and rows, padding included: products as in a recorded decode step, keys and values of "
+        f"decode rows at {_KV_SHORT:.0%} of the bandwidth, prompts over the paged cache at {_PAGED_RATE:.0%} of the "
+        f"matrix rate, {_MIXED_KERNELS_A_LAYER} kernels a layer with {_RAMP_S * 1e6:.1f} us of start and end each, and "
+        f"{_AROUND_S * 1e3:.2f} ms around; no launches of the host's",
+        _mixed_recorded_ms,
     ),
     "prefill": Line(
         f"products at {_PRODUCT_RATE:.0%} and attention at {_FLASH_RATE:.0%} of the matrix rate (FlashAttention-2), "

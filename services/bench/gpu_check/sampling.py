@@ -36,6 +36,16 @@ KINDS: dict[str, SamplingRow] = {
 }
 
 
+INSTRUCTIONS = {
+    "greedy": 10,
+    "temperature 0.8": 72,
+    "temperature 0.8, top-p 0.95": 153,
+    "temperature 0.8, top-k 40": 130,
+    "penalties": 72,
+}
+"""Per logit, of rows as `logits_of` makes them: the table of docs/benchmarks-gpu-kernels.md."""
+
+
 class OnDevice:
     """The batch sampler with its inputs' memory."""
 
@@ -84,10 +94,18 @@ def run(check: Check, geometry: ModelGeometry) -> None:
     for count in (1, 64, 256) if check.real else (1, 3):
         for name, kind in KINDS.items():
             label = f"sampling, {count} rows, {name}"
-            check.guard.item(label, partial(_time, check, geometry, label, kind, count, vocabulary), 6)
+            facts = Facts(
+                check.ceilings(),
+                geometry,
+                rows=count,
+                instructions=INSTRUCTIONS[name],
+                penalised=kind.repetition_penalty != 1.0,
+            )
+            check.guard.item(label, partial(_time, check, facts, label, kind), 6)
 
 
-def _time(check: Check, geometry: ModelGeometry, label: str, kind: SamplingRow, count: int, vocabulary: int) -> None:
+def _time(check: Check, facts: Facts, label: str, kind: SamplingRow) -> None:
+    count, vocabulary = facts.rows, facts.model.vocab_size
     rows, logits, device = rows_of(kind, count, vocabulary), logits_of(check, count, vocabulary), OnDevice(check.device)
     repeats = 10 if check.real else 2
 
@@ -102,7 +120,6 @@ def _time(check: Check, geometry: ModelGeometry, label: str, kind: SamplingRow, 
         started = time.perf_counter()
         call()
         host.append(time.perf_counter() - started)
-    facts = Facts(check.ceilings(), geometry, rows=count)
     check.found.measured(
         label,
         on_device_s * 1e3,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from random import Random
 
+import msgspec
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -163,6 +164,84 @@ def test_a_prompt_that_has_ended_stands_behind_rows_that_stood_behind_it() -> No
         sequence.tokens.append(token)
         sequence.computed = computed
     assert _same(behind.after(np.array([11, 12])), build_batch(plan, kv)[0])
+
+
+def test_a_chunk_behind_another_has_its_own_tokens_and_samples_with_the_last() -> None:
+    kv = PagedAllocator(KvGeometry(1, 1, 1, 1, SIZE), 20, 0, prefix_caching=False)
+    prompt, decoding = running("a", 13, 0), running("b", 4, 3)
+    for sequence in (prompt, decoding):
+        kv.admit(sequence)
+    builder = BatchBuilder(kv)
+    _, sampled = builder.build(IterationPlan(rows=[Row(prompt, 0, 5), Row(decoding, 3, 1)]))
+    assert sampled == [decoding]
+    for plan, sources in (
+        (IterationPlan(rows=[Row(prompt, 5, 5), Row(decoding, 4, 1)]), [-1] * 5 + [0]),
+        (IterationPlan(rows=[Row(prompt, 10, 3), Row(decoding, 5, 1)]), [-1] * 3 + [0]),
+        (IterationPlan(rows=[Row(decoding, 6, 1), Row(prompt, 13, 1)]), [1, 0]),
+    ):
+        assert kv.extend_ahead(plan.rows) is None
+        behind, also = builder.build(plan, sampled)
+        behind.check()
+        assert behind.token_source is not None and behind.token_source.tolist() == sources
+        before, tokens = sampled, [17 + index for index in range(len(sampled))]
+        for sequence, token in zip(before, tokens, strict=True):
+            sequence.tokens.append(token)
+        for row in plan.rows:
+            row.sequence.computed = row.start
+        expected, again = build_batch(plan, kv)
+        assert _same(behind.after(np.array(tokens)), expected) and also == again
+        sampled = also
+
+
+def test_a_chunk_behind_a_chunk_is_a_step_of_its_own() -> None:
+    """None of its tokens comes from the step before: it is the same batch as if it were decided."""
+    kv = PagedAllocator(KvGeometry(1, 1, 1, 1, SIZE), 20, 0, prefix_caching=False)
+    prompt = running("a", 13, 0)
+    kv.admit(prompt)
+    builder = BatchBuilder(kv)
+    _, sampled = builder.build(IterationPlan(rows=[Row(prompt, 0, 5)]))
+    plan = IterationPlan(rows=[Row(prompt, 5, 8)])
+    behind, also = builder.build(plan, sampled)
+    prompt.computed = 5
+    assert sampled == [] and also == [prompt]
+    assert behind.token_source is None and _same(behind, build_batch(plan, kv)[0])
+
+
+def test_what_sampling_looks_back_on_is_left_to_the_engine_while_a_token_is_under_way() -> None:
+    kv = PagedAllocator(KvGeometry(1, 1, 1, 1, SIZE), 20, 0, prefix_caching=False)
+    sequence = running("a", 4, 3, frequency_penalty=0.5, grammar="root ::= [a-z]+")
+    kv.admit(sequence)
+    builder = BatchBuilder(kv)
+    first, sampled = builder.build(IterationPlan(rows=[Row(sequence, 3, 1)]))
+    plan = IterationPlan(rows=[Row(sequence, 4, 1)])
+    assert kv.extend_ahead(plan.rows) is None
+    behind, _ = builder.build(plan, sampled)
+    history, grammar = behind.sampling[0].history, behind.sampling[0].grammar
+    assert history is not None and grammar is not None
+    known = sequence.tokens[1:]  # behind a prompt of one token
+    assert (history.output_tokens, grammar.output) == (3, known)
+    assert behind.looks_back and not first.looks_back
+    for _ in range(2):  # a step that the device refuses memory for is begun again
+        behind.look_back(np.array([7]))
+        assert (history.output_tokens, grammar.output) == (4, [*known, 7])
+    sequence.tokens += [7, 8]
+    sequence.computed = 5
+    kv.extend(sequence, 6)
+    builder.build(IterationPlan(rows=[Row(sequence, 5, 1)]))
+    assert (history.output_tokens, grammar.output) == (5, [*known, 7, 8]), "none is counted twice, none is left out"
+
+
+def test_a_scored_prompt_that_has_ended_is_not_scored_again() -> None:
+    kv = PagedAllocator(KvGeometry(1, 1, 1, 1, SIZE), 20, 0, prefix_caching=False)
+    prompt = running("a", 5, 0, prompt_logprobs=0)
+    prompt.request = msgspec.structs.replace(prompt.request, prompt_tokens=5)
+    kv.admit(prompt)
+    builder = BatchBuilder(kv)
+    first, sampled = builder.build(IterationPlan(rows=[Row(prompt, 0, 5)]))
+    plan = IterationPlan(rows=[Row(prompt, 5, 1)])
+    assert kv.extend_ahead(plan.rows) is None
+    behind, _ = builder.build(plan, sampled)
+    assert len(first.scoring) == 1 and behind.scoring == ()
 
 
 def test_end_tokens_are_banned_until_enough_is_there() -> None:

@@ -5,7 +5,6 @@ The recorder is the plain one; all else is what a GPU runs. Answers must be thos
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -152,112 +151,6 @@ def test_the_same_bits_as_the_ordinary_path(model_folder: Callable[[str], Path])
         first, second = (driver.runner.sampled_states(rows) for driver in drivers)
         assert first is not None and second is not None and (first == second).all()
         assert torch.equal(ordinary.kv.blocks, ours.kv.blocks)
-
-
-@pytest.mark.parametrize("device_steps", [False, True])
-@pytest.mark.parametrize("graphs", [GRAPHS, DeviceShare(graphs=0)])
-def test_steps_behind_one_another_have_the_tokens_of_steps_one_by_one(
-    model_folder: Callable[[str], Path], device_steps: bool, graphs: DeviceShare
-) -> None:
-    """Two under way all the time; rows leave, tokens are drawn, and no token reaches the host before the next step."""
-    folder = model_folder("llama")
-    steps = 12
-    answers = []
-    for behind in (False, True):
-        runner = make_runner(folder, device_steps=device_steps, share=graphs)
-        runner.warm_up()
-        driver = Driver(runner, shuffle=3)
-        for index, prompt in enumerate(random_prompts([5, 9, 3, 12])):
-            sampling = SamplingRow(seed=index, position=0, temperature=0.9 * (index % 2), top_p=0.9)
-            driver.add(str(index), prompt, sampling)
-        driver.step([(name, driver.remaining(name)) for name in driver.requests])
-        for step in range(steps if not behind else 0):
-            driver.step([(name, 1) for name in _present(driver, step)])
-        if behind:
-            _chain(driver, steps)
-        answers.append([request.tokens for request in driver.requests.values()])
-    assert answers[0] == answers[1]
-
-
-def _present(driver: Driver, step: int) -> list[str]:
-    """Request 1 leaves after three steps, request 0 after seven."""
-    return [name for name in driver.requests if step < {"1": 3, "0": 7}.get(name, 99)]
-
-
-def _chain(driver: Driver, steps: int) -> None:
-    before: list[str] = []
-    under_way: list[tuple[list[str], Any]] = []
-    for step in range(steps):
-        names = _present(driver, step)
-        for name in names:
-            if under_way:
-                driver.requests[name].tokens.append(_COUNTED)
-        batch = driver.batch([(name, 1) for name in names])
-        if under_way:
-            source = np.array([before.index(name) for name in names], dtype=np.int64)
-            batch = dataclasses.replace(batch, token_source=source)
-        for name in names:
-            driver.requests[name].computed += 1
-        under_way.append((names, driver.runner.launch(batch)))
-        before = names
-        if len(under_way) > 1:
-            _land(driver, *under_way.pop(0))
-    _land(driver, *under_way.pop(0))
-
-
-_COUNTED = -1
-"""A token that will be there."""
-
-
-def _land(driver: Driver, names: list[str], launched: Any) -> None:
-    """A step's tokens take the places of those that were counted."""
-    for name, token in zip(names, launched.finish().tokens.tolist(), strict=True):
-        request = driver.requests[name]
-        if request.tokens[-1] == _COUNTED:
-            request.tokens[-1] = token
-        else:
-            request.tokens.append(token)
-
-
-def test_a_step_behind_one_that_was_split_or_failed(
-    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner = device_runner(model_folder("llama"))
-    driver = Driver(runner)
-    for index, prompt in enumerate(random_prompts([5, 9, 14])):
-        driver.add(str(index), prompt)
-    driver.step([(name, driver.remaining(name)) for name in driver.requests])
-    expected = [driver.step([(name, 1) for name in driver.requests]).tokens.tolist() for _ in range(3)]
-    for request in driver.requests.values():
-        del request.tokens[-3:]
-        request.computed -= 3
-    steps: Any = runner._device_steps
-    launch = steps.launch
-    _step_behind(driver, None)
-    monkeypatch.setattr(steps, "launch", refusing(launch, most_rows=2))
-    assert _step_behind(driver, [0, 1, 2]) == expected[1]
-    monkeypatch.setattr(steps, "launch", launch)
-    assert _step_behind(driver, [0, 1, 2]) == expected[2]
-    monkeypatch.setattr(steps.decode, "run", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        _step_behind(driver, [0, 1, 2])
-    monkeypatch.undo()
-    with pytest.raises(InvariantViolated):
-        _step_behind(driver, [0, 1, 2])
-
-
-def _step_behind(driver: Driver, source: list[int] | None) -> list[int]:
-    """A decode step of all; with a `source` its own tokens are wrong, and those of the last step are taken."""
-    batch = driver.batch([(name, 1) for name in driver.requests])
-    if source is not None:
-        batch = dataclasses.replace(
-            batch, token_ids=np.zeros_like(batch.token_ids), token_source=np.array(source, dtype=np.int64)
-        )
-    found = driver.runner.launch(batch).finish().tokens.tolist()
-    for request, token in zip(driver.requests.values(), found, strict=True):
-        request.computed += 1
-        request.tokens.append(token)
-    return found
 
 
 def test_padding_rows_touch_nothing_but_the_spare_block(model_folder: Callable[[str], Path]) -> None:

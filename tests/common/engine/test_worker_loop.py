@@ -18,6 +18,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from cohort.common.config import load_config
+from cohort.common.engine.batch import StepBatch
 from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.engine_threads import StepUnderWay
 from cohort.common.engine.worker_loop import WorkerLoop
@@ -88,6 +89,8 @@ class Running:
     machine: WorkerMachine
     registry: CollectorRegistry
     runner: Any
+    penalised_behind: int = 0
+    """Steps behind another one with rows whose penalties look back on it."""
 
 
 @asynccontextmanager
@@ -100,7 +103,8 @@ async def worker(
     device_steps: bool,
     preset: str = "",
 ) -> AsyncIterator[Running]:
-    config = load_config(preset=preset, overrides={"engine": {"plan_ahead": plan_ahead, "max_rows": 8}})
+    engine_options = {"plan_ahead": plan_ahead, "max_rows": 8, "prefill_chunk": 12}
+    config = load_config(preset=preset, overrides={"engine": engine_options})
     share = DeviceShare(graphs=1 << 40)
     engine = ThreadPoolExecutor(1)
     runner = make_runner(folder, device_steps=device_steps, share=share, num_blocks=80)
@@ -150,8 +154,9 @@ async def _answers(
     device_steps: bool,
     preset: str = "",
 ) -> tuple[Any, Running]:
-    """Of six requests that come in two waves, greedy and drawn, ended by length, by a stop token, with penalties."""
-    prompts = random_prompts((5, 17, 9, 3, 12, 8))
+    """Of seven requests that come in two waves, greedy and drawn, ended by length, by a stop token, with penalties; the
+    last with a prompt of several chunks."""
+    prompts = random_prompts((5, 17, 9, 3, 12, 8, 90))
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.9, "seed": 3},
@@ -159,11 +164,19 @@ async def _answers(
         {"temperature": 0.8, "seed": 8, "stop_token_ids": tuple(range(0, 199, 13)), "min_tokens": 6},
         {"temperature": 0.7, "seed": 9, "stop_token_ids": tuple(range(0, 199, 9))},
         {"temperature": 0.5, "seed": 7, "frequency_penalty": 0.7},
+        {"temperature": 0.5, "seed": 4, "repetition_penalty": 1.3},
     ]
-    lengths = (40, 31, 36, 40, 40, 12)
+    lengths = (40, 31, 36, 40, 40, 12, 9)
     options: dict[str, Any] = {"plan_ahead": plan_ahead, "device_steps": device_steps, "preset": preset}
     async with worker(folder, tmp_path, monkeypatch, **options) as running:
         bus = running.bus
+        launch = running.runner.launch
+
+        def counted(batch: StepBatch) -> Any:
+            running.penalised_behind += batch.looks_back
+            return launch(batch)
+
+        monkeypatch.setattr(running.runner, "launch", counted)
         asked = [
             request(f"r{index}", prompt, max_tokens=length, **kind)
             for index, (prompt, kind, length) in enumerate(zip(prompts, kinds, lengths, strict=True))
@@ -192,6 +205,7 @@ async def test_the_same_tokens_with_steps_planned_ahead(
     counters = running.machine.counters
     assert counters.planned_ahead > 5
     assert counters.finished["stop"] > 0
+    assert running.penalised_behind > 3, "penalties take the token in while the next step runs"
 
 
 @pytest.mark.parametrize("device_steps", [False, True])
@@ -203,19 +217,20 @@ async def test_the_same_tokens_with_steps_begun_behind_prompts(
     options: dict[str, Any] = {"device_steps": device_steps, "preset": "unified"}
     after, _ = await _answers(folder, tmp_path, monkeypatch, plan_ahead=False, **options)
     monkeypatch.setattr(WorkerLoop, "_plan_after_s", lambda self, plan: 0.0)
-    behind_prompts = 0
+    behind_prompts = chunks = 0
     begin = WorkerLoop._begin
 
     def counted(self: WorkerLoop, plan: IterationPlan, behind: list[Sequence] | None = None) -> StepUnderWay:
-        nonlocal behind_prompts
+        nonlocal behind_prompts, chunks
         flying = self._machine.plan_in_flight
         behind_prompts += behind is not None and flying is not plan and any(row.count > 1 for row in flying.rows)
+        chunks += behind is not None and any(row.count > 1 for row in plan.rows)
         return begin(self, plan, behind)
 
     monkeypatch.setattr(WorkerLoop, "_begin", counted)
     ahead, _ = await _answers(folder, tmp_path, monkeypatch, plan_ahead=True, **options)
     assert ahead == after
-    assert behind_prompts > 0
+    assert behind_prompts > chunks > 0
 
 
 async def test_a_failed_step_costs_its_requests_and_nothing_else(

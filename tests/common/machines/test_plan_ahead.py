@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -239,18 +240,75 @@ def test_a_scheduler_that_does_not_hear_of_them_decides_behind_prompts() -> None
     assert refusals(worker) == {"policy": 1}
 
 
-def test_nothing_is_planned_behind_a_prompt_that_goes_on() -> None:
-    """It samples nothing, so that what follows is a chunk that only the scheduler sizes."""
-    worker = decoding("a")
-    asked = whole("b")
-    request = msgspec.structs.replace(asked.request, tokens=[5] * 100, prompt_tokens=100)
-    worker.handle(0.12, Received("manager", msgspec.structs.replace(asked, request=request)))
+def long(name: str, prompt: int, **sampling: int) -> StartSegment:
+    asked = whole(name)
+    params = msgspec.structs.replace(asked.request.sampling, **sampling)
+    request = msgspec.structs.replace(asked.request, tokens=[5] * prompt, prompt_tokens=prompt, sampling=params)
+    return msgspec.structs.replace(asked, request=request)
+
+
+def test_chunks_of_a_prompt_follow_each_other_beside_decode_rows() -> None:
+    """They sample nothing until the last, and their counts are known."""
+    worker = decoding("a", max_tokens=20)
+    worker.handle(0.12, Received("manager", long("b", 150)))
     effects = worker.handle(0.2, sampled("a"))
     assert rows(effects[-1]) == [("b", 0, 63), ("a", PROMPT + 1, 1)]
+    (second,) = worker.handle(0.25, PlanAhead())
+    assert rows(second) == [("b", 63, 63), ("a", PROMPT + 2, 1)]
+    assert said(worker.handle(0.3, sampled("a", token=41))) == [("a", PROMPT + 2, [41])]
+    (third,) = worker.handle(0.35, PlanAhead())
+    assert rows(third) == [("b", 126, 24), ("a", PROMPT + 3, 1)]
+    worker.handle(0.4, sampled("a"))
+    (fourth,) = worker.handle(0.45, PlanAhead())
+    assert rows(fourth) == [("a", PROMPT + 4, 1), ("b", 150, 1)], "its last chunk samples"
+    effects = worker.handle(0.5, sampled("b", "a", token=42))
+    assert said(effects) == [("b", 150, [42]), ("a", PROMPT + 4, [42])]
+    effects = worker.handle(0.6, sampled("a", "b", token=43))
+    assert rows(effects[-1]) == [("a", PROMPT + 5, 1), ("b", 151, 1)]
+    assert (worker.counters.planned_ahead, refusals(worker), worker.counters.steps) == (3, {}, 6)
+    assert worker.counters.prefill_tokens == PROMPT + 150
+    worker.check()
+
+
+def test_a_prompt_alone_goes_on_and_an_arrival_waits_while_it_takes_all_tokens() -> None:
+    worker = machine(Role.UNIFIED)
+    most = worker.setup.capacity.max_step_tokens
+    worker.handle(0.0, Received("manager", long("a", 2 * most + 9)))
+    worker.handle(0.05, Received("manager", whole("b")))
+    (second,) = worker.handle(0.06, PlanAhead())
+    assert rows(second) == [("a", most, most)], "nothing is left that the other prompt could have"
+    worker.handle(0.1, sampled())
+    assert worker.handle(0.15, PlanAhead()) == [], "which of the tokens left are the other's is a decision"
+    assert refusals(worker) == {"policy": 1}
+    effects = worker.handle(0.2, sampled())
+    assert rows(effects[-1]) == [("a", 2 * most, 9), ("b", 0, PROMPT)]
+
+
+def test_a_prompt_that_is_cancelled_between_its_chunks_is_freed_after_the_second() -> None:
+    worker = machine(Role.UNIFIED)
+    most = worker.setup.capacity.max_step_tokens
+    worker.handle(0.0, Received("manager", long("a", 2 * most)))
+    assert len(worker.handle(0.05, PlanAhead())) == 1
+    worker.handle(0.06, Received("manager", Cancel([Attempt("a", 1)], "left")))
+    worker.handle(0.1, sampled())
+    assert worker.kv.held(Attempt("a", 1)) > 0
+    worker.check()
+    worker.handle(0.2, sampled("a"))
+    assert worker.idle and worker.kv.free_blocks == worker.kv.total_blocks
+
+
+@pytest.mark.parametrize("why", ["scored", "one token", "its scheduler"])
+def test_a_prompt_whose_next_chunk_is_to_be_decided(why: str) -> None:
+    worker = decoding("a", max_tokens=20)
+    asked = long("b", 100, prompt_logprobs=0) if why == "scored" else long("b", 100)
+    worker.handle(0.12, Received("manager", asked))
+    worker.handle(0.2, sampled("a"))
+    if why == "one token":
+        row = worker.plan_in_flight.rows[0]
+        worker.plan_in_flight.rows[0] = msgspec.structs.replace(row, count=1)
+    if why == "its scheduler":
+        worker.scheduler.chunks_ahead = lambda begun, single: None  # type: ignore[method-assign]
     assert worker.handle(0.25, PlanAhead()) == []
-    effects = worker.handle(0.3, sampled("a"))
-    assert rows(effects[-1]) == [("b", 63, 37), ("a", PROMPT + 2, 1)]
-    assert len(worker.handle(0.35, PlanAhead())) == 1
     assert refusals(worker) == {"prompts": 1}
 
 
@@ -315,15 +373,17 @@ def test_rows_of_a_segment_go_on_up_to_the_position_where_another_worker_continu
     worker.check()
 
 
-def test_penalties_need_the_token_on_the_host() -> None:
+@pytest.mark.parametrize("sampling", [{"frequency_penalty": 0.5}, {"grammar": "root ::= [a-z]+"}])
+def test_penalties_and_grammars_keep_no_step_waiting(sampling: dict[str, Any]) -> None:
+    """Only their sampling needs the token, which is the engine's to wait for."""
     asked = whole("a")
-    sampling = SamplingParams(max_tokens=8, frequency_penalty=0.5)
-    request = msgspec.structs.replace(asked.request, sampling=sampling)
+    request = msgspec.structs.replace(asked.request, sampling=SamplingParams(max_tokens=8, **sampling))
     worker = machine(Role.UNIFIED)
     worker.handle(0.0, Received("manager", StartSegment(request, asked.segments, 0, "ipc://gateway")))
     worker.handle(0.1, sampled("a"))
-    assert worker.handle(0.15, PlanAhead()) == []
-    assert refusals(worker) == {"sampling": 1}
+    (ahead,) = worker.handle(0.15, PlanAhead())
+    assert rows(ahead) == [("a", PROMPT + 1, 1)]
+    assert refusals(worker) == {}
 
 
 def test_a_scored_prompt_that_waits_for_its_turn_is_not_kept_waiting() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.common.policies import compose
-from cohort.common.policies.interface import IterationPlan, News, Ran, Row
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Ran, Row
 from cohort.common.sequence import Sequence
 from tests.cluster.cases import PRESETS
 from tests.common.machines.clusters import small
@@ -18,17 +18,29 @@ from tests.common.policies.baselines.drive import GEOMETRY, rows, run, sequence
 from tests.examples import examples
 
 
-def _follows(plan: IterationPlan) -> tuple[IterationPlan, int] | None:
+def _follows(plan: IterationPlan, policy: IterationScheduler) -> tuple[IterationPlan, int] | None:
     """The plan that the worker machine would propose, and how many sequences end with this one."""
-    ends = [(row.sequence, row.start + row.count) for row in plan.rows]
-    if any(end != sequence.known for sequence, end in ends):
-        return None
-    on = [Row(sequence, end, 1) for sequence, end in ends if end < sequence.max_positions]
-    return (IterationPlan(on), len(ends) - len(on)) if on else None
+    on, begun, leaving = list[Row](), list[Row](), 0
+    for row in plan.rows:
+        sequence, end = row.sequence, row.start + row.count
+        if end >= sequence.max_positions:
+            leaving += 1
+        elif end == sequence.known:
+            on.append(Row(sequence, end, 1))
+        elif row.count == 1 or plan.padded_to:
+            return None
+        else:
+            (on if sequence.known - end == 1 else begun).append(Row(sequence, end, sequence.known - end))
+    if begun:
+        counts = policy.chunks_ahead(begun, len(on))
+        if counts is None:
+            return None
+        on += [Row(row.sequence, row.start, count) for row, count in zip(begun, counts, strict=True)]
+    return (IterationPlan(on), leaving) if on else None
 
 
-def _promises(preset: str, loads: list[tuple[int, int, int]], blocks: int, seed: int) -> int:
-    """Runs to the end of all loads; how many promises were given, and kept."""
+def _promises(preset: str, loads: list[tuple[int, int, int]], blocks: int, seed: int) -> tuple[int, int]:
+    """Runs to the end of all loads; how many promises were given, and kept, and of how many with prompts that go on."""
     config = small(preset, {"engine": {"max_rows": 4}})
     policy, random = compose.iteration(config), Random(seed)
     kv = compose.allocation(config, GEOMETRY, blocks, 20)
@@ -50,7 +62,7 @@ def _promises(preset: str, loads: list[tuple[int, int, int]], blocks: int, seed:
     ran: Ran | None = None
     promised: IterationPlan | None = None
     ahead = kv
-    kept = 0
+    kept = chunks = 0
     for iteration in range(600):
         now_s = 0.01 * iteration
         came = [one for at, one in coming if at == iteration]
@@ -59,7 +71,7 @@ def _promises(preset: str, loads: list[tuple[int, int, int]], blocks: int, seed:
             policy.add(now_s, one)
         alive += came
         if not alive and iteration > 20:
-            return kept
+            return kept, chunks
         plan = policy.decide(now_s, kv, News(ran))
         plan.copies = kv.take_copies()
         if promised is not None and not fresh:
@@ -67,10 +79,11 @@ def _promises(preset: str, loads: list[tuple[int, int, int]], blocks: int, seed:
             for row in plan.rows:
                 assert len(kv.blocks(row.sequence.key)) == len(ahead.blocks(row.sequence.key))
             kept += 1
+            chunks += any(row.count > 1 for row in plan.rows)
         promised = None
         for one in late:  # while the iteration runs, and before the next is planned
             policy.add(now_s, one)
-        following = _follows(plan) if plan.rows and not plan.copies else None
+        following = _follows(plan, policy) if plan.rows and not plan.copies else None
         promises = following is not None and policy.continues(following[0], kv, following[1], 0)
         if promises and following is not None:
             # The decision that follows finds the blocks as they are without.
@@ -85,13 +98,13 @@ def _promises(preset: str, loads: list[tuple[int, int, int]], blocks: int, seed:
             policy.remove(now_s, one)
             kv.release(one.key)
             alive.remove(one)
-    return kept
+    return kept, chunks
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 @settings(max_examples=examples(0.08))
 @given(
-    loads=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=6),
+    loads=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 44), st.integers(1, 12)), min_size=1, max_size=6),
     blocks=st.integers(11, 40),
     seed=st.integers(0, 9),
 )
@@ -103,4 +116,14 @@ def test_the_next_decision_has_these_rows(
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_schedulers_promise_where_nothing_is_left_to_choose(preset: str) -> None:
-    assert _promises(preset, [(0, 9, 12), (0, 5, 9), (1, 7, 12)], 40, 0) > 5
+    assert _promises(preset, [(0, 9, 12), (0, 5, 9), (1, 7, 12)], 40, 0)[0] > 5
+
+
+BY_TIMES = {"bros", "cohort", "dynaserve", "ecoserve", "ecoserve-forecast"}
+"""Presets whose chunks follow from times or deadlines, which are not known before the iteration has ended."""
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_chunks_are_promised_where_counts_decide_them(preset: str) -> None:
+    _, chunks = _promises(preset, [(0, 90, 3), (8, 85, 3)], 40, 0)
+    assert (chunks > 0) == (preset not in {*BY_TIMES, "baseline-uellm"}), "the last pads prompts to rectangles"

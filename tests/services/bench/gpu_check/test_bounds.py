@@ -58,6 +58,24 @@ def test_predictions_of_known_size(llama: ModelGeometry) -> None:
         expect("prefill", Facts(H200))
 
 
+def test_sampling_takes_rounds_of_rows_or_what_memory_takes(llama: ModelGeometry) -> None:
+    """As the page about the kernels has it for 256 rows of 128,256 logits."""
+    flat, greedy = Facts(H200, llama, instructions=205), Facts(H200, llama, instructions=10)
+    whole, one = (expect("sampler", replace(flat, rows=rows)).value for rows in (256, 1))
+    assert whole == pytest.approx(0.41, abs=0.02) and one == pytest.approx(whole / 2, rel=0.1), (
+        "256 rows are two rounds"
+    )
+    assert expect("sampler", replace(greedy, rows=256)).value == pytest.approx(0.06, abs=0.01), "memory's time"
+
+
+def test_a_recorded_mixed_step_is_expected_to_gain_where_it_is_recorded(llama: ModelGeometry) -> None:
+    """Short prompts hide no launches: there recording wins, and with it what is recorded."""
+    short, long = (Facts(H200, llama, rows=64, context=1024, tokens=tokens) for tokens in (16, 1024))
+    assert expect("mixed, recorded", short).value < 0.95 * expect("mixed", short).value
+    assert expect("mixed, recorded", long).value > 0.9 * expect("mixed", long).value
+    assert expect("mixed, recorded", short).value > expect("decode, whole", short).value
+
+
 def test_wanting_is_within_reach_of_the_prediction(llama: ModelGeometry) -> None:
     """A target that the design itself does not expect to meet is known as such, here and in the report."""
     from cohort.services.bench.gpu_check.decode import WANTED

@@ -53,8 +53,9 @@ def decode_plan(*, head_dim: int, element_bytes: int, multiprocessors: int) -> D
     # keys), so five stages are two tiles on their way: 72 KiB on Hopper for heads of 128; two programs share its 227.
     tile_keys = max(16, min(128, _power_of_two_below(16384 // (head_dim * element_bytes))))
     programs = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
-    # Products without matrix units keep their sums in registers: with four warps some variants spilled a few bytes.
-    warps = 8 if element_bytes > 2 else 4
+    # Products without matrix units keep their sums in registers: with four warps some variants of narrow heads spill a
+    # few bytes, with eight some of wide ones.
+    warps = 8 if element_bytes > 2 and head_dim <= 64 else 4
     return DecodePlan(programs, _ITEMS_PER_PROGRAM * programs, max(128, tile_keys), tile_keys, warps, stages=5)
 
 

@@ -90,7 +90,6 @@ def logits_of(check: Check, count: int, vocabulary: int) -> Tensor:
 
 
 def run(check: Check, geometry: ModelGeometry) -> None:
-    vocabulary = geometry.vocab_size
     for count in (1, 64, 256) if check.real else (1, 3):
         for name, kind in KINDS.items():
             label = f"sampling, {count} rows, {name}"

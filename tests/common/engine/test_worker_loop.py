@@ -17,6 +17,7 @@ import structlog
 import torch
 from prometheus_client import CollectorRegistry
 
+from cohort.common import grammar
 from cohort.common.config import load_config
 from cohort.common.engine.batch import StepBatch
 from cohort.common.engine.device_memory import DeviceShare
@@ -31,7 +32,9 @@ from cohort.common.policies.interface import IterationPlan
 from cohort.common.sequence import Sequence
 from cohort.common.service import ServiceContext
 from cohort.common.types import Attempt, FinishReason, Request, Role, SamplingParams, Segment
-from tests.common.engine.driver import make_runner, random_prompts
+from tests.common.engine.driver import make_runner, random_prompts, save_random_model
+from tests.engine_models import CONFIGS
+from tests.services.gateway.tiny_model import byte_level
 
 ModelFolder = Callable[[str], Path]
 
@@ -231,6 +234,34 @@ async def test_the_same_tokens_with_steps_begun_behind_prompts(
     ahead, _ = await _answers(folder, tmp_path, monkeypatch, plan_ahead=True, **options)
     assert ahead == after
     assert behind_prompts > chunks > 0
+
+
+@pytest.mark.parametrize("device_steps", [False, True])
+async def test_a_grammar_binds_the_same_tokens_with_steps_begun_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_steps: bool
+) -> None:
+    """Beside a row without one, whose steps are not kept waiting."""
+    folder = save_random_model(CONFIGS["llama"](), tmp_path / "m")  # whose end token is the tokenizer's
+    byte_level().save(str(folder / "tokenizer.json"))
+    answers = []
+    for plan_ahead in (False, True):
+        with monkeypatch.context() as patch:
+            async with worker(folder, tmp_path, patch, plan_ahead=plan_ahead, device_steps=device_steps) as running:
+                bus = running.bus
+                digits = grammar.of_regex("[0-9]{20}")
+                bus.inbox.put_nowait(
+                    request(
+                        "bound", [5, 6, 7], max_tokens=40, temperature=0.9, seed=4, grammar=digits, stop_token_ids=(2,)
+                    )
+                )
+                bus.inbox.put_nowait(request("free", [8, 9], max_tokens=30, temperature=0.9, seed=5))
+                await bus.until(lambda: sum(finish is not None for _, finish in bus.updates().values()) == 2)  # noqa: B023
+                answers.append(bus.updates())
+                planned = running.machine.counters.planned_ahead
+                assert planned > 10 if plan_ahead else planned == 0
+    assert answers[0] == answers[1]
+    tokens, finish = answers[1]["bound"]
+    assert finish is FinishReason.STOP and byte_level().decode(tokens).strip("\x00").isdecimal()
 
 
 async def test_a_failed_step_costs_its_requests_and_nothing_else(

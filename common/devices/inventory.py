@@ -61,9 +61,9 @@ def visible_gpus() -> list[Gpu]:
 
 
 def hidden() -> bool:
-    """`CUDA_VISIBLE_DEVICES` is set and names none: its user wants the CPU."""
+    """`CUDA_VISIBLE_DEVICES` is set and names none: its user, or Slurm ("NoDevFiles"), wants the CPU."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return chosen is not None and chosen.split(",")[0].strip() in ("", "-1")
+    return chosen is not None and chosen.split(",")[0].strip() in ("", "-1", "NoDevFiles")
 
 
 def driver_present(sources: Sources = HOST) -> bool:

@@ -25,7 +25,8 @@ def test_the_driver_names_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("chosen", "left"), [("1,0", [1, 0]), ("GPU-00000002", [2]), ("", []), ("-1", []), ("0,7,1", [0])]
+    ("chosen", "left"),
+    [("1,0", [1, 0]), ("GPU-00000002", [2]), ("", []), ("-1", []), ("NoDevFiles", []), ("0,7,1", [0])],
 )
 def test_the_variable_leaves_some_as_cuda_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, left: list[int]
@@ -33,7 +34,7 @@ def test_the_variable_leaves_some_as_cuda_reads_it(
     fake_driver(tmp_path, monkeypatch, gpus(3))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert inventory.visible_gpus() == [gpus(3)[place] for place in left]
-    assert inventory.hidden() is (chosen in ("", "-1"))
+    assert inventory.hidden() is (left == [])
 
 
 @pytest.mark.parametrize(

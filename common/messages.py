@@ -18,12 +18,14 @@ from cohort.common.types import (
     InstanceId,
     Outcome,
     Prediction,
+    QueueBucket,
     Request,
     RequestId,
     Segment,
     WorkerCapacity,
     WorkerStats,
 )
+from cohort.common.views import BlockMap, Decision, Iteration, QueueClass, RequestBrief, RequestLife, Row, SloTally
 
 
 class _Base(msgspec.Struct, frozen=True, tag_field="type", tag=True, omit_defaults=True):
@@ -476,6 +478,58 @@ class Farewell(_Base, frozen=True):
     incarnation: int
 
 
+# While a person looks at the live page: one view for every `Look`, over the connection that it came by.
+
+
+class GatewayView(_Base, frozen=True):
+    """`requests`: those that are open and ended ones, the latest first; `open` counts all that are open. `chosen`: of
+    those that were asked for, the ones that are known."""
+
+    instance: InstanceId
+    requests: list[RequestBrief]
+    open: int
+    chosen: list[RequestLife]
+    slo: list[SloTally]
+
+
+class ManagerView(_Base, frozen=True):
+    """The queue by class and, where its order has buckets, by length; the latest decisions, the last first."""
+
+    instance: InstanceId
+    order: str
+    classes: list[QueueClass]
+    buckets: list[QueueBucket]
+    decisions: list[Decision]
+
+
+class WorkerView(_Base, frozen=True):
+    """A worker's sequences and blocks. `sequences` counts all, `rows` are the first of them: those that run first.
+    KV bytes are totals since its start."""
+
+    instance: InstanceId
+    role: str
+    sequences: int
+    rows: list[Row]
+    blocks: BlockMap
+    decisions: list[Decision]
+    iteration: Iteration | None = None
+    kv_sent_bytes: float = 0.0
+    kv_received_bytes: float = 0.0
+
+
+# --------------------------------------------------------------------------------------------------------------
+# To gateways, the manager and workers, from the global monitor. Answered by their hosts; no machine sees it.
+# --------------------------------------------------------------------------------------------------------------
+
+
+class Look(_Base, frozen=True):
+    """A person looks: show yourself, once. `cells`: how fine the map of blocks should be; `requests`: whose life is
+    wanted in full."""
+
+    cells: int
+    requests: list[RequestId] = []
+
+
 # --------------------------------------------------------------------------------------------------------------
 # Messages by receiver. A match over the messages of one receiver ends in `assert_never`.
 # --------------------------------------------------------------------------------------------------------------
@@ -510,6 +564,8 @@ ToWorker = (
     | KvRenew
 )
 ToPredictor = PredictLength | ObserveLength | PromptState
-ToMonitor = Heartbeat | Farewell
+View = GatewayView | ManagerView | WorkerView
+ToMonitor = Heartbeat | Farewell | View
+ToHosts = Look
 
-Message = ToGateway | ToManager | ToWorker | ToPredictor | ToMonitor
+Message = ToGateway | ToManager | ToWorker | ToPredictor | ToMonitor | ToHosts

@@ -100,6 +100,15 @@ class Labelled(Generic[M]):
             child = self._children[values] = self._metric.labels(*self._constant, *values)
         return child
 
+    def values(self) -> list[tuple[dict[str, str], float]]:
+        """Of a counter or gauge: each child's labels and value, the constant ones included. For people who look on."""
+        return [
+            (sample.labels, sample.value)
+            for family in self._metric.collect()
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        ]
+
 
 class MetricFactory:
     """Makes metrics named `cohort_…` with the constant labels; for families here and for a service's own stats."""

@@ -225,6 +225,14 @@ _geometry = cache(KvGeometry)
 """Equal ones are one: every placement asks every instance."""
 
 
+class QueueBucket(msgspec.Struct, frozen=True, array_like=True):
+    """Waiting requests with prompts of [low_tokens, high_tokens)."""
+
+    low_tokens: int
+    high_tokens: int
+    requests: int
+
+
 class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
     """Progress of one request on an instance, for an execution predictor to replay (D4).
 

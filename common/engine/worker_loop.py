@@ -32,6 +32,7 @@ from cohort.common.engine.streams import stream_for
 from cohort.common.engine.transfer_agent import TransferAgent
 from cohort.common.engine.transfer_memory import CacheMemory
 from cohort.common.engine.worker_metrics import WorkerMetrics
+from cohort.common.engine.worker_show import WorkerShow
 from cohort.common.errors import PeerUnreachable
 from cohort.common.machines.effects import CancelRuns, Dial, ReceiveRuns, Send, SendRuns, StartStep, WorkerEffect
 from cohort.common.machines.events import (
@@ -54,7 +55,16 @@ from cohort.common.machines.events import (
 from cohort.common.machines.machine import Machine
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_state import REPORT_INTERVAL_S
-from cohort.common.messages import KvChunk, Message, RegisterWorker, SegmentEnded, TokenLogprob, ToWorker, WorkerReport
+from cohort.common.messages import (
+    KvChunk,
+    Look,
+    Message,
+    RegisterWorker,
+    SegmentEnded,
+    TokenLogprob,
+    ToWorker,
+    WorkerReport,
+)
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.step_times.learned_times import plan_shape
 from cohort.common.sequence import Sequence
@@ -94,6 +104,7 @@ class WorkerLoop:
         self._metrics = WorkerMetrics(context.metrics, machine, lambda: runner.memory_retries)
         if runner.device.type == "cuda":
             self._metrics.engine.decode_classes_recorded().set(len(runner.recorded_classes))
+        self._show = WorkerShow(context, machine, self._metrics.transfer)
         self._agent = TransferAgent(
             links,
             CacheMemory(runner.kv, staged=bool(links)),
@@ -237,6 +248,8 @@ class WorkerLoop:
             for sender, message in arrived:
                 if isinstance(message, ToWorker):
                     events.append(Received(sender, message))
+                elif isinstance(message, Look):
+                    self._show.look(sender, message)
                 else:
                     self._log.warning("message not for a worker", sender=sender, type=type(message).__name__)
             self._tell(*events)
@@ -327,6 +340,7 @@ class WorkerLoop:
         else:
             self._perform(effects)
         self._metrics.step(step.plan, latency_s)
+        self._show.ran(step.plan)
 
     def _tell_predictor(self, sampling: list[Sequence]) -> None:
         """The states in which prompts ended; nothing waits for what the predictor makes of them."""

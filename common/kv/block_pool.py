@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from cohort.common.errors import InvariantViolated, OutOfBlocks
 from cohort.common.kv.free_blocks import FreeBlocks
@@ -68,6 +68,10 @@ class BlockPool:
     @property
     def cached_blocks(self) -> int:
         return len(self._cached)
+
+    def cached(self) -> Iterable[int]:
+        """The cached ones, least recently released first."""
+        return self._cached.keys()
 
     @property
     def available(self) -> int:

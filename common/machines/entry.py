@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
 from cohort.common.messages import LengthFacts, StageTimes, TokenLogprob
 from cohort.common.types import Attempt, InstanceId, Prediction, Request, RequestId
+from cohort.common.views import MOST_MOMENTS
 
 
 class State(enum.Enum):
@@ -19,6 +21,15 @@ class State(enum.Enum):
     WAITING = "waiting"  # the manager has it, no worker known
     PLACED = "placed"  # on workers, no token of this attempt yet
     RUNNING = "running"
+
+
+class Happening(NamedTuple):
+    """`at_s`: the gateway's clock."""
+
+    at_s: float
+    what: str
+    where: str = ""
+    why: str = ""
 
 
 @dataclass(slots=True, repr=False)
@@ -72,6 +83,8 @@ class Entry:
     """The manager demoted it: it is served as best-effort, whatever was asked for."""
     forecast_s: float = 0.0
     """The predicted TTFT it was refused or demoted for."""
+    happenings: list[Happening] = field(default_factory=list)
+    """Where it was submitted, placed, begun and lost, for people; a few of each attempt, `MOST_MOMENTS` at most."""
 
     def __post_init__(self) -> None:
         self.attempt = self.request.attempt
@@ -82,6 +95,10 @@ class Entry:
     @property
     def request_id(self) -> RequestId:
         return self.attempt.request_id
+
+    def happened(self, at_s: float, what: str, where: str = "", why: str = "") -> None:
+        if len(self.happenings) < MOST_MOMENTS:
+            self.happenings.append(Happening(at_s, what, where, why))
 
     @property
     def known(self) -> int:

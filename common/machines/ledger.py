@@ -142,6 +142,7 @@ class Ledger:
         if entry is not None and entry.state is State.OPEN:
             entry.state = State.WAITING
             entry.last_news_s = now_s
+            entry.happened(now_s, "submitted")
 
     def undelivered(self, attempt: Attempt) -> None:
         """This attempt could not be handed to the manager after all."""
@@ -199,6 +200,8 @@ class Ledger:
             self.dropped_tokens_total += len(update.tokens)
             older = update.attempt < entry.attempt and update.finish is None
             return [CancelAttempt(update.attempt, (sender,), "superseded")] if older else []
+        if update.times is not None and sender not in entry.times:
+            entry.happened(now_s, "first token from", sender)
         self._note(entry, sender, update)
         return self._judge(now_s, entry, sender, update)
 
@@ -278,6 +281,7 @@ class Ledger:
         if entry.first_token_s is None:
             entry.bucket_s = message.queued_s
         entry.placement_reason = message.reason
+        entry.happened(now_s, "placed", ", ".join(message.instances), message.reason)
         if message.best_effort:
             entry.best_effort, entry.forecast_s = True, message.forecast_s
         entry.holders.update(message.instances)
@@ -402,6 +406,7 @@ class Ledger:
                     retry_after_s=1.0,
                 ),
             )
+        entry.happened(now_s, "lost", ", ".join(sorted(entry.holders)), reason)
         entry.attempt = entry.attempt.next()
         entry.lost_because = reason
         entry.lost_kind = kind

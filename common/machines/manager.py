@@ -141,6 +141,9 @@ class ManagerMachine:
     def workers(self) -> int:
         return len(self._roster.workers)
 
+    def queued(self) -> list[WaitingRequest]:
+        return [each.item for each in self._roster.requests.values() if each.waiting and each.item is not None]
+
     def check(self) -> None:
         """Raise `InvariantViolated` if the books disagree with each other or with the queue."""
         self._roster.check()

@@ -13,10 +13,12 @@ from cohort.common.messages import (
     ClusterLoad,
     Farewell,
     GatewayHello,
+    GatewayView,
     Heartbeat,
     KvOffer,
     Leaving,
     ManagerHello,
+    ManagerView,
     Message,
     Placed,
     Predicted,
@@ -29,11 +31,23 @@ from cohort.common.messages import (
     Submit,
     TokenBatch,
     WorkerReport,
+    WorkerView,
 )
 from cohort.common.types import InstanceId
 
 _Signed = (
-    TokenBatch | GatewayHello | RegisterWorker | WorkerReport | SegmentEnded | Leaving | KvOffer | Heartbeat | Farewell
+    TokenBatch
+    | GatewayHello
+    | RegisterWorker
+    | WorkerReport
+    | SegmentEnded
+    | Leaving
+    | KvOffer
+    | Heartbeat
+    | Farewell
+    | GatewayView
+    | ManagerView
+    | WorkerView
 )
 _ManagersOwn = (
     ManagerHello | Placed | AttemptsLost | Refused | ClusterLoad | Registered | StartSegment | BindSegment | PrefetchKv

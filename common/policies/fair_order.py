@@ -22,11 +22,12 @@ can still be taken back without a message.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from cohort.common.policies.fair_queue import FairQueue
 from cohort.common.policies.interface import ClusterView, Dispatch, PrefillOrder, WaitingRequest
-from cohort.common.types import Prediction, RequestId
+from cohort.common.types import Prediction, QueueBucket, RequestId
 
 _CALM_S = 2.0
 """After the last moment in which several owners waited, until one that is alone is not held back any more: taking a
@@ -109,6 +110,10 @@ class FairOrder(PrefillOrder):
 
     def next_wake_s(self, now_s: float) -> float | None:
         return self._order.next_wake_s(now_s)
+
+    def buckets(self) -> Seq[QueueBucket]:
+        """Of the order inside; what is held back here is in none of them."""
+        return self._order.buckets()
 
     def metrics(self) -> dict[str, float]:
         """The stats of the order inside; its own from the first contention on."""

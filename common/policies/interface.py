@@ -47,6 +47,7 @@ from cohort.common.sequence import Sequence
 from cohort.common.types import (
     InstanceId,
     Prediction,
+    QueueBucket,
     Request,
     RequestId,
     Role,
@@ -226,6 +227,10 @@ class PrefillOrder(ABC):
     @property
     @abstractmethod
     def waiting_tokens(self) -> int: ...
+
+    def buckets(self) -> Seq[QueueBucket]:
+        """Its queue by prompt length, ascending; empty for an order that has no buckets. For people who look on."""
+        return ()
 
     def metrics(self) -> dict[str, float]:
         """Own metrics by name: bucket count, waste, …"""

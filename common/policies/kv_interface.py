@@ -102,6 +102,10 @@ class BlockSharing(ABC):
         first."""
         return []
 
+    def lent_blocks(self) -> Iterable[int]:
+        """Blocks that two sequences use at the moment. For people who look on."""
+        return ()
+
     @abstractmethod
     def claim(self, sequence: Sequence, positions: int) -> bool:
         """Like `extend`, but some of the blocks may be lent at the moment."""
@@ -179,6 +183,10 @@ class KvAllocator(ABC):
     def directions(self, key: Attempt) -> Seq[int] | None:
         """Per block 0 = filled left to right, 1 = right to left; None = all 0 (R13)."""
         return None
+
+    def cached_table(self) -> Iterable[int]:
+        """Blocks without an owner that hold a reusable prefix. For people who look on."""
+        return ()
 
     @property
     def sharing(self) -> BlockSharing | None:

@@ -6,10 +6,11 @@ Wraps the order that the configuration names; changes no decision. Hosted by `se
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from cohort.common.metrics import SchedulerMetrics
 from cohort.common.policies.interface import ClusterView, Dispatch, PrefillOrder, WaitingRequest
-from cohort.common.types import Prediction, RequestId
+from cohort.common.types import Prediction, QueueBucket, RequestId
 
 
 class MeasuredOrder(PrefillOrder):
@@ -55,6 +56,9 @@ class MeasuredOrder(PrefillOrder):
     @property
     def waiting_tokens(self) -> int:
         return self._order.waiting_tokens
+
+    def buckets(self) -> Sequence[QueueBucket]:
+        return self._order.buckets()
 
     def metrics(self) -> dict[str, float]:
         metrics = self._order.metrics()

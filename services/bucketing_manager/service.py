@@ -12,21 +12,34 @@ import contextlib
 import gc
 from typing import assert_never
 
+from cohort.common.decision_log import DecisionLog
 from cohort.common.errors import PeerUnreachable
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
 from cohort.common.machines.events import ManagerEvent, PeerLost, Received, Tick, Undelivered
 from cohort.common.machines.machine import Machine
 from cohort.common.machines.manager import ManagerMachine
 from cohort.common.machines.manager_settings import ManagerSettings
+from cohort.common.machines.manager_view import classes_of
 from cohort.common.machines.recorder import ManagerHeader, config_text
-from cohort.common.messages import AttemptsLost, Message, Placed, ToManager
+from cohort.common.messages import (
+    AttemptsLost,
+    BindSegment,
+    Look,
+    ManagerView,
+    Message,
+    Placed,
+    Refused,
+    StartSegment,
+    ToManager,
+)
 from cohort.common.metrics import SchedulerMetrics
 from cohort.common.policies import compose
 from cohort.common.recording import recorded
-from cohort.common.service import ServiceContext
+from cohort.common.service import MONITOR, ServiceContext
 from cohort.common.tracing.manager import ManagerSpans
 from cohort.common.tracing.observed import traced
-from cohort.common.types import InstanceId
+from cohort.common.types import InstanceId, Segment
+from cohort.common.views import MOST_BUCKETS
 from cohort.services.bucketing_manager.measured import MeasuredOrder
 
 _TICK_S = 0.05
@@ -36,7 +49,7 @@ _MOST_EVENTS = 256
 
 
 def make_machine(
-    context: ServiceContext, metrics: SchedulerMetrics
+    context: ServiceContext, order: MeasuredOrder
 ) -> tuple[ManagerMachine, Machine[ManagerEvent, ManagerEffect]]:
     """The machine to look at, and the receiver of its events: itself, or its recorder."""
     config, now_s = context.config, context.clock.now_s()
@@ -45,7 +58,7 @@ def make_machine(
         context.instance,
         context.incarnation,
         settings,
-        MeasuredOrder(compose.prefill_order(config), metrics),
+        order,
         compose.placement(config),
         compose.late_binding(config),
         now_s,
@@ -62,7 +75,11 @@ class ManagerService:
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
         self._metrics = SchedulerMetrics(context.metrics)
-        self.machine, self._told = make_machine(context, self._metrics)
+        self._order = MeasuredOrder(compose.prefill_order(context.config), self._metrics)
+        self.machine, self._told = make_machine(context, self._order)
+        self._decisions = DecisionLog()
+        self._split: tuple[Segment, ...] = ()
+        """The segments of the request that is being placed, where there are several."""
         self._undelivered: list[Undelivered] = []
         self._wake_s = 0.0
         self._wake_moved = asyncio.Event()
@@ -94,6 +111,9 @@ class ManagerService:
     def _is_ours(self, sender: InstanceId, message: Message) -> bool:
         if isinstance(message, ToManager):
             return True
+        if isinstance(message, Look):
+            self._show(sender)
+            return False
         self._context.log.warning("message not for the manager", sender=sender, type=type(message).__name__)
         return False
 
@@ -138,11 +158,41 @@ class ManagerService:
             self._context.log.warning("peer unreachable", peer=peer, type=type(message).__name__, error=str(error))
             self._undelivered.append(Undelivered(peer, message))
 
+    def _show(self, looker: InstanceId) -> None:
+        """A person looks at the live page."""
+        if looker != MONITOR:
+            return
+        context, now_s = self._context, self._context.clock.now_s()
+        view = ManagerView(
+            context.instance,
+            context.config.policies.prefill_order,
+            classes_of(self.machine.queued(), now_s),
+            list(self._order.buckets()[:MOST_BUCKETS]),
+            self._decisions.latest(now_s),
+        )
+        with contextlib.suppress(PeerUnreachable):
+            context.bus.send(MONITOR, view)
+
     def _note(self, message: Message) -> None:
         """Decisions become metrics and log lines."""
-        log = self._context.log
+        log, now_s = self._context.log, self._context.clock.now_s()
         match message:
+            case StartSegment(segments=segments) if message.index == 0:  # its `Placed` follows
+                self._split = tuple(segments) if len(segments) > 1 else ()
+            case BindSegment(attempt=attempt, segment=segment):
+                where = (segment.instance,) if segment.instance else ()
+                self._decisions.note(now_s, "bound", attempt.request_id, instances=where)
+            case Refused(attempt=attempt):
+                self._decisions.note(
+                    now_s,
+                    "refused",
+                    attempt.request_id,
+                    reason=message.cause,
+                    what=message.reason,
+                    forecast_s=message.forecast_s,
+                )
             case Placed():
+                self._placed(now_s, message)
                 self._metrics.placements(message.reason).inc()
                 self._metrics.queue_seconds("all").observe(message.queued_s)
                 log.info(
@@ -153,6 +203,9 @@ class ManagerService:
                     reason=message.reason,
                 )
             case AttemptsLost(attempts=attempts, reason=reason):
+                self._decisions.note(
+                    now_s, "lost", attempts[0].request_id if attempts else "", reason=reason, count=len(attempts)
+                )
                 self._metrics.attempts_lost(reason.partition(":")[2].strip() or reason).inc(len(attempts))
                 log.warning(
                     "attempts lost",
@@ -162,6 +215,27 @@ class ManagerService:
                 )
             case _:
                 pass
+
+    def _placed(self, now_s: float, message: Placed) -> None:
+        segments, self._split = self._split, ()
+        # Prefill and decode on workers of their own is the usual placement of some presets, not a decision to split.
+        split = len(segments) > 1 and message.reason.startswith("split")
+        self._decisions.note(
+            now_s,
+            "demoted" if message.best_effort else "split" if split else "placed",
+            message.attempt.request_id,
+            instances=tuple(message.instances),
+            reason=message.reason,
+            what=_ranges(segments),
+            forecast_s=message.forecast_s,
+        )
+
+
+def _ranges(segments: tuple[Segment, ...]) -> str:
+    """Which positions are computed where."""
+    return ", ".join(
+        f"{part.start}–{'' if part.end is None else part.end} {part.instance or 'later'}" for part in segments
+    )
 
 
 async def serve(context: ServiceContext) -> None:

@@ -14,6 +14,7 @@ import cohort
 from cohort.common.browsers import host_name
 from cohort.common.config import Config
 from cohort.common.exposure import is_loopback
+from cohort.services.gateway.chat_page import CHAT_PATH
 from cohort.services.gateway.model_card import ModelCard
 
 DOCS_PATH = "/docs"
@@ -38,6 +39,7 @@ class FrontPage:
         if "text/html" in request.headers.get("Accept", ""):
             return web.Response(status=302, headers={**headers, "Location": live or DOCS_PATH})
         links = {
+            "chat": CHAT_PATH,
             "docs": DOCS_PATH,
             "openapi": OPENAPI_PATH,
             "models": "/v1/models",

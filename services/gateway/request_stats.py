@@ -11,6 +11,7 @@ import structlog
 from cohort.common.machines.entry import Entry
 from cohort.common.metrics import RequestMetrics
 from cohort.common.types import FinishReason, Request
+from cohort.services.gateway.past_requests import PastRequests
 from cohort.services.gateway.stats import Recent
 from cohort.services.gateway.timing import GatewayTimes, slo_outcomes, tpot_s, ttft_stages
 
@@ -18,6 +19,7 @@ from cohort.services.gateway.timing import GatewayTimes, slo_outcomes, tpot_s, t
 class RequestStats:
     def __init__(self, metrics: RequestMetrics, log: structlog.stdlib.BoundLogger) -> None:
         self.recent = Recent()
+        self.past = PastRequests()
         self._metrics = metrics
         self._log = log
         self._dropped_tokens = self._default_predictions = 0
@@ -66,6 +68,7 @@ class RequestStats:
 
     def ended(self, now_s: float, entry: Entry, times: GatewayTimes, finish: FinishReason, reason: str) -> None:
         """The request is over: count it, log it."""
+        self.past.ended(now_s, entry, times, finish, reason)
         e2e_s = now_s - times.arrived_s
         ttft_s = None if entry.first_token_s is None else entry.first_token_s - times.arrived_s
         self._count(entry, finish, ttft_s, e2e_s)

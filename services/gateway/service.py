@@ -28,7 +28,7 @@ from cohort.common.http_server import AcceptingSite, name_server, raise_descript
 from cohort.common.machines.events import DrainEnded, DrainStarted, Received, Tick
 from cohort.common.machines.gateway import GatewayMachine, GatewaySettings
 from cohort.common.machines.recorder import GatewayHeader, config_text
-from cohort.common.messages import Message, ToGateway
+from cohort.common.messages import Look, Message, ToGateway
 from cohort.common.metrics import RequestMetrics
 from cohort.common.policies import compose
 from cohort.common.recording import recorded
@@ -40,6 +40,7 @@ from cohort.services.gateway import request_trace
 from cohort.services.gateway.batch_files import BatchFolder
 from cohort.services.gateway.batch_runner import AnswerLine
 from cohort.services.gateway.batches import Batches
+from cohort.services.gateway.chat_page import ChatPage
 from cohort.services.gateway.front_page import FrontPage
 from cohort.services.gateway.generator import Generator
 from cohort.services.gateway.grammar_process import GrammarCompiler
@@ -55,6 +56,7 @@ from cohort.services.gateway.request_bodies import RequestBodies, refuse_other_b
 from cohort.services.gateway.responses_api import ResponsesApi
 from cohort.services.gateway.responses_api_kept import KeptResponses
 from cohort.services.gateway.resumption import Resumption
+from cohort.services.gateway.show import GatewayShow
 from cohort.services.gateway.slow_readers import SlowReaders
 from cohort.services.gateway.streams import Streams
 from cohort.services.gateway.template_process import TemplateLimits
@@ -150,6 +152,8 @@ class Gateway:
             engines=lambda: self._machine.link.load.engines if self._machine.link.load else (),
         )
         self._front = FrontPage(config, card)
+        self._chat = ChatPage()
+        self._show = GatewayShow(context, self.streams, self._metrics)
         self._tracing = Tracing.opened(context)
         files = TlsFiles.of(config.gateway.tls_cert, config.gateway.tls_key, "gateway")
         self._tls = tls = ServerTls(files, context.log) if files else None
@@ -179,7 +183,7 @@ class Gateway:
         application.on_response_prepare.append(self._tenants.name_limits)
         pages = ApiPages(keys=self._keyring.required)
         apis = (self._api, self._resumption, self._responses, self._messages, batches, self._tokens, self._tenants)
-        for part in (*apis, self._probes, self._front, pages):
+        for part in (*apis, self._probes, self._front, self._chat, pages):
             application.add_routes(part.routes())
         return application
 
@@ -286,6 +290,8 @@ class Gateway:
                 sender, message = arrived
                 if isinstance(message, ToGateway):
                     events.append(Received(sender, message))
+                elif isinstance(message, Look):
+                    self._show.look(sender, message)
                 else:
                     log.warning("unexpected message", sender=sender, type=type(message).__name__)
                 arrived = bus.take()

@@ -10,7 +10,7 @@ Called by `generator.py` (check, offer, stop, abandon) and `service.py` (message
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -110,6 +110,11 @@ class Streams:
     async def drained(self) -> None:
         """Returns once no request is open; the caller sets the deadline."""
         await self._empty.wait()
+
+    def open_requests(self) -> Iterator[tuple[Entry, GatewayTimes]]:
+        """The latest first. For people who look on."""
+        for track in reversed(self._tracks.values()):
+            yield track.generation.entries[track.index], track.generation.times
 
     # -- For the service -------------------------------------------------------------------------------------------
 

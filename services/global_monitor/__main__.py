@@ -13,6 +13,7 @@ from cohort.common.http_server import name_server
 from cohort.common.service import ServiceContext, service_main
 from cohort.common.transport.zmq_bus import ZmqBus
 from cohort.services.global_monitor.exporter import ClusterCollector, Exporter
+from cohort.services.global_monitor.feed import LiveFeed
 from cohort.services.global_monitor.server import application
 from cohort.services.global_monitor.service import MANAGER, GlobalMonitor
 
@@ -40,7 +41,12 @@ async def build(context: ServiceContext) -> None:
             config.monitor.host, config.monitor.allowed_hosts, open_=True, option="monitor.allowed_hosts"
         )
         app = application(
-            exporter, monitor.read_state, max_history_s=config.monitor.history_s, instance=context.instance, guard=guard
+            exporter,
+            monitor.read_state,
+            max_history_s=config.monitor.history_s,
+            instance=context.instance,
+            guard=guard,
+            feed=LiveFeed(monitor.looking, monitor.read_live),
         )
         name_server()
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -54,6 +60,7 @@ async def build(context: ServiceContext) -> None:
                 running = [
                     tasks.create_task(monitor.serve(), name="serve"),
                     tasks.create_task(monitor.push(), name="push"),
+                    tasks.create_task(monitor.looking.run(), name="look"),
                 ]
                 await context.stopping.wait()
                 for task in running:

@@ -1,18 +1,14 @@
-"""The data of the live page and `cohort status`: the cluster's state as plain JSON.
+"""The data of `cohort status` and, with what `live.py` adds, of the live page: the cluster's state as plain JSON.
 
 Pure; called by `server.py` for every `/api/state`. Times leave as ages in seconds, because the reader's clock is not
-ours. The page itself is `static/index.html`, one file without outside assets.
+ours.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
 from cohort.services.global_monitor.aggregate import Cluster, Event, Process, Sample
-
-INDEX_HTML = Path(__file__).parent / "static" / "index.html"
 
 _ROLE_ORDER = ("gateway", "length_predictor", "bucketing_manager", "global_monitor")
 

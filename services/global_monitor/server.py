@@ -2,6 +2,7 @@
 
     GET /            the live page                    GET /metrics        all processes, Prometheus text
     GET /api/state   the state as JSON (?history_s=)  GET /health /ready  of the monitor itself
+    GET /api/live    the page's feed (feed.py)        GET /static/...     the page's files
 
 Called by `__main__.py`. Read-only: nothing here changes any state. No key is asked for, so the pages of other sites are
 kept out (`common/browsers.py`).
@@ -9,10 +10,8 @@ kept out (`common/browsers.py`).
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 from aiohttp import web
@@ -21,34 +20,16 @@ from cohort import __version__
 from cohort.common.browsers import BrowserGuard
 from cohort.common.http_server import refuse_foreign_pages
 from cohort.common.metrics import CONTENT_TYPE
+from cohort.common.static_pages import SECURITY_HEADERS, page_routes
 from cohort.services.global_monitor.exporter import Exporter
-from cohort.services.global_monitor.page import INDEX_HTML, ClusterState
+from cohort.services.global_monitor.feed import LiveFeed
+from cohort.services.global_monitor.page import ClusterState
 
-_SECURITY = {
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-}
-
-
-def content_policy(page: str) -> str:
-    """The page runs the script and style it carries, known by their hashes, and talks to no other server: code that a
-    name or a stat smuggles into it is neither run nor sent anywhere."""
-
-    def hashes(tag: str) -> str:
-        found = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        digests = (hashlib.sha256(text.encode()).digest() for text in found)
-        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-
-    return (
-        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
+_FOLDER = Path(__file__).parent / "static"
 
 
 async def _secure(_: web.Request, response: web.StreamResponse) -> None:
-    for name, value in _SECURITY.items():
+    for name, value in SECURITY_HEADERS.items():
         response.headers.setdefault(name, value)
 
 
@@ -59,13 +40,9 @@ def application(
     max_history_s: float,
     instance: str,
     guard: BrowserGuard,
+    feed: LiveFeed,
 ) -> web.Application:
-    """`read_state(history_s)` gives what the page shows."""
-    page = INDEX_HTML.read_text(encoding="utf-8")  # read at start: a missing file is noticed then
-    page_headers = {"Content-Security-Policy": content_policy(page), "Cache-Control": "no-cache"}
-
-    async def index(_: web.Request) -> web.Response:
-        return web.Response(text=page, content_type="text/html", headers=page_headers)
+    """`read_state(history_s)` gives what programs are told; the page lives on the `feed`."""
 
     async def api_state(request: web.Request) -> web.Response:
         try:
@@ -89,8 +66,9 @@ def application(
     app.on_response_prepare.append(_secure)
     app.add_routes(
         [
-            web.get("/", index),
+            *page_routes(_FOLDER, index_at="/", files_under="/static/"),
             web.get("/api/state", api_state),
+            web.get("/api/live", feed.stream),
             web.get("/metrics", metrics),
             web.get("/health", health),
             web.get("/ready", ready),

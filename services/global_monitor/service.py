@@ -15,15 +15,19 @@ from structlog.stdlib import BoundLogger
 from cohort.common.clock import Clock
 from cohort.common.config import Config
 from cohort.common.errors import PeerUnreachable
-from cohort.common.messages import Farewell, Heartbeat
+from cohort.common.messages import Farewell, GatewayView, Heartbeat, ManagerView, Message, WorkerView
 from cohort.common.service import process_stats
 from cohort.common.transport.bus import Bus
+from cohort.common.types import InstanceId, RequestId
 from cohort.services.global_monitor.aggregate import Cluster, Event
+from cohort.services.global_monitor.live import LiveState, live_state
+from cohort.services.global_monitor.looking import Looking
 from cohort.services.global_monitor.page import ClusterState, state
 
 MANAGER = "manager"
 MISSED_HEARTBEATS = 6  # a process that has missed so many is reported as down
 LEAST_SILENCE_S = 3.0
+_LIVE_HISTORY_S = 300.0
 PUSH_INTERVAL_S = 0.5  # figures to the manager, which ignores them when they are several seconds old
 
 
@@ -52,6 +56,7 @@ class GlobalMonitor:
         self._instance = instance
         self._incarnation = incarnation
         self._started_s = clock.now_s()
+        self.looking = Looking(self.cluster, clock.now_s, self._ask)
         bus.connect(MANAGER, manager_endpoint)
 
     async def serve(self) -> None:
@@ -59,12 +64,16 @@ class GlobalMonitor:
         while True:
             sender, message = await self._bus.receive()
             match message:
-                case Heartbeat() | Farewell() if message.instance != sender:
+                case Heartbeat() | Farewell() | GatewayView() | ManagerView() | WorkerView() if (
+                    message.instance != sender
+                ):
                     self._log.warning("message_of_another_dropped", peer=sender, named=message.instance)
                 case Heartbeat():
                     self._report(self.cluster.heard(self._clock.now_s(), message))
                 case Farewell():
                     self._report(self.cluster.left(self._clock.now_s(), message))
+                case GatewayView() | ManagerView() | WorkerView():
+                    self.looking.heard(message)
                 case _:
                     self._log.warning("unexpected_message", peer=sender, type=type(message).__name__)
 
@@ -91,6 +100,14 @@ class GlobalMonitor:
             uptime_s=now_s - self._started_s,
             history_s=history_s,
         )
+
+    def read_live(self, request_id: RequestId) -> LiveState:
+        """As the feed has it for a page that shows the life of this request; "" = of none."""
+        return live_state(self.read_state(_LIVE_HISTORY_S), self.looking, request_id)
+
+    def _ask(self, peer: InstanceId, message: Message) -> None:
+        with contextlib.suppress(PeerUnreachable):  # it will be seen to be down
+            self._bus.send(peer, message)
 
     def _own_heartbeat(self) -> Heartbeat:
         """The monitor is a process of the pipeline too, and hears itself."""

@@ -6,7 +6,7 @@ blocks enter the prefix cache as soon as they are computed. Host blocks hold swa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -167,6 +167,9 @@ class PagedAllocator(KvAllocator):
 
     def host_table(self, key: Attempt) -> Seq[int]:
         return self._held[key].host
+
+    def cached_table(self) -> Iterable[int]:
+        return self._pool.cached()
 
     @property
     def total_blocks(self) -> int:

@@ -378,6 +378,11 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         """Blocks a real-time request could share, now or when those served in this iteration may be robbed again."""
         return self._table.right_blocks - self._table.shared_blocks - self._spared_blocks
 
+    def lent_blocks(self) -> Iterable[int]:
+        table = self._table
+        held = {block for tenant in self._tenants.values() if tenant.shared for block in tenant.blocks}
+        return [block for block in held if table.left(block) is not None and table.right(block) is not None]
+
     def spare(self, keys: Iterable[Attempt]) -> None:
         """In this iteration no tenant moves into the blocks of these; one that shares a block with them already may
         continue there."""

@@ -22,7 +22,7 @@ from cohort.common.policies.bucketserve.length_index import LengthIndex
 from cohort.common.policies.bucketserve.optimal_split import optimal_bounds
 from cohort.common.policies.bucketserve.waste import expected_waste, waste_ratio
 from cohort.common.policies.interface import ClusterView, Dispatch, PrefillOrder, WaitingRequest
-from cohort.common.types import InstanceId, Prediction, RequestId
+from cohort.common.types import InstanceId, Prediction, QueueBucket, RequestId
 
 LONGEST_PROMPT = 131_072
 """Tokens of the buckets' range before the first worker has named its own limit."""
@@ -279,6 +279,11 @@ class BucketedPrefill(PrefillOrder):
         self._total_length -= item.total_length
         (self._online if item.online else self._offline).remove(item.cell, item.entry)
         self._buckets.removed(item.cell)
+
+    def buckets(self) -> list[QueueBucket]:
+        highs = self._buckets.upper_bounds
+        counts = [bucket.count for bucket in self._buckets.buckets]
+        return [QueueBucket(*each) for each in zip([0, *highs], highs, counts, strict=False)]
 
     # -- figures -----------------------------------------------------------------------------------------------
 

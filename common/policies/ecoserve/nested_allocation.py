@@ -12,6 +12,7 @@ to them this is the paged allocator. Never moves KV, never decides which borrowe
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -103,6 +104,9 @@ class NestedAllocator(PagedAllocator, BlockSharing):
                 return above
             above.append(claim.sequence)
         raise InvariantViolated(f"{lender.key} has no claim on a block of its own")
+
+    def lent_blocks(self) -> Iterable[int]:
+        return self._claims.keys()
 
     def keepable(self, sequence: Sequence, full: int) -> int:
         """A borrowed block is overwritten by its lender later: no prefix for others."""

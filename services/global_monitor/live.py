@@ -1,0 +1,194 @@
+"""The feed of the live page: everything it shows at one moment, as bounded plain data.
+
+Pure; called by `server.py` for each update of each open page. Sums over gateways and orders decisions of all processes
+by time; ages become those of this moment. Names and ids that clients chose are handed on as text: the page never makes
+markup of them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cohort.common.types import QueueBucket, RequestId
+from cohort.common.views import (
+    BLOCK_STATES,
+    MOST_DECISIONS,
+    MOST_REQUESTS,
+    BlockMap,
+    Decision,
+    Iteration,
+    QueueClass,
+    RequestBrief,
+    RequestLife,
+    Row,
+    SloTally,
+)
+from cohort.services.global_monitor.looking import RATED, Looking
+from cohort.services.global_monitor.page import ClusterState, ProcessState
+
+MOST_PROCESSES = 160
+MOST_WITH_STATS = 40
+"""Processes whose stats are all in the feed; of the others the page shows what the picture needs."""
+MOST_EVENTS_SHOWN = 40
+MOST_SAMPLES = 150
+MOST_TALLIES = 96
+_ALL_ROWS = 512
+_LEAST_ROWS = 8
+_PICTURED = ("requests_running", "requests_waiting", "running", "waiting", "kv_total_blocks", "kv_free_blocks")
+
+
+class LiveProcess(msgspec.Struct, frozen=True):
+    """`rates`: per second, of the counters in `RATED` that it has."""
+
+    process: ProcessState
+    rates: dict[str, float]
+
+
+class LiveQueue(msgspec.Struct, frozen=True):
+    order: str
+    classes: list[QueueClass]
+    buckets: list[QueueBucket]
+
+
+class LiveWorker(msgspec.Struct, frozen=True):
+    """`sequences` counts all, `rows` are the first of them."""
+
+    instance: str
+    role: str
+    sequences: int
+    rows: list[Row]
+    blocks: BlockMap
+    iteration: Iteration | None
+    kv_sent_per_s: float | None
+    kv_received_per_s: float | None
+
+
+class LiveDecision(msgspec.Struct, frozen=True):
+    """`by`: the process that decided."""
+
+    by: str
+    decision: Decision
+
+
+class LiveState(msgspec.Struct, frozen=True):
+    """`processes` counts all. `life`: of the request that this page chose, None while no gateway knows it."""
+
+    cluster: ClusterState
+    live: list[LiveProcess]
+    processes: int
+    block_states: tuple[str, ...]
+    queue: LiveQueue | None
+    workers: list[LiveWorker]
+    requests: list[RequestBrief]
+    open_requests: int
+    life: RequestLife | None
+    slo: list[SloTally]
+    decisions: list[LiveDecision]
+
+
+def live_state(cluster: ClusterState, looking: Looking, request_id: RequestId) -> LiveState:
+    """`cluster` as `/api/state` has it."""
+    shown = cluster.processes[:MOST_PROCESSES]
+    requests = sorted(
+        (_older(brief, age_s) for age_s, view in looking.gateways() for brief in view.requests),
+        key=lambda brief: (brief.ended_s is not None, brief.ended_s if brief.ended_s is not None else brief.age_s),
+    )
+    lives = [
+        msgspec.structs.replace(life, age_s=life.age_s + age_s)
+        for age_s, view in looking.gateways()
+        for life in view.chosen
+        if life.request_id == request_id
+    ]
+    queue = next((LiveQueue(view.order, view.classes, view.buckets) for _, view in looking.managers()), None)
+    return LiveState(
+        cluster=_bounded(cluster),
+        live=[_process(process, index, looking) for index, process in enumerate(shown)],
+        processes=len(cluster.processes),
+        block_states=BLOCK_STATES,
+        queue=queue,
+        workers=_workers(looking),
+        requests=requests[:MOST_REQUESTS],
+        open_requests=sum(view.open for _, view in looking.gateways()),
+        life=lives[0] if lives else None,
+        slo=_tallies(looking),
+        decisions=_decisions(looking),
+    )
+
+
+def _bounded(cluster: ClusterState) -> ClusterState:
+    """Without what the feed has elsewhere; every n-th sample, the last one included, where they are many."""
+    step = -(-len(cluster.sample_ages_s) // MOST_SAMPLES) or 1
+    thin = slice((len(cluster.sample_ages_s) - 1) % step, None, step)
+    return msgspec.structs.replace(
+        cluster,
+        processes=[],
+        events=cluster.events[:MOST_EVENTS_SHOWN],
+        sample_ages_s=cluster.sample_ages_s[thin],
+        samples={name: values[thin] for name, values in cluster.samples.items()},
+    )
+
+
+def _process(process: ProcessState, index: int, looking: Looking) -> LiveProcess:
+    stats = process.stats
+    if index >= MOST_WITH_STATS:
+        stats = {name: stats[name] for name in _PICTURED if name in stats}
+    rates = {name: round(rate, 3) for name in RATED if (rate := looking.meter.rate(process.instance, name)) is not None}
+    rounded = {name: float(f"{value:.6g}") for name, value in stats.items()}
+    return LiveProcess(msgspec.structs.replace(process, stats=rounded), rates)
+
+
+def _workers(looking: Looking) -> list[LiveWorker]:
+    views = looking.workers()
+    rows = max(_LEAST_ROWS, _ALL_ROWS // max(1, len(views)))
+    meter = looking.kv_meter
+    return [
+        LiveWorker(
+            view.instance,
+            view.role,
+            view.sequences,
+            view.rows[:rows],
+            view.blocks,
+            view.iteration,
+            meter.rate(view.instance, "sent"),
+            meter.rate(view.instance, "received"),
+        )
+        for _, view in views
+    ]
+
+
+def _older(brief: RequestBrief, by_s: float) -> RequestBrief:
+    ended_s = None if brief.ended_s is None else round(brief.ended_s + by_s, 3)
+    return msgspec.structs.replace(brief, age_s=round(brief.age_s + by_s, 3), ended_s=ended_s)
+
+
+def _tallies(looking: Looking) -> list[SloTally]:
+    """Of all gateways together."""
+    sums: dict[tuple[str, str, str], SloTally] = {}
+    for _, view in looking.gateways():
+        for tally in view.slo:
+            place = (tally.key, tally.traffic_class, tally.objective)
+            before = sums.get(place)
+            if before is None:
+                sums[place] = tally
+                continue
+            sums[place] = SloTally(
+                tally.traffic_class,
+                tally.objective,
+                before.met + tally.met,
+                before.missed + tally.missed,
+                before.recent_met + tally.recent_met,
+                before.recent_missed + tally.recent_missed,
+                tally.key,
+            )
+    return [sums[place] for place in sorted(sums)][:MOST_TALLIES]
+
+
+def _decisions(looking: Looking) -> list[LiveDecision]:
+    """The last one first. Ordinary placements are the many, and kept apart where they are made."""
+    found = [
+        LiveDecision(view.instance, msgspec.structs.replace(each, age_s=round(each.age_s + age_s, 3)))
+        for age_s, view in (*looking.managers(), *looking.workers())
+        for each in view.decisions
+    ]
+    found.sort(key=lambda one: one.decision.age_s)
+    return found[:MOST_DECISIONS]

@@ -1,0 +1,184 @@
+"""While somebody looks at the live page: asks processes for their views, keeps the latest, counts rates.
+
+    viewer opens /api/live ──▶ a `Look` a second to gateways, manager, workers ──▶ GatewayView, ManagerView, WorkerView
+    the last viewer leaves ──▶ no further `Look`; what was heard is forgotten
+
+So the page costs the pipeline nothing while nobody looks, and the same for one viewer as for many. Called by
+`service.py` (messages) and `server.py` (viewers); `live.py` makes the feed of what is kept here. Never acts on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from cohort.common.messages import GatewayView, Look, ManagerView, Message, View, WorkerView
+from cohort.common.types import InstanceId, RequestId
+from cohort.common.views import MOST_CHOSEN, MOST_ID
+from cohort.services.global_monitor.aggregate import Cluster, Process
+
+LOOK_S = 1.0
+"""Between two questions, and two updates of the page."""
+MOST_VIEWERS = 16
+"""Pages that are open at once; beyond, a page is told to come later."""
+MOST_WORKERS = 32
+"""Workers that are asked; of a larger cluster the first ones, along their names."""
+RATE_WINDOW_S = 5.0
+_ALL_CELLS = 8192
+_LEAST_CELLS = 256
+_KEPT_S = 4.0
+"""A view older than this is of a process that does not answer, and is not shown."""
+
+RATED = (
+    "requests_total",
+    "finished_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "predictions_total",
+    "dispatched_total",
+    "prefill_tokens_total",
+    "decode_tokens_total",
+)
+
+
+@dataclass(slots=True, eq=False)
+class Viewer:
+    """A page that is open. `request_id`: whose life it shows; "" = none was chosen."""
+
+    request_id: RequestId
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class TooManyViewers(Exception):
+    """`MOST_VIEWERS` look already."""
+
+
+class Meter:
+    """Rates of growing counters over the last seconds, by process; a new incarnation starts anew."""
+
+    def __init__(self) -> None:
+        self._seen: dict[InstanceId, deque[tuple[float, int, dict[str, float]]]] = {}
+
+    def note(self, now_s: float, instance: InstanceId, incarnation: int, counters: dict[str, float]) -> None:
+        seen = self._seen.setdefault(instance, deque(maxlen=64))
+        if seen and seen[-1][1] != incarnation:
+            seen.clear()
+        if not seen or now_s > seen[-1][0]:
+            seen.append((now_s, incarnation, counters))
+        while len(seen) > 2 and seen[1][0] <= now_s - RATE_WINDOW_S:
+            seen.popleft()
+
+    def rate(self, instance: InstanceId, name: str) -> float | None:
+        """Per second; None while it cannot be known."""
+        seen = self._seen.get(instance)
+        if not seen or len(seen) < 2 or name not in seen[-1][2]:
+            return None
+        (first_s, _, before), (last_s, _, now) = seen[0], seen[-1]
+        return max(0.0, now[name] - before.get(name, 0.0)) / (last_s - first_s)
+
+    def keep(self, instances: Iterable[InstanceId]) -> None:
+        """Forget all others."""
+        there = set(instances)
+        self._seen = {name: seen for name, seen in self._seen.items() if name in there}
+
+    def clear(self) -> None:
+        self._seen.clear()
+
+
+class Looking:
+    def __init__(
+        self, cluster: Cluster, now_s: Callable[[], float], send: Callable[[InstanceId, Message], None]
+    ) -> None:
+        """`send` says nothing where a peer is away."""
+        self._cluster = cluster
+        self._now_s = now_s
+        self._send = send
+        self._viewers: list[Viewer] = []
+        self._views: dict[InstanceId, tuple[float, View]] = {}
+        self.meter = Meter()
+        self.kv_meter = Meter()
+
+    @property
+    def viewers(self) -> int:
+        return len(self._viewers)
+
+    @asynccontextmanager
+    async def watching(self, request_id: RequestId) -> AsyncIterator[Viewer]:
+        """Raises `TooManyViewers`. The viewer's `news` is set after each round of views."""
+        if len(self._viewers) >= MOST_VIEWERS:
+            raise TooManyViewers
+        viewer = Viewer(request_id[:MOST_ID])
+        self._viewers.append(viewer)
+        self._ask()  # what it sees first comes at once
+        try:
+            yield viewer
+        finally:
+            self._viewers.remove(viewer)
+            if not self._viewers:
+                self._views.clear()
+                self.meter.clear()
+                self.kv_meter.clear()
+
+    def heard(self, view: View) -> None:
+        """A view that nobody asked for, or that comes after the last viewer left, is dropped."""
+        if not self._viewers:
+            return
+        process = self._cluster.processes.get(view.instance)
+        if process is None:
+            return
+        now_s = self._now_s()
+        self._views[view.instance] = (now_s, view)
+        if isinstance(view, WorkerView):
+            bytes_moved = {"sent": view.kv_sent_bytes, "received": view.kv_received_bytes}
+            self.kv_meter.note(now_s, view.instance, process.incarnation, bytes_moved)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.round()
+
+    def round(self) -> None:
+        """Tell the viewers what the last round brought, and ask again."""
+        if not self._viewers:
+            return
+        self.meter.keep(self._cluster.processes)
+        self.kv_meter.keep(self._cluster.processes)
+        for process in self._cluster.up():
+            self.meter.note(process.heard_s, process.instance, process.incarnation, process.stats)
+        self._ask()
+        for viewer in self._viewers:
+            viewer.news.set()
+
+    def gateways(self) -> list[tuple[float, GatewayView]]:
+        return [(age_s, view) for age_s, view in self._fresh() if isinstance(view, GatewayView)]
+
+    def managers(self) -> list[tuple[float, ManagerView]]:
+        return [(age_s, view) for age_s, view in self._fresh() if isinstance(view, ManagerView)]
+
+    def workers(self) -> list[tuple[float, WorkerView]]:
+        return [(age_s, view) for age_s, view in self._fresh() if isinstance(view, WorkerView)]
+
+    def _fresh(self) -> list[tuple[float, View]]:
+        """With their ages, by instance; of processes that are up."""
+        now_s, up = self._now_s(), {process.instance for process in self._cluster.up()}
+        return [
+            (now_s - heard_s, view)
+            for name, (heard_s, view) in sorted(self._views.items())
+            if name in up and now_s - heard_s <= _KEPT_S
+        ]
+
+    def _ask(self) -> None:
+        asked = [process for process in self._cluster.up() if process.role in ("gateway", "bucketing_manager")]
+        workers = sorted((process for process in self._cluster.up() if is_worker(process)), key=lambda p: p.instance)
+        cells = max(_LEAST_CELLS, _ALL_CELLS // max(1, len(workers)))
+        chosen = list(dict.fromkeys(viewer.request_id for viewer in self._viewers if viewer.request_id))[:MOST_CHOSEN]
+        for process in (*asked, *workers[:MOST_WORKERS]):
+            self._send(process.instance, Look(cells, chosen if process.role == "gateway" else []))
+
+
+def is_worker(process: Process) -> bool:
+    return process.role.endswith("_worker")

@@ -25,7 +25,7 @@ class _Noted(NamedTuple):
     reason: str
     what: str
     forecast_s: float
-    count: int
+    attempts: int
 
 
 class DecisionLog:
@@ -60,7 +60,7 @@ class DecisionLog:
                 one.reason,
                 one.what,
                 round(one.forecast_s, 3),
-                one.count,
+                one.attempts,
             )
             for one in noted
         ]

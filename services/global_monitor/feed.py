@@ -1,8 +1,8 @@
 """`GET /api/live`: the live page's feed, server-sent events, one `LiveState` a second as JSON.
 
 `?request=ID` chooses the request whose life the page shows. An open connection is what "somebody looks" means:
-processes are asked for their views while there is one (`looking.py`). A reader that is slow misses updates and gets the latest
-state next; one that takes nothing is let go. Called by `server.py`; changes nothing.
+processes are asked for their views while there is one (`looking.py`). A reader that is slow misses updates and gets
+the latest state next; one that takes nothing is let go. Called by `server.py`; changes nothing.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from cohort.common.messages import ManagerView, WorkerView
 from cohort.common.types import QueueBucket, RequestId
 from cohort.common.views import (
     BLOCK_STATES,
@@ -185,9 +186,10 @@ def _tallies(looking: Looking) -> list[SloTally]:
 
 def _decisions(looking: Looking) -> list[LiveDecision]:
     """The last one first. Ordinary placements are the many, and kept apart where they are made."""
+    views: list[tuple[float, ManagerView | WorkerView]] = [*looking.managers(), *looking.workers()]
     found = [
         LiveDecision(view.instance, msgspec.structs.replace(each, age_s=round(each.age_s + age_s, 3)))
-        for age_s, view in (*looking.managers(), *looking.workers())
+        for age_s, view in views
         for each in view.decisions
     ]
     found.sort(key=lambda one: one.decision.age_s)

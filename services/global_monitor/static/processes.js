@@ -1,0 +1,35 @@
+// Every process with all it reports.
+import { h, redraw } from "./dom.js";
+import { bytes, duration, generic } from "./format.js";
+
+const opened = new Set();
+
+function card({ process }) {
+  const { stats, status } = process;
+  const colour = status === "down" ? "bad" : status === "left" ? "dim" : process.ready ? "good" : "warn";
+  const word = status === "up" ? (process.ready ? "ready" : "not ready") : status;
+  const facts = process.facts ?? {};
+  const about = [facts.device, facts.capability ? `sm ${facts.capability}` : "", facts.dtype, facts.kernels];
+  const names = Object.keys(stats).sort();
+  const key = `p:${process.instance}`;
+  const details = h("details", { open: opened.has(process.instance) }, h("summary", { "data-key": key }, `${names.length} stats`),
+    opened.has(process.instance) ? h("dl", {}, names.map(name =>
+      [h("dt", { title: name }, name), h("dd", {}, generic(name, stats[name]))])) : null);
+  details.addEventListener("toggle", () => {
+    opened[details.open ? "add" : "delete"](process.instance);
+    if (details.open && !details.querySelector("dl")) details.append(h("dl", {}, names.map(name =>
+      [h("dt", { title: name }, name), h("dd", {}, generic(name, stats[name]))])));
+  });
+  return h("article", { class: `card process ${status}` },
+    h("div", { class: "line" }, h("b", {}, process.instance), h("span", { class: colour }, word)),
+    h("div", { class: "sub" }, [process.role.replaceAll("_", " "), `pid ${process.pid}`,
+      stats.rss_bytes ? bytes(stats.rss_bytes) : "",
+      status === "up" ? `up ${duration(process.since_s)}` : `${status} ${duration(process.since_s)} ago`,
+      process.restarts ? `restarts: ${process.restarts}` : ""].filter(Boolean).join(" · ")),
+    about.some(Boolean) ? h("div", { class: "sub" }, about.filter(Boolean).join(" · ")) : null, details);
+}
+
+export function drawProcesses(parent, state) {
+  const more = state.processes - state.live.length;
+  redraw(parent, state.live.map(card), more > 0 ? h("p", { class: "dim" }, `and ${more} further processes`) : null);
+}

@@ -19,7 +19,7 @@ MOST_CELLS = 4096
 """Cells of a map of KV blocks; of a larger cache several blocks are one cell."""
 MOST_DECISIONS = 96
 MOST_REQUESTS = 60
-MOST_CHOSEN = 4
+MOST_CHOSEN = 16
 MOST_BUCKETS = 128
 MOST_MOMENTS = 32
 MOST_ID = 256

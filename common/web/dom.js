@@ -8,7 +8,7 @@ function fill(node, attributes, children) {
     else if (name.startsWith("on")) throw new Error("handlers are added with addEventListener");
     else node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.flat().filter(child => child !== null && child !== undefined && child !== false));
+  node.append(...children.flat(Infinity).filter(child => child !== null && child !== undefined && child !== false));
   return node;
 }
 
@@ -20,7 +20,7 @@ export const byId = id => document.getElementById(id);
 export function redraw(parent, ...children) {
   const focused = parent.contains(document.activeElement) ? document.activeElement.dataset.key : undefined;
   const top = parent.scrollTop;
-  parent.replaceChildren(...children.flat().filter(child => child !== null && child !== undefined));
+  parent.replaceChildren(...children.flat(Infinity).filter(child => child !== null && child !== undefined));
   parent.scrollTop = top;
   if (focused) parent.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
 }

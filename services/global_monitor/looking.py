@@ -22,7 +22,7 @@ from cohort.services.global_monitor.aggregate import Cluster, Process
 
 LOOK_S = 1.0
 """Between two questions, and two updates of the page."""
-MOST_VIEWERS = 16
+MOST_VIEWERS = MOST_CHOSEN
 """Pages that are open at once; beyond, a page is told to come later."""
 MOST_WORKERS = 32
 """Workers that are asked; of a larger cluster the first ones, along their names."""

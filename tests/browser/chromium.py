@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -130,6 +131,7 @@ async def browser() -> AsyncIterator[Tab]:
             "about:blank",
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # the command may be a script around the browser, which has children of its own
         )
         try:
             port = await _port(Path(folder) / "DevToolsActivePort", process)
@@ -146,7 +148,7 @@ async def browser() -> AsyncIterator[Tab]:
                     await asyncio.gather(reading, return_exceptions=True)
         finally:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
 
 

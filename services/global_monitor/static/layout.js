@@ -16,7 +16,7 @@ const tall = (n, h) => Math.max(0, Math.min(n, MOST_IN_COLUMN) * (h + GAP) - GAP
 /** Prefill workers before decode workers; where there is one kind only, it has the column. */
 export function wide(width, prefills, decodes) {
   const both = prefills > 0 && decodes > 0;
-  const h = 82, top = 100, small = 54;
+  const h = 86, top = 100, small = 54;
   const clientW = 84, columns = both ? 4 : 3;
   const space = Math.max(60, Math.min(190, (width - clientW) / columns - 172));
   const w = Math.min(236, (width - clientW - columns * space) / columns);
@@ -40,14 +40,14 @@ export function wide(width, prefills, decodes) {
       answer: `M${gateway.x},${mid + 12} H${right(client)}`,
       predict: `M${centre(gateway)},${gateway.y} V${bottom(predictor)}`,
       submit: `M${right(gateway)},${mid} H${manager.x}`,
-      place: [...first.map(to => curve(right(manager), mid, to.x, middle(to))),
-        ...behind.slice(0, 1).map(to => // past the prefill workers, over their heads
-          `M${right(manager)},${mid} C${right(manager) + space * .5},${mid} ${right(manager) + space * .3},${over} ${right(manager) + space},${over} `
-          + `H${right(first[0])} C${right(first[0]) + space * .6},${over} ${to.x - space * .6},${to.y + 22} ${to.x},${to.y + 22}`)],
+      place: [...first.map((to, n) => ({ to: prefill.length ? "prefill" : "decode", n, d: curve(right(manager), mid, to.x, middle(to)) })),
+        ...behind.map((to, n) => ({ to: "decode", n, // past the prefill workers, over their heads
+          d: `M${right(manager)},${mid} C${right(manager) + space * .5},${mid} ${right(manager) + space * .3},${over} ${right(manager) + space},${over} `
+          + `H${right(first[0])} C${right(first[0]) + space * .6},${over} ${to.x - space * .6},${to.y + 22} ${to.x},${to.y + 22}` }))],
       kv: both ? prefill.slice(0, 3).flatMap(from => decode.slice(0, 3).map(to => curve(right(from), middle(from) + 8, to.x, middle(to) + 8))) : [],
-      tokens: [...(first.length ? [first.at(-1)] : []), ...(behind.length ? [behind.at(-1)] : [])].map(from =>
-        `M${centre(from)},${bottom(from)} V${low - 12} Q${centre(from)},${low} ${centre(from) - 12},${low} `
-        + `H${centre(gateway) + 12} Q${centre(gateway)},${low} ${centre(gateway)},${low - 12} V${bottom(gateway)}`),
+      tokens: [[prefill, "prefill"], [decode, "decode"]].filter(([boxes]) => boxes.length).map(([boxes, of]) => [boxes.at(-1), of])
+        .map(([from, of]) => ({ of, d: `M${centre(from)},${bottom(from)} V${low - 12} Q${centre(from)},${low} ${centre(from) - 12},${low} `
+        + `H${centre(gateway) + 12} Q${centre(gateway)},${low} ${centre(gateway)},${low - 12} V${bottom(gateway)}` })),
       report: [`M${right(predictor)},${middle(predictor)} H${monitor.x}`, `M${centre(manager)},${manager.y} V${bottom(monitor)}`,
         ...workers.slice(-1).map(from => `M${centre(from)},${decode[0]?.y ?? from.y} V${middle(monitor) + 12} Q${centre(from)},${middle(monitor)} ${centre(from) - 12},${middle(monitor)} H${right(monitor)}`)],
     },
@@ -65,7 +65,7 @@ export function wide(width, prefills, decodes) {
 
 /** Top to bottom; tokens go back along the left edge. */
 export function narrow(width, prefills, decodes) {
-  const h = 82, left = 26, small = 54, step = 40;
+  const h = 86, left = 26, small = 54, step = 40;
   const w = (width - left - GAP) / 2;
   const client = { x: left, y: 2, w, h: 36 };
   const gateway = { x: left, y: bottom(client) + step, w, h };
@@ -87,14 +87,14 @@ export function narrow(width, prefills, decodes) {
       arrive: `M${x - 10},${bottom(client)} V${gateway.y}`, answer: `M${x + 10},${gateway.y} V${bottom(client)}`,
       predict: `M${right(gateway)},${middle(predictor)} H${predictor.x}`,
       submit: `M${x},${bottom(gateway)} V${manager.y}`,
-      place: [...first.slice(0, 1).map(to => `M${x},${bottom(manager)} V${to.y}`),
-        ...(both ? decode.slice(0, 1) : []).map(to =>
-          `M${x},${bottom(manager)} C${x},${bottom(manager) + 24} ${centre(to)},${to.y - 26} ${centre(to)},${to.y}`)],
+      place: [...first.slice(0, 1).map(to => ({ to: prefill.length ? "prefill" : "decode", n: 0, d: `M${x},${bottom(manager)} V${to.y}` })),
+        ...(both ? decode.slice(0, 1) : []).map(to => ({ to: "decode", n: 0,
+          d: `M${x},${bottom(manager)} C${x},${bottom(manager) + 24} ${centre(to)},${to.y - 26} ${centre(to)},${to.y}` }))],
       kv: both ? [`M${right(prefill[0])},${middle(prefill[0])} H${decode[0].x}`] : [],
-      tokens: [...(first.length ? [`M${first[0].x},${middle(first[0])} H18 Q8,${middle(first[0])} 8,${middle(first[0]) - 10} `
-        + `V${middle(gateway) + 10} Q8,${middle(gateway)} 18,${middle(gateway)} H${gateway.x}`] : []),
-      ...(both ? [`M${centre(decode.at(-1))},${bottom(decode.at(-1))} V${low - 8} Q${centre(decode.at(-1))},${low} ${centre(decode.at(-1)) - 8},${low} `
-        + `H18 Q8,${low} 8,${low - 10} V${middle(first[0])}`] : [])],
+      tokens: [...(first.length ? [{ of: prefill.length ? "prefill" : "decode", d: `M${first[0].x},${middle(first[0])} H18 Q8,${middle(first[0])} 8,${middle(first[0]) - 10} `
+        + `V${middle(gateway) + 10} Q8,${middle(gateway)} 18,${middle(gateway)} H${gateway.x}` }] : []),
+      ...(both ? [{ of: "decode", d: `M${centre(decode.at(-1))},${bottom(decode.at(-1))} V${low - 8} Q${centre(decode.at(-1))},${low} ${centre(decode.at(-1)) - 8},${low} `
+        + `H18 Q8,${low} 8,${low - 10} V${middle(gateway) + 10} Q8,${middle(gateway)} 18,${middle(gateway)} H${gateway.x}` }] : [])],
       report: [`M${right(manager)},${middle(monitor)} H${monitor.x}`, `M${centre(predictor)},${bottom(predictor)} V${monitor.y}`],
     },
     labels: {

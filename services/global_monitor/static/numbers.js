@@ -28,7 +28,7 @@ export function drawTiles(parent, state) {
     tile("TTFT p50", seconds(worst("ttft_p50_s")), "", `p99 ${seconds(worst("ttft_p99_s"))}`),
     tile("Between tokens p50", seconds(worst("itl_p50_s")), "", `p99 ${seconds(worst("itl_p99_s"))}`),
     tile("KV cache", percent(recent(state, "kv_used", 1)), "used",
-      `mean ${count(Math.round(cluster.mean_prompt_tokens))} + ${count(Math.round(cluster.mean_output_tokens))} tokens`),
+      `mean ${count(Math.round(cluster.mean_prompt_tokens))} + ${count(Math.round(cluster.mean_output_tokens))} tok`),
     tile("Finished", count(sum("finished_total")), "", `${count(sum("cancelled_total"))} cancelled`),
     tile("Failed", count(failed), "", `${count(refused)} refused`, failed ? "bad" : ""));
 }

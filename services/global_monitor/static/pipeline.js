@@ -59,8 +59,9 @@ function squares(box, classes) {
 }
 
 function meter(box, share) {
-  const width = box.w - 26;
+  const width = box.w - 26 - 62;
   return [s("rect", { class: "track", x: box.x + 13, y: box.y + box.h - 14, width, height: 5, rx: 2.5 }),
+    text(box.x + box.w - 13, box.y + box.h - 8.5, `KV ${percent(share)}`, { class: "dim", "text-anchor": "end" }),
     share > 0 ? s("rect", { class: "fill", x: box.x + 13, y: box.y + box.h - 14, width: Math.max(3, width * share), height: 5, rx: 2.5 }) : null];
 }
 
@@ -70,11 +71,16 @@ function workerNode(box, { each, view }) {
   const used = blocks ? 1 - ((stats.kv_free_blocks ?? 0) + (stats.kv_cached_blocks ?? 0)) / blocks : 0;
   const batch = view?.iteration;
   const first = batch ? [batch.prefill_rows ? `${batch.prefill_rows} prefill` : "", batch.decode_rows ? `${batch.decode_rows} decode` : ""]
-    .filter(Boolean).join(" + ") + " in batch" : `${count(stats.running ?? 0)} running`;
-  const parked = (stats.parked ?? 0) + (stats.awaiting_kv ?? 0);
+    .filter(Boolean).join(" + ") : `${count(stats.running ?? 0)} running`;
+  const elsewhere = [["parked", "parked"], ["awaiting_kv", "to come"]].filter(([name]) => stats[name])
+    .map(([name, word]) => ` · ${count(stats[name])} ${word}`).join("");
   return node(box, each.process.instance, [each],
-    [first, `${count(stats.waiting ?? 0)} waiting${parked ? ` · ${count(parked)} parked` : ""} · KV ${percent(used)}`], meter(box, used));
+    [first, `${count(stats.waiting ?? 0)} waiting${elsewhere}`], meter(box, used));
 }
+
+/** Something was placed there, as far as it is known: it has sequences. */
+const busy = ({ each: { process: { stats } } }) =>
+  ["running", "waiting", "parked", "awaiting_kv"].some(name => stats[name]);
 
 function edge(path, value, kind = "", scale = 10) {
   const on = flowing(value);
@@ -109,9 +115,9 @@ export function drawPipeline(parent, state) {
   const edges = [
     paths.report.map(path => s("path", { class: "edge report", d: path })),
     edge(paths.arrive, arrivals), edge(paths.predict, predictions), edge(paths.submit, arrivals),
-    paths.place.map(path => edge(path, placed)),
+    paths.place.map(({ to, n, d }) => edge(d, busy(there[to][n]) ? placed : 0)),
     paths.kv.map(path => edge(path, kv, "kv", 1e6)),
-    paths.tokens.map(path => edge(path, tokens, "tokens", 100)), edge(paths.answer, tokens, "tokens", 100)];
+    paths.tokens.map(({ of, d }) => edge(d, total(there[of].map(one => one.each), "decode_tokens_total"), "tokens", 100)), edge(paths.answer, tokens, "tokens", 100)];
   const nodes = [
     s("g", { class: "node" }, s("rect", { class: "box", x: box.client.x, y: box.client.y, width: box.client.w, height: box.client.h, rx: 18 }),
       text(box.client.x + box.client.w / 2, box.client.y + box.client.h / 2 + 4.5, "clients", { class: "name", "text-anchor": "middle" })),

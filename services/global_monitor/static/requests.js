@@ -30,7 +30,7 @@ export function drawList(parent, note, state, chosen, choose) {
         each.missed ? h("span", { class: "bad", title: "an SLO was missed" }, " SLO") : null,
         each.attempts > 1 ? h("span", { class: "warn", title: "attempts" }, ` × ${each.attempts}`) : null),
       h("td", { class: "n" }, count(each.prompt_tokens)), h("td", { class: "n" }, count(each.output_tokens)),
-      h("td", { class: "n" }, seconds(each.ttft_s)), h("td", { class: "dim roomy" }, each.instances.join(" → ")),
+      h("td", { class: "n" }, seconds(each.ttft_s)), h("td", { class: "dim roomy cut", title: each.instances.join(" → ") }, each.instances.join(" → ")),
       h("td", { class: "n dim roomy" }, duration(each.age_s)));
   }))));
 }
@@ -49,6 +49,20 @@ function lane(title, whole, parts, marks = []) {
     marks.map(([at, colour, name]) => s("rect", { x: x(at) - 1.5, y: 0, width: 3, height: 24, style: `fill:${colour}` },
       s("title", {}, name))),
     ticks.map(t => s("rect", { x: Math.min(width - 1, width * t), y: 22, width: 1, height: 4, style: "fill:var(--strong-line)" }))));
+}
+
+/** Of a request without a token: how far it has come, from the moments that are known. */
+function wayOf(life, end) {
+  const at = what => life.moments.findLast(([, name]) => name === what)?.[0];
+  const submitted = at("submitted"), placed = at("placed");
+  const ends = [[submitted, "tokenise and predict", "var(--s2)"], [placed, "queue at the manager", "var(--s3)"],
+    [end, placed === undefined ? "waiting" : "on a worker, no token yet", "var(--s4)"]];
+  let from = 0;
+  return ends.filter(([until]) => until !== undefined).map(([until, name, colour]) => {
+    const part = [from, Math.max(0, until - from), colour, name];
+    from = until;
+    return part;
+  });
 }
 
 function stagesOf(life) {
@@ -113,8 +127,9 @@ export function drawLife(parent, note, state, chosen) {
       `${each.what} ${each.where} at ${seconds(each.at)}`]);
   const decode = first === null ? [] : [[first, (life.last_token_s ?? end) - first, "var(--s7)", "decode"]];
   redraw(parent, facts(life),
-    lane("Whole life", end, [...stages, ...decode], marks),
-    first === null ? h("p", { class: "empty" }, "No token yet.") : [lane("To the first token", first, stages),
+    lane(life.ended_s === null ? "Life so far" : "Whole life", end, first === null ? wayOf(life, end) : [...stages, ...decode], marks),
+    first === null ? h("div", { class: "stages" }, wayOf(life, end).map(([, length, colour, name]) =>
+      h("div", {}, h("i", { style: `background:${colour}` }), name, h("b", {}, seconds(length))))) : [lane("To the first token", first, stages),
       h("div", { class: "stages" }, stages.map(([, length, colour, name]) =>
         h("div", {}, h("i", { style: `background:${colour}` }), name, h("b", {}, seconds(length)))))],
     life.times.length > 1 ? onWorkers(life) : null,

@@ -112,8 +112,8 @@ function update(card, worker, state, chosen) {
   card.cells = unroll(blocks, state.block_states);
   redraw(card.head, h("b", {}, worker.instance), h("span", { class: "chip" }, worker.role),
     h("span", { class: "dim note" }, iteration
-      ? `iteration: ${plural(iteration.decode_rows, "decode row")}` + (iteration.prefill_rows
-        ? `, ${plural(iteration.prefill_rows, "prompt")} with ${count(iteration.prefill_tokens)} tokens` : "")
+      ? "iteration: " + [iteration.decode_rows ? plural(iteration.decode_rows, "decode row") : "", iteration.prefill_rows
+        ? `${plural(iteration.prefill_rows, "prompt")} with ${count(iteration.prefill_tokens)} tokens` : ""].filter(Boolean).join(", ")
       : "idle"));
   card.facts.textContent = [plural(worker.sequences, "sequence"),
     process?.stats.step_ms ? `iterations of ${seconds(process.stats.step_ms / 1000)}` : "",
@@ -131,8 +131,10 @@ function update(card, worker, state, chosen) {
   drawRows(card, chosen);
 }
 
+const along = worker => `${worker.role === "decode" ? 1 : 0}${worker.instance}`; // a request's way: prefill first
+
 export function drawWorkers(parent, state, chosen, choose) {
-  const names = state.workers.map(worker => worker.instance);
+  const names = [...state.workers].sort((a, b) => along(a) < along(b) ? -1 : 1).map(worker => worker.instance);
   for (const name of cards.keys()) if (!names.includes(name)) cards.delete(name);
   for (const name of names) if (!cards.has(name)) cards.set(name, makeCard(name, choose));
   const nodes = names.map(name => cards.get(name).node);

@@ -7,11 +7,10 @@ versions.
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import json
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -20,8 +19,15 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from cohort.common.browsers import BrowserGuard
+from cohort.common.static_pages import SHARED
 from cohort.services.global_monitor import server as live_page
-from cohort.services.global_monitor.page import INDEX_HTML, ClusterState
+from cohort.services.gateway import chat_page
+from cohort.services.gateway.chat_page import CHAT_PATH
+from cohort.services.global_monitor.aggregate import Cluster
+from cohort.services.global_monitor.feed import LiveFeed
+from cohort.services.global_monitor.live import live_state
+from cohort.services.global_monitor.looking import Looking
+from cohort.services.global_monitor.page import ClusterState
 from tests.services.gateway.conftest import OpenSite, Site, model_dir, open_site, site  # noqa: F401
 
 ASK: dict[str, Any] = {"prompt": "The sea", "max_tokens": 4}
@@ -176,7 +182,16 @@ async def page() -> AsyncIterator[TestClient[web.Request, web.Application]]:
         return ClusterState("n", "m", 0.0, [], [], 0.0, 0.0, 0.0, 0.0, [], {})
 
     guard = BrowserGuard("127.0.0.1", (), open_=True, option="monitor.allowed_hosts")
-    app = live_page.application(_NoExporter(), state, max_history_s=9.0, instance="monitor", guard=guard)  # type: ignore[arg-type]
+    looking = Looking(Cluster(silence_s=3.0, history_s=9.0), lambda: 0.0, lambda peer, message: None)
+    feed = LiveFeed(looking, lambda request_id: live_state(state(0.0), looking, request_id))
+    app = live_page.application(
+        _NoExporter(),  # type: ignore[arg-type]
+        state,
+        max_history_s=9.0,
+        instance="monitor",
+        guard=guard,
+        feed=feed,
+    )
     async with TestClient(TestServer(app)) as client:
         yield client
 
@@ -199,23 +214,66 @@ async def test_a_link_to_the_live_page_works(page: LivePage) -> None:
     assert (await page.get("/", headers={**follows, "Sec-Fetch-Dest": "iframe"})).status == 403
 
 
-async def test_the_live_page_runs_its_own_script_and_nothing_else(page: LivePage) -> None:
+async def test_the_live_page_runs_its_own_files_and_nothing_else(page: LivePage) -> None:
     response = await page.get("/")
-    text = await response.text()
-    policy = dict(part.strip().split(" ", 1) for part in response.headers["Content-Security-Policy"].split(";"))
-    assert policy["default-src"] == "'none'" and policy["frame-ancestors"] == "'none'"
-    assert "unsafe" not in response.headers["Content-Security-Policy"]
-    for tag, directive in (("script", "script-src"), ("style", "style-src")):
-        [content] = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", text, re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        assert policy[directive] == f"'sha256-{digest}'"
-    assert response.headers["X-Frame-Options"] == "DENY"
+    _judge_policy(response.headers)
+    for path in _named(await response.text()):
+        part = await page.get(path)
+        assert part.status == 200, path
+        assert part.headers["X-Content-Type-Options"] == "nosniff"
+    assert (await page.get("/static/main.js")).content_type == "text/javascript"
+    for path in ("/static/index.html", "/static/", "/static/..%2Fpage.py", "/static/../page.py", "/static/no.js"):
+        assert (await page.get(path)).status == 404, path
 
 
-def test_the_page_needs_nothing_that_its_policy_forbids() -> None:
-    """Hashes allow no style attributes and no handlers in the markup; styles are set through the object model."""
-    text = INDEX_HTML.read_text(encoding="utf-8")
-    assert not re.search(r"<[^>]*\s(style|on\w+)\s*=", text)
+async def test_the_chat_is_of_the_gateways_own_origin(open_site: OpenSite) -> None:  # noqa: F811
+    """It needs no key itself, and no other origin is let in for it."""
+    async with open_site(api_keys=("k",)) as here:
+        async with here.session.get(here.url + CHAT_PATH) as response:
+            assert response.status == 200
+            _judge_policy(response.headers)
+            assert not [name for name in response.headers if name.startswith("Access-Control")]
+            text = await response.text()
+        for path in _named(text):
+            assert await status(here, "GET", path) == 200, path
+        assert await status(here, "GET", "/v1/models") == 401
+        assert await status(here, "GET", CHAT_PATH, Sec_Fetch_Site="cross-site") == 403
+
+
+async def test_a_copy_that_is_still_good_is_not_sent_again(page: LivePage) -> None:
+    first = await page.get("/static/main.js")
+    again = await page.get("/static/main.js", headers={"If-None-Match": first.headers["ETag"]})
+    assert (again.status, await again.read()) == (304, b"")
+    assert again.headers["Content-Security-Policy"] == first.headers["Content-Security-Policy"]
+
+
+def _judge_policy(headers: Any) -> None:
+    policy = dict(part.strip().split(" ", 1) for part in headers["Content-Security-Policy"].split(";"))
+    assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+    assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+    assert "unsafe" not in headers["Content-Security-Policy"] and "*" not in headers["Content-Security-Policy"]
+    assert headers["X-Frame-Options"] == "DENY" and headers["X-Content-Type-Options"] == "nosniff"
+
+
+def _named(html: str) -> list[str]:
+    """The files that a page asks for."""
+    found = re.findall(r"<(?:script|link|img)[^>]*\b(?:src|href)=\"([^\"]*)\"", html)
+    assert found
+    return found
+
+
+_FOLDERS = (SHARED, Path(live_page.__file__).parent / "static", Path(chat_page.__file__).parent / "static")
+_FILES = [path for folder in _FOLDERS for path in sorted(folder.iterdir())]
+
+
+@pytest.mark.parametrize("path", _FILES, ids=lambda path: f"{path.parent.parent.name}/{path.name}")
+def test_pages_need_nothing_that_their_policy_forbids(path: Path) -> None:
+    """No inline script, style or handler; text reaches the document as text; nothing comes from elsewhere."""
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 500
+    assert not re.search(r"<[^>]*\s(style|on\w+)\s*=", text) or path.suffix == ".js"
+    assert not re.search(r"<script(?![^>]*\bsrc=)|<style", text)
     assert not re.search(r"setAttribute\(\s*[\"'](style|on)", text)
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text)
-    assert "/" not in "".join(re.findall(r"<(?:script|link)[^>]*\bsrc=\"([^\"]*)", text))
+    words = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|DOMParser|srcdoc|javascript:"
+    assert not re.search(words, text)
+    assert not re.search(r"(?:import|from|src=|href=|url\()\s*[\"'(]?(?:https?:)?//", text)

@@ -20,6 +20,9 @@ export function drawTiles(parent, state) {
   const worst = name => all.reduce((most, process) => Math.max(most, process.stats[name] ?? 0), 0) || NaN;
   const failed = sum("failed_total"), refused = sum("rejected_total") + sum("refused_total");
   const { cluster } = state;
+  const kv = name => state.live.filter(({ process }) => process.status === "up")
+    .reduce((total, { process }) => total + (process.stats[name] ?? 0), 0);
+  const blocks = kv("kv_total_blocks"), free = kv("kv_free_blocks"), cached = kv("kv_cached_blocks");
   redraw(parent,
     tile("Arrivals", rate(cluster.arrival_rate), "req/s", `forecast ${rate(cluster.arrival_rate_forecast)}`),
     tile("Running", count(sum("requests_running")), "", `${count(sum("requests_waiting"))} waiting`),
@@ -27,9 +30,9 @@ export function drawTiles(parent, state) {
       `prompts ${rate(recent(state, "prompt_tokens_per_s"))}`),
     tile("TTFT p50", seconds(worst("ttft_p50_s")), "", `p99 ${seconds(worst("ttft_p99_s"))}`),
     tile("Between tokens p50", seconds(worst("itl_p50_s")), "", `p99 ${seconds(worst("itl_p99_s"))}`),
-    tile("KV cache", percent(recent(state, "kv_used", 1)), "used",
+    tile("KV in use", percent(blocks ? 1 - (free + cached) / blocks : NaN), "", `${percent(blocks ? cached / blocks : NaN)} cached`),
+    tile("Finished", count(sum("finished_total")), "",
       `mean ${count(Math.round(cluster.mean_prompt_tokens))} + ${count(Math.round(cluster.mean_output_tokens))} tok`),
-    tile("Finished", count(sum("finished_total")), "", `${count(sum("cancelled_total"))} cancelled`),
     tile("Failed", count(failed), "", `${count(refused)} refused`, failed ? "bad" : ""));
 }
 
@@ -65,5 +68,5 @@ export function drawCharts(parent, state) {
     chart("Tokens/s", ages, [curve("output", "output_tokens_per_s"), curve("prompt", "prompt_tokens_per_s")], rate),
     chart("Requests", ages, [curve("running", "requests_running"), curve("waiting", "requests_waiting")], count),
     chart("Arrivals/s", ages, [curve("arrived", "arrivals_per_s"), curve("failed", "failed_per_s")], rate),
-    chart("KV cache", ages, [curve("used", "kv_used")], percent));
+    chart("KV cache", ages, [curve("in use or cached", "kv_used")], percent));
 }

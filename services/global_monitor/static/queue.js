@@ -42,9 +42,11 @@ export function drawQueue(parent, note, state) {
       h("i", { class: each.traffic_class, style: `width:${100 * each.requests / most}%` })),
     h("span", { class: "value" }, `${count(each.requests)} · ${count(each.tokens)} tokens · oldest ${seconds(each.oldest_s)}`),
   ]));
-  const buckets = queue.buckets.length ? [
+  const range = queue.buckets.length === 1 ? [h("p", { class: "dim" },
+    `One bucket of prompts up to ${count(queue.buckets[0][1])} tokens; a long queue splits it.`)] : [];
+  const buckets = queue.buckets.length > 1 ? [
     h("p", { class: "dim" }, `${plural(queue.buckets.length, "bucket")} by prompt tokens`), columns(queue.buckets),
     waiting ? h("hr", { class: "split-line" }) : null] : [];
-  redraw(parent, buckets, waiting ? byClass : h("p", { class: "empty" },
+  redraw(parent, range, buckets, waiting ? byClass : h("p", { class: "empty" },
     "No request waits at the manager: each was placed on a worker as it came."));
 }

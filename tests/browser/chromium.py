@@ -67,7 +67,9 @@ class Tab:
             raise RuntimeError(f"{method}: {said['error']}")
         return dict(said["result"])
 
-    async def size(self, width: int, height: int, *, dark: bool = False, still: bool = True, phone: bool = False) -> None:
+    async def size(
+        self, width: int, height: int, *, dark: bool = False, still: bool = True, phone: bool = False
+    ) -> None:
         """`still`: as for people who asked for reduced motion."""
         await self.call(
             "Emulation.setDeviceMetricsOverride",

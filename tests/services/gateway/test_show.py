@@ -92,5 +92,7 @@ def test_tallies_by_api_key_come_with_the_metrics_label() -> None:
         ({**labels, "outcome": "missed", "key": "b"}, 2.0),
         ({**labels, "outcome": "met", "key": "b"}, 1.0),
     ]
-    found = {(each.key, each.met, each.missed, each.recent_met) for each in slo_tallies(counted, {("rt", "ttft"): [7, 0]})}
+    found = {
+        (each.key, each.met, each.missed, each.recent_met) for each in slo_tallies(counted, {("rt", "ttft"): [7, 0]})
+    }
     assert found == {("", 4, 2, 7), ("a", 3, 0, 0), ("b", 1, 2, 0)}

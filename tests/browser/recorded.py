@@ -1,0 +1,178 @@
+"""A monitor with recorded reports, for the pages' tests: heartbeats and views as processes send them, no process.
+
+`serve` is the monitor's own application over its own state; only what would come over the bus is put in by hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import structlog
+from aiohttp.test_utils import TestServer
+
+from cohort.common.browsers import BrowserGuard
+from cohort.common.clock import SystemClock
+from cohort.common.config import Config
+from cohort.common.messages import GatewayView, Heartbeat, Look, ManagerView, Message, View, WorkerView
+from cohort.common.transport.memory_bus import MemoryNetwork
+from cohort.common.types import InstanceId, QueueBucket
+from cohort.common.views import (
+    BlockMap,
+    CellRun,
+    Decision,
+    Iteration,
+    Moment,
+    QueueClass,
+    RequestBrief,
+    RequestLife,
+    Row,
+    SloTally,
+    WorkerTimes,
+)
+from cohort.services.global_monitor.feed import LiveFeed
+from cohort.services.global_monitor.server import application
+from cohort.services.global_monitor.service import GlobalMonitor
+
+MARKUP = "<img src=x onerror=document.title=1>"
+ENDED = "0c7d1f27a1b24e0c9f11"
+
+
+class NoExporter:
+    async def expose(self) -> bytes:
+        return b""
+
+
+def life(request_id: str) -> RequestLife:
+    return RequestLife(
+        request_id=request_id,
+        traffic_class="rt",
+        state="finished",
+        age_s=12.0,
+        prompt_tokens=300,
+        output_tokens=80,
+        cached_tokens=16,
+        max_tokens=200,
+        predicted=90.0,
+        attempts=2,
+        instances=["prefill-0", "decode-0"],
+        stages={
+            "tokenize": 0.001,
+            "predict": 0.002,
+            "bucket": 0.1,
+            "prefill_queue": 0.2,
+            "prefill": 0.4,
+            "transfer": 0.05,
+        },
+        moments=[Moment(0.003, "submitted", "", ""), Moment(0.103, "placed", "prefill-0", MARKUP)],
+        times=[WorkerTimes("prefill-0", 0.2, 0.4, 0.0, 0.0, 0), WorkerTimes("decode-0", 0.0, 0.0, 0.05, 5.0, 1)],
+        slo={"ttft_s": 1.0},
+        outcomes={"ttft": True, "tpot": False},
+        first_token_s=0.76,
+        last_token_s=6.0,
+        ended_s=6.1,
+    )
+
+
+def view_of(peer: InstanceId, asked: Look, many: int) -> View | None:
+    """What the process of this name would answer. `many`: requests, rows and blocks of a busy one."""
+    if peer == "gateway":
+        requests = [RequestBrief(ENDED, "rt", "finished", 12.0, 300, 80, 2, ["prefill-0", "decode-0"], 5.9, 0.76, True)]
+        requests += [
+            RequestBrief(f"{MARKUP}{n}", "be", "running", 2.0, 30, 4, 1, [MARKUP]) for n in range(min(many, 50))
+        ]
+        slo = [SloTally("rt", "ttft", 90, 10, 45, 5), SloTally("rt", "ttft", 9, 1, key=MARKUP)]
+        return GatewayView("gateway", requests, many, [life(each) for each in asked.requests], slo)
+    if peer == "manager":
+        decisions = [Decision(3.0, "refused", ENDED, [], "infeasible", MARKUP, 2.5), Decision(4.0, "placed", "x")]
+        buckets = [QueueBucket(0, 256, many), QueueBucket(256, 1024, 3), QueueBucket(1024, 8192, 0)]
+        return ManagerView("manager", "buckets", [QueueClass("rt", True, many + 3, 4000, 1.5)], buckets, decisions)
+    if peer not in ("prefill-0", "decode-0"):
+        return None
+    cells = asked.cells if many > 100 else 120
+    row = Row(f"{MARKUP}0", 0, "be", "decode", 2.0, 33, 34, 30, 200, 40.0, 3, 1, 1, 0)
+    runs = [CellRun(cells - 40, 0, -1), CellRun(20, 2, -1), CellRun(10, 3, 0), CellRun(10, 1, -1)]
+    counts = BlockMap(cells, 16, 1, runs, {"free": cells - 40, "rt": 20, "be": 10, "cached": 10}, 40, 30)
+    role = "prefill" if peer == "prefill-0" else "decode"
+    return WorkerView(peer, role, many, [row], counts, [], Iteration(1, 0, 0), 1e6, 0.0)
+
+
+class Recorded:
+    """`beat` is what processes say by themselves; views come when the monitor asks."""
+
+    def __init__(self, *, many: int = 2) -> None:
+        self.many = many
+        self.looks = 0
+        self.down: set[str] = set()
+        network = MemoryNetwork()
+        self.monitor = GlobalMonitor(
+            Config(),
+            network.bus("monitor"),
+            SystemClock(),
+            structlog.get_logger(),
+            manager_endpoint="memory://manager",
+            model=MARKUP,
+            instance="monitor",
+            incarnation=1,
+        )
+        setattr(self.monitor.looking, "_send", self._asked)  # noqa: B010 -- in place of the bus
+
+    def _asked(self, peer: InstanceId, message: Message) -> None:
+        if isinstance(message, Look) and peer not in self.down:
+            self.looks += 1
+            view = view_of(peer, message, self.many)
+            if view is not None:
+                asyncio.get_running_loop().call_soon(self.monitor.looking.heard, view)
+
+    def beat(self, serial: int) -> None:
+        roles = {
+            "gateway": "gateway",
+            "predictor": "length_predictor",
+            "manager": "bucketing_manager",
+            "prefill-0": "prefill_worker",
+            "decode-0": "decode_worker",
+        }
+        for name, role in roles.items():
+            if name in self.down:
+                continue
+            stats = {"requests_total": 2.0 * serial, "generation_tokens_total": 50.0 * serial, "requests_running": 3.0}
+            url = "javascript:alert(1)" if name == "gateway" else ""
+            warnings = [f"GPU 0 is there and unused {MARKUP}"] if name == "decode-0" else []
+            beat = Heartbeat(name, role, 1, 1, name != "predictor", url, stats, {}, warnings)
+            self.monitor.cluster.heard(SystemClock().now_s(), beat)
+
+
+@asynccontextmanager
+async def served(recorded: Recorded) -> AsyncIterator[str]:
+    """The page's address."""
+    monitor = recorded.monitor
+    guard = BrowserGuard("127.0.0.1", (), open_=True, option="monitor.allowed_hosts")
+    feed = LiveFeed(monitor.looking, monitor.read_live)
+    app = application(
+        NoExporter(),  # type: ignore[arg-type]
+        monitor.read_state,
+        max_history_s=900.0,
+        instance="monitor",
+        guard=guard,
+        feed=feed,
+    )
+
+    async def live() -> None:
+        serial = 0
+        while True:
+            serial += 1
+            recorded.beat(serial)
+            monitor.tick()
+            monitor.looking.round()
+            await asyncio.sleep(0.3)
+
+    living = asyncio.create_task(live())
+    server = TestServer(app)
+    await server.start_server(shutdown_timeout=0.1)
+    try:
+        yield str(server.make_url("/"))
+    finally:
+        living.cancel()
+        await asyncio.gather(living, return_exceptions=True)
+        await server.close()

@@ -1,0 +1,167 @@
+"""The pages in a real browser: they show what they are told, as text, on any screen, by keyboard, and within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.browser.chromium import Tab, binary, browser
+from tests.browser.recorded import ENDED, MARKUP, Recorded, served
+from tests.services.gateway.conftest import OpenSite, model_dir, open_site  # noqa: F401
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(binary() is None, reason="no Chromium here: apt-get install chromium-headless-shell"),
+]
+
+TEXT = "document.body.innerText"
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+ENTER = 13
+
+
+@pytest.fixture
+async def tab() -> AsyncIterator[Tab]:
+    async with browser() as opened:
+        yield opened
+
+
+async def shown(tab: Tab, url: str) -> None:
+    await tab.size(1440, 900)
+    await tab.open(url)
+    await tab.until("document.querySelector('#workers canvas') && document.querySelector('#list table')")
+
+
+async def test_everything_that_is_reported_is_shown_as_text(tab: Tab) -> None:
+    async with served(Recorded()) as url:
+        await shown(tab, url)
+        await tab.until("document.querySelector('#life .stages')")  # a request was chosen for whom nobody chose
+        text = await tab.evaluate(TEXT)
+        for part in (
+            "prefill-0",
+            "decode-0",
+            "not ready",
+            "GPU 0 is there and unused",
+            "infeasible",
+            "real-time",
+            MARKUP,
+        ):
+            assert part in text, part
+        assert await tab.evaluate("document.querySelectorAll('#pipeline .node').length") == 7
+        assert await tab.evaluate("document.querySelectorAll('#queue .column').length") == 3
+        assert await tab.evaluate("document.querySelectorAll('img').length") == 1  # the page's own
+        assert await tab.evaluate("document.title") == "Cohort"
+        assert await tab.evaluate("document.querySelector('#chat').hidden")  # no address that a browser may open
+        assert tab.errors == []
+
+
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (820, 1100), (390, 844)])
+async def test_nothing_sticks_out_of_the_screen(tab: Tab, width: int, height: int) -> None:
+    async with served(Recorded(many=60)) as url:
+        await shown(tab, url)
+        await tab.size(width, height, phone=width < 600)
+        await tab.until(f"document.querySelector('#pipeline svg').getBoundingClientRect().width <= {width}")
+        assert await tab.evaluate(OVERFLOW) == 0
+        # In the picture: every node's text lies within its box.
+        outside = """[...document.querySelectorAll('#pipeline .node')].flatMap(node => {
+            const box = node.querySelector('rect.box').getBoundingClientRect();
+            return [...node.querySelectorAll('text')].filter(text => {
+                const at = text.getBoundingClientRect();
+                return at.left < box.left - 1 || at.right > box.right + 1 || at.bottom > box.bottom + 2; })
+                .map(text => text.textContent); })"""
+        assert await tab.evaluate(outside) == []
+
+
+async def test_a_dead_process_is_shown_as_such(tab: Tab) -> None:
+    recorded = Recorded()
+    async with served(recorded) as url:
+        await shown(tab, url)
+        recorded.down.add("decode-0")
+        await tab.until("document.querySelector('#pipeline .node.down')", 20.0)
+        assert "down" in await tab.evaluate("document.querySelector('#health').textContent")
+        assert (await tab.evaluate("document.title")).startswith("(1 down)")
+        await tab.until("document.querySelectorAll('#workers canvas').length === 1")
+
+
+async def test_a_request_is_chosen_by_keyboard_and_kept_in_the_address(tab: Tab) -> None:
+    async with served(Recorded()) as url:
+        await shown(tab, url)
+        await tab.evaluate("document.querySelector('#find-id').focus()")
+        await tab.call("Input.insertText", text=MARKUP)
+        await tab.call("Input.dispatchKeyEvent", type="keyDown", key="Enter", text="\r", windowsVirtualKeyCode=ENTER)
+        await tab.until(f"document.querySelector('#life-note').textContent === {MARKUP!r}")
+        assert "request=" in await tab.evaluate("location.hash")
+        await tab.until("document.querySelector('#life .stages')")
+        pick = f"document.querySelector('[data-key=\"r:{ENDED}\"]')"
+        await tab.evaluate(f"{pick}.focus()")
+        await tab.call("Input.dispatchKeyEvent", type="keyDown", key="Enter", text="\r", windowsVirtualKeyCode=ENTER)
+        await tab.until(f"document.querySelector('#life-note').textContent === '{ENDED}'")
+        await tab.until(f"{pick}.getAttribute('aria-pressed') === 'true'")
+        assert await tab.evaluate(f"document.activeElement === {pick}")  # the list was drawn anew since
+        assert await tab.evaluate("document.querySelector('tr.chosen') !== null")
+
+
+async def test_a_paused_page_asks_nothing(tab: Tab) -> None:
+    recorded = Recorded()
+    async with served(recorded) as url:
+        await shown(tab, url)
+        await tab.evaluate("document.querySelector('#pause').click()")
+        await tab.until("document.querySelector('#pause').getAttribute('aria-pressed') === 'true'")
+        for _ in range(50):  # the server notices with its next write
+            if not recorded.monitor.looking.viewers:
+                break
+            await tab.evaluate("new Promise(done => setTimeout(done, 100))")
+        assert recorded.monitor.looking.viewers == 0
+        before = recorded.looks
+        await tab.evaluate("new Promise(done => setTimeout(done, 1000))")
+        assert recorded.looks == before
+        await tab.evaluate("document.querySelector('#pause').click()")
+        await tab.evaluate("new Promise(done => setTimeout(done, 1000))")
+        assert recorded.looks > before
+
+
+async def test_colours_follow_the_scheme_and_motion_the_wish(tab: Tab) -> None:
+    async with served(Recorded()) as url:
+        await shown(tab, url)
+        ground = "getComputedStyle(document.body).backgroundColor"
+        light = await tab.evaluate(ground)
+        moving = "getComputedStyle(document.querySelector('#pipeline .edge.flows')).animationName"
+        await tab.until("document.querySelector('#pipeline .edge.flows')")
+        assert await tab.evaluate(moving) == "none"
+        await tab.size(1440, 900, dark=True, still=False)
+        assert await tab.evaluate(ground) != light
+        assert await tab.evaluate(moving) == "flow"
+
+
+async def test_thousands_of_requests_and_blocks_are_drawn(tab: Tab) -> None:
+    async with served(Recorded(many=5000)) as url:
+        await shown(tab, url)
+        assert await tab.evaluate("document.querySelectorAll('*').length") < 6000
+        heights = "[...document.querySelectorAll('#workers canvas')].map(canvas => canvas.clientHeight)"
+        assert all(20 < height <= 220 for height in await tab.evaluate(heights))
+        assert tab.errors == []
+
+
+async def test_the_chat_streams_from_the_gateway_it_came_from(tab: Tab, open_site: OpenSite, tmp_path: Path) -> None:  # noqa: F811
+    async with open_site(f"A reply {MARKUP}", api_keys=("secret",)) as site:
+        await tab.size(390, 844, phone=True)
+        await tab.open(f"{site.url}/chat")
+        await tab.until("document.querySelector('.hello')")
+        await tab.until("document.querySelector('#model').textContent === 'asks for an API key'")
+        tab.errors.clear()  # the 401 that was asked for
+        assert await tab.evaluate(OVERFLOW) == 0
+        await tab.evaluate("document.querySelector('#words').focus()")
+        await tab.call("Input.insertText", text="Hello")
+        send = {"type": "keyDown", "key": "Enter", "text": "\r", "windowsVirtualKeyCode": ENTER}
+        await tab.call("Input.dispatchKeyEvent", **send)
+        await tab.until("document.querySelector('.turn.error')")  # without its key
+        await tab.evaluate("document.querySelector('#key').value = 'secret'")
+        await tab.evaluate("document.querySelector('#words').focus()")
+        await tab.call("Input.insertText", text="Hello again")
+        await tab.call("Input.dispatchKeyEvent", **send)
+        await tab.until("document.querySelectorAll('.turn.assistant .meta:not([hidden])').length === 1", 20.0)
+        said = await tab.evaluate("[...document.querySelectorAll('.turn.assistant')].at(-1).textContent")
+        assert said.startswith(f"A reply {MARKUP}") and "first token after" in said
+        assert await tab.evaluate("document.querySelectorAll('.turn img').length") == 0
+        assert await tab.evaluate("document.querySelectorAll('.turn.user').length") == 2

@@ -110,7 +110,7 @@ class Tab:
     async def picture(self, file: Path, *, whole: bool = False) -> None:
         """`whole`: all of the page, not what fits the screen."""
         said = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        file.write_bytes(base64.b64decode(said["data"]))
+        await asyncio.to_thread(file.write_bytes, base64.b64decode(said["data"]))
 
 
 @asynccontextmanager
@@ -156,11 +156,15 @@ async def browser() -> AsyncIterator[Tab]:
 
 async def _port(file: Path, process: asyncio.subprocess.Process) -> int:
     async with asyncio.timeout(START_S):
-        while not (file.exists() and file.read_text().strip()):
+        while not (lines := _lines(file)):
             if process.returncode is not None:
                 raise RuntimeError(f"Chromium ended with {process.returncode}")
             await asyncio.sleep(0.05)
-    return int(file.read_text().splitlines()[0])
+    return int(lines[0])
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text().split() if file.exists() else []
 
 
 async def _main(options: argparse.Namespace) -> None:

@@ -20,9 +20,9 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from cohort.common.browsers import BrowserGuard
 from cohort.common.static_pages import SHARED
-from cohort.services.global_monitor import server as live_page
 from cohort.services.gateway import chat_page
 from cohort.services.gateway.chat_page import CHAT_PATH
+from cohort.services.global_monitor import server as live_page
 from cohort.services.global_monitor.aggregate import Cluster
 from cohort.services.global_monitor.feed import LiveFeed
 from cohort.services.global_monitor.live import live_state

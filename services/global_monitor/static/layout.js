@@ -78,7 +78,7 @@ export function narrow(width, prefills, decodes) {
   const decode = column(both ? left + w + GAP : left, rows, both ? w : w * 2 + GAP, h, decodes);
   const first = prefill.length ? prefill : decode;
   const end = rows + Math.max(tall(prefills, h), tall(decodes, h));
-  const low = end + 16;
+  const low = end + 30;
   const x = centre(client);
   return {
     height: low + 8,
@@ -104,7 +104,7 @@ export function narrow(width, prefills, decodes) {
       submit: { x: x + 10, y: bottom(gateway) + step / 2 + 4, anchor: "start" },
       place: { x: x - 10, y: bottom(manager) + step / 2 + 7, anchor: "end" },
       kv: { x: left + w + GAP / 2, y: rows - 8 },
-      tokens: { x: 16, y: low - 6, anchor: "start" },
+      tokens: { x: 16, y: low - 7, anchor: "start" },
     },
   };
 }

@@ -52,15 +52,16 @@ function node(box, name, all, lines, extra = []) {
 /** Waiting requests as squares, real-time ones first. */
 function squares(box, classes) {
   const room = Math.min(MOST_SQUARES, Math.floor((box.w - 26) / 8));
-  const marks = [];
-  for (const each of classes) for (let n = 0; n < each.requests && marks.length < room; n++) marks.push(each.traffic_class);
+  const all = classes.reduce((sum, each) => sum + each.requests, 0), marks = [];
+  for (const each of classes) // where they do not all fit, each class has its share
+    for (let n = 0; n < Math.ceil(each.requests * Math.min(1, room / all)) && marks.length < room; n++) marks.push(each.traffic_class);
   return marks.map((kind, n) =>
     s("rect", { class: kind, x: box.x + 13 + 8 * n, y: box.y + box.h - 15, width: 6, height: 6, rx: 1.5 }));
 }
 
 function meter(box, share) {
   const width = box.w - 26 - 62;
-  return [s("rect", { class: "track", x: box.x + 13, y: box.y + box.h - 14, width, height: 5, rx: 2.5 }),
+  return [s("rect", { class: "meter", x: box.x + 13, y: box.y + box.h - 14, width, height: 5, rx: 2.5 }),
     text(box.x + box.w - 13, box.y + box.h - 8.5, `KV ${percent(share)}`, { class: "dim", "text-anchor": "end" }),
     share > 0 ? s("rect", { class: "fill", x: box.x + 13, y: box.y + box.h - 14, width: Math.max(3, width * share), height: 5, rx: 2.5 }) : null];
 }

@@ -42,11 +42,13 @@ export function drawQueue(parent, note, state) {
       h("i", { class: each.traffic_class, style: `width:${100 * each.requests / most}%` })),
     h("span", { class: "value" }, `${count(each.requests)} · ${count(each.tokens)} tokens · oldest ${seconds(each.oldest_s)}`),
   ]));
-  const range = queue.buckets.length === 1 ? [h("p", { class: "dim" },
-    `One bucket of prompts up to ${count(queue.buckets[0][1])} tokens; a long queue splits it.`)] : [];
-  const buckets = queue.buckets.length > 1 ? [
+  const split = queue.buckets.length > 1, most_tokens = queue.buckets.at(-1)?.[1];
+  const range = queue.buckets.length && !(split && waiting) ? [h("p", { class: "dim" }, split
+    ? `${plural(queue.buckets.length, "bucket")} of prompts up to ${count(most_tokens)} tokens, all empty.`
+    : `One bucket of prompts up to ${count(most_tokens)} tokens; a long queue splits it.`)] : [];
+  const buckets = split && waiting ? [
     h("p", { class: "dim" }, `${plural(queue.buckets.length, "bucket")} by prompt tokens`), columns(queue.buckets),
-    waiting ? h("hr", { class: "split-line" }) : null] : [];
+    h("hr", { class: "split-line" })] : [];
   redraw(parent, range, buckets, waiting ? byClass : h("p", { class: "empty" },
     "No request waits at the manager: each was placed on a worker as it came."));
 }

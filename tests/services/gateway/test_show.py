@@ -55,7 +55,7 @@ async def test_an_open_request_is_shown_and_its_text_is_not(open_site: OpenSite)
         ask = {"prompt": "A very secret prompt", "max_tokens": 200}
         running = asyncio.create_task(site.post("/v1/completions", ask))
         async with asyncio.timeout(5):
-            while not (view := await look(site, monitor)).requests:
+            while not (view := await look(site, monitor)).requests:  # noqa: ASYNC110 -- a look is all there is
                 await asyncio.sleep(0.01)
         [brief] = view.requests
         assert brief.ended_s is None and brief.state in ("open", "waiting", "placed", "running") and view.open == 1

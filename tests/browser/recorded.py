@@ -32,6 +32,7 @@ from cohort.common.views import (
     WorkerTimes,
 )
 from cohort.services.global_monitor.feed import LiveFeed
+from cohort.services.global_monitor.looking import LOOK_S
 from cohort.services.global_monitor.server import application
 from cohort.services.global_monitor.service import GlobalMonitor
 
@@ -165,7 +166,7 @@ async def served(recorded: Recorded) -> AsyncIterator[str]:
             recorded.beat(serial)
             monitor.tick()
             monitor.looking.round()
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(LOOK_S)
 
     living = asyncio.create_task(live())
     server = TestServer(app)

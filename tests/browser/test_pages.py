@@ -114,10 +114,10 @@ async def test_a_paused_page_asks_nothing(tab: Tab) -> None:
             await tab.evaluate("new Promise(done => setTimeout(done, 100))")
         assert recorded.monitor.looking.viewers == 0
         before = recorded.looks
-        await tab.evaluate("new Promise(done => setTimeout(done, 1000))")
+        await tab.evaluate("new Promise(done => setTimeout(done, 1500))")
         assert recorded.looks == before
         await tab.evaluate("document.querySelector('#pause').click()")
-        await tab.evaluate("new Promise(done => setTimeout(done, 1000))")
+        await tab.evaluate("new Promise(done => setTimeout(done, 1500))")
         assert recorded.looks > before
 
 

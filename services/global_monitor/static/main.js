@@ -20,7 +20,7 @@ function choose(id) {
   followed = false;
   history.replaceState(null, "", id ? "#" + new URLSearchParams({ request: id }) : location.pathname);
   open();
-  if (state) show();
+  if (state) showSoon();
 }
 
 function open() {
@@ -33,11 +33,19 @@ function open() {
     if (mine !== feed) return;
     state = JSON.parse(event.data);
     heardMs = Date.now();
-    show();
+    showSoon();
   });
   mine.addEventListener("error", () => { // after a refusal (503) the browser itself does not try again
     if (mine === feed && mine.readyState === EventSource.CLOSED) setTimeout(() => mine === feed && open(), 5000);
   });
+}
+
+/** Where drawing takes longer than updates come, the latest is drawn and those before it are not. */
+let due = false;
+function showSoon() {
+  if (due) return;
+  due = true;
+  requestAnimationFrame(() => { due = false; show(); });
 }
 
 function show() {
@@ -121,6 +129,6 @@ byId("find").addEventListener("submit", event => {
 byId("ordinary").addEventListener("change", () => state && show());
 let wide = 0;
 new ResizeObserver(() => { // drawings are made for a width
-  if (state && Math.abs(document.body.clientWidth - wide) > 4) { wide = document.body.clientWidth; show(); }
+  if (state && Math.abs(document.body.clientWidth - wide) > 4) { wide = document.body.clientWidth; showSoon(); }
 }).observe(document.body);
 open();

@@ -63,7 +63,7 @@ async function refusal(answer) {
 
 async function send(text) {
   if (running || !text.trim()) return;
-  if (!turns.length) byId("talk").replaceChildren();
+  document.querySelector(".hello")?.remove();
   turns.push({ role: "user", content: text });
   bubble("user", text);
   const reply = bubble("assistant", "…", "waiting");

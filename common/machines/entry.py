@@ -83,8 +83,8 @@ class Entry:
     """The manager demoted it: it is served as best-effort, whatever was asked for."""
     forecast_s: float = 0.0
     """The predicted TTFT it was refused or demoted for."""
-    happenings: list[Happening] = field(default_factory=list)
-    """Where it was submitted, placed, begun and lost, for people; a few of each attempt, `MOST_MOMENTS` at most."""
+    happenings: list[Happening] = field(default_factory=list, compare=False)
+    """Where it was submitted, placed, begun and lost, for people, no part of its state; `MOST_MOMENTS` at most."""
 
     def __post_init__(self) -> None:
         self.attempt = self.request.attempt

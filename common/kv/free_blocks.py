@@ -41,6 +41,8 @@ class FreeBlocks:
     def take(self, count: int) -> list[int]:
         """`count` blocks, ascending; there must be as many. From one extent if one is long enough, else from the
         longest ones."""
+        if count == 1:
+            return [self._take_one()]
         blocks: list[int] = []
         while count > 0:
             at = bisect_left(self._lengths, count)
@@ -54,6 +56,26 @@ class FreeBlocks:
             count -= taken
         blocks.sort()
         return blocks
+
+    def _take_one(self) -> int:
+        """The first block of the smallest extent: what a sequence that grows by a block asks for, most calls by far."""
+        lengths, length = self._lengths, self._lengths[0]
+        starts = self._starts[length]
+        start = next(iter(starts))
+        end = self._end_of.pop(start)
+        del starts[start]
+        if not starts:
+            del self._starts[length]
+            del lengths[0]
+        if length > 1:  # what is left is smaller than any other extent
+            self._end_of[start + 1] = end
+            self._start_of[end] = start + 1
+            self._starts[length - 1] = {start + 1: None}
+            lengths.insert(0, length - 1)
+        else:
+            del self._start_of[end]
+        self._count -= 1
+        return start
 
     def add(self, blocks: Sequence[int]) -> None:
         """These became free; none of them was."""

@@ -10,7 +10,6 @@ from collections.abc import Sequence as Seq
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.machines.worker import WorkerMachine
-from cohort.common.machines.worker_counters import mix
 from cohort.common.messages import KvChunk, KvHandoff, KvOffer, KvRenew, Message, StartSegment
 from cohort.common.policies.interface import Row
 from cohort.common.sequence import Phase
@@ -106,9 +105,7 @@ class FastForward:
         if self._machine.observed is not None:  # the first of them; those after it teach nothing
             self._machine.observed.note(plan, latencies_s[0], kv.geometry)
         state.skipped_s += latencies_s
-        for latency_s in latencies_s:
-            averages.step_s = mix(averages.step_s, latency_s)
-            averages.decode_step_s = mix(averages.decode_step_s, latency_s)
+        averages.note_decodes(latencies_s)
         # Blocks change in the order of the iterations: after each, full blocks are committed; then the
         # next one reserves. So the same blocks go to the same rows.
         touched: list[tuple[int, bool, int]] = []
@@ -118,8 +115,9 @@ class FastForward:
         for index, row in enumerate(plan.rows):
             start = row.start
             to_boundary = size - start % size
-            touched += [(step - 1, False, index) for step in range(to_boundary, count + 1, size)]
-            touched += [(step, True, index) for step in range(to_boundary, count + 1, size)]
+            if to_boundary <= count:
+                touched += [(step - 1, False, index) for step in range(to_boundary, count + 1, size)]
+                touched += [(step, True, index) for step in range(to_boundary, count + 1, size)]
             row.sequence.tokens += sampled
         touched.sort()
         rows = plan.rows

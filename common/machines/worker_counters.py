@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,6 +30,14 @@ class Averages:
             self.decode_step_s = mix(self.decode_step_s, latency_s)
         else:
             self.prefill_tokens_per_s = mix(self.prefill_tokens_per_s, prefill / max(latency_s, 1e-9))
+
+    def note_decodes(self, latencies_s: Iterable[float]) -> None:
+        """`note` of so many iterations without a prompt."""
+        step_s, decode_step_s = self.step_s, self.decode_step_s
+        for latency_s in latencies_s:  # `mix`, written out
+            step_s = latency_s if step_s == 0.0 else 0.9 * step_s + 0.1 * latency_s
+            decode_step_s = latency_s if decode_step_s == 0.0 else 0.9 * decode_step_s + 0.1 * latency_s
+        self.step_s, self.decode_step_s = step_s, decode_step_s
 
 
 def mix(old: float, new: float) -> float:

@@ -32,25 +32,31 @@ def _queue(everything: Iterable[Held]) -> dict[str, Any]:
         if phase is Phase.AWAITING_KV:  # what comes before its segment is another worker's work
             computed = held.segment.segments[held.segment.index].start
             known = max(known, computed)
-        prefill_left = (prompt if sequence.end is None else min(prompt, sequence.end)) - computed
-        prefill_left = max(prefill_left, 0)
-        if phase is Phase.RUNNING:
-            running += 1
-        elif phase is Phase.WAITING or phase is Phase.SWAPPED:
-            waiting += 1
-        elif phase is Phase.AWAITING_KV:
+        end = sequence.end
+        prefill_left = (prompt if end is None or prompt < end else end) - computed
+        if prefill_left < 0:
+            prefill_left = 0
+        if phase is Phase.AWAITING_KV:
             awaiting_kv += 1
-        else:
+        elif phase is Phase.PARKED or phase is Phase.LEAVING:
             parked += 1
-        if phase is Phase.RUNNING or phase is Phase.WAITING or phase is Phase.SWAPPED:
+        else:
+            if phase is Phase.RUNNING:
+                running += 1
+            else:
+                waiting += 1
             prefill_tokens += prefill_left if prefill_left > 1 else 0
             context_tokens += computed
         if len(work) < _REPORTED_QUEUE:
             # A sequence that has outlived its prediction is expected to sample as many again as it is beyond it (D8).
             sampled = known - request.prompt_tokens
-            left = max(1, min(abs(round(sequence.predicted) - sampled), request.sampling.max_tokens - sampled))
-            if sequence.end is not None:  # the rest is sampled by the next segment's worker
-                left = min(left, max(0, sequence.end - max(known, prompt)))
+            left, most = abs(round(sequence.predicted) - sampled), request.sampling.max_tokens - sampled
+            if left > most:
+                left = most
+            if left < 1:
+                left = 1
+            if end is not None:  # the rest is sampled by the next segment's worker
+                left = min(left, max(0, end - max(known, prompt)))
             work.append(QueuedWork(request.request_id, prefill_left, computed, left))
     return {
         "running": running,

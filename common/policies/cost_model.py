@@ -32,9 +32,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from cohort.common.types import KvGeometry
 
@@ -137,8 +138,7 @@ class StackShape:
     mixed_reads: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(msgspec.Struct, frozen=True, gc=False):
     """One iteration in numbers.
 
     `tokens`: computed. `rows`: sequences in it. `sampled`: of these, how many sample a token (the output head runs for
@@ -218,18 +218,19 @@ class CostModel:
         mixed = work.pairs and work.decode_rows
         return seconds * (1.0 + self.stack.mixed_share) if mixed else seconds
 
-    def repeated_s(self, work: StepWork) -> Iterator[float]:
+    def repeated_s(self, work: StepWork, steps: int) -> list[float]:
         """Seconds of this all-decode iteration and of those that follow with the same rows, one position longer each
-        time; without end. The same numbers as `step_s` of each, only cheaper."""
+        time: of so many `steps`. The same numbers as `step_s` of each, only cheaper."""
         overhead = self._fixed_s + self._row_s * work.rows
         exchange = self._exchange_token_s * work.tokens + self._exchange_s
         fixed = self._linear_s(work) + exchange + self._layers_s
         context, longest, rows = work.decode_context, work.longest_context, work.decode_rows
-        while True:
-            device = fixed + self._decode_s(context, longest)
-            yield overhead + max(self._host_s, device)
-            context += rows
-            longest += 1
+        position_s, host_s = self._position_s, self._host_s
+        if self.decode_attention == "split_kv":  # `_decode_s` written out: thousands of times for every request
+            devices = [fixed + position_s * each for each in range(context, context + steps * rows, rows)]
+        else:
+            devices = [fixed + self._decode_s(context + step * rows, longest + step) for step in range(steps)]
+        return [overhead + (device if device > host_s else host_s) for device in devices]
 
     def swap_s(self, swapped_bytes: int) -> float:
         """Copies between device and host memory; every device of an instance has its own path."""

@@ -147,8 +147,7 @@ class InstanceView:
         return self.stats.free_blocks + self.stats.cached_blocks
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterView:
+class ClusterView(msgspec.Struct, frozen=True):
     """Living, non-draining workers, and the monitor's summary (`forecast_age_s` infinite when it is silent: B9)."""
 
     instances: Mapping[InstanceId, InstanceView]
@@ -366,8 +365,7 @@ class Preempt:
     how: Literal["swap", "recompute"]
 
 
-@dataclass(slots=True)
-class IterationPlan:
+class IterationPlan(msgspec.Struct):
     """One forward. `rows`: prefill rows first, then decode rows (R14).
 
     `padded_to`: on padded paths every prefill row counts as this many tokens (B2); 0 = variable length, no padding.
@@ -375,11 +373,11 @@ class IterationPlan:
     rows attend to beside their own. The simulator counts their time; a live engine computes none of them.
     """
 
-    rows: list[Row] = field(default_factory=list)
-    preempted: list[Preempt] = field(default_factory=list)
-    evicted: list[Sequence] = field(default_factory=list)
+    rows: list[Row] = []
+    preempted: list[Preempt] = []
+    evicted: list[Sequence] = []
     """Sequences that leave the scheduler with their KV, to be parked for late binding (A6 eviction); in no row."""
-    copies: list[KvCopy] = field(default_factory=list)
+    copies: list[KvCopy] = []
     padded_to: int = 0
     ended_rows: int = 0
     ended_context: int = 0

@@ -232,17 +232,19 @@ class TraceClients:
     # -- what the gateway says -------------------------------------------------------------------------------------
 
     def hear(self, gateway: Node, effect: GatewayEffect) -> None:
+        if isinstance(effect, Deliver):  # nearly all of them
+            name = effect.entry.attempt.request_id
+            live = self.live[name]
+            if effect.tokens:
+                if self._run is None:
+                    self._tokens(self._events.now_s, live, len(effect.tokens))
+                else:
+                    self._repeated(live, self._run)
+            if effect.finish is not None:
+                del self.live[name]
+                self._finished(self._events.now_s, live)
+            return
         match effect:
-            case Deliver(entry=entry, tokens=tokens, finish=finish):
-                live = self.live[entry.attempt.request_id]
-                if tokens:
-                    if self._run is None:
-                        self._tokens(self._events.now_s, live, len(tokens))
-                    else:
-                        self._repeated(live, self._run)
-                if finish is not None:
-                    del self.live[entry.request_id]
-                    self._finished(self._events.now_s, live)
             case Rejected(offer_id, error):
                 self._turned_away(offer_id, error.message)
             case Fail(entry, error):
@@ -277,15 +279,17 @@ class TraceClients:
         return min([self.live[row.sequence.request_id].output_tokens - row.sequence.output_tokens for row in rows])
 
     def _tokens(self, now_s: float, live: InFlight, count: int) -> None:
-        if live.produced:
+        produced = live.produced
+        if produced:
             self._gap(live, now_s - live.last_s)
         else:
             live.first_s = now_s
-        if live.produced < 2 <= live.produced + count:
+        if produced < 2 <= produced + count:
             live.second_s = now_s
-        for _ in range(count - 1):
-            self._gap(live, 0.0)
-        live.produced += count
+        if count > 1:
+            for _ in range(count - 1):
+                self._gap(live, 0.0)
+        live.produced = produced + count
         live.last_s = now_s
 
     def _gap(self, live: InFlight, gap_s: float) -> None:

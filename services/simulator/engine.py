@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate
 from typing import Any
 
 from cohort.common.machines.effects import Send, StartStep
@@ -257,16 +257,15 @@ class CostEngine:
         wanted = min(self._clients.fewest_left(plan.rows) - 1, MAX_FAST_FORWARD)
         if wanted < 1:
             return
-        ends_s, latencies_s = worker.ends_s, worker.latencies_s
-        durations = self._costs[worker.number].repeated_s(cost.work)
-        next(durations)
-        end_s = ends_s[0]
-        repetitions = islice(durations, worker.fast_forward.fitting_repetitions(wanted))
-        for ahead, latency_s in enumerate(repetitions, 1):
-            latency_s *= self._factor(worker, ahead)
-            end_s += latency_s
-            ends_s.append(end_s)
-            latencies_s.append(latency_s)
+        ahead = worker.fast_forward.fitting_repetitions(wanted)
+        if ahead < 1:
+            return
+        latencies_s = self._costs[worker.number].repeated_s(cost.work, 1 + ahead)
+        if self._scatter[worker.number]:
+            latencies_s = [latency_s * self._factor(worker, after) for after, latency_s in enumerate(latencies_s)]
+        latencies_s[0] = worker.latencies_s[0]  # with the copies of the plan
+        worker.latencies_s = latencies_s
+        worker.ends_s = list(accumulate(latencies_s[1:], initial=worker.ends_s[0]))
 
     def _repeat(self, worker: SimWorker, count: int) -> None:
         """The first `count` steps run ahead have ended; the one after them is in flight."""

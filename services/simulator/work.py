@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from cohort.common.policies.cost_model import StepWork, prefill_pairs
 from cohort.common.policies.interface import IterationPlan
@@ -10,8 +10,7 @@ from cohort.common.policies.kv_interface import goes_beside
 from cohort.common.types import KvGeometry
 
 
-@dataclass(frozen=True, slots=True)
-class PlanCost:
+class PlanCost(msgspec.Struct, frozen=True):
     """`useful_tokens` without padding; `padded_tokens` are the ones computed for nothing (B2)."""
 
     work: StepWork

@@ -59,14 +59,16 @@ class ContinuousBatching(ArrivalQueues):
             if left:
                 (decoding if left == 1 else begun).append(sequence)
         prompts = self._prompts_in_order(now_s, begun)
+        by_block, size = kv.grows_by_block, kv.geometry.block_size
         for sequence in decoding:
             if len(decode_rows) == self._max_rows or tokens_left == 0:
                 break
-            # An older row may have taken this one's place in the cache meanwhile.
-            if sequence.phase is Phase.RUNNING and self._make_headroom(
-                sequence, sequence.computed + 1, kv, plan, planned
+            # An older row may have taken this one's place in the cache meanwhile. Within a block there is headroom.
+            computed = sequence.computed
+            if sequence.phase is Phase.RUNNING and (
+                (by_block and computed % size) or self._make_headroom(sequence, computed + 1, kv, plan, planned)
             ):
-                decode_rows.append(Row(sequence, sequence.computed, 1))
+                decode_rows.append(Row(sequence, computed, 1))
                 planned.add(sequence)
                 tokens_left -= 1
 

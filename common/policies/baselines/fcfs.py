@@ -49,22 +49,23 @@ class Fcfs(PrefillOrder):
             self._waiting[request_id][1].prediction = prediction
 
     def decide(self, now_s: float, cluster: ClusterView) -> list[Dispatch]:
-        headroom = [
-            self._ahead - view.queued_prefill_tokens
+        ahead = self._ahead
+        headroom = [  # `queued_prefill_tokens` written out: a thousand instances are asked for every request
+            ahead - view.stats.queued_prefill_tokens - view.assigned_prefill_tokens
             for view in cluster.instances.values()
             if view.capacity.role is not Role.DECODE
         ]
         if not headroom:  # no prefill worker alive: decode workers stand in
             headroom = [self._ahead - view.queued_prefill_tokens for view in cluster.instances.values()]
         dispatches: list[Dispatch] = []
-        while self._waiting and headroom and max(headroom) > 0:
+        while self._waiting and headroom and (most := max(headroom)) > 0:
             key = heappop(self._order)
             known, waiting = self._waiting.get(key[-1], (None, None))
             if waiting is None or known != key:
                 continue
             self.remove(now_s, waiting.request_id)
             # The longest prompts may overshoot: room for one token is room for one request.
-            headroom[headroom.index(max(headroom))] -= len(waiting.request.tokens)
+            headroom[headroom.index(most)] -= len(waiting.request.tokens)
             dispatches.append(Dispatch((waiting.request_id,), self._next_batch, None, "first come"))
             self._next_batch += 1
         return dispatches

@@ -90,6 +90,26 @@ def _unified_load(view: InstanceView) -> tuple[float, int, str]:
     return (used + view.queued_prefill_tokens / max(1, view.capacity.max_step_tokens), rows, name)
 
 
+def _least_loaded(views: Sequence[InstanceView]) -> InstanceView:
+    """`min` by `_unified_load`, likewise."""
+    loads = [
+        (
+            (blocks := (capacity := view.capacity).num_blocks)
+            - ((stats := view.stats).free_blocks + stats.cached_blocks)
+            + -(-view.assigned_context_tokens // capacity.block_size)
+        )
+        / (blocks or 1)
+        + (stats.queued_prefill_tokens + view.assigned_prefill_tokens) / (capacity.max_step_tokens or 1)
+        for view in views
+    ]
+    least = min(loads)
+    return min((view for view, load in zip(views, loads, strict=True) if load == least), key=_unified_load)
+
+
+def _preferred(views: Iterable[InstanceView], instance: InstanceId | None) -> InstanceView | None:
+    return None if instance is None else next((view for view in views if view.instance == instance), None)
+
+
 def _unified(cluster: ClusterView, request: Request) -> list[InstanceView] | Wait | Impossible:
     """Workers that can hold the whole request: those of both roles, or any where none has both; else why none can."""
     views = list(cluster.instances.values())
@@ -98,7 +118,7 @@ def _unified(cluster: ClusterView, request: Request) -> list[InstanceView] | Wai
     able = fitting(views, request)
     if not able:
         return impossible(views, request)
-    return [view for view in able if view.role.prefills and view.role.decodes] or able
+    return [view for view in able if view.capacity.role is Role.UNIFIED] or able
 
 
 class Colocated(Placement):
@@ -112,7 +132,7 @@ class Colocated(Placement):
         unified = _unified(cluster, waiting.request)
         if isinstance(unified, Wait | Impossible):
             return unified
-        chosen = next((view for view in unified if view.instance == preferred), None) or min(unified, key=_unified_load)
+        chosen = _preferred(unified, preferred) or _least_loaded(unified)
         return Placed((Segment(0, None, chosen.instance),), "colocated on the least loaded instance")
 
 
@@ -162,7 +182,7 @@ class Disaggregated(Placement):
         able = [view for view in prefills if -(-split // view.capacity.block_size) <= view.capacity.num_blocks]
         if not decodes or not able:
             return impossible(views, request)
-        prefill = next((view for view in able if view.instance == preferred), None) or _least_queued(able)
+        prefill = _preferred(able, preferred) or _least_queued(able)
         if split - request.prompt_tokens + 1 >= request.sampling.max_tokens:
             return Placed((Segment(0, None, prefill.instance),), "its last token comes with the prefill")
         decode = _least_filled(decodes)

@@ -233,7 +233,7 @@ class QueueBucket(msgspec.Struct, frozen=True, array_like=True):
     requests: int
 
 
-class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
+class QueuedWork(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Progress of one request on an instance, for an execution predictor to replay (D4).
 
     Tokens still to prefill there, KV positions it holds, output tokens still expected there: of an answer that has

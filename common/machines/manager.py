@@ -341,6 +341,8 @@ class ManagerMachine:
 
     def _schedule(self, now_s: float) -> None:
         """Ask the policies what goes where now, and send it."""
+        if not len(self._order) and not self._parked.binds:
+            return
         cluster = self._cluster(now_s)
         if len(self._order) and cluster.instances and self._may_place(now_s):
             for dispatch in self._order.decide(now_s, cluster):

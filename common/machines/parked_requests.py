@@ -37,6 +37,11 @@ class ParkedRequests:
         self._start = start
         self._lost = lost
 
+    @property
+    def binds(self) -> bool:
+        """Whether there is a policy to ask at all."""
+        return self._policy is not None
+
     def came(self, now_s: float, managed: Managed, instance: InstanceId, positions: int) -> bool:
         """A worker says that it keeps so many computed positions. False: it has said so before."""
         if managed.parked_at == instance:

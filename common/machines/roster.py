@@ -148,7 +148,7 @@ class Roster:
             return None
         worker.last_report_s = now_s
         worker.awaiting = set(report.awaiting)
-        worker.held = set(report.held) | worker.awaiting
+        worker.held = {*report.held, *report.awaiting}
         view = worker.view
         view.stats = report.stats
         view.report_age_s = 0.0
@@ -156,16 +156,21 @@ class Roster:
             view.draining = report.draining
             self._views = None
         missing = []
-        for managed in worker.live.values():
-            if managed.attempt in worker.held:
-                worker.fresh.pop(managed.request_id, None)
-                if managed.attempt not in worker.awaiting:
+        held, awaiting, fresh = worker.held, worker.awaiting, worker.fresh
+        counted = len(fresh)
+        for request_id, managed in worker.live.items():
+            attempt = managed.attempt
+            if attempt in held:
+                if fresh:
+                    fresh.pop(request_id, None)
+                if attempt not in awaiting:
                     managed.idle_since_s = None
                 elif self._idle_for_s(now_s, managed) > _HOLD_GRACE_S:
                     missing.append(managed)
             elif now_s - managed.live[report.instance] > _HOLD_GRACE_S:
                 missing.append(managed)
-        worker.count_fresh()
+        if len(fresh) < counted:
+            worker.count_fresh()
         self._note_unclaimed(now_s, report.held, report.awaiting)
         return missing
 
@@ -273,11 +278,13 @@ class Roster:
     def _note_unclaimed(self, now_s: float, held: Iterable[Attempt], awaiting: Iterable[Attempt]) -> None:
         """In the worker's order, which is that of the cancels that may follow."""
         claimed = self._claimed
-        for attempt in (*held, *awaiting):
-            if attempt not in claimed:
-                self._unclaimed.setdefault(attempt, now_s)
-        for attempt in [attempt for attempt in self._unclaimed if attempt in claimed]:
-            del self._unclaimed[attempt]
+        if not (claimed.issuperset(held) and claimed.issuperset(awaiting)):
+            for attempt in (*held, *awaiting):
+                if attempt not in claimed:
+                    self._unclaimed.setdefault(attempt, now_s)
+        if self._unclaimed:
+            for attempt in [attempt for attempt in self._unclaimed if attempt in claimed]:
+                del self._unclaimed[attempt]
 
     def ownerless(self, now_s: float) -> list[tuple[Attempt, list[InstanceId]]]:
         """Attempts that no gateway has named for as long as one would need to, and their holders; named once."""

@@ -20,8 +20,9 @@ _REPORTED_QUEUE = 512
 """Entries of the progress list in a report (D4); beyond, an execution predictor sees totals only."""
 
 
-def _queue(everything: Iterable[Held]) -> dict[str, Any]:
-    """Sums over the sequences of a worker, by field of `WorkerStats`."""
+def _queue(everything: Iterable[Held], listed: int) -> dict[str, Any]:
+    """Sums over the sequences of a worker, by field of `WorkerStats`. `listed`: entries of the progress list at
+    most."""
     running = waiting = awaiting_kv = parked = prefill_tokens = context_tokens = 0
     work: list[QueuedWork] = []
     for held in everything:
@@ -47,7 +48,7 @@ def _queue(everything: Iterable[Held]) -> dict[str, Any]:
                 waiting += 1
             prefill_tokens += prefill_left if prefill_left > 1 else 0
             context_tokens += computed
-        if len(work) < _REPORTED_QUEUE:
+        if len(work) < listed:
             # A sequence that has outlived its prediction is expected to sample as many again as it is beyond it (D8).
             sampled = known - request.prompt_tokens
             left, most = abs(round(sequence.predicted) - sampled), request.sampling.max_tokens - sampled
@@ -117,7 +118,7 @@ class WorkerReports:
             leases=len(self._leases),
             expired_leases=self._leases.expired,
             step_times=None if self._learned is None else self._learned.step_times(),
-            **_queue(self._state.held.values()),
+            **_queue(self._state.held.values(), _REPORTED_QUEUE if self._state.settings.lists_queue else 0),
         )
 
     def _attempts(self) -> tuple[list[Attempt], list[Attempt]]:

@@ -47,6 +47,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """Tokens of scored prompts in one iteration."""
     learns: bool = True
     """What iterations take is learned and reported, even if the scheduler does not decide by it."""
+    lists_queue: bool = True
+    """Reports tell the progress of every sequence (`WorkerStats.queue`)."""
 
     @staticmethod
     def of(config: Config, links: tuple[str, ...]) -> WorkerSettings:

@@ -125,6 +125,13 @@ def wants_step_times(config: Config) -> bool:
     return placement(config).wants_step_times or order.wants_step_times
 
 
+def reads_queues(config: Config, placed_by: Placement) -> bool:
+    """Whether a policy of the manager may look at how far each sequence of a worker is."""
+    order = chosen("prefill_order", config.policies.prefill_order, PREFILL_ORDERS).build(config)
+    binding = late_binding(config)
+    return placed_by.reads_queues or order.reads_queues or (binding is not None and binding.reads_queues)
+
+
 def prefill_order(config: Config) -> PrefillOrder:
     """Where several API keys share the cluster, the configured order within what each key's share lets through."""
     order = chosen("prefill_order", config.policies.prefill_order, PREFILL_ORDERS).build(config)

@@ -199,7 +199,8 @@ class PrefillOrder(ABC):
     """Owns the manager's waiting requests: in which order and in which company they are dispatched."""
 
     wants_step_times: ClassVar[bool] = False
-    """As of a placement."""
+    reads_queues: ClassVar[bool] = True
+    """Both as of a placement."""
 
     @abstractmethod
     def add(self, now_s: float, waiting: WaitingRequest) -> None: ...
@@ -271,6 +272,9 @@ class Placement(ABC):
     wants_step_times: ClassVar[bool] = False
     """It decides by `WorkerStats.step_times`. Live workers learn them always; a simulation, only where they are asked
     for."""
+    reads_queues: ClassVar[bool] = True
+    """It may look at `WorkerStats.queue`. Live workers always list it; a simulation in which nothing reads it does not.
+    A subclass of a placement that does not read it, and itself does, says so."""
 
     @abstractmethod
     def place(
@@ -326,6 +330,9 @@ class Prefetch:
 
 
 class LateBinding(ABC):
+    reads_queues: ClassVar[bool] = True
+    """As of a placement."""
+
     @abstractmethod
     def parked(self, now_s: float, item: ParkedKv) -> None:
         """Its KV waits, in full, and no other instance holds any of it."""

@@ -57,6 +57,7 @@ class Deployment:
         self._predicted = predicted
         self._slo_defaults = slo_defaults
         self._placement = placement
+        self._lists_queue = compose.reads_queues(config, placement or compose.placement(config))
         self._learns = compose.wants_step_times(config) or (placement is not None and placement.wants_step_times)
         self._profile = profile
         self._random = Random(seed)
@@ -105,7 +106,9 @@ class Deployment:
             config.engine.max_step_tokens,
             device=name,
         )
-        settings = msgspec.structs.replace(WorkerSettings.of(config, ("link",)), learns=self._learns)
+        settings = msgspec.structs.replace(
+            WorkerSettings.of(config, ("link",)), learns=self._learns, lists_queue=self._lists_queue
+        )
         machine = WorkerMachine(
             WorkerSetup(name, incarnation, "", MANAGER, capacity, settings),
             compose.iteration(config),

@@ -247,7 +247,7 @@ class CostEngine:
         tally.kv_samples += 1
         tally.kv_used_sum += used
         tally.kv_used_peak = max(tally.kv_used_peak, used)
-        written = sum(s.computed for s in worker.machine.sequences() if s.phase is not Phase.SWAPPED)
+        written = sum([s.computed for s in worker.machine.sequences() if s.phase is not Phase.SWAPPED])
         tally.kv_filled_sum += written / max(1, kv.total_blocks * self._geometry.block_size)
 
     # -- running ahead ---------------------------------------------------------------------------------------------

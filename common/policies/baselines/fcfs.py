@@ -22,6 +22,8 @@ def _key(waiting: WaitingRequest) -> _Key:
 
 
 class Fcfs(PrefillOrder):
+    reads_queues = False
+
     def __init__(self, *, dispatch_ahead_tokens: int) -> None:
         self._ahead = dispatch_ahead_tokens
         # A heap whose entries are forgotten, not removed, when a request goes: one with another key in `_waiting`, or

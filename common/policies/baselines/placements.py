@@ -125,6 +125,7 @@ class Colocated(Placement):
     """One segment on the least loaded instance."""
 
     moves_kv = False
+    reads_queues = False
 
     def place(
         self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None
@@ -143,6 +144,7 @@ class ColocatedInTurn(Placement):
     """
 
     moves_kv = False
+    reads_queues = False
 
     def __init__(self) -> None:
         self._last: InstanceId = ""
@@ -163,6 +165,8 @@ class ColocatedInTurn(Placement):
 
 class Disaggregated(Placement):
     """[0, P) on the prefill worker with the shortest queue, [P, ∞) on the decode worker with the most room (B8)."""
+
+    reads_queues = False
 
     def __init__(self) -> None:
         self._colocated = Colocated()

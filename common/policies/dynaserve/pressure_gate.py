@@ -22,6 +22,7 @@ class PressureGate(Fcfs):
     """
 
     wants_step_times = True
+    reads_queues = True
 
     def __init__(self, options: DynaServeConfig, *, dispatch_ahead_tokens: int) -> None:
         super().__init__(dispatch_ahead_tokens=dispatch_ahead_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import msgspec
 
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.predicted_batches import PredictedBatches
@@ -94,7 +94,7 @@ def test_in_a_static_batch_ended_rows_compute_on_until_its_end() -> None:
         plan = step(batches, kv)
         # 6 and 8 are left, and a row that has ended.
         assert (len(plan.rows), plan.ended_rows, plan.ended_context) == (2, *((1, 10) if static else (0, 0)))
-        alone = plan_cost(replace(plan, ended_rows=0, ended_context=0), kv.geometry).work
+        alone = plan_cost(msgspec.structs.replace(plan, ended_rows=0, ended_context=0), kv.geometry).work
         padded = plan_cost(plan, kv.geometry).work
         assert padded.decode_rows - alone.decode_rows == int(static)
         assert padded.decode_context - alone.decode_context == (10 if static else 0)

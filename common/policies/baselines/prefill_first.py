@@ -8,6 +8,7 @@ coming stall the tokens of running responses, which is what the comparisons are 
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence as Seq
 
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival, chunks_by_arrival
@@ -32,15 +33,21 @@ class PrefillFirst(IterationScheduler):
     def __init__(self, limits: IterationLimits) -> None:
         self._limits = limits
         self._sequences: dict[Attempt, Sequence] = {}
+        self._by_arrival: list[Sequence] = []
+        """The same, sorted: every decision asks several times for those of a phase."""
 
     def add(self, now_s: float, sequence: Sequence) -> None:
+        self.remove(now_s, sequence)
         self._sequences[sequence.key] = sequence
+        insort(self._by_arrival, sequence, key=by_arrival)
 
     def remove(self, now_s: float, sequence: Sequence) -> None:
-        self._sequences.pop(sequence.key, None)
+        known = self._sequences.pop(sequence.key, None)
+        if known is not None:
+            self._by_arrival.remove(known)
 
     def _in(self, phase: Phase) -> list[Sequence]:
-        return sorted((s for s in self._sequences.values() if s.phase is phase), key=by_arrival)
+        return [sequence for sequence in self._by_arrival if sequence.phase is phase]
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         running, swapped = self._in(Phase.RUNNING), self._in(Phase.SWAPPED)

@@ -47,8 +47,14 @@ def test_the_queue_is_listed_where_it_is_read_and_nothing_else_changes() -> None
 
 @pytest.mark.parametrize(
     ("preset", "reads"),
-    [("unified", False), ("disaggregated", False), ("cohort", True), ("dynaserve", True), ("bucketserve", True)]
-    + [("alignedserve", True)],
+    [
+        ("unified", False),
+        ("disaggregated", False),
+        ("cohort", True),
+        ("dynaserve", True),
+        ("bucketserve", True),
+        ("alignedserve", True),
+    ],
 )
 def test_presets_whose_policies_predict_read_it(preset: str, reads: bool) -> None:
     chosen = config(preset)

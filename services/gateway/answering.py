@@ -23,6 +23,7 @@ from cohort.services.gateway.mailbox import Delta, Generation
 from cohort.services.gateway.openai_shapes import Extras, Scores, Shape, Usage, extras_of, prompt_places, usage_of
 from cohort.services.gateway.parsing import Call
 from cohort.services.gateway.request_budget import Reservation
+from cohort.services.gateway.stable_ids import stable_id
 from cohort.services.gateway.tool_calls import CallDelta, ToolReader, whole_deltas
 
 # Tokens whose log-probabilities are written at a time: a few milliseconds of the event loop, with twenty each.
@@ -70,6 +71,10 @@ class Answering:
     created: int
     model: str
     reserved: Reservation
+    created_s: float
+    """`created` to the last digit."""
+    singly: bool = False
+    """One step for each token, however many come at once: the steps are then those of every rendering."""
     readers: list[ToolReader] = field(default_factory=list)
     """One per choice where calls of tools are read."""
     begun: set[int] = field(default_factory=set)
@@ -87,6 +92,8 @@ class Answering:
     def due(self, delta: Delta) -> list[Delta]:
         """The deltas to answer now: none as long as the prompt is not scored, else this one and those that waited for
         the scores."""
+        if self.singly:
+            return list(delta.singly())
         first = delta.index - delta.index % self.call.n
         if not self.call.scores_prompt or delta.error is not None or self._is_scored(first):
             return [delta, *self._held.pop(first, {}).values()]
@@ -134,6 +141,11 @@ class Answering:
             self._unsent[index] = scores
             scores = []
         return Piece(content, scores, stopped, calls, called=reader.calls > 0)
+
+    def unique_id(self) -> str:
+        """32 hexadecimal digits that every rendering of this answer has, here and at another gateway, and no other
+        answer."""
+        return stable_id(self.base_id, repr(self.created_s))
 
     def usage(self) -> Usage:
         """Over all choices; each prompt counts once, however many choices it has."""

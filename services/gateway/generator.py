@@ -43,6 +43,7 @@ from cohort.services.gateway.parsing import Call
 from cohort.services.gateway.preparation import output_limits, prepare
 from cohort.services.gateway.request_bodies import RequestBodies
 from cohort.services.gateway.request_budget import Price, RequestBudget, Reservation
+from cohort.services.gateway.stable_ids import stable_id
 from cohort.services.gateway.stop_strings import StopAutomaton
 from cohort.services.gateway.streams import Streams
 from cohort.services.gateway.timing import GatewayTimes
@@ -295,11 +296,10 @@ class Generator:
             base_id=base_id,
             id=shape.id_prefix + base_id,
             created=int(created_s),
+            created_s=created_s,
             model=self.card.name,
             reserved=reserved,
-            readers=[ToolReader(call.tools.format, parallel=call.tools.parallel) for _ in requests]
-            if call.tools is not None
-            else [],
+            readers=_tool_readers(call, len(requests), stable_id(base_id, repr(created_s))),
         )
 
     def _choice(self, call: Call, request: Request, stops: StopAutomaton) -> Choice:
@@ -350,6 +350,13 @@ class Generator:
         self.streams.stats.recent.rejected()
         reason = {429: "busy", 503: "draining"}.get(error.status, "invalid")
         self._metrics.rejections(self.config.default_class, str(error.status), reason).inc()
+
+
+def _tool_readers(call: Call, count: int, ids: str) -> list[ToolReader]:
+    tools = call.tools
+    if tools is None:
+        return []
+    return [ToolReader(tools.format, parallel=tools.parallel, ids=f"{ids}-{index}") for index in range(count)]
 
 
 async def _next(mailbox: Mailbox, quiet_s: float | None) -> Delta | None:

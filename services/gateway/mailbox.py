@@ -6,7 +6,7 @@ Filled by `streams.py`, emptied by `generator.py`. Its content is bounded by the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cohort.common.errors import RequestError
@@ -32,6 +32,13 @@ class Delta:
         self.logprobs += later.logprobs
         self.finish = later.finish or self.finish
         self.error = later.error or self.error
+
+    def singly(self) -> Iterator[Delta]:
+        """Token by token, then its end."""
+        for place, token in enumerate(self.tokens):
+            yield Delta(self.index, [token], self.logprobs[place : place + 1])
+        if self.finish is not None or self.error is not None:
+            yield Delta(self.index, finish=self.finish, error=self.error)
 
 
 class Mailbox:

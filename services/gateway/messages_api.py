@@ -7,9 +7,8 @@ the errors of these paths Anthropic's shape.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -24,7 +23,13 @@ from cohort.services.gateway.messages_api_bodies import NAMES, CountTokensBody, 
 from cohort.services.gateway.messages_api_events import MessageAnswer, MessageWriter, Ping, named
 from cohort.services.gateway.middleware import HTTP_ID, REQUEST_ID_HEADER
 from cohort.services.gateway.parsing import Call, chat_call, decode
+from cohort.services.gateway.resume_forms import Form, NamedEvents, NamedForm
+from cohort.services.gateway.resume_store import Ending, StreamRecord
+from cohort.services.gateway.resume_tape import Tape
 from cohort.services.gateway.sse import EventStream
+
+if TYPE_CHECKING:
+    from cohort.services.gateway.resumption import Resumption
 
 COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"
 QUIET_S = 15.0
@@ -45,21 +50,36 @@ class MessagesApi:
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
+        self.resumption: Resumption | None = None
+        """Set by `service.py`."""
         self.quiet_s = QUIET_S
 
     def routes(self) -> list[web.RouteDef]:
         return [web.post(MESSAGES_PATH, self.messages), web.post(COUNT_TOKENS_PATH, self.count_tokens)]
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
+        generator, resumption = self._generator, self.resumption
+        mailbox_of = None if resumption is None else resumption.tape
         try:
-            async with self._generator.answering(request, self._parse, chat=True) as answering:
-                writer = MessageWriter(f"msg_{uuid.uuid4().hex}", answering.model)
+            answering = await generator.admitted(request, self._parse, chat=True, mailbox_of=mailbox_of)
+            mailbox = answering.generation.mailbox
+            if resumption is not None and isinstance(mailbox, Tape):
+                return await resumption.begin(request, answering, mailbox, self._form())
+            try:
                 if answering.call.stream:
-                    return await self._stream(request, answering, writer)
-                answer = await self._whole(answering, writer)
-                return web.Response(body=_encode(answer), content_type="application/json")
+                    return await self._stream(request, answering)
+                return web.Response(body=_encode(await self._whole(answering)), content_type="application/json")
+            finally:
+                generator.release(answering)
         except RequestError as error:
             raise renamed(error, NAMES) from error
+
+    def _form(self) -> NamedForm:
+        return NamedForm("messages", lambda answering: _Rendering(self._generator, answering, self.quiet_s))
+
+    async def restored(self, record: StreamRecord, owner: str, ending: Ending | None) -> tuple[Call, Form]:
+        """For `resumption.py`."""
+        return await self._parse(record.body, record.headers), self._form()
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         generator = self._generator
@@ -80,8 +100,8 @@ class MessagesApi:
         chat = chat_of(decode(decoder, data))
         return chat_call(chat, headers, generator.config, generator.card, generator.tool_format)
 
-    async def _whole(self, answering: Answering, writer: MessageWriter) -> MessageAnswer:
-        finish = FinishReason.STOP
+    async def _whole(self, answering: Answering) -> MessageAnswer:
+        finish, writer = FinishReason.STOP, _writer(answering)
         async for _, step in self._generator.steps(answering):
             for _event in writer.take(step.piece):
                 pass
@@ -89,7 +109,7 @@ class MessagesApi:
         stop_string = answering.choices[0].stop_string
         return writer.message(finish, stop_string, answering.usage(), answering.extras([0]))
 
-    async def _stream(self, request: web.Request, answering: Answering, writer: MessageWriter) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, answering: Answering) -> web.StreamResponse:
         http_id = request[HTTP_ID]
         events = EventStream(
             request,
@@ -97,16 +117,21 @@ class MessagesApi:
             write_timeout_s=self._generator.config.write_timeout_s,
             log=self._generator.log,
         )
+        rendering = _Rendering(self._generator, answering, self.quiet_s)
+        return await events.carry(rendering.send(events), lambda error: rendering.fail(events, error))
 
-        async def fail(error: RequestError) -> None:
-            await events.send_named(("error", anthropic_error(renamed(error, NAMES))))
-            await events.end()
 
-        return await events.carry(self._send(events, answering, writer), fail)
+class _Rendering:
+    """One answer's events, once."""
 
-    async def _send(self, events: EventStream, answering: Answering, writer: MessageWriter) -> None:
-        finish = FinishReason.STOP
-        async for _, step in self._generator.steps(answering, self.quiet_s):
+    def __init__(self, generator: Generator, answering: Answering, quiet_s: float) -> None:
+        self._generator = generator
+        self._answering = answering
+        self._quiet_s = quiet_s
+
+    async def send(self, events: NamedEvents) -> None:
+        finish, answering, writer = FinishReason.STOP, self._answering, _writer(self._answering)
+        async for _, step in self._generator.steps(answering, self._quiet_s):
             due = list(writer.take(step.piece))
             if step is QUIET:
                 due = [Ping()]
@@ -117,3 +142,11 @@ class MessagesApi:
         end = writer.end(finish, answering.choices[0].stop_string, usage, answering.extras([0]))
         await events.send_named(*map(named, [*writer.begin(usage), *end]))
         await events.end()
+
+    async def fail(self, events: NamedEvents, error: RequestError) -> None:
+        await events.send_named(("error", anthropic_error(renamed(error, NAMES))))
+        await events.end()
+
+
+def _writer(answering: Answering) -> MessageWriter:
+    return MessageWriter(f"msg_{answering.unique_id()}", answering.model)

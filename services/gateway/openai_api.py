@@ -22,6 +22,8 @@ from cohort.services.gateway.generator import Generator
 from cohort.services.gateway.middleware import HTTP_ID, REQUEST_ID_HEADER
 from cohort.services.gateway.openai_shapes import Answer, Scores, Usage
 from cohort.services.gateway.parsing import Call, parse_chat, parse_completion
+from cohort.services.gateway.resume_forms import ChunkForm, Form
+from cohort.services.gateway.resume_store import Ending, StreamRecord
 from cohort.services.gateway.resume_tape import Tape
 from cohort.services.gateway.service_headers import CLASS_HEADER
 from cohort.services.gateway.sse import Events, EventStream
@@ -70,7 +72,7 @@ class OpenAiApi:
         answering = await generator.admitted(request, parse, chat=chat, mailbox_of=mailbox_of)
         mailbox = answering.generation.mailbox
         if resumption is not None and isinstance(mailbox, Tape):
-            return await resumption.begin(request, answering, mailbox)  # which releases it, perhaps much later
+            return await resumption.begin(request, answering, mailbox, self._form(len(answering.choices)))
         try:
             if answering.call.stream:
                 return await self._stream(request, answering)
@@ -98,6 +100,14 @@ class OpenAiApi:
         finally:
             generator.release(answering, "the batch gave it up")
         return LineAnswer(_encode(answer), answering.base_id, answering.usage())
+
+    def _form(self, choices: int) -> ChunkForm:
+        return ChunkForm(choices, self.stream, self.send_chunks)
+
+    async def restored(self, record: StreamRecord, owner: str, ending: Ending | None) -> tuple[Call, Form]:
+        """For `resumption.py`."""
+        call = await self.parse(record.body, record.headers, chat=record.chat)
+        return call, self._form(len(record.requests))
 
     async def parse(self, data: bytes, headers: Mapping[str, str], *, chat: bool) -> Call:
         """Raises a 4xx `RequestError`."""

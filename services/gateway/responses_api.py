@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
@@ -31,13 +31,20 @@ from cohort.services.gateway.responses_api_bodies import NAMES, InputItem, Respo
 from cohort.services.gateway.responses_api_events import Event, ResponseObject, ResponseWriter, asked_response, named
 from cohort.services.gateway.responses_api_kept import KeptResponses
 from cohort.services.gateway.responses_api_store import StoredResponse
+from cohort.services.gateway.resume_forms import Form, NamedEvents, NamedForm
+from cohort.services.gateway.resume_store import Ending, StreamRecord
+from cohort.services.gateway.resume_tape import Tape
 from cohort.services.gateway.sse import EventStream
+
+if TYPE_CHECKING:
+    from cohort.services.gateway.resumption import Resumption
 
 RESPONSES_PATH = "/v1/responses"
 QUIET_S = 15.0
 """A stream for which nothing came for so long is opened: proxies and clients give up silent connections."""
 _encode = msgspec.json.Encoder().encode
 _decoder = msgspec.json.Decoder(ResponsesBody)
+_items_decoder = msgspec.json.Decoder(list[InputItem])
 
 
 class InputItems(msgspec.Struct, frozen=True):
@@ -58,17 +65,49 @@ class DeletedResponse(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Asked:
-    """One request: its body once it is read, and the items of its conversation, where they will be kept."""
+    """One request: its body once it is read, the items of its conversation, and what became of its response."""
 
     owner: str
     body: ResponsesBody | None = None
     items: list[InputItem] = field(default_factory=list)
+    encoded_items: bytes = b""
+    """As JSON, once it was needed."""
+    completed_at: int = 0
+    kept: bool | None = None
+    """None: it is not complete yet."""
+    keeping: asyncio.Task[bool] | None = None
+    """Whoever is at the end first has it kept."""
+
+    def items_json(self) -> bytes:
+        if not self.encoded_items:
+            self.encoded_items = _encode(self.items)
+        return self.encoded_items
+
+
+class _Form(NamedForm):
+    """A stream that was not kept before its client left is kept all the same: the client may come back for its end."""
+
+    def __init__(self, api: ResponsesApi, asked: _Asked) -> None:
+        super().__init__("responses", lambda answering: _Rendering(api, asked, answering))
+        self._asked = asked
+
+    def beside(self) -> bytes:
+        return self._asked.items_json()
+
+    def complete(self, answering: Answering) -> bool:
+        return super().complete(answering) and self._asked.kept is not None
+
+    def ending(self, cached_tokens: list[int], error: RequestError | None) -> Ending:
+        ending = super().ending(cached_tokens, error)
+        return msgspec.structs.replace(ending, completed_at=self._asked.completed_at, kept=bool(self._asked.kept))
 
 
 class ResponsesApi:
     def __init__(self, generator: Generator, kept: KeptResponses) -> None:
         self._generator = generator
         self.kept = kept
+        self.resumption: Resumption | None = None
+        """Set by `service.py`."""
         self.quiet_s = QUIET_S
 
     def routes(self) -> list[web.RouteDef]:
@@ -89,15 +128,34 @@ class ResponsesApi:
         async def parse(data: bytes, headers: Mapping[str, str]) -> Call:
             return await self._parse(data, headers, asked)
 
+        generator, resumption = self._generator, self.resumption
+        mailbox_of = None if resumption is None else resumption.tape
         try:
-            async with self._generator.answering(request, parse, chat=True) as answering:
-                writer = self._writer(asked, answering)
+            answering = await generator.admitted(request, parse, chat=True, mailbox_of=mailbox_of)
+            mailbox = answering.generation.mailbox
+            if resumption is not None and isinstance(mailbox, Tape):
+                return await resumption.begin(request, answering, mailbox, _Form(self, asked))
+            try:
                 if answering.call.stream:
-                    return await self._stream(request, asked, answering, writer)
-                response = await self._whole(asked, answering, writer)
+                    return await self._stream(request, asked, answering)
+                response = await self._whole(asked, answering)
                 return web.Response(body=_encode(response), content_type="application/json")
+            finally:
+                generator.release(answering)
         except RequestError as error:
             raise renamed(error, NAMES) from error
+
+    async def restored(self, record: StreamRecord, owner: str, ending: Ending | None) -> tuple[Call, Form]:
+        """For `resumption.py`. The items are those that were written down: the responses before may be gone."""
+        asked = _Asked(owner, encoded_items=record.beside)
+        if ending is not None:
+            asked.completed_at, asked.kept = ending.completed_at, ending.kept
+
+        def read() -> Call:
+            asked.body = _decoder.decode(record.body)
+            return self._call(asked.body, _items_decoder.decode(record.beside), record.headers)
+
+        return await asyncio.to_thread(read), _Form(self, asked)
 
     async def _parse(self, data: bytes, headers: Mapping[str, str], asked: _Asked) -> Call:
         generator = self._generator
@@ -115,25 +173,29 @@ class ResponsesApi:
         if body.previous_response_id is not None:
             before = await self.kept.conversation(known_id(body.previous_response_id), asked.owner)
         items = [*before, *own]
-        asked.body, asked.items = body, items if self._keeps(body) else []
+        asked.body, asked.items = body, items
 
         def call(_: bytes = b"") -> Call:
-            chat = chat_of(body, items)
-            call = chat_call(chat, headers, generator.config, generator.card, generator.tool_format)
-            return dataclasses.replace(call, truncates=body.truncation == "auto")
+            return self._call(body, items, headers)
 
         return await (asyncio.to_thread(call) if before else generator.parsed(data, call, chat=True))
+
+    def _call(self, body: ResponsesBody, items: list[InputItem], headers: Mapping[str, str]) -> Call:
+        generator = self._generator
+        chat = chat_of(body, items)
+        call = chat_call(chat, headers, generator.config, generator.card, generator.tool_format)
+        return dataclasses.replace(call, truncates=body.truncation == "auto")
 
     def _keeps(self, body: ResponsesBody) -> bool:
         return body.store is not False and self.kept.keeps
 
-    def _writer(self, asked: _Asked, answering: Answering) -> ResponseWriter:
+    def writer(self, asked: _Asked, answering: Answering) -> ResponseWriter:
         assert asked.body is not None, "an answer in progress has a body"
         sampling = answering.call.sampling
         return ResponseWriter(
             asked_response(
                 asked.body,
-                response_id=f"resp_{uuid.uuid4().hex}",
+                response_id=f"resp_{answering.unique_id()}",
                 created_at=answering.created,
                 model=answering.model,
                 store=self._keeps(asked.body),
@@ -142,60 +204,53 @@ class ResponsesApi:
             )
         )
 
-    async def _whole(self, asked: _Asked, answering: Answering, writer: ResponseWriter) -> ResponseObject:
-        finish = FinishReason.STOP
+    async def _whole(self, asked: _Asked, answering: Answering) -> ResponseObject:
+        finish, writer = FinishReason.STOP, self.writer(asked, answering)
         async for _, step in self._generator.steps(answering):
             for _event in writer.take(step.piece, await _logprobs(answering, step)):
                 pass
             finish = step.finish or finish
         for _event in writer.close(finish):
             pass
-        return await self._kept(asked, answering, writer, finish)
+        return await self.ended(asked, answering, writer, finish)
 
-    async def _stream(
-        self, request: web.Request, asked: _Asked, answering: Answering, writer: ResponseWriter
-    ) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, asked: _Asked, answering: Answering) -> web.StreamResponse:
         events = EventStream(
             request,
             {REQUEST_ID_HEADER: request[HTTP_ID]},
             write_timeout_s=self._generator.config.write_timeout_s,
             log=self._generator.log,
         )
+        rendering = _Rendering(self, asked, answering)
+        return await events.carry(rendering.send(events), lambda error: rendering.fail(events, error))
 
-        async def fail(error: RequestError) -> None:
-            await events.send_named(*named([writer.failed(error)]))
-            await events.end()
+    def steps(self, answering: Answering) -> AsyncIterator[tuple[int, Step]]:
+        return self._generator.steps(answering, self.quiet_s)
 
-        return await events.carry(self._send(events, asked, answering, writer), fail)
-
-    async def _send(self, events: EventStream, asked: _Asked, answering: Answering, writer: ResponseWriter) -> None:
-        finish = FinishReason.STOP
-        async for _, step in self._generator.steps(answering, self.quiet_s):
-            logprobs = await _logprobs(answering, step)
-            due: list[Event] = []
-            if step is QUIET or step.piece.text or step.piece.calls:
-                due += writer.begin()
-            due += writer.take(step.piece, logprobs)
-            await events.send_named(*named(due))
-            finish = step.finish or finish
-        await events.send_named(*named([*writer.begin(), *writer.close(finish)]))
-        response = await self._kept(asked, answering, writer, finish)
-        await events.send_named(*named([writer.final(response)]))
-        await events.end()
-
-    async def _kept(
+    async def ended(
         self, asked: _Asked, answering: Answering, writer: ResponseWriter, finish: FinishReason
     ) -> ResponseObject:
         """The whole response, which is kept by then if it says so."""
-        completed_at = int(self._generator.clock.wall_s())
-        response = writer.response(finish, answering.usage(), completed_at, answering.extras([0]))
+        asked.completed_at = asked.completed_at or int(self._generator.clock.wall_s())
+        response = writer.response(finish, answering.usage(), asked.completed_at, answering.extras([0]))
+        if asked.kept is None:
+            if asked.keeping is None:
+                asked.keeping = asyncio.create_task(self._keep(asked, response), name="keep a response")
+            asked.kept = await asyncio.shield(asked.keeping)
+        return response if asked.kept else msgspec.structs.replace(response, store=False)
+
+    async def _keep(self, asked: _Asked, response: ResponseObject) -> bool:
         if not response.store:
-            return response
-        row = StoredResponse(response.id, asked.owner, response.created_at, _encode(response), _encode(asked.items))
-        if await self.kept.add(row):
-            return response
+            return False
+        row = StoredResponse(response.id, asked.owner, response.created_at, _encode(response), asked.items_json())
+        try:
+            if await self.kept.add(row):
+                return True
+        except Exception:  # a defect of ours: the answer is there all the same
+            self._generator.log.exception("a response could not be kept")
+            return False
         self._generator.log.warning("a response could not be kept", response_bytes=row.bytes)
-        return msgspec.structs.replace(response, store=False)
+        return False
 
     # -- What was answered -----------------------------------------------------------------------------------------
 
@@ -231,6 +286,35 @@ class ResponsesApi:
         """Raises: a response that is kept has ended."""
         await self.kept.get(known_id(request.match_info["id"]), request[OWNER])
         raise RequestError("Only a response made in the background can be cancelled; background is not served here.")
+
+
+class _Rendering:
+    """One answer's events, once."""
+
+    def __init__(self, api: ResponsesApi, asked: _Asked, answering: Answering) -> None:
+        self._api = api
+        self._asked = asked
+        self._answering = answering
+        self._writer = api.writer(asked, answering)
+
+    async def send(self, events: NamedEvents) -> None:
+        finish, answering, writer = FinishReason.STOP, self._answering, self._writer
+        async for _, step in self._api.steps(answering):
+            logprobs = await _logprobs(answering, step)
+            due: list[Event] = []
+            if step is QUIET or step.piece.text or step.piece.calls:
+                due += writer.begin()
+            due += writer.take(step.piece, logprobs)
+            await events.send_named(*named(due))
+            finish = step.finish or finish
+        await events.send_named(*named([*writer.begin(), *writer.close(finish)]))
+        response = await self._api.ended(self._asked, answering, writer, finish)
+        await events.send_named(*named([writer.final(response)]))
+        await events.end()
+
+    async def fail(self, events: NamedEvents, error: RequestError) -> None:
+        await events.send_named(*named([self._writer.failed(error)]))
+        await events.end()
 
 
 async def _logprobs(answering: Answering, step: Step) -> bytes:

@@ -10,7 +10,6 @@ called by `responses_api.py`.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +29,7 @@ from cohort.services.gateway.responses_api_bodies import (
     TextOptions,
 )
 from cohort.services.gateway.service_headers import printable
+from cohort.services.gateway.stable_ids import stable_id
 from cohort.services.gateway.tool_calls import CallDelta
 
 
@@ -271,7 +271,7 @@ class ResponseWriter:
     def close(self, finish: FinishReason) -> Iterator[Event]:
         """The end of the last item. An answer without a word is an empty message."""
         if not self._items:
-            yield from self._open(_Message(_new_id("msg")))
+            yield from self._open(_Message(self._new_id("msg")))
         yield from self._end_item("incomplete" if finish is FinishReason.LENGTH else "completed")
 
     def response(
@@ -315,7 +315,7 @@ class ResponseWriter:
     def _say(self, text: str, logprobs: bytes) -> Iterator[Event]:
         last = self._items[-1] if self._items else None
         if not isinstance(last, _Message):
-            last = _Message(_new_id("msg"))
+            last = _Message(self._new_id("msg"))
             yield from self._open(last)
         last.text.append(text)
         if logprobs:
@@ -324,13 +324,17 @@ class ResponseWriter:
 
     def _argue(self, call: CallDelta) -> Iterator[Event]:
         if call.id:
-            yield from self._open(_Call(_new_id("fc"), call.id, call.name))
+            yield from self._open(_Call(self._new_id("fc"), call.id, call.name))
         last = self._items[-1]
         assert isinstance(last, _Call), "a call's arguments end before any text behind it"
         if call.arguments:
             last.arguments.append(call.arguments)
             kind = "response.function_call_arguments.delta"
             yield ArgumentsDelta(kind, self._next(), last.id, self._index, call.arguments)
+
+    def _new_id(self, prefix: str) -> str:
+        """Of the item that is opened next: the same whenever this response is written."""
+        return f"{prefix}_{stable_id(self.asked.id, len(self._items))}"
 
     @property
     def _in_message(self) -> bool:
@@ -380,7 +384,3 @@ def usage_of(usage: Usage) -> ResponseUsage:
 
 def _raw(items: bytes) -> msgspec.Raw:
     return msgspec.Raw(b"[%b]" % items)
-
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex}"

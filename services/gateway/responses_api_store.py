@@ -73,10 +73,14 @@ class ResponseStore:
         self._db.close()
 
     def add(self, row: StoredResponse) -> bool:
-        """Keep it, and drop what is beyond count and bytes then. False: it alone is more than its owner's share."""
+        """Keep it, and drop what is beyond count and bytes then. False: it alone is more than its owner's share. One
+        that is there stays as it is: two gateways may come to the end of one resumed stream."""
         if not self._own_most or row.bytes > self._own_most_bytes:
             return False
         with transaction(self._db):
+            known = self._db.execute("SELECT 1 FROM responses WHERE id = ? AND owner = ?", (row.id, row.owner))
+            if known.fetchone() is not None:
+                return True
             self._db.execute(
                 "INSERT INTO responses (id, owner, bytes, created_at, response, items) VALUES (?, ?, ?, ?, ?, ?)",
                 (row.id, row.owner, row.bytes, row.created_at, row.response, row.items),

@@ -18,6 +18,7 @@ from cohort.common.types import Attempt, InstanceId, Request
 from cohort.services.gateway.answering import Answering
 from cohort.services.gateway.key_lease import Lease
 from cohort.services.gateway.mailbox import Delta, Generation
+from cohort.services.gateway.resume_forms import Form
 from cohort.services.gateway.resume_tape import Tape
 
 _TOKEN_BYTES = 6
@@ -40,8 +41,13 @@ class Session:
     requests: list[Request]
     created_s: float
     lease: Lease | None
+    form: Form
     charged_tokens: int | None = None
     """Completion tokens, and with them the prompt, that an earlier gateway charged."""
+    gaps: bool = False
+    """It was taken from the disk, which may have refused what its client saw at the end of an earlier gateway."""
+    rendered: int = 0
+    """Completion tokens of a reader before this one, who may have been further."""
     stored: bool = False
     told: bool = False
     """Its client knows the token."""
@@ -51,6 +57,7 @@ class Session:
 
     def used(self) -> tuple[int, int]:
         prompt, completion = self.answering.used()
+        completion = max(completion, self.rendered)
         return (prompt, completion) if self.charged_tokens is None else (0, max(0, completion - self.charged_tokens))
 
 

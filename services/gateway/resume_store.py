@@ -28,7 +28,10 @@ from cohort.common.sqlite_file import make_private, transaction
 from cohort.common.types import FinishReason, Request
 from cohort.services.gateway.mailbox import Delta
 
-VERSION = 1
+VERSION = 2
+"""1 knew only chunks; its tables are the same."""
+Kind = Literal["chunks", "responses", "messages"]
+"""How a stream is written: completions and chats as chunks, the others by the name of their API."""
 ROW_BYTES = 1024
 """Counted for each stream beside its content."""
 GONE_S = 3600.0
@@ -67,6 +70,9 @@ class StreamRecord(msgspec.Struct, frozen=True):
     base_id: str
     created_s: float
     model: str
+    kind: Kind = "chunks"
+    beside: bytes = b""
+    """What its API keeps beside the body."""
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
@@ -79,12 +85,15 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ending(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a stream ended: cached tokens by choice, and the error if it failed."""
+    """How a stream ended: cached tokens by choice, and the error if it failed. Of a response: when it was complete
+    (Unix time), and whether it was kept."""
 
     cached_tokens: list[int]
     message: str = ""
     status: int = 0
     type: str = ""
+    completed_at: int = 0
+    kept: bool = False
 
     @property
     def error(self) -> RequestError | None:
@@ -125,7 +134,7 @@ class ResumeStore:
             for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
                 self._db.execute(f"PRAGMA {pragma}")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version == 0:
+            if version < VERSION:
                 self._db.executescript(_SCHEMA)
                 self._db.execute(f"PRAGMA user_version = {VERSION}")
             elif version != VERSION:

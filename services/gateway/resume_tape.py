@@ -26,7 +26,7 @@ class Tape(Mailbox):
         self.log: dict[int, Delta] = log or {}
         self.error: RequestError | None = None
         """Read by the reader, so that there is nothing after it."""
-        self.reader = Mailbox()
+        self.reader: Mailbox = Mailbox()
         self._indexes = indexes
         self._unwritten: dict[int, Delta] = {}
         self._changed: Callable[[], None] | None = None
@@ -63,12 +63,9 @@ class Tape(Mailbox):
             self.error = delta.error or self.error
             self._hand(delta)
 
-    def read_on(self, rest: Sequence[Delta]) -> Mailbox:
-        """Another reader, with what it has not seen of the log; the one before gets nothing more."""
-        self.reader = Mailbox()
-        for delta in rest:
-            self._hand(delta)
-        return self.reader
+    def read_on(self, mailbox: Mailbox) -> None:
+        """Another reader, which has what it needs of the log; the one before gets nothing more."""
+        self.reader = mailbox
 
     def _hand(self, delta: Delta) -> None:
         self.reader.put(

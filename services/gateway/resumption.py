@@ -5,9 +5,10 @@
     GET /v1/streams/TOKEN ───────────┴─▶ the same session; where there is none: the request as it was written, its
                                          output so far, and what follows that
 
-Called by `openai_api.py` for streams whose client asked for it, and by aiohttp. One connection reads a stream; a later
-one takes it over. What a client has seen was written before (`resume_journal.py`), so a gateway that goes on continues
-exactly behind it. A stream is charged to its key once, by the gateway that ends it.
+Called by the APIs for streams whose client asked for it, and by aiohttp; how a stream is written says its form
+(`resume_forms.py`). One connection reads a stream; a later one takes it over. What a client has seen was written before
+(`resume_journal.py`), so a gateway that goes on continues exactly behind it; what the disk refused comes again, unseen.
+A stream is charged to its key once, by the gateway that ends it.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from cohort.services.gateway.generator import Generator
 from cohort.services.gateway.key_lease import Lease, bound, current_lease
 from cohort.services.gateway.mailbox import Generation, Mailbox
 from cohort.services.gateway.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
-from cohort.services.gateway.openai_api import OpenAiApi
 from cohort.services.gateway.parsing import Call
+from cohort.services.gateway.resume_forms import Connection, Form, Reader, Resumable
 from cohort.services.gateway.resume_journal import DISK_ERRORS, Journal
-from cohort.services.gateway.resume_marks import LAST_EVENT_HEADER, MarkedStream, Place, Unread, forward
+from cohort.services.gateway.resume_marks import LAST_EVENT_HEADER
 from cohort.services.gateway.resume_session import (
     Outcome,
     Session,
@@ -46,7 +47,7 @@ from cohort.services.gateway.resume_session import (
     tell,
     unknown,
 )
-from cohort.services.gateway.resume_store import Ending, StreamRecord, Taken, default_path, digest_of
+from cohort.services.gateway.resume_store import Kind, StreamRecord, Taken, default_path, digest_of
 from cohort.services.gateway.resume_tape import Tape
 from cohort.services.gateway.service_headers import CLASS_HEADER, IF_LATE_HEADER, TPOT_HEADER, TTFT_HEADER
 from cohort.services.gateway.timing import GatewayTimes
@@ -59,9 +60,11 @@ T = TypeVar("T")
 
 
 class Resumption:
-    def __init__(self, api: OpenAiApi, generator: Generator, *, instance: InstanceId, lease_of: LeaseOf) -> None:
+    def __init__(
+        self, generator: Generator, *, api_of: Callable[[Kind], Resumable], instance: InstanceId, lease_of: LeaseOf
+    ) -> None:
         self._config = config = generator.config
-        self._api = api
+        self._api_of = api_of
         self._generator = generator
         self._streams = generator.streams
         self._owners = generator.owners
@@ -108,8 +111,8 @@ class Resumption:
             )
         return Tape(bytes(body))
 
-    async def begin(self, request: web.Request, answering: Answering, tape: Tape) -> web.StreamResponse:
-        """Of a request that was admitted, with this tape."""
+    async def begin(self, request: web.Request, answering: Answering, tape: Tape, form: Form) -> web.StreamResponse:
+        """Of a request that was admitted, with this tape. Releases it, perhaps much later."""
         token = secrets.token_urlsafe(16)
         generation = answering.generation
         answering.generation = Generation(generation.times, tape.reader, generation.entries)
@@ -121,8 +124,9 @@ class Resumption:
             generation,
             answering,
             [entry.request for entry in generation.entries],
-            float(answering.created),
+            answering.created_s,
             current_lease(),
+            form,
         )
         self._hold(session)
         try:
@@ -134,7 +138,7 @@ class Resumption:
         tape.body = b""
         self._sessions[session.digest] = session
         tape.begin(lambda: self._written(session))
-        return await self._read(request, session, answering, Place([0] * len(generation.entries)))
+        return await self._read(request, session, answering, form.reader(""))
 
     def _hold(self, session: Session) -> None:
         if session.lease is not None:
@@ -152,6 +156,8 @@ class Resumption:
             answering.base_id,
             session.created_s,
             self._model,
+            session.form.kind,
+            session.form.beside(),
         )
         own = config.resume_bytes * (config.owner_share if self._owners.several else 1.0)
         try:
@@ -181,26 +187,23 @@ class Resumption:
     # -- Readers ---------------------------------------------------------------------------------------------------
 
     async def _read(
-        self, request: web.Request, session: Session, answering: Answering, place: Place
+        self, request: web.Request, session: Session, answering: Answering, reader: Reader
     ) -> web.StreamResponse:
-        events = self._events(request, session.token if session.stored else "", answering, place)
         try:
-            return await self._api.stream(answering, events)
+            return await reader.stream(self._connection(request, session.token if session.stored else ""), answering)
         finally:
-            session.told = session.told or events.started
+            session.told = session.told or reader.started
             self._left(session, answering)
 
-    def _events(self, request: web.Request, token: str, answering: Answering, place: Place) -> MarkedStream:
+    def _connection(self, request: web.Request, token: str) -> Connection:
         headers = {REQUEST_ID_HEADER: request[HTTP_ID], **({RESUME_HEADER: token} if token else {})}
-        return MarkedStream(
-            request, headers, answering, place, write_timeout_s=self._config.write_timeout_s, log=self._log
-        )
+        return Connection(request, headers, self._config.write_timeout_s, self._log)
 
     def _left(self, session: Session, answering: Answering) -> None:
         """A reader has ended."""
         if session.over or session.answering is not answering:
             return
-        if len(answering.ended) == len(answering.choices):
+        if session.form.complete(answering):
             self._end(session, "done")
         elif session.tape.error is not None:
             # What another gateway may finish is left to it; any other error stays what the stream ended with.
@@ -213,20 +216,23 @@ class Resumption:
 
     def _keep(self, session: Session) -> None:
         """Its client went away: it goes on for a while, read to nowhere."""
-        answering = self._another(session, Place([0] * len(session.requests)))
+        answering = self._another(session, session.form.reader(""))
         session.unread = asyncio.create_task(self._read_to_nowhere(session, answering), name="unread stream")
         session.grace = asyncio.get_running_loop().call_later(self._config.resume_s, self._end, session, "dropped")
 
     async def _read_to_nowhere(self, session: Session, answering: Answering) -> None:
         try:
-            await self._api.send_chunks(Unread(), answering)
+            await session.form.unread(answering)
         except RequestError:
             pass  # it is on the tape
+        except Exception:
+            self._log.exception("stream failed unexpectedly")
+            self._end(session, "dropped")
         finally:
             if session.unread is asyncio.current_task():
                 self._left(session, answering)
 
-    def _another(self, session: Session, place: Place) -> Answering:
+    def _another(self, session: Session, reader: Reader) -> Answering:
         """For another reader, behind its place; the one before is told so. Raises a 400 `RequestError`, and nothing
         changes then."""
         old, tape, generation = session.answering, session.tape, session.generation
@@ -234,7 +240,10 @@ class Resumption:
         answering = self._generator.unrendered(
             old.call, session.requests, times, old.base_id, session.created_s, old.reserved
         )
-        rest = forward(answering, tape.log, place)
+        unseen = reader.unseen(
+            answering, tape.log, gaps=session.gaps, ended=lambda index: self._streams.stop(generation, index)
+        )
+        session.rendered = max(session.rendered, old.used()[1])
         if session.grace is not None:
             session.grace.cancel()
         if session.unread is not None:
@@ -242,9 +251,8 @@ class Resumption:
             session.unread = None
         session.answering = answering
         tell(old, taken_over())
-        times.mailbox = tape.read_on(rest)
-        for index in place.ended:
-            self._streams.stop(generation, index)
+        times.mailbox = unseen
+        tape.read_on(unseen)
         return answering
 
     # -- The end ---------------------------------------------------------------------------------------------------
@@ -283,7 +291,7 @@ class Resumption:
             case "done":
                 error = session.tape.error
                 cached = [entry.cached_tokens for entry in session.generation.entries]
-                ending = Ending(cached, error.message, error.status, error.type_) if error else Ending(cached)
+                ending = session.form.ending(cached, error)
                 return await self._journal.run(lambda store: store.end(digest, holder, ending, until_s))
             case "left":
                 return await self._journal.run(lambda store: store.leave(digest, holder, until_s))
@@ -340,28 +348,25 @@ class Resumption:
                 raise unknown()
             if session is None:
                 taken = await self._take(digest, owner)
-                call = await self._api.parse(taken.record.body, taken.record.headers, chat=taken.record.chat)
+                call, form = await self._api_of(taken.record.kind).restored(taken.record, owner, taken.ending)
                 self._generator.budget.check(call)
-                place = Place.parse(seen, len(taken.record.requests))
+                reader = form.reader(seen)
                 if taken.ending is None:
-                    session = self._go_on(call, taken, token, owner)
+                    session = self._go_on(call, form, taken, token, owner)
                 else:
-                    answering = self._ended(call, taken, place)
+                    answering = self._ended(call, taken, reader)
             if session is not None:
-                place = Place.parse(seen, len(session.requests))
+                reader = session.form.reader(seen)
                 try:
-                    answering = self._another(session, place)
+                    answering = self._another(session, reader)
                 except RequestError:
                     if taken is not None:
                         self._keep(session)
                     raise
-        if session is None:
-            return await self._replay(request, answering, token, place)
-        return await self._read(request, session, answering, place)
-
-    async def _replay(self, request: web.Request, answering: Answering, token: str, place: Place) -> web.StreamResponse:
+        if session is not None:
+            return await self._read(request, session, answering, reader)
         try:
-            return await self._api.stream(answering, self._events(request, token, answering, place))
+            return await reader.stream(self._connection(request, token), answering)
         finally:
             answering.reserved.release()
 
@@ -407,7 +412,7 @@ class Resumption:
                 retry_after_s=1.0,
             ) from error
 
-    def _ended(self, call: Call, taken: Taken, place: Place) -> Answering:
+    def _ended(self, call: Call, taken: Taken, reader: Reader) -> Answering:
         """Of a stream that is all there."""
         record, ending = taken.record, taken.ending
         assert ending is not None
@@ -424,30 +429,28 @@ class Resumption:
             answering = self._generator.unrendered(
                 call, record.requests, generation, record.base_id, record.created_s, reserved
             )
-            rest = forward(answering, taken.said, place)
+            generation.mailbox = reader.unseen(answering, taken.said, gaps=False, ended=lambda index: None)
         except BaseException:
             reserved.release()
             raise
-        for delta in rest:
-            generation.mailbox.put(delta.index, tokens=delta.tokens, logprobs=delta.logprobs, finish=delta.finish)
         if ending.error is not None:
             for index in range(len(entries)):
                 generation.mailbox.put(index, error=ending.error)
         return answering
 
-    def _go_on(self, call: Call, taken: Taken, token: str, owner: str) -> Session:
+    def _go_on(self, call: Call, form: Form, taken: Taken, token: str, owner: str) -> Session:
         """Submits what has not ended again, with the output so far. Raises as a new request does; it may be asked for
         again then."""
         lease = self._lease_of(owner, call.traffic_class)
         try:
             with nullcontext() if lease is None else bound(lease):
-                return self._offered(call, taken, token, owner, lease)
+                return self._offered(call, form, taken, token, owner, lease)
         except BaseException:
             if lease is not None:
                 lease.free(counts=False)
             raise
 
-    def _offered(self, call: Call, taken: Taken, token: str, owner: str, lease: Lease | None) -> Session:
+    def _offered(self, call: Call, form: Form, taken: Taken, token: str, owner: str, lease: Lease | None) -> Session:
         record, said = taken.record, taken.said
         requests = record.requests
         left = [i for i in range(len(requests)) if i not in said or said[i].finish is None]
@@ -480,9 +483,19 @@ class Resumption:
         answering = self._generator.unrendered(call, requests, unread, record.base_id, record.created_s, reserved)
         charged = sum(len(delta.tokens) for delta in said.values()) if taken.charged else None
         session = Session(
-            token, digest_of(token), owner, tape, generation, answering, requests, record.created_s, lease, charged
+            token,
+            digest_of(token),
+            owner,
+            tape,
+            generation,
+            answering,
+            requests,
+            record.created_s,
+            lease,
+            form,
+            charged,
         )
-        session.stored = session.told = True
+        session.stored = session.told = session.gaps = True
         self._hold(session)
         self._sessions[session.digest] = session
         self._log.info("stream goes on here", tokens=sum(len(delta.tokens) for delta in said.values()))

@@ -16,7 +16,7 @@ import os
 import time
 from contextlib import aclosing
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, assert_never
 
 from aiohttp import web
 
@@ -55,6 +55,8 @@ from cohort.services.gateway.probes import Probes
 from cohort.services.gateway.request_bodies import RequestBodies, refuse_other_bodies
 from cohort.services.gateway.responses_api import ResponsesApi
 from cohort.services.gateway.responses_api_kept import KeptResponses
+from cohort.services.gateway.resume_forms import Resumable
+from cohort.services.gateway.resume_store import Kind
 from cohort.services.gateway.resumption import Resumption
 from cohort.services.gateway.show import GatewayShow
 from cohort.services.gateway.slow_readers import SlowReaders
@@ -120,12 +122,13 @@ class Gateway:
             tool_format=written,
         )
         self._api = OpenAiApi(self.generator)
-        self._resumption = self._api.resumption = Resumption(
-            self._api, self.generator, instance=context.instance, lease_of=self._tenants.lease_of
-        )
         self._messages = MessagesApi(self.generator)
         self._kept = KeptResponses(config.responses, several_owners=self._owners.several, clock=context.clock)
         self._responses = ResponsesApi(self.generator, self._kept)
+        self._resumption = Resumption(
+            self.generator, api_of=self._api_of, instance=context.instance, lease_of=self._tenants.lease_of
+        )
+        self._api.resumption = self._messages.resumption = self._responses.resumption = self._resumption
         self._tokens = TokenApi(
             config=config.gateway,
             card=card,
@@ -162,6 +165,17 @@ class Gateway:
             ends().set_function(lambda: tls.loaded.expires_s)
         context.stats = self._stats
 
+    def _api_of(self, kind: Kind) -> Resumable:
+        match kind:
+            case "chunks":
+                return self._api
+            case "responses":
+                return self._responses
+            case "messages":
+                return self._messages
+            case _:
+                assert_never(kind)
+
     def application(self, batches: Batches) -> web.Application:
         gateway = self._config.gateway
         guard = BrowserGuard(
@@ -193,7 +207,6 @@ class Gateway:
             answer = request_trace.lines(self._tracing, self._context.clock, answer)
         async with (
             self._tenants.opened(),
-            aclosing(self._resumption),
             Batches.opened(
                 self._config,
                 answer=answer,
@@ -204,6 +217,7 @@ class Gateway:
                 log=self._context.log,
             ) as batches,
             self._kept.opened(self._database(), self._context.log),
+            aclosing(self._resumption),
         ):
             self.streams.on_online_placed = batches.online_placed
             await self._serve(batches)

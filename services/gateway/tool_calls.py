@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import re
 import secrets
-import string
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from cohort.services.gateway.stable_ids import stable_id, stable_letters
 from cohort.services.gateway.tool_formats import ToolFormat
 
 END = ""
@@ -27,7 +27,6 @@ _HEAD_CHARACTERS = 512
 """A call whose arguments do not begin within so many is read when it is whole."""
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*\{', re.DOTALL)
 _NAME = re.compile(r"\s*([A-Za-z0-9_.:-]{1,256})\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?\s*")
-_ALPHANUMERIC = string.ascii_letters + string.digits
 
 Reading = Generator[None, str, None]
 
@@ -53,9 +52,11 @@ class Found:
 class ToolReader:
     """One answer's."""
 
-    def __init__(self, format_: ToolFormat, *, parallel: bool) -> None:
-        """`parallel` False: nothing is read after the first call."""
+    def __init__(self, format_: ToolFormat, *, parallel: bool, ids: str = "") -> None:
+        """`parallel` False: nothing is read after the first call. `ids`: what the ids of its calls are made from; "" =
+        from chance."""
         self._format = format_
+        self._ids = ids or secrets.token_hex(16)
         self._parallel = parallel
         self._content: list[str] = []
         self._deltas: list[CallDelta] = []
@@ -289,7 +290,7 @@ class ToolReader:
 
     def _announce(self, name: str) -> None:
         self._white = ""
-        self._deltas.append(CallDelta(self.calls, new_call_id(self._format), name))
+        self._deltas.append(CallDelta(self.calls, call_id(self._format, self._ids, self.calls), name))
         self.calls += 1
 
     def _argue(self, text: str) -> None:
@@ -324,7 +325,8 @@ def whole_calls(deltas: Iterable[CallDelta]) -> list[CallDelta]:
     return calls
 
 
-def new_call_id(format_: ToolFormat) -> str:
+def call_id(format_: ToolFormat, ids: str, number: int) -> str:
+    """Of call `number` of the answer whose ids are made from `ids`."""
     if format_.family == "mistral":  # whose templates take ids of nine letters and digits only
-        return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
-    return f"call_{secrets.token_hex(12)}"
+        return stable_letters(9, ids, number)
+    return f"call_{stable_id(ids, number)[:24]}"

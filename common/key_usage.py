@@ -16,11 +16,12 @@ import msgspec
 
 from cohort.common import paths
 from cohort.common.errors import ConfigError
-from cohort.common.sqlite_file import make_private, transaction
+from cohort.common.sqlite_file import make_private, prepare, transaction, version_of
 
-VERSION = 1
+VERSION = 2
+"""1 had nothing of SLOs."""
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS usage (
+CREATE TABLE usage (
     date TEXT NOT NULL,
     key_id TEXT NOT NULL,
     class TEXT NOT NULL,
@@ -29,18 +30,27 @@ CREATE TABLE IF NOT EXISTS usage (
     prompt_tokens INTEGER NOT NULL DEFAULT 0,
     completion_tokens INTEGER NOT NULL DEFAULT 0,
     refused INTEGER NOT NULL DEFAULT 0,
+    slo_requests INTEGER NOT NULL DEFAULT 0,
+    slo_met INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (date, key_id, class)
 ) STRICT, WITHOUT ROWID
 """
+_TO_VERSION_2 = """
+ALTER TABLE usage ADD COLUMN slo_requests INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE usage ADD COLUMN slo_met INTEGER NOT NULL DEFAULT 0
+"""
 _ADD = """
-INSERT INTO usage (date, key_id, class, key_name, requests, prompt_tokens, completion_tokens, refused)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+INSERT INTO usage
+    (date, key_id, class, key_name, requests, prompt_tokens, completion_tokens, refused, slo_requests, slo_met)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (date, key_id, class) DO UPDATE SET
     key_name = excluded.key_name,
     requests = requests + excluded.requests,
     prompt_tokens = prompt_tokens + excluded.prompt_tokens,
     completion_tokens = completion_tokens + excluded.completion_tokens,
-    refused = refused + excluded.refused
+    refused = refused + excluded.refused,
+    slo_requests = slo_requests + excluded.slo_requests,
+    slo_met = slo_met + excluded.slo_met
 """
 
 
@@ -53,18 +63,23 @@ class Where(msgspec.Struct, frozen=True):
 
 
 class Amounts(msgspec.Struct):
-    """`requests` came in; `refused` did not, for a limit of their key."""
+    """`requests` came in; `refused` did not, for a limit of their key. `slo_requests` ended and had SLOs, `slo_met`
+    kept all of them; each choice is one."""
 
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     refused: int = 0
+    slo_requests: int = 0
+    slo_met: int = 0
 
     def add(self, other: Amounts) -> None:
         self.requests += other.requests
         self.prompt_tokens += other.prompt_tokens
         self.completion_tokens += other.completion_tokens
         self.refused += other.refused
+        self.slo_requests += other.slo_requests
+        self.slo_met += other.slo_met
 
     @property
     def tokens(self) -> int:
@@ -82,6 +97,13 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     refused: int
+    slo_requests: int = 0
+    slo_met: int = 0
+
+    @property
+    def slo_attainment(self) -> float | None:
+        """None where nothing had an SLO."""
+        return self.slo_met / self.slo_requests if self.slo_requests else None
 
 
 def default_path() -> Path:
@@ -107,6 +129,8 @@ class UsageStore:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             make_private(path)
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+        self._counts_slo = True
+        """False: a gateway of before writes it."""
         try:
             self._prepare(path, read_only=read_only)
         except BaseException:
@@ -114,15 +138,16 @@ class UsageStore:
             raise
 
     def _prepare(self, path: Path, *, read_only: bool) -> None:
+        name = f"keys.usage_file: {path}"
         if not read_only:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
-            if self._db.execute("PRAGMA user_version").fetchone()[0] == 0:
-                self._db.execute(_SCHEMA)
-                self._db.execute(f"PRAGMA user_version = {VERSION}")
-        version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version != VERSION:
-            raise ConfigError(f"keys.usage_file: {path} has version {version}, this Cohort reads {VERSION}")
+            prepare(self._db, name, VERSION, _SCHEMA, {1: _TO_VERSION_2})
+            return
+        found = version_of(self._db)
+        if found not in (1, VERSION):
+            raise ConfigError(f"{name} has schema version {found}, this version of Cohort reads {VERSION}")
+        self._counts_slo = found == VERSION
 
     def close(self) -> None:
         self._db.close()
@@ -139,6 +164,8 @@ class UsageStore:
                 more.prompt_tokens,
                 more.completion_tokens,
                 more.refused,
+                more.slo_requests,
+                more.slo_met,
             )
             for where, (name, more) in used.items()
         ]
@@ -148,6 +175,7 @@ class UsageStore:
     def rows(self, *, since: str, until: str = "9999", key_id: str | None = None) -> list[UsageRow]:
         """Days `since` to `until`, both included, the latest first."""
         columns = "date, key_id, key_name, class, requests, prompt_tokens, completion_tokens, refused"
+        columns += ", slo_requests, slo_met" if self._counts_slo else ""
         found: Iterable[tuple[object, ...]] = self._db.execute(
             f"SELECT {columns} FROM usage WHERE date >= ? AND date <= ? AND (? IS NULL OR key_id = ?) "
             "ORDER BY date DESC, key_name, key_id, class",

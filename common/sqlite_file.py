@@ -1,7 +1,8 @@
 """A SQLite database for this process's user alone, and a thread that owns what is kept in one.
 
 Used by the stores of batches, kept responses, resumable streams and usage. Decides the modes of the files (0600), the
-journal, what a transaction is and how work gets to the thread; knows no table.
+journal, what a transaction is, how tables get from one version to the next and how work gets to the thread; knows no
+table but `meta`, where a store has one.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
+
+from cohort.common.errors import ConfigError
 
 LOG_BYTES = 1 << 26  # what the write-ahead log may keep on disk after it was written back
 
@@ -59,6 +62,43 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
     db.execute("COMMIT")
 
 
+def version_of(db: sqlite3.Connection) -> int | None:
+    """Of its tables; 0 = there are none. In a row of the table `meta` where there is one, else in the file's header."""
+    if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone() is None:
+        return int(db.execute("PRAGMA user_version").fetchone()[0])
+    row = db.execute("SELECT value FROM meta WHERE name = 'schema_version'").fetchone()
+    return None if row is None else int(row[0])
+
+
+def prepare(
+    db: sqlite3.Connection, name: str, version: int, schema: str, upgrades: Mapping[int, str] | None = None
+) -> None:
+    """Makes the tables of a new database, and those of an older one step by step: `upgrades` lead from a version to the
+    next. All or nothing of it, and only once where several processes open it. Statements end with a semicolon, and have
+    none inside. Raises `ConfigError`, which begins with `name`, for any other version."""
+    with transaction(db):
+        found = was = version_of(db)
+        if found == 0:
+            _run(db, schema)
+            found = version
+        while found is not None and found < version and found in (upgrades or {}):
+            _run(db, (upgrades or {})[found])
+            found += 1
+        if found == version != was:
+            if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone() is None:
+                db.execute(f"PRAGMA user_version = {version}")
+            else:
+                db.execute("INSERT OR REPLACE INTO meta VALUES ('schema_version', ?)", (version,))
+    if found != version:
+        raise ConfigError(f"{name} has schema version {found}, this version of Cohort reads {version}")
+
+
+def _run(db: sqlite3.Connection, statements: str) -> None:
+    """Within the transaction that is open: `executescript` would end it."""
+    for statement in statements.split(";"):
+        db.execute(statement)
+
+
 class Closing(Protocol):
     def close(self) -> None: ...
 
@@ -68,21 +108,41 @@ T = TypeVar("T")
 
 
 class OnThread(Generic[S]):
-    """A store behind a thread of its own: no query and no disk ever holds up the event loop."""
+    """A store behind a thread of its own, which opens it too: no query and no disk ever holds up the event loop."""
 
-    def __init__(self, store: S, name: str) -> None:
+    def __init__(self, opening: Callable[[], S], name: str) -> None:
+        """Opened with the first `run`, which raises what `opening` raises; the next one tries again."""
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._store = store
+        self._opening = opening
+        self._store: S | None = None
+
+    @property
+    def opened(self) -> bool:
+        return self._store is not None
+
+    async def open(self) -> None:
+        """Now, and not with the first call."""
+        await self.run(lambda _: None)
 
     async def run(self, work: Callable[[S], T]) -> T:
         """Calls run one after the other, in the order they came in."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work, self._store)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._in_thread, work)
 
     def tell(self, work: Callable[[S], object]) -> None:
         """As `run`, for what nothing waits for: also where a task ends and cannot wait any more."""
-        self._executor.submit(work, self._store)
+        self._executor.submit(self._in_thread, work)
 
     def close(self) -> None:
         """After what was asked for; blocks for as long as that takes."""
-        self._executor.submit(self._store.close).result()
+        self._executor.submit(self._close).result()
         self._executor.shutdown()
+
+    def _in_thread(self, work: Callable[[S], T]) -> T:
+        if self._store is None:
+            self._store = self._opening()
+        return work(self._store)
+
+    def _close(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()

@@ -217,12 +217,14 @@ def _usage(options: argparse.Namespace) -> int:
             sys.stdout.write(msgspec.json.encode(row).decode() + "\n")
         return 0
     sys.stdout.write(
-        f"{'date':10}  {'key':24} {'class':5} {'requests':>9} {'prompt':>12} {'completion':>12} {'refused':>8}\n"
+        f"{'date':10}  {'key':24} {'class':5} {'requests':>9} {'prompt':>12} {'completion':>12} {'refused':>8} "
+        f"{'with SLO':>9} {'met':>7}\n"
     )
     for row in rows:
+        met = "-" if row.slo_attainment is None else f"{row.slo_attainment:.1%}"
         sys.stdout.write(
             f"{row.date:10}  {row.key_name:24} {row.traffic_class:5} {row.requests:9} {row.prompt_tokens:12} "
-            f"{row.completion_tokens:12} {row.refused:8}\n"
+            f"{row.completion_tokens:12} {row.refused:8} {row.slo_requests:9} {met:>7}\n"
         )
     return 0
 

@@ -74,7 +74,8 @@ class Answering:
     created_s: float
     """`created` to the last digit."""
     singly: bool = False
-    """One step for each token, however many come at once: the steps are then those of every rendering."""
+    """One step for each token, however many come at once: the steps are then those of every rendering, and an answer
+    that ends with its first call has no token behind it."""
     readers: list[ToolReader] = field(default_factory=list)
     """One per choice where calls of tools are read."""
     begun: set[int] = field(default_factory=set)
@@ -92,8 +93,10 @@ class Answering:
     def due(self, delta: Delta) -> list[Delta]:
         """The deltas to answer now: none as long as the prompt is not scored, else this one and those that waited for
         the scores."""
-        if self.singly:
-            return list(delta.singly())
+        ready = self._ready(delta)
+        return [part for each in ready for part in each.singly()] if self.singly else ready
+
+    def _ready(self, delta: Delta) -> list[Delta]:
         first = delta.index - delta.index % self.call.n
         if not self.call.scores_prompt or delta.error is not None or self._is_scored(first):
             return [delta, *self._held.pop(first, {}).values()]

@@ -10,8 +10,7 @@ import sqlite3
 from contextlib import suppress
 from pathlib import Path
 
-from cohort.common.errors import ConfigError
-from cohort.common.sqlite_file import connect, transaction
+from cohort.common.sqlite_file import connect, prepare
 
 SCHEMA_VERSION = 2
 LINE_BYTES = 256
@@ -87,8 +86,7 @@ CREATE INDEX batches_by_owner ON batches (owner, seq);
 UPDATE batches SET line_bytes = coalesce((
     SELECT sum(length(CAST(custom_id AS BLOB)) + {LINE_BYTES} + coalesce(length(result), 0))
     FROM lines WHERE batch_id = batches.id
-), 0);
-UPDATE meta SET value = 2 WHERE name = 'schema_version'
+), 0)
 """
 
 
@@ -98,7 +96,7 @@ def open_database(path: Path) -> sqlite3.Connection:
     db = connect(path)
     try:
         _check(db, path)
-        _prepare(db, path)
+        prepare(db, f"batch.folder: {path}", SCHEMA_VERSION, _SCHEMA, {1: _TO_VERSION_2})
         if db.execute("PRAGMA auto_vacuum").fetchone()[0] == 0:
             with suppress(sqlite3.OperationalError):  # a full disk: the database stays as large as it was
                 db.execute("PRAGMA auto_vacuum = INCREMENTAL")
@@ -119,26 +117,3 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
         found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
         if found != "ok":
             raise sqlite3.DatabaseError(f"the database is damaged: {found}")
-
-
-def _prepare(db: sqlite3.Connection, path: Path) -> None:
-    with transaction(db):
-        known = db.execute("SELECT name FROM sqlite_master WHERE name = 'meta'").fetchone()
-        if known is None:
-            _run(db, _SCHEMA)
-            db.execute("INSERT INTO meta VALUES ('schema_version', ?)", (SCHEMA_VERSION,))
-        row = db.execute("SELECT value FROM meta WHERE name = 'schema_version'").fetchone()
-        version = None if row is None else row[0]
-        if version == 1:
-            _run(db, _TO_VERSION_2)
-            version = 2
-    if version != SCHEMA_VERSION:
-        raise ConfigError(
-            f"batch.folder: {path} has schema version {version}, this version of Cohort reads {SCHEMA_VERSION}"
-        )
-
-
-def _run(db: sqlite3.Connection, statements: str) -> None:
-    """Within the transaction that is open: `executescript` would end it."""
-    for statement in statements.split(";"):
-        db.execute(statement)

@@ -447,7 +447,7 @@ class StoreThread(OnThread[BatchStore]):
     """A `BatchStore` behind a thread of its own, so that no query or disk ever holds up the event loop."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(BatchStore(path), "batch-store")
+        super().__init__(lambda: BatchStore(path), "batch-store")
 
 
 def _column(value: object) -> object:

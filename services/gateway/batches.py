@@ -117,14 +117,12 @@ class Batches:
 
 async def _open_store(folder: BatchFolder, log: structlog.stdlib.BoundLogger) -> StoreThread | None:
     """None where the database is damaged or cannot be used. Nothing of it is touched then, and no content either."""
-    store: StoreThread | None = None
+    store = StoreThread(folder.database)
     try:
-        store = await asyncio.to_thread(StoreThread, folder.database)
         await _clean_up(folder, store, log)
         return store
     except sqlite3.Error as error:
-        if store is not None:
-            await asyncio.to_thread(store.close)
+        await asyncio.to_thread(store.close)
         log.error(
             "files and batches are NOT served: their database cannot be used",
             database=str(folder.database),
@@ -135,8 +133,7 @@ async def _open_store(folder: BatchFolder, log: structlog.stdlib.BoundLogger) ->
         )
         return None
     except OSError as error:
-        if store is not None:
-            await asyncio.to_thread(store.close)
+        await asyncio.to_thread(store.close)
         raise ConfigError(f"batch.folder: {folder.path} cannot be used: {error.strerror}") from error
 
 

@@ -230,6 +230,9 @@ class Generator:
         )
         requests = self.owners.marked(requests, owner, max_tokens_named=limited)
         times.trace, requests = request_trace.begun(requests, times.arrived_s, began_s, times.tokenize_s)
+        lease = current_lease()
+        if lease is not None:
+            times.judged = lease.judged
         reserved = self.budget.reserve(price)
         try:
             generation = self.streams.offer(
@@ -252,7 +255,6 @@ class Generator:
         if times.trace is not None:
             times.trace.admitted(generation.entries)
         answering = self.unrendered(call, requests, generation, base_id, created_s, reserved)
-        lease = current_lease()
         if lease is not None:
             lease.answered_by(answering.used)
         return answering
@@ -299,6 +301,7 @@ class Generator:
             created_s=created_s,
             model=self.card.name,
             reserved=reserved,
+            singly=call.tools is not None and not call.tools.parallel,
             readers=_tool_readers(call, len(requests), stable_id(base_id, repr(created_s))),
         )
 

@@ -15,6 +15,7 @@ from cohort.common.errors import RequestError
 from cohort.common.key_usage import Amounts
 from cohort.common.types import TrafficClass
 from cohort.services.gateway.key_budget import KeyBudget, KeyLimited
+from cohort.services.gateway.timing import Judged
 
 Used = Callable[[], tuple[int, int]]
 """Prompt and completion tokens that a request used so far."""
@@ -39,6 +40,8 @@ class Lease:
         self._ended = False
         self._held = False
         self._then: Callable[[], None] = lambda: None
+        self.judged: Judged | None = None
+        """Told of the SLOs of what it asked for, also after it ended."""
 
     def reserve(self, traffic_class: TrafficClass, prompt_tokens: int, completion_tokens: int) -> None:
         """What it may use, as what is now known of it. Raises `KeyLimited`, or a 400 `RequestError`."""

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 
 from cohort.common.config import GatewayConfig
@@ -37,6 +37,27 @@ async def refuse_other_bodies(request: web.Request, handler: Handler) -> web.Str
         _check_encoding(request)
         if request.method == "POST" and request.path not in _FORMS:
             _check_type(request)
+    return await handler(request)
+
+
+def expecting_later(route: web.RouteDef) -> web.RouteDef:
+    """Without aiohttp's own answer to `Expect: 100-continue`, which invites a body before anything looks at the
+    headers; `invite_bodies` does it."""
+    return web.RouteDef(route.method, route.path, route.handler, {**route.kwargs, "expect_handler": _expected})
+
+
+async def _expected(request: web.Request) -> None:
+    """Raises a 417 for any other expectation."""
+    if request.headers["Expect"].strip().lower() != "100-continue":
+        raise web.HTTPExpectationFailed(text="Expect: 100-continue, or nothing.")
+
+
+@web.middleware
+async def invite_bodies(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Behind all that refuses by headers: only now a client that waits for it sends its body."""
+    asked = "Expect" in request.headers and request.version >= HttpVersion11
+    if asked and request.match_info.http_exception is None and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     return await handler(request)
 
 

@@ -71,7 +71,7 @@ class RequestStats:
         self.past.ended(now_s, entry, times, finish, reason)
         e2e_s = now_s - times.arrived_s
         ttft_s = None if entry.first_token_s is None else entry.first_token_s - times.arrived_s
-        self._count(entry, finish, ttft_s, e2e_s)
+        self._count(entry, times, finish, ttft_s, e2e_s)
         refused = bool(entry.refused_because)
         write = self._log.warning if finish is FinishReason.FAILED and not refused else self._log.info
         judged: dict[str, object] = {}
@@ -96,7 +96,9 @@ class RequestStats:
             **judged,
         )
 
-    def _count(self, entry: Entry, finish: FinishReason, ttft_s: float | None, e2e_s: float) -> None:
+    def _count(
+        self, entry: Entry, times: GatewayTimes, finish: FinishReason, ttft_s: float | None, e2e_s: float
+    ) -> None:
         request, metrics = entry.request, self._metrics
         traffic_class = request.traffic_class
         metrics.in_flight(traffic_class).dec()
@@ -104,7 +106,7 @@ class RequestStats:
             metrics.request_success(traffic_class, "refused").inc()
             metrics.requests_refused(traffic_class, entry.refused_because).inc()
             self.recent.refused()
-            self._count_slo(entry, None, None, None)  # not kept; its times say nothing of how fast we were
+            self._count_slo(entry, times, None, None, None)  # not kept; its times say nothing of how fast we were
             return
         metrics.request_success(traffic_class, finish.value).inc()
         self.recent.ended(finish)
@@ -123,10 +125,14 @@ class RequestStats:
         per_token_s = tpot_s(entry)
         if per_token_s is not None:
             metrics.tpot_seconds(traffic_class).observe(per_token_s)
-        self._count_slo(entry, ttft_s, per_token_s, None if finish is FinishReason.FAILED else e2e_s)
+        self._count_slo(entry, times, ttft_s, per_token_s, None if finish is FinishReason.FAILED else e2e_s)
 
-    def _count_slo(self, entry: Entry, ttft_s: float | None, per_token_s: float | None, e2e_s: float | None) -> None:
+    def _count_slo(
+        self, entry: Entry, times: GatewayTimes, ttft_s: float | None, per_token_s: float | None, e2e_s: float | None
+    ) -> None:
         request = entry.request
         outcomes = slo_outcomes(request.slo, ttft_s=ttft_s, per_token_s=per_token_s, e2e_s=e2e_s)
         for objective, met in outcomes.items():
             self._metrics.slo(request.traffic_class, objective, "met" if met else "missed").inc()
+        if outcomes and times.judged is not None:
+            times.judged(request.traffic_class, outcomes)

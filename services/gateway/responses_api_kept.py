@@ -124,12 +124,12 @@ class KeptResponses:
             ) from error
 
     async def _open(self, database: Path) -> OnThread[ResponseStore] | None:
-        def opened() -> OnThread[ResponseStore]:
-            store = ResponseStore(database, self._config, several_owners=self._several_owners)
-            return OnThread(store, "response-store")
-
+        store = OnThread(
+            lambda: ResponseStore(database, self._config, several_owners=self._several_owners), "response-store"
+        )
         try:
-            return await asyncio.to_thread(opened)
+            await store.open()
+            return store
         except (sqlite3.Error, OSError) as error:
             self._log.error(
                 "responses are NOT kept: their database cannot be used",

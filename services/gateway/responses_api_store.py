@@ -13,8 +13,7 @@ from pathlib import Path
 import msgspec
 
 from cohort.common.config import ResponsesConfig
-from cohort.common.errors import ConfigError
-from cohort.common.sqlite_file import connect, transaction
+from cohort.common.sqlite_file import connect, prepare, transaction
 
 SCHEMA_VERSION = 1
 ROW_BYTES = 256
@@ -64,7 +63,7 @@ class ResponseStore:
         self._own_most_bytes = int(self._most_bytes * share)
         self._db = connect(path)
         try:
-            self._prepare(path)
+            prepare(self._db, f"batch.folder: {path}", SCHEMA_VERSION, _SCHEMA)
         except BaseException:
             self._db.close()
             raise
@@ -123,19 +122,6 @@ class ResponseStore:
     def in_use(self) -> tuple[int, int]:
         """Responses and their bytes."""
         return self._in_use(None)
-
-    def _prepare(self, path: Path) -> None:
-        with transaction(self._db):
-            if self._db.execute("SELECT name FROM sqlite_master WHERE name = 'meta'").fetchone() is None:
-                for statement in _SCHEMA.split(";"):
-                    self._db.execute(statement)
-                self._db.execute("INSERT INTO meta VALUES ('schema_version', ?)", (SCHEMA_VERSION,))
-        row = self._db.execute("SELECT value FROM meta WHERE name = 'schema_version'").fetchone()
-        if row is None or row[0] != SCHEMA_VERSION:
-            version = None if row is None else row[0]
-            raise ConfigError(
-                f"batch.folder: {path} has schema version {version}, this version of Cohort reads {SCHEMA_VERSION}"
-            )
 
     def _in_use(self, owner: str | None) -> tuple[int, int]:
         where, values = ("", ()) if owner is None else (" WHERE owner = ?", (owner,))

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 import structlog
 
 from cohort.common.errors import CohortError
+from cohort.common.sqlite_file import OnThread
 from cohort.services.gateway.mailbox import Delta
 from cohort.services.gateway.resume_store import ResumeStore, encoded
 from cohort.services.gateway.resume_tape import Tape
@@ -32,11 +32,10 @@ class Journal:
         """`lost` is told of a stream, by the digest of its token, that is no longer ours: another gateway has it, or
         its client cancelled it there."""
         self._path = path
+        self._kept = OnThread(self._opening, "streams")
         self._holder = holder
         self._lost = lost
         self._log = log
-        self._thread: ThreadPoolExecutor | None = None
-        self._store: ResumeStore | None = None
         self._changed: dict[str, Tape] = {}
         self._owed: dict[str, list[Delta]] = {}
         """What was seen although the disk refused it, before anything that comes later."""
@@ -45,21 +44,17 @@ class Journal:
 
     @property
     def opened(self) -> bool:
-        return self._store is not None
+        return self._kept.opened
 
     async def run(self, work: Callable[[ResumeStore], T]) -> T:
         """Calls run one after the other; the first one opens the database. Raises `DISK_ERRORS`."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="streams")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._in_thread, work)
+        return await self._kept.run(work)
 
-    def _in_thread(self, work: Callable[[ResumeStore], T]) -> T:
-        if self._store is None:
-            try:
-                self._store = ResumeStore(self._path)
-            except CohortError as error:
-                raise sqlite3.OperationalError(str(error)) from error
-        return work(self._store)
+    def _opening(self) -> ResumeStore:
+        try:
+            return ResumeStore(self._path)
+        except CohortError as error:
+            raise sqlite3.OperationalError(str(error)) from error
 
     def changed(self, token: str, tape: Tape) -> None:
         """The tape has something to write."""
@@ -106,8 +101,4 @@ class Journal:
     async def close(self) -> None:
         if self._writing is not None:
             await self._writing
-        if self._thread is not None:
-            if self._store is not None:
-                await self.run(ResumeStore.close)
-            self._thread.shutdown()
-            self._thread = self._store = None
+        await asyncio.to_thread(self._kept.close)

@@ -18,9 +18,11 @@ from cohort.common.types import Attempt, InstanceId, Request
 from cohort.services.gateway.answering import Answering
 from cohort.services.gateway.key_lease import Lease
 from cohort.services.gateway.mailbox import Delta, Generation
+from cohort.services.gateway.parsing import Call
 from cohort.services.gateway.resume_forms import Form
 from cohort.services.gateway.resume_tape import Tape
 
+RESUME_HEADER = "x-cohort-resume"
 _TOKEN_BYTES = 6
 """Of a generated token in the database, at most; `_SCORE_BYTES` for each log-probability beside it."""
 _SCORE_BYTES = 16
@@ -59,6 +61,23 @@ class Session:
         prompt, completion = self.answering.used()
         completion = max(completion, self.rendered)
         return (prompt, completion) if self.charged_tokens is None else (0, max(0, completion - self.charged_tokens))
+
+
+def asked_to_keep(headers: Mapping[str, str], call: Call) -> bool:
+    """Whether the client of this request wants to be able to resume. Raises a 400 `RequestError`."""
+    asked = headers.get(RESUME_HEADER)
+    if asked is None:
+        return False
+    if asked.strip().lower() != "keep":
+        raise RequestError(f"{RESUME_HEADER}: 'keep', or no such header.", param=RESUME_HEADER)
+    if not call.stream:
+        raise RequestError(f"{RESUME_HEADER}: only a stream can be resumed.", param=RESUME_HEADER)
+    if call.scores_prompt:
+        raise RequestError(
+            f"{RESUME_HEADER}: not with log-probabilities of the prompt, which are computed and sent only once.",
+            param=RESUME_HEADER,
+        )
+    return True
 
 
 def most_output_bytes(requests: Sequence[Request]) -> int:

@@ -21,10 +21,10 @@ from typing import Literal
 import msgspec
 
 from cohort.common import paths
-from cohort.common.errors import ConfigError, RequestError
+from cohort.common.errors import RequestError
 from cohort.common.messages import TokenLogprob
 from cohort.common.private_files import private_folder
-from cohort.common.sqlite_file import make_private, transaction
+from cohort.common.sqlite_file import make_private, prepare, transaction
 from cohort.common.types import FinishReason, Request
 from cohort.services.gateway.mailbox import Delta
 
@@ -38,7 +38,7 @@ GONE_S = 3600.0
 """How long a stream whose time is over is remembered."""
 MOST_GONE = 10_000
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS streams (
+CREATE TABLE streams (
     token TEXT PRIMARY KEY,
     owner TEXT NOT NULL,
     holder TEXT NOT NULL,
@@ -49,13 +49,13 @@ CREATE TABLE IF NOT EXISTS streams (
     record BLOB,
     ending BLOB
 ) STRICT, WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS streams_by_time ON streams (expires_s);
-CREATE TABLE IF NOT EXISTS said (
+CREATE INDEX streams_by_time ON streams (expires_s);
+CREATE TABLE said (
     number INTEGER PRIMARY KEY,
     token TEXT NOT NULL,
     data BLOB NOT NULL
 ) STRICT;
-CREATE INDEX IF NOT EXISTS said_by_token ON said (token);
+CREATE INDEX said_by_token ON said (token);
 """
 
 
@@ -133,12 +133,7 @@ class ResumeStore:
         try:
             for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
                 self._db.execute(f"PRAGMA {pragma}")
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version < VERSION:
-                self._db.executescript(_SCHEMA)
-                self._db.execute(f"PRAGMA user_version = {VERSION}")
-            elif version != VERSION:
-                raise ConfigError(f"gateway.resume_file: {path} has version {version}, this Cohort reads {VERSION}")
+            prepare(self._db, f"gateway.resume_file: {path}", VERSION, _SCHEMA, {1: ""})
         except BaseException:
             self._db.close()
             raise

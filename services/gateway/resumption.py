@@ -37,8 +37,10 @@ from cohort.services.gateway.resume_forms import Connection, Form, Reader, Resum
 from cohort.services.gateway.resume_journal import DISK_ERRORS, Journal
 from cohort.services.gateway.resume_marks import LAST_EVENT_HEADER
 from cohort.services.gateway.resume_session import (
+    RESUME_HEADER,
     Outcome,
     Session,
+    asked_to_keep,
     cancelled,
     ended_entry,
     most_output_bytes,
@@ -52,7 +54,6 @@ from cohort.services.gateway.resume_tape import Tape
 from cohort.services.gateway.service_headers import CLASS_HEADER, IF_LATE_HEADER, TPOT_HEADER, TTFT_HEADER
 from cohort.services.gateway.timing import GatewayTimes
 
-RESUME_HEADER = "x-cohort-resume"
 STREAMS_PATH = "/v1/streams/{id}"
 _HEADERS = (CLASS_HEADER, TTFT_HEADER, TPOT_HEADER, IF_LATE_HEADER)
 LeaseOf = Callable[[str, TrafficClass], Lease | None]
@@ -97,19 +98,7 @@ class Resumption:
 
     def tape(self, headers: Mapping[str, str], call: Call, body: bytes) -> Tape | None:
         """For a request whose client wants to be able to resume; None for any other. Raises a 400 `RequestError`."""
-        asked = headers.get(RESUME_HEADER)
-        if asked is None or not self._config.resume_s:
-            return None
-        if asked.strip().lower() != "keep":
-            raise RequestError(f"{RESUME_HEADER}: 'keep', or no such header.", param=RESUME_HEADER)
-        if not call.stream:
-            raise RequestError(f"{RESUME_HEADER}: only a stream can be resumed.", param=RESUME_HEADER)
-        if call.scores_prompt:
-            raise RequestError(
-                f"{RESUME_HEADER}: not with log-probabilities of the prompt, which are computed and sent only once.",
-                param=RESUME_HEADER,
-            )
-        return Tape(bytes(body))
+        return Tape(bytes(body)) if self._config.resume_s and asked_to_keep(headers, call) else None
 
     async def begin(self, request: web.Request, answering: Answering, tape: Tape, form: Form) -> web.StreamResponse:
         """Of a request that was admitted, with this tape. Releases it, perhaps much later."""
@@ -461,7 +450,7 @@ class Resumption:
             call, [request.prompt_tokens for request in first], [request.sampling.max_tokens for request in first]
         )
         tape = Tape(b"", indexes=left, log=said)
-        times = GatewayTimes(arrived_s=now_s)
+        times = GatewayTimes(arrived_s=now_s, judged=None if lease is None else lease.judged)
         try:
             offer = Offered(
                 name,

@@ -52,7 +52,7 @@ from cohort.services.gateway.openai_api import OpenAiApi
 from cohort.services.gateway.openapi import ApiPages
 from cohort.services.gateway.owners import Owners
 from cohort.services.gateway.probes import Probes
-from cohort.services.gateway.request_bodies import RequestBodies, refuse_other_bodies
+from cohort.services.gateway.request_bodies import RequestBodies, expecting_later, invite_bodies, refuse_other_bodies
 from cohort.services.gateway.responses_api import ResponsesApi
 from cohort.services.gateway.responses_api_kept import KeptResponses
 from cohort.services.gateway.resume_forms import Resumable
@@ -191,6 +191,7 @@ class Gateway:
                 require_key(self._keyring),
                 self._tenants.middleware(),
                 refuse_other_bodies,
+                invite_bodies,
             ],
             client_max_size=gateway.max_body_bytes,
         )
@@ -198,7 +199,7 @@ class Gateway:
         pages = ApiPages(keys=self._keyring.required)
         apis = (self._api, self._resumption, self._responses, self._messages, batches, self._tokens, self._tenants)
         for part in (*apis, self._probes, self._front, self._chat, pages):
-            application.add_routes(part.routes())
+            application.add_routes([expecting_later(route) for route in part.routes()])
         return application
 
     async def run(self) -> None:

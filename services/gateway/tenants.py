@@ -12,7 +12,7 @@ this process: several gateways each grant them.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -39,20 +39,39 @@ USAGE_PATH = "/v1/usage"
 _NO_GENERATION = ("/v1/files", "/v1/batches")
 """What is posted here generates nothing by itself."""
 _DEFAULT_DAYS = 30
+OTHER_KEYS = "other"
+"""Stands for the keys without series of their own."""
 _LEASE = web.RequestKey("key_lease", Lease)
 _encode = msgspec.json.Encoder().encode
 
 
 class KeyMetrics:
-    """By the key's name: as many as there are keys."""
+    """By the key's name: as many as there are keys; of SLOs, which have several series each, for `slo_keys` at most."""
 
-    def __init__(self, make: MetricFactory) -> None:
+    def __init__(self, make: MetricFactory, slo_keys: int) -> None:
         by_key = ("key",)
         self.requests = make.counter("key_requests", "Requests of an API key that were admitted", by_key)
         self.refused = make.counter("key_refused", "Requests refused for a limit of their API key", by_key)
         self.prompt_tokens = make.counter("key_prompt_tokens", "Prompt tokens that an API key used", by_key)
         self.completion_tokens = make.counter("key_completion_tokens", "Tokens generated for an API key", by_key)
         self.open = make.gauge("key_open_requests", "Requests of an API key that are open now", by_key)
+        self._slo_keys = slo_keys
+        self._slo_names: set[str] = set()
+        self._slo = make.counter(
+            "key_slo_requests",
+            "Finished requests of an API key by objective (ttft, tpot, deadline) and outcome (met, missed)",
+            ("key", "class", "objective", "outcome"),
+        )
+
+    def judged(self, name: str, traffic_class: TrafficClass, outcomes: Mapping[str, bool]) -> None:
+        """The first keys that come have series of their own; the others share those of `other`."""
+        if not self._slo_keys:
+            return
+        if len(self._slo_names) < self._slo_keys:
+            self._slo_names.add(name)
+        label = name if name in self._slo_names else OTHER_KEYS
+        for objective, met in outcomes.items():
+            self._slo(label, traffic_class, objective, "met" if met else "missed").inc()
 
 
 class Tenants:
@@ -63,7 +82,7 @@ class Tenants:
         self._clock = clock
         self._default_class: TrafficClass = config.gateway.default_class
         self._most_days = config.keys.usage_days
-        self._metrics = KeyMetrics(metrics)
+        self._metrics = KeyMetrics(metrics, config.keys.slo_metric_keys)
         self._usage = UsageBook(config.keys, clock, log)
         self._budgets: dict[tuple[str, TrafficClass], KeyBudget] = {}
 
@@ -176,7 +195,12 @@ class Tenants:
                 self._count(key, traffic_class, Amounts(refused=1))
             raise
         self._metrics.open(key.name).inc()
+        lease.judged = lambda each, outcomes: self._judge(key, each, outcomes)
         return lease
+
+    def _judge(self, key: Key, traffic_class: TrafficClass, outcomes: Mapping[str, bool]) -> None:
+        self._metrics.judged(key.name, traffic_class, outcomes)
+        self._usage.add(key, traffic_class, Amounts(slo_requests=1, slo_met=int(all(outcomes.values()))))
 
     def _end(self, key: Key, lease: Lease, error: BaseException | None, *, refusals: bool = True) -> None:
         self._metrics.open(key.name).dec()

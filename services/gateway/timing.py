@@ -6,12 +6,16 @@ seconds.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cohort.common.machines.entry import Entry
 from cohort.common.metrics import TtftStage
-from cohort.common.types import Slo
+from cohort.common.types import Slo, TrafficClass
 from cohort.services.gateway.request_trace import RequestTrace
+
+Judged = Callable[[TrafficClass, Mapping[str, bool]], None]
+"""Of a choice that ended: its class, and by objective whether it was kept."""
 
 
 @dataclass(slots=True)
@@ -21,6 +25,8 @@ class GatewayTimes:
     arrived_s: float
     tokenize_s: float = 0.0
     trace: RequestTrace | None = None
+    judged: Judged | None = None
+    """Told of each choice that had SLOs; None: no API key asked."""
 
 
 def ttft_stages(times: GatewayTimes, entry: Entry) -> dict[TtftStage, float]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import structlog
@@ -17,6 +16,7 @@ from cohort.common.clock import Clock
 from cohort.common.config import KeysConfig
 from cohort.common.errors import RequestError
 from cohort.common.key_usage import Amounts, UsageRow, UsageStore, Where, day_of, default_path
+from cohort.common.sqlite_file import OnThread
 from cohort.common.types import TrafficClass
 from cohort.services.gateway.keyring import Key
 
@@ -34,8 +34,7 @@ class UsageBook:
         self._clock = clock
         self._log = log
         self._pending: _Used = {}
-        self._store: UsageStore | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._store: OnThread[UsageStore] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._swept = ""
         self._failing = False
@@ -43,11 +42,10 @@ class UsageBook:
         """Tokens of the day on which this was opened, until then."""
 
     async def open(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="key-usage")
-        loop, today = asyncio.get_running_loop(), day_of(self._clock.wall_s())
+        self._store = store = OnThread(lambda: UsageStore(self._path), "key-usage")
+        today = day_of(self._clock.wall_s())
         try:
-            self._store = store = await loop.run_in_executor(self._thread, UsageStore, self._path)
-            rows = await loop.run_in_executor(self._thread, lambda: store.rows(since=today, until=today))
+            rows = await store.run(lambda usage: usage.rows(since=today, until=today))
         except (sqlite3.Error, OSError) as error:
             self._log.error("usage of keys is NOT kept", database=str(self._path), reason=str(error))
             return
@@ -58,21 +56,18 @@ class UsageBook:
     async def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._thread is None:
-            return
         store = self._store
         if store is not None:
             await self.flush()
-            await asyncio.get_running_loop().run_in_executor(self._thread, store.close)
-        self._thread.shutdown()
-        self._thread = self._store = None
+            self._store = None
+            await asyncio.to_thread(store.close)
 
     def tokens_before(self, key: Key, traffic_class: TrafficClass) -> int:
         """Of today, until this was opened."""
         return self._before.get(Where(day_of(self._clock.wall_s()), key.id, traffic_class), 0)
 
     def add(self, key: Key, traffic_class: TrafficClass, more: Amounts) -> None:
-        if self._store is None:
+        if self._store is None or not self._store.opened:
             return
         where = Where(day_of(self._clock.wall_s()), key.id, traffic_class)
         _, amounts = self._pending.setdefault(where, (key.name, Amounts()))
@@ -85,11 +80,9 @@ class UsageBook:
         await self.flush()
         store, since = self._store, day_of(self._clock.wall_s() - DAY_S * days)
         try:
-            if store is None:
+            if store is None or not store.opened:
                 raise sqlite3.OperationalError("it was not opened")
-            return await asyncio.get_running_loop().run_in_executor(
-                self._thread, lambda: store.rows(since=since, key_id=key_id)
-            )
+            return await store.run(lambda usage: usage.rows(since=since, key_id=key_id))
         except sqlite3.Error as error:
             self._log.error("usage of keys cannot be read", reason=str(error))
             raise RequestError(
@@ -103,7 +96,7 @@ class UsageBook:
             return
         before = day_of(self._clock.wall_s() - DAY_S * self._days)
         try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._write, store, used, before)
+            await store.run(lambda usage: self._write(usage, used, before))
             self._failing = False
         except sqlite3.Error as error:
             for where, (name, amounts) in used.items():

@@ -57,11 +57,32 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     store = UsageStore(tmp_path / "u")
     store._db.execute("PRAGMA user_version = 9")
     store.close()
-    with pytest.raises(ConfigError, match="has version 9"):
+    with pytest.raises(ConfigError, match="has schema version 9"):
         UsageStore(tmp_path / "u")
     (tmp_path / "v").write_bytes(b"no database" * 500)
     with pytest.raises(sqlite3.DatabaseError):
         UsageStore(tmp_path / "v")
+
+
+def test_rows_of_before_go_on(tmp_path: Path) -> None:
+    """Of a database without SLOs: read as it is, and counted on after a gateway has opened it."""
+    path, where = tmp_path / "u", Where("2026-01-01", "key-1", "rt")
+    store = UsageStore(path)
+    store.add({where: ("alice", Amounts(1, 10, 5, 2))})
+    for column in ("slo_requests", "slo_met"):
+        store._db.execute(f"ALTER TABLE usage DROP COLUMN {column}")
+    store._db.execute("PRAGMA user_version = 1")
+    store.close()
+    before = UsageStore(path, read_only=True)
+    [row] = before.rows(since="2026")
+    assert (row.requests, row.slo_requests, row.slo_attainment) == (1, 0, None)
+    before.close()
+    for _ in range(2):
+        store = UsageStore(path)
+        store.add({where: ("alice", Amounts(1, 0, 0, 0, 2, 1))})
+        store.close()
+    [row] = UsageStore(path, read_only=True).rows(since="2026")
+    assert (row.requests, row.slo_requests, row.slo_met, row.slo_attainment) == (3, 4, 2, 0.5)
 
 
 def test_days_are_those_of_utc() -> None:

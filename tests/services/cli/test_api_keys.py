@@ -77,14 +77,14 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = UsageStore(tmp_path / "u")
     today, long_ago = day_of(time.time()), "2001-01-01"
     store.add({Where(day, "key-1", "rt"): ("alice", Amounts(1, 20, 300, 4)) for day in (today, long_ago)})
-    store.add({Where(today, "key-2", "be"): ("bob", Amounts(5, 6, 7, 8))})
+    store.add({Where(today, "key-2", "be"): ("bob", Amounts(5, 6, 7, 8, 4, 3))})
     store.close()
     where = ["--usage-file", str(tmp_path / "u")]
     assert cli.main(["keys", "usage", *where]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[1:]] == [
-        [today, "alice", "rt", "1", "20", "300", "4"],
-        [today, "bob", "be", "5", "6", "7", "8"],
+        [today, "alice", "rt", "1", "20", "300", "4", "0", "-"],
+        [today, "bob", "be", "5", "6", "7", "8", "4", "75.0%"],
     ]
     assert cli.main(["keys", "usage", *where, "--key", "bob", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
@@ -96,6 +96,8 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "prompt_tokens": 6,
         "completion_tokens": 7,
         "refused": 8,
+        "slo_requests": 4,
+        "slo_met": 3,
     }
 
 

@@ -106,6 +106,27 @@ async def test_a_client_that_leaves_frees_everything(open_site: OpenSite, stream
         assert site.predictor.observed == []  # a length nobody waited for teaches nothing
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/responses", {"model": "tiny", "input": "Hi"}),
+        ("/v1/messages", {"model": "tiny", "max_tokens": 100, "messages": [{"role": "user", "content": "Hi"}]}),
+    ],
+)
+async def test_a_client_of_any_api_that_leaves_frees_its_request(
+    open_site: OpenSite, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    async with open_site(step_s=0.05) as site:
+        asking = asyncio.create_task(site.post(path, {**body, "stream": stream}))
+        await running(site)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await eventually(site.nothing_left)
+        assert site.manager.cancelled
+
+
 async def test_a_client_that_does_not_read_is_given_up(open_site: OpenSite) -> None:
     options = {"write_timeout_s": 0.2, "max_request_work": 1_000_000, "max_open_work": 1_000_000}
     async with open_site(lambda request: [9] * 400, step_s=0.0, **options) as site:

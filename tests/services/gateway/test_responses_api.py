@@ -192,17 +192,6 @@ async def test_a_failure_in_mid_stream_is_told(open_site: OpenSite, monkeypatch:
         await eventually(site.nothing_left)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_frees_its_request(open_site: OpenSite, stream: bool) -> None:
-    async with open_site(step_s=0.05) as site:
-        asking = asyncio.create_task(site.post(PATH, {**ASK, "stream": stream}))
-        await eventually(lambda: bool(site.manager.held()))
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-        await eventually(site.nothing_left)
-        assert site.manager.cancelled
-
-
 # -- Refusals --------------------------------------------------------------------------------------------------------
 
 

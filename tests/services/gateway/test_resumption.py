@@ -35,6 +35,7 @@ class Read:
     last: str = ""
     texts: dict[int, str] = field(default_factory=dict)
     scores: dict[int, list[Any]] = field(default_factory=dict)
+    calls: dict[tuple[int, int], dict[str, str]] = field(default_factory=dict)
     finish: dict[int, str] = field(default_factory=dict)
     usage: list[Any] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
@@ -59,6 +60,12 @@ class Read:
             index = choice["index"]
             text = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
             self.texts[index] = self.texts.get(index, "") + text
+            for delta in choice.get("delta", {}).get("tool_calls", []):
+                place = (index, delta["index"])
+                assert ("id" in delta) == (place not in self.calls), "a call begins once"
+                call = self.calls.setdefault(place, {"id": delta.get("id", ""), "name": "", "arguments": ""})
+                call["name"] += delta["function"].get("name", "")
+                call["arguments"] += delta["function"]["arguments"]
             if choice.get("logprobs"):
                 told = choice["logprobs"].get("tokens") or choice["logprobs"].get("content") or []
                 self.scores.setdefault(index, []).extend(told)
@@ -127,6 +134,9 @@ def same(ours: Read, theirs: Read) -> None:
     assert ours.texts == theirs.texts
     assert ours.finish == theirs.finish
     assert ours.scores == theirs.scores
+    assert {place: (call["name"], call["arguments"]) for place, call in ours.calls.items()} == {
+        place: (call["name"], call["arguments"]) for place, call in theirs.calls.items()
+    }
     assert [each["completion_tokens"] for each in ours.usage] == [each["completion_tokens"] for each in theirs.usage]
     assert [each["prompt_tokens"] for each in ours.usage] == [each["prompt_tokens"] for each in theirs.usage]
     assert len(set(ours.ids)) == 1
@@ -345,6 +355,43 @@ async def test_a_disk_that_refuses_for_a_while_leaves_no_gap(
         await rest(site, again)
         same(again, read)
         assert again.texts[0] == ANSWER
+
+
+@pytest.mark.parametrize("body", [PROMPT, {**PROMPT, "n": 2, "temperature": 1}, {**PROMPT, "stop": ["fox"]}])
+async def test_what_the_disk_refused_before_a_kill_comes_again_unseen(
+    open_site: OpenSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    """The client is further than what was written, and to the end of its choice where a stop string ended that."""
+    append, full = ResumeStore.append, False
+
+    def refusing(store: ResumeStore, *args: Any) -> Any:
+        if full:
+            raise sqlite3.OperationalError("database or disk is full")
+        return append(store, *args)
+
+    monkeypatch.setattr(ResumeStore, "append", refusing)
+    copy = tmp_path / "copy.sqlite3"
+    async with open_site(step_s=STEP_S) as first:
+        undisturbed = await whole(first, "/v1/completions", body)
+        read = Read()
+        async with reading(first, read, "/v1/completions", body) as events:
+            for _ in range(3):
+                await anext(events)
+            full = True
+            for _ in range(6):
+                await anext(events)
+                if read.finish:
+                    break
+            with sqlite3.connect(tmp_path / "streams.sqlite3") as source, sqlite3.connect(copy) as target:
+                source.backup(target)
+        full = False
+        async with open_site(step_s=STEP_S, resume_file=str(copy), batch=other(tmp_path)) as second:
+            told = len(read.ids)
+            await some(second, read, 2, f"/v1/streams/{read.token}")
+            assert second.manager.submitted[0].output_known < told
+            await rest(second, read)
+            same(read, undisturbed)
+            await eventually(second.nothing_left)
 
 
 async def test_off_or_full_it_is_a_plain_stream(open_site: OpenSite) -> None:

@@ -10,12 +10,16 @@ from typing import Any
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from cohort.common.config import KeyLimits
 from cohort.common.errors import ConfigError, RequestError
 from cohort.common.key_file import OwnLimits, editing, new_key, revoked
 from cohort.common.key_usage import UsageStore
+from cohort.services.gateway.generator import Generator
 from cohort.services.gateway.key_budget import KeyBudget
+from cohort.services.gateway.request_bodies import RequestBodies
+from cohort.services.gateway.tokenizer import Tokenizer
 from tests.services.gateway.batch_client import ask, begin, client_of, ended, job
 from tests.services.gateway.conftest import OpenSite, Site, eventually
 
@@ -142,6 +146,110 @@ async def test_requests_beyond_the_minute_are_refused_and_told_when(open_site: O
         metrics = await (await site.session.get(site.url + "/metrics")).text()
         assert 'cohort_key_refused_total{instance="gateway",key="alice"' in metrics
         assert "key-" not in metrics and "ck_" not in metrics
+
+
+LARGE = b'{"prompt": "' + b"x " * 5_000_000 + b'"}'
+
+
+@pytest.mark.parametrize("limit", ["requests_per_minute", "tokens_per_day", "concurrent_requests"])
+async def test_a_refusal_looks_at_no_body(
+    open_site: OpenSite, key_file: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """Ten megabytes are neither collected nor parsed nor tokenised, and are not even invited."""
+    looked: list[str] = []
+    alice = add(key_file, "alice", rt=OwnLimits(**{limit: 1 if limit != "tokens_per_day" else 5}))
+    async with open_site(endless, keys=of(key_file), step_s=0.02, max_body_bytes=20 << 20) as site:
+        running = asyncio.create_task(post(site, alice, {**ASK, "max_tokens": 4 if limit == "tokens_per_day" else 500}))
+        await eventually(lambda: bool(site.manager.submitted))
+        for owner, name in ((RequestBodies, "reading"), (Generator, "parsed"), (Tokenizer, "encode_soon")):
+            original = getattr(owner, name)
+
+            def noted(self: Any, *args: Any, original: Any = original, name: str = name, **more: Any) -> Any:
+                looked.append(name)
+                return original(self, *args, **more)
+
+            monkeypatch.setattr(owner, name, noted)
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
+            headers = {**alice, "Content-Type": "application/json"}
+            async with site.session.post(site.url + path, data=LARGE, headers=headers) as response:
+                assert response.status == 429 and limit in await response.text()
+            assert b" 429 " in await first_line(site, path, alice)
+        assert not looked and not site.gateway.generator.bodies.in_flight_bytes
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await eventually(site.nothing_left)
+
+
+async def first_line(site: Site, path: str, headers: dict[str, str]) -> bytes:
+    """What a client that asks first is told."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.gateway.port)
+    given = {**headers, "Content-Type": "application/json", "Content-Length": str(len(LARGE)), "Expect": "100-continue"}
+    lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", *(f"{name}: {value}" for name, value in given.items())]
+    writer.write("\r\n".join([*lines, "", ""]).encode())
+    line = await reader.readline()
+    writer.close()
+    return line
+
+
+async def test_a_body_is_invited_once_its_headers_are_good(open_site: OpenSite, key_file: Path) -> None:
+    alice = add(key_file, "alice")
+    async with open_site(keys=of(key_file)) as site:
+        assert b" 100 " in await first_line(site, "/v1/completions", alice)
+        assert b" 401 " in await first_line(site, "/v1/completions", {})
+        async with site.session.post(site.url + "/v1/completions", json=ASK, headers=alice, expect100=True) as response:
+            assert response.status == 200
+        async with site.session.post(
+            site.url + "/v1/completions", json=ASK, headers={**alice, "Expect": "the best"}
+        ) as response:
+            assert response.status == 417
+
+
+# -- SLOs ----------------------------------------------------------------------------------------------------------
+
+
+async def test_slos_are_counted_by_key_and_class(open_site: OpenSite, key_file: Path) -> None:
+    alice, bob = add(key_file, "alice"), add(key_file, "bob")
+    late = {"x-cohort-ttft-slo-ms": "0.001"}
+    async with open_site(keys=of(key_file)) as site:
+        await post(site, alice)
+        await post(site, {**alice, **late}, {**ASK, "n": 2})
+        await post(site, {**alice, **late, "x-cohort-class": "be"})
+        await post(site, {**bob, "x-cohort-class": "be"})  # without SLOs
+        await eventually(site.nothing_left)
+        rows = {(row["key_name"], row["class"]): row for row in await usage(site, alice)}
+        assert {place: (row["slo_requests"], row["slo_met"]) for place, row in rows.items()} == {
+            ("alice", "rt"): (3, 1),
+            ("alice", "be"): (1, 0),
+        }
+        [row] = await usage(site, bob)
+        assert (row["requests"], row["slo_requests"], row["slo_met"]) == (1, 0, 0)
+        series = await slo_series(site)
+        assert series["alice", "rt", "ttft", "met"] == 1 and series["alice", "rt", "ttft", "missed"] == 2
+        assert series["alice", "be", "ttft", "missed"] == 1
+        assert not any(key == "bob" for key, *_ in series)
+
+
+async def slo_series(site: Site) -> dict[tuple[str, ...], float]:
+    metrics = await (await site.session.get(site.url + "/metrics")).text()
+    return {
+        tuple(sample.labels[name] for name in ("key", "class", "objective", "outcome")): sample.value
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+        if sample.name == "cohort_key_slo_requests_total"
+    }
+
+
+@pytest.mark.parametrize(("most", "names"), [(2, {"one", "two", "other"}), (0, set()), (9, {"one", "two", "three"})])
+async def test_the_series_of_keys_are_bounded(open_site: OpenSite, key_file: Path, most: int, names: set[str]) -> None:
+    keys = [add(key_file, name) for name in ("one", "two", "three")]
+    async with open_site(keys=of(key_file, slo_metric_keys=most)) as site:
+        for key in (*keys, *keys):
+            await post(site, key)
+        await eventually(site.nothing_left)
+        series = await slo_series(site)
+        assert {key for key, *_ in series} == names
+        assert sum(value for (_, _, objective, _), value in series.items() if objective == "ttft") == (6 if most else 0)
+        assert [(await usage(site, key))[0]["slo_requests"] for key in keys] == [2, 2, 2]
 
 
 async def test_streams_and_errors_name_the_limits_too(open_site: OpenSite, key_file: Path) -> None:

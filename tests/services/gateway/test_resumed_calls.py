@@ -1,0 +1,65 @@
+"""Resumable chats with calls of tools, forms, scores, choices and stop strings: the rest comes to the letter."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.services.gateway.conftest import ANSWER, OpenSite
+from tests.services.gateway.test_resumption import CHAT, STEP_S, Read, other, reading, rest, same, some, whole
+from tests.services.gateway.test_structured_output import CALLS, TOOLS, roomy  # noqa: F401
+
+TOOLS_OF = {"tools": TOOLS, "max_tokens": 400}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}
+
+
+@pytest.mark.parametrize(
+    ("more", "answer"),
+    [
+        (TOOLS_OF, CALLS),
+        ({**TOOLS_OF, "parallel_tool_calls": False}, CALLS),
+        ({**TOOLS_OF, "n": 2, "temperature": 1, "logprobs": True, "top_logprobs": 1}, CALLS),
+        ({**TOOLS_OF, "tool_choice": "required"}, CALLS.removeprefix("Sure.\n")),
+        (TOOLS_OF, "There is <tool_call> no call in it, <tool_cal"),
+        (FORM, '{"a": "one two three four"}'),
+        ({**FORM, "n": 2, "logprobs": True}, '{"a": "one two three four"}'),
+        ({"stop": ["3456", "x" * 20]}, ANSWER),
+    ],
+)
+async def test_calls_forms_and_stops_go_on_wherever_they_break(
+    open_site: OpenSite,
+    tmp_path: Path,
+    roomy: Path,  # noqa: F811
+    more: dict[str, Any],
+    answer: str,
+) -> None:
+    """At every fourth place, of the stream as a killed gateway left it there, and of the whole one."""
+    path, body, copy = "/v1/chat/completions", {**CHAT, **more}, tmp_path / "copy.sqlite3"
+    async with open_site(answer, model=roomy, step_s=STEP_S / 4) as first:
+        undisturbed = await whole(first, path, body)
+        read = Read()
+        async with reading(first, read, path, body) as events:
+            for _ in range(7):
+                await anext(events)
+            with sqlite3.connect(tmp_path / "streams.sqlite3") as source, sqlite3.connect(copy) as target:
+                source.backup(target)
+        async with open_site(
+            answer, model=roomy, step_s=STEP_S / 4, resume_file=str(copy), batch=other(tmp_path)
+        ) as second:
+            await some(second, read, 3, f"/v1/streams/{read.token}")
+            await rest(second, read)
+        same(read, undisturbed)
+        again = Read(token=read.token)
+        await rest(first, again)
+        same(again, undisturbed)
+        assert again.calls == read.calls, "the same ids too"
+        for seen in range(1, len(undisturbed.ids), 4):
+            part = Read()
+            await some(first, part, seen, path, body)
+            await some(first, part, 2, f"/v1/streams/{part.token}")
+            await rest(first, part)
+            same(part, undisturbed)

@@ -25,7 +25,7 @@ from tests.e2e.pipeline import Pipeline, free_port
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
-STREAMS = 16
+STREAMS = 18
 NEW_TOKENS = 48
 DEADLINE_S = 120.0
 
@@ -41,13 +41,21 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> I
         yield running
 
 
-def bodies() -> list[tuple[str, dict[str, Any]]]:
-    """Completions and chats: greedy, seeded, with log-probabilities, bound to a form, and of two choices."""
+def bodies(model: str) -> list[tuple[str, dict[str, Any]]]:
+    """All four APIs: greedy, seeded, with log-probabilities, bound to a form, and of two choices."""
     made: list[tuple[str, dict[str, Any]]] = []
     for index in range(STREAMS):
         body: dict[str, Any] = {"max_tokens": NEW_TOKENS, "seed": index, "temperature": 0.8 if index % 2 else 0}
         question = f"Tell me about the number {index}."
-        match index % 4:
+        match index % 6:
+            case 4:
+                asked = {"input": question, "max_output_tokens": NEW_TOKENS, "top_logprobs": 1, "seed": index}
+                made.append(("/v1/responses", {**asked, "temperature": 0.8}))
+            case 5:
+                messages = [{"role": "user", "content": question}]
+                made.append(
+                    ("/v1/messages", {"model": model, "messages": messages, "max_tokens": NEW_TOKENS, "temperature": 0})
+                )
             case 0:
                 made.append(("/v1/completions", {**body, "prompt": question, "ignore_eos": True}))
             case 1:
@@ -69,6 +77,8 @@ class Got:
     scored: dict[int, list[str]] = field(default_factory=dict)
     finish: dict[int, str] = field(default_factory=dict)
     usage: tuple[int, int] = (0, 0)
+    kinds: list[str] = field(default_factory=list)
+    """Of named events, which are numbered from 0 on."""
     done: bool = False
     breaks: int = 0
 
@@ -78,6 +88,9 @@ class Got:
             return
         event = json.loads(lines["data"])
         assert "error" not in event, event
+        if "event" in lines:
+            self.take_named(event, lines)
+            return
         self.last = lines["id"]
         if event.get("usage"):
             self.usage = (event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"])
@@ -88,6 +101,29 @@ class Got:
             self.scored.setdefault(index, []).extend((choice.get("logprobs") or {}).get("tokens") or [])
             if choice["finish_reason"]:
                 self.finish[index] = choice["finish_reason"]
+
+    def take_named(self, event: dict[str, Any], lines: dict[str, str]) -> None:
+        if event["type"] == "ping":
+            return
+        self.last = lines["id"]
+        assert int(self.last) == len(self.kinds) == event.get("sequence_number", len(self.kinds)), "no gap, no double"
+        self.kinds.append(event["type"])
+        match event["type"]:
+            case "response.output_text.delta":
+                self.texts[0] = self.texts.get(0, "") + event["delta"]
+                self.scored.setdefault(0, []).extend(each["token"] for each in event["logprobs"])
+            case "content_block_delta":
+                self.texts[0] = self.texts.get(0, "") + event["delta"]["text"]
+            case "response.completed" | "response.incomplete":
+                [message] = event["response"]["output"]
+                assert message["content"][0]["text"] == self.texts[0]
+                self.usage = (event["response"]["usage"]["input_tokens"], event["response"]["usage"]["output_tokens"])
+                self.done = True
+            case "message_delta":
+                self.usage = (0, event["usage"]["output_tokens"])
+                self.finish[0] = event["delta"]["stop_reason"]
+            case "message_stop":
+                self.done = True
 
 
 async def read(response: aiohttp.ClientResponse, got: Got) -> None:
@@ -106,7 +142,9 @@ async def read(response: aiohttp.ClientResponse, got: Got) -> None:
 async def client(url: str, path: str, body: dict[str, Any], resume_at: str) -> Got:
     """Streams, and resumes at that server until all is there."""
     got = Got()
-    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    asked = {**body, "stream": True}
+    if "completions" in path:
+        asked["stream_options"] = {"include_usage": True}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as session:
         try:
             async with session.post(url + path, json=asked, headers={"x-cohort-resume": "keep"}) as response:
@@ -129,7 +167,8 @@ async def client(url: str, path: str, body: dict[str, Any], resume_at: str) -> G
 
 
 async def all_clients(pipeline: Pipeline, resume_at: str) -> list[asyncio.Task[Got]]:
-    return [asyncio.create_task(client(pipeline.url, path, body, resume_at)) for path, body in bodies()]
+    made = bodies(Path(pipeline._given["model"]["path"]).name)
+    return [asyncio.create_task(client(pipeline.url, path, body, resume_at)) for path, body in made]
 
 
 async def until_half_is_said(pipeline: Pipeline) -> None:
@@ -147,7 +186,7 @@ def check(answers: list[Got], undisturbed: list[Got]) -> None:
     assert sum(got.breaks for got in answers) > STREAMS // 2, "the gateway died too late to break much"
     for ours, theirs in zip(answers, undisturbed, strict=True):
         assert (ours.texts, ours.finish, ours.scored) == (theirs.texts, theirs.finish, theirs.scored)
-        assert ours.usage == theirs.usage
+        assert (ours.usage, ours.kinds) == (theirs.usage, theirs.kinds)
 
 
 @pytest.fixture(scope="module")

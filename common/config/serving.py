@@ -100,9 +100,8 @@ class KeysConfig(Section, frozen=True):
     usage_days: Positive = 400  # how long it is kept
     # where several keys ask: the cluster's work by their weights while they wait; false = in the scheduler's order
     fair_sharing: bool = True
-    slo_metric_keys: NotNegative = (
-        100  # with a series of their own in /metrics, the rest are "other"; 0 = no such metric
-    )
+    # keys with series of their own in cohort_key_slo_requests_total, the rest are "other"; 0 = no such metric
+    slo_metric_keys: NotNegative = 100
     rt: KeyLimits = KeyLimits()
     be: KeyLimits = KeyLimits()
 

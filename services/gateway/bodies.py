@@ -24,9 +24,54 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
-Milliseconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+# Of an SLO, in the body or a header: one that is not 0 seconds, which would mean none.
+LEAST_MS, MOST_MS = 1e-3, 1e9
+Milliseconds = Annotated[float, msgspec.Meta(ge=LEAST_MS, le=MOST_MS)]
 Signed64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 StopString = Annotated[str, msgspec.Meta(min_length=1)]
+# What is decoded by hand, as `/openapi.json` says it.
+Prompt = Annotated[
+    msgspec.Raw,
+    msgspec.Meta(
+        extra_json_schema={
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+                {
+                    "type": "array",
+                    "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+                    "minItems": 1,
+                },
+            ]
+        }
+    ),
+]
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+Message = Annotated[
+    dict[str, Any],
+    msgspec.Meta(
+        extra_json_schema={
+            "properties": {
+                "role": {"type": "string", "minLength": 1},
+                "content": {
+                    "anyOf": [
+                        {"type": "string"},
+                        {"type": "array", "items": {"anyOf": [{"type": "string"}, _TEXT_PART]}},
+                        {"type": "null"},
+                    ]
+                },
+                "name": {"type": ["string", "null"]},
+                "tool_call_id": {"type": ["string", "null"]},
+            },
+            "required": ["role"],
+        }
+    ),
+]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -149,7 +194,7 @@ class GeneratingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class CompletionBody(GeneratingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions."""
 
-    prompt: msgspec.Raw  # `prompt_field.py` decodes it, one prompt at a time
+    prompt: Prompt  # `prompt_field.py` decodes it, one prompt at a time
     echo: bool | None = None
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
@@ -159,7 +204,7 @@ class CompletionBody(GeneratingBody, frozen=True, kw_only=True, forbid_unknown_f
 class ChatBody(GeneratingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions. Messages stay maps: their keys are the chat template's business."""
 
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None

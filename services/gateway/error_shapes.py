@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -18,6 +17,17 @@ from cohort.services.gateway.service_headers import printable
 
 MESSAGES_PATH = "/v1/messages"
 _MESSAGE_CHARACTERS = 2000
+
+
+class OpenAiProblem(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class OpenAiError(msgspec.Struct, frozen=True):
+    error: OpenAiProblem
 
 
 class AnthropicProblem(msgspec.Struct, frozen=True):
@@ -32,16 +42,15 @@ class AnthropicError(msgspec.Struct, frozen=True):
     error: AnthropicProblem
 
 
-def error_body(error: RequestError) -> dict[str, Any]:
-    """In OpenAI's shape."""
-    return {
-        "error": {
-            "message": printable(error.message, _MESSAGE_CHARACTERS),
-            "type": error.type_,
-            "param": None if error.param is None else printable(error.param, 200),
-            "code": error.status,
-        }
-    }
+def error_body(error: RequestError) -> OpenAiError:
+    return OpenAiError(
+        OpenAiProblem(
+            message=printable(error.message, _MESSAGE_CHARACTERS),
+            type=error.type_,
+            param=None if error.param is None else printable(error.param, 200),
+            code=error.status,
+        )
+    )
 
 
 def anthropic_error(error: RequestError) -> AnthropicError:
@@ -50,7 +59,7 @@ def anthropic_error(error: RequestError) -> AnthropicError:
     )
 
 
-def shaped_error(error: RequestError, path: str) -> AnthropicError | dict[str, Any]:
+def shaped_error(error: RequestError, path: str) -> AnthropicError | OpenAiError:
     """As clients of this path expect it."""
     if path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/"):
         return anthropic_error(error)

@@ -21,6 +21,13 @@ DOCS_PATH = "/docs"
 OPENAPI_PATH = "/openapi.json"
 
 
+class Front(msgspec.Struct, frozen=True):
+    name: str
+    version: str
+    model: str
+    links: dict[str, str]
+
+
 class FrontPage:
     def __init__(self, config: Config, card: ModelCard) -> None:
         monitor = config.monitor
@@ -49,5 +56,5 @@ class FrontPage:
         }
         if live:
             links["live_page"] = live
-        body = {"name": "cohort", "version": cohort.__version__, "model": self._model, "links": links}
-        return web.Response(body=msgspec.json.encode(body), content_type="application/json", headers=headers)
+        body = msgspec.json.encode(Front("cohort", cohort.__version__, self._model, links))
+        return web.Response(body=body, content_type="application/json", headers=headers)

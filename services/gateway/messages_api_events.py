@@ -66,7 +66,7 @@ class Ping(msgspec.Struct, frozen=True, tag_field="type", tag="ping"):
     pass
 
 
-class TextDelta(msgspec.Struct, frozen=True, tag_field="type", tag="text_delta"):
+class TextBlockDelta(msgspec.Struct, frozen=True, tag_field="type", tag="text_delta"):
     text: str
 
 
@@ -76,7 +76,7 @@ class InputDelta(msgspec.Struct, frozen=True, tag_field="type", tag="input_json_
 
 class BlockDelta(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_delta"):
     index: int
-    delta: TextDelta | InputDelta
+    delta: TextBlockDelta | InputDelta
 
 
 class BlockStop(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_stop"):
@@ -179,7 +179,7 @@ class MessageWriter:
             last = _Text()
             yield from self._open(last, TextBlock(""))
         last.parts.append(text)
-        yield BlockDelta(len(self._blocks) - 1, TextDelta(text))
+        yield BlockDelta(len(self._blocks) - 1, TextBlockDelta(text))
 
     def _argue(self, call: CallDelta) -> Iterator[Event]:
         if call.id:

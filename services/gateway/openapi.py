@@ -1,129 +1,52 @@
 """`/openapi.json`, and `/docs` to read it: what the API takes and gives, from the structs that parse and answer.
 
-A field is documented because it is parsed: nothing here names one. Both are made once, at start; the page is plain HTML
-without scripts or anything from elsewhere. Called by aiohttp.
+A field is documented because it is parsed: nothing here names one. Which operations there are and what each can answer
+is `openapi_operations.py`. Both are made once, at start; the page is plain HTML without scripts or anything from
+elsewhere. Called by aiohttp.
 """
 
 from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Mapping
-from typing import Any, get_type_hints
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
 import cohort
-from cohort.services.gateway.bodies import ChatBody, CompletionBody
-from cohort.services.gateway.error_shapes import MESSAGES_PATH, AnthropicError
+from cohort.services.gateway.error_shapes import MESSAGES_PATH, AnthropicError, OpenAiError
 from cohort.services.gateway.front_page import DOCS_PATH, OPENAPI_PATH
-from cohort.services.gateway.messages_api import COUNT_TOKENS_PATH, CountedTokens
-from cohort.services.gateway.messages_api_bodies import CountTokensBody, MessagesBody
-from cohort.services.gateway.messages_api_events import MessageAnswer
-from cohort.services.gateway.openai_shapes import Answer, ChatChoice, CompletionChoice
-from cohort.services.gateway.responses_api import RESPONSES_PATH, DeletedResponse, InputItems
-from cohort.services.gateway.responses_api_bodies import ResponsesBody
-from cohort.services.gateway.responses_api_events import ResponseObject
-from cohort.services.gateway.token_api import (
-    DETOKENIZE_PATH,
-    TOKENIZE_PATH,
-    DetokenizeBody,
-    Detokenized,
-    TokenizeBody,
-    Tokenized,
-)
+from cohort.services.gateway.openapi_operations import EVENTS, EVERYWHERE, FORM, JSON, OPERATIONS, Operation
+from cohort.services.gateway.token_api import DETOKENIZE_PATH, TOKENIZE_PATH
 
-
-def _answer(name: str, choice: type) -> type:
-    """`Answer` with the choices of one endpoint."""
-    hints = get_type_hints(Answer)
-    hints["choices"] = list[choice]  # type: ignore[valid-type]
-    fields = [(field.name, hints[field.name], field.default) for field in msgspec.structs.fields(Answer)]
-    return msgspec.defstruct(name, [f[:2] if f[2] is msgspec.NODEFAULT else f for f in fields])
-
-
-_Operation = tuple[str, str, str, type | None, type | None]
-"""Method, path, one line, body and answer."""
-_OPERATIONS: tuple[_Operation, ...] = (
-    (
-        "post",
-        "/v1/completions",
-        "Continue a prompt; a stream of the same with `stream`.",
-        CompletionBody,
-        _answer("Completion", CompletionChoice),
-    ),
-    (
-        "post",
-        "/v1/chat/completions",
-        "Answer a chat; a stream of the same with `stream`.",
-        ChatBody,
-        _answer("ChatCompletion", ChatChoice),
-    ),
-    ("get", "/v1/streams/{id}", "The rest of a stream behind `Last-Event-ID`.", None, None),
-    ("delete", "/v1/streams/{id}", "End a stream that can be resumed.", None, None),
-    (
-        "post",
-        RESPONSES_PATH,
-        "Answer items or a text, and go on with what was answered; a stream of events with `stream`.",
-        ResponsesBody,
-        ResponseObject,
-    ),
-    ("get", RESPONSES_PATH + "/{id}", "A response that is kept.", None, ResponseObject),
-    ("delete", RESPONSES_PATH + "/{id}", "Delete it.", None, DeletedResponse),
-    ("get", RESPONSES_PATH + "/{id}/input_items", "What it was made from.", None, InputItems),
-    ("post", RESPONSES_PATH + "/{id}/cancel", "Refused: a response that is kept has ended.", None, None),
-    (
-        "post",
-        MESSAGES_PATH,
-        "Answer messages as Anthropic's API does; a stream of events with `stream`.",
-        MessagesBody,
-        MessageAnswer,
-    ),
-    ("post", COUNT_TOKENS_PATH, "The tokens of a prompt of messages.", CountTokensBody, CountedTokens),
-    ("get", "/v1/models", "The model that is served.", None, None),
-    ("post", TOKENIZE_PATH, "A prompt or a chat as token ids.", TokenizeBody, Tokenized),
-    ("post", DETOKENIZE_PATH, "Token ids as text.", DetokenizeBody, Detokenized),
-    ("post", "/v1/files", "Upload a file of requests.", None, None),
-    ("get", "/v1/files", "The files of this key.", None, None),
-    ("get", "/v1/files/{id}", "A file.", None, None),
-    ("get", "/v1/files/{id}/content", "Its content.", None, None),
-    ("delete", "/v1/files/{id}", "Delete a file.", None, None),
-    ("post", "/v1/batches", "Work off a file of requests.", None, None),
-    ("get", "/v1/batches", "The batches of this key.", None, None),
-    ("get", "/v1/batches/{id}", "A batch.", None, None),
-    ("post", "/v1/batches/{id}/cancel", "End a batch.", None, None),
-    ("get", "/v1/usage", "What this key used, by day and class.", None, None),
-    ("get", "/health", "Whether the process lives.", None, None),
-    ("get", "/ready", "Whether a request could be served now.", None, None),
-    ("get", "/version", "Version, preset and model.", None, None),
-    ("get", "/metrics", "Prometheus text.", None, None),
-)
 _REF = "#/components/schemas/"
 _KEYS = {
     "key": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
 """Either will do."""
-_ERROR = {
-    "description": "What is wrong, in OpenAI's shape.",
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "properties": {
-                    "error": {
-                        "type": "object",
-                        "properties": {
-                            "message": {"type": "string"},
-                            "type": {"type": "string"},
-                            "param": {"type": ["string", "null"]},
-                            "code": {"type": "integer"},
-                        },
-                    }
-                },
-            }
-        }
-    },
+_ID_HEADER = {"x-request-id": {"required": True, "schema": {"type": "string"}}}
+_WORDS = {
+    200: "The answer.",
+    204: "Done.",
+    206: "The part that `Range` names.",
+    302: "A browser is led to a page.",
+    400: "The request says something wrong; `param` names the field.",
+    401: "No API key, or one that is not known.",
+    403: "A page of another site in a browser, or what this key may not do.",
+    404: "There is no such thing, for this key.",
+    408: "The body came too slowly.",
+    409: "Not in its present state.",
+    410: "It is over.",
+    413: "The body is too long.",
+    415: "The body is of a type that is not read here.",
+    416: "The range lies beyond the end.",
+    429: "Too much at once, or beyond a limit of this key; `Retry-After` says when to come again.",
+    500: "A defect of the server.",
+    503: "No worker, or no database, now.",
+    504: "The request took too long.",
+    507: "The storage is full.",
 }
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1b1f24 }
@@ -136,9 +59,9 @@ summary { cursor: pointer; padding: .4rem 0 }
 
 
 class ApiPages:
-    def __init__(self, *, keys: bool) -> None:
-        """`keys`: whether a bearer token is asked for."""
-        document = openapi(keys=keys)
+    def __init__(self, *, keys: bool, model: str) -> None:
+        """`keys`: whether a bearer token is asked for. `model`: its served name, for the examples."""
+        document = openapi(keys=keys, model=model)
         self._document = msgspec.json.encode(document)
         self._page = docs_page(document)
 
@@ -153,39 +76,97 @@ class ApiPages:
         return web.Response(text=self._page, content_type="text/html", headers=headers)
 
 
-def openapi(*, keys: bool) -> dict[str, Any]:
-    documented = (each for row in _OPERATIONS for each in row[3:] if each is not None)
-    structs = list(dict.fromkeys((*documented, AnthropicError)))
+def openapi(*, keys: bool, model: str) -> dict[str, Any]:
+    documented = (each for row in OPERATIONS for each in (row.body, row.answer, *row.events))
+    structs = list(dict.fromkeys((*(each for each in documented if each is not None), OpenAiError, AnthropicError)))
     schemas, components = msgspec.json.schema_components(structs, ref_template=f"{_REF}{{name}}")
     schema_of = dict(zip(structs, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
-    for method, path, summary, body, answer in _OPERATIONS:
-        operation: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "The answer."}}}
-        operation["responses"]["default"] = (
-            {"description": "What is wrong, in Anthropic's shape.", "content": _json_content(schema_of[AnthropicError])}
-            if path.startswith(MESSAGES_PATH)
-            else _ERROR
-        )
-        if body is not None:
-            operation["requestBody"] = {"required": True, "content": _json_content(schema_of[body])}
-        if answer is not None:
-            operation["responses"]["200"]["content"] = _json_content(schema_of[answer])
-        if "{id}" in path:
-            operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
-        if keys and (path.startswith("/v1") or body in (TokenizeBody, DetokenizeBody)):
-            operation["security"] = [{name: []} for name in _KEYS]
-        paths.setdefault(path, {})[method] = operation
+    for operation in OPERATIONS:
+        with_key = keys and (operation.path.startswith("/v1") or operation.path in (TOKENIZE_PATH, DETOKENIZE_PATH))
+        described: dict[str, Any] = {
+            "operationId": operation.id,
+            "summary": operation.summary,
+            "responses": _responses(operation, schema_of, with_key=with_key),
+        }
+        if content := _taken(operation, schema_of, model):
+            described["requestBody"] = {"required": True, "content": content}
+        if parameters := [*_path_parameters(operation.path), *operation.parameters]:
+            described["parameters"] = parameters
+        if with_key:
+            described["security"] = [{name: []} for name in _KEYS]
+        paths.setdefault(operation.path, {})[operation.method] = described
     security = {"securitySchemes": _KEYS} if keys else {}
+    errors = {
+        f"{kind.__name__}{status}": _response(status, {"content": {JSON: {"schema": schema_of[kind]}}})
+        for kind in (OpenAiError, AnthropicError)
+        for status in _WORDS
+        if status >= 400
+    }
     return {
         "openapi": "3.1.0",
         "info": {"title": "Cohort", "version": cohort.__version__},
         "paths": paths,
-        "components": {"schemas": components, **security},
+        "components": {"schemas": components, "responses": errors, **security},
     }
 
 
-def _json_content(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {"application/json": {"schema": schema}}
+def _responses(operation: Operation, schema_of: Mapping[Any, Any], *, with_key: bool) -> dict[str, Any]:
+    kind = AnthropicError if operation.path.startswith(MESSAGES_PATH) else OpenAiError
+    error = schema_of[kind]
+    answers: dict[int, dict[str, Any]] = {}
+    if operation.success:
+        content = {}
+        if operation.media:
+            schema = {"type": "string"} if operation.answer is None else schema_of[operation.answer]
+            content[operation.media] = {"schema": schema}
+        if operation.events:
+            content[EVENTS] = {"schema": _event_schema([schema_of[each] for each in operation.events], error)}
+        answers[operation.success] = {"content": content} if content else {}
+        if operation.links:
+            given = {"parameters": {"id": "$response.body#/id"}}
+            answers[operation.success]["links"] = {name: {"operationId": name, **given} for name in operation.links}
+    if operation.redirects:
+        answers[302] = {}
+    if 416 in operation.errors:
+        answers[206] = answers[operation.success]
+    wrong = {*EVERYWHERE, *operation.errors, *((401, 429) if with_key else ())}
+    if operation.id == "ready":
+        answers[503] = answers[operation.success]
+        wrong.discard(503)
+    described = {status: {"$ref": f"#/components/responses/{kind.__name__}{status}"} for status in wrong}
+    described |= {status: _response(status, answer) for status, answer in answers.items()}
+    return {str(status): described[status] for status in sorted(described)}
+
+
+def _event_schema(data: list[Any], error: Any) -> dict[str, Any]:
+    """Of one event of a stream; its data is JSON, but for the last of OpenAI's chunks."""
+    text = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": [*data, error]}}
+    return {"type": "object", "properties": {"data": {"anyOf": [{"const": "[DONE]"}, text]}}, "required": ["data"]}
+
+
+def _response(status: int, answer: Mapping[str, Any]) -> dict[str, Any]:
+    return {"description": _WORDS[status], "headers": _ID_HEADER, **answer}
+
+
+def _taken(operation: Operation, schema_of: Mapping[Any, Any], model: str) -> dict[str, Any]:
+    """The body's types."""
+    if operation.form is not None:
+        return {FORM: {"schema": operation.form}}
+    if operation.body is None:
+        return {}
+    content: dict[str, Any] = {"schema": schema_of[operation.body]}
+    if operation.example:
+        named = any(each.encode_name == "model" for each in msgspec.structs.fields(operation.body))
+        content["example"] = {**({"model": model} if named else {}), **operation.example}
+    return {JSON: content}
+
+
+def _path_parameters(path: str) -> Iterator[dict[str, Any]]:
+    for part in path.split("/"):
+        if part.startswith("{"):
+            schema = {"type": "string", "minLength": 1}
+            yield {"name": part[1:-1], "in": "path", "required": True, "schema": schema}
 
 
 def docs_page(document: Mapping[str, Any]) -> str:
@@ -201,8 +182,11 @@ def docs_page(document: Mapping[str, Any]) -> str:
             if "requestBody" not in operation:
                 parts.append(f"<p>{title}</p>")
                 continue
-            reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
-            body = reference.removeprefix(_REF)
+            schema = operation["requestBody"]["content"].get(JSON, {}).get("schema")
+            if schema is None:
+                parts.append(f"<p>{title}: a form.</p>")
+                continue
+            body = schema["$ref"].removeprefix(_REF)
             parts.append(f'<details><summary>{title}</summary><p>Body: <a href="#{body}">{body}</a></p></details>')
     parts.append("<h2>Objects</h2>")
     for name, schema in components.items():

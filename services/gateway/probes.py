@@ -6,9 +6,11 @@ Called by aiohttp. `/health` says that the process lives; `/ready` that a reques
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 from prometheus_client import CollectorRegistry
 
 import cohort
@@ -19,6 +21,39 @@ from cohort.services.gateway.model_card import ModelCard
 from cohort.services.gateway.service_headers import printable
 
 _encode = msgspec.json.Encoder().encode
+
+
+class Health(msgspec.Struct, frozen=True):
+    status: Literal["ok"] = "ok"
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    ready: bool
+    reason: str | UnsetType = UNSET
+
+
+class Version(msgspec.Struct, frozen=True):
+    """`engines`: on what the workers compute, each kind once; empty until the manager has named one."""
+
+    version: str
+    preset: str
+    model: str
+    engines: Sequence[EngineFacts]
+
+
+class ModelObject(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    root: str
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: str = "cohort"
+    parent: str | None = None
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[ModelObject]
+    object: Literal["list"] = "list"
 
 
 class Probes:
@@ -52,24 +87,22 @@ class Probes:
         ]
 
     async def health(self, _: web.Request) -> web.Response:
-        return _json({"status": "ok"})
+        return _json(Health())
 
     async def ready(self, _: web.Request) -> web.Response:
         reason = self._not_ready_because()
         if reason is None:
-            return _json({"ready": True})
-        return _json({"ready": False, "reason": reason}, status=503)
+            return _json(Readiness(True))
+        return _json(Readiness(False, reason), status=503)
 
     async def version(self, _: web.Request) -> web.Response:
-        """`engines`: on what the workers compute, each kind once; empty until the manager has named one."""
-        answer = {"version": cohort.__version__, "preset": self._preset, "model": self._card.name}
-        return _json({**answer, "engines": self._engines()})
+        return _json(Version(cohort.__version__, self._preset, self._card.name, self._engines()))
 
     async def metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=exposition(self._registry), headers={"Content-Type": CONTENT_TYPE})
 
     async def models(self, _: web.Request) -> web.Response:
-        return _json({"object": "list", "data": [self._model()]})
+        return _json(ModelList([self._model()]))
 
     async def model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
@@ -81,17 +114,14 @@ class Probes:
             )
         return _json(self._model())
 
-    def _model(self) -> dict[str, object]:
-        return {
-            "id": self._card.name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "cohort",
-            "root": self._card.path.name,  # where the folder lies stays private
-            "parent": None,
-            "max_model_len": self._max_model_len(),
-        }
+    def _model(self) -> ModelObject:
+        return ModelObject(
+            id=self._card.name,
+            created=self._created,
+            root=self._card.path.name,  # where the folder lies stays private
+            max_model_len=self._max_model_len(),
+        )
 
 
-def _json(body: dict[str, object], status: int = 200) -> web.Response:
+def _json(body: msgspec.Struct, status: int = 200) -> web.Response:
     return web.Response(body=_encode(body), status=status, content_type="application/json")

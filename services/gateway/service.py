@@ -196,7 +196,7 @@ class Gateway:
             client_max_size=gateway.max_body_bytes,
         )
         application.on_response_prepare.append(self._tenants.name_limits)
-        pages = ApiPages(keys=self._keyring.required)
+        pages = ApiPages(keys=self._keyring.required, model=self._card.name)
         apis = (self._api, self._resumption, self._responses, self._messages, batches, self._tokens, self._tenants)
         for part in (*apis, self._probes, self._front, self._chat, pages):
             application.add_routes([expecting_later(route) for route in part.routes()])

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
 from cohort.common.types import IfLate, Slo, TrafficClass
-from cohort.services.gateway.bodies import CohortOptions
+from cohort.services.gateway.bodies import LEAST_MS, MOST_MS, CohortOptions
 
 CLASS_HEADER = "x-cohort-class"
 TTFT_HEADER = "x-cohort-ttft-slo-ms"
@@ -68,7 +68,7 @@ def _milliseconds(headers: Mapping[str, str], name: str) -> float | None:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 < value <= 1e9:  # also false for NaN
+    if not LEAST_MS <= value <= MOST_MS:  # also false for NaN
         raise RequestError(f"{name}: {printable(text)!r} is no number of milliseconds.", param=name)
     return value
 

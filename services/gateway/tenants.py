@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Literal
 
 import msgspec
 import structlog
@@ -23,7 +24,7 @@ from aiohttp.typedefs import Handler, Middleware
 from cohort.common.clock import Clock
 from cohort.common.config import Config
 from cohort.common.errors import RequestError
-from cohort.common.key_usage import Amounts
+from cohort.common.key_usage import Amounts, UsageRow
 from cohort.common.metrics import MetricFactory
 from cohort.common.types import TrafficClass
 from cohort.services.gateway.batch_runner import AnswerLine
@@ -43,6 +44,11 @@ OTHER_KEYS = "other"
 """Stands for the keys without series of their own."""
 _LEASE = web.RequestKey("key_lease", Lease)
 _encode = msgspec.json.Encoder().encode
+
+
+class UsageList(msgspec.Struct, frozen=True):
+    data: list[UsageRow]
+    object: Literal["list"] = "list"
 
 
 class KeyMetrics:
@@ -246,7 +252,7 @@ class Tenants:
                 param="keys",
             )
         rows = await self._usage.rows(int(given), None if whose == "all" else key.id)
-        return web.Response(body=_encode({"object": "list", "data": rows}), content_type="application/json")
+        return web.Response(body=_encode(UsageList(rows)), content_type="application/json")
 
 
 def _generates(request: web.Request) -> bool:

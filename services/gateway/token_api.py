@@ -15,7 +15,7 @@ from aiohttp import web
 
 from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
-from cohort.services.gateway.bodies import Tool
+from cohort.services.gateway.bodies import Message, Tool
 from cohort.services.gateway.body_shape import refuse_shape
 from cohort.services.gateway.model_card import ModelCard
 from cohort.services.gateway.parsing import check_model, decode, read_messages
@@ -35,7 +35,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)] | None = None
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None

@@ -56,7 +56,13 @@ from cohort.services.gateway.token_api import (
     Tokenized,
 )
 
-JSON, TEXT, EVENTS, LINES, HTML = "application/json", "text/plain", "text/event-stream", "application/jsonl", "text/html"
+JSON, TEXT, EVENTS, LINES, HTML = (
+    "application/json",
+    "text/plain",
+    "text/event-stream",
+    "application/jsonl",
+    "text/html",
+)
 FORM = "multipart/form-data"
 Schema = Mapping[str, Any]
 
@@ -202,13 +208,7 @@ OPERATIONS: tuple[Operation, ...] = (
         parameters=(_LAST_EVENT,),
     ),
     Operation(
-        "cancelStream",
-        "delete",
-        STREAMS_PATH,
-        "End a stream that can be resumed.",
-        media="",
-        success=204,
-        errors=_KEPT,
+        "cancelStream", "delete", STREAMS_PATH, "End a stream that can be resumed.", media="", success=204, errors=_KEPT
     ),
     Operation(
         "createResponse",
@@ -273,14 +273,7 @@ OPERATIONS: tuple[Operation, ...] = (
         example=_WORDS,
     ),
     Operation("listModels", "get", "/v1/models", "The model that is served.", answer=ModelList),
-    Operation(
-        "getModel",
-        "get",
-        "/v1/models/{name}",
-        "The same by its name.",
-        answer=ModelObject,
-        errors=(404,),
-    ),
+    Operation("getModel", "get", "/v1/models/{name}", "The same by its name.", answer=ModelObject, errors=(404,)),
     Operation(
         "tokenize",
         "post",
@@ -373,10 +366,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "What this key used, by day and class; 404 where no keys are asked for.",
         answer=UsageList,
         errors=_KEPT,
-        parameters=(
-            _flag("days", {"type": "integer", "minimum": 0}),
-            _flag("keys", {"enum": ["own", "all"]}),
-        ),
+        parameters=(_flag("days", {"type": "integer", "minimum": 0}), _flag("keys", {"enum": ["own", "all"]})),
     ),
     Operation("health", "get", "/health", "Whether the process lives.", answer=Health),
     Operation(

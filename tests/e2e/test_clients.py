@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import openai
@@ -18,12 +16,12 @@ from transformers import PreTrainedModel
 from cohort.common.messages import GatewayHello
 from cohort.common.transport.security import generate_keys
 from cohort.common.transport.zmq_bus import ZmqBus
+from tests.e2e.client_scripts import run_here
 from tests.e2e.golden import compute, near_ties
 from tests.e2e.pipeline import Pipeline
 from tests.e2e.tiny_models import opt, qwen2, save
 from tests.services.gateway.tiny_model import byte_level
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 
@@ -70,22 +68,8 @@ def test_choices_logprobs_and_stop_strings(client: openai.OpenAI) -> None:
     assert "12" not in counted.choices[0].text
 
 
-def script_of(page: str, package: str, pipeline: Pipeline) -> dict[str, Any]:
-    """What the names of the page's script for this package stand for after it was run against this pipeline."""
-    pytest.importorskip(package)
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    scripts = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
-    [code] = [script for script in scripts if re.search(rf"^(from|import) {package}\b", script, re.M)]
-    address, model = "http://127.0.0.1:8000", '"SmolLM2-135M-Instruct"'
-    assert address in code and model in code
-    found: dict[str, Any] = {}
-    served = repr(pipeline.config.model.served_name or Path(pipeline.config.model.path).name)
-    exec(code.replace(address, pipeline.url).replace(model, served), found)
-    return found
-
-
 def test_responses_go_on_stream_and_call(standard: Pipeline) -> None:
-    found = script_of("clients.md", "openai", standard)
+    found = run_here("`openai`: responses", standard)
     assert found["answer"].output_text and found["ended"].output_text == found["streamed"] != ""
     assert found["ended"].previous_response_id == found["answer"].id
     assert found["ended"].usage.input_tokens > found["answer"].usage.total_tokens
@@ -94,8 +78,25 @@ def test_responses_go_on_stream_and_call(standard: Pipeline) -> None:
         found["client"].responses.retrieve(found["answer"].id)
 
 
+def test_chats_stream_parse_call_and_run_as_a_batch(standard: Pipeline) -> None:
+    found = run_here("`openai`: chat, files and batches", standard)
+    assert found["streamed"] and 0 < found["usage"].completion_tokens <= 40
+    assert isinstance(found["pet"].name, str) and 0 <= found["pet"].age <= 99
+    assert found["call"].function.name == "get_weather" and isinstance(found["arguments"]["city"], str)
+    assert found["told"].choices[0].finish_reason in ("stop", "length", "tool_calls")
+    assert found["batch"].status == "completed" and found["batch"].request_counts.completed == 2
+    assert [result["custom_id"] for result in found["results"]] == ["sea", "sky"]
+    with pytest.raises(openai.NotFoundError):
+        found["client"].files.retrieve(found["file"].id)
+
+
+def test_events_by_hand(standard: Pipeline) -> None:
+    assert len(run_here("`aiohttp`", standard)["streamed"]) > 5
+
+
 def test_messages_count_stream_and_call(standard: Pipeline) -> None:
-    found = script_of("clients.md", "anthropic", standard)
+    pytest.importorskip("anthropic")
+    found = run_here("`anthropic`: messages", standard)
     answer, ended = found["answer"], found["ended"]
     told_of = answer.usage.input_tokens + answer.usage.cache_read_input_tokens
     assert found["counted"].input_tokens == told_of and answer.stop_reason in ("end_turn", "max_tokens")

@@ -18,6 +18,8 @@ import pytest
 from tests.e2e.pipeline import Pipeline
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+FOLDERS = "COHORT_CLIENTS"
+WITHOUT = f"{FOLDERS} names no folder of clients (scripts/client_venvs makes one)"
 ADDRESS, MODEL = "http://127.0.0.1:8000", "SmolLM2-135M-Instruct"
 _FOLDERS = re.compile(r"(~|\$HOME)/\.cache/cohort/models/SmolLM2-135M-Instruct")
 
@@ -43,9 +45,9 @@ def run_here(heading: str, pipeline: Pipeline) -> dict[str, Any]:
 
 def environment_of(client: str) -> Path:
     """Its `bin`. Skips the test where there is none."""
-    folder = os.environ.get("COHORT_CLIENTS")
+    folder = os.environ.get(FOLDERS)
     if not folder:
-        pytest.skip("COHORT_CLIENTS names no folder of clients (scripts/client_venvs makes one)")
+        pytest.skip(WITHOUT)
     found = Path(folder).expanduser().absolute() / client / "bin"
     if not (found / "python").exists():
         pytest.skip(f"{client} is not in {folder} (scripts/client_venvs {folder} {client} makes it)")

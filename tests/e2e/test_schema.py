@@ -16,6 +16,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import openai
 import pytest
 import torch
 
@@ -23,19 +24,21 @@ from tests.e2e.client_scripts import ROOT, environment_of
 from tests.e2e.pipeline import Pipeline
 from tests.e2e.test_clients import tiny
 from tests.e2e.tiny_models import qwen2
+from tests.services.gateway.tiny_model import TEMPLATE
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
-LEAST_CASES = 4000
+LEAST_CASES = 5000
 REQUEST_TIMEOUT_S = 60
 RUN_TIMEOUT_S = 3600.0
 
 
 def test_a_live_pipeline_keeps_to_its_schema(tmp_path: Path) -> None:
     programs = environment_of("schemathesis")
-    examples = int(os.environ.get("COHORT_SCHEMA_EXAMPLES", "2"))
+    examples = int(os.environ.get("COHORT_SCHEMA_EXAMPLES", "20"))
     torch.manual_seed(7)
     model = tiny(tmp_path / "model", qwen2())
+    (model / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     with Pipeline(tmp_path, model, {"kv": {"memory_bytes": 16 << 20}}, preset="unified") as pipeline:
         command = [str(programs / "schemathesis"), "run", f"{pipeline.url}/openapi.json", "--no-color"]
         command += ["--max-examples", str(examples), "--seed", "1", "--generation-database", "none"]
@@ -45,7 +48,7 @@ def test_a_live_pipeline_keeps_to_its_schema(tmp_path: Path) -> None:
         done = subprocess.run(
             command,
             cwd=tmp_path,
-            env={**os.environ, **hooks, "SERVED_MODEL": model.name},
+            env={**os.environ, **hooks, "SERVED_MODEL": model.name, **_kept(pipeline, model.name)},
             capture_output=True,
             text=True,
             timeout=RUN_TIMEOUT_S,
@@ -58,6 +61,16 @@ def test_a_live_pipeline_keeps_to_its_schema(tmp_path: Path) -> None:
         assert (answer.error, answer.finish) == ("", "length")
         assert not [line for line in _logged(tmp_path) if line.get("event") == "request failed unexpectedly"]
         pipeline.assert_nothing_left()
+
+
+def _kept(pipeline: Pipeline, model: str) -> dict[str, str]:
+    """A file, a batch and a response that are there."""
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 2}}
+    with openai.OpenAI(base_url=f"{pipeline.url}/v1", api_key="none", max_retries=0) as client:
+        file = client.files.create(file=("job.jsonl", json.dumps(line).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        response = client.responses.create(model=model, input="Hi", max_output_tokens=2)
+    return {"KEPT_FILES": file.id, "KEPT_BATCHES": batch.id, "KEPT_RESPONSES": response.id}
 
 
 def _logged(folder: Path) -> list[dict[str, object]]:

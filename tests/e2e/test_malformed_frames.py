@@ -1,0 +1,108 @@
+"""Frames that are no message, on every ZeroMQ socket of every process of a running pipeline.
+
+Random bytes, messages cut off, fields of the wrong type, a nesting bomb, megabytes of nothing, a wrong number of frames
+are counted and skipped, and the pipeline serves as before. Control sockets count in `cohort_bus_malformed_total`,
+the sockets of KV links in the worker's log.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from cohort.common import messages
+from cohort.common.codec import decode, encode
+from cohort.common.errors import WireError
+from cohort.common.messages import Registered
+from tests.e2e.pipeline import Pipeline
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+
+NEWS_S = 20.0
+"""Until a scrape of every process has the counts, on a busy machine."""
+
+
+def frames() -> list[list[bytes]]:
+    rng = random.Random(3)
+    whole = encode(Registered(1))
+    types = [each for each in vars(messages).values() if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+    tags = sorted({str(tag) for each in types if (tag := each.__struct_config__.tag)})
+    wrong = [msgspec.msgpack.encode({"type": tag, "incarnation": {"a": [None]}, "instance": 7}) for tag in tags]
+    wrong = [data for data in wrong if not decodes(data)]  # a message of other fields reads none of these
+    assert len(wrong) > 20
+    return [
+        *([b"\xc1" + rng.randbytes(rng.randrange(200))] for _ in range(20)),  # 0xc1 begins nothing in msgpack
+        *([whole[:end]] for end in range(len(whole))),
+        *([data] for data in wrong),
+        *([msgspec.msgpack.encode({"type": tag})[:-1]] for tag in tags),
+        [b"\x91" * 100_000],
+        [b"\xc1" * (8 << 20)],
+        [b"\xdd\xff\xff\xff\xff"],  # a list of 2**32 - 1 items
+        [whole, whole],
+        [whole] * 50,
+    ]
+
+
+def decodes(data: bytes) -> bool:
+    try:
+        decode(data)
+    except WireError:
+        return False
+    return True
+
+
+def malformed(pipeline: Pipeline) -> dict[str, float]:
+    text = pipeline.get("/metrics", pipeline.config.monitor.port)
+    counted = re.findall(r'^cohort_bus_malformed_total\{[^}]*instance="([^"]+)"[^}]*\} (\S+)$', text, re.M)
+    return {instance: float(value) for instance, value in counted}
+
+
+def fewer(pipeline: Pipeline, before: dict[str, float], links: list[Path], sent: int) -> dict[str, float]:
+    """Sockets that have not counted so many, and how many they have. To a link the longest is no message at all: its
+    sender loses the connection before libzmq has taken it in, and comes again."""
+    counted = {name: value - before[name] for name, value in malformed(pipeline).items()}
+    for path in links:
+        log = (pipeline.folder / f"{path.name.removesuffix('.kv.sock')}.log").read_text(errors="replace")
+        counted[path.name] = log.count("malformed transfer message skipped") + 1
+    return {name: count for name, count in counted.items() if count < sent}
+
+
+def send(sockets: list[Path], sent: list[list[bytes]]) -> None:
+    context = zmq.Context()
+    try:
+        for path in sockets:
+            stranger = context.socket(zmq.DEALER)
+            stranger.setsockopt(zmq.IDENTITY, b"stranger")
+            stranger.setsockopt(zmq.LINGER, 10_000)
+            stranger.connect(f"ipc://{path}")
+            for parts in sent:
+                stranger.send_multipart(parts)
+            stranger.close()
+    finally:
+        context.term()  # when all is sent, or the linger is over
+
+
+def test_every_socket_counts_and_skips_what_is_no_message(standard: Pipeline) -> None:
+    sent, before = frames(), malformed(standard)
+    sockets = sorted((standard.folder / "run").glob("*.sock"))
+    control = [path for path in sockets if not path.name.endswith(".kv.sock")]
+    links = [path for path in sockets if path.name.endswith(".kv.sock")]
+    assert {path.name.removesuffix(".sock") for path in control} == set(standard.names) == set(before)
+    assert len(links) == len(standard.config.instance_roles)
+    send(sockets, sent)
+    deadline = time.monotonic() + NEWS_S
+    while missing := fewer(standard, before, links, len(sent)):
+        assert time.monotonic() < deadline, f"of {len(sent)}: {missing}"
+        time.sleep(0.25)
+    assert all(process.poll() is None for process in standard.processes.values())
+    bodies = [{"prompt": f"Number {number}:", "max_tokens": 6, "ignore_eos": True} for number in range(4)]
+    answers = standard.complete_all(bodies)
+    assert [(answer.error, answer.finish) for answer in answers] == [("", "length")] * 4
+    assert all(answer.extras["instances"] == ["prefill-0", "decode-0"] for answer in answers)  # over the links
+    standard.assert_nothing_left()

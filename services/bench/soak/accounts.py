@@ -1,0 +1,121 @@
+"""The account of every request: right, rightly refused, refused, cut off with its gateway, left by its client; or not.
+
+    right       the text of the quiet run, the status that was due
+    refused     429 or 503 with an error that says why, while something was broken; 429 also else
+    cut         its connection ended with its gateway, which was killed or told to end: visible, and documented
+    left        its own client went
+    wrong       another answer than the quiet run's
+    lost        everything else: an error without a cause, a silence, a broken connection while its gateway lived
+
+The last two are unaccounted for. Faults are intervals; a request is under one when the two overlap. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import assert_never
+
+import msgspec
+
+from cohort.services.bench.soak.exchange import Answered, Broken, Ending, Failed, Left, Refused, Silent, Told
+from cohort.services.bench.soak.said import Said
+
+GATEWAY = "gateway"
+REFUSALS = (429, 503)
+_AFTER_S = 3.0
+"""A gateway that is ready again may still hear nothing of a manager or worker that it just met."""
+_KEPT = 200
+
+
+class Verdict(StrEnum):
+    RIGHT = "right"
+    REFUSED = "refused"
+    CUT = "cut"
+    LEFT = "left"
+    WRONG = "wrong"
+    LOST = "lost"
+
+
+class Fault(msgspec.Struct):
+    """What was done to a process, and when all was whole again (None: not yet). Seconds since the start."""
+
+    process: str
+    action: str
+    at_s: float
+    back_s: float | None = None
+
+    def during(self, from_s: float, to_s: float) -> bool:
+        return self.at_s <= to_s and (self.back_s is None or self.back_s + _AFTER_S >= from_s)
+
+
+class Unaccounted(msgspec.Struct, frozen=True):
+    """A request that is not accounted for. `under`: the faults during its life."""
+
+    kind: str
+    verdict: Verdict
+    from_s: float
+    to_s: float
+    detail: str
+    under: list[str]
+
+
+class Accounts:
+    def __init__(self) -> None:
+        self.faults: list[Fault] = []
+        self.by_kind: dict[str, Counter[str]] = {}
+        self.refusals: Counter[str] = Counter()
+        self.unaccounted: list[Unaccounted] = []
+        self.unaccounted_total = 0
+
+    def total(self, verdict: Verdict) -> int:
+        return sum(each[verdict] for each in self.by_kind.values())
+
+    @property
+    def requests(self) -> int:
+        return sum(each.total() for each in self.by_kind.values())
+
+    def book(self, kind: str, from_s: float, to_s: float, ending: Ending, expected: Said | int | None) -> Verdict:
+        """One request's end. `expected`: the answer, a status, or None where any answer is right."""
+        under = [fault for fault in self.faults if fault.during(from_s, to_s)]
+        verdict, detail = judge(ending, expected, under)
+        self.by_kind.setdefault(kind, Counter())[verdict] += 1
+        if verdict is Verdict.REFUSED and isinstance(ending, Refused):
+            self.refusals[f"{ending.status} {ending.message[:100]}"] += 1
+        if verdict in (Verdict.WRONG, Verdict.LOST):
+            self.unaccounted_total += 1
+            if len(self.unaccounted) < _KEPT:
+                names = [f"{fault.action} {fault.process}" for fault in under]
+                self.unaccounted.append(Unaccounted(kind, verdict, from_s, to_s, detail, names))
+        return verdict
+
+
+def judge(ending: Ending, expected: Said | int | None, under: Sequence[Fault]) -> tuple[Verdict, str]:
+    """The verdict, and for one that is bad what came instead."""
+    gateway_down = any(fault.process == GATEWAY and fault.action != "stop" for fault in under)
+    match ending:
+        case Left():
+            return Verdict.LEFT, ""
+        case Answered(said) if expected is None or said == expected:
+            return Verdict.RIGHT, ""
+        case Answered(said):
+            return Verdict.WRONG, f"{said} instead of {expected}"[:4000]
+        case Told(status) if expected is None or status == expected:
+            return Verdict.RIGHT, ""
+        case Told(status):
+            return Verdict.WRONG, f"status {status} instead of {expected}"
+        case Refused(status, message) if status == expected and message:
+            return Verdict.RIGHT, ""
+        case Refused(status, message) if message and (status == 429 or (status in REFUSALS and under)):
+            return Verdict.REFUSED, ""
+        case Refused(status, message):
+            return Verdict.LOST, f"HTTP {status}: {message or 'no word of why'}"
+        case Failed(message):
+            return (Verdict.CUT if gateway_down else Verdict.LOST), f"error in the stream: {message}"
+        case Broken(reason):
+            return (Verdict.CUT if gateway_down else Verdict.LOST), reason
+        case Silent():
+            return Verdict.LOST, "no answer in time"
+        case _:
+            assert_never(ending)

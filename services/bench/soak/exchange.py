@@ -146,7 +146,9 @@ async def follow_resumed(
             headers = {"x-cohort-resume": "keep"}
             request = http.post(url + path, json={**body, "stream": True}, headers=headers)
         else:
-            request = http.get(f"{url}/v1/streams/{stream.token}", headers={"Last-Event-ID": stream.last_id} if stream.last_id else {})
+            request = http.get(
+                f"{url}/v1/streams/{stream.token}", headers={"Last-Event-ID": stream.last_id} if stream.last_id else {}
+            )
         async with request as response:
             if response.status != 200:
                 return await _refused(response)
@@ -160,21 +162,26 @@ async def follow_resumed(
         return Failed(f"{type(error).__name__}: {error}")
 
 
-async def tell(
-    http: aiohttp.ClientSession, method: str, url: str, **how: Any
-) -> tuple[Ending, bytes]:
+async def tell(http: aiohttp.ClientSession, method: str, url: str, **how: Any) -> tuple[Ending, bytes]:
     """A request that generates nothing, and the body of what came."""
     try:
         async with http.request(method, url, **how) as response:
             if response.status >= 400:
                 return await _refused(response), b""
             data = await response.read()
-            kind = response.headers.get("Content-Type", "")
-            return Told(response.status, json.loads(data) if data and kind.startswith("application/json") else None), data
+            return Told(response.status, _json(data)), data
     except (aiohttp.ClientError, ConnectionError) as error:
         return Broken(f"{type(error).__name__}: {error}"), b""
     except TimeoutError:
         return Silent(), b""
+
+
+def _json(data: bytes) -> Any:
+    """None for pages, metrics and lines of JSON."""
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None
 
 
 async def half_a_body(host: str, port: int, key: str, wait_s: float) -> Ending:
@@ -235,4 +242,3 @@ async def _events(response: aiohttp.ClientResponse, manner: Manner) -> AsyncIter
             elif not line and data:
                 yield identity, data
                 identity, data = "", ""
-

@@ -193,8 +193,7 @@ class User:
         begun_s = self._place.now_s()
         ending, _ = await exchange.tell(http, method, url, **how)
         away = any(
-            fault.process == "monitor" and fault.during(begun_s, self._place.now_s())
-            for fault in self._accounts.faults
+            fault.process == "monitor" and fault.during(begun_s, self._place.now_s()) for fault in self._accounts.faults
         )
         at_monitor = url.startswith(monitor)
         self._book("look: monitor" if at_monitor else "look", begun_s, Left() if at_monitor and away else ending, 200)
@@ -234,7 +233,7 @@ class User:
             match ending:
                 case Left() if what == "resume":
                     await asyncio.sleep(random.choice([0.0, random.uniform(0, 2)]))
-                case (Broken() | Refused(429 | 503)) if stream.token:
+                case Broken() | Refused(429 | 503) if stream.token:
                     await asyncio.sleep(AWAY_S)
                 case _:
                     break

@@ -1,0 +1,119 @@
+"""What breaks the processes of a soak: kills, stops and requests to end, one process at a time, of every kind.
+
+A deck holds every instance twice to be killed, once to be stopped for some seconds, once to be told to end, and every
+helper process once to be killed. It is shuffled and dealt from, again and again, so that all get all. The next fault
+waits until every process is ready again and the manager knows all workers. Called by `command`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from random import Random
+
+import aiohttp
+
+from cohort.services.bench.soak.accounts import Accounts, Fault
+from cohort.services.bench.soak.census import LAUNCHER, Census, Life
+from cohort.services.bench.soak.users import Place
+
+KILL, STOP, TERM = "kill", "stop", "term"
+_LONGEST_STOP_S = 6.0
+_BACK_TIMEOUT_S = 120.0
+_POLL_S = 0.2
+_WORKER_STATS = "/api/state"
+
+
+class Faults:
+    def __init__(
+        self, place: Place, census: Census, accounts: Accounts, workers: int, random: Random, say: Callable[[str], None]
+    ) -> None:
+        self._place = place
+        self._census = census
+        self._accounts = accounts
+        self._workers = workers
+        self._random = random
+        self._say = say
+        self._deck: list[tuple[str, str]] = []
+        self.missing: list[str] = []
+        """What did not come back in time."""
+
+    async def run(self, stopping: asyncio.Event, mean_pause_s: float) -> None:
+        """Until it is told to stop; the last fault is waited for."""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as http:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    pause_s = min(self._random.expovariate(1 / mean_pause_s), 3 * mean_pause_s)
+                    await asyncio.wait_for(stopping.wait(), max(1.0, pause_s))
+                if stopping.is_set():
+                    return
+                await self._break_one(http)
+
+    async def _break_one(self, http: aiohttp.ClientSession) -> None:
+        name, action = self._deal()
+        life = self._census.living().get(name)
+        if life is None:  # a helper that nothing has asked for since its process began
+            return
+        fault = Fault(name, action, self._place.now_s())
+        self._accounts.faults.append(fault)
+        self._say(f"{action} {name} ({life.pid})")
+        match action:
+            case "kill":
+                _signal(life, signal.SIGKILL)
+            case "term":
+                _signal(life, signal.SIGTERM)
+            case _:
+                _signal(life, signal.SIGSTOP)
+                try:
+                    await asyncio.sleep(self._random.uniform(0.5, _LONGEST_STOP_S))
+                finally:
+                    _signal(life, signal.SIGCONT)
+        if await self.whole_again(http, gone=None if action == STOP else life):
+            fault.back_s = self._place.now_s()
+        else:
+            self.missing.append(f"{name} was not back {_BACK_TIMEOUT_S:.0f} s after {action} at {fault.at_s:.0f} s")
+
+    async def whole_again(self, http: aiohttp.ClientSession, gone: Life | None) -> bool:
+        """Once the broken life has ended, every process is ready and the manager counts all workers."""
+        deadline_s = self._place.now_s() + _BACK_TIMEOUT_S
+        while self._place.now_s() < deadline_s:
+            living = self._census.living()
+            if (gone is None or gone not in living.values()) and await self._whole(http):
+                return True
+            await asyncio.sleep(_POLL_S)
+        return False
+
+    async def _whole(self, http: aiohttp.ClientSession) -> bool:
+        run = self._census.run_file()
+        try:
+            for url in run.ready_urls.values():
+                async with http.get(url) as response:
+                    if response.status != 200:
+                        return False
+            async with http.get(self._place.monitor_url + _WORKER_STATS) as response:
+                state = await response.json()
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+        processes = {each["instance"]: each for each in state["processes"]}
+        if any(name not in processes or processes[name]["status"] != "up" for name in run.processes):
+            return False
+        return bool(processes["manager"]["stats"].get("workers", 0) >= self._workers)
+
+    def _deal(self) -> tuple[str, str]:
+        if not self._deck:
+            living = [name for name in self._census.living() if name != LAUNCHER]
+            instances = set(self._census.run_file().processes)
+            for name in sorted(living):
+                self._deck += [
+                    (name, action) for action in ((KILL, KILL, STOP, TERM) if name in instances else (KILL,))
+                ]
+            self._random.shuffle(self._deck)
+        return self._deck.pop()
+
+
+def _signal(life: Life, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(life.pid, number)

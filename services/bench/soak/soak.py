@@ -1,0 +1,182 @@
+"""A soak from its first request to its last look: references, a quiet moment, traffic and faults, a quiet moment.
+
+Decides when; what is done is `users`', `batch_user`'s and `faults`'. Called by `command`, which has started the
+pipeline and ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from cohort.services.bench.soak import exchange
+from cohort.services.bench.soak.accounts import Accounts, Verdict
+from cohort.services.bench.soak.batch_user import BatchUser
+from cohort.services.bench.soak.catalogue import catalogue
+from cohort.services.bench.soak.census import Census
+from cohort.services.bench.soak.faults import Faults
+from cohort.services.bench.soak.leftovers import Moment, grown, held, stats_of
+from cohort.services.bench.soak.slopes import MEGABYTE
+from cohort.services.bench.soak.users import Place, User, references
+
+_SAY_EVERY_S = 30.0
+_MAPS_EVERY = 6  # samples
+_PUBLISH_EVERY_S = 60.0
+_WARM_S = 10.0
+_SETTLE_S = 6.0
+_LAST_ANSWER_S = 300.0
+_BATCH_PAUSE_S = 20.0
+_COUNTERS = (
+    "preemptions_total",
+    "kv_transfers_in_total",
+    "transfer_failures_total",
+    "transfer_retries_total",
+    "transfer_stalls_total",
+    "expired_leases_total",
+    "misnamed_total",
+    "resubmitted_total",
+    "cancelled_total",
+    "finished_total",
+    "failed_total",
+    "prefix_hits_total",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Of the whole soak. `kill_every_s` 0: no faults."""
+
+    seconds: float
+    clients: int
+    rate: float
+    kill_every_s: float
+    kills_for_s: float
+    sample_s: float
+    quiet_s: float
+    seed: int
+
+
+class Soak:
+    def __init__(
+        self, place: Place, census: Census, terms: Terms, workers: frozenset[str], say: Callable[[str], None]
+    ) -> None:
+        self.place = place
+        self.census = census
+        self.accounts = Accounts()
+        self.findings: list[str] = []
+        self.counters: dict[str, float] = {}
+        self._terms = terms
+        self._workers = workers
+        self._say = say
+
+    async def run(self, publish: Callable[[], None]) -> None:
+        """All of it; `publish` is called now and then. Raises `NotDeterministic` when the quiet run gives no answers."""
+        terms = self._terms
+        cases = catalogue(terms.seed)
+        known = await references(self.place, cases)
+        self._tell(f"{len(cases)} requests have known answers")
+        looking = asyncio.create_task(self._look(publish))
+        try:
+            users: list[User | BatchUser] = [
+                User(self.place, self.accounts, cases, known, self._random(f"client {number}"))
+                for number in range(terms.clients)
+            ]
+            users.append(BatchUser(self.place, self.accounts, cases, known, self._random("batches")))
+            await self._traffic(users, _WARM_S)
+            start = await self._moment(_SETTLE_S)
+            self._tell(
+                "start " + ", ".join(f"{name} {sum(it.descriptors.values())}" for name, it in start.samples.items())
+            )
+            await self._soak(users)
+            self._tell("all clients are gone")
+            end = await self._moment(terms.quiet_s)
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+        self.findings += held(end.stats, self._workers) + grown(start, end)
+        self.counters = {
+            f"{name}.{stat}": stats[stat] for name, stats in end.stats.items() for stat in _COUNTERS if stat in stats
+        }
+
+    def _random(self, name: str) -> Random:
+        return Random(f"{self._terms.seed}/{name}")
+
+    async def _soak(self, users: list[User | BatchUser]) -> None:
+        terms, over = self._terms, asyncio.Event()
+        faults = Faults(self.place, self.census, self.accounts, len(self._workers), self._random("faults"), self._tell)
+        breaking = asyncio.create_task(faults.run(over, terms.kill_every_s)) if terms.kill_every_s else None
+        ending = asyncio.get_running_loop().call_later(terms.kills_for_s, over.set)
+        try:
+            await self._traffic(users, terms.seconds)
+        finally:
+            ending.cancel()
+            over.set()
+            if breaking is not None:
+                await breaking
+        self.findings += faults.missing
+
+    async def _traffic(self, users: list[User | BatchUser], seconds: float) -> None:
+        """Raises whatever a client raises: that is a defect of the soak."""
+        terms, stopping = self._terms, asyncio.Event()
+        timer = asyncio.get_running_loop().call_later(seconds, stopping.set)
+        pause_s = terms.clients / terms.rate
+        try:
+            async with asyncio.timeout(seconds + _LAST_ANSWER_S), asyncio.TaskGroup() as tasks:
+                for user in users:
+                    tasks.create_task(user.run(stopping, _BATCH_PAUSE_S if isinstance(user, BatchUser) else pause_s))
+        except TimeoutError:
+            self.findings.append(f"a client was not done {_LAST_ANSWER_S:.0f} s after the end")
+        finally:
+            timer.cancel()
+
+    async def _moment(self, quiet_s: float) -> Moment:
+        """After this time without any client."""
+        await asyncio.sleep(quiet_s)
+        async with exchange.session("", keep_alive=False) as http:
+            state = await self._state(http)
+        await asyncio.sleep(1.0)  # that connection is closed
+        living = self.census.sample(self.place.now_s(), maps=True)
+        samples = {name: self.census.series[life][-1] for name, life in living.items() if life in self.census.series}
+        return Moment(samples, stats_of(state))
+
+    async def _state(self, http: aiohttp.ClientSession) -> Any:
+        async with http.get(f"{self.place.monitor_url}/api/state") as response:
+            return msgspec.json.decode(await response.read())
+
+    async def _look(self, publish: Callable[[], None]) -> None:
+        """Samples, progress and the document, until it is cancelled."""
+        place, number = self.place, 0
+        said_s = published_s = place.now_s()
+        while True:
+            number += 1
+            with contextlib.suppress(OSError, msgspec.MsgspecError):  # the launcher writes its file
+                self.census.sample(place.now_s(), maps=number % _MAPS_EVERY == 0)
+            if place.now_s() - said_s >= _SAY_EVERY_S:
+                said_s = place.now_s()
+                self._progress()
+            if place.now_s() - published_s >= _PUBLISH_EVERY_S:
+                published_s = place.now_s()
+                publish()
+            await asyncio.sleep(self._terms.sample_s)
+
+    def _progress(self) -> None:
+        accounts, latest = self.accounts, {}
+        for life, samples in self.census.series.items():
+            latest[life.name] = samples[-1].rss_bytes
+        verdicts = ", ".join(f"{verdict} {accounts.total(verdict)}" for verdict in Verdict)
+        memory = ", ".join(f"{name} {size / MEGABYTE:.0f}" for name, size in latest.items())
+        self._tell(f"{accounts.requests} requests ({verdicts}), {len(accounts.faults)} faults; MB: {memory}")
+        for bad in accounts.unaccounted[-1:]:
+            if bad.to_s > self.place.now_s() - _SAY_EVERY_S:
+                self._tell(f"unaccounted: {bad.kind} at {bad.from_s:.1f} s: {bad.detail[:300]}; under {bad.under}")
+
+    def _tell(self, text: str) -> None:
+        minutes, seconds = divmod(int(self.place.now_s()), 60)
+        self._say(f"{minutes:3d}:{seconds:02d} {text}")

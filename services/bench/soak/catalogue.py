@@ -15,9 +15,9 @@ from typing import Any
 from cohort.services.bench.soak.said import Api
 
 _WORDS = (
-    "harbour ship night clock river stone bread seven letter window garden winter music paper train glass mountain story"
-    " candle bridge silver island number forest"
-).split()
+    *("harbour", "ship", "night", "clock", "river", "stone", "bread", "seven", "letter", "window", "garden", "winter"),
+    *("music", "paper", "train", "glass", "mountain", "story", "candle", "bridge", "silver", "island", "number"),
+)
 SERVED = "soak"
 """The model's name at the pipeline of a soak; the messages API requires one."""
 _SCHEMA = {

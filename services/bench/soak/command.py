@@ -95,7 +95,9 @@ def run(args: argparse.Namespace) -> int:
         keys = [secrets.token_hex(8), secrets.token_hex(8)]
         settings = ["engine.threads=1", *args.settings]
         census = Census(run_dir(args.port))
-        with pipeline(args.preset, _overlay(args.model, Path(folder), keys), args.port, settings) as served:
+        with pipeline(
+            args.preset, _overlay(args.model, Path(folder), keys, args.quiet_s), args.port, settings
+        ) as served:
             place = Place(served.url, served.monitor_url, keys, time.monotonic())
             workers = frozenset(load_config([run_dir(args.port) / "resolved.yaml"]).instance_roles)
             soak = Soak(place, census, terms, workers, say=_say)
@@ -144,7 +146,7 @@ def _document(
     )
 
 
-def _overlay(model: str, folder: Path, keys: list[str]) -> dict[str, Any]:
+def _overlay(model: str, folder: Path, keys: list[str], quiet_s: float) -> dict[str, Any]:
     """All that the pipeline keeps lies in a folder of the soak's own. Short waits, so that what a client leaves behind
     has ended before the quiet time has."""
     state = folder / "state"
@@ -162,7 +164,7 @@ def _overlay(model: str, folder: Path, keys: list[str]) -> dict[str, Any]:
         "gateway": {
             "api_keys": keys,
             "resume_file": str(state / "streams.sqlite3"),
-            "resume_s": 20.0,
+            "resume_s": max(15.0, min(20.0, quiet_s / 2)),
             "write_timeout_s": 10.0,
             "body_timeout_s": 10.0,
             "drain_s": 5.0,

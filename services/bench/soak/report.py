@@ -1,7 +1,5 @@
 """The result of a soak: a document, its table, and whether it passed.
 
-    python: read_document(Path("soak.json")).findings == []
-
 Memory is judged where a life was long enough: it grows when the lower end of its slope's interval is above the limit.
 Written once a minute while a soak runs (`finished` false), so that a long one can be looked at. Called by `command`.
 """
@@ -10,9 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
+from cohort.common.errors import ConfigError
 from cohort.services.bench.output import markdown_table
 from cohort.services.bench.soak.accounts import Accounts, Fault, Unaccounted, Verdict
 from cohort.services.bench.soak.census import Life, Sample
@@ -65,6 +65,16 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 
     def encode(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+
+def read_document(path: Path) -> Document:
+    """The result of a soak. Raises `ConfigError`."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Document)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path}: not the result of a soak: {error}") from error
 
 
 def lives(series: Mapping[Life, Sequence[Sample]], cpu_s: Mapping[Life, float], skip_s: float) -> list[LifeReport]:

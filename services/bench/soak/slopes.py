@@ -1,8 +1,8 @@
 """The growth of a process's memory: a robust line through its life, with a confidence interval.
 
 The life's first part is left out: pools fill, caches and heaps find their size. What is left is cut into equal bins,
-each its median, and the line is Theil's and Sen's: the median of the slopes between all pairs of bins; the 95 % interval
-is Sen's, from the distribution of Kendall's statistic (Sen, JASA 63, 1968, §4). Pure.
+each its median, and the line is Theil's and Sen's: the median of the slopes between all pairs of bins. The 95 %
+interval is Sen's, from the distribution of Kendall's statistic (Sen, JASA 63, 1968, §4). Pure.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Soak:
         self._say = say
 
     async def run(self, publish: Callable[[], None]) -> None:
-        """All of it; `publish` is called now and then. Raises `NotDeterministic` when the quiet run gives no answers."""
+        """All of it; `publish` is called now and then. Raises `NotDeterministic` when the quiet run fails."""
         terms = self._terms
         cases = catalogue(terms.seed)
         known = await references(self.place, cases)

@@ -1,0 +1,28 @@
+"""A short soak: mixed traffic while processes are killed, everything accounted for, nothing left. An hour of it is a
+command: `cohort bench soak --minutes 60`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cohort.services.bench.soak.report import read_document
+from tests.e2e.pipeline import free_port
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+
+
+def test_every_request_is_accounted_for_and_nothing_is_left(tmp_path: Path) -> None:
+    document = tmp_path / "soak.json"
+    options = {"minutes": 0.4, "kill-every-s": 3, "kills-for": 0.7, "quiet-s": 18, "sample-s": 2, "port": free_port()}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "cohort.services.cli", "bench", "soak", *words, "--json", str(document)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = read_document(document)
+    assert found.finished and found.findings == [] and found.unaccounted == []
+    assert found.requests > 30 and found.verdicts["right"] > 20, "too little was asked to say anything"
+    assert found.faults and all(fault.back_s is not None for fault in found.faults)

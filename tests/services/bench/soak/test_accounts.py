@@ -1,0 +1,56 @@
+"""What counts as accounted for: by the ending of a request, what was due, and what was broken meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from cohort.services.bench.soak.accounts import Accounts, Fault, Verdict, judge
+from cohort.services.bench.soak.exchange import Answered, Broken, Ending, Failed, Left, Refused, Silent, Told
+from cohort.services.bench.soak.said import Said
+
+KNOWN = Said(("a harbour",), ((),), ((),), ("length",))
+OTHER = Said(("a night",), ((),), ((),), ("length",))
+GATEWAY = Fault("gateway", "kill", 10.0, 14.0)
+STOPPED = Fault("gateway", "stop", 10.0, 14.0)
+WORKER = Fault("decode-0", "kill", 10.0, 14.0)
+
+
+@pytest.mark.parametrize(
+    ("ending", "expected", "under", "verdict"),
+    [
+        (Answered(KNOWN), KNOWN, [], Verdict.RIGHT),
+        (Answered(KNOWN), None, [], Verdict.RIGHT),
+        (Answered(OTHER), KNOWN, [], Verdict.WRONG),
+        (Answered(OTHER), KNOWN, [GATEWAY], Verdict.WRONG),
+        (Answered(KNOWN), 400, [], Verdict.WRONG),
+        (Told(200, {}), 200, [], Verdict.RIGHT),
+        (Told(200, {}), 401, [], Verdict.WRONG),
+        (Refused(400, "too long"), 400, [], Verdict.RIGHT),
+        (Refused(400, ""), 400, [], Verdict.LOST),
+        (Refused(400, "too long"), KNOWN, [WORKER], Verdict.LOST),
+        (Refused(429, "too many"), KNOWN, [], Verdict.REFUSED),
+        (Refused(503, "no worker"), KNOWN, [WORKER], Verdict.REFUSED),
+        (Refused(503, "no worker"), KNOWN, [], Verdict.LOST),
+        (Refused(500, "broken"), KNOWN, [GATEWAY], Verdict.LOST),
+        (Failed("lost"), KNOWN, [WORKER], Verdict.LOST),
+        (Failed("the server ends"), KNOWN, [GATEWAY], Verdict.CUT),
+        (Broken("reset"), KNOWN, [GATEWAY], Verdict.CUT),
+        (Broken("reset"), KNOWN, [STOPPED], Verdict.LOST),
+        (Broken("reset"), KNOWN, [WORKER], Verdict.LOST),
+        (Silent(), KNOWN, [GATEWAY], Verdict.LOST),
+        (Left(), KNOWN, [], Verdict.LEFT),
+    ],
+)
+def test_the_verdict(ending: Ending, expected: Said | int | None, under: list[Fault], verdict: Verdict) -> None:
+    assert judge(ending, expected, under)[0] is verdict
+
+
+def test_a_fault_counts_while_it_lasts_and_not_for_requests_before_or_long_after() -> None:
+    accounts = Accounts()
+    accounts.faults.append(Fault("gateway", "kill", 10.0))
+    assert accounts.book("before", 1.0, 9.0, Broken("reset"), KNOWN) is Verdict.LOST
+    assert accounts.book("amid", 1.0, 10.5, Broken("reset"), KNOWN) is Verdict.CUT
+    accounts.faults[0].back_s = 14.0
+    assert accounts.book("after", 30.0, 31.0, Broken("reset"), KNOWN) is Verdict.LOST
+    assert (accounts.requests, accounts.unaccounted_total) == (3, 2)
+    assert [(each.kind, each.under) for each in accounts.unaccounted] == [("before", []), ("after", [])]

@@ -41,6 +41,8 @@ _WAIT_FACTOR = 10.0
 _START_S = 5.0
 _OUTPUT_SHARE = 8
 """An answer may have 1/8 of the memory in bytes: it exists several times while it is made and sent."""
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
+"""Ends that no limit of ours brings about: by hand, or the system ran out of memory."""
 _KEPT_ENVIRONMENT = ("PATH", "LANG", "TZ", "TZDIR", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 Work = Callable[[bytes], tuple[bytes, bytes]]
@@ -90,6 +92,8 @@ class BoundedProcess:
         )
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._ending: weakref.finalize[[subprocess.Popen[bytes]], BoundedProcess] | None = None
+        """Of the process: with this object, or when another takes its place."""
         self.executor = ThreadPoolExecutor(1, thread_name_prefix=module.rpartition(".")[2])
 
     def warm(self) -> None:
@@ -101,9 +105,15 @@ class BoundedProcess:
                 raise ModelError(f"{self._broken}: {self._why(ended)}") from None
 
     def ask(self, question: bytes) -> tuple[bytes, bytes]:
-        """Blocks. Raises `Ended` with its reason, and `ModelError` when the process cannot begin."""
+        """Blocks. Raises `Ended` with its reason, and `ModelError` when the process cannot begin. A process that was
+        killed from outside is no fault of the question, which is asked once more: the second time it may be."""
         with self._lock:
             try:
+                try:
+                    return self._ask(self._running(), _QUESTION, question, self._limits.cpu_s)
+                except Ended as ended:
+                    if ended.status not in _FROM_OUTSIDE:
+                        raise
                 return self._ask(self._running(), _QUESTION, question, self._limits.cpu_s)
             except Ended as ended:
                 ended.why = self._why(ended)
@@ -112,6 +122,8 @@ class BoundedProcess:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
+        if self._ending is not None:
+            self._ending()
         environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
         environment |= {name: value for name, value in os.environ.items() if name.startswith("LC_")}
         process = subprocess.Popen(
@@ -121,7 +133,7 @@ class BoundedProcess:
             env=environment,
             bufsize=0,
         )
-        weakref.finalize(self, _end, process)
+        self._ending = weakref.finalize(self, _end, process)
         self._process = process
         kind, answer = self._ask(process, _HELLO, self._hello, self._limits.start_cpu_s, more_s=_START_S)
         if kind == _BROKEN:
@@ -143,10 +155,11 @@ class BoundedProcess:
             _end(process)
             raise Ended(None) from None
         except (EOFError, OSError):
+            status = None
             with contextlib.suppress(subprocess.TimeoutExpired):
-                raise Ended(process.wait(_START_S)) from None
+                status = process.wait(_START_S)
             _end(process)
-            raise Ended(None) from None
+            raise Ended(status) from None
         except BaseException:
             _end(process)  # the pipe is out of step
             raise

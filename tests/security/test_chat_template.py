@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ REPEATED = "{% set n = messages | length %}{{ ('a' * (n * 3000000000)) | length 
 GROWING = "{% set ns = namespace(s='a') %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}"
 JUSTIFIED = "{{ messages[0].content.ljust(3000000000) | length }}"
 FORMATTED = "{{ '{:>3000000000}'.format(messages[0].content) | length }}"
+SLOW = "{% for i in range(8000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"  # a second, and it ends
 LONG = "{{ messages[0].content * 3000000 }}"
 
 
@@ -117,6 +119,45 @@ def test_a_process_that_is_killed_is_started_anew() -> None:
     process.kill()
     process.wait()
     assert render(chats, CHAT) == "Hi"
+
+
+def test_processes_that_end_leave_no_descriptor_open() -> None:
+    """Each hostile chat ends one. Their pipes added up until the gateway could open nothing any more."""
+    chats = renderer(f"{WHEN}{GROWING}{THEN}")
+    open_at = []
+    for _ in range(3):
+        with pytest.raises(RequestError):
+            render(chats, ATTACK)
+        assert render(chats, CHAT) == "Hi"
+        process = chats._short._process
+        assert process is not None
+        process.kill()  # and one that ends while nothing is asked of it
+        process.wait()
+        assert render(chats, CHAT) == "Hi"
+        open_at.append(len(os.listdir("/proc/self/fd")))
+    assert open_at == [open_at[0]] * 3
+
+
+def test_a_chat_whose_process_is_killed_from_outside_is_rendered_all_the_same() -> None:
+    """As by the system, when it is short of memory: not the chat's fault, so no 400."""
+    chats = renderer(f"{WHEN}{SLOW}{THEN}", TemplateLimits(cpu_s=20.0, memory_bytes=64 << 20))
+    assert render(chats, CHAT) == "Hi"
+    process = chats._short._process
+    assert process is not None
+    idle = cpu_ticks(process.pid)
+    with ThreadPoolExecutor(1) as thread:
+        rendering = thread.submit(render, chats, ATTACK)
+        while cpu_ticks(process.pid) < idle + 5:
+            assert not rendering.done()
+            time.sleep(0.01)
+        process.kill()
+        assert rendering.result(60) == "attack"
+    assert chats._short._process is not process
+
+
+def cpu_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
 
 
 def test_no_process_outlives_its_renderer() -> None:

@@ -16,7 +16,8 @@ import msgspec
 from cohort.services.bench.soak.census import Sample
 
 SPARE = {"socket": 2, "file": 2, "pipe": 0, "eventpoll": 0, "eventfd": 0}
-SPARE_THREADS = 2
+SPARE_THREADS = 8
+"""Pools of threads start them when they are first wanted, the event loop's own at most six on two cores."""
 SPARE_TASKS = 2
 HELD = {
     "worker": ("held_blocks", "leases", "running", "waiting", "awaiting_kv", "parked", "quarantined_blocks"),

@@ -35,10 +35,10 @@ def test_growth_beyond_what_is_spare_is_named() -> None:
     same = Moment({"gateway": sample(socket=12, pipe=2), "manager": sample()}, {"gateway": {"asyncio_tasks": 6.0}})
     assert grown(start, same) == []
     more = Moment(
-        {"gateway": sample(9, socket=13, pipe=3), "gateway/helper 2": sample()}, {"gateway": {"asyncio_tasks": 50.0}}
+        {"gateway": sample(12, socket=13, pipe=3), "gateway/helper 2": sample()}, {"gateway": {"asyncio_tasks": 50.0}}
     )
     assert grown(start, more) == [
-        "gateway: 9 threads, 3 at the start",
+        "gateway: 12 threads, 3 at the start",
         "gateway: 13 descriptors (socket), 10 at the start",
         "gateway: 3 descriptors (pipe), 2 at the start",
         "gateway/helper 2: a process that was not there at the start",

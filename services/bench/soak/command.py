@@ -60,6 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kill-every-s", type=float, default=40.0, help="mean pause between a recovery and the next fault"
     )
+    parser.add_argument(
+        "--victims", nargs="+", default=[], metavar="NAME", help="these processes only (gateway, decode-0)"
+    )
     parser.add_argument("--kills-for", type=float, default=0.6, metavar="SHARE", help="of the time")
     parser.add_argument("--sample-s", type=float, default=5.0, help="between two looks at the processes")
     parser.add_argument("--skip-s", type=float, default=300.0, help="of a life, before its memory is judged")
@@ -83,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         clients=args.clients,
         rate=args.rate,
         kill_every_s=args.kill_every_s if args.kills else 0.0,
+        victims=tuple(args.victims),
         kills_for_s=60 * args.minutes * args.kills_for,
         sample_s=args.sample_s,
         quiet_s=args.quiet_s,

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 import aiohttp
@@ -38,6 +38,8 @@ class Faults:
         self._random = random
         self._say = say
         self._deck: list[tuple[str, str]] = []
+        self.victims: Sequence[str] = ()
+        """By name; none for every process."""
         self.missing: list[str] = []
         """What did not come back in time."""
 
@@ -53,7 +55,9 @@ class Faults:
                 await self._break_one(http)
 
     async def _break_one(self, http: aiohttp.ClientSession) -> None:
-        name, action = self._deal()
+        if (dealt := self._deal()) is None:
+            return
+        name, action = dealt
         life = self._census.living().get(name)
         if life is None:  # a helper that nothing has asked for since its process began
             return
@@ -102,16 +106,18 @@ class Faults:
             return False
         return bool(processes["manager"]["stats"].get("workers", 0) >= self._workers)
 
-    def _deal(self) -> tuple[str, str]:
+    def _deal(self) -> tuple[str, str] | None:
+        """None where no victim lives."""
         if not self._deck:
-            living = [name for name in self._census.living() if name != LAUNCHER]
+            living = self._census.living()
+            chosen = [name for name in living if name != LAUNCHER and name in (self.victims or living)]
             instances = set(self._census.run_file().processes)
-            for name in sorted(living):
+            for name in sorted(chosen):
                 self._deck += [
                     (name, action) for action in ((KILL, KILL, STOP, TERM) if name in instances else (KILL,))
                 ]
             self._random.shuffle(self._deck)
-        return self._deck.pop()
+        return self._deck.pop() if self._deck else None
 
 
 def _signal(life: Life, number: signal.Signals) -> None:

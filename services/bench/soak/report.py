@@ -21,6 +21,8 @@ from cohort.services.bench.soak.slopes import MEGABYTE, Slope, slope
 BOUNDED = {"predictor/trainer_process": 300e6}
 """Bytes at most of processes that fill up by design, and are judged by that: the trainer keeps 20,000 finished
 requests, with about 2 kB each, and what it learns from them once more."""
+JUDGED_S = 600.0
+"""A slope over less is told and not judged: pools and caches fill for some minutes."""
 SHORT_S = 120.0
 """Lives below this are counted, not listed."""
 
@@ -107,14 +109,14 @@ def lives(series: Mapping[Life, Sequence[Sample]], cpu_s: Mapping[Life, float], 
 
 
 def growing(found: Sequence[LifeReport], limit_mb_per_h: float) -> list[str]:
-    """The lives whose memory grows for certain by more than the limit, or is beyond its bound where it has one."""
+    """The lives that were long enough and grow for certain by more than the limit, or are beyond their bound."""
     said = []
     for life in found:
         bound, most = BOUNDED.get(life.name), max(life.rss_mb)
         if bound is not None:
             if most > bound / MEGABYTE:
                 said.append(f"{life.name}: {most:.0f} MB of memory, its bound is {bound / MEGABYTE:.0f}")
-        elif life.rss is not None and life.rss.low > limit_mb_per_h:
+        elif life.rss is not None and life.rss.over_s >= JUDGED_S and life.rss.low > limit_mb_per_h:
             ends = f"{life.rss.low:.1f} to {life.rss.high:.1f}"
             said.append(f"{life.name}: memory grows by {life.rss.mb_per_h:.1f} MB an hour ({ends})")
     return said

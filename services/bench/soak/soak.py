@@ -51,13 +51,14 @@ _COUNTERS = (
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Of the whole soak. `kill_every_s` 0: no faults."""
+    """Of the whole soak. `kill_every_s` 0: no faults; `victims`: by name, none for every process."""
 
     seconds: float
     clients: int
     rate: float
     kill_every_s: float
     kills_for_s: float
+    victims: tuple[str, ...]
     sample_s: float
     quiet_s: float
     seed: int
@@ -111,6 +112,7 @@ class Soak:
     async def _soak(self, users: list[User | BatchUser]) -> None:
         terms, over = self._terms, asyncio.Event()
         faults = Faults(self.place, self.census, self.accounts, len(self._workers), self._random("faults"), self._tell)
+        faults.victims = terms.victims
         breaking = asyncio.create_task(faults.run(over, terms.kill_every_s)) if terms.kill_every_s else None
         ending = asyncio.get_running_loop().call_later(terms.kills_for_s, over.set)
         try:

@@ -21,7 +21,18 @@ from cohort.common.errors import CohortError
 from cohort.services.bench.soak import exchange
 from cohort.services.bench.soak.accounts import Accounts
 from cohort.services.bench.soak.catalogue import Case, fresh, refusal
-from cohort.services.bench.soak.exchange import Answered, Broken, Ending, Left, Manner, Refused, Silent, Stream, Told
+from cohort.services.bench.soak.exchange import (
+    Answered,
+    Broken,
+    Ending,
+    Failed,
+    Left,
+    Manner,
+    Refused,
+    Silent,
+    Stream,
+    Told,
+)
 from cohort.services.bench.soak.said import Api, Reader, Said
 
 AWAY_S = 0.3
@@ -233,7 +244,7 @@ class User:
             match ending:
                 case Left() if what == "resume":
                     await asyncio.sleep(random.choice([0.0, random.uniform(0, 2)]))
-                case Broken() | Refused(429 | 503) if stream.token:
+                case Broken() | Failed() | Refused(429 | 503) if stream.token:  # a shutdown ends it with an error
                     await asyncio.sleep(AWAY_S)
                 case _:
                     break

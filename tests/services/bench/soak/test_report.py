@@ -27,6 +27,12 @@ def test_certain_growth_is_a_finding_and_a_flat_life_is_none() -> None:
     assert [said.partition(":")[0] for said in report.growing(found, limit_mb_per_h=16.0)] == ["gateway"]
 
 
+def test_a_slope_over_a_few_minutes_is_told_and_not_judged() -> None:
+    found = report.lives(life("gateway", 40.0), {}, skip_s=1000)
+    assert found[0].rss is not None and found[0].rss.over_s < report.JUDGED_S
+    assert report.growing(found, limit_mb_per_h=16.0) == []
+
+
 def test_a_process_that_fills_up_is_judged_by_its_bound() -> None:
     filling, beyond = (life("predictor/trainer_process", 100.0, mb) for mb in (100.0, 290.0))
     assert report.growing(report.lives(filling, {}, 300), 16.0) == []

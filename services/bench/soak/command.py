@@ -73,10 +73,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=8200, help="of the pipeline that is started")
     parser.add_argument("--json", metavar="FILE", help="everything; written every minute while it runs")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print what such a file says so far, and run nothing")
 
 
 def run(args: argparse.Namespace) -> int:
     """Everything from parsed options. Raises `CohortError`."""
+    if args.show is not None:
+        sys.stdout.write(report.table(report.read_document(args.show)))
+        return 0
     if args.minutes <= 0 or args.clients < 1 or args.rate <= 0 or not 0 <= args.kills_for <= 1:
         raise ConfigError("--minutes, --clients and --rate must be above 0, --kills-for between 0 and 1")
     if args.json not in (None, "-"):

@@ -34,6 +34,7 @@ from cohort.common.paths import default_model_dir, run_dir
 from cohort.services.bench.live.pipelines import pipeline
 from cohort.services.bench.output import check_writable, publish_json
 from cohort.services.bench.soak import report, tiny_model
+from cohort.services.bench.soak.accounts import Verdict
 from cohort.services.bench.soak.catalogue import SERVED
 from cohort.services.bench.soak.census import Census
 from cohort.services.bench.soak.leftovers import unknown_files
@@ -141,7 +142,7 @@ def _document(
         model=args.model,
         cpu_s=sum(census.cpu_s.values()),
         requests=accounts.requests,
-        verdicts={str(verdict): accounts.total(verdict) for verdict in report.Verdict},
+        verdicts={str(verdict): accounts.total(verdict) for verdict in Verdict},
         by_kind=report.kinds(accounts),
         refusals=dict(accounts.refusals),
         faults=accounts.faults,

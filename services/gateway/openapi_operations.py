@@ -23,6 +23,7 @@ from cohort.services.gateway.batch_objects import (
     Page,
 )
 from cohort.services.gateway.bodies import LEAST_MS, MOST_MS, ChatBody, CompletionBody
+from cohort.services.gateway.chat_page import CHAT_PATH
 from cohort.services.gateway.error_shapes import MESSAGES_PATH
 from cohort.services.gateway.front_page import DOCS_PATH, OPENAPI_PATH, Front
 from cohort.services.gateway.messages_api import COUNT_TOKENS_PATH, CountedTokens
@@ -44,7 +45,8 @@ from cohort.services.gateway.responses_api_bodies import ResponsesBody
 from cohort.services.gateway.responses_api_events import Event as ResponsesEvent
 from cohort.services.gateway.responses_api_events import ResponseObject
 from cohort.services.gateway.resume_marks import LAST_EVENT_HEADER
-from cohort.services.gateway.resumption import RESUME_HEADER, STREAMS_PATH
+from cohort.services.gateway.resume_session import RESUME_HEADER
+from cohort.services.gateway.resumption import STREAMS_PATH
 from cohort.services.gateway.service_headers import CLASS_HEADER, IF_LATE_HEADER, TPOT_HEADER, TTFT_HEADER
 from cohort.services.gateway.tenants import USAGE_PATH, UsageList
 from cohort.services.gateway.token_api import (
@@ -203,7 +205,7 @@ OPERATIONS: tuple[Operation, ...] = (
         STREAMS_PATH,
         "The rest of a stream behind `Last-Event-ID`.",
         media=EVENTS,
-        events=(_completion, _chat_chunk),
+        events=(_completion, _chat_chunk, *get_args(ResponsesEvent), MessagesEvent),
         errors=(404, 409, 410, 429, 503, 504),
         parameters=(_LAST_EVENT,),
     ),
@@ -219,7 +221,7 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=ResponseObject,
         events=get_args(ResponsesEvent),
         errors=_GENERATE,
-        parameters=_KIND_AND_SLO,
+        parameters=(*_KIND_AND_SLO, _RESUME),
         links=("getResponse", "deleteResponse", "listInputItems", "cancelResponse"),
         example={"input": "What is the capital of France?", "max_output_tokens": 8},
     ),
@@ -259,7 +261,7 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=MessageAnswer,
         events=(MessagesEvent,),
         errors=_GENERATE,
-        parameters=_KIND_AND_SLO,
+        parameters=(*_KIND_AND_SLO, _RESUME),
         example={**_WORDS, "max_tokens": 8},
     ),
     Operation(
@@ -377,4 +379,5 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("front", "get", "/", "What this is and where everything lies.", answer=Front, redirects=True),
     Operation("openapi", "get", OPENAPI_PATH, "This document.", answer=dict),
     Operation("docs", "get", DOCS_PATH, "The same for readers.", media=HTML),
+    Operation("chat", "get", CHAT_PATH, "A page to try the model.", media=HTML),
 )

@@ -30,6 +30,7 @@ COMMANDS = {
     "engine": (f"{_HERE}.engine.command", "the CPU engine's steps against their floors, taken apart, their growth"),
     "in-process": (f"{_HERE}.engine.in_process_command", "the engine without the pipeline, in a closed loop"),
     "host-time": (f"{_HERE}.engine.host_time_command", "the host's part of a decode step, by rows"),
+    "token-cost": (f"{_HERE}.tokens.command", "processor time per streamed token, around an engine that costs nothing"),
     "mixed-lengths": (f"{_HERE}.engine.mixed_lengths_command", "what mixed prefix lengths cost in one step"),
     "mixed-iterations": (
         f"{_HERE}.engine.mixed_iterations_command",

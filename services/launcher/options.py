@@ -80,10 +80,7 @@ def overrides_of(options: argparse.Namespace, file_keys: set[str]) -> dict[str, 
     `file_keys`: dotted names that the files set. With --port, monitor and metrics ports move along unless a file or an
     option set them, so that two pipelines run side by side with one option.
     """
-    import yaml
-
     from cohort.common.config import nested
-    from cohort.common.errors import ConfigError
     from cohort.services.launcher.plan import METRICS_OFFSET, MONITOR_OFFSET
 
     flat: dict[str, Any] = {}
@@ -96,15 +93,7 @@ def overrides_of(options: argparse.Namespace, file_keys: set[str]) -> dict[str, 
     for half in ("tls_cert", "tls_key"):
         if (path := getattr(options, half)) is not None:
             flat[f"gateway.{half}"] = str(Path(path).expanduser().absolute()) if path else ""
-    assigned: dict[str, Any] = {}
-    for assignment in options.assignments:
-        key, equals, value = assignment.partition("=")
-        if not equals or not key.strip("."):
-            raise ConfigError(f"--set {assignment}: write KEY=VALUE, e.g. kv.block_size=32")
-        try:
-            assigned[key.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--set {assignment}: the value is not valid YAML: {error}") from error
+    assigned = assigned_by(options.assignments)
     if options.port is not None:
         port = options.port
         flat["gateway.port"] = port
@@ -113,6 +102,24 @@ def overrides_of(options: argparse.Namespace, file_keys: set[str]) -> dict[str, 
             if key not in settled:
                 flat[key] = port + offset if port else 0
     return nested({**flat, **assigned}, "--set")
+
+
+def assigned_by(assignments: Sequence[str]) -> dict[str, Any]:
+    """The values of --set by their dotted names."""
+    import yaml
+
+    from cohort.common.errors import ConfigError
+
+    assigned: dict[str, Any] = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals or not key.strip("."):
+            raise ConfigError(f"--set {assignment}: write KEY=VALUE, e.g. kv.block_size=32")
+        try:
+            assigned[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {assignment}: the value is not valid YAML: {error}") from error
+    return assigned
 
 
 def keys_of(files: Sequence[Path]) -> set[str]:

@@ -1,0 +1,1 @@
+"""What a streamed token costs in processor time, by process and thread; see `command.py`."""

@@ -1,0 +1,73 @@
+"""`cohort bench token-cost`: processor time per streamed token of gateway, worker loop, bus and manager.
+
+    cohort bench token-cost --streams 64 256 1024 --tokens-per-s 4000
+
+The real processes, the real bus and real streams over HTTP, around an engine that samples at once and for nothing; a
+step lasts as long as the rate asks for, asleep. Times are of processors, not of clocks on the wall, so other programs
+on the machine disturb them little; a rate beyond what the machine can do shows as a lower rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+
+import msgspec
+
+from cohort.common.errors import ConfigError
+from cohort.services.bench.output import markdown_table, publish_json
+from cohort.services.bench.tokens.measuring import Cost, Load, measure
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    parser.add_argument("--streams", type=int, nargs="+", default=[64, 256, 1024], help="at once, one after the other")
+    parser.add_argument("--tokens-per-s", type=float, default=4000.0, help="of all streams together")
+    parser.add_argument("--seconds", type=float, default=10.0, help="measured, once all streams run")
+    parser.add_argument("--rounds", type=int, default=1, help="of each; all are shown")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--gateways", type=int, default=1, help="on one port")
+    parser.add_argument("--preset", default="unified", help="whose policies")
+    parser.add_argument("--model", default="", help="folder whose tokenizer is used; default: the default model")
+    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="SECTION.OPTION=VALUE")
+    parser.add_argument("--json", metavar="FILE", help="every measurement ('-': to stdout, instead of the table)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Everything from parsed options. Raises `CohortError`."""
+    if min(*args.streams, args.rounds, args.workers, args.gateways) < 1 or min(args.tokens_per_s, args.seconds) <= 0:
+        raise ConfigError("--streams, --tokens-per-s, --seconds, --rounds, --workers and --gateways must be above 0")
+    found = [
+        measure(
+            args.preset,
+            args.settings,
+            args.model,
+            Load(streams, args.tokens_per_s, args.seconds, args.workers, args.gateways),
+        )
+        for _ in range(args.rounds)
+        for streams in args.streams
+    ]
+    publish_json(args.json, msgspec.json.format(msgspec.json.encode([asdict(cost) for cost in found])))
+    if args.json != "-":
+        sys.stdout.write(_table(found))
+    return 0
+
+
+def _table(found: list[Cost]) -> str:
+    header = ["tokens/s", "tokens/read", "gateway", "worker loop", "bus", "together, µs", "manager", "free engine"]
+    rows = [
+        [
+            str(cost.streams),
+            f"{cost.tokens_per_s:.0f}",
+            f"{cost.tokens_per_read:.2f}",
+            f"{cost.gateway_us:.1f}",
+            f"{cost.worker_us:.1f}",
+            f"{cost.bus_us:.1f}",
+            f"{cost.path_us:.1f}",
+            f"{cost.manager_us:.1f}",
+            f"{cost.engine_us:.1f}",
+        ]
+        for cost in found
+    ]
+    return markdown_table(["streams"], header, rows)

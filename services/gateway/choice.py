@@ -84,6 +84,11 @@ class Choice:
         stopped = self._stops.matched is not None
         return Piece(text, self._due_scores(everything=finish is not None and not stopped), stopped)
 
+    def plain(self, token_id: int) -> str:
+        """As `feed` with this token alone, of a choice without scores and stop strings."""
+        self.tokens += 1
+        return self._detokenizer.feed(token_id)
+
     def _pass(self, text: str) -> str:
         self._produced += len(text)
         # Like end tokens, stop strings count only once the least number of tokens is there.

@@ -40,6 +40,7 @@ class TokenText:
         self.tokenizer = tokenizer
         self._style, self._strips = _style_of(tokenizer)
         self._bytes: dict[int, bytes] = {}
+        self._whole: dict[int, str | None] = {}
 
     def stream(
         self, *, context: Sequence[int] = (), skip_special: bool = True, kept: frozenset[int] = frozenset()
@@ -57,6 +58,18 @@ class TokenText:
         if known is None:
             known = self._bytes[token_id] = self._make_bytes(token_id)
         return known
+
+    def whole_text(self, token_id: int) -> str | None:
+        """The text of a token whose bytes are whole characters; None of any other."""
+        try:
+            return self._whole[token_id]
+        except KeyError:
+            try:
+                text = self._whole[token_id] = self.token_bytes(token_id).decode()
+            except UnicodeDecodeError:
+                self._whole[token_id] = None
+                return None
+            return text
 
     def _make_bytes(self, token_id: int) -> bytes:
         piece = self.tokenizer.piece(token_id)
@@ -83,11 +96,19 @@ class _ByteDetokenizer:
         self._skipped = text.tokenizer.special_ids - kept if skip_special else frozenset()
         self._strip = strip_first_space
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = False
+        """The decoder may hold a part of a character."""
 
     def feed(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        return self._first(self._decoder.decode(self._text.token_bytes(token_id)))
+        if not self._held:
+            text = self._text.whole_text(token_id)
+            if text is not None:
+                return self._first(text) if self._strip else text
+        text = self._decoder.decode(self._text.token_bytes(token_id))
+        self._held = bool(self._decoder.getstate()[0])
+        return self._first(text)
 
     def flush(self) -> str:
         return self._first(self._decoder.decode(b"", final=True))

@@ -6,7 +6,7 @@ Filled by `streams.py`, emptied by `generator.py`. Its content is bounded by the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cohort.common.errors import RequestError
@@ -47,6 +47,16 @@ class Mailbox:
     def __init__(self) -> None:
         self._ready: dict[int, Delta] = {}  # insertion order: the choice that waits longest first
         self._something = asyncio.Event()
+        self._waiting = False
+        """All that came so far is with the client, or on its way there."""
+        self.direct: Callable[[int, Sequence[int]], bool] | None = None
+        """Sends plain tokens of a choice past the handler, or refuses to (`direct_events.py`)."""
+
+    def put_plain(self, index: int, tokens: Sequence[int]) -> None:
+        """Tokens and nothing else."""
+        if self._waiting and self.direct is not None and self.direct(index, tokens):
+            return
+        self.put(index, tokens=tokens)
 
     def put(
         self,
@@ -62,13 +72,18 @@ class Mailbox:
         delta.logprobs += logprobs
         delta.finish = finish or delta.finish
         delta.error = error or delta.error
+        self._waiting = False
         self._something.set()
 
     async def next(self) -> Delta:
         """Waits without a deadline of its own: the ledger ends every request by its deadline at the latest."""
         while not self._ready:
             self._something.clear()
-            await self._something.wait()
+            self._waiting = True
+            try:
+                await self._something.wait()
+            finally:
+                self._waiting = False
         return self._ready.pop(next(iter(self._ready)))
 
 

@@ -18,6 +18,7 @@ from aiohttp import web
 from cohort.common.errors import RequestError
 from cohort.common.types import FinishReason
 from cohort.services.gateway.answering import Answering, Mean, Step
+from cohort.services.gateway.direct_events import direct_events
 from cohort.services.gateway.generator import Generator
 from cohort.services.gateway.middleware import HTTP_ID, REQUEST_ID_HEADER
 from cohort.services.gateway.openai_shapes import Answer, Scores, Usage
@@ -183,10 +184,17 @@ class OpenAiApi:
     async def send_chunks(self, events: Events, answering: Answering) -> None:
         """Of the choices that have not ended, then the end. Raises the `RequestError` that they failed with."""
         shape, call = answering.shape, answering.call
-        async for index, step in self._generator.steps(answering):
-            if step.piece.text or step.piece.calls or step.finish is not None:
-                # else part of a character or of a stop string, perhaps
-                await events.send(await self._chunk(answering, index, step))
+        mailbox = answering.generation.mailbox
+        direct = direct_events(answering, events)
+        if direct is not None:
+            mailbox.direct = direct.send
+        try:
+            async for index, step in self._generator.steps(answering):
+                if step.piece.text or step.piece.calls or step.finish is not None:
+                    # else part of a character or of a stop string, perhaps
+                    await events.send(await self._chunk(answering, index, step))
+        finally:
+            mailbox.direct = None
         if call.include_usage:
             await events.send(
                 Answer(

@@ -10,7 +10,7 @@ import structlog
 
 from cohort.common.machines.entry import Entry
 from cohort.common.metrics import RequestMetrics
-from cohort.common.types import FinishReason, Request
+from cohort.common.types import FinishReason, Request, TrafficClass
 from cohort.services.gateway.past_requests import PastRequests
 from cohort.services.gateway.stats import Recent
 from cohort.services.gateway.timing import GatewayTimes, slo_outcomes, tpot_s, ttft_stages
@@ -24,6 +24,9 @@ class RequestStats:
         self._log = log
         self._dropped_tokens = self._default_predictions = 0
         """Of the machine's totals, the part that the metrics have already."""
+        self._told: dict[tuple[TrafficClass, float, int], int] = {}
+        """Updates by class, seconds since the one before of the same stream, and tokens: the rows of a step are often
+        alike in all of them. Until `observe`."""
 
     def admitted(self, request: Request) -> None:
         self._metrics.in_flight(request.traffic_class).inc()
@@ -49,22 +52,30 @@ class RequestStats:
         )
         self._metrics.resubmissions(entry.lost_kind).inc()
 
-    def tokens(self, now_s: float, entry: Entry, times: GatewayTimes, before_s: float | None, count: int) -> None:
-        """`count` tokens came; the ones before them at `before_s`, None for the first."""
+    def first_tokens(self, now_s: float, entry: Entry, times: GatewayTimes, count: int) -> None:
+        """`count` tokens came, the first ones of a stream."""
         traffic_class = entry.request.traffic_class
         self._metrics.generation_tokens(traffic_class).inc(count)
-        if before_s is None:
-            ttft_s = now_s - times.arrived_s
-            self._metrics.ttft_seconds(traffic_class).observe(ttft_s)
-            self._metrics.observe_ttft_stages(traffic_class, ttft_stages(times, entry))
-            self.recent.first_token(ttft_s, count)
-        else:
-            # Tokens that came together share the time since the last one.
-            gap_s = (now_s - before_s) / count
-            histogram = self._metrics.itl_seconds(traffic_class)
-            for _ in range(count):
-                histogram.observe(gap_s)
-            self.recent.tokens(gap_s, count)
+        ttft_s = now_s - times.arrived_s
+        self._metrics.ttft_seconds(traffic_class).observe(ttft_s)
+        self._metrics.observe_ttft_stages(traffic_class, ttft_stages(times, entry))
+        self.recent.first_token(ttft_s, count)
+
+    def tokens(self, traffic_class: TrafficClass, since_s: float, count: int) -> None:
+        """`count` tokens came, so long after the ones before them. Counts once `observe` is called."""
+        key = (traffic_class, since_s, count)
+        self._told[key] = self._told.get(key, 0) + 1
+
+    def observe(self) -> None:
+        """All that `tokens` was told, in one go: a step's tokens come together."""
+        if not self._told:
+            return
+        for (traffic_class, since_s, count), updates in self._told.items():
+            gap_s = since_s / count  # tokens that came together share the time
+            self._metrics.generation_tokens(traffic_class).inc(updates * count)
+            self._metrics.itl_seconds(traffic_class).observe_many(gap_s, updates * count)
+            self.recent.tokens(gap_s, updates, count)
+        self._told.clear()
 
     def ended(self, now_s: float, entry: Entry, times: GatewayTimes, finish: FinishReason, reason: str) -> None:
         """The request is over: count it, log it."""

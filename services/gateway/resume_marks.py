@@ -80,6 +80,8 @@ class Place:
 class MarkedStream(EventStream):
     """Events with an `id:`."""
 
+    plain = False
+
     def __init__(
         self,
         request: web.Request,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 import structlog
@@ -33,6 +33,9 @@ class Events(Protocol):
 
 
 class EventStream:
+    plain: ClassVar[bool] = True
+    """Its events are nothing but what they say."""
+
     def __init__(
         self,
         request: web.Request,
@@ -44,6 +47,9 @@ class EventStream:
         self._request = request
         self._write_timeout_s = write_timeout_s
         self._log = log
+        self._transport: asyncio.Transport | None = None
+        self._chunked = False
+        """Once the response is open: where it goes, and in which form."""
         self.response = web.StreamResponse(
             headers={
                 **headers,
@@ -85,6 +91,27 @@ class EventStream:
     async def send(self, event: msgspec.Struct | dict[str, Any]) -> None:
         """Raises `TimeoutError` when the client does not read, `ConnectionError` when it is gone."""
         await self._write(self.framed(event))
+
+    def keeps_up(self) -> bool:
+        """The stream is open, and its client takes what it is sent: `at_once` has somewhere to go."""
+        transport = self._transport
+        if transport is None:
+            transport = self._request.transport
+            if transport is None or not self.response.prepared:
+                return False
+            self._transport = transport
+            self._chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
+        return not transport.is_closing() and transport.get_write_buffer_size() < AT_ONCE_BYTES
+
+    def at_once(self, data: bytes) -> None:
+        """Events of a stream that `keeps_up`, straight to the transport: what `StreamResponse.write` would do."""
+        assert self._transport is not None
+        if self._chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        writer = self._request.writer
+        writer.buffer_size += len(data)
+        writer.output_size += len(data)
+        self._transport.write(data)
 
     @staticmethod
     def framed(event: msgspec.Struct | dict[str, Any]) -> bytes:

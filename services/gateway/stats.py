@@ -48,9 +48,10 @@ class Recent:
         self._ttft_s.append(ttft_s)
         self.totals["generation_tokens_total"] += tokens
 
-    def tokens(self, gap_s: float, tokens: int) -> None:
-        self._itl_s.append(gap_s)
-        self.totals["generation_tokens_total"] += tokens
+    def tokens(self, gap_s: float, updates: int, tokens: int) -> None:
+        """So many updates of so many tokens each."""
+        self._itl_s.extend([gap_s] * updates)
+        self.totals["generation_tokens_total"] += updates * tokens
 
     def ended(self, finish: FinishReason) -> None:
         match finish:

@@ -123,6 +123,7 @@ class Streams:
         lost = self._perform(self._hosted.handle(self._clock.now_s(), *events))
         while lost:
             lost = self._perform(self._hosted.handle(self._clock.now_s(), *lost))
+        self.stats.observe()
         self.stats.totals(self.ledger.dropped_tokens_total, self._machine.default_predictions_total)
         if self._online_waited and not self.ledger.waiting_online:
             self._online_waited = False
@@ -216,11 +217,18 @@ class Streams:
         track = self._tracks.get(entry.request_id)
         if track is None:
             return
-        if action.tokens:
+        generation, tokens = track.generation, action.tokens
+        if tokens:
             now_s = entry.last_token_s or self._clock.now_s()
-            self.stats.tokens(now_s, entry, track.generation.times, track.last_token_s, len(action.tokens))
+            if track.last_token_s is None:
+                self.stats.first_tokens(now_s, entry, generation.times, len(tokens))
+            else:
+                self.stats.tokens(entry.request.traffic_class, now_s - track.last_token_s, len(tokens))
             track.last_token_s = now_s
-        track.generation.mailbox.put(track.index, tokens=action.tokens, logprobs=action.logprobs, finish=action.finish)
+        if action.finish is None and not action.logprobs:
+            generation.mailbox.put_plain(track.index, tokens)
+        else:
+            generation.mailbox.put(track.index, tokens=tokens, logprobs=action.logprobs, finish=action.finish)
 
     # -- Endings ---------------------------------------------------------------------------------------------------
 

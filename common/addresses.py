@@ -14,6 +14,7 @@ from cohort.common import paths
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
 
+_TCP = "tcp://"
 EndpointName = Literal["manager", "predictor", "monitor", "gateway"]
 
 MANAGER, PREDICTOR, MONITOR, GATEWAY = "manager", "predictor", "monitor", "gateway"
@@ -35,6 +36,11 @@ _ENDPOINTS: dict[str, EndpointName] = {
     "bucketing_manager": "manager",
     "global_monitor": "monitor",
 }
+
+
+def gateway_names(config: Config) -> tuple[str, ...]:
+    """Of the gateway processes that share a port; the first has the name of a single one."""
+    return GATEWAY, *(f"{GATEWAY}-{index}" for index in range(1, config.gateway.processes))
 
 
 def never_dialling(role: str) -> frozenset[str]:
@@ -65,32 +71,40 @@ def inbox_of(config: Config, role: str, instance: str, run_dir: Path) -> tuple[s
     """(bind, advertise) of a process's own inbox. Over TCP a process binds `endpoints.bind_host` and is dialled under
     the host that the configuration names."""
     name = _ENDPOINTS.get(role)
-    if name is not None:
+    if name == "gateway" and instance in gateway_names(config)[1:]:  # the first has the endpoint that is configured
+        advertise = _beside(config.endpoints.gateway) or f"ipc://{run_dir / instance}.sock"
+    elif name is not None:
         advertise = endpoint_of(config, name, run_dir)
     else:
         advertise = config.endpoints.worker or f"ipc://{run_dir / instance}.sock"
     return bind_address(advertise, config.endpoints.bind_host), advertise
 
 
+def _beside(endpoint: str) -> str:
+    """Any free port of the same host; "" for one that is no TCP endpoint. Peers are told which it is."""
+    return f"{endpoint.rpartition(':')[0]}:0" if endpoint.startswith(_TCP) else ""
+
+
 def bind_address(endpoint: str, bind_host: str) -> str:
-    if not endpoint.startswith("tcp://"):
+    if not endpoint.startswith(_TCP):
         return endpoint
-    _, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
+    _, colon, port = endpoint.removeprefix(_TCP).rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"endpoints: {endpoint!r} is no endpoint; write tcp://HOST:PORT")
     return f"tcp://{bind_host}:{port}"
 
 
 def metrics_port(config: Config, role: str, instance: str) -> int:
-    """From metrics.base_port on: predictor, manager, then the configured workers in order; 0 (any) for others."""
+    """From metrics.base_port on: predictor, manager, the configured workers in order, then gateways where several share
+    a port; 0 (any) for others."""
     base = config.metrics.base_port
     if base == 0:
         return 0
     order = ["length_predictor", "bucketing_manager"]
     if role in order:
         return base + order.index(role)
-    workers = list(config.instance_roles)
-    return base + len(order) + workers.index(instance) if instance in workers else 0
+    rest = [*config.instance_roles, *(gateway_names(config) if config.gateway.processes > 1 else ())]
+    return base + len(order) + rest.index(instance) if instance in rest else 0
 
 
 def named_host(host: str) -> str:

@@ -74,15 +74,18 @@ class AcceptingSite(web.BaseSite):
         failed: Callable[[], None],
         log: structlog.stdlib.BoundLogger,
         tls: ServerTls | None = None,
+        shared: bool = False,
     ) -> None:
         """`failed` is called once for each accept that failed. `tls`: connections are encrypted, each by the
-        certificate that is in use when it comes."""
+        certificate that is in use when it comes. `shared`: other processes of this user may listen on the same port;
+        the kernel gives each connection to one of them."""
         super().__init__(runner, backlog=backlog)
         self._host = host
         self._port = port
         self._failed = failed
         self._log = log
         self._tls = tls
+        self._shared = shared
         self._listeners: list[socket.socket] = []
         self._pauses: dict[socket.socket, asyncio.TimerHandle] = {}
         self._opening: set[asyncio.Task[None]] = set()
@@ -107,13 +110,19 @@ class AcceptingSite(web.BaseSite):
                 self._host or None, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
             for family, _, _, _, address in dict.fromkeys(found):
-                self._listeners.append(_listener(family, address))
+                self._listeners.append(_listener(family, address, shared=self._shared))
             for listener in self._listeners:
                 listener.listen(self._backlog)
                 loop.add_reader(listener, self._accept, listener)
         except BaseException:
             self._close()
             raise
+
+    def leave(self) -> None:
+        """Accept what waits, and nothing more: new connections are for the others that share the port."""
+        for listener in self._listeners:
+            self._accept(listener)
+        self._close()
 
     async def stop(self) -> None:
         self._close()
@@ -188,11 +197,13 @@ class AcceptingSite(web.BaseSite):
         asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
 
-def _listener(family: int, address: tuple[object, ...]) -> socket.socket:
+def _listener(family: int, address: tuple[object, ...], *, shared: bool) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setblocking(False)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind(address)

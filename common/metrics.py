@@ -146,7 +146,9 @@ class MetricFactory:
     ) -> Labelled[ManyHistogram]:
         bounds = (*buckets, math.inf)
         return self._ready(
-            ManyHistogram(f"{PREFIX}_{name}", documentation, self._names(labels), registry=self._registry, buckets=bounds),
+            ManyHistogram(
+                f"{PREFIX}_{name}", documentation, self._names(labels), registry=self._registry, buckets=bounds
+            ),
             labels,
         )
 

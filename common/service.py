@@ -156,12 +156,18 @@ Build = Callable[[ServiceContext], Awaitable[None]]
 
 
 def service_main(
-    role: str, build: Build, *, inbox: bool | str = True, serve_metrics: bool = True, loop: LoopKind = "auto"
+    role: str,
+    build: Build,
+    *,
+    inbox: bool | str = True,
+    serve_metrics: bool | Callable[[Config], bool] = True,
+    loop: LoopKind = "auto",
 ) -> NoReturn:
     """Run one process from its command line to its exit code.
 
-    `inbox`: True binds the role's own, False none, a string that endpoint. `serve_metrics` False: the service serves
-    `metrics_routes(context)` on an application of its own and sets `context.metrics_url`.
+    `inbox`: True binds the role's own, False none, a string that endpoint. `serve_metrics` False, or what says so of
+    the configuration: the service serves `metrics_routes(context)` on an application of its own and sets
+    `context.metrics_url`.
     """
     keep_private()
     options = option_parser(role).parse_args()
@@ -173,7 +179,8 @@ def service_main(
     except ConfigError as error:
         print(f"cohort {role}: {error}", file=sys.stderr)
         sys.exit(2)
-    service = _Service(role, build, config, instance, run_dir, log, inbox, serve_metrics, options.metrics_port)
+    metrics = serve_metrics if isinstance(serve_metrics, bool) else serve_metrics(config)
+    service = _Service(role, build, config, instance, run_dir, log, inbox, metrics, options.metrics_port)
     with asyncio.Runner(loop_factory=_loop_factory(loop)) as runner:
         code = runner.run(service.run())
     logging_done()

@@ -25,6 +25,8 @@ class ModelConfig(Section, frozen=True):
 class GatewayConfig(Section, frozen=True):
     host: str = "127.0.0.1"  # address clients connect to; 0.0.0.0 = every interface
     port: Port = 8000  # port clients connect to; 0 = any free one, chosen by the launcher
+    # gateway processes that listen on that port side by side; each owns the requests of the connections it is given
+    processes: Positive = 1
     # accepted bearer tokens; empty = open; `env:NAME` reads a variable. /health, /ready, /version, /metrics need none
     api_keys: tuple[str, ...] = ()
     tls_cert: str = ""  # certificate with its chain, a PEM file: clients come by https; read again when it changes
@@ -109,7 +111,7 @@ class KeysConfig(Section, frozen=True):
 class BatchConfig(Section, frozen=True):
     """Files and batch jobs of the gateway (/v1/files, /v1/batches), kept on its disk."""
 
-    folder: str = ""  # database and files, for one gateway alone; "" = one per gateway port inside the cache folder
+    folder: str = ""  # database and files, for the gateways of one port; "" = one per port inside the cache folder
     concurrency: Positive = 128  # lines of all batches in work at once
     max_file_bytes: Positive = 209_715_200  # one uploaded file; beyond: 413
     max_lines: Positive = 50_000  # requests in one batch; beyond: the batch fails

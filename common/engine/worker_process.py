@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 import torch
 
-from cohort.common import exposure, paths
+from cohort.common import exposure, garbage, paths
 from cohort.common.config import Config
 from cohort.common.engine.compiled_kernels import KernelBuild
 from cohort.common.engine.device_memory import DeviceShare
@@ -229,6 +229,7 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
         max_model_len=capacity.max_model_len,
         dtype=runner.dtype,
     )
+    garbage.settle()
     try:
         await loop.run()
     finally:

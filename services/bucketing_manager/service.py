@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 from typing import assert_never
 
+from cohort.common import garbage
 from cohort.common.decision_log import DecisionLog
 from cohort.common.errors import PeerUnreachable
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
@@ -241,6 +241,5 @@ def _ranges(segments: tuple[Segment, ...]) -> str:
 async def serve(context: ServiceContext) -> None:
     compose.check_names(context.config)
     service = ManagerService(context)
-    gc.collect()
-    gc.freeze()  # objects as old as the process need not be looked at in every collection
+    garbage.settle()
     await service.run()

@@ -1,7 +1,14 @@
 """`python -m cohort.services.gateway`: one gateway process."""
 
+from cohort.common.config import Config
 from cohort.common.service import service_main
 from cohort.services.gateway.service import build
 
+
+def shares_port(config: Config) -> bool:
+    """Then a request to the port finds any of the gateways, and each has its metrics on another."""
+    return config.gateway.processes > 1
+
+
 if __name__ == "__main__":
-    service_main("gateway", build, inbox=True, serve_metrics=False)
+    service_main("gateway", build, inbox=True, serve_metrics=shares_port)

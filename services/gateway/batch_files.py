@@ -1,14 +1,16 @@
 """Contents of files on disk: uploads as they arrive, outputs of batches, and leftovers of a killed process.
 
-    <folder>/            0700, held (flock) by one gateway
-      lock
+    <folder>/            0700
+      lock               held (flock): by one gateway, or together by all that share a port
+      runner             held by the one of these that runs the batches
       batches.sqlite     what `batch_store.py` remembers
       files/<id>         one file's content; <id>.part while it is being written
       files.lost/<id>    contents that were here when the database was new: nothing here reads or deletes them
 
 A content appears under its id only when it is complete and on disk; its row in the database follows. So a `.part`, or a
-file without a row, belongs to no upload that succeeded and is removed at start, if its name is one that is given here.
-Files with other names are not of this program's making and stay. Everything here may block: callers use threads.
+file without a row, belongs to no upload that succeeded and is removed at start, if its name is one that is given here
+and no other gateway has the folder. Files with other names are not of this program's making and stay. Locks are the
+kernel's: with a process that is killed they are gone. Everything here may block: callers use threads.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import fcntl
 import os
 import re
 import stat
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +31,8 @@ from cohort.common.config import BatchConfig
 from cohort.common.errors import ConfigError
 
 PART = ".part"
+CLEAN_UP_S = 60.0
+"""The longest that a start waits for the start of another gateway."""
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 _OURS = re.compile(r"file-[0-9a-f]{24}(-output|-error)?(?P<part>\.part)?")
 """Names that this module gives: ids as `batch_api.py` and `batch_runner.py` make them."""
@@ -47,39 +52,61 @@ class Leftovers:
 
 
 class BatchFolder:
-    """The folder of one gateway's batches, locked from `open` to `close`."""
+    """The folder of the batches of one port's gateways, locked from `open` to `close`."""
 
-    def __init__(self, config: BatchConfig, port: int) -> None:
-        """`port` names the default folder: pipelines on one host must not share one."""
+    def __init__(self, config: BatchConfig, port: int, *, shared: bool = False) -> None:
+        """`port` names the default folder: pipelines on one host must not share one. `shared`: among several gateways
+        of this pipeline."""
+        self.shared = shared
+        self.alone = False
+        """No other gateway has it: as long as it is not shared, or since `open` until `admit_others`."""
         self.path = Path(config.folder).expanduser() if config.folder else paths.cache_dir() / "batches" / str(port)
         self.database = self.path / "batches.sqlite"
         self._files = self.path / "files"
         self.lost = self.path / "files.lost"
         self._lock: BinaryIO | None = None
+        self._runner: BinaryIO | None = None
 
     def open(self) -> None:
-        """Raises `ConfigError` when it cannot be used or another process holds it."""
+        """Waits while another gateway cleans up. Raises `ConfigError` when it cannot be used or another process holds
+        it for itself."""
         try:
             self.path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
             self._make_private(self.path)
             self._files.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
             self._make_private(self._files)
             lock = _written_privately(self.path / "lock")
+            runner = _written_privately(self.path / "runner")
         except OSError as error:
             raise ConfigError(f"batch.folder: {self.path} cannot be used: {error.strerror}") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.close()
-            raise ConfigError(
-                f"batch.folder: another gateway uses {self.path}; give each gateway a folder of its own"
-            ) from error
-        self._lock = lock
+        self._lock, self._runner = lock, runner
+        self.alone = _locked(lock, fcntl.LOCK_EX)
+        if self.alone:
+            return
+        deadline_s = time.monotonic() + CLEAN_UP_S
+        while not (self.shared and _locked(lock, fcntl.LOCK_SH)):
+            if not self.shared or time.monotonic() > deadline_s:
+                self.close()
+                raise ConfigError(
+                    f"batch.folder: another gateway uses {self.path}; give each pipeline a folder of its own"
+                )
+            time.sleep(0.05)
+
+    def admit_others(self) -> None:
+        """From now on other gateways of the port may have it too."""
+        if self.shared and self.alone and self._lock is not None:
+            self.alone = False
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def may_run(self) -> bool:
+        """Whether its batches are this gateway's to run. Once they are, they stay so until `close`."""
+        return self._runner is not None and _locked(self._runner, fcntl.LOCK_EX)
 
     def close(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        for lock in (self._runner, self._lock):
+            if lock is not None:
+                lock.close()
+        self._lock = self._runner = None
 
     def content(self, file_id: str) -> Path:
         return self._files / file_id
@@ -171,6 +198,14 @@ class ContentWriter:
         """Harmless after `keep`."""
         self._file.close()
         self._part.unlink(missing_ok=True)
+
+
+def _locked(file: BinaryIO, how: int) -> bool:
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _written_privately(path: Path) -> BinaryIO:

@@ -42,6 +42,7 @@ from cohort.services.gateway.key_budget import KeyLimited
 from cohort.services.gateway.openai_api import LineAnswer
 
 PAGE = 256  # lines read from the database at once
+FOLLOW_S = 0.5  # between two looks at what other gateways of the port were told, and whether their runner has ended
 SWEEP_S = 60.0  # between two looks for what has expired
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 LEAST_BUSY_WAIT_S, LONGEST_BUSY_WAIT_S = 0.2, 10.0
@@ -122,7 +123,7 @@ class BatchRunner:
             metrics.batches(status).set(0)
 
     def submit(self, batch_id: str) -> None:
-        """A batch was stored as validating."""
+        """A batch was stored as validating. Without effect where another gateway runs batches."""
         self._new.put_nowait(batch_id)
 
     def cancel(self, batch_id: str) -> None:
@@ -131,16 +132,38 @@ class BatchRunner:
             job.cancelled.set()
 
     async def run(self) -> NoReturn:
-        """Until cancelled; lines in work then stay pending in the store."""
+        """Until cancelled; lines in work then stay pending in the store. Of several gateways one runs all batches, and
+        when it ends another."""
+        while not await asyncio.to_thread(self._folder.may_run):  # noqa: ASYNC110
+            await asyncio.sleep(FOLLOW_S)
         await self._until_it_works("finding unfinished batches", self._find)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._sweep(), name="sweep")
+            if self._folder.shared:
+                tasks.create_task(self._follow(), name="batches of other gateways")
             while True:
                 batch_id = await self._new.get()
                 if batch_id not in self._jobs:
                     self._jobs[batch_id] = _Job()
                     tasks.create_task(self._job(batch_id), name=batch_id)
         raise AssertionError("unreachable: the loop above ends by cancellation only")
+
+    async def _follow(self) -> NoReturn:
+        """Batches that were given to, or cancelled by, another gateway."""
+        while True:
+            await asyncio.sleep(FOLLOW_S)
+            await self._until_it_works("finding batches of other gateways", self._look)
+
+    async def _look(self) -> None:
+        def look(store: BatchStore) -> tuple[list[str], list[str]]:
+            return store.unfinished(), store.cancelling()
+
+        unfinished, cancelling = await self._store.run(look)
+        for batch_id in unfinished:
+            if batch_id not in self._jobs:
+                self.submit(batch_id)
+        for batch_id in cancelling:
+            self.cancel(batch_id)
 
     async def _find(self) -> None:
         if reopened := await self._store.run(lambda store: store.reopen_unwritten()):

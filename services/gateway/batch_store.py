@@ -209,6 +209,10 @@ class BatchStore:
         rows = self._db.execute(f"SELECT id FROM batches WHERE status IN ({_NOT_ENDED}) ORDER BY seq")
         return [row[0] for row in rows]
 
+    def cancelling(self) -> list[str]:
+        """Ids of the batches whose end their clients wished for."""
+        return [row[0] for row in self._db.execute("SELECT id FROM batches WHERE status = 'cancelling'")]
+
     def unfinished_count(self, owner: str) -> tuple[int, int]:
         """Batches that have not ended: all, and the owner's."""
         row = self._db.execute(

@@ -72,12 +72,13 @@ class Batches:
         log: structlog.stdlib.BoundLogger,
     ) -> AsyncIterator[Batches]:
         """Raises `ConfigError` when the folder cannot be used, or its database is of another version."""
-        folder = BatchFolder(config.batch, config.gateway.port)
+        folder = BatchFolder(config.batch, config.gateway.port, shared=config.gateway.processes > 1)
         own_metrics = BatchMetrics(metrics)
         own_metrics.usable().set(0)
         await asyncio.to_thread(folder.open)
         try:
             store = await _open_store(folder, log)
+            await asyncio.to_thread(folder.admit_others)
             if store is None:
                 yield cls(None)
                 return
@@ -119,7 +120,8 @@ async def _open_store(folder: BatchFolder, log: structlog.stdlib.BoundLogger) ->
     """None where the database is damaged or cannot be used. Nothing of it is touched then, and no content either."""
     store = StoreThread(folder.database)
     try:
-        await _clean_up(folder, store, log)
+        if folder.alone:
+            await _clean_up(folder, store, log)
         return store
     except sqlite3.Error as error:
         await asyncio.to_thread(store.close)

@@ -1,7 +1,7 @@
 """The shortest way of a plain token to its client: from the message that brought it to the socket, without a task.
 
     Streams ─▶ mailbox ─▶ handler's task ─▶ steps ─▶ event ─▶ response      every token that needs a look
-                  └─▶ DirectEvents.send ─▶ transport                        nearly all of them
+                  └─▶ DirectEvents.send ─▶ outbox ─▶ transport              nearly all of them
 
 An event of one token differs from the one before by its text alone, so the rest of it is encoded once per choice, by
 the same shape that writes all others. Made by `openai_api.py` for a stream that qualifies; its mailbox calls `send`
@@ -17,36 +17,37 @@ from collections.abc import Sequence
 import msgspec
 
 from cohort.services.gateway.answering import Answering
-from cohort.services.gateway.choice import Piece
+from cohort.services.gateway.choice import Choice, Piece
 from cohort.services.gateway.openai_shapes import Answer
-from cohort.services.gateway.sse import EventStream
+from cohort.services.gateway.sse import EventStream, Outbox
 
 _encode = msgspec.json.Encoder().encode
 
 
 class DirectEvents:
-    def __init__(self, answering: Answering, events: EventStream) -> None:
+    def __init__(self, answering: Answering, events: EventStream, outbox: Outbox) -> None:
         """For an answering that qualifies (`direct_events`)."""
         self._answering = answering
         self._events = events
+        self._outbox = outbox
         self._ended = answering.ended
-        self._begun = answering.begun
-        self._around: dict[int, tuple[bytes, bytes]] = {}
+        self._choices: dict[int, tuple[Choice, bytes, bytes]] = {}
+        """With what stands around the text of an event."""
 
     def send(self, index: int, tokens: Sequence[int]) -> bool:
         """The next tokens of this choice, an event for each that completes a character. False: nothing was done."""
-        around = self._around.get(index)
-        if around is None:
-            if index not in self._begun:
-                return False  # the first event says more
-            around = self._around[index] = self._template(index)
-        if index in self._ended or not self._events.keeps_up():
+        events, known = self._events, self._choices.get(index)
+        if not events.keeps_up or index in self._ended:
             return False
-        choice = self._answering.choices[index]
-        before, after = around
-        written = [before + _encode(text) + after for token in tokens if (text := choice.plain(token))]
-        if written:
-            self._events.at_once(written[0] if len(written) == 1 else b"".join(written))
+        if known is None:
+            if index not in self._answering.begun:
+                return False  # the first event says more
+            known = self._choices[index] = self._answering.choices[index], *self._template(index)
+        choice, before, after = known
+        for token in tokens:
+            text = choice.plain(token)
+            if text:
+                events.soon(before + _encode(text) + after, self._outbox)
         return True
 
     def _template(self, index: int) -> tuple[bytes, bytes]:
@@ -66,10 +67,10 @@ class DirectEvents:
         return before, after
 
 
-def direct_events(answering: Answering, events: object) -> DirectEvents | None:
+def direct_events(answering: Answering, events: object, outbox: Outbox) -> DirectEvents | None:
     """None where more than its text may have to be said or looked for with a token, or its event carries a mark."""
     call = answering.call
     looks = call.shows_logprobs or call.scores_prompt or call.continuous_usage or call.sampling.logprobs >= 0
     if looks or answering.readers or call.stop_strings or not isinstance(events, EventStream) or not events.plain:
         return None
-    return DirectEvents(answering, events)
+    return DirectEvents(answering, events, outbox)

@@ -27,7 +27,7 @@ from cohort.services.gateway.resume_forms import ChunkForm, Form
 from cohort.services.gateway.resume_store import Ending, StreamRecord
 from cohort.services.gateway.resume_tape import Tape
 from cohort.services.gateway.service_headers import CLASS_HEADER
-from cohort.services.gateway.sse import Events, EventStream
+from cohort.services.gateway.sse import Events, EventStream, Outbox
 from cohort.services.gateway.timing import GatewayTimes
 from cohort.services.gateway.tool_calls import CallDelta, whole_calls
 
@@ -54,6 +54,7 @@ class OpenAiApi:
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
+        self._outbox = Outbox()
         self.resumption: Resumption | None = None
         """Set by `service.py`."""
 
@@ -185,7 +186,7 @@ class OpenAiApi:
         """Of the choices that have not ended, then the end. Raises the `RequestError` that they failed with."""
         shape, call = answering.shape, answering.call
         mailbox = answering.generation.mailbox
-        direct = direct_events(answering, events)
+        direct = direct_events(answering, events, self._outbox)
         if direct is not None:
             mailbox.direct = direct.send
         try:

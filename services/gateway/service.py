@@ -11,7 +11,6 @@ request until its last token: a manager, predictor or worker that dies costs a p
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import time
 from contextlib import aclosing
@@ -20,7 +19,7 @@ from typing import NoReturn, assert_never
 
 from aiohttp import web
 
-from cohort.common import exposure
+from cohort.common import exposure, garbage
 from cohort.common.browsers import BrowserGuard
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
@@ -224,7 +223,7 @@ class Gateway:
             await self._serve(batches)
 
     def _database(self) -> Path:
-        """In the folder of batches, which no other gateway uses."""
+        """In the folder of batches, which gateways of another port do not use."""
         return BatchFolder(self._config.batch, self._config.gateway.port).path / "responses.sqlite"
 
     async def _serve(self, batches: Batches) -> None:
@@ -273,6 +272,7 @@ class Gateway:
             failed=lambda: self._accepts_failed().inc(),
             log=self._context.log,
             tls=self._tls,
+            shared=self._config.gateway.processes > 1,
         )
         try:
             await site.start()
@@ -280,7 +280,9 @@ class Gateway:
             raise ConfigError(f"gateway.port: cannot listen on {host}:{port}: {error.strerror}") from error
         self.port: int = site.addresses[0][1]
         base = f"{'https' if self._tls else 'http'}://{named_host(host)}:{self.port}"
-        self._context.metrics_url = f"{base}/metrics"
+        self._site = site
+        if self._config.gateway.processes == 1:
+            self._context.metrics_url = f"{base}/metrics"  # else a request there finds any of the gateways
         self._context.log.info(
             "listening",
             url=base,
@@ -321,6 +323,8 @@ class Gateway:
     async def _drain(self) -> None:
         """Running requests finish; those left at the deadline end with an error their clients can read."""
         self.streams.tell(DrainStarted())
+        if self._config.gateway.processes > 1:
+            self._site.leave()
         try:
             async with asyncio.timeout(self._config.gateway.drain_s):
                 await self.streams.drained()
@@ -388,7 +392,6 @@ async def build(context: ServiceContext) -> None:
     began_s = time.perf_counter()
     card, tokenizer = await asyncio.to_thread(load_model, context.config)
     await asyncio.to_thread(tokenizer.warm)
-    gc.collect()
-    gc.freeze()  # objects as old as the process need not be looked at in every collection
+    garbage.settle()
     context.log.debug("tokenizer loaded", seconds=round(time.perf_counter() - began_s, 3))
     await Gateway(context, card, tokenizer).run()

@@ -47,6 +47,7 @@ class _Track:
 
     generation: Generation
     index: int
+    mailbox: Mailbox
     last_token_s: float | None = None
 
 
@@ -162,7 +163,7 @@ class Streams:
                     case Fail(entry, error):
                         track = self._tracks.get(entry.request_id)
                         if track is not None:
-                            track.generation.mailbox.put(track.index, error=error)
+                            track.mailbox.put(track.index, error=error)
                     case Ended(entry, finish, reason):
                         self._finalize(entry, finish, reason)
                     case ManagerFound(incarnation, outstanding):
@@ -188,7 +189,7 @@ class Streams:
             return
         generation.entries = entries
         for index, entry in enumerate(entries):
-            self._tracks[entry.request_id] = _Track(generation, index)
+            self._tracks[entry.request_id] = _Track(generation, index, generation.mailbox)
             self.stats.admitted(entry.request)
             self._online_waited = self._online_waited or entry.request.online
         self._empty.clear()
@@ -217,18 +218,18 @@ class Streams:
         track = self._tracks.get(entry.request_id)
         if track is None:
             return
-        generation, tokens = track.generation, action.tokens
+        tokens, mailbox = action.tokens, track.mailbox
         if tokens:
             now_s = entry.last_token_s or self._clock.now_s()
             if track.last_token_s is None:
-                self.stats.first_tokens(now_s, entry, generation.times, len(tokens))
+                self.stats.first_tokens(now_s, entry, track.generation.times, len(tokens))
             else:
                 self.stats.tokens(entry.request.traffic_class, now_s - track.last_token_s, len(tokens))
             track.last_token_s = now_s
         if action.finish is None and not action.logprobs:
-            generation.mailbox.put_plain(track.index, tokens)
+            mailbox.put_plain(track.index, tokens)
         else:
-            generation.mailbox.put(track.index, tokens=tokens, logprobs=action.logprobs, finish=action.finish)
+            mailbox.put(track.index, tokens=tokens, logprobs=action.logprobs, finish=action.finish)
 
     # -- Endings ---------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from cohort.common.addresses import GATEWAY, gateway_names, metrics_port
 from cohort.common.config import Config, WorkerGroup
 from cohort.common.types import Role
 
@@ -52,6 +53,8 @@ class ProcessPlan:
     passes_metrics_port: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
     scheme: str = "http"
+    shared: tuple[str, int] | None = None
+    """Host and port on which it listens too, beside others of the same kind."""
 
     @property
     def ready_url(self) -> str:
@@ -91,17 +94,7 @@ def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
     host, base = config.metrics.host, config.metrics.base_port
     short_drain_s = 5.0
     plans = [
-        ProcessPlan(
-            "gateway",
-            "gateway",
-            StopStage.GATEWAY,
-            config.gateway.host,
-            config.gateway.port,
-            config.gateway.drain_s,
-            passes_metrics_port=False,
-            environment=single,
-            scheme=api_scheme(config),
-        ),
+        *_gateways(config, single),
         ProcessPlan("predictor", "length_predictor", StopStage.OTHERS, host, base, short_drain_s, environment=single),
         ProcessPlan(
             "manager", "bucketing_manager", StopStage.MANAGER, host, base + 1, short_drain_s, environment=single
@@ -133,6 +126,38 @@ def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
             )
         )
     return plans
+
+
+def _gateways(config: Config, environment: Mapping[str, str]) -> list[ProcessPlan]:
+    """Where several share the port, each is asked for readiness and metrics on a port of its own."""
+    gateway = config.gateway
+    if gateway.processes == 1:
+        return [
+            ProcessPlan(
+                GATEWAY,
+                "gateway",
+                StopStage.GATEWAY,
+                gateway.host,
+                gateway.port,
+                gateway.drain_s,
+                passes_metrics_port=False,
+                environment=environment,
+                scheme=api_scheme(config),
+            )
+        ]
+    return [
+        ProcessPlan(
+            instance,
+            "gateway",
+            StopStage.GATEWAY,
+            config.metrics.host,
+            metrics_port(config, "gateway", instance),
+            gateway.drain_s,
+            environment=environment,
+            shared=(gateway.host, gateway.port),
+        )
+        for instance in gateway_names(config)
+    ]
 
 
 def resolve(config: Config, *, model: Path, cores: int, free_port: Callable[[], int]) -> Config:

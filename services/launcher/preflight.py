@@ -19,6 +19,7 @@ from cohort.common.config import Config
 from cohort.common.errors import ConfigError, ModelError
 from cohort.services.launcher.plan import ProcessPlan
 
+_GATEWAY_REMEDY = "choose another with --port"
 PORT_BLOCK = 40  # the gateway's, the monitor's, and metrics ports of up to 28 workers
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -71,6 +72,11 @@ def check_ports(plans: Iterable[ProcessPlan]) -> None:
         problem = port_problem(process.host, process.port)
         if problem:
             raise ConfigError(f"{process.instance}: {problem}; {_remedy(process)}")
+    for host, port in {process.shared for process in processes if process.shared is not None}:
+        if port in seen:
+            raise ConfigError(f"port {port} is meant for both {seen[port]} and the gateways")
+        if problem := port_problem(host, port):
+            raise ConfigError(f"gateway: {problem}; {_GATEWAY_REMEDY}")
 
 
 def port_problem(host: str, port: int) -> str:
@@ -123,8 +129,8 @@ def raise_open_file_limit() -> None:
 
 
 def _remedy(process: ProcessPlan) -> str:
-    if process.instance == "gateway":
-        return "choose another with --port"
+    if process.instance == "gateway" and process.shared is None:
+        return _GATEWAY_REMEDY
     if process.instance == "monitor":
         return "choose another with --set monitor.port=PORT"
     return "choose other ones with --set metrics.base_port=PORT"

@@ -94,7 +94,6 @@ async def _measured(config: Config, processes: Processes, load: Load) -> Cost:
     finally:
         clients.close()
     spent = {instance: times.since(before[instance]) for instance, times in after.items()}
-    roles = config.instance_roles
 
     workers = [times for name, times in spent.items() if name in config.instance_roles]
     gateways = [times for name, times in spent.items() if name.startswith("gateway")]

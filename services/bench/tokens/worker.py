@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from cohort.common import garbage
 from cohort.common.engine.learned_state import LearnedState
 from cohort.common.engine.worker_loop import WorkerLoop
 from cohort.common.engine.worker_process import capacity_of
@@ -54,7 +55,9 @@ async def serve(context: ServiceContext) -> None:
     machine = WorkerMachine(setup, compose.iteration(config), kv, random.Random(0))
     learned: LearnedState | None = None  # what such an engine teaches is of use to no other
     with ThreadPoolExecutor(1, thread_name_prefix="engine") as engine:
-        await WorkerLoop(context, runner, {}, machine, machine, learned, engine).run()
+        loop = WorkerLoop(context, runner, {}, machine, machine, learned, engine)
+        garbage.settle()
+        await loop.run()
 
 
 def words_of(tokenizer: Tokenizer) -> list[int]:

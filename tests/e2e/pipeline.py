@@ -20,6 +20,7 @@ from typing import Any
 
 import aiohttp
 
+from cohort.common.addresses import gateway_names
 from cohort.common.config import Config, dump_config, load_config
 from cohort.common.types import Role
 
@@ -80,7 +81,7 @@ class Pipeline:
         self.config: Config
         self.reconfigure(preset)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.names = ["monitor", "manager", "predictor", "gateway", *self.config.instance_roles]
+        self.names = ["monitor", "manager", "predictor", *gateway_names(self.config), *self.config.instance_roles]
 
     @property
     def url(self) -> str:
@@ -108,7 +109,7 @@ class Pipeline:
 
     def start(self, name: str) -> None:
         role = self.config.instance_roles.get(name)
-        folder = _FOLDERS.get(name) or ("decode_worker" if role is Role.DECODE else "prefill_worker")
+        folder = _FOLDERS.get(name.partition("-")[0]) or ("decode_worker" if role is Role.DECODE else "prefill_worker")
         threads = str(self.config.worker_threads(name, os.cpu_count() or 1)) if role else "1"
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(

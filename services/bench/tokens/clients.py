@@ -69,7 +69,7 @@ class Clients:
         """Until every stream has had two events. Raises `MeasurementFailed`."""
         try:
             async with asyncio.timeout(timeout_s):
-                while min(stream.events for stream in self._streams) < 2:  # noqa: ASYNC110
+                while min(stream.events for stream in self._streams) < 2:
                     self.check()
                     await asyncio.sleep(0.05)
         except TimeoutError:

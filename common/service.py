@@ -165,9 +165,8 @@ def service_main(
 ) -> NoReturn:
     """Run one process from its command line to its exit code.
 
-    `inbox`: True binds the role's own, False none, a string that endpoint. `serve_metrics` False, or what says so of
-    the configuration: the service serves `metrics_routes(context)` on an application of its own and sets
-    `context.metrics_url`.
+    `inbox`: True binds the role's own, False none, a string that endpoint. `serve_metrics` False, or so by configuration:
+    the service serves `metrics_routes(context)` on an application of its own and sets `context.metrics_url`.
     """
     keep_private()
     options = option_parser(role).parse_args()
@@ -179,7 +178,7 @@ def service_main(
     except ConfigError as error:
         print(f"cohort {role}: {error}", file=sys.stderr)
         sys.exit(2)
-    metrics = serve_metrics if isinstance(serve_metrics, bool) else serve_metrics(config)
+    metrics = serve_metrics(config) if callable(serve_metrics) else serve_metrics
     service = _Service(role, build, config, instance, run_dir, log, inbox, metrics, options.metrics_port)
     with asyncio.Runner(loop_factory=_loop_factory(loop)) as runner:
         code = runner.run(service.run())

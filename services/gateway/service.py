@@ -281,8 +281,8 @@ class Gateway:
         self.port: int = site.addresses[0][1]
         base = f"{'https' if self._tls else 'http'}://{named_host(host)}:{self.port}"
         self._site = site
-        if self._config.gateway.processes == 1:
-            self._context.metrics_url = f"{base}/metrics"  # else a request there finds any of the gateways
+        if not self._context.metrics_url:  # of several gateways each has one elsewhere: a request here finds any
+            self._context.metrics_url = f"{base}/metrics"
         self._context.log.info(
             "listening",
             url=base,

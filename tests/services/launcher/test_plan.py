@@ -44,6 +44,20 @@ def test_ports_agree_with_the_processes_own_choice():
             assert process.port == metrics_port(config, process.folder, process.instance)
 
 
+def test_several_gateways_share_a_port_and_have_one_each_for_readiness_and_metrics():
+    config = Config(gateway=GatewayConfig(processes=3))
+    gateways = [p for p in plan(config) if p.stage is StopStage.GATEWAY]
+    assert [(p.instance, p.port, p.shared) for p in gateways] == [
+        ("gateway", 8014, ("127.0.0.1", 8000)),
+        ("gateway-1", 8015, ("127.0.0.1", 8000)),
+        ("gateway-2", 8016, ("127.0.0.1", 8000)),
+    ]
+    for process in gateways:
+        assert process.passes_metrics_port and process.port == metrics_port(config, process.folder, process.instance)
+        assert process.ready_url == f"http://127.0.0.1:{process.port}/ready"
+    assert len({p.port for p in plan(config)}) == len(plan(config))
+
+
 def test_a_unified_worker_runs_the_prefill_program():
     workers = [p for p in plan(Config(workers=(WorkerGroup(Role.UNIFIED),))) if p.stage is StopStage.WORKERS]
     assert [(p.instance, p.folder) for p in workers] == [("unified-0", "prefill_worker")]

@@ -81,7 +81,7 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 FRACTION_BUCKETS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.11, 1.25, 1.5, 2.0, 4.0, 10.0)
 
-M = TypeVar("M", bound=Counter | Gauge | Histogram)
+M = TypeVar("M", Counter, Gauge, "ManyHistogram")
 
 
 class Labelled(Generic[M]):
@@ -115,7 +115,7 @@ class ManyHistogram(Histogram):
 
     def observe_many(self, amount: float, count: int) -> None:
         """As `count` times `observe(amount)`."""
-        self._raise_if_not_observable()
+        self._raise_if_not_observable()  # type: ignore[no-untyped-call]
         self._sum.inc(amount * count)
         for bound, bucket in zip(self._upper_bounds, self._buckets, strict=True):
             if amount <= bound:

@@ -165,7 +165,7 @@ def service_main(
 ) -> NoReturn:
     """Run one process from its command line to its exit code.
 
-    `inbox`: True binds the role's own, False none, a string that endpoint. `serve_metrics` False, or so by configuration:
+    `inbox`: True binds the role's own, False none, a string that endpoint. `serve_metrics` False, or by configuration:
     the service serves `metrics_routes(context)` on an application of its own and sets `context.metrics_url`.
     """
     keep_private()

@@ -50,6 +50,8 @@ def prompt_scores(
 
 
 class Choice:
+    __slots__ = ("_detokenizer", "_min_tokens", "_produced", "_scored", "_scores", "_sent", "_stops", "tokens")
+
     def __init__(self, detokenizer: Detokenizer, stops: StopAutomaton, *, min_tokens: int, scored: bool) -> None:
         """`stops` is shared by all choices of a request."""
         self._detokenizer = detokenizer

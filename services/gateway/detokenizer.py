@@ -91,6 +91,8 @@ class TokenText:
 
 
 class _ByteDetokenizer:
+    __slots__ = ("_decoder", "_held", "_skipped", "_strip", "_text")
+
     def __init__(self, text: TokenText, *, skip_special: bool, strip_first_space: bool, kept: frozenset[int]) -> None:
         self._text = text
         self._skipped = text.tokenizer.special_ids - kept if skip_special else frozenset()

@@ -25,6 +25,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class DirectEvents:
+    __slots__ = ("_answering", "_choices", "_ended", "_events", "_outbox")
+
     def __init__(self, answering: Answering, events: EventStream, outbox: Outbox) -> None:
         """For an answering that qualifies (`direct_events`)."""
         self._answering = answering

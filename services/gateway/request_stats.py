@@ -64,7 +64,8 @@ class RequestStats:
     def tokens(self, traffic_class: TrafficClass, since_s: float, count: int) -> None:
         """`count` tokens came, so long after the ones before them. Counts once `observe` is called."""
         key = (traffic_class, since_s, count)
-        self._told[key] = self._told.get(key, 0) + 1
+        told = self._told
+        told[key] = told.get(key, 0) + 1
 
     def observe(self) -> None:
         """All that `tokens` was told, in one go: a step's tokens come together."""

@@ -1,6 +1,7 @@
 """The processes of a measurement, and the processor time that each of their threads has used.
 
-Gateways, manager and predictor are the product's; workers have a free engine (`worker.py`). Called by `measuring.py`.
+Gateways, manager and predictor are the product's; workers have a free engine (`inside/worker.py`).
+Called by `measuring.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from pathlib import Path
 
 from cohort.common.config import Config, dump_config
 from cohort.services.bench.child import MeasurementFailed
-from cohort.services.bench.tokens.worker import STEP_VARIABLE
 from cohort.services.launcher.plan import ProcessPlan, StopStage, plan
 
 START_TIMEOUT_S = 60.0
+STEP_VARIABLE = "COHORT_BENCH_STEP_S"
+"""In a worker's environment: seconds of a step of its engine."""
 _STOP_S = 5.0
 _BUS_THREADS = "ZMQbg/"
 
@@ -92,7 +94,7 @@ def started(config: Config, folder: Path, step_s: float) -> Iterator[Processes]:
 def _start(planned: ProcessPlan, file: Path, folder: Path, step_s: float) -> subprocess.Popen[bytes]:
     command = planned.command(sys.executable, file, folder / "run")
     if planned.stage is StopStage.WORKERS:
-        command[command.index(f"cohort.services.{planned.folder}")] = "cohort.services.bench.tokens.worker"
+        command[command.index(f"cohort.services.{planned.folder}")] = "cohort.services.bench.tokens.inside.worker"
     environment = {**os.environ, **planned.environment, STEP_VARIABLE: str(step_s), "TOKENIZERS_PARALLELISM": "false"}
     with (folder / f"{planned.instance}.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)

@@ -1,4 +1,4 @@
-"""A worker process as any other but for its engine: `python -m cohort.services.bench.tokens.worker`.
+"""A worker process as any other but for its engine: `python -m cohort.services.bench.tokens.inside.worker`.
 
 Real worker loop, machine, policies and bus over a `FreeEngine`. Started by `processes.py`, which names the engine's
 step time in the environment.
@@ -22,9 +22,9 @@ from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.policies import compose
 from cohort.common.service import MANAGER, ServiceContext, service_main
-from cohort.services.bench.tokens.free_engine import FreeEngine
+from cohort.services.bench.tokens.inside.free_engine import FreeEngine
+from cohort.services.bench.tokens.processes import STEP_VARIABLE
 
-STEP_VARIABLE = "COHORT_BENCH_STEP_S"
 CONTEXT_TOKENS = 1 << 21
 """That the cache holds; its memory is a few bytes each."""
 _SWITCH_INTERVAL_S = 2e-4

@@ -1,0 +1,1 @@
+"""The part that loads torch: a worker process with an engine that costs nothing."""

@@ -6,7 +6,6 @@ Called by `command.py`. Tokens are counted by the clients, so a token that no cl
 from __future__ import annotations
 
 import asyncio
-import socket
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from cohort.services.bench.tokens.clients import Clients
 from cohort.services.bench.tokens.processes import Processes, started
 from cohort.services.launcher.options import assigned_by
 from cohort.services.launcher.plan import resolve
+from cohort.services.launcher.preflight import free_port
 
 _SETTLE_S = 1.0
 """Between the last stream's first tokens and the first look at the clocks."""
@@ -137,11 +137,4 @@ def _config(preset: str, settings: Sequence[str], model: str, load: Load, folder
         flat["gateway.processes"] = load.gateways
     config = load_config(preset=preset, overrides=nested({**flat, **assigned_by(settings)}, "--set"))
     path = Path(model).expanduser() if model else default_model_dir()
-    return resolve(config, model=path, cores=1, free_port=_free_ports)
-
-
-def _free_ports() -> int:
-    """The first of a block that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return min(int(probe.getsockname()[1]), 64_000)
+    return resolve(config, model=path, cores=1, free_port=free_port)

@@ -35,9 +35,7 @@ class Events(Protocol):
 class Outbox:
     """Events of many streams, sent together once the messages that brought them are handled; one per API.
 
-    A step of the engine brings a token to each of its streams. To write them first and to send them then takes half
-    the time of doing both in turn, since each half finds its code in the processor's caches; and a stream that was
-    brought several tokens by then is sent them as one write.
+    A stream that was brought several tokens by then, as when this process is behind, is sent them as one write.
     """
 
     def __init__(self) -> None:

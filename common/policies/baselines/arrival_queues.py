@@ -65,7 +65,10 @@ class ArrivalQueues(IterationScheduler):
                 return
 
 
-def leaves_next_blocks(kv: KvAllocator, running: Collection[Sequence], newcomer: Sequence) -> bool:
-    """A block for every running sequence stays free, or the newcomer is admitted only to preempt another."""
-    spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(newcomer.target)
+def leaves_next_blocks(
+    kv: KvAllocator, running: Collection[Sequence], newcomer: Sequence, *, freed_blocks: int = 0
+) -> bool:
+    """A block for every running sequence stays free, or the newcomer is admitted only to preempt another.
+    `freed_blocks`: of sequences that give theirs up for it."""
+    spare = kv.free_blocks + kv.cached_blocks + freed_blocks - kv.geometry.blocks_for(newcomer.target)
     return not running or spare >= min(len(running), kv.total_blocks // 50)

@@ -25,9 +25,9 @@ from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, RankKey, by_arrival
 from cohort.common.policies.cohort.mixing import FREE, best_chunk, spare_s, stretched_s, strictest_s
 from cohort.common.policies.cohort.promise import due_s, is_promised, missed_first, tpot_s
-from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptQueue
+from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptPlan, PromptQueue
 from cohort.common.policies.cohort.prompt_pace import PromptPace
-from cohort.common.policies.dynaserve.kv_forecast import fits, holding, peak_growth
+from cohort.common.policies.dynaserve.kv_forecast import fits
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.step_times.learned_times import LearnedTimes, decode_shape, plan_shape
@@ -110,18 +110,19 @@ class CohortBatching(IterationScheduler):
         times = self.table.step_times
         self._prompts.advance(now_s, times.token_s if times is not None else 0.0)
 
-        prompts = list(self._prompts) if self._crowded else self._prompts.plan(now_s, self._pace.token_s)
+        prompts = self._prompts.in_rank_order() if self._crowded else self._prompts.plan(now_s, self._pace.token_s)
+        first = prompts.first
         builder = BatchBuilder(self._limits, kv, self._running.values(), lambda s: self._victims(now_s, s))
-        yielded = bool(prompts) and self._make_way(now_s, builder, kv, prompts[0])
+        yielded = first is not None and self._make_way(now_s, builder, kv, first)
         for sequence in builder.holders:
             if sequence.uncomputed == 1:
                 builder.continue_row(sequence)
         batch = decode_shape(builder.decode_rows)
         decoding = [row.sequence for row in builder.decode_rows]
         guessed = any(sequence.request.slo.deadline_s for sequence in decoding)
-        self._are_late = guessed and any(is_promised(s) and now_s > due_s(s) for s in prompts)
+        self._are_late = guessed and self._prompts.is_any_late(now_s)
         self._aim_s = self._aim(now_s, batch, decoding)
-        least = self._mix(now_s, batch, decoding, prompts)
+        least = self._mix(now_s, batch, decoding, first)
         self._add_prompts(now_s, builder, batch, kv, least, prompts, yielded=yielded)
         plan = builder.finish()
         self._sort_out(now_s, plan)
@@ -212,14 +213,13 @@ class CohortBatching(IterationScheduler):
             return aim_s
         return min(aim_s, max(aim_s / 2, (self.table.estimate(decodes) or 0.0) + aim_s / 4))
 
-    def _mix(self, now_s: float, decodes: BatchShape, decoding: list[Sequence], prompts: list[Sequence]) -> int:
+    def _mix(self, now_s: float, decodes: BatchShape, decoding: list[Sequence], first: Sequence | None) -> int:
         """Prompt tokens that this iteration holds at least. Where mixing has a price and the size that pays does not
         fit the aim, prompts get that size as soon as those that decode can spare it, and nothing before."""
         least, times = self._options.least_prefill, self.table.step_times
-        if times is None or times.mixed_share < FREE or not decodes.decodes or not prompts:
+        if times is None or times.mixed_share < FREE or not decodes.decodes or first is None:
             return least
-        first = prompts[0]
-        most = min(self._limits.max_tokens - decodes.decodes, sum(s.uncomputed for s in prompts))
+        most = self._prompts.tokens(self._limits.max_tokens - decodes.decodes)
         if most <= 0:
             return least
         chunk = best_chunk(times, decodes, first.computed, most)
@@ -242,14 +242,12 @@ class CohortBatching(IterationScheduler):
         if not effort:
             return False
         kept = [s for s in self._running.values() if s.request.traffic_class == "rt"]
-        blocks = kv.free_blocks + kv.cached_blocks + sum(kv.held(s.key) for s in effort)
-        begun = sum(kv.held(s.key) for s in kept)
-        holders = [holding(s) for s in (*kept, first)]
-        left = (blocks + begun) * kv.geometry.block_size - sum(held for held, _ in holders)
-        if blocks < kv.geometry.blocks_for(first.target) + len(kept) or peak_growth(holders) > left:
+        needed, freed = kv.geometry.blocks_for(first.target), sum(kv.held(s.key) for s in effort)
+        if kv.free_blocks + kv.cached_blocks + freed < needed or not fits(kv, kept, first, freed_blocks=freed):
             return False
         for given, victim in enumerate(effort):
-            if len(self._running) - given < self._limits.max_rows and fits(kv, kept, first):
+            enough = kv.free_blocks + kv.cached_blocks >= needed and fits(kv, kept, first)
+            if enough and len(self._running) - given < self._limits.max_rows:
                 break
             builder.give_way(victim)
         return builder.preempted
@@ -261,7 +259,7 @@ class CohortBatching(IterationScheduler):
         batch: BatchShape,
         kv: KvAllocator,
         least: int,
-        prompts: list[Sequence],
+        prompts: PromptPlan,
         *,
         yielded: bool,
     ) -> None:
@@ -273,17 +271,22 @@ class CohortBatching(IterationScheduler):
         admits = yielded or not builder.preempted
         tokens_left = builder.tokens_left
         pressed: bool | None = None
+        begun = sum(s.phase is Phase.RUNNING and s in self._prompts for s in self._running.values())
         for sequence in prompts:
             held = sequence.phase is Phase.RUNNING
+            begun -= held
             if tokens_left <= 0 or builder.rows >= self._limits.max_rows:
                 return
             if sequence.request.traffic_class != "rt" and now_s < sequence.arrived_s + self._options.patience_s:
                 pressed = self._pressed(kv) if pressed is None else pressed
                 if pressed:
                     skipped = True
+                    prompts.skip()
                     continue
             if not held and not admits:
                 skipped = True
+                if not begun:  # none of those behind holds blocks
+                    break
                 continue
             wanted = min(sequence.uncomputed, tokens_left)
             count = self._fitting(batch, sequence, wanted, self._aim_s)

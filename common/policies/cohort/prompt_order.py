@@ -19,10 +19,9 @@ what the patience is for.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from math import inf
 from typing import Literal
 
@@ -125,28 +124,40 @@ class PromptQueue:
         """In the order as of the last `advance`."""
         return (sequence for _, sequence in self._ranked)
 
-    def plan(self, now_s: float, pace_s: float) -> list[Sequence]:
+    def plan(self, now_s: float, pace_s: float) -> PromptPlan:
         """In the order in which most of them make it. `pace_s`: seconds that a prompt token takes here at present; what
         is foreseen counts with the order's caution."""
-        if self._order.first != "most_in_time":
-            return list(self)
         token_s = max(pace_s, self._token_s) * self._order.caution
-        at_s, planned = now_s, list[Sequence]()
-        for key, entries in groupby(self._ranked, key=lambda entry: entry[0][:3]):
-            group = [sequence for _, sequence in entries]
-            if key[0] or key[2] == _LATE:
-                planned += group
-                continue
-            if key[2] == _FEASIBLE:
-                some, rest = group[:_PLANNED], group[_PLANNED:]
-                kept, left_out = most_in_time([(due_s(s), s.uncomputed * token_s) for s in some], at_s)
-                kept.sort(key=lambda index: some[index].uncomputed * token_s > self._order.quick_s)
-                group = [some[index] for index in kept]
-                planned += [*group, *(some[index] for index in sorted(left_out)), *rest]
+        planned = self._order.first == "most_in_time"
+        return PromptPlan(self._ranked, now_s, token_s, self._order.quick_s if planned else None)
+
+    def in_rank_order(self) -> PromptPlan:
+        """As of the last `advance`, none of them planned."""
+        return PromptPlan(self._ranked, 0.0, 0.0, None)
+
+    def is_any_late(self, now_s: float) -> bool:
+        """Whether the first token of one was due before the time of the last `advance`. Best-effort requests have no
+        due time, those that can make it are not late, and of those that cannot the first was due first."""
+        at = 0
+        while at < len(self._ranked):
+            group, end = _group(self._ranked, at)
+            if group[2] == _LATE:
+                end_of_look = at + 1
             else:
-                planned += group
-            at_s += sum(sequence.uncomputed for sequence in group) * token_s
-        return planned
+                end_of_look = end if group[2] == _PATIENT else at
+            if any(now_s > due_s(sequence) for _, sequence in self._ranked[at:end_of_look]):
+                return True
+            at = end
+        return False
+
+    def tokens(self, most: int) -> int:
+        """To compute of all of them together, `most` at most."""
+        tokens = 0
+        for _, sequence in self._ranked:
+            tokens += sequence.uncomputed
+            if tokens >= most:
+                return most
+        return tokens
 
     def add(self, now_s: float, sequence: Sequence) -> None:
         key, moves_s = self._order.rank(now_s, sequence, self._token_s)
@@ -181,6 +192,69 @@ class PromptQueue:
             _, key, sequence = heapq.heappop(self._moves)
             if self._keys.get(sequence.key) == key:
                 self.changed(now_s, sequence)
+
+
+class PromptPlan(Iterator[Sequence]):
+    """The prompts of a queue one after another, to be read before the queue changes. Only those that are asked for are
+    looked at, and of a priority the `_PLANNED` shortest that can still make it."""
+
+    def __init__(
+        self, ranked: list[tuple[RankKey, Sequence]], now_s: float, token_s: float, quick_s: float | None
+    ) -> None:
+        """`quick_s`: as of `PromptOrder`; None: all of them by rank."""
+        self._ranked = ranked
+        self._at_s, self._token_s, self._quick_s = now_s, token_s, quick_s
+        self._group: RankKey = ()
+        self._next = self._end = 0
+        """Of the group, the first that is not planned, and where the next group begins."""
+        self._planned: list[Sequence] = []
+        """Those that come next, last first."""
+
+    @property
+    def first(self) -> Sequence | None:
+        """Of those that have not been asked for."""
+        if not self._planned and self._next == self._end:
+            if self._end == len(self._ranked):
+                return None
+            self._enter()
+        return self._planned[-1] if self._planned else self._ranked[self._next][1]
+
+    def __next__(self) -> Sequence:
+        sequence = self.first
+        if sequence is None:
+            raise StopIteration
+        if self._planned:
+            return self._planned.pop()
+        self._next += 1
+        if self._group[2] == _PATIENT:
+            self._at_s += sequence.uncomputed * self._token_s
+        return sequence
+
+    def skip(self) -> None:
+        """Leave out the others of this class and priority that have not waited too long already."""
+        if self._group and self._group[2] != _PATIENT:
+            self._next = self._end
+            self._planned.clear()
+
+    def _enter(self) -> None:
+        self._group, self._end = _group(self._ranked, self._next)
+        best_effort, _, standing = self._group
+        if self._quick_s is None or best_effort or standing != _FEASIBLE:
+            return
+        some = [sequence for _, sequence in self._ranked[self._next : min(self._end, self._next + _PLANNED)]]
+        self._next += len(some)
+        works_s = [sequence.uncomputed * self._token_s for sequence in some]
+        kept, left_out = most_in_time([(due_s(s), work_s) for s, work_s in zip(some, works_s, strict=True)], self._at_s)
+        kept.sort(key=lambda index: works_s[index] > (self._quick_s or 0.0))
+        self._planned = [some[index] for index in (*kept, *sorted(left_out))]
+        self._planned.reverse()
+        self._at_s += sum([some[index].uncomputed for index in kept]) * self._token_s
+
+
+def _group(ranked: list[tuple[RankKey, Sequence]], at: int) -> tuple[RankKey, int]:
+    """Class, priority and standing of the one at `at`, and where the next such group begins."""
+    group = ranked[at][0][:3]
+    return group, bisect_right(ranked, group, lo=at, key=lambda entry: entry[0][:3])
 
 
 def _key(entry: tuple[RankKey, Sequence]) -> RankKey:

@@ -40,13 +40,14 @@ def holding(sequence: Sequence) -> tuple[int, int]:
     return sequence.target, max(0, end - sequence.target)
 
 
-def fits(kv: KvAllocator, running: Collection[Sequence], newcomer: Sequence) -> bool:
-    """Blocks for it and, as far as responses are predicted, for what all sequences here will hold at worst."""
-    if not running or not leaves_next_blocks(kv, running, newcomer):
+def fits(kv: KvAllocator, running: Collection[Sequence], newcomer: Sequence, *, freed_blocks: int = 0) -> bool:
+    """Blocks for it and, as far as responses are predicted, for what all sequences here will hold at worst.
+    `freed_blocks`: of sequences that give theirs up for it."""
+    if not running or not leaves_next_blocks(kv, running, newcomer, freed_blocks=freed_blocks):
         return not running
     holders = [holding(s) for s in (*running, newcomer)]
     # In positions; the rest of every last block is included.
     begun = sum(kv.geometry.blocks_for(s.computed if s.uncomputed == 1 else s.target) for s in running)
     held = sum(held for held, _ in holders)
-    left = (kv.free_blocks + kv.cached_blocks + begun) * kv.geometry.block_size - held
+    left = (kv.free_blocks + kv.cached_blocks + freed_blocks + begun) * kv.geometry.block_size - held
     return sum(coming for _, coming in holders) <= left or peak_growth(holders) <= left

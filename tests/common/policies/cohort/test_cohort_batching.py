@@ -250,6 +250,25 @@ def test_they_keep_their_blocks_where_that_would_not_help() -> None:
     assert holding_blocks(CohortAblation(yielding=False)) == []
 
 
+def test_they_give_their_blocks_also_where_no_real_time_sequence_runs() -> None:
+    policy, kv = scheduler(), cache(8)
+    for name, arrived_s in (("older", -2.0), ("younger", -1.0)):
+        decoding(policy, kv, promised(name, 4 * BLOCK - 2, ttft_s=0.0, traffic_class="be", arrived_s=arrived_s))
+    policy.add(0.0, promised("new", 3 * BLOCK, ttft_s=9.0, max_tokens=1))
+    plan = decide(policy, kv, 0.01)
+    assert [preempt.sequence.request_id for preempt in plan.preempted] == ["younger"]
+    assert "new" in names(plan)
+
+
+def test_a_prompt_that_holds_blocks_goes_on_behind_one_that_finds_none() -> None:
+    policy, kv = scheduler(tokens=40), cache(8)
+    policy.add(0.0, promised("long", 6 * BLOCK, ttft_s=9.0, max_tokens=1))
+    step(policy, kv)
+    policy.add(0.0, promised("lacks", 4 * BLOCK, ttft_s=9.0, max_tokens=1))
+    policy.add(0.0, promised("lacks too", 4 * BLOCK + 1, ttft_s=9.0, max_tokens=1))
+    assert names(step(policy, kv)) == ["long"]
+
+
 def test_an_iteration_lasts_longer_while_its_sequences_are_ahead() -> None:
     def aim_ms(ablation: CohortAblation | None = None) -> float:
         policy, kv = scheduler(ablation=ablation), cache(400)

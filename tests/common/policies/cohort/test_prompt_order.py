@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.policies.cohort.promise import due_s, missed_first
+from cohort.common.policies.cohort import prompt_order
+from cohort.common.policies.cohort.feasible_set import most_in_time
+from cohort.common.policies.cohort.promise import due_s, is_promised, missed_first
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptQueue
 from cohort.common.sequence import Sequence
 from tests.common.policies.cohort.promised import promised
@@ -187,6 +191,54 @@ ORDERS = [
 ]
 
 
+def planned_at_once(ranked: list[Sequence], order: PromptOrder, now_s: float, token_s: float) -> list[Sequence]:
+    """All of the plan, of all that wait."""
+    if order.first != "most_in_time":
+        return ranked
+    at_s, plan = now_s, list[Sequence]()
+    for key, entries in groupby(ranked, key=lambda s: order.rank(now_s, s, token_s)[0][:3]):
+        group = list(entries)
+        if not key[0] and key[2] == 1:  # real-time, and can still make it
+            jobs = [(due_s(s), s.uncomputed * token_s * order.caution) for s in group]
+            kept, left_out = most_in_time(jobs, at_s)
+            kept.sort(key=lambda index: jobs[index][1] > order.quick_s)
+            at_s += sum(group[index].uncomputed for index in kept) * token_s * order.caution
+            group = [group[index] for index in (*kept, *sorted(left_out))]
+        elif not key[0] and key[2] == 0:  # waited too long
+            at_s += sum(s.uncomputed for s in group) * token_s * order.caution
+        plan += group
+    return plan
+
+
+def test_a_plan_looks_at_what_is_asked_for_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    def counted(jobs: list[tuple[float, float]], start_s: float) -> tuple[list[int], list[int]]:
+        looked.append(len(jobs))
+        return most_in_time(jobs, start_s)
+
+    monkeypatch.setattr(prompt_order, "most_in_time", counted)
+    queue = PromptQueue(PromptOrder(first="most_in_time"))
+    for index in range(1000):
+        queue.add(0.0, promised(f"r{index}", 2 + index, ttft_s=99.0, priority=index % 2))
+    plan = queue.plan(0.0, 0.0)
+    assert plan.first is next(plan)
+    assert looked == [128], "of one priority, the shortest"
+    assert len(list(plan)) == 999 and looked == [128, 128]
+
+
+def test_a_plan_can_leave_out_the_rest_of_a_class_but_never_those_that_waited_too_long() -> None:
+    queue = PromptQueue(PromptOrder(first="most_in_time"))
+    for name, arrived_s, priority in (("a", 0.0, 0), ("b", 0.0, 0), ("c", 0.0, 1), ("old", -61.0, 1), ("older", -62, 1)):
+        queue.add(0.0, promised(name, 50, arrived_s=arrived_s, priority=priority, traffic_class="be", ttft_s=0.0))
+    queue.advance(0.0, TOKEN_S)
+    names = []
+    for sequence in (plan := queue.plan(0.0, 0.0)):
+        names.append(sequence.request_id)
+        plan.skip()
+    assert names == ["a", "older", "old", "c"]
+
+
 @given(PROMPTS, st.lists(ACTS, max_size=40), st.sampled_from(ORDERS))
 def test_the_queue_equals_sorting_everything(prompts: list[Sequence], acts: list[Act], order: PromptOrder) -> None:
     queue, inside, now_s, token_s = PromptQueue(order), {}, 6.0, TOKEN_S
@@ -214,5 +266,10 @@ def test_the_queue_equals_sorting_everything(prompts: list[Sequence], acts: list
             ranked_by_s = token_s
         expected = sorted(inside.values(), key=lambda s: order.rank(now_s, s, ranked_by_s)[0])
         assert [s.key for s in queue] == [s.key for s in expected]
-        assert sorted(s.key for s in queue.plan(now_s, 0.0)) == sorted(inside)
+        expected_plan = planned_at_once(expected, order, now_s, ranked_by_s)
+        assert [s.key for s in queue.plan(now_s, 0.0)] == [s.key for s in expected_plan]
+        assert queue.is_any_late(now_s) == any(is_promised(s) and now_s > due_s(s) for s in expected)
+        assert [queue.tokens(most) for most in (0, 700, 10**9)] == [
+            min(most, sum(s.uncomputed for s in expected)) for most in (0, 700, 10**9)
+        ]
         assert len(queue) == len(inside) and all(s in queue for s in inside.values())

@@ -24,11 +24,12 @@ from math import inf
 from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, RankKey, by_arrival
 from cohort.common.policies.cohort.mixing import FREE, best_chunk, spare_s, stretched_s, strictest_s
-from cohort.common.policies.cohort.promise import due_s, is_promised, missed_first, tpot_s
+from cohort.common.policies.cohort.promise import due_s, is_interrupted, is_promised, missed_first, tpot_s
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptPlan, PromptQueue
 from cohort.common.policies.cohort.prompt_pace import PromptPace
+from cohort.common.policies.cohort.row_sharing import due_first, longest_shared_s, newcomers
 from cohort.common.policies.dynaserve.kv_forecast import fits
-from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran
+from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran, Row
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.step_times.learned_times import LearnedTimes, decode_shape, plan_shape
 from cohort.common.policies.step_times.step_cost import BatchShape
@@ -38,6 +39,10 @@ from cohort.common.types import Attempt
 _PRESSED = 0.6
 """Share of the rows or of the blocks from which on, held by real-time sequences, best-effort prompts wait: they would
 make iterations longer, so that more and more real-time sequences are there at a time."""
+_LENT = 8
+"""Where rows are shared, one of so many goes to a prompt in an iteration at most."""
+_RECENT = 0.1
+"""What the last iteration counts for in the time of one."""
 _FIRST_CHUNK = 128
 """Prompt tokens of the first iteration of a machine of which nothing is known: a tenth of a second on two cores."""
 
@@ -77,6 +82,8 @@ class CohortBatching(IterationScheduler):
         self._budget = 0
         self._aim_s = 0.0
         self._late = 0
+        self._step_s = 0.0
+        self._shared_s = inf
         self._pace = PromptPace()
         self._waits = False
         """A prompt waits that got nothing, or not all, of the last iteration."""
@@ -105,6 +112,7 @@ class CohortBatching(IterationScheduler):
         for ran in news.runs:
             if self._waits:
                 self._pace.ran(ran)
+            self._step_s += _RECENT * (ran.latency_s - self._step_s)
             self._learn(ran, kv)
             self._computed(now_s, ran.plan)
         times = self.table.step_times
@@ -114,16 +122,17 @@ class CohortBatching(IterationScheduler):
         first = prompts.first
         builder = BatchBuilder(self._limits, kv, self._running.values(), lambda s: self._victims(now_s, s))
         yielded = first is not None and self._make_way(now_s, builder, kv, first)
-        for sequence in builder.holders:
-            if sequence.uncomputed == 1:
-                builder.continue_row(sequence)
+        paused = self._add_decodes(now_s, builder, first)
         batch = decode_shape(builder.decode_rows)
         decoding = [row.sequence for row in builder.decode_rows]
         guessed = any(sequence.request.slo.deadline_s for sequence in decoding)
         self._are_late = guessed and self._prompts.is_any_late(now_s)
-        self._aim_s = self._aim(now_s, batch, decoding)
+        self._aim_s = min(self._aim(now_s, batch, decoding), self._shared_s)
         least = self._mix(now_s, batch, decoding, first)
         self._add_prompts(now_s, builder, batch, kv, least, prompts, yielded=yielded)
+        builder.tokens_left = self._limits.max_tokens - self._budget - len(builder.decode_rows)
+        for sequence in paused:  # into rows that no prompt took
+            builder.continue_row(sequence)
         plan = builder.finish()
         self._sort_out(now_s, plan)
         plan.estimated_s = self.table.estimate(plan_shape(plan)) or 0.0
@@ -179,6 +188,36 @@ class CohortBatching(IterationScheduler):
             self._cold_chunk = min(2 * self._cold_chunk, self._longest_cold_chunk)
         elif prefill and ran.latency_s > self._aim_s:
             self._cold_chunk = max(self._options.least_prefill, prefill // 2)
+
+    def _add_decodes(self, now_s: float, builder: BatchBuilder, first: Sequence | None) -> list[Sequence]:
+        """A row for each; or, where `first` and others that may start lack one, for those whose next token is due first
+        (`row_sharing`). Returns the others, the most urgent first."""
+        decoding = [sequence for sequence in builder.holders if sequence.uncomputed == 1]
+        rows, waiting, running = self._limits.max_rows, len(self._prompts), self._running.values()
+        begun = len(builder.holders) - len(decoding)
+        self._shared_s, kept = inf, len(decoding)
+        if kept + waiting > rows or kept > rows:
+            headroom = self._options.headroom
+            alone_s = self.table.estimate(decode_shape([Row(s, s.computed, 1) for s in decoding[:rows]])) or 0.0
+            step_s = max(alone_s, self._step_s)
+            more = rows - kept
+            if first is not None and not self._crowded and self._may_share(now_s, first):
+                more = newcomers(running, rows, step_s, headroom)
+            most = max(begun, more, rows - kept)
+            kept = min(kept, rows - min(waiting, most, max(1, rows // _LENT)))
+            if kept < len(decoding):
+                decoding = due_first(now_s, decoding, step_s)
+            if len(running) > rows:
+                self._shared_s = longest_shared_s(running, rows, alone_s, headroom)
+        for sequence in decoding[:kept]:
+            builder.continue_row(sequence)
+        return decoding[kept:]
+
+    def _may_share(self, now_s: float, prompt: Sequence) -> bool:
+        """Whether it may start where that leaves fewer rows than sequences: those that are late wait for a row."""
+        if is_interrupted(prompt) or now_s >= prompt.arrived_s + self._options.patience_s:
+            return True
+        return is_promised(prompt) and now_s < due_s(prompt)
 
     def _computed(self, now_s: float, plan: IterationPlan) -> None:
         """Prompts of the last iteration have less left, or nothing: then they decode."""
@@ -283,7 +322,8 @@ class CohortBatching(IterationScheduler):
                     skipped = True
                     prompts.skip()
                     continue
-            if not held and not admits:
+            full = len(self._running) >= self._limits.max_rows
+            if not held and (not admits or (full and not self._may_share(now_s, sequence))):
                 skipped = True
                 if not begun:  # none of those behind holds blocks
                     break

@@ -17,7 +17,7 @@ from cohort.common.policies.step_times.learned_times import plan_shape
 from cohort.common.policies.step_times.step_cost import step_seconds
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Slo, StepTimes, TrafficClass
-from tests.common.policies.baselines.drive import BLOCK, cache, decide, leave, names, rows, step
+from tests.common.policies.baselines.drive import BLOCK, cache, decide, leave, names, ran, rows, run, step
 from tests.common.policies.cohort.promised import promised
 from tests.common.policies.step_times.test_step_times import random_batch
 
@@ -267,6 +267,50 @@ def test_a_prompt_that_holds_blocks_goes_on_behind_one_that_finds_none() -> None
     policy.add(0.0, promised("lacks", 4 * BLOCK, ttft_s=9.0, max_tokens=1))
     policy.add(0.0, promised("lacks too", 4 * BLOCK + 1, ttft_s=9.0, max_tokens=1))
     assert names(step(policy, kv)) == ["long"]
+
+
+def full(*, tpot_s: float, ttft_s: float = 9.0) -> list[str]:
+    """All eight rows decode, with so strict a TPOT, and a prompt comes: the names in the next iteration."""
+    policy, kv = scheduler(), cache(400)
+    for index in range(8):
+        decoding(policy, kv, promised(f"d{index}", 40, tpot_s=tpot_s)).last_token_s = 0.001 * index
+    policy.add(0.0, promised("new", 20, ttft_s=ttft_s))
+    return names(decide(policy, kv, 0.01))
+
+
+def test_a_prompt_on_time_starts_where_sequences_can_take_turns() -> None:
+    assert full(tpot_s=0.1) == ["new", *(f"d{index}" for index in range(7))], "the last token of d7 is the newest"
+
+
+def test_it_waits_for_a_row_where_they_cannot_or_where_it_is_late() -> None:
+    everything = sorted(f"d{index}" for index in range(8))
+    assert sorted(full(tpot_s=0.0)) == everything, "without a TPOT each has its row"
+    assert sorted(full(tpot_s=0.004)) == everything, "an iteration takes that long"
+    assert sorted(full(tpot_s=0.1, ttft_s=0.005)) == everything
+
+
+def test_sequences_that_take_turns_all_keep_their_tpot() -> None:
+    policy, kv = scheduler(), cache(400)
+    running = [promised(f"p{index}", 20, tpot_s=0.02, max_tokens=60) for index in range(24)]
+    for each in running:
+        policy.add(0.0, each)
+    now_s = 0.0
+    for _ in range(100):
+        plan = decide(policy, kv, now_s)
+        assert len(plan.rows) <= 8
+        step_s = step_seconds(TIMES, plan_shape(plan))
+        now_s += step_s
+        ran(policy, plan, now_s, step_s)
+        run(plan, kv)
+        for row in plan.rows:
+            if row.sequence.output_tokens:
+                row.sequence.last_token_s = now_s
+                row.sequence.prefill_done_s = row.sequence.prefill_done_s or now_s
+    started = [each for each in running if each.prefill_done_s is not None]
+    assert len(started) > 8, "more than rows"
+    for each in started:
+        assert each.prefill_done_s is not None
+        assert (now_s - each.prefill_done_s) / max(1, each.output_tokens - 1) <= 0.022
 
 
 def test_an_iteration_lasts_longer_while_its_sequences_are_ahead() -> None:

@@ -1,0 +1,54 @@
+"""Which sequences have a row in an iteration, where more decode than an iteration has rows.
+
+    a sequence that needs a token every 100 ms needs every other row of iterations of 50 ms
+    ─▶ as long as all that decode together leave the headroom, a prompt on time need not wait until one of them ends
+    ─▶ rows go to those whose next token is due first, a TPOT after the last one: no gap grows beyond that
+
+So a burst of short prompts is served at once, and what it costs are tokens that came sooner than was asked for. A
+sequence without a TPOT has a row in every iteration. Pure functions of sequences and times; `CohortBatching` asks where
+rows lack, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from cohort.common.policies.cohort.promise import is_promised, tpot_s
+from cohort.common.sequence import Sequence
+
+
+def due_first(now_s: float, decoding: Collection[Sequence], step_s: float) -> list[Sequence]:
+    """By when their next tokens are due. One that has no token of this worker yet is due now. `step_s`: time of an
+    iteration."""
+
+    def next_s(sequence: Sequence) -> float:
+        last_s = sequence.last_token_s
+        return now_s if last_s is None else last_s + _pace_s(sequence, step_s)
+
+    return sorted(decoding, key=lambda sequence: (next_s(sequence), sequence.key))
+
+
+def longest_shared_s(running: Collection[Sequence], rows: int, step_s: float, headroom: float) -> float:
+    """An iteration of `rows` after which every sequence still has its tokens in time on average."""
+    return rows * (1.0 - headroom) / _tokens_per_s(running, step_s)
+
+
+def newcomers(running: Collection[Sequence], rows: int, step_s: float, headroom: float) -> int:
+    """How many more sequences like these can decode beside them in iterations of `step_s`, whether that leaves a row
+    for each or not."""
+    free = max(0, rows - len(running))
+    if not running or step_s <= 0.0:
+        return free
+    wanted = _tokens_per_s(running, step_s)
+    left = rows * (1.0 - headroom) / step_s - wanted
+    return max(free, int(left * len(running) / wanted))
+
+
+def _pace_s(sequence: Sequence, step_s: float) -> float:
+    """Between two of its tokens; it has one an iteration at most."""
+    return max(step_s, tpot_s(sequence)) if is_promised(sequence) else step_s
+
+
+def _tokens_per_s(running: Collection[Sequence], step_s: float) -> float:
+    """That all of these are to have together."""
+    return sum([1.0 / max(1e-6, _pace_s(sequence, step_s)) for sequence in running])

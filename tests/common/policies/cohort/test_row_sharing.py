@@ -1,0 +1,57 @@
+"""More sequences than rows: as many as their TPOTs leave time for, and every one of them keeps its own."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cohort.common.policies.cohort.row_sharing import due_first, longest_shared_s, newcomers
+from cohort.common.sequence import Sequence
+from tests.common.policies.cohort.promised import promised
+
+STEP_S = 0.04
+HEADROOM = 0.05
+
+
+def decoding(*tpots_s: float) -> list[Sequence]:
+    return [promised(f"r{index}", 4, tpot_s=tpot_s) for index, tpot_s in enumerate(tpots_s)]
+
+
+def test_twice_as_many_sequences_as_rows_where_an_iteration_takes_half_a_tpot() -> None:
+    assert newcomers(decoding(*[0.08] * 10), 10, STEP_S, 0.0) == 10
+    assert newcomers(decoding(*[0.08] * 20), 10, STEP_S, 0.0) == 0
+    assert newcomers(decoding(*[0.08] * 10), 10, STEP_S, 0.1) == 8, "headroom stays"
+
+
+def test_a_sequence_without_a_tpot_keeps_its_row() -> None:
+    assert newcomers(decoding(*[0.0] * 10), 10, STEP_S, 0.0) == 0
+    effort = [promised(f"e{index}", 4, traffic_class="be") for index in range(10)]
+    assert newcomers(effort, 10, STEP_S, 0.0) == 0
+    assert newcomers(decoding(0.0), 10, STEP_S, 0.5) == 9, "rows that are free are free"
+    assert newcomers([], 10, STEP_S, 0.5) == newcomers([], 10, 0.0, 0.5) == 10
+
+
+def test_an_iteration_is_as_long_as_all_of_them_can_bear() -> None:
+    assert round(longest_shared_s(decoding(*[0.08] * 20), 10, STEP_S, 0.0), 6) == 0.04
+    assert round(longest_shared_s(decoding(*[0.08] * 20, 0.0), 10, STEP_S, 0.0), 6) == round(10 / (250 + 25), 6)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.03, 0.05, 0.08, 0.1, 0.2]), min_size=1, max_size=60), st.integers(1, 8))
+def test_every_one_that_is_let_in_keeps_its_tpot(tpots_s: list[float], rows: int) -> None:
+    running: list[Sequence] = []
+    for index, tpot_s in enumerate(tpots_s):
+        each = promised(f"r{index}", 4, tpot_s=max(tpot_s, STEP_S) if tpot_s else 0.0)
+        if newcomers([*running, each], rows, STEP_S, HEADROOM) or len(running) < rows:
+            running.append(each)
+    tokens = dict.fromkeys((each.key for each in running), 0)
+    steps = 150
+    for step in range(steps):
+        now_s = step * STEP_S
+        for each in due_first(now_s, running, STEP_S)[:rows]:
+            gap_s = now_s + STEP_S - (each.last_token_s if each.last_token_s is not None else 0.0)
+            assert gap_s <= max(STEP_S, each.request.slo.tpot_s) + STEP_S + 1e-9 or tokens[each.key] == 0
+            each.last_token_s = now_s + STEP_S
+            tokens[each.key] += 1
+    for each in running:
+        wanted_s = max(STEP_S, each.request.slo.tpot_s)
+        assert tokens[each.key] * wanted_s >= 0.9 * steps * STEP_S, "nine tenths: gaps are whole iterations"

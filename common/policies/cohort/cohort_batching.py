@@ -26,7 +26,7 @@ from cohort.common.policies.baselines.batch_builder import BatchBuilder, Iterati
 from cohort.common.policies.cohort.mixing import FREE, best_chunk, spare_s, stretched_s, strictest_s
 from cohort.common.policies.cohort.promise import due_s, is_interrupted, is_promised, missed_first, tpot_s
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptPlan, PromptQueue
-from cohort.common.policies.cohort.prompt_pace import PromptPace
+from cohort.common.policies.cohort.prompt_pace import PromptPace, RowPace
 from cohort.common.policies.cohort.row_sharing import due_first, longest_shared_s, newcomers
 from cohort.common.policies.dynaserve.kv_forecast import fits
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran, Row
@@ -84,7 +84,11 @@ class CohortBatching(IterationScheduler):
         self._late = 0
         self._step_s = 0.0
         self._shared_s = inf
-        self._pace = PromptPace()
+        self._pace, self._row_pace = PromptPace(), RowPace()
+        self._ended = 0
+        """Sequences that held KV and left since the last iteration."""
+        self._rowless = False
+        """A prompt waits for a row."""
         self._waits = False
         """A prompt waits that got nothing, or not all, of the last iteration."""
         self._crowded = False
@@ -103,7 +107,7 @@ class CohortBatching(IterationScheduler):
             self._prompts.add(now_s, sequence)
 
     def remove(self, now_s: float, sequence: Sequence) -> None:
-        self._running.pop(sequence.key, None)
+        self._ended += self._running.pop(sequence.key, None) is not None
         self._swapped.discard(sequence.key)
         self._prompts.remove(sequence)
 
@@ -112,13 +116,19 @@ class CohortBatching(IterationScheduler):
         for ran in news.runs:
             if self._waits:
                 self._pace.ran(ran)
+            if self._rowless:
+                self._row_pace.ran(ran.latency_s, self._ended)
+            self._ended = 0
             self._step_s += _RECENT * (ran.latency_s - self._step_s)
             self._learn(ran, kv)
             self._computed(now_s, ran.plan)
         times = self.table.step_times
         self._prompts.advance(now_s, times.token_s if times is not None else 0.0)
 
-        prompts = self._prompts.in_rank_order() if self._crowded else self._prompts.plan(now_s, self._pace.token_s)
+        row_s = self._row_pace.row_s if self._rowless else 0.0
+        prompts = (
+            self._prompts.in_rank_order() if self._crowded else self._prompts.plan(now_s, self._pace.token_s, row_s)
+        )
         first = prompts.first
         builder = BatchBuilder(self._limits, kv, self._running.values(), lambda s: self._victims(now_s, s))
         yielded = first is not None and self._make_way(now_s, builder, kv, first)
@@ -306,6 +316,7 @@ class CohortBatching(IterationScheduler):
         as well, or large prompts would wait for ever; those that hold blocks already go on. For prompts on time only
         what real-time responses will need counts: best-effort ones give way before these. `yielded`: some did."""
         self._budget, self._waits, self._crowded, skipped = 0, True, False, False
+        self._rowless = False
         rest_s = self._aim_s  # for prompts that get no first token now, or are not new
         admits = yielded or not builder.preempted
         tokens_left = builder.tokens_left
@@ -315,6 +326,7 @@ class CohortBatching(IterationScheduler):
             held = sequence.phase is Phase.RUNNING
             begun -= held
             if tokens_left <= 0 or builder.rows >= self._limits.max_rows:
+                self._rowless = tokens_left > 0
                 return
             if sequence.request.traffic_class != "rt" and now_s < sequence.arrived_s + self._options.patience_s:
                 pressed = self._pressed(kv) if pressed is None else pressed

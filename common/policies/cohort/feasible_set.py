@@ -7,7 +7,9 @@ these first as far as none of the others is late for it.
                                                  before it the longest that is in time then, and so on
 
 Where nothing would be late that is the shortest first, so that a short prompt never waits for a long one without need;
-where time is short it is nearly the earliest due time. Asked by `PromptQueue`; pure functions of times.
+where time is short it is nearly the earliest due time. Where prompts wait for rows, not for time, all are equally long:
+as many as possible by due time, and left out is what would hold its row for longest (`cheapest_in_time`). Asked by
+`PromptQueue`; pure functions of times.
 """
 
 from __future__ import annotations
@@ -33,6 +35,23 @@ def most_in_time(jobs: Items[tuple[float, float]], start_s: float) -> tuple[list
             left_out.append(longest)
     chosen = {index for _, index in kept}
     return _shortest_in_time(jobs, [index for index in by_due if index in chosen], at_s), left_out
+
+
+def cheapest_in_time(jobs: Items[tuple[float, float]], each_s: float, start_s: float) -> tuple[list[int], list[int]]:
+    """Of jobs that all take `each_s`: `jobs`: when each is due, and what it costs afterwards. Indices of as many as can
+    be in time, of these sets the one that costs least, by due time; and of the others, the cheapest first. O(n log n)."""
+    at_s = start_s
+    kept: list[tuple[float, int]] = []
+    left_out: list[int] = []
+    for index in sorted(range(len(jobs)), key=lambda index: jobs[index][0]):
+        due_s, cost = jobs[index]
+        heapq.heappush(kept, (-cost, index))
+        if at_s + each_s > due_s:
+            left_out.append(heapq.heappop(kept)[1])
+        else:
+            at_s += each_s
+    left_out.sort(key=lambda index: jobs[index][1])
+    return sorted([index for _, index in kept], key=lambda index: jobs[index][0]), left_out
 
 
 def _shortest_in_time(jobs: Items[tuple[float, float]], by_due: list[int], end_s: float) -> list[int]:

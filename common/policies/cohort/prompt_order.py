@@ -27,7 +27,7 @@ from typing import Literal
 
 from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import RankKey
-from cohort.common.policies.cohort.feasible_set import most_in_time
+from cohort.common.policies.cohort.feasible_set import cheapest_in_time, most_in_time
 from cohort.common.policies.cohort.promise import due_s, is_interrupted
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt
@@ -124,12 +124,13 @@ class PromptQueue:
         """In the order as of the last `advance`."""
         return (sequence for _, sequence in self._ranked)
 
-    def plan(self, now_s: float, pace_s: float) -> PromptPlan:
-        """In the order in which most of them make it. `pace_s`: seconds that a prompt token takes here at present; what
-        is foreseen counts with the order's caution."""
-        token_s = max(pace_s, self._token_s) * self._order.caution
+    def plan(self, now_s: float, pace_s: float, row_s: float = 0.0) -> PromptPlan:
+        """In the order in which most of them make it. `pace_s`: seconds that a prompt token takes here at present.
+        `row_s`: seconds between two rows that come free, where prompts wait for these and not for time; 0 = they do
+        not. What is foreseen counts with the order's caution."""
+        token_s, row_s = max(pace_s, self._token_s) * self._order.caution, row_s * self._order.caution
         planned = self._order.first == "most_in_time"
-        return PromptPlan(self._ranked, now_s, token_s, self._order.quick_s if planned else None)
+        return PromptPlan(self._ranked, now_s, token_s, self._order.quick_s if planned else None, row_s)
 
     def in_rank_order(self) -> PromptPlan:
         """As of the last `advance`, none of them planned."""
@@ -199,11 +200,16 @@ class PromptPlan(Iterator[Sequence]):
     looked at, and of a priority the `_PLANNED` shortest that can still make it."""
 
     def __init__(
-        self, ranked: list[tuple[RankKey, Sequence]], now_s: float, token_s: float, quick_s: float | None
+        self,
+        ranked: list[tuple[RankKey, Sequence]],
+        now_s: float,
+        token_s: float,
+        quick_s: float | None,
+        row_s: float = 0.0,
     ) -> None:
-        """`quick_s`: as of `PromptOrder`; None: all of them by rank."""
+        """`quick_s`: as of `PromptOrder`; None: all of them by rank. `row_s`: as of `PromptQueue.plan`."""
         self._ranked = ranked
-        self._at_s, self._token_s, self._quick_s = now_s, token_s, quick_s
+        self._at_s, self._token_s, self._quick_s, self._row_s = now_s, token_s, quick_s, row_s
         self._group: RankKey = ()
         self._next = self._end = 0
         """Of the group, the first that is not planned, and where the next group begins."""
@@ -227,7 +233,7 @@ class PromptPlan(Iterator[Sequence]):
             return self._planned.pop()
         self._next += 1
         if self._group[2] == _PATIENT:
-            self._at_s += sequence.uncomputed * self._token_s
+            self._at_s += self._row_s or sequence.uncomputed * self._token_s
         return sequence
 
     def skip(self) -> None:
@@ -243,6 +249,14 @@ class PromptPlan(Iterator[Sequence]):
             return
         some = [sequence for _, sequence in self._ranked[self._next : min(self._end, self._next + _PLANNED)]]
         self._next += len(some)
+        if self._row_s:
+            costs = [max(0.0, sequence.predicted - sequence.output_tokens) for sequence in some]
+            jobs = [(due_s(s), cost) for s, cost in zip(some, costs, strict=True)]
+            kept, left_out = cheapest_in_time(jobs, self._row_s, self._at_s)
+            self._planned = [some[index] for index in (*kept, *left_out)]
+            self._planned.reverse()
+            self._at_s += len(kept) * self._row_s
+            return
         works_s = [sequence.uncomputed * self._token_s for sequence in some]
         kept, left_out = most_in_time([(due_s(s), work_s) for s, work_s in zip(some, works_s, strict=True)], self._at_s)
         kept.sort(key=lambda index: works_s[index] > (self._quick_s or 0.0))

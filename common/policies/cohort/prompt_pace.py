@@ -11,6 +11,10 @@ from cohort.common.policies.interface import Ran
 
 _KEPT = 0.9
 """What an iteration counts for after the next one."""
+_ROW_KEPT = 0.98
+"""The same for rows: in most iterations none comes free."""
+_KNOWN_ROWS = 5
+"""So many are seen before their pace is known."""
 
 
 class PromptPace:
@@ -25,3 +29,20 @@ class PromptPace:
     def token_s(self) -> float:
         """0 = not known yet."""
         return self._seconds / max(1.0, self._tokens)
+
+
+class RowPace:
+    """The time between two rows that come free, of iterations in which a prompt waited for one."""
+
+    def __init__(self) -> None:
+        self._seconds = self._rows = 0.0
+
+    def ran(self, seconds: float, ended: int) -> None:
+        """`ended`: sequences that gave their row back."""
+        self._seconds = _ROW_KEPT * self._seconds + seconds
+        self._rows = _ROW_KEPT * self._rows + ended
+
+    @property
+    def row_s(self) -> float:
+        """0 = not known yet."""
+        return self._seconds / self._rows if self._rows >= _KNOWN_ROWS else 0.0

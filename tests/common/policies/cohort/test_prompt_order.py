@@ -210,6 +210,18 @@ def planned_at_once(ranked: list[Sequence], order: PromptOrder, now_s: float, to
     return plan
 
 
+def test_where_rows_lack_the_longest_response_is_left_out_and_the_others_go_by_due_time() -> None:
+    queue = PromptQueue(PromptOrder(first="most_in_time", caution=1.0))
+    for name, prompt, ttft_s, response in (("a", 20, 0.5, 300), ("b", 900, 0.9, 40), ("c", 10, 0.95, 50)):
+        each = promised(name, prompt, ttft_s=ttft_s)
+        each.predicted = float(response)
+        queue.add(0.0, each)
+    queue.advance(0.0, 0.0001)
+    assert [each.request_id for each in queue.plan(0.0, 0.0, 0.3)] == ["a", "b", "c"], "a row for each in time"
+    assert [each.request_id for each in queue.plan(0.0, 0.0, 0.4)] == ["b", "c", "a"]
+    assert [each.request_id for each in queue.plan(0.0, 0.0)] == ["c", "a", "b"]
+
+
 def test_a_plan_looks_at_what_is_asked_for_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
 

@@ -3,6 +3,7 @@
 promise          when a request's next token is due
 prompt_order     which prompt is computed next
 ordered_prompts  the same order for other schedulers
+row_sharing      which sequences have a row where more decode than an iteration has rows
 cohort_batching  the worker's scheduler: decodes, then prompts in this order, as much as the strictest promise leaves
 ttft_forecast    when a worker would yield the first token of one more request
 placed_work      what is on a worker: the last report, and what was placed there since

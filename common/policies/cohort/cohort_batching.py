@@ -3,7 +3,8 @@ that the strictest promise among the decodes leaves.
 
     decide ─▶ learn what the last iteration took (D5's profile table)
            ─▶ the next prompt is on time and blocks lack: best-effort sequences give way to it
-           ─▶ a row for every decode; victims that free a block for it are chosen by `victim_rank`
+           ─▶ a row for every decode, or for those due first where a prompt on time may start although rows lack
+              (`row_sharing`); victims that free a block for it are chosen by `victim_rank`
            ─▶ aim: the strictest TPOT among these rows, and a little of the time that its row has won (`mixing`, where
               prompts beside decodes have a price: all of that)
            ─▶ prompts in `PromptQueue`'s plan, each as much as still fits the aim; behind one that gets its first token
@@ -27,9 +28,9 @@ from cohort.common.policies.cohort.mixing import FREE, best_chunk, spare_s, stre
 from cohort.common.policies.cohort.promise import due_s, is_interrupted, is_promised, missed_first, tpot_s
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptPlan, PromptQueue
 from cohort.common.policies.cohort.prompt_pace import PromptPace, RowPace
-from cohort.common.policies.cohort.row_sharing import due_first, longest_shared_s, newcomers
+from cohort.common.policies.cohort.row_sharing import due_first, lasting_shape, longest_shared_s, newcomers
 from cohort.common.policies.dynaserve.kv_forecast import fits
-from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran, Row
+from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.step_times.learned_times import LearnedTimes, decode_shape, plan_shape
 from cohort.common.policies.step_times.step_cost import BatchShape
@@ -41,8 +42,6 @@ _PRESSED = 0.6
 make iterations longer, so that more and more real-time sequences are there at a time."""
 _LENT = 8
 """Where rows are shared, one of so many goes to a prompt in an iteration at most."""
-_RECENT = 0.1
-"""What the last iteration counts for in the time of one."""
 _FIRST_CHUNK = 128
 """Prompt tokens of the first iteration of a machine of which nothing is known: a tenth of a second on two cores."""
 
@@ -82,7 +81,6 @@ class CohortBatching(IterationScheduler):
         self._budget = 0
         self._aim_s = 0.0
         self._late = 0
-        self._step_s = 0.0
         self._shared_s = inf
         self._pace, self._row_pace = PromptPace(), RowPace()
         self._ended = 0
@@ -119,7 +117,6 @@ class CohortBatching(IterationScheduler):
             if self._rowless:
                 self._row_pace.ran(ran.latency_s, self._ended)
             self._ended = 0
-            self._step_s += _RECENT * (ran.latency_s - self._step_s)
             self._learn(ran, kv)
             self._computed(now_s, ran.plan)
         times = self.table.step_times
@@ -208,8 +205,7 @@ class CohortBatching(IterationScheduler):
         self._shared_s, kept = inf, len(decoding)
         if kept + waiting > rows or kept > rows:
             headroom = self._options.headroom
-            alone_s = self.table.estimate(decode_shape([Row(s, s.computed, 1) for s in decoding[:rows]])) or 0.0
-            step_s = max(alone_s, self._step_s)
+            step_s = self.table.estimate(lasting_shape(running, rows)) or 0.0
             more = rows - kept
             if first is not None and not self._crowded and self._may_share(now_s, first):
                 more = newcomers(running, rows, step_s, headroom)
@@ -218,7 +214,7 @@ class CohortBatching(IterationScheduler):
             if kept < len(decoding):
                 decoding = due_first(now_s, decoding, step_s)
             if len(running) > rows:
-                self._shared_s = longest_shared_s(running, rows, alone_s, headroom)
+                self._shared_s = longest_shared_s(running, rows, step_s, headroom)
         for sequence in decoding[:kept]:
             builder.continue_row(sequence)
         return decoding[kept:]

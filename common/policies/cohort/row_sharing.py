@@ -14,7 +14,19 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from cohort.common.policies.cohort.promise import is_promised, tpot_s
+from cohort.common.policies.step_times.step_cost import BatchShape
 from cohort.common.sequence import Sequence
+
+
+def lasting_shape(running: Collection[Sequence], rows: int) -> BatchShape:
+    """An iteration of these as it will be while it goes on like this: `rows` of them, each as long as it is predicted
+    to get, and beside them what it takes to compute the prompts of as many as end, if those that come are like them."""
+    prompts = sum([sequence.request.prompt_tokens for sequence in running])
+    responses = sum([max(1.0, sequence.predicted) for sequence in running])
+    count = max(1, len(running))
+    tokens = int(rows * prompts / max(1.0, responses))
+    pairs = tokens * prompts // (2 * count)
+    return BatchShape(tokens, min(tokens, 1), pairs, rows, int(rows * (prompts + responses) / count))
 
 
 def due_first(now_s: float, decoding: Collection[Sequence], step_s: float) -> list[Sequence]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.policies.cohort.row_sharing import due_first, longest_shared_s, newcomers
+from cohort.common.policies.cohort.row_sharing import due_first, lasting_shape, longest_shared_s, newcomers
 from cohort.common.sequence import Sequence
 from tests.common.policies.cohort.promised import promised
 
@@ -34,6 +34,16 @@ def test_a_sequence_without_a_tpot_keeps_its_row() -> None:
 def test_an_iteration_is_as_long_as_all_of_them_can_bear() -> None:
     assert round(longest_shared_s(decoding(*[0.08] * 20), 10, STEP_S, 0.0), 6) == 0.04
     assert round(longest_shared_s(decoding(*[0.08] * 20, 0.0), 10, STEP_S, 0.0), 6) == round(10 / (250 + 25), 6)
+
+
+def test_an_iteration_that_goes_on_holds_long_contexts_and_the_prompts_of_those_that_follow() -> None:
+    running = decoding(0.1, 0.1)
+    for each, predicted in zip(running, (10.0, 6.0), strict=True):
+        each.predicted = predicted
+    shape = lasting_shape(running, 40)
+    assert (shape.decodes, shape.decode_context) == (40, 40 * 12), "prompts of 4, responses of 8"
+    assert shape.prefill_tokens == 20, "one of forty ends in every fifth of an iteration"
+    assert lasting_shape([], 40).prefill_tokens == 0
 
 
 @given(st.lists(st.sampled_from([0.0, 0.03, 0.05, 0.08, 0.1, 0.2]), min_size=1, max_size=60), st.integers(1, 8))

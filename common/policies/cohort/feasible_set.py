@@ -38,8 +38,8 @@ def most_in_time(jobs: Items[tuple[float, float]], start_s: float) -> tuple[list
 
 
 def cheapest_in_time(jobs: Items[tuple[float, float]], each_s: float, start_s: float) -> tuple[list[int], list[int]]:
-    """Of jobs that all take `each_s`: `jobs`: when each is due, and what it costs afterwards. Indices of as many as can
-    be in time, of these sets the one that costs least, by due time; and of the others, the cheapest first. O(n log n)."""
+    """Of `jobs` that all take `each_s`: when each is due, and what it costs afterwards. Indices of as many as can
+    be in time, of such sets the one that costs least, by due time; and of the others, the cheapest first."""
     at_s = start_s
     kept: list[tuple[float, int]] = []
     left_out: list[int] = []

@@ -142,11 +142,8 @@ class PromptQueue:
         at = 0
         while at < len(self._ranked):
             group, end = _group(self._ranked, at)
-            if group[2] == _LATE:
-                end_of_look = at + 1
-            else:
-                end_of_look = end if group[2] == _PATIENT else at
-            if any(now_s > due_s(sequence) for _, sequence in self._ranked[at:end_of_look]):
+            looked_at = {_LATE: at + 1, _PATIENT: end}.get(group[2], at)
+            if any(now_s > due_s(sequence) for _, sequence in self._ranked[at:looked_at]):
                 return True
             at = end
         return False

@@ -241,7 +241,13 @@ def test_a_plan_looks_at_what_is_asked_for_and_no_more(monkeypatch: pytest.Monke
 
 def test_a_plan_can_leave_out_the_rest_of_a_class_but_never_those_that_waited_too_long() -> None:
     queue = PromptQueue(PromptOrder(first="most_in_time"))
-    for name, arrived_s, priority in (("a", 0.0, 0), ("b", 0.0, 0), ("c", 0.0, 1), ("old", -61.0, 1), ("older", -62, 1)):
+    for name, arrived_s, priority in (
+        ("a", 0.0, 0),
+        ("b", 0.0, 0),
+        ("c", 0.0, 1),
+        ("old", -61.0, 1),
+        ("older", -62, 1),
+    ):
         queue.add(0.0, promised(name, 50, arrived_s=arrived_s, priority=priority, traffic_class="be", ttft_s=0.0))
     queue.advance(0.0, TOKEN_S)
     names = []

@@ -160,7 +160,9 @@ class CohortBatching(IterationScheduler):
         waiting = len(self._prompts)
         if waiting:  # those that end with the iteration in flight are decode rows by then
             waiting -= sum([row.sequence in self._prompts for row in plan.rows])
-        return not waiting or (not leaving and rows >= min(self._limits.max_rows, self._limits.max_tokens))
+        if not waiting:
+            return True
+        return not leaving and rows >= min(self._limits.max_rows, self._limits.max_tokens) and not self._newcomers()
 
     @property
     def learned(self) -> LearnedTimes:
@@ -204,20 +206,25 @@ class CohortBatching(IterationScheduler):
         begun = len(builder.holders) - len(decoding)
         self._shared_s, kept = inf, len(decoding)
         if kept + waiting > rows or kept > rows:
-            headroom = self._options.headroom
             step_s = self.table.estimate(lasting_shape(running, rows)) or 0.0
             more = rows - kept
             if first is not None and not self._crowded and self._may_share(now_s, first):
-                more = newcomers(running, rows, step_s, headroom)
+                more = self._newcomers()
             most = max(begun, more, rows - kept)
             kept = min(kept, rows - min(waiting, most, max(1, rows // _LENT)))
             if kept < len(decoding):
                 decoding = due_first(now_s, decoding, step_s)
             if len(running) > rows:
-                self._shared_s = longest_shared_s(running, rows, step_s, headroom)
+                self._shared_s = longest_shared_s(running, rows, step_s, self._options.headroom)
         for sequence in decoding[:kept]:
             builder.continue_row(sequence)
         return decoding[kept:]
+
+    def _newcomers(self) -> int:
+        """Sequences that can start although rows lack."""
+        running, rows = self._running.values(), self._limits.max_rows
+        step_s = self.table.estimate(lasting_shape(running, rows)) or 0.0
+        return newcomers(running, rows, step_s, self._options.headroom)
 
     def _may_share(self, now_s: float, prompt: Sequence) -> bool:
         """Whether it may start where that leaves fewer rows than sequences: those that are late wait for a row."""

@@ -289,6 +289,17 @@ def test_it_waits_for_a_row_where_they_cannot_or_where_it_is_late() -> None:
     assert sorted(full(tpot_s=0.1, ttft_s=0.005)) == everything
 
 
+@pytest.mark.parametrize(("tpot_s", "goes_on"), [(0.0, True), (0.1, False)])
+def test_full_rows_are_no_promise_of_the_next_plan_where_sequences_can_take_turns(tpot_s: float, goes_on: bool) -> None:
+    policy, kv = scheduler(), cache(400)
+    for index in range(8):
+        decoding(policy, kv, promised(f"d{index}", 40, tpot_s=tpot_s))
+    plan = step(policy, kv)
+    policy.add(0.0, promised("new", 20, ttft_s=9.0))
+    assert policy.continues(plan, kv, 0, 0) == goes_on
+    assert (sorted(names(step(policy, kv))) == sorted(names(plan))) == goes_on
+
+
 def test_sequences_that_take_turns_all_keep_their_tpot() -> None:
     policy, kv = scheduler(), cache(400)
     running = [promised(f"p{index}", 20, tpot_s=0.02, max_tokens=60) for index in range(24)]

@@ -142,8 +142,8 @@ class PromptQueue:
         at = 0
         while at < len(self._ranked):
             group, end = _group(self._ranked, at)
-            looked_at = {_LATE: at + 1, _PATIENT: end}.get(group[2], at)
-            if any(now_s > due_s(sequence) for _, sequence in self._ranked[at:looked_at]):
+            first_due = group[2] == _LATE and now_s > due_s(self._ranked[at][1])
+            if first_due or (group[2] == _PATIENT and any(now_s > due_s(s) for _, s in self._ranked[at:end])):
                 return True
             at = end
         return False

@@ -40,6 +40,8 @@ from cohort.common.types import Attempt
 _PRESSED = 0.6
 """Share of the rows or of the blocks from which on, held by real-time sequences, best-effort prompts wait: they would
 make iterations longer, so that more and more real-time sequences are there at a time."""
+_MADE_UP = 0.5
+"""Of a TPOT, what a sequence wins with a token."""
 _LENT = 8
 """Where rows are shared, one of so many goes to a prompt in an iteration at most."""
 _FIRST_CHUNK = 128
@@ -48,9 +50,13 @@ _FIRST_CHUNK = 128
 
 def victim_rank(now_s: float, sequence: Sequence) -> RankKey:
     """Rank in keeping a place in the cache, safest first: real-time before best-effort, a promise that can still be
-    kept before one that is broken, the least slack before the most. The last of this order gives way."""
+    kept before one that is broken, the least slack before the most. Slack is what a sequence has won, and what it will
+    win with the tokens to come: one near its end has won most, but would have no time to make up for a pause, and gives
+    its blocks back soon anyway. The last of this order gives way."""
     best_effort = sequence.request.traffic_class != "rt"
-    return (best_effort, missed_first(now_s, sequence), due_s(sequence), *by_arrival(sequence))
+    to_come = max(0.0, sequence.predicted - sequence.output_tokens)
+    slack_s = due_s(sequence) + _MADE_UP * to_come * tpot_s(sequence)
+    return (best_effort, missed_first(now_s, sequence), slack_s, *by_arrival(sequence))
 
 
 def youngest_rank(now_s: float, sequence: Sequence) -> RankKey:

@@ -152,6 +152,14 @@ def test_victims_best_effort_then_broken_promises_then_most_slack() -> None:
     assert [s.request_id for s in ranked] == ["tight", "slack", "broken", "effort"]
 
 
+def test_a_sequence_near_its_end_is_safer_than_one_that_has_time_to_make_up_for_a_pause() -> None:
+    old, young = promised("old", 9, arrived_s=0.0), promised("young", 9, arrived_s=9.3)
+    for each, output in ((old, 95), (young, 1)):
+        each.tokens += [1] * output
+        each.predicted = 100.0
+    assert sorted([young, old], key=lambda s: victim_rank(10.0, s)) == [old, young], "though it has won more so far"
+
+
 def test_the_one_with_most_slack_gives_way_and_comes_back() -> None:
     policy, kv = scheduler(), cache(8)
     hurried = decoding(policy, kv, promised("hurried", 4 * BLOCK - 1, ttft_s=1.0))

@@ -209,4 +209,7 @@ def _locked(file: BinaryIO, how: int) -> bool:
 
 
 def _written_privately(path: Path) -> BinaryIO:
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE), "wb")
+    """Also where the file was there before, for all to read."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE)
+    os.fchmod(descriptor, PRIVATE_FILE)
+    return os.fdopen(descriptor, "wb")

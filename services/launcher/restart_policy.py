@@ -3,7 +3,8 @@
         start ──▶ running ──(ready)──▶ proven
           ▲          │ ends              │ ends
           │          ▼                   ▼
-          └── Restart(delay) ◀───────────┤      at once; then 0.2 → 5 s, doubled, until 10 s were healthy
+          └── Restart(delay) ◀───────────┤      at once, or 0.5 s later where another takes over its work;
+                     │                          then 0.2 → 5 s, doubled, until 10 s were healthy
                      │
                      └─▶ GiveUp          never ready so far, and: configuration error (exit code 2), no share of a GPU
                                          left (75), or the 5th end
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 SECOND_DELAY_S = 0.2
 """The first restart waits for nothing: the cause that ended a healthy process was most likely outside."""
 LONGEST_DELAY_S = 5.0
+RELIEVED_DELAY_S = 0.5
+"""A process that starts takes the cores for seconds; whoever takes over computes prompts again, and streams wait for it."""
 HEALTHY_AFTER_S = 10.0
 ATTEMPTS_AT_START = 5
 EXIT_CONFIG_ERROR = 2
@@ -52,8 +55,9 @@ class RestartPolicy:
         self._proven = True
         self._ready_since_s = now_s
 
-    def ended(self, now_s: float, exit_code: int) -> Restart | GiveUp:
-        """It ended without being asked to. `exit_code` as subprocess gives it: negative = killed by that signal."""
+    def ended(self, now_s: float, exit_code: int, *, relieved: bool = False) -> Restart | GiveUp:
+        """It ended without being asked to. `exit_code` as subprocess gives it: negative = killed by that signal.
+        `relieved`: another process takes over what it did."""
         reason = exit_reason(exit_code)
         if not self._proven:
             if exit_code == EXIT_CONFIG_ERROR:
@@ -70,7 +74,7 @@ class RestartPolicy:
         self._ready_since_s = None
         if exit_code == EXIT_NO_DEVICE:
             return Restart(NO_DEVICE_DELAY_S, f"{reason}: every share of every GPU is taken")
-        return Restart(delay_s, reason)
+        return Restart(max(delay_s, RELIEVED_DELAY_S) if relieved else delay_s, reason)
 
 
 def exit_reason(exit_code: int) -> str:

@@ -137,7 +137,7 @@ class Supervisor:
             note = "" if code in (0, -signal.SIGTERM) else exit_reason(code)
             self._console.update(plan.instance, State.STOPPED, note=note)
             return None
-        match process.policy.ended(time.monotonic(), code):
+        match process.policy.ended(time.monotonic(), code, relieved=self._is_relieved(process)):
             case GiveUp(reason):
                 self._console.update(plan.instance, State.FAILED, note=reason)
                 self._give_up(process, reason)
@@ -148,6 +148,11 @@ class Supervisor:
                 self._console.update(plan.instance, State.RESTARTING, note=note)
                 self._on_change()
                 return restart.delay_s
+
+    def _is_relieved(self, process: Supervised) -> bool:
+        """A worker whose requests go on at another one."""
+        others = [other for other in self._processes if other is not process and other.ready.is_set()]
+        return process.plan.stage is StopStage.WORKERS and any(o.plan.stage is StopStage.WORKERS for o in others)
 
     async def _until_ready(self, process: Supervised) -> None:
         """Ends when the process is ready, or is cancelled when it ends before."""

@@ -1,7 +1,14 @@
 from __future__ import annotations
 
 from cohort.common import service
-from cohort.services.launcher.restart_policy import EXIT_NO_DEVICE, GiveUp, Restart, RestartPolicy, exit_reason
+from cohort.services.launcher.restart_policy import (
+    EXIT_NO_DEVICE,
+    RELIEVED_DELAY_S,
+    GiveUp,
+    Restart,
+    RestartPolicy,
+    exit_reason,
+)
 
 
 def ready_policy(now_s: float) -> RestartPolicy:
@@ -63,3 +70,11 @@ def test_reasons_in_words():
     assert exit_reason(-11) == "killed by SIGSEGV"
     assert exit_reason(-9).startswith("killed by SIGKILL (")
     assert exit_reason(-500) == "killed by signal 500"
+
+
+def test_a_worker_that_is_relieved_leaves_the_cores_to_the_one_that_takes_over() -> None:
+    assert ready_policy(0.0).ended(20.0, 1, relieved=True) == Restart(RELIEVED_DELAY_S, "exit code 1")
+    assert ready_policy(0.0).ended(20.0, 1) == Restart(0.0, "exit code 1")
+    policy = ready_policy(0.0)
+    delays = [policy.ended(1.0, 1, relieved=True) for _ in range(4)]
+    assert [each.delay_s for each in delays if isinstance(each, Restart)] == [0.5, 0.5, 0.5, 0.8]

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 def test_every_request_is_accounted_for_and_nothing_is_left(tmp_path: Path) -> None:
     document = tmp_path / "soak.json"
-    options = {"minutes": 0.4, "kill-every-s": 3, "kills-for": 0.7, "quiet-s": 18, "sample-s": 2, "port": free_port()}
+    options = {"minutes": 0.25, "kill-every-s": 3, "kills-for": 0.6, "quiet-s": 12, "sample-s": 2, "port": free_port()}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "cohort.services.cli", "bench", "soak", *words, "--json", str(document)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)

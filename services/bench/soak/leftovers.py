@@ -27,7 +27,7 @@ HELD = {
 _LOGS = "logs"
 _RUN_FILES = ("launcher.lock", "resolved.yaml", _LOGS)
 _STATE_FILES = ("batches", "streams.sqlite3", "usage.sqlite3", "lengths.npz", "learned", "overlay.yaml")
-_BATCH_FILES = ("batches.sqlite", "responses.sqlite", "lock", "files")
+_BATCH_FILES = ("batches.sqlite", "responses.sqlite", "lock", "runner", "files")
 _SQLITE = ("", "-wal", "-shm")
 
 

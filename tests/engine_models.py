@@ -41,6 +41,15 @@ _LLAMA3_ROPE = {
 }
 _YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+_DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
+_PHI3: dict[str, Any] = {**_LLAMA, "pad_token_id": 0, "eos_token_id": 2}
+_LONGROPE = {  # three of the four frequencies: the part that is rotated
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.1, 1.3, 1.7],
+    "long_factor": [2.0, 5.0, 9.0],
+}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**_LLAMA, head_dim=16, tie_word_embeddings=True),
@@ -49,6 +58,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "llama-yarn": lambda: transformers.LlamaConfig(**_LLAMA, rope_parameters=_YARN_ROPE),
     "llama-linear": lambda: transformers.LlamaConfig(**_LLAMA, rope_parameters=_LINEAR_ROPE),
+    "llama-dynamic": lambda: transformers.LlamaConfig(**_LLAMA, rope_parameters=_DYNAMIC_ROPE),
+    "phi3": lambda: transformers.Phi3Config(**_PHI3, sliding_window=11),
+    "phi3-longrope": lambda: transformers.Phi3Config(
+        **{**_PHI3, "max_position_embeddings": 1024},
+        original_max_position_embeddings=128,
+        rope_parameters=_LONGROPE,
+        tie_word_embeddings=True,
+    ),
     "mistral-window": lambda: transformers.MistralConfig(**_LLAMA, sliding_window=11),
     "qwen2": lambda: transformers.Qwen2Config(**_LLAMA),
     "qwen2-window": lambda: transformers.Qwen2Config(

@@ -1,4 +1,4 @@
-"""Llama-shaped decoders (Llama, Mistral, Qwen2, Qwen2.5, Qwen3, SmolLM2) as one function per step.
+"""Llama-shaped decoders (Llama, Mistral, Phi-3, Phi-4, Qwen2, Qwen2.5, Qwen3, SmolLM2) as one function per step.
 
 Called by the model runner. The mathematics and the order of roundings are transformers'; only the cost differs: one
 product for q, k and v, one for gate and up that also activates, no module dispatch, no allocation, normalisation and
@@ -205,14 +205,21 @@ def _tensor_names(geometry: ModelGeometry, prefix: str) -> list[str]:
     """Every tensor the configuration implies (lm_head apart: absent means tied)."""
     names = [f"{prefix}embed_tokens.weight", f"{prefix}norm.weight"]
     per_layer = ["input_layernorm.weight", "post_attention_layernorm.weight"]
-    qkv = [f"self_attn.{part}_proj" for part in "qkv"]
-    mlp = [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+    qkv, gate_up = _input_modules(geometry)
+    mlp = [*gate_up, "mlp.down_proj"]
     per_layer += [f"{module}.weight" for module in (*qkv, "self_attn.o_proj", *mlp)]
     per_layer += [f"{module}.bias" for module in qkv] if geometry.qkv_bias else []
     per_layer += ["self_attn.o_proj.bias"] if geometry.output_bias else []
     per_layer += [f"{module}.bias" for module in mlp] if geometry.mlp_bias else []
     per_layer += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] if geometry.qk_norm else []
     return names + [f"{prefix}layers.{index}.{name}" for index in range(geometry.num_layers) for name in per_layer]
+
+
+def _input_modules(geometry: ModelGeometry) -> tuple[list[str], list[str]]:
+    """The projections into attention and into the MLP, as the files name them: each fused there, or by its parts."""
+    if geometry.fused_weights:
+        return ["self_attn.qkv_proj"], ["mlp.gate_up_proj"]
+    return [f"self_attn.{part}_proj" for part in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
 
 
 def _read_layer(
@@ -240,18 +247,18 @@ def _read_layer(
         return files.read(prefix + name, (size,), dtype, device)
 
     head_norms = geometry.qk_norm
+    qkv, gate_up = _input_modules(geometry)
+    qkv_rows, gate_up_rows = [query_size, kv_size, kv_size], [inner, inner]
+    if geometry.fused_weights:
+        qkv_rows, gate_up_rows = [sum(qkv_rows)], [sum(gate_up_rows)]
     return _Layer(
         input_norm=vector("input_layernorm.weight", hidden),
-        qkv=linear(
-            [f"self_attn.{part}_proj" for part in "qkv"], [query_size, kv_size, kv_size], hidden, geometry.qkv_bias
-        ),
+        qkv=linear(qkv, qkv_rows, hidden, geometry.qkv_bias),
         q_norm=vector("self_attn.q_norm.weight", geometry.head_dim) if head_norms else None,
         k_norm=vector("self_attn.k_norm.weight", geometry.head_dim) if head_norms else None,
         attention_out=linear(["self_attn.o_proj"], [hidden], query_size, geometry.output_bias),
         mlp_norm=vector("post_attention_layernorm.weight", hidden),
-        gate_up=GatedLinear(
-            *fused(["mlp.gate_proj", "mlp.up_proj"], [inner, inner], hidden, geometry.mlp_bias), arena=arena
-        ),
+        gate_up=GatedLinear(*fused(gate_up, gate_up_rows, hidden, geometry.mlp_bias), arena=arena),
         down=linear(["mlp.down_proj"], [hidden], inner, geometry.mlp_bias),
         sliding_window=geometry.sliding_windows[index],
     )

@@ -20,8 +20,8 @@ Family = Literal["llama", "opt", "generic"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-LLAMA_SHAPED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-LEAN_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+LLAMA_SHAPED = frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"})
+LEAN_ROPE_TYPES = frozenset({"default", "linear", "dynamic", "llama3", "yarn", "longrope"})
 
 # Defaults of transformers where a config.json says nothing; only keys that change results.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -32,6 +32,13 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 131072,
         "sliding_window": 4096,
         "eos_token_id": 2,
+    },
+    "phi3": {
+        "vocab_size": 32064,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 32000,
     },
     "qwen2": {
         "num_key_value_heads": 32,
@@ -66,6 +73,7 @@ class RopeConfig:
     theta: float
     rope_type: str
     scaling: Mapping[str, Any]
+    partial: float = 1.0  # of each head's elements, the first ones are rotated
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +101,16 @@ class ModelGeometry:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # Qwen3: RMSNorm over each head of q and k
+    fused_weights: bool = False  # Phi-3: q, k and v are one tensor in the files, gate and up another
     word_embedding_size: int = 0  # OPT: width of the embedding before project_in
     norm_before: bool = True  # OPT: normalise before attention and MLP, not after
     final_norm: bool = True  # OPT
     norm_affine: bool = True  # OPT
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are rotated; 0 without a rotary embedding."""
+        return 0 if self.rope is None else int(self.head_dim * self.rope.partial)
 
     def kv_geometry(self, dtype: str, block_size: int) -> KvGeometry:
         """The weight of this model's KV cache in a dtype."""
@@ -153,7 +167,7 @@ def _llama_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry
     lean = (
         config.get("hidden_act", "silu") in ("silu", "swish")
         and rope.rope_type in LEAN_ROPE_TYPES
-        and float(config.get("partial_rotary_factor") or rope.scaling.get("partial_rotary_factor") or 1.0) == 1.0
+        and (rope.partial == 1.0 or model_type == "phi3")  # the other types' models take no notice of a part, or break
     )
     return ModelGeometry(
         model_type=model_type,
@@ -177,6 +191,7 @@ def _llama_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry
         output_bias=model_type != "qwen2" and bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
         qk_norm=model_type == "qwen3",
+        fused_weights=model_type == "phi3",
     )
 
 
@@ -260,14 +275,20 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
     parameters = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     legacy_type = parameters.pop("type", None)
+    partial = parameters.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
     rope_type = parameters.pop("rope_type", None) or legacy_type or "default"
+    if config["model_type"] == "phi3" and rope_type in ("su", "yarn"):  # earlier names of the same
+        rope_type = "longrope"
     if "original_max_position_embeddings" in config:  # Phi-3 keeps it outside, and it rules there
         parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    return RopeConfig(theta=float(theta), rope_type=rope_type, scaling=parameters)
+    if rope_type == "longrope" and parameters.get("factor") is None:
+        longest = config["max_position_embeddings"]
+        parameters["factor"] = longest / parameters.setdefault("original_max_position_embeddings", longest)
+    return RopeConfig(theta=float(theta), rope_type=rope_type, scaling=parameters, partial=float(partial))
 
 
 def _max_positions(config: Mapping[str, Any], rope: RopeConfig | None) -> int:
-    """The context served: what the model says, but for LongRoPE only its first range.
+    """The context served: what the model says, but for LongRoPE only its first range. Longer requests are refused.
 
     LongRoPE switches all of a request's frequencies at a length, which would change KV already cached (and, in one
     forward, other requests' too); inside the original range the short frequencies hold.
@@ -282,7 +303,7 @@ def _sliding_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
     layers: int = config["num_hidden_layers"]
     window = int(config.get("sliding_window") or 0)
     match config["model_type"]:
-        case "mistral":
+        case "mistral" | "phi3":
             return (window,) * layers
         case "qwen2" | "qwen3":
             if not config.get("use_sliding_window", False):

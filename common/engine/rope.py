@@ -1,8 +1,8 @@
 """Rotary tables: cos and sin of every position, computed once at load.
 
 Called by the Llama-shaped model. Follows transformers' order of operations in float32, so that the tables are bit-equal
-to what its models multiply with. Types whose frequencies depend on the length of a request (dynamic, longrope) are not
-here: they run through the generic model.
+to what its models multiply with. Two types have other frequencies for requests beyond a length (dynamic, longrope);
+no longer request is served (`model_config`), so those within it are all that is needed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from cohort.common.errors import ModelError
 
 
 def rope_tables(geometry: ModelGeometry, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [max_positions, head_dim / 2], for the rotate-half convention."""
+    """cos and sin, float32 [max_positions, rotary_dim / 2], for the rotate-half convention."""
     if geometry.rope is None:
         raise ModelError(f"{geometry.model_type}: no rotary embedding in its configuration")
-    inverse, attention_factor = _inverse_frequencies(geometry.rope, geometry.head_dim, geometry.max_positions)
+    inverse, attention_factor = _inverse_frequencies(geometry.rope, geometry.rotary_dim, geometry.max_positions)
     angles = torch.arange(geometry.max_positions, dtype=torch.float32)[:, None] * inverse[None, :]
     return (angles.cos() * attention_factor).to(device), (angles.sin() * attention_factor).to(device)
 
@@ -29,7 +29,7 @@ def _inverse_frequencies(rope: RopeConfig, dim: int, max_positions: int) -> tupl
     """Inverse frequencies [dim / 2] and the factor that multiplies cos and sin."""
     inverse = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     match rope.rope_type:
-        case "default":
+        case "default" | "dynamic":  # dynamic NTK: up to max_positions the base is not moved
             return inverse, 1.0
         case "linear":
             return inverse / rope.scaling["factor"], 1.0
@@ -37,6 +37,8 @@ def _inverse_frequencies(rope: RopeConfig, dim: int, max_positions: int) -> tupl
             return _llama3(inverse, rope, max_positions), 1.0
         case "yarn":
             return _yarn(rope, dim, max_positions)
+        case "longrope":
+            return _longrope(rope, dim)
         case other:
             raise ModelError(f"rope type {other!r} is not one of the lean models' types")
 
@@ -85,3 +87,18 @@ def _yarn(rope: RopeConfig, dim: int, max_positions: int) -> tuple[Tensor, float
     extrapolation, interpolation = 1.0 / position_frequencies, 1.0 / (factor * position_frequencies)
     keep = 1 - ramp
     return interpolation * (1 - keep) + extrapolation * keep, float(attention_factor)
+
+
+def _longrope(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
+    """LongRoPE (Ding et al. 2024) in its first range: a factor for each frequency; attention is scaled in both ranges."""
+    scaling = rope.scaling
+    short = scaling.get("short_factor") or ()
+    if len(short) != dim // 2:
+        raise ModelError(f"rope type longrope: {len(short)} factors in short_factor, {dim // 2} frequencies")
+    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    inverse = 1.0 / (torch.tensor(short, dtype=torch.float32) * rope.theta**exponents)
+    return inverse, float(attention_factor)

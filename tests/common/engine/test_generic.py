@@ -128,8 +128,13 @@ def test_recorded_steps_answer_what_transformers_does(name: str, model_folder: C
 def test_a_model_that_asks_the_device_is_not_recorded(tmp_path: Path) -> None:
     """A dynamic rotary embedding compares the largest position with a number, in Python."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    config = transformers.LlamaConfig(
-        **SMALL, intermediate_size=48, num_key_value_heads=2, max_position_embeddings=128, rope_parameters=rope
+    config = transformers.GemmaConfig(
+        **SMALL,
+        intermediate_size=48,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        rope_parameters=rope,
     )
     folder = save_random_model(config, tmp_path / "m")
     runner = make_runner(folder, device_steps=True, share=DeviceShare(graphs=1 << 40))

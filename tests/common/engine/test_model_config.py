@@ -35,7 +35,7 @@ LLAMA = {
 }
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "opt"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "phi3", "qwen2", "qwen3", "opt"])
 def test_absent_keys_take_the_defaults_of_transformers(tmp_path: Path, model_type: str) -> None:
     """A config.json with only its model_type and sizes."""
     sizes = {"hidden_size": 256, "num_hidden_layers": 30, "num_attention_heads": 32, "intermediate_size": 96}
@@ -85,8 +85,11 @@ def test_both_spellings_of_rope(tmp_path: Path, spelling: dict[str, Any]) -> Non
     [
         ({}, "llama"),
         ({"hidden_act": "gelu"}, "generic"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "generic"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "llama"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "generic"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "generic"),
+        ({"model_type": "phi3", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "llama"),
+        ({"model_type": "phi3", "hidden_act": "gelu"}, "generic"),
         ({"model_type": "granite"}, "generic"),
     ],
 )
@@ -101,13 +104,18 @@ def test_end_tokens(tmp_path: Path) -> None:
 
 
 def test_longrope_is_served_in_its_first_range(tmp_path: Path) -> None:
-    config = LLAMA | {
+    config: dict[str, Any] = LLAMA | {
         "model_type": "phi3",
         "max_position_embeddings": 131072,
         "original_max_position_embeddings": 4096,
         "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
     }
-    assert read_geometry(write(tmp_path, config)).max_positions == 4096
+    for rope_type in ("longrope", "su", "yarn"):  # the names it has had in Phi-3's configurations
+        config["rope_scaling"]["type"] = rope_type
+        geometry = read_geometry(write(tmp_path, config))
+        assert (geometry.max_positions, geometry.family) == (4096, "llama")
+        assert geometry.rope is not None
+        assert (geometry.rope.rope_type, geometry.rope.scaling["factor"]) == ("longrope", 32.0)
 
 
 def test_kv_weight(tmp_path: Path) -> None:

@@ -16,22 +16,32 @@ __all__ = ["AttentionMeta", "paged_attention", "write_kv"]
 
 
 def paged_attention(
-    query: Tensor, kv: Tensor, layer: int, meta: AttentionMeta, scale: float, out: Tensor, *, sliding_window: int = 0
+    query: Tensor,
+    kv: Tensor,
+    layer: int,
+    meta: AttentionMeta,
+    scale: float,
+    out: Tensor,
+    *,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
 ) -> None:
     """out[t] = attention of query[t] over its row's KV up to its own position; query and out are [T, Hq, D].
 
     The step's own keys and values must be in the cache already (`write_kv`). `sliding_window` w > 0 keeps only the last
-    w positions, the query's own included.
+    w positions, the query's own included. `softcap` c > 0 bounds the scaled scores: c · tanh(score / c); on a GPU the
+    torch reference computes them then, since Triton's kernels do not.
     """
     if (ops := native.ops_for(kv)) is not None:
         tables, directions = meta.separate()
-        ops.paged_attention(
-            query, kv, layer, meta.query_start, meta.context_lens, tables, directions, scale, out, sliding_window
-        )
-    elif (ops := gpu.ops_for(kv)) is not None:
+        rows = (meta.query_start, meta.context_lens, tables, directions)
+        ops.paged_attention(query, kv, layer, *rows, scale, out, sliding_window, softcap)
+    elif not softcap and (ops := gpu.ops_for(kv)) is not None:
         ops.paged_attention(query, kv, layer, meta, scale, out, sliding_window=sliding_window)
     else:
-        reference.paged_attention(query, kv, layer, meta, scale, out, sliding_window=sliding_window)
+        reference.paged_attention(
+            query, kv, layer, meta, scale, out, sliding_window=sliding_window, softcap=softcap
+        )
 
 
 def write_kv(key: Tensor, value: Tensor, kv: Tensor, layer: int, slot_mapping: Tensor) -> None:

@@ -38,7 +38,15 @@ def row_slots(meta: AttentionMeta, row: int, context_len: int) -> tuple[Tensor, 
 
 
 def paged_attention(
-    query: Tensor, kv: Tensor, layer: int, meta: AttentionMeta, scale: float, out: Tensor, *, sliding_window: int = 0
+    query: Tensor,
+    kv: Tensor,
+    layer: int,
+    meta: AttentionMeta,
+    scale: float,
+    out: Tensor,
+    *,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
 ) -> None:
     """Causal attention of each row's last tokens over its whole context, one row after the other, in float32."""
     starts = meta.query_start.tolist()
@@ -52,6 +60,8 @@ def paged_attention(
         key = keys[block, :, offset].float().repeat_interleave(group, dim=1)  # [context, Hq, D]
         value = values[block, :, offset].float().repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", query[begin:end].float(), key) * scale
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
         query_position = torch.arange(context_len - (end - begin), context_len, device=kv.device)[:, None]
         key_position = torch.arange(context_len, device=kv.device)[None, :]
         visible = key_position <= query_position

@@ -26,7 +26,8 @@ def _differs(ours: Tensor, truth: Tensor) -> bool:
 
 
 def _attention_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) -> bool:
-    """A decode row and a prefill row over blocks of both directions, five query heads per kv head."""
+    """A decode row and a prefill row over blocks of both directions, five query heads per kv head; plain, and within
+    a window under a soft cap."""
     kv_heads, group, head_dim = 2, 5, 64
     kv = torch.randn(8, 1, 2, kv_heads, _BLOCK_SIZE, head_dim, generator=random).to(dtype)
     meta = AttentionMeta(
@@ -39,13 +40,17 @@ def _attention_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) ->
         num_prefill_rows=1,
     )
     query = torch.randn(21, kv_heads * group, head_dim, generator=random).to(dtype)
-    ours, truth = torch.empty_like(query), torch.empty_like(query)
     scale = head_dim**-0.5
     # through the signs, which tables on a GPU carry, and back
     tables, directions = meta.as_signed().separate()
-    ops.paged_attention(query, kv, 0, meta.query_start, meta.context_lens, tables, directions, scale, ours, 0)
-    reference.paged_attention(query, kv, 0, meta, scale, truth)
-    return _differs(ours, truth)
+    rows = (meta.query_start, meta.context_lens, tables, directions)
+    for window, softcap in ((0, 0.0), (25, 1.5)):
+        ours, truth = torch.empty_like(query), torch.empty_like(query)
+        ops.paged_attention(query, kv, 0, *rows, scale, ours, window, softcap)
+        reference.paged_attention(query, kv, 0, meta, scale, truth, sliding_window=window, softcap=softcap)
+        if _differs(ours, truth):
+            return True
+    return False
 
 
 def _elementwise_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) -> bool:

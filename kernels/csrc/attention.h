@@ -40,6 +40,7 @@ struct Step {
   int group;         // query heads of one kv head
   float scale_log2;  // softmax scale · log2(e): the kernels compute with 2^x
   int64_t window;    // 0: unlimited
+  float cap_log2;    // bound of the soft-capped scores · log2(e); 0: not capped
 };
 
 struct Task {
@@ -55,6 +56,12 @@ struct MergeGroup {
   int parts;
   int64_t offset;  // floats, into the partial results: [part][column][head_dim + 2], the last two: maximum, sum
 };
+
+// Soft-capping, cap · tanh(score / cap), of scores that are scaled and in powers of two as the cap is.
+template <int W>
+inline typename Simd<W>::F soft_capped(typename Simd<W>::F scores, float cap_log2) {
+  return Simd<W>::tanh(scores * (1.0f / cap_log2)) * cap_log2;
+}
 
 inline int columns_of(const Task& task, int group) {
   return (task.query_end - task.query_begin) * task.kv_heads * group;

@@ -159,11 +159,11 @@ inline typename Simd<W>::F score_tokens(const T* keys, int last, const float* qu
   return Simd<W>::sum_rows(sums);
 }
 
-// scores[token] = query · key[token] · scale for the segment's tokens, masked from there to `capacity` tokens (a multiple
-// of W).
+// scores[token] = query · key[token] · scale, soft-capped where `cap_log2` is not 0, for the segment's tokens, masked from
+// there to `capacity` tokens (a multiple of W).
 template <typename T, int W>
 inline void score_segment(const Segment<T>& segment, const T* next, const float* query, int head_dim, float scale,
-                          float* scores, int capacity) {
+                          float cap_log2, float* scores, int capacity) {
   using S = Simd<W>;
   const int64_t row_bytes = int64_t(head_dim) * sizeof(T);
   for (int token = 0; token < segment.count; token += W) {
@@ -172,7 +172,8 @@ inline void score_segment(const Segment<T>& segment, const T* next, const float*
     const int last = segment.count - 1 - token;
     auto sums = last >= W - 1 ? score_tokens<T, W, true>(keys, last, query, head_dim)
                               : score_tokens<T, W, false>(keys, last, query, head_dim);
-    S::store(scores + token, sums * scale);
+    sums *= scale;
+    S::store(scores + token, cap_log2 > 0 ? soft_capped<W>(sums, cap_log2) : sums);
   }
   for (int token = segment.count; token < capacity; ++token) scores[token] = kMasked;
 }
@@ -354,7 +355,8 @@ void attend_few(const Step<T>& step, const Task& task, float* partial, Scratch& 
       segment.keys += piece % kv_heads * head_stride;
       for (int h = first; h < first + group; ++h) {
         score_segment<T, W>(segment, h == first ? ahead(piece) : nullptr, query + h * query_stride, head_dim,
-                            step.scale_log2, scores + h * chunk_scores + piece / kv_heads * capacity, capacity);
+                            step.scale_log2, step.cap_log2,
+                            scores + h * chunk_scores + piece / kv_heads * capacity, capacity);
       }
     }
     for (int h = 0; h < heads; ++h) {

@@ -145,6 +145,11 @@ void attend_many(const Step<T>& step, const Task& task, float* partial, Scratch&
       const int64_t skip = (begin - tile) * head_dim;
 
       multiply<W>(tokens, head_dim, keys + skip, head_dim, 1, query + p * panel_floats, scores, false);
+      if (step.cap_log2 > 0) {
+        for (int i = 0; i < tokens * kPanel; i += W) {
+          S::store(scores + i, soft_capped<W>(S::load(scores + i), step.cap_log2));
+        }
+      }
       for (int64_t t = std::max(begin, lowest + 1); t < end; ++t) {  // queries before token t do not see it
         int hidden = int(std::clamp<int64_t>((t - first_position) * group - column_begin, 0, kPanel));
         std::fill_n(scores + (t - begin) * kPanel, hidden, kMasked);

@@ -30,7 +30,8 @@ TORCH_LIBRARY(cohort, m) {
   m.def("processor_suffices() -> bool", &cohort::processor_suffices);
   m.def(
       "paged_attention(Tensor query, Tensor kv, int layer, Tensor query_start, Tensor context_lens, "
-      "Tensor block_tables, Tensor? directions, float scale, Tensor(a!) out, int sliding_window) -> ()");
+      "Tensor block_tables, Tensor? directions, float scale, Tensor(a!) out, int sliding_window, "
+      "float softcap=0) -> ()");
   m.def("write_kv(Tensor key, Tensor value, Tensor(a!) kv, int layer, Tensor slot_mapping) -> ()");
   m.def("gather_slots(Tensor kv, Tensor slots, Tensor(a!) out) -> ()");
   m.def("scatter_slots(Tensor src, Tensor(a!) kv, Tensor slots) -> ()");

@@ -19,7 +19,8 @@ inline void check_cache(const at::Tensor& kv, int64_t layer) {
 
 void paged_attention(const at::Tensor& query, const at::Tensor& kv, int64_t layer, const at::Tensor& query_start,
                      const at::Tensor& context_lens, const at::Tensor& block_tables,
-                     const std::optional<at::Tensor>& directions, double scale, at::Tensor& out, int64_t window);
+                     const std::optional<at::Tensor>& directions, double scale, at::Tensor& out, int64_t window,
+                     double softcap = 0);
 void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& kv, int64_t layer, const at::Tensor& slots);
 void gather_slots(const at::Tensor& kv, const at::Tensor& slots, at::Tensor& out);
 void scatter_slots(const at::Tensor& src, at::Tensor& kv, const at::Tensor& slots);

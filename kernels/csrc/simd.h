@@ -163,6 +163,22 @@ struct Simd {
     return x < lowest ? F{} : result;
   }
 
+  // tanh(x) to about 3e-7 relative: near zero its series, since 1 - e^-2|x| would cancel there.
+  static inline F tanh(F x) {
+    const F size = x < 0.0f ? -x : x;
+    const F small = exp2(size * -2.88539008f);
+    const F large = (1.0f - small) / (1.0f + small);
+    const F square = size * size;
+    F p = splat(-8.8632355e-3f);
+    p = p * square + 2.1869489e-2f;
+    p = p * square - 5.3968254e-2f;
+    p = p * square + 1.3333334e-1f;
+    p = p * square - 3.3333334e-1f;
+    const F series = size + size * square * p;
+    const F result = size < 0.35f ? series : large;
+    return x < 0.0f ? -result : result;
+  }
+
   // out[i] = sum of the lanes of rows[i]
   static inline F sum_rows(const F (&rows)[W]) {
 #if defined(__AVX2__)

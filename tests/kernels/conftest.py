@@ -29,7 +29,7 @@ class Step:
     keys: list[Tensor]  # per row [context, kv_heads, head_dim]
     values: list[Tensor]
 
-    def expected(self, sliding_window: int = 0) -> Tensor:
+    def expected(self, sliding_window: int = 0, softcap: float = 0.0) -> Tensor:
         """Attention in float64 from the dense tensors: knows nothing of blocks, slots or directions."""
         group = self.query.shape[1] // self.kv.shape[3]
         starts = self.meta.query_start.tolist()
@@ -43,7 +43,8 @@ class Step:
                 for head in range(self.query.shape[1]):
                     seen_keys = key[first : position + 1, head // group].double()
                     seen_values = value[first : position + 1, head // group].double()
-                    weights = (seen_keys @ self.query[token, head].double() * self.scale).softmax(0)
+                    scores = seen_keys @ self.query[token, head].double() * self.scale
+                    weights = (softcap * (scores / softcap).tanh() if softcap else scores).softmax(0)
                     out[token, head] = weights @ seen_values
         return out
 

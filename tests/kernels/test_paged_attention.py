@@ -17,9 +17,11 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 MIXED_ROWS = [(40, 40), (70, 33), (19, 2), (1, 1), (16, 1), (133, 1)]  # whole prompt, chunks, decode
 
 
-def attend(step, *, sliding_window: int = 0) -> Tensor:
+def attend(step, *, sliding_window: int = 0, softcap: float = 0.0) -> Tensor:
     out = torch.full_like(step.query, float("nan"))
-    paged_attention(step.query, step.kv, step.layer, step.meta, step.scale, out, sliding_window=sliding_window)
+    paged_attention(
+        step.query, step.kv, step.layer, step.meta, step.scale, out, sliding_window=sliding_window, softcap=softcap
+    )
     return out
 
 
@@ -45,6 +47,18 @@ def test_prefill_chunks_and_decode_in_one_call(
 ):
     step = make_step(MIXED_ROWS, dtype=dtype, directions=directions)
     assert_close(attend(step, sliding_window=sliding_window), step.expected(sliding_window))
+
+
+@DTYPES
+@pytest.mark.parametrize("head_dim", [20, 64, 256])
+@pytest.mark.parametrize("sliding_window", [0, 25])
+@pytest.mark.parametrize("softcap", [0.05, 1.0, 50.0])
+def test_soft_capped_scores(implementation, make_step, assert_close, dtype, head_dim, sliding_window, softcap):
+    step = make_step(MIXED_ROWS, head_dim=head_dim, dtype=dtype, directions="mixed")
+    step.scale *= 8  # scores from far below the caps to far above
+    found, expected = attend(step, sliding_window=sliding_window, softcap=softcap), step.expected(sliding_window, softcap)
+    assert_close(found, expected)
+    assert softcap == 50 or not torch.allclose(expected, step.expected(sliding_window), rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize("queries", [1, 20])
@@ -76,6 +90,7 @@ def test_contexts_long_enough_to_be_split_among_threads(implementation, make_ste
         step = make_step([(1100, 20), (2000, 1)], kv_heads=1, group=3, head_dim=32, dtype=dtype, directions="mixed")
         assert_close(attend(step), step.expected())
         assert_close(attend(step, sliding_window=900), step.expected(900))
+        assert_close(attend(step, softcap=0.5), step.expected(softcap=0.5))
     finally:
         torch.set_num_threads(threads)
 

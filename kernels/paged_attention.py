@@ -39,9 +39,7 @@ def paged_attention(
     elif not softcap and (ops := gpu.ops_for(kv)) is not None:
         ops.paged_attention(query, kv, layer, meta, scale, out, sliding_window=sliding_window)
     else:
-        reference.paged_attention(
-            query, kv, layer, meta, scale, out, sliding_window=sliding_window, softcap=softcap
-        )
+        reference.paged_attention(query, kv, layer, meta, scale, out, sliding_window=sliding_window, softcap=softcap)
 
 
 def write_kv(key: Tensor, value: Tensor, kv: Tensor, layer: int, slot_mapping: Tensor) -> None:

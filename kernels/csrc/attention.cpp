@@ -100,7 +100,8 @@ Plan plan_tasks(const Step<T>& step, int64_t rows, int64_t table_blocks, int64_t
   // A block's heads lie side by side: one task for all of them reads longer stretches. Few rows leave too few tasks.
   int64_t few = 0;
   for (RowPlan& row : row_plans) few += row.many ? 0 : row.queries;
-  const int heads = few >= 2 * threads ? int(kv_heads) : 1;
+  const bool together = head_dim % Dot<T, 8>::kChunk == 0;  // attend_many, which takes the others, knows one head only
+  const int heads = together && few >= 2 * threads ? int(kv_heads) : 1;
   for (RowPlan& row : row_plans) {
     if (row.many) continue;
     for (int q = 0; q < row.queries; ++q) add(row, q, q + 1, heads);

@@ -33,6 +33,14 @@ def test_every_head_size(implementation, make_step, assert_close, dtype, head_di
 
 
 @DTYPES
+@pytest.mark.parametrize("head_dim", [20, 40, 64, 72])
+def test_many_decode_rows(implementation, make_step, assert_close, dtype, head_dim):
+    """From a few rows per thread on, one task takes all heads of a row, where the head's size lets it."""
+    step = make_step([(37 + row, 1) for row in range(12)], head_dim=head_dim, dtype=dtype, directions="mixed")
+    assert_close(attend(step), step.expected())
+
+
+@DTYPES
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 17])
 def test_every_group_size(implementation, make_step, assert_close, dtype, group):
     step = make_step([(37, 11), (50, 1), (9, 1)], group=group, head_dim=32, dtype=dtype, directions="mixed")
@@ -56,7 +64,10 @@ def test_prefill_chunks_and_decode_in_one_call(
 def test_soft_capped_scores(implementation, make_step, assert_close, dtype, head_dim, sliding_window, softcap):
     step = make_step(MIXED_ROWS, head_dim=head_dim, dtype=dtype, directions="mixed")
     step.scale *= 8  # scores from far below the caps to far above
-    found, expected = attend(step, sliding_window=sliding_window, softcap=softcap), step.expected(sliding_window, softcap)
+    found, expected = (
+        attend(step, sliding_window=sliding_window, softcap=softcap),
+        step.expected(sliding_window, softcap),
+    )
     assert_close(found, expected)
     assert softcap == 50 or not torch.allclose(expected, step.expected(sliding_window), rtol=0.1, atol=0.1)
 

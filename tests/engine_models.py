@@ -50,6 +50,7 @@ _LONGROPE = {  # three of the four frequencies: the part that is rotated
     "short_factor": [1.1, 1.3, 1.7],
     "long_factor": [2.0, 5.0, 9.0],
 }
+_LOCAL_GLOBAL = ["sliding_attention", "full_attention", "sliding_attention"]
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**_LLAMA, head_dim=16, tie_word_embeddings=True),
@@ -82,7 +83,39 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt-neox": lambda: transformers.GPTNeoXConfig(**_SMALL, intermediate_size=80),
     "stablelm": lambda: transformers.StableLmConfig(**_LLAMA),
     "gemma": lambda: transformers.GemmaConfig(**_LLAMA, head_dim=16),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**_LLAMA, head_dim=16, sliding_window=7, query_pre_attn_scalar=16),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **_LLAMA,
+        head_dim=16,
+        sliding_window=7,
+        query_pre_attn_scalar=12,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma2-uncapped": lambda: transformers.Gemma2Config(
+        **_LLAMA,
+        head_dim=16,
+        sliding_window=9,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **_LLAMA, head_dim=16, sliding_window=7, query_pre_attn_scalar=12, layer_types=_LOCAL_GLOBAL
+    ),
+    "gemma3-linear": lambda: transformers.Gemma3TextConfig(
+        **_LLAMA,
+        head_dim=16,
+        sliding_window=9,
+        query_pre_attn_scalar=16,
+        layer_types=_LOCAL_GLOBAL,
+        final_logit_softcapping=5.0,
+        attn_logit_softcapping=2.0,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "phi": lambda: transformers.PhiConfig(**_SMALL, intermediate_size=80),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=48, n_layer=3, n_head=6, n_positions=256, bos_token_id=0, eos_token_id=0

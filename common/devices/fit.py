@@ -128,7 +128,7 @@ def _elements(shard: Path) -> int:
 def _by_shape(geometry: ModelGeometry) -> int:
     hidden, heads = geometry.hidden_size, geometry.num_heads + 2 * geometry.num_kv_heads
     attention = hidden * geometry.head_dim * (heads + geometry.num_heads)
-    matrices = 3 if geometry.family == "llama" else 2
+    matrices = 2 if geometry.family == "opt" else 3
     layers = geometry.num_layers * (attention + matrices * hidden * geometry.intermediate_size)
     return layers + geometry.vocab_size * hidden * (1 if geometry.tie_embeddings else 2)
 

@@ -134,7 +134,7 @@ class DeviceSteps:
             vocabulary=g.vocab_size,
             dtype=self._kv.blocks.dtype,
             block_size=self._kv.geometry.block_size,
-            rotary_half=g.rotary_dim // 2 if g.family == "llama" else 0,
+            rotary_half=g.rotary_dim // 2 if g.family in ("llama", "gemma") else 0,
             windowed=frozenset(window > 0 for window in g.sliding_windows) or frozenset({False}),
             layers=g.num_layers,
         )

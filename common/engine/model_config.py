@@ -1,8 +1,8 @@
 """Reads a model folder's config.json into the frozen facts the engine and the gateway need.
 
 Called by the model runner, by planners of KV memory and by code of the gateway: hence no torch and no transformers
-here. Never reads weights. Which of the engine's three forms of a model runs (lean Llama shape, lean OPT, generic
-through transformers) is decided here, because it follows from the configuration alone.
+here. Never reads weights. Which of the engine's forms of a model runs (lean Llama shape, lean Gemma shape, lean OPT,
+generic through transformers) is decided here, because it follows from the configuration alone.
 """
 
 from __future__ import annotations
@@ -16,16 +16,52 @@ from typing import Any, Literal
 from cohort.common.errors import ModelError
 from cohort.common.types import KvGeometry
 
-Family = Literal["llama", "opt", "generic"]
+Family = Literal["llama", "gemma", "opt", "generic"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 LLAMA_SHAPED = frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"})
+_GEMMA_LAYERS = frozenset({"sliding_attention", "full_attention"})
+GEMMA_SHAPED = frozenset({"gemma2", "gemma3_text"})
 LEAN_ROPE_TYPES = frozenset({"default", "linear", "dynamic", "llama3", "yarn", "longrope"})
 
 # Defaults of transformers where a config.json says nothing; only keys that change results.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"vocab_size": 32000, "max_position_embeddings": 2048, "eos_token_id": 2},
+    "gemma2": {
+        "vocab_size": 256000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "eos_token_id": 1,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "eos_token_id": 1,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
     "mistral": {
         "num_key_value_heads": 8,
         "vocab_size": 32000,
@@ -96,11 +132,15 @@ class ModelGeometry:
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str  # what the weights were saved in, "" when the configuration does not say
     rope: RopeConfig | None = None
+    local_rope: RopeConfig | None = None  # of layers with a sliding window, where it is another one
     sliding_windows: tuple[int, ...] = ()  # per layer, positions seen back with the own one; 0 = all
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # Qwen3: RMSNorm over each head of q and k
+    attention_scale: float = 0.0  # of the scores; 0 = head_dim ** -0.5
+    attention_softcap: float = 0.0  # bound of the scores, cap * tanh(score / cap); 0 = none
+    logit_softcap: float = 0.0  # the same of the logits
     fused_weights: bool = False  # Phi-3: q, k and v are one tensor in the files, gate and up another
     word_embedding_size: int = 0  # OPT: width of the embedding before project_in
     norm_before: bool = True  # OPT: normalise before attention and MLP, not after
@@ -143,6 +183,8 @@ def read_geometry(model_dir: Path) -> ModelGeometry:
     try:
         if config["model_type"] in LLAMA_SHAPED:
             return _llama_shaped(config, eos)
+        if config["model_type"] in GEMMA_SHAPED:
+            return _gemma_shaped(config, eos)
         if config["model_type"] == "opt":
             return _opt(config, eos)
         return _generic(config, eos)
@@ -192,6 +234,55 @@ def _llama_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry
         mlp_bias=bool(config.get("mlp_bias", False)),
         qk_norm=model_type == "qwen3",
         fused_weights=model_type == "phi3",
+    )
+
+
+def _gemma_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
+    """`generic` where a value asks for what the lean form does not compute."""
+    model_type = config["model_type"]
+    config = {**_DEFAULTS[model_type], **config}
+    pattern, layers = config["sliding_window_pattern"], config["num_hidden_layers"]
+    config["layer_types"] = config.get("layer_types") or [
+        "sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(layers)
+    ]
+    by_layer = model_type == "gemma3_text"
+    rope, local_rope = _ropes_by_layer_type(config) if by_layer else (_rope(config), None)
+    lean = (
+        config["hidden_activation"] == "gelu_pytorch_tanh"
+        and not config.get("use_bidirectional_attention")
+        and set(config["layer_types"]) <= _GEMMA_LAYERS
+        and (not by_layer or set(config.get("rope_parameters") or {}) <= _GEMMA_LAYERS)
+        and all(each.rope_type in LEAN_ROPE_TYPES and each.partial == 1.0 for each in (rope, local_rope or rope))
+    )
+    if not lean:
+        return _generic(config, eos)
+    bias = bool(config.get("attention_bias", False))
+    return ModelGeometry(
+        model_type=model_type,
+        family="gemma",
+        num_layers=layers,
+        hidden_size=config["hidden_size"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        intermediate_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        max_positions=min(_max_positions(config, each) for each in (rope, local_rope or rope)),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(config["tie_word_embeddings"]),
+        activation="gelu_pytorch_tanh",
+        eos_token_ids=eos,
+        checkpoint_dtype=_checkpoint_dtype(config),
+        rope=rope,
+        local_rope=local_rope,
+        sliding_windows=_sliding_windows(config),
+        qkv_bias=bias,
+        output_bias=bias,
+        attention_scale=float(config["query_pre_attn_scalar"]) ** -0.5,
+        # transformers' Gemma 3 reads the cap of its scores and never applies it
+        attention_softcap=0.0 if by_layer else float(config.get("attn_logit_softcapping") or 0.0),
+        logit_softcap=float(config.get("final_logit_softcapping") or 0.0),
+        qk_norm=by_layer,
     )
 
 
@@ -287,6 +378,17 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
     return RopeConfig(theta=float(theta), rope_type=rope_type, scaling=parameters, partial=float(partial))
 
 
+def _ropes_by_layer_type(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
+    """Of layers with full attention and of those with a sliding window: `rope_parameters` has one for each; in earlier
+    files `rope_theta` and `rope_scaling` of the full layers, `rope_local_base_freq` of the others."""
+    parameters = config.get("rope_parameters") or {}
+    others = {key: value for key, value in config.items() if not key.startswith("rope_")}
+    full = {"rope_theta": config.get("rope_theta", 1e6), **(parameters.get("full_attention") or {})}
+    local = {"rope_theta": config.get("rope_local_base_freq", 1e4), **(parameters.get("sliding_attention") or {})}
+    full |= config.get("rope_scaling") or {}
+    return _rope({**others, "rope_parameters": full}), _rope({**others, "rope_parameters": local})
+
+
 def _max_positions(config: Mapping[str, Any], rope: RopeConfig | None) -> int:
     """The context served: what the model says, but for LongRoPE only its first range. Longer requests are refused.
 
@@ -305,6 +407,8 @@ def _sliding_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
     match config["model_type"]:
         case "mistral" | "phi3":
             return (window,) * layers
+        case "gemma2" | "gemma3_text":
+            return tuple(window if kind == "sliding_attention" else 0 for kind in config["layer_types"])
         case "qwen2" | "qwen3":
             if not config.get("use_sliding_window", False):
                 return (0,) * layers

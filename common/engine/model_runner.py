@@ -29,6 +29,7 @@ from cohort.common.engine.device_steps import DeviceSteps, Launched
 from cohort.common.engine.generic import GenericModel
 from cohort.common.engine.grammar_masks import GrammarMasks, TokenMasks
 from cohort.common.engine.kv_tensors import KvTensors
+from cohort.common.engine.lean_gemma import LeanGemma
 from cohort.common.engine.lean_llama import LeanLlama
 from cohort.common.engine.lean_opt import LeanOpt
 from cohort.common.engine.linear import native_bfloat16
@@ -68,6 +69,20 @@ def resolve_dtype(dtype: str, device: torch.device) -> str:
     return dtype
 
 
+def served_on(geometry: ModelGeometry, device: torch.device) -> ModelGeometry:
+    """In the form that runs on this device: soft-capped attention has no GPU kernel, so transformers' layers run there,
+    over the torch reference of attention."""
+    if device.type == "cpu" or geometry.family == "generic" or not geometry.attention_softcap:
+        return geometry
+    log.warning(
+        "model runs the generic way on this device, slowly",
+        model_type=geometry.model_type,
+        device=str(device),
+        reason="no GPU kernel computes soft-capped attention (attn_logit_softcapping)",
+    )
+    return dataclasses.replace(geometry, family="generic")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Done:
     """A step that has run."""
@@ -104,8 +119,8 @@ class ModelRunner:
         `max_context`: no request is longer; 0 = what the model allows. `device_steps`: run as on a GPU; None = on one.
         """
         compiled_kernels.keep_in_cache()
-        self.geometry: ModelGeometry = read_geometry(model_dir)
         self.device = resolve_device(device)
+        self.geometry: ModelGeometry = served_on(read_geometry(model_dir), self.device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = resolve_dtype(dtype, self.device)
@@ -352,6 +367,8 @@ class ModelRunner:
                         max_step_tokens=self.max_step_tokens,
                         weights=weights,
                     )
+                case "gemma":
+                    return LeanGemma(model_dir, geometry, dtype=dtype, device=self.device, weights=weights)
                 case "opt":
                     return LeanOpt(model_dir, geometry, dtype=dtype, device=self.device, weights=weights)
                 case "generic":

@@ -22,7 +22,7 @@ from cohort.kernels.paged_attention import paged_attention, write_kv
 ATTENTION_NAME = "cohort_paged"
 
 # Arguments of the interface that change the scores in a way the kernels do not compute.
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "alibi", "head_mask", "cross_attn_head_mask")
+_UNSUPPORTED = ("s_aux", "position_bias", "alibi", "head_mask", "cross_attn_head_mask")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,7 @@ def attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [1, Hq, T, D], key and value [1, Hkv, T, D] of one layer → [1, T, Hq, D]."""
@@ -83,7 +84,8 @@ def attention(
             out = torch.empty_like(rows)
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), kv, layer, step.slot_mapping)
-            paged_attention(rows, kv, layer, step.meta, scale, out, sliding_window=int(sliding_window or 0))
+            window, cap = int(sliding_window or 0), float(softcap or 0.0)
+            paged_attention(rows, kv, layer, step.meta, scale, out, sliding_window=window, softcap=cap)
             return out.unsqueeze(0), None
         case Probe() as probe:
             if layer in probe.layers:

@@ -1,6 +1,6 @@
 """Rotary tables: cos and sin of every position, computed once at load.
 
-Called by the Llama-shaped model. Follows transformers' order of operations in float32, so that the tables are bit-equal
+Called by the lean models. Follows transformers' order of operations in float32, so that the tables are bit-equal
 to what its models multiply with. Two types have other frequencies for requests beyond a length (dynamic, longrope);
 no longer request is served (`model_config`), so those within it are all that is needed.
 """
@@ -16,11 +16,13 @@ from cohort.common.engine.model_config import ModelGeometry, RopeConfig
 from cohort.common.errors import ModelError
 
 
-def rope_tables(geometry: ModelGeometry, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [max_positions, rotary_dim / 2], for the rotate-half convention."""
-    if geometry.rope is None:
+def rope_tables(geometry: ModelGeometry, device: torch.device, rope: RopeConfig | None = None) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 [max_positions, rotary_dim / 2], for the rotate-half convention. `rope`: instead of the
+    model's main one."""
+    rope = rope or geometry.rope
+    if rope is None:
         raise ModelError(f"{geometry.model_type}: no rotary embedding in its configuration")
-    inverse, attention_factor = _inverse_frequencies(geometry.rope, geometry.rotary_dim, geometry.max_positions)
+    inverse, attention_factor = _inverse_frequencies(rope, geometry.rotary_dim, geometry.max_positions)
     angles = torch.arange(geometry.max_positions, dtype=torch.float32)[:, None] * inverse[None, :]
     return (angles.cos() * attention_factor).to(device), (angles.sin() * attention_factor).to(device)
 
@@ -90,7 +92,7 @@ def _yarn(rope: RopeConfig, dim: int, max_positions: int) -> tuple[Tensor, float
 
 
 def _longrope(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al. 2024) in its first range: a factor for each frequency; attention is scaled in both ranges."""
+    """LongRoPE (Ding et al. 2024) in its first range: a factor for each frequency; cos and sin are scaled."""
     scaling = rope.scaling
     short = scaling.get("short_factor") or ()
     if len(short) != dim // 2:

@@ -34,11 +34,15 @@ LEAN = [
     "qwen3",
     "phi3",
     "phi3-longrope",
+    "gemma2",
+    "gemma2-uncapped",
+    "gemma3",
+    "gemma3-linear",
     "opt",
     "opt-350m-like",
     "opt-plain",
 ]
-GENERIC = ["gpt-neox", "stablelm", "gemma", "gemma3", "phi", "gpt2"]
+GENERIC = ["gpt-neox", "stablelm", "gemma", "phi", "gpt2"]
 SCHEDULES: dict[str, tuple[Schedule, dict[str, object]]] = {
     "one by one": (run_one_by_one, {}),
     "together": (run_together, {}),

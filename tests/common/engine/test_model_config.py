@@ -35,7 +35,7 @@ LLAMA = {
 }
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "phi3", "qwen2", "qwen3", "opt"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "phi3", "gemma2", "gemma3_text", "qwen2", "qwen3", "opt"])
 def test_absent_keys_take_the_defaults_of_transformers(tmp_path: Path, model_type: str) -> None:
     """A config.json with only its model_type and sizes."""
     sizes = {"hidden_size": 256, "num_hidden_layers": 30, "num_attention_heads": 32, "intermediate_size": 96}
@@ -49,12 +49,25 @@ def test_absent_keys_take_the_defaults_of_transformers(tmp_path: Path, model_typ
     assert geometry.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     assert geometry.tie_embeddings == config.tie_word_embeddings
     assert geometry.eos_token_ids == (() if config.eos_token_id is None else (config.eos_token_id,))
-    expected_window = config.sliding_window if model_type == "mistral" else 0
-    assert geometry.sliding_windows == (expected_window,) * geometry.num_layers
+    expected_window = config.sliding_window if model_type in ("mistral", "gemma2", "gemma3_text") else 0
+    kinds = (
+        config.layer_types
+        if model_type in ("gemma2", "gemma3_text")
+        else ["sliding_attention"] * len(geometry.sliding_windows)
+    )
+    assert geometry.sliding_windows == tuple(expected_window if "sliding" in kind else 0 for kind in kinds)
+    if model_type in ("gemma2", "gemma3_text"):
+        assert geometry.family == "gemma"
+        assert geometry.attention_scale == config.query_pre_attn_scalar**-0.5
+        assert geometry.logit_softcap == (config.final_logit_softcapping or 0.0)
+        assert geometry.attention_softcap == (config.attn_logit_softcapping or 0.0)
     if model_type != "opt":
         assert geometry.norm_eps == config.rms_norm_eps
         assert geometry.rope is not None
-        assert geometry.rope.theta == config.rope_parameters["rope_theta"]
+        ropes = config.rope_parameters
+        assert geometry.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
+        local = None if geometry.local_rope is None else geometry.local_rope.theta
+        assert local == ropes.get("sliding_attention", {}).get("rope_theta")
 
 
 def test_qwen_windows_begin_at_a_layer(tmp_path: Path) -> None:
@@ -78,6 +91,35 @@ def test_both_spellings_of_rope(tmp_path: Path, spelling: dict[str, Any]) -> Non
     rope = read_geometry(write(tmp_path, LLAMA | spelling)).rope
     assert rope is not None
     assert (rope.theta, rope.rope_type, dict(rope.scaling)) == (500000.0, "linear", {"factor": 2.0})
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 5e5, "rope_type": "linear", "factor": 8.0},
+                "sliding_attention": {"rope_theta": 2e4, "rope_type": "default"},
+            }
+        },
+    ],
+)
+def test_both_spellings_of_two_ropes(tmp_path: Path, spelling: dict[str, Any]) -> None:
+    config = {**LLAMA, "model_type": "gemma3_text", **spelling}
+    geometry = read_geometry(write(tmp_path, config))
+    assert geometry.family == "gemma"
+    ropes = [geometry.rope, geometry.local_rope]
+    found = [(rope.theta, rope.rope_type, dict(rope.scaling)) for rope in ropes if rope is not None]
+    assert found == [(5e5, "linear", {"factor": 8.0}), (2e4, "default", {})]
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
+def test_windows_follow_the_pattern_of_layers(tmp_path: Path, model_type: str) -> None:
+    config = {**LLAMA, "model_type": model_type, "num_hidden_layers": 7, "sliding_window": 64}
+    geometry = read_geometry(write(tmp_path, config))
+    full = (5,) if model_type == "gemma3_text" else (1, 3, 5)
+    assert geometry.sliding_windows == tuple(0 if index in full else 64 for index in range(7))
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,8 @@ def model_products(geometry: ModelGeometry) -> Products | None:
     attention = (Product(query + 2 * kv, g.hidden_size), Product(g.hidden_size, query, "added"))
     if g.family == "llama":
         mlp: tuple[Product, ...] = (Product(2 * g.intermediate_size, g.hidden_size, "gated"),)
+    elif g.family == "gemma":
+        mlp = (Product(2 * g.intermediate_size, g.hidden_size),)
     else:
         mlp = (Product(g.intermediate_size, g.hidden_size),)
     mlp += (Product(g.hidden_size, g.intermediate_size, "added"),)

@@ -116,6 +116,27 @@ CONFIGS: dict[str, Callable[[], Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
+    "gemma3-images": lambda: transformers.Gemma3Config(
+        text_config={
+            **_LLAMA,
+            "head_dim": 16,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 12,
+            "layer_types": _LOCAL_GLOBAL,
+        },
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+        boi_token_index=VOCAB - 3,
+        eoi_token_index=VOCAB - 2,
+        image_token_index=VOCAB - 1,
+    ),
     "phi": lambda: transformers.PhiConfig(**_SMALL, intermediate_size=80),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=48, n_layer=3, n_head=6, n_positions=256, bos_token_id=0, eos_token_id=0

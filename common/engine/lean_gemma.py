@@ -24,6 +24,7 @@ from cohort.kernels.fused import rms_norm, rope_and_write_kv
 from cohort.kernels.paged_attention import paged_attention
 from cohort.kernels.panels import Arena
 
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")  # beside images' layers, now and before
 _QKV = [f"self_attn.{part}_proj" for part in "qkv"]
 _GATE_UP = ["mlp.gate_proj", "mlp.up_proj"]
 _NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -85,7 +86,7 @@ class LeanGemma:
         tables = rope_tables(geometry, device)
         local_tables = tables if geometry.local_rope is None else rope_tables(geometry, device, geometry.local_rope)
         with open_weights(model_dir, weights) as files:
-            prefix = files.prefix(("model.", ""), "embed_tokens.weight")
+            prefix = files.prefix(_PREFIXES, "embed_tokens.weight")
             files.require(_tensor_names(geometry, prefix))
             arena = Arena()
             shape = (geometry.vocab_size, geometry.hidden_size)

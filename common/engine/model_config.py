@@ -185,11 +185,22 @@ def read_geometry(model_dir: Path) -> ModelGeometry:
             return _llama_shaped(config, eos)
         if config["model_type"] in GEMMA_SHAPED:
             return _gemma_shaped(config, eos)
+        if (text := _text_decoder(config)) and (found := _gemma_shaped(text, eos)).family == "gemma":
+            return found
         if config["model_type"] == "opt":
             return _opt(config, eos)
         return _generic(config, eos)
     except KeyError as error:
         raise ModelError(f"{config_file} lacks {error}, which {config['model_type']} needs") from None
+
+
+def _text_decoder(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the decoder alone, of a Gemma 3 checkpoint that also takes images; else empty."""
+    text = config.get("text_config")
+    if config["model_type"] != "gemma3" or not isinstance(text, dict):
+        return {}
+    outer = {key: config[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in config}
+    return {**text, **outer, "model_type": "gemma3_text"}
 
 
 def _eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:

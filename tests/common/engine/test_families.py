@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cohort.common.engine import model_runner
@@ -43,6 +44,7 @@ LEAN_FORMS = {
     "gemma2-uncapped": LeanGemma,
     "gemma3": LeanGemma,
     "gemma3-linear": LeanGemma,
+    "gemma3-images": LeanGemma,
 }
 FAMILIES = pytest.mark.parametrize("name", LEAN_FORMS)
 LENGTHS = (40, 3, 17, 26)  # beyond every window, within it, and between
@@ -184,3 +186,18 @@ def test_longrope_factors_must_fit_the_rotated_part(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     with pytest.raises(ModelError, match="longrope: 3 factors in short_factor, 4 frequencies"):
         make_runner(folder)
+
+
+def test_the_earlier_names_of_tensors_beside_those_of_images(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = model_folder("gemma3-images")
+    tensors = {
+        name.replace("model.language_model.", "language_model.model."): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    assert "language_model.model.norm.weight" in tensors
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    expected = reference_generate(folder, random_prompts((17,)), 6)
+    assert check_schedule(make_runner(tmp_path), expected, run_together) == 0

@@ -4,13 +4,15 @@
       lock               held (flock): by one gateway, or together by all that share a port
       runner             held by the one of these that runs the batches
       batches.sqlite     what `batch_store.py` remembers
-      files/<id>         one file's content; <id>.part while it is being written
+      limits/            what keys have in use, of several gateways (`key_table.py`)
+      files/<id>         one file's content; <id>.part, held (flock), while it is being written
       files.lost/<id>    contents that were here when the database was new: nothing here reads or deletes them
 
-A content appears under its id only when it is complete and on disk; its row in the database follows. So a `.part`, or a
-file without a row, belongs to no upload that succeeded and is removed at start, if its name is one that is given here
-and no other gateway has the folder. Files with other names are not of this program's making and stay. Locks are the
-kernel's: with a process that is killed they are gone. Everything here may block: callers use threads.
+A content appears under its id only when it is complete and on disk; its row in the database follows. So a file without
+a row belongs to no upload that succeeded and is removed at start, if its name is one that is given here and no other
+gateway has the folder. A `.part` that no process holds is removed by any gateway, at its start and every minute. Files
+with other names are not of this program's making and stay. Locks are the kernel's: with a process that is killed they
+are gone. Everything here may block: callers use threads.
 """
 
 from __future__ import annotations
@@ -127,8 +129,7 @@ class BatchFolder:
             if ours is None or not entry.is_file(follow_symlinks=False):
                 foreign += 1
             elif ours["part"]:
-                os.unlink(entry.path)
-                removed += 1
+                removed += _removed_if_left(Path(entry.path))
             elif entry.name in known:
                 if entry.stat(follow_symlinks=False).st_mode & 0o077:
                     os.chmod(entry.path, PRIVATE_FILE)
@@ -141,6 +142,15 @@ class BatchFolder:
             else:
                 kept += 1
         return Leftovers(removed, lost, kept, foreign)
+
+    def remove_left_parts(self) -> int:
+        """Those of gateways that were killed, while others go on; how many."""
+        removed = 0
+        for entry in list(os.scandir(self._files)):
+            ours = _OURS.fullmatch(entry.name)
+            if ours is not None and ours["part"] and entry.is_file(follow_symlinks=False):
+                removed += _removed_if_left(Path(entry.path))
+        return removed
 
     def _set_aside(self, name: str) -> None:
         self.lost.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
@@ -170,12 +180,14 @@ class BatchFolder:
 
 
 class ContentWriter:
-    """One content being written. `keep` makes it the file's content; leaving the context without that discards it."""
+    """One content being written, held by this process. `keep` makes it the file's content; leaving the context without
+    that discards it."""
 
     def __init__(self, target: Path) -> None:
         self._target = target
         self._part = target.with_name(target.name + PART)
-        self._file = _written_privately(self._part)
+        self._file = _held_part(self._part)
+        self._kept = False
         self.bytes = 0
 
     def __enter__(self) -> ContentWriter:
@@ -191,13 +203,50 @@ class ContentWriter:
     def keep(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
+        self._part.replace(self._target)  # while it is held: no other gateway takes it for left
+        self._kept = True
         self._file.close()
-        self._part.replace(self._target)
 
     def discard(self) -> None:
         """Harmless after `keep`."""
+        if not self._kept:
+            self._part.unlink(missing_ok=True)
         self._file.close()
-        self._part.unlink(missing_ok=True)
+
+
+def _held_part(path: Path) -> BinaryIO:
+    """Empty, and held: between its creation and its lock another gateway may have removed it."""
+    while True:
+        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, PRIVATE_FILE), "wb")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if _is_at(path, file):
+                file.truncate(0)
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def _removed_if_left(path: Path) -> bool:
+    """Whether it was there and no process held it; then it is gone."""
+    try:
+        with path.open("rb") as file:
+            left = _locked(file, fcntl.LOCK_EX) and _is_at(path, file)
+            if left:
+                path.unlink()
+            return left
+    except FileNotFoundError:  # kept, discarded, or removed by another gateway
+        return False
+
+
+def _is_at(path: Path, file: BinaryIO) -> bool:
+    """And not renamed or removed since it was opened. Of a file that this process holds it stays so."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def _locked(file: BinaryIO, how: int) -> bool:

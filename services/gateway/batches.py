@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import NoReturn
 
 import structlog
@@ -22,7 +22,7 @@ from cohort.common.metrics import MetricFactory
 from cohort.services.gateway.batch_api import BatchApi
 from cohort.services.gateway.batch_files import BatchFolder
 from cohort.services.gateway.batch_quota import Quota
-from cohort.services.gateway.batch_runner import AnswerLine, BatchMetrics, BatchRunner
+from cohort.services.gateway.batch_runner import SWEEP_S, AnswerLine, BatchMetrics, BatchRunner
 from cohort.services.gateway.batch_store import BatchStore, StoreThread
 from cohort.services.gateway.batch_sweeps import since_boot_s
 from cohort.services.gateway.batch_turns import Turns
@@ -109,7 +109,8 @@ class Batches:
                     clock=clock,
                     log=log,
                 )
-                yield cls((api, runner, turns))
+                async with _left_parts_removed(folder, log):
+                    yield cls((api, runner, turns))
             finally:
                 await asyncio.to_thread(store.close)
         finally:
@@ -137,6 +138,28 @@ async def _open_store(folder: BatchFolder, log: structlog.stdlib.BoundLogger) ->
     except OSError as error:
         await asyncio.to_thread(store.close)
         raise ConfigError(f"batch.folder: {folder.path} cannot be used: {error.strerror}") from error
+
+
+@asynccontextmanager
+async def _left_parts_removed(folder: BatchFolder, log: structlog.stdlib.BoundLogger) -> AsyncIterator[None]:
+    """Now and then within the block: a gateway that was killed left them, and others go on."""
+
+    async def look() -> NoReturn:
+        while True:
+            with suppress(OSError):  # uploads say what is wrong with the disk
+                if removed := await asyncio.to_thread(folder.remove_left_parts):
+                    log.info("unfinished uploads of a gateway that ended removed", files=removed)
+            await asyncio.sleep(SWEEP_S)
+
+    if not folder.shared:
+        yield
+        return
+    looking = asyncio.create_task(look(), name="left uploads")
+    try:
+        yield
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
 
 
 async def _clean_up(folder: BatchFolder, store: StoreThread, log: structlog.stdlib.BoundLogger) -> None:

@@ -7,7 +7,7 @@
 Minutes are token buckets: a full minute's worth at most, refilled all the time, so that a limit is a rate and no clock
 edge doubles it. A bucket may be in debt for what was not known before, and is refused from until it is out of it. Days
 are those of UTC. Time is an argument: monotonic seconds for minutes, wall-clock seconds for days. Owned by
-`tenants.py`; knows nothing of HTTP, and of other gateways' use of the key.
+`tenants.py`; knows nothing of HTTP. Where several gateways share a port, `key_shared.py` keeps all of this for them.
 """
 
 from __future__ import annotations
@@ -58,9 +58,18 @@ class Bucket:
 
     def relimit(self, now_s: float, limit: int) -> None:
         """What was used stays used."""
-        used = self.limit - self.level(now_s) if self.limit else 0.0
+        used, _ = self.used(now_s)
         self.limit = limit
         self._level = limit - used
+
+    def used(self, now_s: float) -> tuple[float, float]:
+        """Of a full bucket, and at what time: `now_s`, or later where it was looked at later."""
+        used = self.limit - self.level(now_s) if self.limit else 0.0
+        return used, max(self._at_s, now_s)
+
+    def restore(self, used: float, at_s: float) -> None:
+        """As `used` said."""
+        self._level, self._at_s = self.limit - used, at_s
 
 
 class Day:
@@ -68,21 +77,24 @@ class Day:
 
     def __init__(self, limit: int, used: int = 0, wall_s: float = 0.0) -> None:
         self.limit = limit
-        self._used = used
-        self._day = int(wall_s // DAY_S)
+        self.used = used
+        self.number = int(wall_s // DAY_S)
+
+    def restore(self, number: int, used: int) -> None:
+        self.number, self.used = number, used
 
     def level(self, wall_s: float) -> int:
         day = int(wall_s // DAY_S)
-        if day > self._day:  # a clock that is set back does not begin the day again
-            self._day, self._used = day, 0
-        return self.limit - self._used
+        if day > self.number:  # a clock that is set back does not begin the day again
+            self.restore(day, 0)
+        return self.limit - self.used
 
     def take(self, wall_s: float, count: int) -> None:
         self.level(wall_s)
-        self._used = max(0, self._used + count)
+        self.used = max(0, self.used + count)
 
     def wait_s(self, wall_s: float) -> float:
-        return max(1.0, (self._day + 1) * DAY_S - wall_s)
+        return max(1.0, (self.number + 1) * DAY_S - wall_s)
 
 
 class KeyBudget:
@@ -103,6 +115,8 @@ class KeyBudget:
         self.tokens = Bucket(limits.tokens_per_minute, now_s)
         self.day = Day(limits.tokens_per_day, used_today, wall_s)
         self.open = 0
+        self.reserved = 0
+        """Tokens of requests that are open."""
 
     def relimit(self, limits: KeyLimits, now_s: float) -> None:
         """The operator changed them."""
@@ -126,6 +140,11 @@ class KeyBudget:
             raise self._spent("tokens_per_day", limits.tokens_per_day, "none is left", self.day.wait_s(wall_s))
         if limits.tokens_per_minute and (wait_s := self.tokens.wait_s(now_s, 1)):
             raise self._spent("tokens_per_minute", limits.tokens_per_minute, "none is left", wait_s)
+
+    def admit(self, now_s: float, wall_s: float) -> None:
+        """`check`, then `enter`, and nothing in between."""
+        self.check(now_s, wall_s)
+        self.enter(now_s)
 
     def enter(self, now_s: float) -> None:
         """One more request is open; after `check`."""
@@ -154,12 +173,17 @@ class KeyBudget:
         if limits.tokens_per_minute and (wait_s := self.tokens.wait_s(now_s, tokens)):
             what = f"{int(self.tokens.level(now_s))} are left, this request may use {tokens}"
             raise self._spent("tokens_per_minute", limits.tokens_per_minute, what, wait_s)
-        self.settle(now_s, wall_s, 0, tokens)
+        self._charge(now_s, wall_s, tokens)
+        self.reserved += tokens
 
     def settle(self, now_s: float, wall_s: float, reserved: int, used: int) -> None:
         """`used` in place of `reserved`, whatever is left."""
-        self.tokens.take(now_s, used - reserved)
-        self.day.take(wall_s, used - reserved)
+        self._charge(now_s, wall_s, used - reserved)
+        self.reserved -= reserved
+
+    def _charge(self, now_s: float, wall_s: float, tokens: int) -> None:
+        self.tokens.take(now_s, tokens)
+        self.day.take(wall_s, tokens)
 
     def headers(self, now_s: float, wall_s: float) -> dict[str, str]:
         """As OpenAI names them; of the tokens' two limits the one of which less is left. Empty for no limit."""

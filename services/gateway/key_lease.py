@@ -33,8 +33,7 @@ class Lease:
         self._clock = clock
         self.traffic_class = traffic_class
         self.budget = budget_of(traffic_class)
-        self.budget.check(clock.now_s(), clock.wall_s())
-        self.budget.enter(clock.now_s())
+        self.budget.admit(clock.now_s(), clock.wall_s())
         self._reserved = 0
         self._used: list[Used] = []
         self._ended = False
@@ -48,8 +47,7 @@ class Lease:
         now_s, wall_s = self._clock.now_s(), self._clock.wall_s()
         if traffic_class != self.traffic_class:
             budget = self._budget_of(traffic_class)
-            budget.check(now_s, wall_s)
-            budget.enter(now_s)
+            budget.admit(now_s, wall_s)
             self.budget.leave(now_s, counts=False)
             self.budget, self.traffic_class = budget, traffic_class
         tokens = prompt_tokens + completion_tokens

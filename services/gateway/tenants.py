@@ -6,12 +6,13 @@
 `middleware` stands behind `require_key`: it refuses before a body is read, from headers alone. The class is that of the
 header, else the default one; a body that names the other moves the request to that one's limits. `openai_api.py` finds
 the lease of its request with `current_lease`, reserves tokens and says how many were used; `lines` does the same around
-the lines of batches. Nothing here waits, and nothing stands in the way of a request without a key. Limits are those of
-this process: several gateways each grant them.
+the lines of batches. Nothing here waits, and nothing stands in the way of a request without a key. Gateways that share
+a port grant a key's limits together (`key_shared.py`).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Literal
@@ -27,9 +28,12 @@ from cohort.common.errors import RequestError
 from cohort.common.key_usage import Amounts, UsageRow
 from cohort.common.metrics import MetricFactory
 from cohort.common.types import TrafficClass
+from cohort.services.gateway.batch_files import BatchFolder
 from cohort.services.gateway.batch_runner import AnswerLine
 from cohort.services.gateway.key_budget import KeyBudget, KeyLimited
 from cohort.services.gateway.key_lease import Lease, bound
+from cohort.services.gateway.key_shared import SharedKeyBudget
+from cohort.services.gateway.key_table import KeyTable
 from cohort.services.gateway.keyring import FILED, Key, Keyring
 from cohort.services.gateway.middleware import KEY
 from cohort.services.gateway.openai_api import LineAnswer
@@ -91,15 +95,24 @@ class Tenants:
         self._metrics = KeyMetrics(metrics, config.keys.slo_metric_keys)
         self._usage = UsageBook(config.keys, clock, log)
         self._budgets: dict[tuple[str, TrafficClass], KeyBudget] = {}
+        self._log = log
+        self._table: KeyTable | None = None
+        if keyring.required and config.gateway.processes > 1:
+            self._table = KeyTable(BatchFolder(config.batch, config.gateway.port).path / "limits")
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        """The database of usage is open; nothing is written where no keys are asked for."""
+        """The database of usage is open, and the table of several gateways; nothing is written where no keys are asked
+        for. Raises `ConfigError`."""
         if self._keyring.required:
             await self._usage.open()
         try:
+            if self._table is not None:
+                await asyncio.to_thread(self._table.open)
             yield
         finally:
+            if self._table is not None:
+                self._table.close()
             await self._usage.close()
 
     def weight_of(self, owner: str) -> float:
@@ -113,11 +126,19 @@ class Tenants:
         known = self._budgets.get(place)
         if known is None:
             used = self._usage.tokens_before(key, traffic_class)
-            known = KeyBudget(key.name, traffic_class, limits, now_s, self._clock.wall_s(), used)
-            self._budgets[place] = known
+            known = self._budgets[place] = self._new_budget(key, traffic_class, now_s, used)
         elif known.limits != limits:
             known.relimit(limits, now_s)
         return known
+
+    def _new_budget(self, key: Key, traffic_class: TrafficClass, now_s: float, used_today: int) -> KeyBudget:
+        limits, wall_s = key.limits(traffic_class), self._clock.wall_s()
+        if self._table is not None:
+            try:
+                return SharedKeyBudget(self._table, key.id, key.name, traffic_class, limits, now_s, wall_s, used_today)
+            except OSError as error:
+                self._log.error("limits of a key hold for this gateway alone", key=key.name, reason=str(error))
+        return KeyBudget(key.name, traffic_class, limits, now_s, wall_s, used_today)
 
     # -- Around requests -------------------------------------------------------------------------------------------
 

@@ -1,0 +1,167 @@
+"""What keys have in use at all gateways of a port: a file of small records, one per key and class, and its lock.
+
+    <batch.folder>/limits/table     records; its lock (flock) is held for one look or change, some microseconds
+    <batch.folder>/limits/slot-N    held (flock) by the gateway that counts in column N, as long as it lives
+
+A record has the key's buckets and day, and for each gateway the requests that it has open and the tokens reserved for
+them. Locks are the kernel's: those of a process that is killed are gone, and with its slot's lock its column is known
+to be dead. What a dead column holds is given back when a request would be refused for it, or when another gateway takes
+the slot. The first gateway begins with an empty table; nothing of it outlives all gateways. Used by `key_shared.py`, on
+the event loop alone; no record is read or written without the lock. A record lies within one page, so a process that is
+killed leaves the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cohort.common.errors import ConfigError
+
+SLOTS = 60
+"""Gateways at a time."""
+_HEAD = struct.Struct("<16s3d2q8x")
+_CELLS = struct.Struct(f"<{2 * SLOTS}q")
+_RECORD_BYTES = _HEAD.size + _CELLS.size
+assert 4096 % _RECORD_BYTES == 0
+
+
+@dataclass(slots=True)
+class Record:
+    """Of one key and class. `at_s`: monotonic seconds to which the buckets are refilled; `day`: number of the day of
+    UTC; `open` and `reserved`: requests and tokens by slot."""
+
+    digest: bytes
+    requests_used: float = 0.0
+    tokens_used: float = 0.0
+    at_s: float = 0.0
+    day: int = 0
+    day_used: int = 0
+    open: list[int] = field(default_factory=lambda: [0] * SLOTS)
+    reserved: list[int] = field(default_factory=lambda: [0] * SLOTS)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Record:
+        cells = _CELLS.unpack_from(data, _HEAD.size)
+        return cls(*_HEAD.unpack_from(data), list(cells[:SLOTS]), list(cells[SLOTS:]))
+
+    def encode(self) -> bytes:
+        head = _HEAD.pack(self.digest, self.requests_used, self.tokens_used, self.at_s, self.day, self.day_used)
+        return head + _CELLS.pack(*self.open, *self.reserved)
+
+    def forget(self, slot: int) -> bool:
+        """What its gateway had is given back; whether there was anything. The minute's buckets refill by themselves."""
+        had = bool(self.open[slot] or self.reserved[slot])
+        self.day_used = max(0, self.day_used - self.reserved[slot])
+        self.open[slot] = self.reserved[slot] = 0
+        return had
+
+
+class KeyTable:
+    """One gateway's view, from `open` to `close`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file = -1
+        self._slot_files: dict[int, int] = {}
+        """Descriptors; the own one is locked."""
+        self._places: dict[bytes, int] = {}
+        self._known = 0
+        """Records that were looked at for `_places`."""
+        self.slot = -1
+
+    def open(self) -> None:
+        """Takes a slot. Raises `ConfigError`."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = _private(self._folder / "table")
+            with self.locked():
+                self._take_slot()
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"batch.folder: {self._folder} cannot be used: {error.strerror}") from error
+        except ConfigError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """What is still open here is given back, as with a process that ends."""
+        for file in (*self._slot_files.values(), self._file):
+            if file >= 0:
+                os.close(file)
+        self._slot_files.clear()
+        self._file = self.slot = -1
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """No other gateway reads or writes within the block. Not to be nested."""
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def place(self, first: Record) -> int:
+        """Of the record with this digest; where there is none yet, this is it."""
+        count = os.fstat(self._file).st_size // _RECORD_BYTES  # part of a record: its writer was killed
+        while self._known < count:
+            self._places[self.read(self._known).digest] = self._known
+            self._known += 1
+        if first.digest not in self._places:
+            self.write(count, first)
+            self._places[first.digest] = count
+            self._known = count + 1
+        return self._places[first.digest]
+
+    def read(self, place: int) -> Record:
+        return Record.decode(os.pread(self._file, _RECORD_BYTES, place * _RECORD_BYTES))
+
+    def write(self, place: int, record: Record) -> None:
+        os.pwrite(self._file, record.encode(), place * _RECORD_BYTES)
+
+    def forget_dead(self, record: Record) -> bool:
+        """Gives back what gateways have in it that live no more; whether there was anything."""
+        slots = [slot for slot in range(SLOTS) if record.open[slot] or record.reserved[slot]]
+        # Of every one, not up to the first.
+        return any([record.forget(slot) for slot in slots if slot != self.slot and not self._alive(slot)])
+
+    def _take_slot(self) -> None:
+        self.slot = next((slot for slot in range(SLOTS) if self._locks(slot)), -1)
+        if self.slot < 0:
+            raise ConfigError(f"gateway.processes: limits of keys can be shared by {SLOTS} gateways")
+        if not any(self._alive(slot) for slot in range(SLOTS) if slot != self.slot and self._path(slot).exists()):
+            os.ftruncate(self._file, 0)
+            return
+        for place in range(os.fstat(self._file).st_size // _RECORD_BYTES):
+            record = self.read(place)
+            if record.forget(self.slot):  # of the gateway that had the slot before
+                self.write(place, record)
+
+    def _path(self, slot: int) -> Path:
+        return self._folder / f"slot-{slot}"
+
+    def _locks(self, slot: int) -> bool:
+        if slot not in self._slot_files:
+            self._slot_files[slot] = _private(self._path(slot))
+        with suppress(BlockingIOError):
+            fcntl.flock(self._slot_files[slot], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
+    def _alive(self, slot: int) -> bool:
+        """Whether a gateway holds it. Slots are taken and looked at with the table's lock alone, so a look is never
+        taken for a holder."""
+        if not self._locks(slot):
+            return True
+        fcntl.flock(self._slot_files[slot], fcntl.LOCK_UN)
+        return False
+
+
+def _private(path: Path) -> int:
+    """Not inherited by processes that this one starts, or the lock would outlive it."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

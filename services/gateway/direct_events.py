@@ -3,8 +3,9 @@
     Streams ─▶ mailbox ─▶ handler's task ─▶ steps ─▶ event ─▶ response      every token that needs a look
                   └─▶ DirectEvents.send ─▶ outbox ─▶ transport              nearly all of them
 
-An event of one token differs from the one before by its text alone, so the rest of it is encoded once per choice, by
-the same shape that writes all others. Made by `openai_api.py` for a stream that qualifies; its mailbox calls `send`
+An event of one token differs from the one before by its text alone, and by its place where the stream can be resumed
+(`resume_tape.py` hands on such tokens once they are written). So the rest of it is encoded once per choice, by the same
+shape that writes all others. Made by `openai_api.py` for a stream that qualifies; its mailbox calls `send`
 only while the handler waits and nothing is before these tokens. What is refused here takes the usual way, as do first
 and last events, and everything while the client does not keep up: back-pressure and time limits live there.
 """
@@ -49,7 +50,7 @@ class DirectEvents:
         for token in tokens:
             text = choice.plain(token)
             if text:
-                events.soon(before + _encode(text) + after, self._outbox)
+                events.soon(events.mark(index) + before + _encode(text) + after, self._outbox)
         return True
 
     def _template(self, index: int) -> tuple[bytes, bytes]:
@@ -70,9 +71,9 @@ class DirectEvents:
 
 
 def direct_events(answering: Answering, events: object, outbox: Outbox) -> DirectEvents | None:
-    """None where more than its text may have to be said or looked for with a token, or its event carries a mark."""
+    """None where more than its text may have to be said or looked for with a token."""
     call = answering.call
     looks = call.shows_logprobs or call.scores_prompt or call.continuous_usage or call.sampling.logprobs >= 0
-    if looks or answering.readers or call.stop_strings or not isinstance(events, EventStream) or not events.plain:
+    if looks or answering.readers or call.stop_strings or not isinstance(events, EventStream):
         return None
     return DirectEvents(answering, events, outbox)

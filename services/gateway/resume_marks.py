@@ -80,8 +80,6 @@ class Place:
 class MarkedStream(EventStream):
     """Events with an `id:`."""
 
-    plain = False
-
     def __init__(
         self,
         request: web.Request,
@@ -97,6 +95,10 @@ class MarkedStream(EventStream):
         self._answering = answering
         self._place = place
 
+    def mark(self, index: int) -> bytes:
+        self._place.tokens[index] = self._answering.choices[index].tokens
+        return self._id()
+
     async def send(self, event: msgspec.Struct | dict[str, Any]) -> None:
         place = self._place
         if isinstance(event, Answer) and event.choices:
@@ -108,7 +110,10 @@ class MarkedStream(EventStream):
             return  # seen
         else:
             place.usage = True
-        await self._write(b"id: %b\n" % str(place).encode() + self.framed(event))
+        await self._write(self._id() + self.framed(event))
+
+    def _id(self) -> bytes:
+        return b"id: %b\n" % str(self._place).encode()
 
 
 class NumberedStream(EventStream):
@@ -215,6 +220,12 @@ class BehindPlace(Mailbox):
             super().put(index)  # there may be nothing more to wait for
         elif tokens or finish is not None or error is not None:
             super().put(index, tokens=tokens, logprobs=logprobs, finish=finish, error=error)
+
+    def put_plain(self, index: int, tokens: Sequence[int]) -> None:
+        if self._missing[index]:
+            self.put(index, tokens=tokens)
+        else:
+            super().put_plain(index, tokens)
 
     def _reach_end(self, index: int) -> None:
         if index in self._unended and not self._missing[index]:

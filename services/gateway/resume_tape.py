@@ -40,11 +40,26 @@ class Tape(Mailbox):
         finish: FinishReason | None = None,
         error: RequestError | None = None,
     ) -> None:
-        choice = self._indexes[index] if self._indexes else index
-        more = Delta(choice, list(tokens), list(logprobs), finish, error)
-        self._unwritten.setdefault(choice, Delta(choice)).merge(more)
+        unwritten = self._of(index)
+        unwritten.tokens += tokens
+        unwritten.logprobs += logprobs
+        unwritten.finish = finish or unwritten.finish
+        unwritten.error = error or unwritten.error
         if self._changed is not None:
             self._changed()
+
+    def put_plain(self, index: int, tokens: Sequence[int]) -> None:
+        """Never past what writes it."""
+        self._of(index).tokens += tokens
+        if self._changed is not None:
+            self._changed()
+
+    def _of(self, index: int) -> Delta:
+        choice = self._indexes[index] if self._indexes else index
+        unwritten = self._unwritten.get(choice)
+        if unwritten is None:
+            unwritten = self._unwritten[choice] = Delta(choice)
+        return unwritten
 
     def begin(self, changed: Callable[[], None]) -> None:
         """From now on `changed` is called whenever there is something to write."""
@@ -59,7 +74,10 @@ class Tape(Mailbox):
     def written(self, deltas: Sequence[Delta]) -> None:
         """These may be seen now."""
         for delta in deltas:
-            self.log.setdefault(delta.index, Delta(delta.index)).merge(delta)
+            known = self.log.get(delta.index)
+            if known is None:
+                known = self.log[delta.index] = Delta(delta.index)
+            known.merge(delta)
             self.error = delta.error or self.error
             self._hand(delta)
 
@@ -68,6 +86,9 @@ class Tape(Mailbox):
         self.reader = mailbox
 
     def _hand(self, delta: Delta) -> None:
+        if not (delta.logprobs or delta.finish or delta.error):
+            self.reader.put_plain(delta.index, delta.tokens)
+            return
         self.reader.put(
             delta.index, tokens=delta.tokens, logprobs=delta.logprobs, finish=delta.finish, error=delta.error
         )

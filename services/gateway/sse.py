@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import structlog
@@ -54,9 +54,6 @@ class Outbox:
 
 
 class EventStream:
-    plain: ClassVar[bool] = True
-    """Its events are nothing but what they say."""
-
     def __init__(
         self,
         request: web.Request,
@@ -114,6 +111,10 @@ class EventStream:
     async def send(self, event: msgspec.Struct | dict[str, Any]) -> None:
         """Raises `TimeoutError` when the client does not read, `ConnectionError` when it is gone."""
         await self._write(self.framed(event))
+
+    def mark(self, index: int) -> bytes:
+        """What stands before an event that says more of this choice: nothing, where its client is given no places."""
+        return b""
 
     def soon(self, event: bytes, outbox: Outbox) -> None:
         """An event of a stream that `keeps_up`, to be sent by the outbox."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from cohort.services.bench.child import MeasurementFailed
 
 _EVENT = b"data: {"
+KEEP = "x-cohort-resume: keep\r\n"
 _OK = b"HTTP/1.1 200"
 
 
@@ -55,12 +56,14 @@ class Clients:
         self._streams = streams
 
     @classmethod
-    async def open(cls, host: str, port: int, model: str, count: int, output_tokens: int) -> Clients:
-        """Connects `count` of them, each with a prompt of its own."""
+    async def open(
+        cls, host: str, port: int, model: str, count: int, output_tokens: int, *, resumable: bool = False
+    ) -> Clients:
+        """Connects `count` of them, each with a prompt of its own. `resumable`: they ask for streams to go on with."""
         loop = asyncio.get_running_loop()
         streams = []
         for index in range(count):
-            request = _request(host, port, model, f"Stream {index} says", output_tokens)
+            request = _request(host, port, model, f"Stream {index} says", output_tokens, resumable=resumable)
             _, stream = await loop.create_connection(lambda request=request: Stream(request), host, port)  # type: ignore[misc]
             streams.append(stream)
         return cls(streams)
@@ -100,7 +103,7 @@ class Clients:
                 stream.transport.abort()
 
 
-def _request(host: str, port: int, model: str, prompt: str, output_tokens: int) -> bytes:
+def _request(host: str, port: int, model: str, prompt: str, output_tokens: int, *, resumable: bool) -> bytes:
     body = json.dumps(
         {
             "model": model,
@@ -113,6 +116,7 @@ def _request(host: str, port: int, model: str, prompt: str, output_tokens: int) 
     ).encode()
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        f"{KEEP if resumable else ''}\r\n"
     )
     return head.encode() + body

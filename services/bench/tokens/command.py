@@ -28,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=1, help="of each; all are shown")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--gateways", type=int, default=1, help="on one port")
+    parser.add_argument(
+        "--resumable", action="store_true", help="streams that can be gone on with after a lost connection"
+    )
     parser.add_argument("--preset", default="unified", help="whose policies")
     parser.add_argument("--model", default="", help="folder whose tokenizer is used; default: the default model")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="SECTION.OPTION=VALUE")
@@ -43,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             args.preset,
             args.settings,
             args.model,
-            Load(streams, args.tokens_per_s, args.seconds, args.workers, args.gateways),
+            Load(streams, args.tokens_per_s, args.seconds, args.workers, args.gateways, args.resumable),
         )
         for _ in range(args.rounds)
         for streams in args.streams

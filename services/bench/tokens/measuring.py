@@ -33,6 +33,7 @@ class Load:
     seconds: float
     workers: int
     gateways: int
+    resumable: bool = False
 
     @property
     def step_s(self) -> float:
@@ -51,6 +52,7 @@ class Cost:
     streams: int
     workers: int
     gateways: int
+    resumable: bool
     tokens: int
     tokens_per_s: float
     tokens_per_read: float
@@ -80,7 +82,9 @@ def measure(preset: str, settings: Sequence[str], model: str, load: Load) -> Cos
 
 async def _measured(config: Config, processes: Processes, load: Load) -> Cost:
     name = config.model.served_name or Path(config.model.path).name
-    clients = await Clients.open("127.0.0.1", config.gateway.port, name, load.streams, load.output_tokens)
+    clients = await Clients.open(
+        "127.0.0.1", config.gateway.port, name, load.streams, load.output_tokens, resumable=load.resumable
+    )
     try:
         await clients.all_running(_BEGIN_TIMEOUT_S)
         await asyncio.sleep(_SETTLE_S)
@@ -105,6 +109,7 @@ async def _measured(config: Config, processes: Processes, load: Load) -> Cost:
         streams=load.streams,
         workers=load.workers,
         gateways=load.gateways,
+        resumable=load.resumable,
         tokens=tokens,
         tokens_per_s=tokens / (ended_s - began_s),
         tokens_per_read=tokens / max(1, reads),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 from typing import Any
 
 import pytest
@@ -70,6 +72,33 @@ async def test_events_are_the_same_as_by_the_handlers_task(
         assert _frames(events) == _frames(by_task[index])
 
 
+@pytest.mark.parametrize("choices", [1, 3])
+async def test_tokens_of_a_resumable_stream_go_directly_with_their_places(
+    open_site: OpenSite, direct: list[bytes], choices: int
+) -> None:
+    """Each event that leaves names the tokens so far, and a client goes on behind any of them, directly too."""
+    body = {**TEXT, "n": choices, "stream": True}
+    async with open_site(step_s=0.002) as site:
+        async with site.session.post(
+            f"{site.url}/v1/completions", json=body, headers={"x-cohort-resume": "keep"}
+        ) as response:
+            token = response.headers["x-cohort-resume"]
+            marked = _marked(await response.text())
+        assert direct and all(event.startswith(b"id: ") for event in direct), "no event went directly"
+        whole = [_texts(marked, index) for index in range(choices)]
+        assert all(text.endswith(ANSWER) for text in whole)
+        tokens = [[int(part.rstrip("e")) for part in place.split(",")] for place, _ in marked]
+        assert all(sum(after) >= sum(before) for before, after in itertools.pairwise(tokens))
+        assert max(sum(after) - sum(before) for before, after in itertools.pairwise(tokens)) < sum(tokens[-1])
+        for at in range(0, len(marked), 3):
+            place = {"Last-Event-ID": marked[at][0]}
+            async with site.session.get(f"{site.url}/v1/streams/{token}", headers=place) as response:
+                assert response.status == 200
+                rest = _marked(await response.text())
+            for index in range(choices):
+                assert _texts(marked[: at + 1], index) + _texts(rest, index) == whole[index]
+
+
 @pytest.mark.parametrize(("path", "body"), LOOKED_AT)
 async def test_tokens_that_need_a_look_take_the_usual_way(
     open_site: OpenSite, direct: list[bytes], path: str, body: dict[str, Any]
@@ -108,6 +137,20 @@ async def test_a_client_that_does_not_read_is_not_written_to_for_ever(open_site:
         piece = site.tokenizer.decode([300], skip_special=True).encode()
         assert data.count(piece.strip()) >= tokens
         assert site.nothing_left()
+
+
+def _marked(stream: str) -> list[tuple[str, Any]]:
+    """Its events with their places."""
+    found = []
+    for event in stream.split("\n\n"):
+        if event.startswith("id: "):
+            mark, _, data = event.partition("\n")
+            found.append((mark.removeprefix("id: "), json.loads(data.removeprefix("data: "))))
+    return found
+
+
+def _texts(marked: list[tuple[str, Any]], index: int) -> str:
+    return "".join(c["text"] for _, event in marked for c in event["choices"] if c["index"] == index)
 
 
 def _text(events: list[Any]) -> str:

@@ -394,6 +394,18 @@ async def test_responses_survive_a_restart_in_private_files(open_site: OpenSite,
         assert await site.get(f"{PATH}/{answer['id']}") == (200, answer)
 
 
+async def test_a_conversation_that_one_gateway_began_goes_on_at_the_other(open_site: OpenSite) -> None:
+    async with open_site(processes=2) as here, open_site(processes=2) as there:
+        _, first = await here.post(PATH, ASK)
+        status, second = await there.post(PATH, {**ASK, "input": "And?", "previous_response_id": first["id"]})
+        assert status == 200 and ANSWER in prompt_of(there)
+        assert await there.get(f"{PATH}/{first['id']}") == (200, first)
+        status, _ = await here.post(PATH, {**ASK, "input": "So?", "previous_response_id": second["id"]})
+        assert status == 200 and prompt_of(here).count(ANSWER) == 2
+        assert (await here.session.delete(f"{here.url}{PATH}/{second['id']}")).status == 200
+        assert (await there.get(f"{PATH}/{second['id']}"))[0] == 404
+
+
 async def test_a_broken_database_costs_the_memory_alone(open_site: OpenSite, tmp_path: Path) -> None:
     (tmp_path / "batches").mkdir()
     (tmp_path / "batches" / "responses.sqlite").write_bytes(b"no database" * 1000)

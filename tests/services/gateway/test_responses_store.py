@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +98,49 @@ def test_a_database_of_another_version_is_refused_by_name(tmp_path: Path) -> Non
     store.close()
     with pytest.raises(ConfigError, match="schema version 99"):
         opened(tmp_path)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.services.gateway.test_responses_store import opened, row
+store, name = opened(Path(sys.argv[1]), max_responses=60), sys.argv[2]
+print("open", flush=True)
+sys.stdin.readline()
+for index in range(50):
+    assert store.add(row(f"{name}{index}", name))
+    assert store.get(f"{name}{index}", name, 1001.0) is not None
+    if index % 2 == 0:
+        assert store.delete(f"{name}{index}", name, 1001.0)
+    store.sweep(1001.0)
+    assert store.in_use()[0] <= 60
+"""
+
+
+def test_two_processes_write_one_database(tmp_path: Path) -> None:
+    """Neither loses what it wrote, however their transactions interleave."""
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    both = [
+        subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for name in ("a", "b")
+    ]
+    try:
+        for each in both:
+            assert each.stdout is not None and each.stdout.readline() == b"open\n"
+        ends = []
+        for each in both:  # neither begins before both have it open
+            assert each.stdin is not None
+            each.stdin.write(b"go\n")
+            each.stdin.flush()
+        for each in both:
+            ends.append((each.communicate(timeout=120)[1].decode(), each.returncode))
+        assert ends == [("", 0)] * 2
+    finally:
+        for each in both:
+            each.kill()
+            each.communicate()
+    store = opened(tmp_path, max_responses=60)
+    odd = [index for index in range(50) if index % 2]
+    for name in ("a", "b"):
+        assert kept(store, *(f"{name}{index}" for index in range(50)), owner=name) == [f"{name}{i}" for i in odd]
+    assert store.in_use()[0] == 2 * len(odd)

@@ -25,7 +25,8 @@ class ModelConfig(Section, frozen=True):
 class GatewayConfig(Section, frozen=True):
     host: str = "127.0.0.1"  # address clients connect to; 0.0.0.0 = every interface
     port: Port = 8000  # port clients connect to; 0 = any free one, chosen by the launcher
-    # gateway processes that listen on that port side by side; each owns the requests of the connections it is given
+    # gateway processes that listen on that port side by side; each owns the requests of the connections it is given and
+    # has an equal part of what may wait, be open or be uploaded; limits of keys hold for all together
     processes: Positive = 1
     # accepted bearer tokens; empty = open; `env:NAME` reads a variable. /health, /ready, /version, /metrics need none
     api_keys: tuple[str, ...] = ()
@@ -81,6 +82,34 @@ class GatewayConfig(Section, frozen=True):
     resume_file: str = ""
     resume_bytes: Positive = 268_435_456  # of it; beyond: streams without a token to resume
 
+    # Bounds of several processes are divided: none of them sees what the others hold, and together they keep the bound.
+
+    @property
+    def of_all(self) -> str:
+        """For messages, behind a divided bound."""
+        return "" if self.processes == 1 else f", this gateway's of {self.processes}"
+
+    @property
+    def own_waiting_requests(self) -> int:
+        """What `max_waiting_requests` leaves to each process; together they may exceed it by rounding."""
+        return -(-self.max_waiting_requests // self.processes)
+
+    @property
+    def own_waiting_tokens(self) -> int:
+        return -(-self.max_waiting_tokens // self.processes)
+
+    @property
+    def own_bodies_bytes(self) -> int:
+        """At least one of the largest bodies."""
+        largest = min(self.max_body_bytes, self.max_bodies_bytes)
+        return max(largest, -(-self.max_bodies_bytes // self.processes))
+
+    @property
+    def own_open_work(self) -> int:
+        """At least one of the largest requests, as far as one may be open at all."""
+        largest = min(self.max_request_work, self.max_open_work)
+        return max(largest, -(-self.max_open_work // self.processes))
+
 
 class KeyLimits(Section, frozen=True):
     """Of one key; 0 = no limit. Beyond: 429."""
@@ -93,7 +122,7 @@ class KeyLimits(Section, frozen=True):
 
 class KeysConfig(Section, frozen=True):
     """API keys in a file (`cohort keys add`), the limits of every key that names none of its own, and how keys share
-    the cluster. Limits hold for `gateway.api_keys` too, and for each gateway process by itself."""
+    the cluster. Limits hold for `gateway.api_keys` too, and for all gateway processes of a port together."""
 
     file: str = ""  # of `cohort keys`; read again when it changes; "" = `gateway.api_keys` alone
     reload_s: Seconds = 1.0  # between two looks at the file: a revoked key works for so long

@@ -19,8 +19,11 @@ RETRY_UPLOAD_S, RETRY_BATCH_S = 5.0, 60.0
 class Quota:
     """The limits of section `batch`; refusals name them."""
 
-    def __init__(self, config: BatchConfig, *, several_owners: bool) -> None:
+    def __init__(self, config: BatchConfig, *, several_owners: bool, gateways: int = 1) -> None:
+        """`gateways`: of one port. Uploads under way are known to their gateway alone, so each has its part of them."""
         self._config = config
+        self._uploads = -(-config.max_uploads // gateways)
+        self._of_all = "" if gateways == 1 else f" here, of {config.max_uploads} at {gateways} gateways"
         self._share = config.owner_share if several_owners else 1.0
 
     def begin_upload(self, store: BatchStore, file_id: str, owner: str, announced: int) -> None:
@@ -28,9 +31,9 @@ class Quota:
         config, usage = self._config, store.usage(owner)
         if usage.owner_files + usage.owner_uploads >= config.max_files:
             _full(f"batch.max_files: you have {config.max_files} files here, the most there may be; delete some first.")
-        if usage.uploads >= config.max_uploads:
-            _busy(f"batch.max_uploads: {config.max_uploads} files are being uploaded.", RETRY_UPLOAD_S)
-        if usage.owner_uploads >= (most := self._of(config.max_uploads)):
+        if usage.uploads >= self._uploads:
+            _busy(f"batch.max_uploads: {self._uploads} files are being uploaded{self._of_all}.", RETRY_UPLOAD_S)
+        if usage.owner_uploads >= (most := self._of(self._uploads)):
             _busy(f"batch.owner_share: {most} files of yours are being uploaded.", RETRY_UPLOAD_S)
         self._check_bytes(usage, announced)
         store.reserve(file_id, owner, 0)

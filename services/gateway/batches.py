@@ -85,7 +85,7 @@ class Batches:
             try:
                 own_metrics.usable().set(1)
                 turns = Turns(config.batch.concurrency, BUSY_CONCURRENCY, online_waiting)
-                quota = Quota(config.batch, several_owners=several_owners)
+                quota = Quota(config.batch, several_owners=several_owners, gateways=config.gateway.processes)
                 runner = BatchRunner(
                     config=config.batch,
                     folder=folder,

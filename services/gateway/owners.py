@@ -71,20 +71,20 @@ class Owners:
         """Counts as admission does. A single choice may exceed the share of tokens, as it may the whole bound."""
         gateway = self._gateway
         share = f"gateway.owner_share {gateway.owner_share:g} of gateway"
-        most = owner_requests(gateway.max_waiting_requests, gateway.owner_share)
+        most = owner_requests(gateway.own_waiting_requests, gateway.owner_share)
         if len(requests) > most:
             raise RequestError(
                 f"{len(requests)} choices in one request; at most {most} of one API key can wait "
-                f"({share}.max_waiting_requests {gateway.max_waiting_requests}).",
+                f"({share}.max_waiting_requests {gateway.own_waiting_requests}{gateway.of_all}).",
                 param="n",
             )
         longest = float("inf") if max_tokens_named else gateway.default_prediction_tokens
         tokens = sum(r.prompt_tokens + min(longest, r.sampling.max_tokens) for r in requests)
-        most = int(gateway.owner_share * gateway.max_waiting_tokens)
+        most = int(gateway.owner_share * gateway.own_waiting_tokens)
         if len(requests) > 1 and tokens > most:
             raise RequestError(
                 f"{len(requests)} choices ask for {tokens} tokens together, prompts included; at most {most} of one "
-                f"API key can wait ({share}.max_waiting_tokens {gateway.max_waiting_tokens}).",
+                f"API key can wait ({share}.max_waiting_tokens {gateway.own_waiting_tokens}{gateway.of_all}).",
                 param="n",
             )
 

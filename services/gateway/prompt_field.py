@@ -111,9 +111,9 @@ Item = TypeVar("Item")
 
 
 def _few_enough(items: list[Item], config: GatewayConfig) -> list[Item]:
-    if len(items) > config.max_waiting_requests:
+    if len(items) > config.own_waiting_requests:
         raise RequestError(
-            f"{len(items)} prompts in one request; at most {config.max_waiting_requests} can wait.", param="prompt"
+            f"{len(items)} prompts in one request; at most {config.own_waiting_requests} can wait.", param="prompt"
         )
     return items
 

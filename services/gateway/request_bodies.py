@@ -125,10 +125,10 @@ class RequestBodies:
         """`count` bytes more of a body have arrived."""
         if held.bytes + count > self._largest:
             raise self._too_large()
-        if self.in_flight_bytes + count > self._config.max_bodies_bytes:
+        if self.in_flight_bytes + count > self._config.own_bodies_bytes:
             raise RequestError(
-                f"{self.in_flight_bytes} bytes of other requests are being read, "
-                f"gateway.max_bodies_bytes is {self._config.max_bodies_bytes}. Please retry later.",
+                f"{self.in_flight_bytes} bytes of other requests are being read, gateway.max_bodies_bytes is "
+                f"{self._config.own_bodies_bytes}{self._config.of_all}. Please retry later.",
                 status=429,
                 type_="rate_limit_error",
                 retry_after_s=RETRY_S,

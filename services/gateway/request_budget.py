@@ -116,16 +116,16 @@ class RequestBudget:
 
     def reserve(self, price: Price) -> Reservation:
         """To be released when the request ends. Raises a 429 `RequestError` as long as others hold too much."""
-        units, most = price.beyond_plain, self._config.max_open_work
+        units, most = price.beyond_plain, self._config.own_open_work
         if units and self._open + units > most:
             if units > most:
                 raise RequestError(
                     f"This request holds {units} units of work beyond one plain answer, but all open requests together "
-                    f"may hold {most} (gateway.max_open_work)."
+                    f"may hold {most} (gateway.max_open_work{self._config.of_all})."
                 )
             raise RequestError(
                 f"The server is busy: this request would hold {units} units of work beyond one plain answer; open ones "
-                f"hold {self._open} of {most} (gateway.max_open_work). Please retry later.",
+                f"hold {self._open} of {most} (gateway.max_open_work{self._config.of_all}). Please retry later.",
                 status=429,
                 type_="rate_limit_error",
                 retry_after_s=_RETRY_AFTER_S,

@@ -29,11 +29,13 @@ from cohort.common.types import KvGeometry
 
 
 def build_admission(config: Config) -> BoundedAdmission:
+    """Of one gateway."""
     gateway = config.gateway
     return BoundedAdmission(
-        max_waiting_requests=gateway.max_waiting_requests,
-        max_waiting_tokens=gateway.max_waiting_tokens,
+        max_waiting_requests=gateway.own_waiting_requests,
+        max_waiting_tokens=gateway.own_waiting_tokens,
         owner_share=gateway.owner_share,
+        of_all=gateway.of_all,
     )
 
 

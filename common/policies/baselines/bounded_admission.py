@@ -16,11 +16,15 @@ UNKNOWN_RATE_RETRY_S = 5.0
 class BoundedAdmission(Admission):
     """Refuses beyond either bound. Retry-After is the time the present queue takes to drain at the present pace."""
 
-    def __init__(self, *, max_waiting_requests: int, max_waiting_tokens: int, owner_share: float = 1.0) -> None:
-        """`owner_share`: of both bounds, what may wait of one owner; 0 leaves each owner one request."""
+    def __init__(
+        self, *, max_waiting_requests: int, max_waiting_tokens: int, owner_share: float = 1.0, of_all: str = ""
+    ) -> None:
+        """`owner_share`: of both bounds, what may wait of one owner; 0 leaves each owner one request. `of_all`: for
+        messages, where the bounds are a part of those that are configured."""
         self._max_requests = max_waiting_requests
         self._max_tokens = max_waiting_tokens
         self._owner_share = owner_share
+        self._of_all = of_all
         self._owner_requests = owner_requests(max_waiting_requests, owner_share)
         self._owner_tokens = int(owner_share * max_waiting_tokens)
 
@@ -31,14 +35,14 @@ class BoundedAdmission(Admission):
     def _beyond_share(self, offer: Offer, load: AdmissionLoad) -> Refuse | None:
         of = f"gateway.owner_share {self._owner_share:g} of"
         if load.owner_requests >= self._owner_requests:
-            share = f"{self._owner_requests} ({of} gateway.max_waiting_requests {self._max_requests})"
+            share = f"{self._owner_requests} ({of} gateway.max_waiting_requests {self._max_requests}{self._of_all})"
             return Refuse(
                 f"{load.owner_requests} requests of this API key are waiting already, its share is {share}",
                 self._retry_after_s(load, load.owner_requests),
             )
         tokens = offer.prompt_tokens + offer.predicted_tokens
         if load.owner_requests and load.owner_tokens + tokens > self._owner_tokens:
-            share = f"{self._owner_tokens} ({of} gateway.max_waiting_tokens {self._max_tokens})"
+            share = f"{self._owner_tokens} ({of} gateway.max_waiting_tokens {self._max_tokens}{self._of_all})"
             return Refuse(
                 f"{load.owner_tokens} tokens of this API key are waiting already, its share is {share}",
                 self._retry_after_s(load, load.owner_requests),

@@ -47,8 +47,9 @@ class Record:
 
     @classmethod
     def decode(cls, data: bytes) -> Record:
+        digest, requests_used, tokens_used, at_s, day, day_used = _HEAD.unpack_from(data)
         cells = _CELLS.unpack_from(data, _HEAD.size)
-        return cls(*_HEAD.unpack_from(data), list(cells[:SLOTS]), list(cells[SLOTS:]))
+        return cls(digest, requests_used, tokens_used, at_s, day, day_used, list(cells[:SLOTS]), list(cells[SLOTS:]))
 
     def encode(self) -> bytes:
         head = _HEAD.pack(self.digest, self.requests_used, self.tokens_used, self.at_s, self.day, self.day_used)

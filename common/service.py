@@ -414,7 +414,8 @@ class _Service:
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.SockSite(runner, listener).start()
-        return f"http://{named_host(host)}:{listener.getsockname()[1]}/metrics"
+        reached = named_host(self._config.metrics.advertise_host or host)
+        return f"http://{reached}:{listener.getsockname()[1]}/metrics"
 
     async def _heartbeat(self, context: ServiceContext, bus: ZmqBus) -> None:
         """Every `monitor.heartbeat_s`; a monitor that is away costs nothing."""

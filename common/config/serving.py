@@ -286,6 +286,8 @@ class LoggingConfig(Section, frozen=True):
 
 class MetricsConfig(Section, frozen=True):
     host: str = "127.0.0.1"  # address of every process's /metrics and /health
+    # under which other machines reach this process; "" = `host`, or this machine's name where that is every interface
+    advertise_host: str = ""
     base_port: Annotated[int, msgspec.Meta(ge=0, le=65000)] = 8010  # predictor, manager, then one per worker; 0 = any
 
 

@@ -279,10 +279,11 @@ class Gateway:
         except OSError as error:
             raise ConfigError(f"gateway.port: cannot listen on {host}:{port}: {error.strerror}") from error
         self.port: int = site.addresses[0][1]
-        base = f"{'https' if self._tls else 'http'}://{named_host(host)}:{self.port}"
+        scheme, advertised = "https" if self._tls else "http", self._config.metrics.advertise_host
+        base = f"{scheme}://{named_host(host)}:{self.port}"
         self._site = site
         if not self._context.metrics_url:  # of several gateways each has one elsewhere: a request here finds any
-            self._context.metrics_url = f"{base}/metrics"
+            self._context.metrics_url = f"{scheme}://{named_host(advertised or host)}:{self.port}/metrics"
         self._context.log.info(
             "listening",
             url=base,

@@ -26,7 +26,17 @@ MERGE_KEYS = {
     "topologySpreadConstraints": "topologyKey",
 }
 CLUSTER_WIDE = {"Namespace"}
-KEYS = {"apiVersion", "kind", "namespace", "resources", "components", "configMapGenerator", "patches", "images", "replicas"}
+KEYS = {
+    "apiVersion",
+    "kind",
+    "namespace",
+    "resources",
+    "components",
+    "configMapGenerator",
+    "patches",
+    "images",
+    "replicas",
+}
 
 
 def render(folder: Path) -> list[Resource]:
@@ -80,7 +90,9 @@ def _render(folder: Path, inherited: list[Resource]) -> list[Resource]:
                 if container["image"] == image["name"]:
                     container["image"] = f"{image['newName']}:{image['newTag']}"
     for wanted in spec.get("replicas", ()):
-        [scaled] = [each for each in resources if each["metadata"]["name"] == wanted["name"] and "replicas" in each["spec"]]
+        [scaled] = [
+            each for each in resources if each["metadata"]["name"] == wanted["name"] and "replicas" in each["spec"]
+        ]
         scaled["spec"]["replicas"] = wanted["count"]
     if namespace := spec.get("namespace"):
         for resource in resources:
@@ -101,9 +113,7 @@ def _generate(folder: Path, wanted: Resource, resources: list[Resource]) -> None
         [known] = [each for each in resources if key(each) == ("ConfigMap", wanted["name"])]
         known["data"].update(data)
     else:
-        resources.append(
-            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": wanted["name"]}, "data": data}
-        )
+        resources.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": wanted["name"]}, "data": data})
 
 
 def _patched(resources: list[Resource], path: Path, target: dict[str, str]) -> list[Resource]:

@@ -115,7 +115,9 @@ def configured(overlay: str, role: str, tmp_path: Path) -> Config:
     for variable in here["env"]:
         match variable:
             case {"name": name, "value": value}:
-                given[name] = value.replace("/etc/cohort/options", str(tmp_path)).replace("/run/cohort", f"{tmp_path}/r")
+                given[name] = value.replace("/etc/cohort/options", str(tmp_path)).replace(
+                    "/run/cohort", f"{tmp_path}/r"
+                )
             case {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}:
                 given[name] = {"status.podIP": "10.1.2.3", "metadata.name": f"{workload['metadata']['name']}-0"}[path]
             case {"name": name, "valueFrom": {"secretKeyRef": {"key": word}}}:
@@ -124,7 +126,9 @@ def configured(overlay: str, role: str, tmp_path: Path) -> Config:
     volume = tmp_path / "r"
     volume.mkdir()
     volume.chmod(0o777)  # as an emptyDir is
-    said = subprocess.run([ENTRYPOINT, *words], env=given, capture_output=True, text=True, check=True).stdout.splitlines()
+    said = subprocess.run(
+        [ENTRYPOINT, *words], env=given, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert said[2] == f"cohort.services.{role}"
     assert stat.S_IMODE((volume / "own").stat().st_mode) == 0o700
     return load_config([Path(said[at + 1]) for at, word in enumerate(said) if word == "--config"])
@@ -185,7 +189,7 @@ def mentioned(spec: Path) -> set[Path]:
     return {(spec.parent / name).resolve() for name in names}
 
 
-# -- confinement ---------------------------------------------------------------------------------------------------------
+# -- confinement -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -251,7 +255,7 @@ def test_what_a_process_writes_has_a_volume(overlay: str, role: str, tmp_path: P
         assert "/models" in {mount["mountPath"] for mount in here["volumeMounts"]}
 
 
-# -- the same processes as everywhere --------------------------------------------------------------------------------------
+# -- the same processes as everywhere --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -331,9 +335,17 @@ def test_singles_that_hold_requests_or_place_them_never_run_twice():
         assert workload["kind"] == "StatefulSet" or workload["spec"]["strategy"] == {"type": "Recreate"}
 
 
-# -- who may talk to whom ------------------------------------------------------------------------------------------------
+# -- who may talk to whom --------------------------------------------------------------------------------------------
 
 FREE_PORT = 40123  # workers choose theirs
+WORKERS = ("prefill_worker", "decode_worker")
+WORKER_DIALS = {
+    ("bucketing_manager", 5551),
+    ("length_predictor", 5552),
+    ("global_monitor", 5553),
+    ("gateway", 5554),
+    *((worker, port) for worker in WORKERS for port in (9100, FREE_PORT)),
+}
 DIALS = {
     "gateway": {("bucketing_manager", 5551), ("length_predictor", 5552), ("global_monitor", 5553)},
     "length_predictor": {("bucketing_manager", 5551), ("global_monitor", 5553)},
@@ -343,16 +355,7 @@ DIALS = {
         ("gateway", 8000),
         *((role, 9100) for role in ROLES if role not in ("gateway", "global_monitor")),
     },
-    **dict.fromkeys(
-        ("prefill_worker", "decode_worker"),
-        {
-            ("bucketing_manager", 5551),
-            ("length_predictor", 5552),
-            ("global_monitor", 5553),
-            ("gateway", 5554),
-            *((worker, port) for worker in ("prefill_worker", "decode_worker") for port in (9100, FREE_PORT)),
-        },
-    ),
+    **{worker: WORKER_DIALS for worker in WORKERS},
 }
 
 
@@ -369,12 +372,16 @@ def passes(rules: list[dict[str, Any]], side: str, pod: dict[str, str], namespac
             else "podSelector" in peer and namespace == "cohort" and selects(peer["podSelector"], pod)
             for peer in peers
         )
-        if known and ("ports" not in rule or any(each["port"] == port and each["protocol"] == "TCP" for each in rule["ports"])):
+        if known and (
+            "ports" not in rule or any(each["port"] == port and each["protocol"] == "TCP" for each in rule["ports"])
+        ):
             return True
     return False
 
 
-def admitted(overlay: str, source: dict[str, str], target: dict[str, str], port: int, namespace: str = "cohort") -> bool:
+def admitted(
+    overlay: str, source: dict[str, str], target: dict[str, str], port: int, namespace: str = "cohort"
+) -> bool:
     """Whether the policies let a pod open a TCP connection; one of another namespace is not held back itself."""
     policies = [each["spec"] for each in of_kind(overlay, "NetworkPolicy").values()]
     out = [rule for each in policies if selects(each["podSelector"], source) for rule in each.get("egress", ())]
@@ -394,9 +401,6 @@ def test_policies_let_through_what_processes_dial_and_nothing_else(overlay: str)
                 assert admitted(overlay, *labels, port) == wanted, (source, target, port)
 
 
-WORKERS = ("prefill_worker", "decode_worker")
-
-
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_strangers_reach_the_api_and_prometheus_the_monitor(overlay: str):
     for role, workload in workloads(overlay).items():
@@ -411,7 +415,7 @@ def test_strangers_reach_the_api_and_prometheus_the_monitor(overlay: str):
     assert all(each["spec"]["policyTypes"] for each in policies)
 
 
-# -- overlays --------------------------------------------------------------------------------------------------------------
+# -- overlays --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -450,7 +454,9 @@ def test_autoscalers_go_by_metrics_that_exist():
     assert used == set(queries)
     assert {found for query in queries.values() for found in re.findall(r"\bcohort_\w+", query)} <= known_names()
     # Workers are named after their pods, which the query of the decode workers' KV relies on.
-    [name] = [each for each in container(workloads("nodes")["decode_worker"])["env"] if each["name"] == "COHORT_INSTANCE"]
+    [name] = [
+        each for each in container(workloads("nodes")["decode_worker"])["env"] if each["name"] == "COHORT_INSTANCE"
+    ]
     assert name["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
 
 

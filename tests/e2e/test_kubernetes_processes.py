@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 KEY = "sk-of-the-test"
 OVERLAY = ROOT / "docker" / "kubernetes" / "overlays" / "cpu"
 PROMPT = [1000, 2000, 3000, 4000, 5000]
+ADDRESS = "localhost"  # of a pod: not what processes listen on, so that each shows which of the two it tells others
 ENDPOINTS = ("manager", "predictor", "monitor", "gateway")
 
 
@@ -80,7 +81,7 @@ class Pod:
                 case {"name": name, "value": value}:
                     environment[name] = self.placed(value)
                 case {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}:
-                    environment[name] = {"status.podIP": "127.0.0.1", "metadata.name": self.name}[path]
+                    environment[name] = {"status.podIP": ADDRESS, "metadata.name": self.name}[path]
                 case {"name": name, "valueFrom": {"secretKeyRef": _}}:
                     environment[name] = KEY
         if (kernels := cache_dir() / "kernels").is_dir() and (cache := environment.get("COHORT_CACHE_DIR")):
@@ -205,6 +206,9 @@ def test_the_monitor_reaches_the_metrics_of_every_pod(cluster: Cluster):
             break
         assert time.monotonic() < deadline_s, wanted - reached
         time.sleep(0.5)
+    processes = json.loads(fetch(f"{cluster.monitor}/api/state")[1])["processes"]
+    urls = {each["instance"]: each["metrics_url"] for each in processes}
+    assert wanted == {name for name, url in urls.items() if url.startswith(f"http://{ADDRESS}:")}
     # What the autoscalers go by.
     assert "cohort_num_requests_waiting{" in text and 'instance="manager"' in text
     assert "cohort_kv_cache_usage_perc{" in text and 'instance="decode-worker-0"' in text

@@ -414,8 +414,7 @@ class _Service:
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.SockSite(runner, listener).start()
-        reached = named_host(self._config.metrics.advertise_host or host)
-        return f"http://{reached}:{listener.getsockname()[1]}/metrics"
+        return f"http://{named_host(self._config.metrics.advertise_host or host)}:{listener.getsockname()[1]}/metrics"
 
     async def _heartbeat(self, context: ServiceContext, bus: ZmqBus) -> None:
         """Every `monitor.heartbeat_s`; a monitor that is away costs nothing."""

@@ -31,6 +31,7 @@ _SMALL: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 _LLAMA: dict[str, Any] = {**_SMALL, "intermediate_size": 80, "num_key_value_heads": 2}
+_MIXTURE: dict[str, Any] = {**_LLAMA, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -73,6 +74,26 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **_LLAMA, use_sliding_window=True, sliding_window=9, max_window_layers=1
     ),
     "qwen3": lambda: transformers.Qwen3Config(**_LLAMA, head_dim=16, tie_word_embeddings=True),
+    "mixtral": lambda: transformers.MixtralConfig(**_LLAMA, num_local_experts=5),
+    "mixtral-window": lambda: transformers.MixtralConfig(
+        **_LLAMA, head_dim=16, num_local_experts=4, num_experts_per_tok=1, sliding_window=11, tie_word_embeddings=True
+    ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **_MIXTURE, head_dim=16, num_experts=8, norm_topk_prob=True, mlp_only_layers=[1]
+    ),
+    "qwen3-moe-sparse": lambda: transformers.Qwen3MoeConfig(
+        **_MIXTURE, num_experts=6, decoder_sparse_step=2, attention_bias=True
+    ),
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(**_MIXTURE, num_experts=6, shared_expert_intermediate_size=56),
+    "qwen2-moe-window": lambda: transformers.Qwen2MoeConfig(
+        **_MIXTURE,
+        num_experts=4,
+        shared_expert_intermediate_size=24,
+        norm_topk_prob=True,
+        qkv_bias=False,
+        use_sliding_window=True,
+        sliding_window=9,
+    ),
     "opt": lambda: transformers.OPTConfig(**_SMALL, ffn_dim=80),
     "opt-350m-like": lambda: transformers.OPTConfig(
         **_SMALL, ffn_dim=80, word_embed_proj_dim=32, do_layer_norm_before=False

@@ -1,4 +1,5 @@
-"""Llama-shaped decoders (Llama, Mistral, Phi-3, Phi-4, Qwen2, Qwen2.5, Qwen3, SmolLM2) as one function per step.
+"""Llama-shaped decoders as one function per step: Llama, Mistral, Phi-3, Phi-4, Qwen2, Qwen2.5, Qwen3, SmolLM2; Mixtral
+and Qwen's mixtures.
 
 Called by the model runner. The mathematics and the order of roundings are transformers'; only the cost differs: one
 product for q, k and v, one for gate and up that also activates, no module dispatch, no allocation, normalisation and
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cohort.common.engine.experts import DenseMlp, ExpertBuffers, Experts, expert_tensors, read_experts
 from cohort.common.engine.linear import Embedding, GatedLinear, Linear
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.rope import rope_tables
@@ -36,8 +38,7 @@ class _Layer:
     k_norm: Tensor | None
     attention_out: Linear
     mlp_norm: Tensor
-    gate_up: GatedLinear
-    down: Linear
+    mlp: DenseMlp | Experts
     sliding_window: int
 
 
@@ -63,7 +64,7 @@ class LeanLlama:
         self._cos, self._sin = rope_tables(geometry, device)
         with open_weights(model_dir, weights) as files:
             prefix = files.prefix(("model.", ""), "embed_tokens.weight")
-            files.require(_tensor_names(geometry, prefix))
+            files.require(_tensor_names(files, geometry, prefix))
             hidden, vocab = geometry.hidden_size, geometry.vocab_size
 
             def vector(name: str, size: int) -> Tensor:
@@ -76,8 +77,11 @@ class LeanLlama:
             self._lm_head = Linear(head, arena=arena)
             self._embedding = Embedding(table, self._lm_head if tied else None)
             del table, head
+            scratch = None
+            if (mixture := geometry.experts) is not None:
+                scratch = ExpertBuffers(max_step_tokens * mixture.per_token, hidden, mixture.inner_size, dtype)
             self._layers = [
-                _read_layer(files, geometry, f"{prefix}layers.{index}.", index, dtype, device, arena)
+                _read_layer(files, geometry, f"{prefix}layers.{index}.", index, dtype, device, arena, scratch)
                 for index in range(geometry.num_layers)
             ]
             self._final_norm = vector("norm.weight", hidden)
@@ -149,8 +153,7 @@ class LeanLlama:
             paged_attention(query, kv, index, meta, self._scale, per_head, sliding_window=layer.sliding_window)
             layer.attention_out.add_into(buffers.attended, residual)
             rms_norm(residual, layer.mlp_norm, eps, normed)
-            layer.gate_up.into(normed, buffers.activated)
-            layer.down.add_into(buffers.activated, residual)
+            layer.mlp.add_into(normed, buffers.activated, residual)
 
     def _layer_stack(self) -> LayerStack | None:
         """The layers as one call, if the kernels serve every one of them."""
@@ -181,11 +184,13 @@ class LeanLlama:
 
 def _packed(layer: _Layer) -> LayerWeights | None:
     """A layer as the compiled stack takes it; None if it cannot."""
+    if not isinstance(layer.mlp, DenseMlp):
+        return None
     qkv, out = layer.qkv.panel_data, layer.attention_out.panel_data
-    gate_up, down = layer.gate_up.panel_data, layer.down.panel_data
+    gate_up, down = layer.mlp.gate_up.panel_data, layer.mlp.down.panel_data
     if qkv is None or out is None or gate_up is None or down is None:
         return None
-    if layer.attention_out.bias is not None or layer.down.bias is not None:
+    if layer.attention_out.bias is not None or layer.mlp.down.bias is not None:
         return None
     return LayerWeights(
         layer.input_norm,
@@ -201,18 +206,26 @@ def _packed(layer: _Layer) -> LayerWeights | None:
     )
 
 
-def _tensor_names(geometry: ModelGeometry, prefix: str) -> list[str]:
+def _tensor_names(files: Weights, geometry: ModelGeometry, prefix: str) -> list[str]:
     """Every tensor the configuration implies (lm_head apart: absent means tied)."""
     names = [f"{prefix}embed_tokens.weight", f"{prefix}norm.weight"]
     per_layer = ["input_layernorm.weight", "post_attention_layernorm.weight"]
     qkv, gate_up = _input_modules(geometry)
     mlp = [*gate_up, "mlp.down_proj"]
-    per_layer += [f"{module}.weight" for module in (*qkv, "self_attn.o_proj", *mlp)]
+    per_layer += [f"{module}.weight" for module in (*qkv, "self_attn.o_proj")]
     per_layer += [f"{module}.bias" for module in qkv] if geometry.qkv_bias else []
     per_layer += ["self_attn.o_proj.bias"] if geometry.output_bias else []
-    per_layer += [f"{module}.bias" for module in mlp] if geometry.mlp_bias else []
+    dense = [f"{module}.weight" for module in mlp]
+    dense += [f"{module}.bias" for module in mlp] if geometry.mlp_bias else []
     per_layer += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] if geometry.qk_norm else []
-    return names + [f"{prefix}layers.{index}.{name}" for index in range(geometry.num_layers) for name in per_layer]
+    mixture = geometry.experts
+    for index in range(geometry.num_layers):
+        layer = f"{prefix}layers.{index}."
+        of_mlp = dense
+        if mixture is not None and mixture.layers[index]:
+            of_mlp = expert_tensors(files, layer, geometry, mixture)
+        names += [layer + name for name in (*per_layer, *of_mlp)]
+    return names
 
 
 def _input_modules(geometry: ModelGeometry) -> tuple[list[str], list[str]]:
@@ -230,6 +243,7 @@ def _read_layer(
     dtype: torch.dtype,
     device: torch.device,
     arena: Arena,
+    scratch: ExpertBuffers | None,
 ) -> _Layer:
     hidden, inner = geometry.hidden_size, geometry.intermediate_size
     query_size = geometry.num_heads * geometry.head_dim
@@ -246,6 +260,12 @@ def _read_layer(
     def vector(name: str, size: int) -> Tensor:
         return files.read(prefix + name, (size,), dtype, device)
 
+    def mlp() -> DenseMlp | Experts:
+        if scratch is not None and (mixture := geometry.experts) is not None and mixture.layers[index]:
+            return read_experts(files, prefix, geometry, mixture, dtype, arena, scratch)
+        into = GatedLinear(*fused(gate_up, gate_up_rows, hidden, geometry.mlp_bias), arena=arena)
+        return DenseMlp(into, linear(["mlp.down_proj"], [hidden], inner, geometry.mlp_bias))
+
     head_norms = geometry.qk_norm
     qkv, gate_up = _input_modules(geometry)
     qkv_rows, gate_up_rows = [query_size, kv_size, kv_size], [inner, inner]
@@ -258,7 +278,6 @@ def _read_layer(
         k_norm=vector("self_attn.k_norm.weight", geometry.head_dim) if head_norms else None,
         attention_out=linear(["self_attn.o_proj"], [hidden], query_size, geometry.output_bias),
         mlp_norm=vector("post_attention_layernorm.weight", hidden),
-        gate_up=GatedLinear(*fused(gate_up, gate_up_rows, hidden, geometry.mlp_bias), arena=arena),
-        down=linear(["mlp.down_proj"], [hidden], inner, geometry.mlp_bias),
+        mlp=mlp(),
         sliding_window=geometry.sliding_windows[index],
     )

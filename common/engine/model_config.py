@@ -1,8 +1,8 @@
 """Reads a model folder's config.json into the frozen facts the engine and the gateway need.
 
 Called by the model runner, by planners of KV memory and by code of the gateway: hence no torch and no transformers
-here. Never reads weights. Which of the engine's forms of a model runs (lean Llama shape, lean Gemma shape, lean OPT,
-generic through transformers) is decided here, because it follows from the configuration alone.
+here. Never reads weights. Which of the engine's forms of a model runs (lean Llama shape, the same with experts, lean
+Gemma shape, lean OPT, generic through transformers) is decided here, because it follows from the configuration alone.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any, Literal
 from cohort.common.errors import ModelError
 from cohort.common.types import KvGeometry
 
-Family = Literal["llama", "gemma", "opt", "generic"]
+Family = Literal["llama", "moe", "gemma", "opt", "generic"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 LLAMA_SHAPED = frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"})
+MIXTURES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})  # Llama-shaped but for the MLP
 _GEMMA_LAYERS = frozenset({"sliding_attention", "full_attention"})
 GEMMA_SHAPED = frozenset({"gemma2", "gemma3_text"})
 LEAN_ROPE_TYPES = frozenset({"default", "linear", "dynamic", "llama3", "yarn", "longrope"})
@@ -89,6 +90,38 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 32768,
         "sliding_window": 4096,
     },
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 32000,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "eos_token_id": 2,
+    },
+    "qwen2_moe": {
+        "num_key_value_heads": 16,
+        "intermediate_size": 5632,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+    },
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
     "opt": {
         "vocab_size": 50272,
         "hidden_size": 768,
@@ -110,6 +143,18 @@ class RopeConfig:
     rope_type: str
     scaling: Mapping[str, Any]
     partial: float = 1.0  # of each head's elements, the first ones are rotated
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsGeometry:
+    """A mixture of experts in place of a layer's MLP."""
+
+    count: int
+    per_token: int
+    inner_size: int  # of each expert
+    normalised: bool  # the weights of a token's experts sum to one
+    layers: tuple[bool, ...]  # which layers have it; the others have an MLP of `intermediate_size`
+    shared_inner_size: int = 0  # Qwen2-MoE: of the expert that every token takes; 0 = there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +187,7 @@ class ModelGeometry:
     attention_softcap: float = 0.0  # bound of the scores, cap * tanh(score / cap); 0 = none
     logit_softcap: float = 0.0  # the same of the logits
     fused_weights: bool = False  # Phi-3: q, k and v are one tensor in the files, gate and up another
+    experts: ExpertsGeometry | None = None
     word_embedding_size: int = 0  # OPT: width of the embedding before project_in
     norm_before: bool = True  # OPT: normalise before attention and MLP, not after
     final_norm: bool = True  # OPT
@@ -181,7 +227,7 @@ def read_geometry(model_dir: Path) -> ModelGeometry:
     generation = json.loads(generation_file.read_text(encoding="utf-8")) if generation_file.is_file() else {}
     eos = _eos_ids(config, generation)
     try:
-        if config["model_type"] in LLAMA_SHAPED:
+        if config["model_type"] in LLAMA_SHAPED | MIXTURES:
             return _llama_shaped(config, eos)
         if config["model_type"] in GEMMA_SHAPED:
             return _gemma_shaped(config, eos)
@@ -222,9 +268,11 @@ def _llama_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry
         and rope.rope_type in LEAN_ROPE_TYPES
         and (rope.partial == 1.0 or model_type == "phi3")  # the other types' models take no notice of a part, or break
     )
+    experts = _experts(config) if model_type in MIXTURES else None
+    qwen2 = model_type in ("qwen2", "qwen2_moe")
     return ModelGeometry(
         model_type=model_type,
-        family="llama" if lean else "generic",
+        family="generic" if not lean else "llama" if experts is None else "moe",
         num_layers=layers,
         hidden_size=hidden,
         num_heads=heads,
@@ -240,11 +288,12 @@ def _llama_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry
         checkpoint_dtype=_checkpoint_dtype(config),
         rope=rope,
         sliding_windows=_sliding_windows(config),
-        qkv_bias=model_type == "qwen2" or bool(config.get("attention_bias", False)),
-        output_bias=model_type != "qwen2" and bool(config.get("attention_bias", False)),
+        qkv_bias=bool(config.get("qkv_bias", True)) if qwen2 else bool(config.get("attention_bias", False)),
+        output_bias=not qwen2 and bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
-        qk_norm=model_type == "qwen3",
+        qk_norm=model_type in ("qwen3", "qwen3_moe"),
         fused_weights=model_type == "phi3",
+        experts=experts,
     )
 
 
@@ -294,6 +343,26 @@ def _gemma_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry
         attention_softcap=0.0 if by_layer else float(config.get("attn_logit_softcapping") or 0.0),
         logit_softcap=float(config.get("final_logit_softcapping") or 0.0),
         qk_norm=by_layer,
+    )
+
+
+def _experts(config: Mapping[str, Any]) -> ExpertsGeometry | None:
+    """None where every layer is dense. Qwen's first layers, or all but every n-th, may be."""
+    layers: int = config["num_hidden_layers"]
+    # Both names are in use for one number, and a file may hold either.
+    count = int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"])
+    mixtral = config["model_type"] == "mixtral"
+    step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or ()
+    with_experts = tuple(mixtral or (i not in dense and count > 0 and (i + 1) % step == 0) for i in range(layers))
+    if not any(with_experts):
+        return None
+    return ExpertsGeometry(
+        count=count,
+        per_token=config["num_experts_per_tok"],
+        inner_size=config["intermediate_size" if mixtral else "moe_intermediate_size"],
+        normalised=mixtral or bool(config.get("norm_topk_prob", False)),
+        layers=with_experts,
+        shared_inner_size=int(config.get("shared_expert_intermediate_size", 0)) if not mixtral else 0,
     )
 
 
@@ -416,10 +485,20 @@ def _sliding_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
     layers: int = config["num_hidden_layers"]
     window = int(config.get("sliding_window") or 0)
     match config["model_type"]:
-        case "mistral" | "phi3":
+        case "mistral" | "mixtral" | "phi3":
             return (window,) * layers
         case "gemma2" | "gemma3_text":
             return tuple(window if kind == "sliding_attention" else 0 for kind in config["layer_types"])
+        case "qwen3_moe":
+            return (window if config.get("use_sliding_window", False) else 0,) * layers
+        case "qwen2_moe":
+            if not config.get("use_sliding_window", False):
+                return (0,) * layers
+            last_sliding = config.get("max_window_layers", 28)
+            types = config.get("layer_types") or [
+                "sliding_attention" if i % 2 == 0 and i < last_sliding else "full_attention" for i in range(layers)
+            ]
+            return tuple(window if kind == "sliding_attention" else 0 for kind in types)
         case "qwen2" | "qwen3":
             if not config.get("use_sliding_window", False):
                 return (0,) * layers

@@ -33,7 +33,7 @@ from cohort.common.engine.lean_gemma import LeanGemma
 from cohort.common.engine.lean_llama import LeanLlama
 from cohort.common.engine.lean_opt import LeanOpt
 from cohort.common.engine.linear import native_bfloat16
-from cohort.common.engine.model_config import DTYPE_BYTES, ModelGeometry, read_geometry
+from cohort.common.engine.model_config import DTYPE_BYTES, Family, ModelGeometry, read_geometry
 from cohort.common.engine.prompt_scores import by_row, score, scored_tokens
 from cohort.common.engine.sampler import sample
 from cohort.common.engine.step_inputs import Model, StepInputs, step_inputs
@@ -356,8 +356,8 @@ class ModelRunner:
     def _load(self, model_dir: Path, dtype: torch.dtype, weights: WeightKind) -> Model:
         geometry = self.geometry
         with torch.inference_mode():
-            match geometry.family:
-                case "llama":
+            match family := self._family():
+                case "llama" | "moe":
                     return LeanLlama(
                         model_dir,
                         geometry,
@@ -376,7 +376,19 @@ class ModelRunner:
                         raise ConfigError(f"model.weights: {geometry.model_type} can only be served from its files")
                     return GenericModel(model_dir, geometry, dtype=dtype, device=self.device)
                 case _:
-                    assert_never(geometry.family)
+                    assert_never(family)
+
+    def _family(self) -> Family:
+        """The form that runs here. Experts are grouped on the host, which a GPU would have to wait for in every layer:
+        there transformers' own layers run, whose grouped products stay on the device."""
+        if self.geometry.family != "moe" or self.device.type == "cpu":
+            return self.geometry.family
+        log.warning(
+            "no lean experts on this device: the model runs through transformers",
+            model_type=self.geometry.model_type,
+            device=str(self.device),
+        )
+        return "generic"
 
     def _prepare_thread(self) -> None:
         """torch keeps the number of OpenMP threads and the current GPU per thread: set where a step will run."""

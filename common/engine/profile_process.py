@@ -25,7 +25,7 @@ from cohort.common.engine.profiler import StepPoint, StepShape, default_shapes, 
 from cohort.common.engine.worker_process import load_runner
 from cohort.common.errors import CohortError
 
-_GATED = ("llama", "gemma", "generic")
+_GATED = ("llama", "moe", "gemma", "generic")
 
 
 class Profile(msgspec.Struct, frozen=True, omit_defaults=True):

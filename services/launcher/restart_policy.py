@@ -22,7 +22,8 @@ SECOND_DELAY_S = 0.2
 """The first restart waits for nothing: the cause that ended a healthy process was most likely outside."""
 LONGEST_DELAY_S = 5.0
 RELIEVED_DELAY_S = 0.5
-"""A process that starts takes the cores for seconds; whoever takes over computes prompts again, and streams wait for it."""
+"""A process that starts takes the cores for seconds, and meanwhile the one that takes over computes prompts again for
+streams that wait."""
 HEALTHY_AFTER_S = 10.0
 ATTEMPTS_AT_START = 5
 EXIT_CONFIG_ERROR = 2

@@ -19,7 +19,7 @@ from cohort.common.transport.zmq_bus import ZmqBus
 from tests.e2e.client_scripts import run_here
 from tests.e2e.golden import compute, near_ties
 from tests.e2e.pipeline import Pipeline
-from tests.e2e.tiny_models import opt, qwen2, save
+from tests.e2e.tiny_models import opt, qwen2, qwen3_moe, save
 from tests.services.gateway.tiny_model import byte_level
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
@@ -186,7 +186,7 @@ def tiny(folder: Path, model: PreTrainedModel) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("make", [qwen2, opt])
+@pytest.mark.parametrize("make", [qwen2, qwen3_moe, opt])
 def test_other_architectures_equal_the_reference(tmp_path: Path, make: type[PreTrainedModel]) -> None:
     torch.manual_seed(7)
     folder = tiny(tmp_path / "model", make())

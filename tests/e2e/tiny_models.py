@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 
 def qwen2() -> PreTrainedModel:
@@ -14,6 +22,25 @@ def qwen2() -> PreTrainedModel:
             vocab_size=400,
             hidden_size=64,
             intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+        )
+    )
+
+
+def qwen3_moe() -> PreTrainedModel:
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=400,
+            hidden_size=64,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            num_experts=6,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            mlp_only_layers=[0],
             num_hidden_layers=3,
             num_attention_heads=4,
             num_key_value_heads=2,

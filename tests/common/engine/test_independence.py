@@ -17,7 +17,7 @@ from tests.common.engine.driver import Driver, make_runner, random_prompts
 OUTPUTS = 12
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "opt"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "opt", "mixtral", "qwen3-moe", "qwen2-moe"])
 def runner(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) -> ModelRunner:
     return make_runner(model_folder(request.param))
 

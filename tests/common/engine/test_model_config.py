@@ -35,7 +35,10 @@ LLAMA = {
 }
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "phi3", "gemma2", "gemma3_text", "qwen2", "qwen3", "opt"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", "mistral", "phi3", "gemma2", "gemma3_text", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "opt"],
+)
 def test_absent_keys_take_the_defaults_of_transformers(tmp_path: Path, model_type: str) -> None:
     """A config.json with only its model_type and sizes."""
     sizes = {"hidden_size": 256, "num_hidden_layers": 30, "num_attention_heads": 32, "intermediate_size": 96}
@@ -49,7 +52,9 @@ def test_absent_keys_take_the_defaults_of_transformers(tmp_path: Path, model_typ
     assert geometry.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     assert geometry.tie_embeddings == config.tie_word_embeddings
     assert geometry.eos_token_ids == (() if config.eos_token_id is None else (config.eos_token_id,))
-    expected_window = config.sliding_window if model_type in ("mistral", "gemma2", "gemma3_text") else 0
+    expected_window = (
+        (config.sliding_window or 0) if model_type in ("mistral", "mixtral", "gemma2", "gemma3_text") else 0
+    )
     kinds = (
         config.layer_types
         if model_type in ("gemma2", "gemma3_text")

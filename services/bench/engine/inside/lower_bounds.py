@@ -57,9 +57,10 @@ class Products:
 
 
 def model_products(geometry: ModelGeometry) -> Products | None:
-    """The products of a lean model; None for one that runs through transformers, whose products are not listed."""
+    """The products of a lean model; None for one that runs through transformers, whose products are not listed, and for
+    a mixture of experts, whose products depend on where tokens are routed."""
     g = geometry
-    if g.family == "generic":
+    if g.family in ("generic", "moe"):
         return None
     query, kv = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim
     attention = (Product(query + 2 * kv, g.hidden_size), Product(g.hidden_size, query, "added"))

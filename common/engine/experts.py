@@ -1,0 +1,239 @@
+"""The MLP of a decoder layer: dense, or a mixture of experts (Mixtral, Qwen2-MoE, Qwen3-MoE).
+
+Called by the lean Llama model once per layer and step. A mixture's rows are sorted by expert, every expert with rows
+computes one product over all of them, and the outputs return to their tokens' places, where each token's are summed in
+ascending order of its experts. No value depends on how many rows stand beside a token's: the products are the project's
+panels, and every other step is elementwise or within one row. So a request computes the same bits in every batch, as
+with a dense model. Where to route is transformers' rule (softmax over all experts, then the k largest).
+
+Grouping needs the number of rows of each expert on the host, so this is for a processor; on a GPU the model runner
+takes transformers' own layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cohort.common.engine.linear import GatedLinear, Linear
+from cohort.common.engine.model_config import ExpertsGeometry, ModelGeometry
+from cohort.common.engine.weights import Weights
+from cohort.kernels.panels import Arena
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMlp:
+    """x ↦ down(silu(gate(x)) · up(x))."""
+
+    gate_up: GatedLinear
+    down: Linear
+
+    def add_into(self, x: Tensor, activated: Tensor, residual: Tensor) -> None:
+        """residual [T, hidden] += the MLP of x [T, hidden]; `activated` [T, inner] is scratch."""
+        self.gate_up.into(x, activated)
+        self.down.add_into(activated, residual)
+
+
+class ExpertBuffers:
+    """Scratch that all layers share, since one computes at a time: of as many rows as tokens times experts per token.
+
+    Three tensors: gathered inputs [rows, hidden], activated [rows, inner], outputs [rows, hidden].
+    """
+
+    __slots__ = ("_activated", "_gathered", "_outputs")
+
+    def __init__(self, rows: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
+        self._gathered = torch.empty((rows, hidden), dtype=dtype)
+        self._activated = torch.empty((rows, inner), dtype=dtype)
+        self._outputs = torch.empty((rows, hidden), dtype=dtype)
+
+    def of(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The three, cut to `rows`; larger ones from now on where a step is larger than announced."""
+        if rows > len(self._gathered):
+            self._gathered = self._gathered.new_empty((rows, self._gathered.shape[1]))
+            self._activated = self._activated.new_empty((rows, self._activated.shape[1]))
+            self._outputs = self._outputs.new_empty((rows, self._outputs.shape[1]))
+        return self._gathered[:rows], self._activated[:rows], self._outputs[:rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Chooses each token's experts and their weights."""
+
+    scores: Linear
+    per_token: int
+    normalised: bool  # the chosen weights sum to one
+    rounded: bool  # the weights are rounded to the model's dtype, as in Qwen's code; Mixtral's stay float32
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """For x [T, hidden]: experts [T, k], ascending in each row, and their weights [T, k]."""
+        probabilities = torch.softmax(self.scores(x), dim=-1, dtype=torch.float32)
+        weights, experts = torch.topk(probabilities, self.per_token, dim=-1)
+        if self.normalised:  # summed column by column: torch's own sum may take another order for another shape
+            total = weights[:, 0]
+            for column in range(1, self.per_token):
+                total = total + weights[:, column]
+            weights = weights / total.unsqueeze(1)
+        experts, places = torch.sort(experts, dim=-1)
+        weights = torch.gather(weights, 1, places)
+        return experts, weights.to(x.dtype) if self.rounded else weights
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """Qwen2-MoE: an MLP that every token takes, weighted by a gate of its own."""
+
+    mlp: DenseMlp
+    gate: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] for x [T, hidden]."""
+        out = self.mlp.down(self._activated(x))
+        score = self.gate(x).float()
+        # A softmax over (score, 0) is the score's sigmoid and computed row by row; torch's sigmoid of the last few
+        # elements is another function than that of a full vector, so a token's bits would depend on its place.
+        weight = torch.softmax(torch.cat([score, torch.zeros_like(score)], dim=1), dim=1)[:, :1]
+        return out.mul_(weight.to(x.dtype))
+
+    def _activated(self, x: Tensor) -> Tensor:
+        activated = x.new_empty((len(x), self.mlp.down.in_features))
+        self.mlp.gate_up.into(x, activated)
+        return activated
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """x ↦ Σ weight · expert(x) over a token's experts, and the shared expert's part where there is one."""
+
+    router: Router
+    experts: Sequence[DenseMlp]
+    shared: SharedExpert | None
+    buffers: ExpertBuffers
+
+    def add_into(self, x: Tensor, activated: Tensor, residual: Tensor) -> None:
+        """residual [T, hidden] += the mixture of x [T, hidden]; has scratch of its own instead of `activated`."""
+        tokens, per_token = len(x), self.router.per_token
+        chosen, weights = self.router.route(x)
+        # A single token's experts are in order already.
+        outputs = self._of_one(x, chosen[0].tolist()) if tokens == 1 else self._of_many(x, chosen.view(-1))
+        parts = outputs.view(tokens, per_token, -1)
+        parts.mul_(weights.unsqueeze(2))
+        total = parts[:, 0]
+        for place in range(1, per_token):
+            total.add_(parts[:, place])
+        if self.shared is not None:
+            total.add_(self.shared(x))
+        residual.add_(total)
+
+    def _of_one(self, x: Tensor, chosen: Sequence[int]) -> Tensor:
+        """Outputs [k, hidden] of a single token's experts."""
+        _, activated, outputs = self.buffers.of(len(chosen))
+        for row, expert in enumerate(chosen):
+            mlp = self.experts[expert]
+            mlp.gate_up.into(x, activated[row : row + 1])
+            mlp.down.into(activated[row : row + 1], outputs[row : row + 1])
+        return outputs
+
+    def _of_many(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """Outputs [T · k, hidden], token by token, for `chosen` [T · k]: every expert computes its rows together."""
+        gathered, activated, outputs = self.buffers.of(len(chosen))
+        order = torch.argsort(chosen, stable=True)
+        torch.index_select(x, 0, order // self.router.per_token, out=gathered)
+        begin = 0
+        for expert, rows in enumerate(torch.bincount(chosen).tolist()):
+            if rows:
+                mlp, end = self.experts[expert], begin + rows
+                mlp.gate_up.into(gathered[begin:end], activated[begin:end])
+                mlp.down.into(activated[begin:end], outputs[begin:end])
+                begin = end
+        return gathered.index_copy_(0, order, outputs)  # the inputs are read, so their memory takes the outputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """How a checkpoint names a layer's mixture. `fused`: all experts in one tensor of each kind."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+    fused: bool = False
+
+    def of_expert(self, part: str, expert: int) -> str:
+        return f"{self.block}.experts.{expert}.{part}.weight"
+
+    @property
+    def router(self) -> str:
+        return f"{self.block}.gate.weight"
+
+
+_MIXTRAL = _Names("block_sparse_moe", "w1", "w3", "w2")
+_QWEN = _Names("mlp", "gate_proj", "up_proj", "down_proj")
+_FUSED = _Names("mlp", "gate_up_proj", "gate_up_proj", "down_proj", fused=True)
+_SHARED = ("gate_proj", "up_proj", "down_proj")
+
+
+def _names(files: Weights, prefix: str, geometry: ModelGeometry) -> _Names:
+    """Published checkpoints have a tensor per expert, and so has what transformers saves; in memory, and in what is
+    saved without its conversion, version 5 has all experts in one tensor."""
+    separate = _MIXTRAL if geometry.model_type == "mixtral" else _QWEN
+    fused = f"{prefix}{_FUSED.block}.experts.{_FUSED.gate}"
+    return _FUSED if prefix + separate.of_expert(separate.gate, 0) not in files and fused in files else separate
+
+
+def expert_tensors(files: Weights, prefix: str, geometry: ModelGeometry, mixture: ExpertsGeometry) -> list[str]:
+    """Every tensor of a layer's mixture, without the layer's prefix."""
+    names = _names(files, prefix, geometry)
+    if names.fused:
+        tensors = [f"{names.block}.experts.{part}" for part in (names.gate, names.down)]
+    else:
+        parts = (names.gate, names.up, names.down)
+        tensors = [names.of_expert(part, expert) for expert in range(mixture.count) for part in parts]
+    if mixture.shared_inner_size:
+        tensors += [f"mlp.shared_expert.{part}.weight" for part in _SHARED] + ["mlp.shared_expert_gate.weight"]
+    return [names.router, *tensors]
+
+
+def read_experts(
+    files: Weights,
+    prefix: str,
+    geometry: ModelGeometry,
+    mixture: ExpertsGeometry,
+    dtype: torch.dtype,
+    arena: Arena,
+    buffers: ExpertBuffers,
+) -> Experts:
+    """A layer's mixture from its tensors, packed into `arena` for the processor's products."""
+    names, hidden, inner = _names(files, prefix, geometry), geometry.hidden_size, mixture.inner_size
+    cpu = torch.device("cpu")
+
+    def mlp(parts: Sequence[str], width: int) -> DenseMlp:
+        gate, up, down = (prefix + part for part in parts)
+        gate_up = files.read_rows([gate, up], [width, width], (hidden,), dtype, cpu)
+        return DenseMlp(
+            GatedLinear(gate_up, arena=arena), Linear(files.read(down, (hidden, width), dtype, cpu), arena=arena)
+        )
+
+    if names.fused:
+        block = f"{prefix}{names.block}.experts."
+        both = files.read(block + names.gate, (mixture.count, 2 * inner, hidden), dtype, cpu)
+        downs = files.read(block + names.down, (mixture.count, hidden, inner), dtype, cpu)
+        experts = [
+            DenseMlp(GatedLinear(gate_up, arena=arena), Linear(down, arena=arena))
+            for gate_up, down in zip(both, downs, strict=True)
+        ]
+    else:
+        parts = (names.gate, names.up, names.down)
+        experts = [mlp([names.of_expert(part, expert) for part in parts], inner) for expert in range(mixture.count)]
+    shared = None
+    if mixture.shared_inner_size:
+        shared = SharedExpert(
+            mlp([f"mlp.shared_expert.{part}.weight" for part in _SHARED], mixture.shared_inner_size),
+            Linear(files.read(f"{prefix}mlp.shared_expert_gate.weight", (1, hidden), dtype, cpu), arena=arena),
+        )
+    scores = Linear(files.read(prefix + names.router, (mixture.count, hidden), dtype, cpu), arena=arena)
+    router = Router(scores, mixture.per_token, mixture.normalised, rounded=geometry.model_type != "mixtral")
+    return Experts(router, experts, shared, buffers)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cohort.common.engine.model_defaults import DEFAULTS
 from cohort.common.errors import ModelError
 from cohort.common.types import KvGeometry
 
@@ -25,114 +26,6 @@ MIXTURES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})  # Llama-shaped but 
 _GEMMA_LAYERS = frozenset({"sliding_attention", "full_attention"})
 GEMMA_SHAPED = frozenset({"gemma2", "gemma3_text"})
 LEAN_ROPE_TYPES = frozenset({"default", "linear", "dynamic", "llama3", "yarn", "longrope"})
-
-# Defaults of transformers where a config.json says nothing; only keys that change results.
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"vocab_size": 32000, "max_position_embeddings": 2048, "eos_token_id": 2},
-    "gemma2": {
-        "vocab_size": 256000,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 8192,
-        "eos_token_id": 1,
-        "tie_word_embeddings": True,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 2,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-    "gemma3_text": {
-        "vocab_size": 262208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 131072,
-        "eos_token_id": 1,
-        "tie_word_embeddings": True,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-    },
-    "mistral": {
-        "num_key_value_heads": 8,
-        "vocab_size": 32000,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-        "eos_token_id": 2,
-    },
-    "phi3": {
-        "vocab_size": 32064,
-        "max_position_embeddings": 4096,
-        "original_max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "eos_token_id": 32000,
-    },
-    "qwen2": {
-        "num_key_value_heads": 32,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "sliding_window": 4096,
-    },
-    "qwen3": {
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "sliding_window": 4096,
-    },
-    "mixtral": {
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "vocab_size": 32000,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "eos_token_id": 2,
-    },
-    "qwen2_moe": {
-        "num_key_value_heads": 16,
-        "intermediate_size": 5632,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "sliding_window": 4096,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-    },
-    "qwen3_moe": {
-        "num_key_value_heads": 4,
-        "intermediate_size": 6144,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "sliding_window": 4096,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-    },
-    "opt": {
-        "vocab_size": 50272,
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "ffn_dim": 3072,
-        "num_attention_heads": 12,
-        "max_position_embeddings": 2048,
-        "eos_token_id": 2,
-        "tie_word_embeddings": True,
-    },
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +144,7 @@ def _text_decoder(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
     """End tokens: generation_config.json rules where it names them, as in transformers."""
-    default = _DEFAULTS.get(config["model_type"], {}).get("eos_token_id")
+    default = DEFAULTS.get(config["model_type"], {}).get("eos_token_id")
     eos = generation.get("eos_token_id", config.get("eos_token_id", default))
     if eos is None:
         return ()
@@ -260,7 +153,7 @@ def _eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[
 
 def _llama_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
     model_type = config["model_type"]
-    config = {**_DEFAULTS[model_type], **config}
+    config = {**DEFAULTS[model_type], **config}
     heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
     rope = _rope(config)
     lean = (
@@ -300,7 +193,7 @@ def _llama_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry
 def _gemma_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
     """`generic` where a value asks for what the lean form does not compute."""
     model_type = config["model_type"]
-    config = {**_DEFAULTS[model_type], **config}
+    config = {**DEFAULTS[model_type], **config}
     pattern, layers = config["sliding_window_pattern"], config["num_hidden_layers"]
     config["layer_types"] = config.get("layer_types") or [
         "sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(layers)
@@ -367,7 +260,7 @@ def _experts(config: Mapping[str, Any]) -> ExpertsGeometry | None:
 
 
 def _opt(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
-    config = {**_DEFAULTS["opt"], **config}
+    config = {**DEFAULTS["opt"], **config}
     heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
     bias = bool(config.get("enable_bias", True))
     before = bool(config.get("do_layer_norm_before", True))

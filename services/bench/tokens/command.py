@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.add_argument("--streams", type=int, nargs="+", default=[64, 256, 1024], help="at once, one after the other")
     parser.add_argument("--tokens-per-s", type=float, default=4000.0, help="of all streams together")
-    parser.add_argument("--seconds", type=float, default=10.0, help="measured, once all streams run")
+    parser.add_argument("--seconds", type=float, default=8.0, help="measured, once all streams run")
     parser.add_argument("--rounds", type=int, default=1, help="of each; all are shown")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--gateways", type=int, default=1, help="on one port")

@@ -80,11 +80,14 @@ def test_packed_weights_are_the_same(model_folder: Callable[[str], Path], monkey
     monkeypatch.setattr(WeightFiles, "read_rows", Whole.read_rows)
     theirs: Any = make_runner(folder)._model
     for layer, other in zip(ours._layers, theirs._layers, strict=True):
-        for part in ("qkv", "attention_out", "gate_up", "down"):
-            mine, expected = getattr(layer, part).panel_data, getattr(other, part).panel_data
-            assert mine is not None and torch.equal(mine, expected)
+        for mine, expected in zip(products(layer), products(other), strict=True):
+            assert mine.panel_data is not None and torch.equal(mine.panel_data, expected.panel_data)
         assert torch.equal(layer.qkv.bias, other.qkv.bias) and torch.equal(layer.input_norm, other.input_norm)
     assert torch.equal(ours._lm_head.packed.data, theirs._lm_head.packed.data)
+
+
+def products(layer: Any) -> tuple[Any, ...]:
+    return layer.qkv, layer.attention_out, layer.mlp.gate_up, layer.mlp.down
 
 
 # -- by way of page-locked memory --------------------------------------------------------------------------------

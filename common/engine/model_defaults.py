@@ -1,0 +1,116 @@
+"""Defaults of transformers where a config.json says nothing, by model type; only keys that change results.
+
+Read by `model_config`; data alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"vocab_size": 32000, "max_position_embeddings": 2048, "eos_token_id": 2},
+    "gemma2": {
+        "vocab_size": 256000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "eos_token_id": 1,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "eos_token_id": 1,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
+    "mistral": {
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "eos_token_id": 2,
+    },
+    "phi3": {
+        "vocab_size": 32064,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 32000,
+    },
+    "qwen2": {
+        "num_key_value_heads": 32,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+    },
+    "qwen3": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+    },
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 32000,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "eos_token_id": 2,
+    },
+    "qwen2_moe": {
+        "num_key_value_heads": 16,
+        "intermediate_size": 5632,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+    },
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+    "opt": {
+        "vocab_size": 50272,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "ffn_dim": 3072,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 2048,
+        "eos_token_id": 2,
+        "tie_word_embeddings": True,
+    },
+}

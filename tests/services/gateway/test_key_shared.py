@@ -133,6 +133,8 @@ def test_more_gateways_than_slots_are_told(tmp_path: Path) -> None:
     again = KeyTable(tmp_path)
     again.open()
     assert again.slot == 7
+    for each in (*held, again):
+        each.close()
 
 
 STEPS = st.one_of(

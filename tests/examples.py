@@ -1,7 +1,7 @@
 """How many examples a property tries: a share of the profile's number, so that one option scales the whole suite.
 
 Profiles, chosen by `--hypothesis-profile` (`scripts/test --quick` and `--nightly` pass it): `quick` tries 20 examples,
-`default` 100, `nightly` 2,000. A property without settings of its own tries exactly so many. No profile has a deadline:
+`default` 60, `nightly` 2,000. A property without settings of its own tries exactly so many. No profile has a deadline:
 how long an example takes is the machine's business. `quick` and `default` are derandomized: unchanged code gives an
 unchanged verdict, and no database is kept. `nightly` samples anew each time, shrinks also what shrinks slowly, and
 prints what reproduces a failure, to be written down as an `@example`.
@@ -16,21 +16,26 @@ _WITHOUT_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
 
 def register_profiles() -> None:
     """For the root conftest, before any test module is imported: `examples` reads the profile then."""
-    settings.register_profile("default", max_examples=100, deadline=None, derandomize=True)
+    settings.register_profile("default", max_examples=60, deadline=None, derandomize=True)
     settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)
     settings.register_profile("nightly", max_examples=2000, deadline=None, print_blob=True)
     settings.load_profile("default")
 
 
 def examples(share: float) -> int:
-    """`share` of the profile's examples, at least one: 0.5 = 50 by default, 10 quick, 1,000 nightly."""
+    """`share` of the profile's examples, at least one: 0.5 = 30 by default, 10 quick, 1,000 nightly."""
     current: int = settings().max_examples
     return max(1, round(share * current))
 
 
+def nightly() -> bool:
+    """For tests that wait for minutes."""
+    return not settings().derandomize
+
+
 def of_worlds(share: float) -> settings:
     """Settings of a property whose example is a whole virtual cluster: it shrinks slowly, so only nightly runs do."""
-    shrinks = not settings().derandomize
+    shrinks = nightly()
     return settings(
         max_examples=examples(share),
         phases=list(Phase) if shrinks else _WITHOUT_SHRINKING,

@@ -11,8 +11,13 @@ import pytest
 
 from cohort.services.bench.soak.report import read_document
 from tests.e2e.pipeline import free_port
+from tests.examples import nightly
 
-pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.pipeline,
+    pytest.mark.slow,
+    pytest.mark.skipif(not nightly(), reason="a soak takes a minute and more: scripts/test --nightly"),
+]
 
 
 def test_every_request_is_accounted_for_and_nothing_is_left(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, Phase, settings
 
+_NIGHTLY = 2000
 _WITHOUT_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
 
 
@@ -18,7 +19,7 @@ def register_profiles() -> None:
     """For the root conftest, before any test module is imported: `examples` reads the profile then."""
     settings.register_profile("default", max_examples=60, deadline=None, derandomize=True)
     settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)
-    settings.register_profile("nightly", max_examples=2000, deadline=None, print_blob=True)
+    settings.register_profile("nightly", max_examples=_NIGHTLY, deadline=None, print_blob=True)
     settings.load_profile("default")
 
 
@@ -30,12 +31,12 @@ def examples(share: float) -> int:
 
 def nightly() -> bool:
     """For tests that wait for minutes."""
-    return not settings().derandomize
+    return bool(settings().max_examples >= _NIGHTLY)
 
 
 def of_worlds(share: float) -> settings:
     """Settings of a property whose example is a whole virtual cluster: it shrinks slowly, so only nightly runs do."""
-    shrinks = nightly()
+    shrinks = not settings().derandomize
     return settings(
         max_examples=examples(share),
         phases=list(Phase) if shrinks else _WITHOUT_SHRINKING,

@@ -7,10 +7,12 @@ and says on stderr what it is doing, as lines `progress DONE TOTAL WHAT`.
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -69,3 +71,28 @@ def run_child(module: str, arguments: Sequence[str], report: Report) -> None:
     if child.returncode:
         said = "\n".join(last) or f"{module} ended with {child.returncode}"
         raise MeasurementFailed(said.removeprefix("cohort bench: "))
+
+
+@contextmanager
+def leaves_when_terminated() -> Iterator[Callable[[], None]]:
+    """SIGTERM, which by default would end us and leave running what the block started, ends the block by `SystemExit`:
+    once the function that is given has been called, before which there may be nothing to end yet. Main thread only."""
+    begun, terminated = False, False
+
+    def leave(*_: object) -> None:
+        nonlocal terminated
+        terminated = True
+        if begun:
+            raise SystemExit(128 + signal.SIGTERM)
+
+    def begin() -> None:
+        nonlocal begun
+        begun = True
+        if terminated:
+            raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield begin
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import csv
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ import yaml
 
 from cohort.common.config import load_config
 from cohort.common.paths import run_dir
-from cohort.services.bench.child import MeasurementFailed
+from cohort.services.bench.child import MeasurementFailed, leaves_when_terminated
 from cohort.services.bench.live.spec import NUMBERS_OF_A_REQUEST, ClientCommand
 
 Stats = dict[str, float]
@@ -103,14 +102,14 @@ def pipeline(preset: str, overlay: Mapping[str, Any], port: int, settings: Seque
         file = Path(folder) / "overlay.yaml"
         file.write_text(yaml.safe_dump(dict(overlay)), encoding="utf-8")
         assignments = [part for text in settings for part in ("--set", text)]
-        cohort("serve", "--detach", "--preset", preset, "--config", str(file), "--port", str(port), *assignments)
-        before = signal.signal(signal.SIGTERM, _leave)  # by default it would end us and leave the pipeline running
-        try:
-            monitor = load_config([run_dir(port) / "resolved.yaml"]).monitor
-            yield Served(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{monitor.port}")
-        finally:
-            signal.signal(signal.SIGTERM, before)
-            cohort("serve", "--stop", "--port", str(port))
+        with leaves_when_terminated() as begin:
+            cohort("serve", "--detach", "--preset", preset, "--config", str(file), "--port", str(port), *assignments)
+            try:
+                begin()
+                monitor = load_config([run_dir(port) / "resolved.yaml"]).monitor
+                yield Served(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{monitor.port}")
+            finally:
+                cohort("serve", "--stop", "--port", str(port))
 
 
 def _wait_for(clients: Mapping[str, subprocess.Popen[bytes]]) -> None:
@@ -135,10 +134,6 @@ def _observed(report: Path) -> Observed:
             if row["status"] == "completed"
         ]
     return Observed(json.loads(report.read_text(encoding="utf-8"))["runs"][0]["overall"], rows)
-
-
-def _leave(*_: object) -> None:
-    raise SystemExit(128 + signal.SIGTERM)
 
 
 def _get(url: str) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cohort.common.config import Config, dump_config
-from cohort.services.bench.child import MeasurementFailed
+from cohort.services.bench.child import MeasurementFailed, leaves_when_terminated
 from cohort.services.launcher.plan import ProcessPlan, StopStage, plan
 
 START_TIMEOUT_S = 60.0
@@ -75,20 +75,22 @@ def started(config: Config, folder: Path, step_s: float) -> Iterator[Processes]:
     file = folder / "config.yaml"
     file.write_text(dump_config(config), encoding="utf-8")
     running: dict[str, tuple[ProcessPlan, subprocess.Popen[bytes]]] = {}
-    try:
-        for planned in plan(config):
-            if planned.instance != "monitor":
-                running[planned.instance] = planned, _start(planned, file, folder, step_s)
-        yield Processes(running, folder)
-    finally:
-        for _, process in running.values():
-            process.terminate()
-        for _, process in running.values():
-            try:
-                process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    with leaves_when_terminated() as begin:
+        try:
+            begin()
+            for planned in plan(config):
+                if planned.instance != "monitor":
+                    running[planned.instance] = planned, _start(planned, file, folder, step_s)
+            yield Processes(running, folder)
+        finally:
+            for _, process in running.values():
+                process.terminate()
+            for _, process in running.values():
+                try:
+                    process.wait(_STOP_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
 
 
 def _start(planned: ProcessPlan, file: Path, folder: Path, step_s: float) -> subprocess.Popen[bytes]:

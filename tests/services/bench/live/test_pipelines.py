@@ -130,6 +130,22 @@ def test_it_is_stopped_when_the_comparison_is_terminated(calls: list[tuple[str, 
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_it_is_stopped_when_terminated_while_it_starts(
+    monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, ...]]
+) -> None:
+    begun = live.cohort
+
+    def terminated(*arguments: str) -> None:
+        if "--detach" in arguments:
+            signal.raise_signal(signal.SIGTERM)
+        begun(*arguments)
+
+    monkeypatch.setattr(live, "cohort", terminated)
+    with pytest.raises(SystemExit), live.pipeline("bros", {}, PORT):
+        raise AssertionError("never reached")
+    assert [call[1] for call in calls] == ["--detach", "--stop"]
+
+
 def test_a_pipeline_that_did_not_start_is_not_stopped(calls: list[tuple[str, ...]]) -> None:
     """Its own launcher cleaned up; and on that port another pipeline may be running, which is why it did not start."""
     with pytest.raises(MeasurementFailed), live.pipeline("broken", {}, PORT):

@@ -58,6 +58,11 @@ class LearnedState:
         self._learned.import_state(data)
         self.imported = data
 
+    def forget(self) -> None:
+        """The next start begins without what was learned."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
     def save_if_due(self, now_s: float) -> None:
         if now_s - self._saved_s >= SAVE_EVERY_S:
             self._saved_s = now_s

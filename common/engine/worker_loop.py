@@ -183,7 +183,14 @@ class WorkerLoop:
             self._addresses = addresses
             events = (LinkAddresses(addresses), *events)
         now_s = self._clock.now_s()
-        effects = self._told.handle(now_s, *events)
+        try:
+            effects = self._told.handle(now_s, *events)
+        except Exception:
+            # It may be what was learned that a decision stumbles over, and a restart must not stumble again.
+            if self._learned is not None:
+                self._learned.forget()
+                self._learned = None
+            raise
         if effects and isinstance(last := effects[-1], StartStep):
             self._decided_s = now_s
             if last.ahead:

@@ -31,6 +31,8 @@ _NOT_NEGATIVE = (0, 2, 3, 4)
 _FORGET = 0.998
 _UNSURE = 100.0
 """Variance of a coefficient without observations; forgetting never makes it larger."""
+_SURE = 1e-12
+"""Least variance that is divided by: of two coefficients that only occur together, one fixes the other."""
 _SMOOTH = 0.05
 
 
@@ -154,7 +156,9 @@ class IterationCost(Learned):
         gain = spread / (forget + float(x @ spread))
         self._known = True
         self._weights = self._weights + gain * (latency_s - float(x @ self._weights))
-        self._covariance = self._covariance - np.outer(gain, spread)
+        # Joseph's form of P − gain · spread: a sum of squares, so that rounding never makes a variance negative.
+        kept = np.eye(len(_SCALE)) - np.outer(gain, x)
+        self._covariance = kept @ self._covariance @ kept.T + forget * np.outer(gain, gain)
         if float(np.trace(self._covariance)) / forget <= _UNSURE * len(_SCALE):
             self._covariance /= forget
         self._set()
@@ -164,16 +168,14 @@ class IterationCost(Learned):
         negative is zero, and the others are what they are for the same observations given that: rows and positions grow
         together, so that a row seems dear where a position seems to gain time."""
         weights, covariance = self._weights, self._covariance
-        while True:
-            certain = [weights[i] / math.sqrt(covariance[i, i]) if weights[i] < 0.0 else 0.0 for i in _NOT_NEGATIVE]
-            least = min(certain)
-            if least == 0.0:
-                break
-            fixed = _NOT_NEGATIVE[certain.index(least)]
-            share = covariance[:, fixed] / covariance[fixed, fixed]
-            weights = weights - share * weights[fixed]
-            covariance = covariance - np.outer(share, covariance[fixed])
-            weights[fixed] = 0.0
+        fixed: list[int] = []
+        while negative := [i for i in _NOT_NEGATIVE if weights[i] < 0.0 and i not in fixed]:
+            most = min(negative, key=lambda i: float(weights[i]) / math.sqrt(max(covariance[i, i], _SURE)))
+            share = covariance[:, most] / max(covariance[most, most], _SURE)
+            weights = weights - share * weights[most]
+            covariance = covariance - np.outer(share, covariance[most])
+            fixed.append(most)
+        weights[fixed] = 0.0
         scaled = (weights * _SCALE).tolist()
         self._base_s: float = scaled[0]
         self._prefill_s: float = scaled[1]
@@ -211,6 +213,8 @@ class IterationCost(Learned):
         finite = bool(np.isfinite(weights).all() and np.isfinite(covariance).all())
         if weights.shape != _SCALE.shape or covariance.shape != (len(_SCALE),) * 2 or not finite:
             raise ValueError("a state of another cost model")
+        if not np.allclose(covariance, covariance.T) or float(np.linalg.eigvalsh(covariance)[0]) < -_SURE * _UNSURE:
+            raise ValueError("a state whose covariance is none")
         self._weights, self._covariance, self._slot_s = weights, covariance, slot_s
         self._seen, self._known = seen, True
         self._set()

@@ -107,3 +107,11 @@ def test_a_save_that_fails_keeps_the_earlier_file(tmp_path: Path, monkeypatch: p
     state.save()
     assert [path.name for path in tmp_path.iterdir()] == ["w.json"]
     assert (tmp_path / "w.json").read_bytes() == b"ok 1"
+
+
+def test_what_a_decision_stumbled_over_is_not_read_again(tmp_path: Path) -> None:
+    state = LearnedState(Learner(b"ok 1"), tmp_path / "s", "w", "")
+    state.save()
+    state.forget()
+    state.forget()
+    assert LearnedState(Learner(), tmp_path / "s", "w", "").load() == "nothing"

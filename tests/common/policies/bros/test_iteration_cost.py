@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -123,6 +124,29 @@ def test_state_survives_and_foreign_state_is_refused() -> None:
     for data in (b"", b"{}", b"[]", b'{"weights": [1], "covariance": [[1]], "slot_s": 0, "observations": 1}', b"no"):
         with pytest.raises(ValueError):
             other.import_state(data)
+
+
+def test_after_many_iterations_of_few_kinds_it_still_knows_what_it_is_sure_of() -> None:
+    """Rounding of the plain update made variances negative after some thousand iterations of one row."""
+    random, cost = Random(3), IterationCost()
+    for number in range(30_000):
+        busy = number % 500 < 20
+        load = some_load(random) if busy else BatchLoad(0, 1, 100 + number % 60)
+        cost.observe(load, 0, truth(load) * random.uniform(0.7, 1.4))
+    covariance = np.array(json.loads(cost.export_state())["covariance"])
+    assert np.allclose(covariance, covariance.T)
+    assert np.linalg.eigvalsh(covariance)[0] > 0.0
+    load = BatchLoad(300, 7, 900)
+    assert cost.exec_s(load) == pytest.approx(truth(load), rel=0.25)
+
+
+def test_a_state_that_no_observations_make_is_refused() -> None:
+    cost = IterationCost()
+    cost.observe(BatchLoad(0, 1, 100), 0, 0.01)
+    state = json.loads(cost.export_state())
+    state["covariance"][2][2] = -1e-3
+    with pytest.raises(ValueError, match="covariance"):
+        IterationCost().import_state(json.dumps(state).encode())
 
 
 def test_where_positions_seem_to_gain_time_rows_are_not_dearer_for_it() -> None:

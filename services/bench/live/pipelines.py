@@ -35,14 +35,22 @@ _POLL_S = 0.1
 
 
 def cohort(*arguments: str) -> None:
-    """Run it to its end, without its output. Raises `MeasurementFailed`."""
-    done = start_cohort(*arguments).wait()
+    """Run it to its end, without its output; Ctrl-C waits for that, too, once. Raises `MeasurementFailed`."""
+    process = start_cohort(*arguments)
+    try:
+        done = process.wait()
+    except KeyboardInterrupt:
+        process.wait()
+        raise
     if done:
         raise MeasurementFailed(f"`cohort {' '.join(arguments)}` ended with {done}")
 
 
 def start_cohort(*arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "cohort.services.cli", *arguments], stdout=subprocess.DEVNULL)
+    """Out of reach of a signal to the whole group (Ctrl-C, `timeout`): `serve --detach` that dies half-way would leave
+    processes that nobody stops. The caller ends what it started."""
+    command = [sys.executable, "-m", "cohort.services.cli", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +111,13 @@ def pipeline(preset: str, overlay: Mapping[str, Any], port: int, settings: Seque
         file.write_text(yaml.safe_dump(dict(overlay)), encoding="utf-8")
         assignments = [part for text in settings for part in ("--set", text)]
         with leaves_when_terminated() as begin:
-            cohort("serve", "--detach", "--preset", preset, "--config", str(file), "--port", str(port), *assignments)
+            try:
+                cohort(
+                    "serve", "--detach", "--preset", preset, "--config", str(file), "--port", str(port), *assignments
+                )
+            except KeyboardInterrupt:
+                cohort("serve", "--stop", "--port", str(port))
+                raise
             try:
                 begin()
                 monitor = load_config([run_dir(port) / "resolved.yaml"]).monitor

@@ -6,6 +6,7 @@ The `cohort` command is replaced by one that notes how it was called and leaves 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -144,6 +145,29 @@ def test_it_is_stopped_when_terminated_while_it_starts(
     with pytest.raises(SystemExit), live.pipeline("bros", {}, PORT):
         raise AssertionError("never reached")
     assert [call[1] for call in calls] == ["--detach", "--stop"]
+
+
+def test_it_is_stopped_when_interrupted_while_it_starts(
+    monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, ...]]
+) -> None:
+    begun = live.cohort
+
+    def interrupted(*arguments: str) -> None:
+        begun(*arguments)
+        if "--detach" in arguments:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(live, "cohort", interrupted)
+    with pytest.raises(KeyboardInterrupt), live.pipeline("bros", {}, PORT):
+        raise AssertionError("never reached")
+    assert [call[1] for call in calls] == ["--detach", "--stop"]
+
+
+def test_what_it_starts_is_not_of_its_group() -> None:
+    """A signal to the whole group would end `serve --detach` half-way, and leave what that had started."""
+    process = live.start_cohort("--version")
+    assert os.getpgid(process.pid) == process.pid
+    assert process.wait() == 0
 
 
 def test_a_pipeline_that_did_not_start_is_not_stopped(calls: list[tuple[str, ...]]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cohort.common.engine.linear import GatedLinear, Linear
 from cohort.common.engine.model_config import ExpertsGeometry, ModelGeometry
+from cohort.common.engine.quantized_files import matrix
 from cohort.common.engine.weights import Weights
 from cohort.kernels.panels import Arena
 
@@ -212,9 +213,9 @@ def read_experts(
 
     def mlp(parts: Sequence[str], width: int) -> DenseMlp:
         gate, up, down = (prefix + part for part in parts)
-        gate_up = files.read_rows([gate, up], [width, width], (hidden,), dtype, cpu)
+        gate_up = matrix(files, [gate, up], [width, width], hidden, dtype, cpu)
         return DenseMlp(
-            GatedLinear(gate_up, arena=arena), Linear(files.read(down, (hidden, width), dtype, cpu), arena=arena)
+            GatedLinear(gate_up, arena=arena), Linear(matrix(files, [down], [hidden], width, dtype, cpu), arena=arena)
         )
 
     if names.fused:

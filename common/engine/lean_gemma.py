@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cohort.common.engine.linear import Embedding, Linear
 from cohort.common.engine.model_config import ModelGeometry
+from cohort.common.engine.quantized_files import matrix
 from cohort.common.engine.rope import rope_tables
 from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.engine.weights import WeightKind, Weights, open_weights
@@ -85,7 +86,7 @@ class LeanGemma:
         self._embedding_scale = float(torch.tensor(geometry.hidden_size**0.5).to(dtype))  # rounded as the weights are
         tables = rope_tables(geometry, device)
         local_tables = tables if geometry.local_rope is None else rope_tables(geometry, device, geometry.local_rope)
-        with open_weights(model_dir, weights) as files:
+        with open_weights(model_dir, weights, geometry.quantization) as files:
             prefix = files.prefix(_PREFIXES, "embed_tokens.weight")
             files.require(_tensor_names(geometry, prefix))
             arena = Arena()
@@ -208,7 +209,7 @@ class _LayerReader:
 
     def _linear(self, modules: list[str], rows: list[int], width: int, bias: bool) -> Linear:
         names = [f"{self.prefix}{module}" for module in modules]
-        weight = self.files.read_rows([f"{name}.weight" for name in names], rows, (width,), self.dtype, self.device)
+        weight = matrix(self.files, [f"{name}.weight" for name in names], rows, width, self.dtype, self.device)
         biases = [f"{name}.bias" for name in names]
         added = self.files.read_rows(biases, rows, (), self.dtype, self.device) if bias else None
         return Linear(weight, added, arena=self.arena)

@@ -20,6 +20,7 @@ from torch import Tensor
 from cohort.common.engine.experts import DenseMlp, ExpertBuffers, Experts, expert_tensors, read_experts
 from cohort.common.engine.linear import Embedding, GatedLinear, Linear
 from cohort.common.engine.model_config import ModelGeometry
+from cohort.common.engine.quantized_files import matrix
 from cohort.common.engine.rope import rope_tables
 from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.engine.weights import WeightKind, Weights, open_weights
@@ -62,7 +63,7 @@ class LeanLlama:
         self._kv_size = geometry.num_kv_heads * geometry.head_dim
         self._scale = geometry.head_dim**-0.5
         self._cos, self._sin = rope_tables(geometry, device)
-        with open_weights(model_dir, weights) as files:
+        with open_weights(model_dir, weights, geometry.quantization) as files:
             prefix = files.prefix(("model.", ""), "embed_tokens.weight")
             files.require(_tensor_names(files, geometry, prefix))
             hidden, vocab = geometry.hidden_size, geometry.vocab_size
@@ -250,7 +251,7 @@ def _read_layer(
     kv_size = geometry.num_kv_heads * geometry.head_dim
 
     def fused(modules: list[str], rows: list[int], width: int, bias: bool) -> tuple[Tensor, Tensor | None]:
-        weight = files.read_rows([f"{prefix}{module}.weight" for module in modules], rows, (width,), dtype, device)
+        weight = matrix(files, [f"{prefix}{module}.weight" for module in modules], rows, width, dtype, device)
         biases = [f"{prefix}{module}.bias" for module in modules]
         return weight, files.read_rows(biases, rows, (), dtype, device) if bias else None
 

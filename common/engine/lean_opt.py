@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cohort.common.engine.linear import Linear
 from cohort.common.engine.model_config import ModelGeometry
+from cohort.common.engine.quantized_files import matrix
 from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.engine.weights import WeightKind, Weights, open_weights
 from cohort.common.errors import ModelError
@@ -62,7 +63,7 @@ class LeanOpt:
         self._geometry = geometry
         self._activation = _ACTIVATIONS[geometry.activation]
         self._scale = geometry.head_dim**-0.5
-        with open_weights(model_dir, weights) as files:
+        with open_weights(model_dir, weights, geometry.quantization) as files:
             prefix = files.prefix(("model.decoder.", "decoder.", ""), "embed_tokens.weight")
             hidden, vocab, narrow = geometry.hidden_size, geometry.vocab_size, geometry.word_embedding_size
             projected = narrow != hidden
@@ -149,7 +150,7 @@ def _read_layer(
     hidden, inner = geometry.hidden_size, geometry.intermediate_size
 
     def linear(modules: list[str], rows: list[int], width: int) -> Linear:
-        weight = files.read_rows([f"{prefix}{module}.weight" for module in modules], rows, (width,), dtype, device)
+        weight = matrix(files, [f"{prefix}{module}.weight" for module in modules], rows, width, dtype, device)
         biases = [f"{prefix}{module}.bias" for module in modules]
         return Linear(weight, files.read_rows(biases, rows, (), dtype, device) if geometry.qkv_bias else None)
 

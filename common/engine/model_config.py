@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from cohort.common.engine.model_defaults import DEFAULTS
+from cohort.common.engine.quantization_config import Quantization, read_quantization
 from cohort.common.errors import ModelError
 from cohort.common.types import KvGeometry
 
@@ -85,6 +86,7 @@ class ModelGeometry:
     norm_before: bool = True  # OPT: normalise before attention and MLP, not after
     final_norm: bool = True  # OPT
     norm_affine: bool = True  # OPT
+    quantization: Quantization | None = None  # None: plain weights
 
     @property
     def rotary_dim(self) -> int:
@@ -111,26 +113,36 @@ def read_geometry(model_dir: Path) -> ModelGeometry:
         raise ModelError(f"{config_file} is not valid JSON: {error}") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{config_file} names no model_type")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(f"{config_file}: quantised weights ({method}) are not supported; convert them to bfloat16")
+    quantization = read_quantization(config, str(config_file))
     if config.get("is_encoder_decoder"):
         raise ModelError(f"{config_file}: {config['model_type']} is an encoder-decoder; only decoders can be served")
     generation_file = model_dir / "generation_config.json"
     generation = json.loads(generation_file.read_text(encoding="utf-8")) if generation_file.is_file() else {}
     eos = _eos_ids(config, generation)
     try:
-        if config["model_type"] in LLAMA_SHAPED | MIXTURES:
-            return _llama_shaped(config, eos)
-        if config["model_type"] in GEMMA_SHAPED:
-            return _gemma_shaped(config, eos)
-        if (text := _text_decoder(config)) and (found := _gemma_shaped(text, eos)).family == "gemma":
-            return found
-        if config["model_type"] == "opt":
-            return _opt(config, eos)
-        return _generic(config, eos)
+        geometry = _geometry(config, eos)
     except KeyError as error:
         raise ModelError(f"{config_file} lacks {error}, which {config['model_type']} needs") from None
+    if quantization is None:
+        return geometry
+    if geometry.family == "generic":
+        raise ModelError(
+            f"{config_file}: quantised weights ({quantization.method}) of {geometry.model_type} are not served: it "
+            "runs through transformers, and only the project's own forms read them; convert them to bfloat16"
+        )
+    return replace(geometry, quantization=quantization)
+
+
+def _geometry(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
+    if config["model_type"] in LLAMA_SHAPED | MIXTURES:
+        return _llama_shaped(config, eos)
+    if config["model_type"] in GEMMA_SHAPED:
+        return _gemma_shaped(config, eos)
+    if (text := _text_decoder(config)) and (found := _gemma_shaped(text, eos)).family == "gemma":
+        return found
+    if config["model_type"] == "opt":
+        return _opt(config, eos)
+    return _generic(config, eos)
 
 
 def _text_decoder(config: Mapping[str, Any]) -> dict[str, Any]:

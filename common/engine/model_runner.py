@@ -374,6 +374,11 @@ class ModelRunner:
                 case "generic":
                     if weights != "files":
                         raise ConfigError(f"model.weights: {geometry.model_type} can only be served from its files")
+                    if geometry.quantization is not None:
+                        raise ConfigError(
+                            f"engine.device: on {self.device} {geometry.model_type} runs through transformers, and "
+                            f"only the project's own forms read quantised weights ({geometry.quantization.method})"
+                        )
                     return GenericModel(model_dir, geometry, dtype=dtype, device=self.device)
                 case _:
                     assert_never(family)

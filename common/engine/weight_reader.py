@@ -11,6 +11,7 @@ GPU, one where a dtype is cast, none else. Decides nothing about names and shape
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from torch import Tensor
 from cohort.common.engine.device_name import own_cores
 from cohort.common.engine.kv_tensors import page_locked
 from cohort.common.engine.streams import Mark, Stream, stream_for
+from cohort.kernels.panels import huge_zeros
 
 log = structlog.get_logger(__name__)
 
@@ -33,6 +35,7 @@ THREADS = 8
 CHUNK_BYTES = 8 << 20
 _INLINE_BYTES = 64 << 10  # on a processor the calling thread reads what is smaller
 _PROGRESS_S = 1.0
+_HUGE_BYTES = 4 << 20  # tensors from here on lie on huge pages, which a processor fills with far fewer faults
 
 
 class Source(Protocol):
@@ -131,15 +134,19 @@ class WeightReader:
         else:
             self._forget_done()
 
+    def arrive(self) -> None:
+        """What was read so far is there."""
+        self._settle()
+        for lane in self._lanes:
+            lane.stream.mark().wait()
+
     def finish(self) -> None:
         """Everything is there, and the threads have ended; also after an error, which it raises."""
         try:
-            self._settle()
+            self.arrive()
         except BaseException:
             self.abandon()
             raise
-        for lane in self._lanes:
-            lane.stream.mark().wait()
         self._pool.shutdown()
         self._lanes.clear()
         self._progress.end()
@@ -210,3 +217,11 @@ class WeightReader:
 def launch_copy(place: Tensor, chunk: Tensor) -> None:
     """On the calling thread's stream; not awaited where the device copies by itself."""
     place.copy_(chunk, non_blocking=True)
+
+
+def place(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for a tensor that is read."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type == "cpu" and size >= _HUGE_BYTES:
+        return huge_zeros(size).view(dtype).view(shape)
+    return torch.empty(shape, dtype=dtype, device=device)

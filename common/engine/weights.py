@@ -19,12 +19,11 @@ from typing import Literal, Protocol, Self
 import torch
 from torch import Tensor
 
-from cohort.common.engine.tensor_files import TensorFile, open_tensor_file
-from cohort.common.engine.weight_reader import Progress, WeightReader
+from cohort.common.engine.quantization_config import Quantization
+from cohort.common.engine.quantized_files import QuantizedFiles
+from cohort.common.engine.tensor_files import StoredTensor, TensorFile, open_tensor_file
+from cohort.common.engine.weight_reader import Progress, WeightReader, place
 from cohort.common.errors import ModelError
-from cohort.kernels.panels import huge_zeros
-
-_HUGE_BYTES = 4 << 20  # tensors from here on lie on huge pages, which a processor fills with far fewer faults
 
 WeightKind = Literal["files", "random"]
 
@@ -55,9 +54,12 @@ class Weights(Protocol):
         """Several tensors stacked along their first dimension."""
 
 
-def open_weights(model_dir: Path, kind: WeightKind) -> Weights:
+def open_weights(model_dir: Path, kind: WeightKind, quantization: Quantization | None = None) -> Weights:
     """Of the folder's files, or drawn: "random" measures a model's shape without having the model."""
-    return WeightFiles(model_dir) if kind == "files" else RandomWeights()
+    if kind != "files":
+        return RandomWeights()
+    files = WeightFiles(model_dir)
+    return files if quantization is None else QuantizedFiles(files, quantization)
 
 
 class WeightFiles:
@@ -93,6 +95,14 @@ class WeightFiles:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
+    def stored(self, name: str) -> StoredTensor:
+        """How one of its tensors lies in its file."""
+        return self._file_of[name].tensors[name]
+
+    def where(self, name: str) -> Path:
+        """The file of one of its tensors."""
+        return self._file_of[name].path
+
     def prefix(self, candidates: Sequence[str], probe: str) -> str:
         """The first of `candidates` under which `probe` exists: checkpoints of bare models lack the outer prefix."""
         for candidate in candidates:
@@ -121,29 +131,38 @@ class WeightFiles:
         On a GPU the bytes are there at the end of the context, elsewhere on return.
         """
         self.require(names)
-        fused = _place((sum(rows), *rest), dtype, device)
+        fused = place((sum(rows), *rest), dtype, device)
         first, sources = 0, []
         for name, count in zip(names, rows, strict=True):
-            stored = self._file_of[name].tensors[name]
+            stored = self.stored(name)
             stored.check()
-            if stored.shape != (count, *rest):
-                raise ModelError(
-                    f"{self._model_dir}: tensor {name} has shape {stored.shape}, "
-                    f"its configuration says {(count, *rest)}"
-                )
+            self.check_shape(name, (count, *rest))
             sources.append((stored, fused[first : first + count]))
             first += count
-        if self._reader is None:
-            self._reader = WeightReader(device, Progress(self._num_bytes))
-        self._reader.read(sources)
+        self._reading(device).read(sources)
         return fused
 
+    def read_stored(self, name: str, device: torch.device) -> Tensor:
+        """One tensor in its own shape and dtype, there on return."""
+        stored = self.stored(name)
+        stored.check()
+        tensor = place((math.prod(stored.shape),), stored.dtype, device)
+        reader = self._reading(device)
+        reader.read([(stored, tensor)])
+        reader.arrive()
+        return tensor.view(stored.shape)
 
-def _place(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    size = math.prod(shape) * dtype.itemsize
-    if device.type == "cpu" and size >= _HUGE_BYTES:
-        return huge_zeros(size).view(dtype).view(shape)
-    return torch.empty(shape, dtype=dtype, device=device)
+    def check_shape(self, name: str, shape: Sequence[int]) -> None:
+        """Raises `ModelError` where a tensor has another one."""
+        if (found := self.stored(name).shape) != tuple(shape):
+            raise ModelError(
+                f"{self._model_dir}: tensor {name} has shape {found}, its configuration says {tuple(shape)}"
+            )
+
+    def _reading(self, device: torch.device) -> WeightReader:
+        if self._reader is None:
+            self._reader = WeightReader(device, Progress(self._num_bytes))
+        return self._reader
 
 
 class RandomWeights:

@@ -27,6 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to serve")
     what.add_argument("--model", metavar="FOLDER", help="model in Hugging Face format (default: SmolLM2-135M-Instruct)")
     what.add_argument("--served-name", metavar="NAME", help="name clients use for it (default: the folder's name)")
+    what.add_argument(
+        "--quantization",
+        metavar="NAME",
+        help="what its weights must be: none, fp8, compressed-tensors, awq, gptq (default: whatever config.json says)",
+    )
     how = parser.add_argument_group("how")
     how.add_argument("--preset", default="", metavar="NAME", help="one of configs/presets/, e.g. unified")
     how.add_argument(
@@ -88,6 +93,8 @@ def overrides_of(options: argparse.Namespace, file_keys: set[str]) -> dict[str, 
         flat["model.path"] = options.model
     if options.served_name is not None:
         flat["model.served_name"] = options.served_name
+    if options.quantization is not None:
+        flat["model.quantization"] = options.quantization
     if options.host is not None:
         flat["gateway.host"] = options.host
     for half in ("tls_cert", "tls_key"):

@@ -179,7 +179,11 @@ def test_kv_weight(tmp_path: Path) -> None:
         ("{", "not valid JSON"),
         ({"hidden_size": 3}, "no model_type"),
         ({"model_type": "llama", "hidden_size": 64}, "lacks 'num_attention_heads'"),
-        (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        (LLAMA | {"quantization_config": {"quant_method": "hqq"}}, "by the method hqq are not served; served are fp8"),
+        (
+            LLAMA | {"model_type": "stablelm", "quantization_config": {"quant_method": "gptq", "bits": 4}},
+            r"\(gptq\) of stablelm are not served",
+        ),
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
     ],
 )

@@ -1,0 +1,164 @@
+"""From the tensors of a quantised checkpoint, as they lie in its files, to the exchange form `QuantizedWeight`.
+
+Called by `quantized_files` with tensors whose dtypes and shapes it has checked. Pure: tensors in, weights out. The
+words of 32 bits are little-endian in the files and in memory, so a word's lowest bits are its first byte.
+
+    scaled  AutoFP8, DeepSeek's and Qwen's FP8, compressed-tensors' float- and int-quantized: codes of 8 bits as they
+            are
+    packed  compressed-tensors' pack-quantized: inputs along a row, the first in the lowest bits, each plus half the
+            range
+    awq     [inputs, outputs / 8]: eight outputs a word, in the order 0 2 4 6 1 3 5 7
+    gptq    [inputs / n, outputs]: n inputs a word, the first in the lowest bits; zeros by outputs
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cohort.common.engine.quantization_config import Bits, WeightScheme
+from cohort.common.engine.quantized import QuantizedWeight
+from cohort.common.errors import ModelError
+
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the outputs 0 to 7 in a word, in nibbles
+
+
+@dataclass(frozen=True, slots=True)
+class ReorderedWeight:
+    """A weight whose groups are not of neighbouring inputs (GPTQ's act-order): `groups` int64 [in] names each input's
+    column of `scales` and `offsets`. No product reads it; it is dequantised at load. Codes are uint8 or int8 [out, in].
+    """
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    groups: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, inputs = self.codes.shape
+        return outputs, inputs
+
+    def dequantized(self) -> Tensor:
+        """float32 [out, in]."""
+        values = self.codes.float().mul_(self.scales[:, self.groups])
+        return values if self.offsets is None else values.add_(self.offsets[:, self.groups])
+
+
+StoredWeight = QuantizedWeight | ReorderedWeight
+
+
+def scaled(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: WeightScheme) -> QuantizedWeight:
+    """`codes` float8_e4m3fn or int8 [out, in]; `scales` and `zeros`: one of the tensor, [out] or [out, 1], one of every
+    block, or [out, groups]."""
+    spread, group = _spread(scales, codes.shape[0], codes.shape[1], scheme)
+    offsets = None
+    if zeros is not None:
+        offsets = _offsets(spread, _spread(zeros, codes.shape[0], codes.shape[1], scheme)[0])
+    return QuantizedWeight("int8" if codes.dtype == torch.int8 else "e4m3", codes, spread, offsets, group)
+
+
+def packed(
+    words: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, inputs: int, scheme: WeightScheme
+) -> StoredWeight:
+    """`words` int32 [out, …]; `zeros` int32 [out / n, groups], packed along the outputs, or None where symmetric."""
+    outputs, half = len(words), 1 << (scheme.bits - 1)
+    spread, group = _spread(scales, outputs, inputs, scheme)
+    of_zeros = torch.full_like(spread, half)
+    if zeros is not None:
+        of_zeros = _unpacked(zeros.t().contiguous(), scheme.bits)[:, :outputs].t().float().contiguous()
+    codes = _bytes(words)[:, : inputs * scheme.bits // 8].contiguous()
+    return _integers(codes, spread, of_zeros, group, groups, scheme.bits)
+
+
+def awq(words: Tensor, scales: Tensor, zeros: Tensor, scheme: WeightScheme) -> QuantizedWeight:
+    """`words` int32 [in, out / 8], `zeros` int32 [groups, out / 8], `scales` [groups, out]."""
+    inputs = len(words)
+    codes = _awq_nibbles(words).t()
+    codes = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
+    spread = scales.t().float().contiguous()
+    offsets = _offsets(spread, _awq_nibbles(zeros).t())
+    return QuantizedWeight("uint4", codes, spread, offsets, scheme.group or inputs)
+
+
+def gptq(words: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor | None, scheme: WeightScheme) -> StoredWeight:
+    """`words` int32 [in / n, out], `zeros` int32 [groups, out / n], `scales` [groups, out], `groups` int32 [in].
+
+    The first version stores zero - 1 in the zero's own bits, so it wraps there as AutoGPTQ's reference does.
+    """
+    codes = _bytes(words.t().contiguous())
+    inputs = codes.shape[1] * 8 // scheme.bits
+    of_zeros = _unpacked(zeros, scheme.bits).t()[: scales.shape[1]]
+    if scheme.zero_is_one_less:
+        of_zeros = (of_zeros + 1) & ((1 << scheme.bits) - 1)
+    spread = scales.t().float().contiguous()
+    return _integers(codes, spread, of_zeros.float().contiguous(), scheme.group or inputs, groups, scheme.bits)
+
+
+def rows_of(weight: StoredWeight, first: int, count: int) -> StoredWeight:
+    """Some outputs of a weight."""
+    part = slice(first, first + count)
+    offsets = None if weight.offsets is None else weight.offsets[part]
+    return replace(weight, codes=weight.codes[part], scales=weight.scales[part], offsets=offsets)
+
+
+def _integers(
+    codes: Tensor, scales: Tensor, zeros: Tensor, group: int, groups: Tensor | None, bits: Bits
+) -> StoredWeight:
+    """`codes` uint8 [out, bytes] of unsigned integers, `zeros` float32 as unsigned; `groups` where inputs name their
+    own. Eight bits become signed, as the exchange form has them."""
+    if bits == 8:
+        codes, zeros = (codes ^ 0x80).view(torch.int8), zeros - 128.0
+    offsets = _offsets(scales, zeros)
+    inputs = codes.shape[1] * 8 // bits
+    in_order = torch.arange(inputs, device=codes.device) // group
+    if groups is not None and not torch.equal(groups.long(), in_order):
+        if int(groups.min()) < 0 or int(groups.max()) >= scales.shape[1]:
+            raise ModelError(f"inputs of groups {int(groups.min())} to {int(groups.max())}, of {scales.shape[1]} there")
+        wide = _unpacked_bytes(codes) if bits == 4 else codes
+        return ReorderedWeight(wide, scales, offsets, groups.long())
+    return QuantizedWeight("int8" if bits == 8 else "uint4", codes, scales, offsets, group)
+
+
+def _offsets(scales: Tensor, zeros: Tensor) -> Tensor | None:
+    """-scale · zero; None where every zero is 0."""
+    return None if not bool(zeros.any()) else -(scales * zeros.float())
+
+
+def _spread(scales: Tensor, outputs: int, inputs: int, scheme: WeightScheme) -> tuple[Tensor, int]:
+    """float32 [out, groups] and the inputs of a group."""
+    values = scales.float()
+    if scheme.block is not None:
+        rows, group = scheme.block
+        blocks = (-(-outputs // rows), -(-inputs // group))
+        if tuple(values.shape) == blocks:
+            return values.repeat_interleave(rows, dim=0)[:outputs].contiguous(), group
+    elif values.numel() == 1:
+        return values.reshape(1, 1).expand(outputs, 1).contiguous(), inputs
+    elif tuple(values.shape) in ((outputs,), (outputs, 1)):
+        return values.reshape(outputs, 1).contiguous(), inputs
+    elif scheme.group and tuple(values.shape) == (outputs, -(-inputs // scheme.group)):
+        return values.contiguous(), scheme.group
+    told = f"blocks of {scheme.block}" if scheme.block else f"groups of {scheme.group}" if scheme.group else "channels"
+    raise ModelError(f"scales of shape {tuple(scales.shape)} for a weight of {(outputs, inputs)} in {told}")
+
+
+def _bytes(words: Tensor) -> Tensor:
+    return words.contiguous().view(torch.uint8)
+
+
+def _unpacked(words: Tensor, bits: Bits) -> Tensor:
+    """uint8 [rows, values] of int32 words [rows, …], lowest bits first."""
+    return _bytes(words) if bits == 8 else _unpacked_bytes(_bytes(words))
+
+
+def _unpacked_bytes(pairs: Tensor) -> Tensor:
+    return torch.stack((pairs & 15, pairs >> 4), dim=-1).view(len(pairs), -1)
+
+
+def _awq_nibbles(words: Tensor) -> Tensor:
+    """uint8 [rows, outputs] of int32 [rows, outputs / 8]."""
+    nibbles = _unpacked(words, 4).view(len(words), -1, 8)
+    return nibbles[:, :, list(_AWQ_PLACES)].reshape(len(words), -1)

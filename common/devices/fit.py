@@ -1,8 +1,9 @@
-"""Whether a model fits a GPU, before anything is loaded: weights by the files' own headers, steps by `device_memory`.
+"""Whether a model fits a GPU or a host's memory, before anything is loaded: weights by the files' own headers, steps
+by `device_memory`.
 
-Called by the launcher for the GPUs it divides, and by a worker for the one it has claimed. What does not fit is refused
-with the bytes that lack and with what would fit. Estimates err on the small side: what passes here is measured again
-when the weights are there.
+Called by the launcher for the GPUs it divides and for the host, and by a worker for the device it has. What does not
+fit is refused with the bytes that lack and with what would fit. Estimates err on the small side: what passes here is
+measured again when the weights are there.
 """
 
 from __future__ import annotations
@@ -10,33 +11,54 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from cohort.common.config import Config
-from cohort.common.engine.device_memory import step_bytes
+from cohort.common.engine.device_memory import host_step_bytes, step_bytes
 from cohort.common.engine.model_config import DTYPE_BYTES, Dtype, ModelGeometry
+from cohort.common.engine.quantization_config import keeps_codes
 from cohort.common.errors import ConfigError
 
+_LEAST_TOKENS = 4096  # of KV, or the longest request: a cache that holds less serves nobody
 _LEAST_BLOCKS = 3  # a cache of two, and the spare one
 _MOST_HEADER_BYTES = 100 << 20
 _BIN_ELEMENT_BYTES = 2  # of PyTorch files, whose headers need PyTorch: 16 bits unless config.json says 32
 _GIB = 1 << 30
+_SCALE_BYTES = 4  # of quantised weights, as they are kept
+_WORDS = frozenset({"qweight", "weight_packed"})  # several codes in a number of 32 bits
+_BESIDE_CODES = frozenset(
+    {"qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx"}
+)
+_UNREAD = frozenset(
+    {"weight_shape", "input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "input_zero_point"}
+)
+_DEGREES = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one worker takes of its GPU at the least, in bytes."""
+    """What one worker takes of its device at the least, in bytes; `cache` is the KV of `kv_tokens`."""
 
     weights: int
     steps: int
     graphs: int
     cache: int
+    kv_tokens: int = 0
 
     @property
     def total(self) -> int:
         return self.weights + self.steps + self.graphs + self.cache
+
+    @property
+    def told(self) -> str:
+        parts = [f"{_gib(self.weights)} for weights"]
+        parts += [f"{_gib(self.cache)} for {self.kv_tokens:,} tokens of KV"] if self.cache else []
+        parts += [f"{_gib(self.steps)} for steps"] if self.steps else []
+        parts += [f"{_gib(self.graphs)} for graphs"] if self.graphs else []
+        return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
 
 
 def gpu_dtype(config: Config) -> Dtype:
@@ -45,14 +67,52 @@ def gpu_dtype(config: Config) -> Dtype:
 
 
 def need(config: Config, model_dir: Path, geometry: ModelGeometry) -> Need:
+    """Of a GPU."""
     dtype = gpu_dtype(config)
     element = DTYPE_BYTES[dtype]
     engine = config.engine
+    tokens, cache = _least_cache(config, geometry, dtype, config.kv.memory_bytes)
     return Need(
-        parameters(model_dir, geometry, config.model.weights) * element,
+        weight_bytes(model_dir, geometry, element, config.model.weights, "cuda"),
         step_bytes(geometry, element, engine.max_rows, engine.max_step_tokens),
         0 if geometry.family in ("generic", "moe") else engine.cuda_graph_memory_bytes,
-        _LEAST_BLOCKS * geometry.kv_geometry(dtype, config.kv.block_size).block_bytes,
+        cache,
+        tokens,
+    )
+
+
+def host_need(config: Config, model_dir: Path, geometry: ModelGeometry, *, computes_bfloat16: bool) -> Need:
+    """Of a host's memory, where the worker computes on its processor: matrices are widened to float32 where that does
+    not multiply bfloat16 itself."""
+    dtype: Dtype = config.model.dtype if config.model.dtype != "auto" else _host_dtype(computes_bfloat16)
+    widened = dtype == "float16" or (dtype == "bfloat16" and not computes_bfloat16)
+    element = 4 if widened else DTYPE_BYTES[dtype]
+    weights = weight_bytes(model_dir, geometry, element, config.model.weights, "cpu")
+    if widened:  # the table of the embedding stays as it is
+        weights -= min(weights, geometry.vocab_size * geometry.hidden_size * (element - DTYPE_BYTES[dtype]))
+    most = config.kv.memory_bytes or config.kv.cpu_memory_bytes
+    tokens, cache = _least_cache(config, geometry, dtype, most)
+    engine = config.engine
+    steps = host_step_bytes(geometry, DTYPE_BYTES[dtype], engine.max_rows, engine.max_step_tokens)
+    return Need(weights, steps, 0, cache, tokens)
+
+
+def check_host_fit(config: Config, model: str, wanted: Need, memory_bytes: int, workers: int) -> None:
+    """Raises `ConfigError` where so many workers with this need have too little memory; 0 is not known and passes."""
+    total = workers * wanted.total
+    if not memory_bytes or total <= memory_bytes:
+        return
+    remedies = []
+    if workers > 1 and wanted.total <= memory_bytes:
+        remedies.append(f"{memory_bytes // wanted.total} of the {workers} workers (--preset unified has one)")
+    if config.model.dtype == "float32" and workers * (wanted.total - wanted.weights // 2) <= memory_bytes:
+        remedies.append("16 bits, on a processor that computes in bfloat16 (model.dtype=bfloat16)")
+    remedies += _fewer_bits(wanted, memory_bytes, workers, "cpu")
+    remedies.append(f"{math.ceil(total / _GIB)} GiB of memory that are free")
+    each = f" each of its {workers} workers" if workers > 1 else ""
+    raise ConfigError(
+        f"model.path: {model} does not fit this host:{each} needs {wanted.told}, "
+        f"{_gib(memory_bytes)} are available: {_gib(total - memory_bytes)} too much; {', or '.join(remedies)} would fit"
     )
 
 
@@ -72,17 +132,61 @@ def check_fit(config: Config, model: str, wanted: Need, gpu: str, memory_bytes: 
         remedies.append(f"one worker per GPU instead of {sharers} (fewer workers, or more GPUs)")
     if config.model.dtype == "float32" and wanted.total - wanted.weights // 2 <= whole:
         remedies.append("16 bits (model.dtype=bfloat16)")
+    remedies += _fewer_bits(wanted, whole, 1, "cuda")
+    divided = (n for n in _DEGREES if wanted.total - (wanted.weights + wanted.cache) * (n - 1) // n <= whole)
+    if (degree := next(divided, 0)) and wanted.total > whole:
+        remedies.append(f"tensor_parallel {degree} (workers: [{{role, tensor_parallel}}])")
     if wanted.weights <= has and wanted.graphs + wanted.steps:
         remedies.append("lower engine.max_step_tokens, engine.max_rows or engine.cuda_graph_memory_bytes")
     least = math.ceil(wanted.total / config.kv.memory_fraction / _GIB) if config.kv.memory_fraction else 0
     remedies.append(f"a GPU of {least} GiB or more")
     shared = f", shared by {sharers}" if sharers > 1 else ""
     raise ConfigError(
-        f"model.path: {model} does not fit {gpu}: a worker needs {_gib(wanted.total)} (weights {_gib(wanted.weights)}, "
-        f"steps {_gib(wanted.steps)}, graphs {_gib(wanted.graphs)}), its share is {_gib(has)} of {_gib(memory_bytes)}"
-        f"{shared}: {_gib(wanted.total - has)} are missing. What would fit: {'; or '.join(remedies)}. A worker's model "
-        "runs on one GPU, never across several"
+        f"model.path: {model} does not fit {gpu}: a worker needs {wanted.told}, its share is {_gib(has)} of "
+        f"{_gib(memory_bytes)}{shared}: {_gib(wanted.total - has)} too much; {', or '.join(remedies)} would fit"
     )
+
+
+def _fewer_bits(wanted: Need, has: int, workers: int, device_type: str) -> list[str]:
+    """A quantised checkpoint, where its weights stay in their codes; a half and a quarter of 16 bits, scales aside."""
+    if not keeps_codes(device_type):
+        return []
+    fitting = (
+        name
+        for name, bits in (("--quantization fp8 or another of 8 bits", 8), ("--quantization awq or gptq in 4 bits", 4))
+        if workers * (wanted.total - wanted.weights * (16 - bits) // 16) <= has
+    )
+    return [f"{name} (a checkpoint of it)" for name in fitting][:1]
+
+
+def _least_cache(config: Config, geometry: ModelGeometry, dtype: str, most_bytes: int) -> tuple[int, int]:
+    """The least KV that a worker is of use with: tokens and bytes. `most_bytes`: it has no more; 0 = no bound."""
+    block = geometry.kv_geometry(dtype, config.kv.block_size)
+    tokens = min(_LEAST_TOKENS, config.model.max_model_len or geometry.max_positions)
+    blocks = max(_LEAST_BLOCKS, -(-tokens // config.kv.block_size))
+    if most_bytes:
+        blocks = min(blocks, max(_LEAST_BLOCKS, most_bytes // block.block_bytes))
+    return blocks * config.kv.block_size, blocks * block.block_bytes
+
+
+def _host_dtype(computes_bfloat16: bool) -> Dtype:
+    return "bfloat16" if computes_bfloat16 else "float32"
+
+
+def weight_bytes(
+    model_dir: Path,
+    geometry: ModelGeometry,
+    element: int,
+    kind: Literal["files", "random"] = "files",
+    device_type: str = "cuda",
+) -> int:
+    """What the weights take with plain ones in `element` bytes each; 0 where nothing tells."""
+    if geometry.quantization is None or kind != "files" or not keeps_codes(device_type):
+        return parameters(model_dir, geometry, kind) * element
+    try:
+        return sum(_kept_bytes(name, tensor, element) for name, tensor in _tensors(model_dir))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        return 0  # the engine says what is wrong with the files
 
 
 def parameters(model_dir: Path, geometry: ModelGeometry, kind: Literal["files", "random"] = "files") -> int:
@@ -92,7 +196,7 @@ def parameters(model_dir: Path, geometry: ModelGeometry, kind: Literal["files", 
         try:
             files = _files(model_dir)
             if files and files[0].suffix == ".safetensors":
-                return sum(_elements(shard) for shard in files)
+                return sum(_numbers(name, tensor, geometry) for name, tensor in _tensors(model_dir))
             if files:
                 element = DTYPE_BYTES.get(geometry.checkpoint_dtype, _BIN_ELEMENT_BYTES)
                 return sum(file.stat().st_size for file in files) // element
@@ -115,14 +219,36 @@ def _files(model_dir: Path) -> list[Path]:
     return []
 
 
-def _elements(shard: Path) -> int:
+def _tensors(model_dir: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """A safetensors file begins with the length of its header (8 bytes, little-endian) and the header (JSON)."""
-    with shard.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > _MOST_HEADER_BYTES:
-            raise ValueError(shard.name)
-        header = json.loads(file.read(length))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    for shard in _files(model_dir):
+        with shard.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _MOST_HEADER_BYTES:
+                raise ValueError(shard.name)
+            header = json.loads(file.read(length))
+        yield from ((name, tensor) for name, tensor in header.items() if name != "__metadata__")
+
+
+def _numbers(name: str, tensor: Mapping[str, Any], geometry: ModelGeometry) -> int:
+    """How many weights a tensor of the files stands for."""
+    stored, part = math.prod(tensor["shape"]), name.rpartition(".")[2]
+    if geometry.quantization is None:
+        return stored
+    if part in _WORDS:
+        scheme = geometry.quantization.scheme_of(name.removesuffix(f".{part}"))
+        return stored * 32 // (8 if scheme is None else scheme.bits)
+    return 0 if part in _BESIDE_CODES | _UNREAD else stored
+
+
+def _kept_bytes(name: str, tensor: Mapping[str, Any], element: int) -> int:
+    """What a tensor of a quantised checkpoint takes where its codes are kept."""
+    stored, part = math.prod(tensor["shape"]), name.rpartition(".")[2]
+    if part in _UNREAD:
+        return 0
+    if part in _WORDS | _BESIDE_CODES:
+        return stored * _SCALE_BYTES
+    return stored if tensor["dtype"] in ("F8_E4M3", "I8") else stored * element
 
 
 def _by_shape(geometry: ModelGeometry) -> int:
@@ -134,4 +260,4 @@ def _by_shape(geometry: ModelGeometry) -> int:
 
 
 def _gib(size: int) -> str:
-    return f"{size / _GIB:.1f} GiB"
+    return f"{size / _GIB:.1f} GiB" if size >= _GIB // 10 else f"{size / (1 << 20):.0f} MiB"

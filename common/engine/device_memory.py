@@ -45,6 +45,13 @@ def step_bytes(geometry: ModelGeometry, dtype_bytes: int, max_rows: int, max_ste
     return activations + attention + staging + tables + logits + SAMPLER_BYTES + _CONTEXT_BYTES
 
 
+def host_step_bytes(geometry: ModelGeometry, dtype_bytes: int, max_rows: int, max_step_tokens: int) -> int:
+    """What a model on a processor keeps beside weights and KV: the buffers of one layer, and the logits."""
+    qkv = (geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim
+    width = 2 * geometry.hidden_size + qkv + geometry.num_heads * geometry.head_dim + geometry.intermediate_size
+    return max_step_tokens * width * dtype_bytes + max_rows * geometry.vocab_size * 4
+
+
 def kv_bytes(*, total: int, free: int, own: int, sharers: int, fraction: float, reserved: int) -> int:
     """B3 · Device memory for one worker's KV cache.
 

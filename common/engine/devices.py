@@ -93,7 +93,7 @@ def candidates(config: Config, device: torch.device, gpus: list[TorchGpu]) -> li
     model_dir = Path(config.model.path) if config.model.path else paths.default_model_dir()
     if not gpus or not model_dir.is_dir():
         return gpus  # `load_runner` says what is wrong
-    wanted = need(config, model_dir, read_geometry(model_dir))
+    wanted = need(config, model_dir, read_geometry(model_dir, config.model.quantization))
     sharers = divide(config, len(gpus)).sharers
     fitting, refusal = [], None
     for gpu in sorted(gpus, key=lambda gpu: gpu.memory_bytes):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cohort.common.engine.model_defaults import DEFAULTS
-from cohort.common.engine.quantization_config import Quantization, read_quantization
+from cohort.common.engine.quantization_config import Quantization, check_wanted, read_quantization
 from cohort.common.errors import ModelError
 from cohort.common.types import KvGeometry
 
@@ -102,8 +102,9 @@ class ModelGeometry:
         return self.kv_geometry(dtype, 1).token_bytes
 
 
-def read_geometry(model_dir: Path) -> ModelGeometry:
-    """The geometry of the model in `model_dir`; `ModelError` when the folder holds none that can be served."""
+def read_geometry(model_dir: Path, quantization: str = "auto") -> ModelGeometry:
+    """The geometry of the model in `model_dir`; `ModelError` when the folder holds none that can be served, or one
+    whose weights are not what `quantization` (as `model.quantization`) says."""
     config_file = model_dir / "config.json"
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
@@ -113,7 +114,8 @@ def read_geometry(model_dir: Path) -> ModelGeometry:
         raise ModelError(f"{config_file} is not valid JSON: {error}") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{config_file} names no model_type")
-    quantization = read_quantization(config, str(config_file))
+    quantised = read_quantization(config, str(config_file))
+    check_wanted(quantization, quantised, model_dir.name)
     if config.get("is_encoder_decoder"):
         raise ModelError(f"{config_file}: {config['model_type']} is an encoder-decoder; only decoders can be served")
     generation_file = model_dir / "generation_config.json"
@@ -123,14 +125,14 @@ def read_geometry(model_dir: Path) -> ModelGeometry:
         geometry = _geometry(config, eos)
     except KeyError as error:
         raise ModelError(f"{config_file} lacks {error}, which {config['model_type']} needs") from None
-    if quantization is None:
+    if quantised is None:
         return geometry
     if geometry.family == "generic":
         raise ModelError(
-            f"{config_file}: quantised weights ({quantization.method}) of {geometry.model_type} are not served: it "
+            f"{config_file}: quantised weights ({quantised.method}) of {geometry.model_type} are not served: it "
             "runs through transformers, and only the project's own forms read them; convert them to bfloat16"
         )
-    return replace(geometry, quantization=quantization)
+    return replace(geometry, quantization=quantised)
 
 
 def _geometry(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:

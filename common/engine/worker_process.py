@@ -18,11 +18,14 @@ import torch
 
 from cohort.common import exposure, garbage, paths
 from cohort.common.config import Config
+from cohort.common.devices.fit import check_host_fit, host_need
+from cohort.common.devices.host_memory import available_bytes
 from cohort.common.engine.compiled_kernels import KernelBuild
 from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.device_name import device_name, own_cores
 from cohort.common.engine.devices import WorkerDevice, checked_device, claim_device, engine_facts, engine_warnings
 from cohort.common.engine.learned_state import LearnedState
+from cohort.common.engine.linear import native_bfloat16
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner, resolve_dtype
 from cohort.common.engine.worker_loop import WorkerLoop
@@ -93,11 +96,13 @@ def load_runner(config: Config, threads: int, own: WorkerDevice | None = None) -
     device = checked_device(config) if own is None else own.device
     sharers = max(1, config.engine.workers_per_gpu) if own is None else own.sharers
     dtype = resolve_dtype(config.model.dtype, device)
-    geometry = read_geometry(model_dir)
+    geometry = read_geometry(model_dir, config.model.quantization)
     block_bytes = geometry.kv_geometry(dtype, config.kv.block_size).block_bytes
     memory_bytes = config.kv.memory_bytes
     num_blocks = 0
     if device.type == "cpu":
+        wanted = host_need(config, model_dir, geometry, computes_bfloat16=native_bfloat16())
+        check_host_fit(config, model_dir.name, wanted, available_bytes(), 1)
         memory_bytes = memory_bytes or config.kv.cpu_memory_bytes
         num_blocks = ModelRunner.plan_kv_blocks(geometry, dtype, config.kv.block_size, memory_bytes)
         if num_blocks < 2:

@@ -13,8 +13,9 @@ from pathlib import Path
 import msgspec
 
 from cohort.common.config import Config
+from cohort.common.devices import host_memory
 from cohort.common.devices.division import left_open, settle
-from cohort.common.devices.fit import check_fit, need
+from cohort.common.devices.fit import check_fit, check_host_fit, host_need, need
 from cohort.common.devices.inventory import Gpu
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.errors import ConfigError
@@ -32,6 +33,16 @@ def on_box(config: Config, gpus: Sequence[Gpu], *, workers_given: bool, model: P
     return settle(config, len(_fitting(config, gpus, model)) if gpus else 0)
 
 
+def check_host(config: Config, model: Path) -> None:
+    """Without a GPU every worker has weights of its own in this host's memory. Raises `ConfigError`, `ModelError`."""
+    if config.on_gpu:
+        return
+    geometry = read_geometry(model, config.model.quantization)
+    wanted = host_need(config, model, geometry, computes_bfloat16=host_memory.computes_bfloat16())
+    workers = sum(group.count for group in config.workers)
+    check_host_fit(config, model.name, wanted, host_memory.available_bytes(), workers)
+
+
 def summary(config: Config, gpus: Sequence[Gpu]) -> str:
     """A line for the console; "" without a GPU."""
     if not config.on_gpu or not gpus:
@@ -45,7 +56,7 @@ def _fitting(config: Config, gpus: Sequence[Gpu], model: Path) -> list[Gpu]:
     """GPUs that a worker's part of fits the model, undivided first: a box whose GPUs differ uses those."""
     if not (model / "config.json").is_file():
         return list(gpus)  # not made yet, or no model: checked elsewhere
-    wanted = need(config, model, read_geometry(model))
+    wanted = need(config, model, read_geometry(model, config.model.quantization))
     fitting: list[Gpu] = []
     refusal: ConfigError | None = None
     for gpu in sorted(gpus, key=lambda gpu: gpu.memory_bytes):

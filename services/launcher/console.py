@@ -51,6 +51,15 @@ class Line:
     state: State = State.WAITING
     pid: int = 0
     note: str = ""
+    shown_percent: int = 0  # of the weights, as the last line said
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How far a worker's weights are read."""
+
+    percent: int
+    text: str
 
 
 class Console:
@@ -83,7 +92,7 @@ class Console:
     def update(self, instance: str, state: State, *, pid: int | None = None, note: str = "") -> None:
         line = self._lines[instance]
         changed = line.state is not state or line.note != note
-        line.state, line.note = state, note
+        line.state, line.note, line.shown_percent = state, note, 0
         if pid is not None:
             line.pid = pid
         if self._live is not None:
@@ -98,10 +107,24 @@ class Console:
             self._listener(text)
 
     def echo_log(self, instance: str, raw: str) -> None:
-        """A line of a process's log, shown if it is a warning or worse."""
+        """A line of a process's log, shown if it is a warning or worse, or tells how far weights are read."""
         text = readable_warning(raw)
         if text:
             self.say(f"{instance}: {text}", style="yellow")
+        elif (loading := read_loading(raw)) is not None:
+            self._show_loading(self._lines[instance], loading)
+
+    def _show_loading(self, line: Line, loading: Loading) -> None:
+        """In the table as it comes; as lines one a tenth. What is read within a second is never mentioned."""
+        if line.state is not State.STARTING or (loading.percent == 100 and not line.note):
+            return
+        tenth = loading.percent // 10 > line.shown_percent // 10
+        line.note = loading.text
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+        elif tenth or not line.shown_percent:
+            line.shown_percent = max(1, loading.percent)
+            self.say(self._as_text(line))
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)
@@ -131,6 +154,21 @@ def readable_warning(raw: str) -> str:
     rest = " ".join(f"{key}={value}" for key, value in event.items() if key not in known)
     last = str(event.get("exception", "")).strip().rpartition("\n")[2]
     return " ".join(part for part in (f"{event['level']}: {event.get('event', '')}", rest, last) if part)
+
+
+def read_loading(raw: str) -> Loading | None:
+    """What a worker's log line says about the reading of its weights; None for any other line."""
+    if '"loading weights"' not in raw and '"weights read"' not in raw:
+        return None
+    try:
+        event = json.loads(raw)
+        rate = f"{event['gigabytes_per_s']:.2f} GB/s"
+        if event["event"] == "weights read":
+            return Loading(100, f"weights read: {event['gigabytes']} GB in {event['seconds']} s, {rate}")
+        percent = int(event["percent"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return Loading(percent, f"reading weights: {percent} %, {rate}")
 
 
 def _short(path: Path) -> str:

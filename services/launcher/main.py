@@ -22,7 +22,7 @@ from cohort.common.devices.inventory import this_machine, visible_gpus
 from cohort.common.errors import CohortError, ModelError
 from cohort.common.private_files import keep_private
 from cohort.services.launcher import control, preflight
-from cohort.services.launcher.box import on_box, summary
+from cohort.services.launcher.box import check_host, on_box, summary
 from cohort.services.launcher.console import Console, Line
 from cohort.services.launcher.default_model import is_complete
 from cohort.services.launcher.options import keys_of, overrides_of
@@ -64,6 +64,7 @@ def _serve(options: argparse.Namespace, arguments: list[str], config: Config, *,
         return 0
     preflight.check_exposure(config)
     preflight.check_certificate(config)
+    check_host(config, model)
     plans = plan(config, preflight.usable_cores())
     files = RunFiles(paths.run_dir(config.gateway.port))
     if options.detach:

@@ -2,14 +2,27 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cohort.common.config import load_config
-from cohort.common.devices.fit import Need, check_fit, gpu_dtype, need, parameters, share_bytes
+from cohort.common.devices import fit
+from cohort.common.devices.fit import (
+    Need,
+    check_fit,
+    check_host_fit,
+    gpu_dtype,
+    host_need,
+    need,
+    parameters,
+    share_bytes,
+    weight_bytes,
+)
 from cohort.common.engine.device_memory import kv_bytes
+from cohort.common.engine.quantization_config import Quantization, WeightScheme
 from cohort.common.errors import ConfigError
 from tests.common.devices.fakes import GIB
 from tests.common.engine.test_device_memory import LLAMA_8B
@@ -65,9 +78,9 @@ def test_the_refusal_says_by_how_much_and_what_would_fit() -> None:
     told = str(refused.value)
     for part in (
         "llama-70b does not fit NVIDIA H100",
-        "73.0 GiB are missing",
-        "a GPU of 162 GiB or more",
-        "never across",
+        "needs 141.0 GiB for weights, 2.0 GiB for steps and 2.0 GiB for graphs, its share is 72.0 GiB of 80.0 GiB",
+        "73.0 GiB too much",
+        "tensor_parallel 4 (workers: [{role, tensor_parallel}]), or a GPU of 162 GiB or more would fit",
     ):
         assert part in told
     assert "16 bits" not in told and "per GPU instead" not in told
@@ -99,3 +112,71 @@ def test_one_worker_has_far_more_cache_than_two_that_stand_by_for_each_other() -
 
 def test_a_share_is_a_part_of_what_may_be_used() -> None:
     assert share_bytes(config(), 80 * GIB, 2) == int(0.9 * 40 * GIB)
+
+
+AWQ = replace(LLAMA_8B, quantization=Quantization("awq", (WeightScheme("awq", 4, group=128, symmetric=False),), ()))
+CPU_7B = {"model": {"weights": "random", "max_model_len": 4096}, "kv": {"cpu_memory_bytes": 8 * GIB}}
+
+
+def awq_shard(folder: Path) -> None:
+    """One projection of 4096 by 4096 in groups of 128, and a norm."""
+    shard(
+        folder / "model.safetensors",
+        {
+            "m.qweight": ("I32", [4096, 512]),
+            "m.qzeros": ("I32", [32, 512]),
+            "m.scales": ("F16", [32, 4096]),
+            "m.input_scale": ("F32", [1]),
+            "norm.weight": ("BF16", [4096]),
+        },
+    )
+
+
+def test_codes_are_counted_as_the_weights_they_stand_for(tmp_path: Path) -> None:
+    """They are dequantised at load, so that is what they take."""
+    awq_shard(tmp_path)
+    assert parameters(tmp_path, AWQ) == 4096 * 4096 + 4096
+    assert weight_bytes(tmp_path, AWQ, 2) == 2 * (4096 * 4096 + 4096)
+    shard(tmp_path / "model.safetensors", {"m.weight": ("F8_E4M3", [8, 8]), "m.weight_scale": ("F32", [8, 1])})
+    assert parameters(tmp_path, AWQ) == 64
+
+
+def test_where_codes_are_kept_they_take_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "keeps_codes", lambda device_type: device_type == "cpu")
+    awq_shard(tmp_path)
+    assert weight_bytes(tmp_path, AWQ, 2, "files", "cpu") == 4 * 512 * 4096 + 4 * 32 * (512 + 4096) + 2 * 4096
+    assert weight_bytes(tmp_path, AWQ, 2, "files", "cuda") == 2 * (4096 * 4096 + 4096)
+    with pytest.raises(ConfigError, match=r"too much; --quantization fp8 or another of 8 bits \(a checkpoint of it\)"):
+        check_host_fit(config(), "m", Need(28 * GIB, 0, 0, GIB, 4096), 20 * GIB, 1)
+
+
+def test_a_host_is_told_what_lacks_before_anything_is_read() -> None:
+    settings = load_config(overrides=CPU_7B)
+    wanted = host_need(settings, Path(), LLAMA_8B, computes_bfloat16=True)
+    assert wanted.weights == 2 * parameters(Path(), LLAMA_8B, "random")
+    assert (wanted.kv_tokens, wanted.cache) == (4096, 4096 * LLAMA_8B.kv_token_bytes("bfloat16"))
+    check_host_fit(settings, "llama", wanted, wanted.total, 1)
+    check_host_fit(settings, "llama", wanted, 0, 9)  # nothing known of the host
+    with pytest.raises(ConfigError) as refused:
+        check_host_fit(settings, "llama", wanted, wanted.total + GIB, 2)
+    told = str(refused.value)
+    for part in (
+        "each of its 2 workers needs 15.0 GiB for weights, 0.5 GiB for 4,096 tokens of KV and 0.2 GiB for steps",
+        f"{wanted.total / GIB - 1:.1f} GiB too much; 1 of the 2 workers (--preset unified has one), or ",
+        "GiB of memory that are free would fit",
+    ):
+        assert part in told
+    assert "quantization" not in told and "tensor_parallel" not in told  # neither makes less of one host's memory
+
+
+def test_a_processor_without_bfloat16_widens_all_but_the_embedding() -> None:
+    settings = load_config(overrides={**CPU_7B, "model": {**CPU_7B["model"], "dtype": "bfloat16"}})
+    count, table = parameters(Path(), LLAMA_8B, "random"), LLAMA_8B.vocab_size * LLAMA_8B.hidden_size
+    wanted = host_need(settings, Path(), LLAMA_8B, computes_bfloat16=False)
+    assert wanted.weights == 4 * count - 2 * table
+
+
+def test_the_least_cache_is_no_more_than_what_is_configured() -> None:
+    settings = load_config(overrides={"model": {"weights": "random"}, "kv": {"cpu_memory_bytes": 64 << 20}})
+    wanted = host_need(settings, Path(), LLAMA_8B, computes_bfloat16=True)
+    assert wanted.cache <= 64 << 20 and wanted.kv_tokens == wanted.cache // LLAMA_8B.kv_token_bytes("bfloat16")

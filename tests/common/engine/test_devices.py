@@ -121,7 +121,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
     config = load_config(overrides={**_claims(tmp_path), "model": {"path": str(model_folder("llama"))}})
     assert started(config, "unified-0", Role.UNIFIED) is not None
     monkeypatch.setattr(devices, "torch_gpus", lambda: cards(2, gib=1))
-    with pytest.raises(ConfigError, match=r"does not fit NVIDIA H100.*GiB are missing"):
+    with pytest.raises(ConfigError, match=r"does not fit NVIDIA H100.*1\.2 GiB too much"):
         started(config, "unified-1", Role.UNIFIED)
 
 

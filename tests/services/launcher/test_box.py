@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from cohort.common.config import Config, load_config
+from cohort.common.devices import host_memory
 from cohort.common.devices.inventory import Gpu
 from cohort.common.errors import ConfigError
 from cohort.services.cli.__main__ import main as cohort
@@ -124,3 +125,24 @@ def test_hidden_gpus_leave_the_processor(
     assert cohort(["serve", "--model", str(model), "--print-config"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert shown["engine"]["device"] == "auto" and shown["engine"]["max_step_tokens"] == 2048
+
+
+def test_a_host_too_small_for_all_workers_refuses_before_any_starts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_driver(tmp_path, monkeypatch, [])
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 20 * GIB)
+    monkeypatch.setattr(host_memory, "computes_bfloat16", lambda: True)
+    assert cohort(["serve", "--model", str(model), "--port", "0"]) == 2
+    told = capsys.readouterr().err
+    assert "llama-8b does not fit this host: each of its 2 workers needs 15.0 GiB for weights" in told
+    assert "20.0 GiB are available" in told and "1 of the 2 workers (--preset unified has one)" in told
+
+
+def test_a_checkpoint_that_is_not_what_was_asked_for_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_driver(tmp_path, monkeypatch, [])
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 0)
+    assert cohort(["serve", "--model", str(model), "--port", "0", "--quantization", "awq"]) == 2
+    assert "awq, but config.json of llama-8b says that its weights are plain" in capsys.readouterr().err

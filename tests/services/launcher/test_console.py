@@ -45,3 +45,48 @@ def test_a_log_is_followed_over_cuts_and_partial_lines(tmp_path: Path):
     assert follower.new_lines() == ["two", "three"]
     log.write_text("cut\n")
     assert follower.new_lines() == ["cut"]
+
+
+def loading(percent: int) -> str:
+    return json.dumps({"level": "info", "event": "loading weights", "percent": percent, "gigabytes_per_s": 1.5})
+
+
+READ = json.dumps(
+    {"level": "info", "event": "weights read", "gigabytes": 16.1, "seconds": 10.7, "gigabytes_per_s": 1.5}
+)
+
+
+def test_the_start_tells_how_far_weights_are_read(capsys):
+    console = Console([Line("prefill-0", 1, Path("/p.log"))], terminal=False)
+    console.update("prefill-0", State.STARTING, pid=7)
+    for percent in (4, 8, 12, 13, 40, 41):
+        console.echo_log("prefill-0", loading(percent))
+    console.echo_log("prefill-0", READ)
+    console.update("prefill-0", State.READY)
+    console.echo_log("prefill-0", READ)  # of a worker that is ready: no news
+    lines = [line.partition("/p.log")[2].strip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "",
+        "reading weights: 4 %, 1.50 GB/s",
+        "reading weights: 12 %, 1.50 GB/s",
+        "reading weights: 40 %, 1.50 GB/s",
+        "weights read: 16.1 GB in 10.7 s, 1.50 GB/s",
+        "",
+    ]
+
+
+def test_a_terminal_has_the_progress_in_its_table(capsys):
+    console = Console([Line("prefill-0", 1, Path("/p.log"))], terminal=True)
+    console.start()
+    console.update("prefill-0", State.STARTING, pid=7)
+    console.echo_log("prefill-0", loading(41))
+    console.settle()
+    assert "reading weights: 41 %, 1.50 GB/s" in capsys.readouterr().out
+
+
+def test_weights_that_are_read_at_once_are_not_mentioned(capsys):
+    console = Console([Line("prefill-0", 1, Path("/p.log"))], terminal=False)
+    console.update("prefill-0", State.STARTING, pid=7)
+    for other in (READ, '{"event": "loading weights"}', 'not JSON: "loading weights"'):
+        console.echo_log("prefill-0", other)
+    assert len(capsys.readouterr().out.splitlines()) == 1

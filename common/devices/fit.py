@@ -148,15 +148,15 @@ def check_fit(config: Config, model: str, wanted: Need, gpu: str, memory_bytes: 
 
 
 def _fewer_bits(wanted: Need, has: int, workers: int, device_type: str) -> list[str]:
-    """A quantised checkpoint, where its weights stay in their codes; a half and a quarter of 16 bits, scales aside."""
-    if not keeps_codes(device_type):
+    """Codes of 8 or 4 bits, where products read them; a half and a quarter of 16 bits, scales aside."""
+    if not keeps_codes(device_type, floating=False):
         return []
     fitting = (
-        name
-        for name, bits in (("--quantization fp8 or another of 8 bits", 8), ("--quantization awq or gptq in 4 bits", 4))
+        f"--quantization {name}"
+        for name, bits in (("int8", 8), ("int4", 4))
         if workers * (wanted.total - wanted.weights * (16 - bits) // 16) <= has
     )
-    return [f"{name} (a checkpoint of it)" for name in fitting][:1]
+    return list(fitting)[:1]
 
 
 def _least_cache(config: Config, geometry: ModelGeometry, dtype: str, most_bytes: int) -> tuple[int, int]:
@@ -181,10 +181,10 @@ def weight_bytes(
     device_type: str = "cuda",
 ) -> int:
     """What the weights take with plain ones in `element` bytes each; 0 where nothing tells."""
-    if geometry.quantization is None or kind != "files" or not keeps_codes(device_type):
+    if geometry.quantization is None or kind != "files":
         return parameters(model_dir, geometry, kind) * element
     try:
-        return sum(_kept_bytes(name, tensor, element) for name, tensor in _tensors(model_dir))
+        return sum(_kept_bytes(name, tensor, geometry, element, device_type) for name, tensor in _tensors(model_dir))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
         return 0  # the engine says what is wrong with the files
 
@@ -232,7 +232,7 @@ def _tensors(model_dir: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _numbers(name: str, tensor: Mapping[str, Any], geometry: ModelGeometry) -> int:
     """How many weights a tensor of the files stands for."""
-    stored, part = math.prod(tensor["shape"]), name.rpartition(".")[2]
+    stored, part = _count(tensor), name.rpartition(".")[2]
     if geometry.quantization is None:
         return stored
     if part in _WORDS:
@@ -241,14 +241,20 @@ def _numbers(name: str, tensor: Mapping[str, Any], geometry: ModelGeometry) -> i
     return 0 if part in _BESIDE_CODES | _UNREAD else stored
 
 
-def _kept_bytes(name: str, tensor: Mapping[str, Any], element: int) -> int:
-    """What a tensor of a quantised checkpoint takes where its codes are kept."""
-    stored, part = math.prod(tensor["shape"]), name.rpartition(".")[2]
+def _kept_bytes(name: str, tensor: Mapping[str, Any], geometry: ModelGeometry, element: int, device_type: str) -> int:
+    """What a tensor of a quantised checkpoint takes: as it is where its codes are kept."""
+    part, floating = name.rpartition(".")[2], tensor["dtype"] == "F8_E4M3"
     if part in _UNREAD:
         return 0
     if part in _WORDS | _BESIDE_CODES:
-        return stored * _SCALE_BYTES
-    return stored if tensor["dtype"] in ("F8_E4M3", "I8") else stored * element
+        kept = keeps_codes(device_type, floating=False)
+        return _count(tensor) * _SCALE_BYTES if kept else _numbers(name, tensor, geometry) * element
+    kept = (floating or tensor["dtype"] == "I8") and keeps_codes(device_type, floating=floating)
+    return _count(tensor) * (1 if kept else element)
+
+
+def _count(tensor: Mapping[str, Any]) -> int:
+    return math.prod(int(extent) for extent in tensor["shape"])
 
 
 def _by_shape(geometry: ModelGeometry) -> int:

@@ -170,6 +170,7 @@ class ModelRunner:
             model=model_dir.name,
             family=self.geometry.family,
             dtype=self.dtype,
+            quantization="none" if self.geometry.quantization is None else self.geometry.quantization.method,
             device=str(self.device),
             kv_blocks=num_blocks,
             kv_mebibytes=num_blocks * self.kv.block_bytes >> 20,

@@ -69,9 +69,9 @@ class Quantization:
         return _names(pattern, module) or f".{pattern}." in f".{module}."
 
 
-def keeps_codes(device_type: str) -> bool:
-    """Whether products over quantised weights exist on this kind of device; else weights are dequantised at load. Asked
-    by the loader, and by the sums of what fits."""
+def keeps_codes(device_type: str, *, floating: bool) -> bool:
+    """Whether products over integer codes, or over E4M3 (`floating`), exist on this kind of device; else such weights
+    are dequantised at load. Asked by the sums of what fits; `quantized_files.matrix` does accordingly."""
     return False
 
 

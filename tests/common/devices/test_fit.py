@@ -142,12 +142,15 @@ def test_codes_are_counted_as_the_weights_they_stand_for(tmp_path: Path) -> None
 
 
 def test_where_codes_are_kept_they_take_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit, "keeps_codes", lambda device_type: device_type == "cpu")
+    monkeypatch.setattr(fit, "keeps_codes", lambda device_type, floating: device_type == "cpu" and not floating)
     awq_shard(tmp_path)
     assert weight_bytes(tmp_path, AWQ, 2, "files", "cpu") == 4 * 512 * 4096 + 4 * 32 * (512 + 4096) + 2 * 4096
     assert weight_bytes(tmp_path, AWQ, 2, "files", "cuda") == 2 * (4096 * 4096 + 4096)
-    with pytest.raises(ConfigError, match=r"too much; --quantization fp8 or another of 8 bits \(a checkpoint of it\)"):
-        check_host_fit(config(), "m", Need(28 * GIB, 0, 0, GIB, 4096), 20 * GIB, 1)
+    shard(tmp_path / "model.safetensors", {"m.weight": ("F8_E4M3", [8, 8]), "n.weight": ("I8", [8, 8])})
+    assert weight_bytes(tmp_path, AWQ, 2, "files", "cpu") == 2 * 64 + 64
+    for has, name in ((20, "int8"), (10, "int4")):
+        with pytest.raises(ConfigError, match=f"too much; --quantization {name}, or 29 GiB of memory"):
+            check_host_fit(config(), "m", Need(28 * GIB, 0, 0, GIB, 4096), has * GIB, 1)
 
 
 def test_a_host_is_told_what_lacks_before_anything_is_read() -> None:

@@ -14,9 +14,9 @@ import torch
 from cohort.common.config import Config, load_config
 from cohort.common.devices import inventory
 from cohort.common.devices.refusal import TorchFacts
-from cohort.common.engine import devices
+from cohort.common.engine import devices, worker_process
 from cohort.common.engine.devices import TorchGpu, WorkerDevice, claim_device, engine_facts, engine_warnings, wish_for
-from cohort.common.errors import ConfigError, NoDeviceLeft
+from cohort.common.errors import ConfigError, ModelError, NoDeviceLeft
 from cohort.common.types import Role
 from tests.common.devices.fakes import GIB, host
 from tests.engine_models import make_runner
@@ -187,3 +187,17 @@ def test_a_worker_on_a_processor_says_what_computes(model_folder: Callable[[str]
     assert facts.device and facts.capability == "" and facts.dtype == "float32"
     assert facts.kernels == facts.decode_attention in ("native", "reference")
     assert runner.recorded_classes == () and engine_warnings(runner, Config(), 2) == []
+
+
+def test_a_worker_on_a_processor_looks_at_its_memory_before_it_reads(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model_folder("llama")
+    monkeypatch.setattr(worker_process, "available_bytes", lambda: 100_000)
+    config = load_config(overrides={"model": {"path": str(folder)}, "engine": {"device": "cpu"}})
+    with pytest.raises(ConfigError, match=rf"{folder.name} does not fit this host: needs .* for weights.* too much; "):
+        worker_process.load_runner(config, 1)
+    monkeypatch.setattr(worker_process, "available_bytes", lambda: 0)  # not known
+    settings = {"model": {"path": str(folder), "quantization": "fp8"}, "engine": {"device": "cpu"}}
+    with pytest.raises(ModelError, match="its weights are plain"):
+        worker_process.load_runner(load_config(overrides=settings), 1)

@@ -14,11 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cohort.common.engine import weight_reader, weights
+from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.streams import HostStream, Mark
 from cohort.common.engine.weight_reader import Progress, WeightReader
-from cohort.common.engine.weights import WeightFiles
+from cohort.common.engine.weights import WeightFiles, open_weights
 from cohort.common.errors import ModelError
 from tests.common.engine.driver import make_runner
+from tests.quantised_models import write
 
 CPU = torch.device("cpu")
 
@@ -157,6 +159,19 @@ def test_no_chunk_is_filled_again_before_the_device_has_read_it(
     for name, tensor in tensors.items():
         assert torch.equal(places[name], tensor.to(served))
     assert 1 <= len(late) <= 3 and all(stream.most <= 2 for stream in late)  # two chunks a thread, no more
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "awq", "gptq-4"])
+def test_codes_are_there_before_they_are_dequantised(
+    tmp_path: Path, late: list[LateStream], model_folder: Callable[[str], Path], name: str
+) -> None:
+    """Also beside plain tensors that are still on their way."""
+    written = write(model_folder("qwen3"), tmp_path, name)
+    expected, read = written.weights, {}
+    with open_weights(written.folder, "files", read_geometry(written.folder).quantization) as files:
+        for full_name, tensor in expected.items():
+            read[full_name] = files.read(full_name, tensor.shape, torch.float32, CPU)
+    assert late and all(torch.equal(read[full_name], tensor) for full_name, tensor in expected.items())
 
 
 def test_a_failure_in_a_thread_is_raised_where_it_is_awaited(tmp_path: Path, late: list[LateStream]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cohort.common.engine.quantization_config import Quantization, WeightScheme
-from cohort.common.engine.quantized_formats import StoredWeight, awq, gptq, packed, rows_of, scaled
+from cohort.common.engine.quantized_formats import StoredWeight, awq, gptq, packed, rows_of, scaled, widened
 from cohort.common.engine.weight_reader import place
 from cohort.common.errors import ModelError
 
@@ -236,8 +236,7 @@ def _dequantize_into(weight: StoredWeight, place: Tensor) -> None:
     outputs, inputs = weight.shape
     step = max(1, _ELEMENTS_AT_ONCE // inputs)
     for first in range(0, outputs, step):
-        part = rows_of(weight, first, min(step, outputs - first))
-        place[first : first + step].copy_(part.dequantized())
+        place[first : first + step].copy_(widened(rows_of(weight, first, min(step, outputs - first))))
 
 
 def _module(name: str) -> str:

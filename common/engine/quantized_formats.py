@@ -13,6 +13,7 @@ words of 32 bits are little-endian in the files and in memory, so a word's lowes
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -75,12 +76,12 @@ def packed(
 
 def awq(words: Tensor, scales: Tensor, zeros: Tensor, scheme: WeightScheme) -> QuantizedWeight:
     """`words` int32 [in, out / 8], `zeros` int32 [groups, out / 8], `scales` [groups, out]."""
-    inputs = len(words)
-    codes = _awq_nibbles(words).t()
-    codes = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
-    spread = scales.t().float().contiguous()
-    offsets = _offsets(spread, _awq_nibbles(zeros).t())
-    return QuantizedWeight("uint4", codes, spread, offsets, scheme.group or inputs)
+    inputs, spread = len(words), scales.t().float().contiguous()
+    codes = torch.empty((words.shape[1], 8, inputs // 2), dtype=torch.uint8, device=words.device)
+    for output, nibble in enumerate(_awq_nibbles(words)):
+        codes[:, output] = nibble[:, 0::2] | (nibble[:, 1::2] << 4)
+    offsets = _offsets(spread, torch.stack(list(_awq_nibbles(zeros)), dim=1).flatten(0, 1))
+    return QuantizedWeight("uint4", codes.flatten(0, 1), spread, offsets, scheme.group or inputs)
 
 
 def gptq(words: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor | None, scheme: WeightScheme) -> StoredWeight:
@@ -102,6 +103,29 @@ def rows_of(weight: StoredWeight, first: int, count: int) -> StoredWeight:
     part = slice(first, first + count)
     offsets = None if weight.offsets is None else weight.offsets[part]
     return replace(weight, codes=weight.codes[part], scales=weight.scales[part], offsets=offsets)
+
+
+def widened(weight: StoredWeight) -> Tensor:
+    """`dequantized`, the same bits; several times as fast where groups fill the rows."""
+    outputs, inputs = weight.shape
+    if isinstance(weight, ReorderedWeight) or inputs % weight.group:
+        return weight.dequantized()
+    codes = weight.codes
+    if weight.code == "uint4":
+        values = torch.empty((outputs, inputs), device=codes.device)
+        values[:, 0::2] = codes & 15
+        values[:, 1::2] = codes >> 4
+    elif weight.code == "e4m3" and codes.device.type == "cpu":  # torch converts one after the other there
+        numbers = torch.arange(256, dtype=torch.uint8).view(codes.dtype).float()
+        values = torch.index_select(numbers, 0, codes.contiguous().view(torch.uint8).view(-1).int())
+        values = values.view(outputs, inputs)
+    else:
+        values = codes.float()
+    grouped = values.view(outputs, -1, weight.group)
+    grouped.mul_(weight.scales[:, :, None])
+    if weight.offsets is not None:
+        grouped.add_(weight.offsets[:, :, None])
+    return values
 
 
 def _integers(
@@ -158,7 +182,9 @@ def _unpacked_bytes(pairs: Tensor) -> Tensor:
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).view(len(pairs), -1)
 
 
-def _awq_nibbles(words: Tensor) -> Tensor:
-    """uint8 [rows, outputs] of int32 [rows, outputs / 8]."""
-    nibbles = _unpacked(words, 4).view(len(words), -1, 8)
-    return nibbles[:, :, list(_AWQ_PLACES)].reshape(len(words), -1)
+def _awq_nibbles(words: Tensor) -> Iterator[Tensor]:
+    """Of int32 [rows, outputs / 8]: uint8 [outputs / 8, rows] of the first output of every word, of the second, …"""
+    pairs = _bytes(words.t()).view(words.shape[1], len(words), 4)
+    for place in _AWQ_PLACES:
+        pair = pairs[:, :, place // 2]
+        yield pair >> 4 if place % 2 else pair & 15

@@ -69,7 +69,7 @@ def test_weights_are_what_the_checkpoint_says(name: str, model_folder: Callable[
         if not full_name.endswith("_proj.weight"):
             assert stored is None and torch.equal(dense, expected)
             continue
-        assert stored is not None and torch.equal(stored.dequantized(), dense)
+        assert stored is not None and torch.equal(stored.dequantized(), dense)  # to the bit, however it is computed
         torch.testing.assert_close(dense, expected, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6)
         if "act-order" in name:
             assert isinstance(stored, ReorderedWeight)

@@ -209,7 +209,7 @@ def _gptq(found: Mapping[str, Any]) -> Quantization:
     bits = found["bits"]
     if bits not in (4, 8):
         raise _Refused(f"gptq weights of {bits} bits")
-    stored = str(found.get("checkpoint_format") or "gptq")
+    stored = "marlin" if found.get("is_marlin_format") else str(found.get("checkpoint_format") or "gptq")
     if stored not in ("gptq", "gptq_v2"):
         raise _Refused(f"gptq weights in the format {stored}")
     # GPTQModel: "-:pattern" excludes modules, which are plain in the files; "+:pattern" may change what others have.

@@ -219,8 +219,11 @@ class _PartsReader:
         return gptq(words, scales, zeros, self._own_groups("g_idx"), self._scheme)
 
     def _own_groups(self, name: str) -> Tensor | None:
-        there = self._files.has(f"{self._module}.{name}")
-        return self._part(name, (self._inputs,), torch.int32) if there else None
+        """The group of every input, where the files say it; compressed-tensors writes -1 where it does not matter."""
+        if not self._files.has(f"{self._module}.{name}"):
+            return None
+        groups = self._part(name, (self._inputs,), torch.int32)
+        return None if bool((groups == -1).any()) else groups
 
     def _of(self, what: str, count: int) -> int:
         """Words that hold `count` codes, which fill them."""

@@ -105,6 +105,7 @@ def test_awq_and_gptq() -> None:
         ({**GPTQ, "bits": 3}, "gptq weights of 3 bits"),
         ({**GPTQ, "bits": 2}, "gptq weights of 2 bits"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "gptq weights in the format marlin"),
+        ({**GPTQ, "is_marlin_format": True}, "gptq weights in the format marlin"),
         ({**GPTQ, "dynamic": {r"+:.*down.*": {"bits": 8}}}, r"bits or groups of their own for some modules \(\+:"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq weights in the layout gemv"),
         ({"quant_method": "awq", "bits": 8}, "awq weights of 8 bits"),

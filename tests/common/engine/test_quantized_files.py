@@ -79,6 +79,32 @@ def test_weights_are_what_the_checkpoint_says(name: str, model_folder: Callable[
         assert stored.code == CODES.get(code, "uint4")
 
 
+@pytest.mark.parametrize("name", ["ct-packed-4-asymmetric", "ct-packed-8"])
+def test_packed_inputs_may_name_their_groups(name: str, model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """compressed-tensors' act-order, which its library writes no more: `weight_g_idx`, all -1 where it is unused."""
+    written = write(model_folder("qwen3"), tmp_path, name)
+    order = torch.randperm(80, generator=torch.Generator().manual_seed(3))
+    groups = {"mixed": (torch.arange(80) // 16)[order].int(), "unused": torch.full((80,), -1, dtype=torch.int32)}
+    plain = opened(written.folder).read_quantized(f"{MODULE}.weight", 48, 80, CPU)
+    assert isinstance(plain, QuantizedWeight)
+    found = {}
+    for kind, named in groups.items():
+        folder = changed(
+            written, tmp_path / kind, lambda parts, named=named: parts.update({f"{MODULE}.weight_g_idx": named})
+        )
+        found[kind] = opened(folder).read_quantized(f"{MODULE}.weight", 48, 80, CPU)
+    assert isinstance(found["unused"], QuantizedWeight)
+    assert torch.equal(found["unused"].dequantized(), plain.dequantized())
+    assert isinstance(found["mixed"], ReorderedWeight)
+    steps = (plain.dequantized() - (0 if plain.offsets is None else plain.offsets.repeat_interleave(16, dim=1))) / (
+        plain.scales.repeat_interleave(16, dim=1)
+    )
+    expected = steps.round() * plain.scales[:, groups["mixed"].long()]
+    if plain.offsets is not None:
+        expected += plain.offsets[:, groups["mixed"].long()]
+    torch.testing.assert_close(found["mixed"].dequantized(), expected)
+
+
 @pytest.mark.parametrize("name", ["fp8-blocks", "ct-int8-channel", "awq", "gptq-4", "gptq-4-act-order"])
 def test_models_answer_as_transformers_with_the_dequantised_weights(
     name: str, model_folder: Callable[[str], Path], tmp_path: Path

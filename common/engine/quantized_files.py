@@ -163,8 +163,8 @@ class QuantizedFiles:
         if stored.dtype in _PLAIN:
             return
         raise ModelError(
-            f"{self._files.where(name)}: tensor {name} has {stored.dtype}, but config.json excludes {_module(name)} "
-            "from quantisation"
+            f"{self._files.where(name)}: tensor {name} has {stored.dtype} without a layout that is served: config.json "
+            f"excludes {_module(name)} from quantisation, or its codes stand in no module of their own"
         )
 
 

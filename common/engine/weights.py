@@ -19,7 +19,7 @@ from typing import Literal, Protocol, Self
 import torch
 from torch import Tensor
 
-from cohort.common.engine.tensor_files import TensorFile, open_tensor_file
+from cohort.common.engine.tensor_files import StoredTensor, TensorFile, open_tensor_file
 from cohort.common.engine.weight_reader import Progress, WeightReader
 from cohort.common.errors import ModelError
 from cohort.kernels.panels import huge_zeros
@@ -124,7 +124,7 @@ class WeightFiles:
         fused = _place((sum(rows), *rest), dtype, device)
         first, sources = 0, []
         for name, count in zip(names, rows, strict=True):
-            stored = self._file_of[name].tensors[name]
+            stored = self._stored(name)
             stored.check()
             if stored.shape != (count, *rest):
                 raise ModelError(
@@ -137,6 +137,9 @@ class WeightFiles:
             self._reader = WeightReader(device, Progress(self._num_bytes))
         self._reader.read(sources)
         return fused
+
+    def _stored(self, name: str) -> StoredTensor:
+        return self._file_of[name].tensors[name]
 
 
 def _place(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

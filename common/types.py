@@ -307,6 +307,7 @@ class EngineFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     kernels: str = ""  # native (C++), triton, reference (PyTorch)
     decode_attention: str = ""
     prefill_attention: str = ""
+    ranks: str = ""  # devices that compute as this worker, where they are several
 
 
 class WorkerCapacity(msgspec.Struct, frozen=True):

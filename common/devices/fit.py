@@ -17,6 +17,7 @@ from typing import Literal
 from cohort.common.config import Config
 from cohort.common.engine.device_memory import step_bytes
 from cohort.common.engine.model_config import DTYPE_BYTES, Dtype, ModelGeometry
+from cohort.common.engine.rank_shares import RankShare
 from cohort.common.errors import ConfigError
 
 _LEAST_BLOCKS = 3  # a cache of two, and the spare one
@@ -44,15 +45,17 @@ def gpu_dtype(config: Config) -> Dtype:
     return "bfloat16" if config.model.dtype == "auto" else config.model.dtype
 
 
-def need(config: Config, model_dir: Path, geometry: ModelGeometry) -> Need:
+def need(config: Config, model_dir: Path, geometry: ModelGeometry, degree: int = 1) -> Need:
+    """Of each of `degree` ranks, which the model must divide by."""
     dtype = gpu_dtype(config)
+    own = geometry if degree == 1 else RankShare(geometry, 0, degree).own
     element = DTYPE_BYTES[dtype]
     engine = config.engine
     return Need(
-        parameters(model_dir, geometry, config.model.weights) * element,
-        step_bytes(geometry, element, engine.max_rows, engine.max_step_tokens),
-        0 if geometry.family in ("generic", "moe") else engine.cuda_graph_memory_bytes,
-        _LEAST_BLOCKS * geometry.kv_geometry(dtype, config.kv.block_size).block_bytes,
+        parameters(model_dir, geometry, config.model.weights) * element // degree,
+        step_bytes(own, element, engine.max_rows, engine.max_step_tokens),
+        0 if degree > 1 or geometry.family in ("generic", "moe") else engine.cuda_graph_memory_bytes,
+        _LEAST_BLOCKS * own.kv_geometry(dtype, config.kv.block_size).block_bytes,
     )
 
 
@@ -80,8 +83,8 @@ def check_fit(config: Config, model: str, wanted: Need, gpu: str, memory_bytes: 
     raise ConfigError(
         f"model.path: {model} does not fit {gpu}: a worker needs {_gib(wanted.total)} (weights {_gib(wanted.weights)}, "
         f"steps {_gib(wanted.steps)}, graphs {_gib(wanted.graphs)}), its share is {_gib(has)} of {_gib(memory_bytes)}"
-        f"{shared}: {_gib(wanted.total - has)} are missing. What would fit: {'; or '.join(remedies)}. A worker's model "
-        "runs on one GPU, never across several"
+        f"{shared}: {_gib(wanted.total - has)} are missing. What would fit: {'; or '.join(remedies)}; or several GPUs "
+        "for each worker (workers: tensor_parallel: auto), where the model divides"
     )
 
 

@@ -145,8 +145,8 @@ class LeanLlama:
         self._buffers_kept = True
 
     def _layer_by_layer(self, buffers: StepBuffers, step: StepInputs, kv: Tensor) -> None:
-        """What `LayerStack` does, one call after the other: on a GPU, as one of several ranks, and where a weight cannot
-        be packed."""
+        """What `LayerStack` does, one call after the other: on a GPU, as one of several ranks, and where a weight
+        cannot be packed."""
         residual, normed, qkv = buffers.residual, buffers.normed, buffers.qkv
         meta, head_dim, eps, tokens = step.meta, self._geometry.head_dim, self._eps, len(residual)
         key_end = self._query_size + self._kv_size

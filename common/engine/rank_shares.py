@@ -89,12 +89,12 @@ class RankShare:
         match module, kind:
             case "q_proj", _:
                 return Part(0, query, (own_query,))
-            case ("k_proj" | "v_proj"), _:
+            case (("k_proj" | "v_proj"), _):
                 return Part(0, kv, (own_kv,))
             case "qkv_proj", _:
                 ranges = (own_query, _behind(own_kv, query), _behind(own_kv, query + kv))
                 return Part(0, query + 2 * kv, ranges)
-            case ("gate_proj" | "up_proj"), _:
+            case (("gate_proj" | "up_proj"), _):
                 return Part(0, inner, (own_inner,))
             case "gate_up_proj", _:
                 return Part(0, 2 * inner, (own_inner, _behind(own_inner, inner)))
@@ -102,7 +102,7 @@ class RankShare:
                 return Part(1, query, (own_query,))
             case "down_proj", "weight":
                 return Part(1, inner, (own_inner,))
-            case ("embed_tokens" | "lm_head"), _:
+            case (("embed_tokens" | "lm_head"), _):
                 return Part(0, whole.vocab_size, (self.vocabulary,))
             case _:
                 return None
@@ -128,8 +128,8 @@ def hindrance(geometry: ModelGeometry, degree: int) -> str:
         return ""
     if geometry.family != "llama":
         return (
-            f"{geometry.model_type} runs in its {geometry.family} form, which one device computes; what is divided over "
-            f"ranks are dense Llama-shaped decoders ({', '.join(sorted(LLAMA_SHAPED))})"
+            f"{geometry.model_type} runs in its {geometry.family} form, which one device computes; what is divided "
+            f"over ranks are dense Llama-shaped decoders ({', '.join(sorted(LLAMA_SHAPED))})"
         )
     heads, kv_heads, inner = geometry.num_heads, geometry.num_kv_heads, geometry.intermediate_size
     if heads % degree:

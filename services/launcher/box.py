@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from cohort.common.config import Config
+from cohort.common.devices.degrees import settle_degrees
 from cohort.common.devices.division import left_open, settle
 from cohort.common.devices.fit import check_fit, need
 from cohort.common.devices.inventory import Gpu
@@ -25,6 +26,9 @@ def on_box(config: Config, gpus: Sequence[Gpu], *, workers_given: bool, model: P
     a preset's count is the smallest arrangement that works. Raises `ConfigError`, `ModelError`."""
     if config.engine.device == "auto" and gpus:
         config = _with_device(config, "cuda")
+    if (model / "config.json").is_file():  # else not made yet, or no model: checked elsewhere
+        memories = [gpu.memory_bytes for gpu in gpus] if config.on_gpu else []
+        config = settle_degrees(config, model, read_geometry(model), memories)
     if not config.on_gpu:
         return settle(config, 0)
     if not workers_given:
@@ -37,7 +41,10 @@ def summary(config: Config, gpus: Sequence[Gpu]) -> str:
     if not config.on_gpu or not gpus:
         return ""
     names = sorted({gpu.name for gpu in gpus})
-    workers = ", ".join(f"{group.count} x {group.role.value}" for group in config.workers)
+    workers = ", ".join(
+        f"{group.count} x {group.role.value}" + (f" of {group.degree} GPUs" if group.degree > 1 else "")
+        for group in config.workers
+    )
     return f"{len(gpus)} GPU(s), {' and '.join(names)}: workers {workers}, {config.engine.workers_per_gpu} per GPU"
 
 
@@ -45,7 +52,9 @@ def _fitting(config: Config, gpus: Sequence[Gpu], model: Path) -> list[Gpu]:
     """GPUs that a worker's part of fits the model, undivided first: a box whose GPUs differ uses those."""
     if not (model / "config.json").is_file():
         return list(gpus)  # not made yet, or no model: checked elsewhere
-    wanted = need(config, model, read_geometry(model))
+    geometry = read_geometry(model)
+    each = [need(config, model, geometry, degree) for degree in sorted({group.degree for group in config.workers})]
+    wanted = max(each, key=lambda of_one: of_one.total)
     fitting: list[Gpu] = []
     refusal: ConfigError | None = None
     for gpu in sorted(gpus, key=lambda gpu: gpu.memory_bytes):

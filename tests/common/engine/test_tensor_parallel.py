@@ -49,9 +49,7 @@ def eight_heads(kv_heads: int, **options: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder_of(
-    model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
+def folder_of(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     made: dict[str, Path] = {}
     own = {
         "eight-heads": lambda: eight_heads(4, tie_word_embeddings=True),
@@ -119,9 +117,7 @@ def test_a_row_computes_the_same_bits_in_every_batch(group: tuple[ModelRunner, P
     assert run(3, 2, 3) == alone
 
 
-def test_prompts_are_scored_by_all_ranks_together(
-    group: tuple[ModelRunner, Path],
-) -> None:
+def test_prompts_are_scored_by_all_ranks_together(group: tuple[ModelRunner, Path]) -> None:
     """More positions than logits exist at a time: several forwards of one step, on every rank."""
     runner, folder = group
     prompt = random_prompts([40])[0]

@@ -41,8 +41,7 @@ GPU_WORKER_THREADS = 8
 class Config(Section, frozen=True):
     name: str = "cohort"  # of the preset; shown by /version, in logs and metrics
     model: ModelConfig = ModelConfig()
-    # groups: role (prefill, decode, unified), count, CPU threads (0 = engine.threads), tensor_parallel (devices of each
-    # worker, default 1); or `auto`: as a box's GPUs want
+    # groups: role (prefill, decode, unified), count, threads (0 = engine.threads), tensor_parallel; or `auto`, by GPUs
     workers: tuple[WorkerGroup, ...] = (WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE))
     policies: PolicyConfig = PolicyConfig()
     bucketserve: BucketServeConfig = BucketServeConfig()

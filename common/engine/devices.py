@@ -224,23 +224,22 @@ def engine_facts(runner: ModelRunner) -> EngineFacts:
     """What computes here; decides on the kernels if no step has."""
     if runner.device.type != "cuda":
         own = native.implementation() if runner.dtype != "float16" else "reference"
-        return EngineFacts(processor_name(), "", runner.dtype, own, own, own, _ranks(runner))
+        return EngineFacts(_ranks(runner) + processor_name(), "", runner.dtype, own, own, own)
     properties = torch.cuda.get_device_properties(runner.device)
     served = available.ops_for(torch.empty(0, device=runner.device)) is not None
     kernels = "triton" if served else "reference"
     return EngineFacts(
-        properties.name,
+        _ranks(runner) + properties.name,
         f"{properties.major}.{properties.minor}",
         runner.dtype,
         kernels,
         "triton split-KV" if served else "reference",
         _prefill_attention(runner, served=served),
-        _ranks(runner),
     )
 
 
 def _ranks(runner: ModelRunner) -> str:
-    return "" if runner.ranks is None else str(runner.ranks.share.degree)
+    return "" if runner.ranks is None else f"{runner.ranks.share.degree} x "
 
 
 def _prefill_attention(runner: ModelRunner, *, served: bool) -> str:

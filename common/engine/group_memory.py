@@ -1,6 +1,6 @@
 """The caches of all ranks of a worker as the transfer agent sees them: whole blocks, by way of rank 0's host memory.
 
-    ranks' caches ──gather──▶ whole blocks ══ one message over the link ══▶ whole blocks ──check, scatter──▶ ranks' caches
+    ranks' caches ──gather──▶ whole blocks ══ message over the link ══▶ whole blocks ──check, scatter──▶ ranks' caches
 
 Takes the place of `CacheMemory` where a worker has several ranks. A message is what a worker of one device would send,
 so workers of any degrees exchange KV. Every message has host memory of its own while it is under way, and is copied

@@ -6,7 +6,7 @@
 
 What travels between workers is therefore the same whatever their degrees are. A follower serves its blocks on a thread
 and a socket pair of its own (`serve`), so that transfers go on while steps compute. A request names spans of
-neighbouring blocks; the bytes of the follower's heads follow in the direction of the copy. A byte answers for those that
+neighbouring blocks; the bytes of the follower's heads follow in the direction of the copy, and one byte says that they
 lie in their blocks.
 
 Called by `group_memory` on rank 0 and by the follower's process. Decides nothing about who owns a block.

@@ -17,7 +17,7 @@ from typing import Literal
 from cohort.common.config import Config
 from cohort.common.engine.device_memory import step_bytes
 from cohort.common.engine.model_config import DTYPE_BYTES, Dtype, ModelGeometry
-from cohort.common.engine.rank_shares import RankShare
+from cohort.common.engine.rank_shares import RankShare, exchange_bytes
 from cohort.common.errors import ConfigError
 
 _LEAST_BLOCKS = 3  # a cache of two, and the spare one
@@ -47,13 +47,16 @@ def gpu_dtype(config: Config) -> Dtype:
 
 def need(config: Config, model_dir: Path, geometry: ModelGeometry, degree: int = 1) -> Need:
     """Of each of `degree` ranks, which the model must divide by."""
-    dtype = gpu_dtype(config)
-    own = geometry if degree == 1 else RankShare(geometry, 0, degree).own
+    dtype, engine = gpu_dtype(config), config.engine
     element = DTYPE_BYTES[dtype]
-    engine = config.engine
+    own, steps = geometry, step_bytes(geometry, element, engine.max_rows, engine.max_step_tokens)
+    if degree > 1:
+        share = RankShare(geometry, 0, degree)
+        own, steps = share.own, step_bytes(share.working, element, engine.max_rows, engine.max_step_tokens)
+        steps += exchange_bytes(geometry, element, engine.max_step_tokens)
     return Need(
         parameters(model_dir, geometry, config.model.weights) * element // degree,
-        step_bytes(own, element, engine.max_rows, engine.max_step_tokens),
+        steps,
         0 if degree > 1 or geometry.family in ("generic", "moe") else engine.cuda_graph_memory_bytes,
         _LEAST_BLOCKS * own.kv_geometry(dtype, config.kv.block_size).block_bytes,
     )

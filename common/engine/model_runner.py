@@ -38,7 +38,7 @@ from cohort.common.engine.linear import native_bfloat16
 from cohort.common.engine.model_config import DTYPE_BYTES, Family, ModelGeometry, read_geometry
 from cohort.common.engine.prompt_scores import by_row, score, scored_tokens
 from cohort.common.engine.rank_messages import RankLost
-from cohort.common.engine.rank_shares import check_degree
+from cohort.common.engine.rank_shares import check_degree, exchange_bytes
 from cohort.common.engine.ranks import RankGroup, Ranks
 from cohort.common.engine.sampler import sample
 from cohort.common.engine.step_inputs import Model, StepInputs, step_inputs
@@ -399,7 +399,10 @@ class ModelRunner:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         element = DTYPE_BYTES[self.dtype]
-        reserved = step_bytes(self._held, element, self.max_rows, self.max_step_tokens) + share.graphs
+        working = self.geometry if self.ranks is None else self.ranks.share.working
+        reserved = step_bytes(working, element, self.max_rows, self.max_step_tokens) + share.graphs
+        if self.ranks is not None:
+            reserved += exchange_bytes(self.geometry, element, self.max_step_tokens)
         reserved += STAGING_BYTES
         budget = kv_bytes(
             total=total,

@@ -56,6 +56,11 @@ class RankShare:
         )
 
     @property
+    def working(self) -> ModelGeometry:
+        """The geometry whose intermediates a step of this rank has at the most: rank 0 gathers all logits."""
+        return dataclasses.replace(self.own, vocab_size=self.geometry.vocab_size)
+
+    @property
     def vocabulary_part(self) -> int:
         """Tokens of each rank; the last may have fewer."""
         return -(-self.geometry.vocab_size // self.degree)
@@ -153,6 +158,11 @@ def check_degree(geometry: ModelGeometry, degree: int, model: str) -> None:
     if reason := hindrance(geometry, degree):
         able = ", ".join(str(each) for each in degrees(geometry, 16))
         raise ConfigError(f"workers: tensor_parallel: {degree}: {model}: {reason}; degrees for this model: {able}")
+
+
+def exchange_bytes(geometry: ModelGeometry, element_bytes: int, max_step_tokens: int) -> int:
+    """Memory of the terms that a GPU's rank puts into a sum."""
+    return max_step_tokens * geometry.hidden_size * element_bytes
 
 
 def reduced_bytes(geometry: ModelGeometry, element_bytes: int, tokens: int) -> int:

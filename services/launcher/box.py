@@ -26,7 +26,8 @@ def on_box(config: Config, gpus: Sequence[Gpu], *, workers_given: bool, model: P
     a preset's count is the smallest arrangement that works. Raises `ConfigError`, `ModelError`."""
     if config.engine.device == "auto" and gpus:
         config = _with_device(config, "cuda")
-    if (model / "config.json").is_file():  # else not made yet, or no model: checked elsewhere
+    grouped = any(group.tensor_parallel != 1 for group in config.workers)
+    if grouped and (model / "config.json").is_file():  # else not made yet, or no model: checked elsewhere
         memories = [gpu.memory_bytes for gpu in gpus] if config.on_gpu else []
         config = settle_degrees(config, model, read_geometry(model), memories)
     if not config.on_gpu:

@@ -69,7 +69,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel: 4: every rank .* 2 can be used"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel: 4: every rank .* 2 can be used"):
         settled(config(4), LLAMA_8B, [80 * GIB] * 2)
 
 

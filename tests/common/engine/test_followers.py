@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cohort.common.engine.batch import ScoringRow, StepBatch
+from cohort.common.engine.batch import SamplingRow, ScoringRow, StepBatch
+from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.rank_messages import RankLost, Step, batch_of, step_of
 from cohort.common.errors import ModelError
-from tests.common.engine.driver import Driver, random_prompts
+from tests.common.engine.driver import Driver, make_runner, random_prompts
 from tests.common.engine.groups import group_runner
 
 SENT = (
@@ -44,6 +45,28 @@ def test_a_step_that_fails_on_one_rank_fails_the_group(model_folder: Callable[[s
                 driver.step([("0", driver.remaining("0"))])
         assert said and "rank 0 of 2" in said[0]
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_sixteen_bits_are_summed_unrounded_and_alike_in_every_batch(model_folder: Callable[[str], Path]) -> None:
+    """The terms are float32: two ranks are no farther from one device than the order of a sum."""
+    folder = model_folder("qwen3")
+    prompts = random_prompts([21, 30, 17])
+
+    def logprobs(runner: ModelRunner, names: list[str]) -> list[float]:
+        driver = Driver(runner)
+        for name, prompt in zip("abc", prompts, strict=True):
+            driver.add(name, prompt, SamplingRow(seed=1, position=len(prompt), temperature=0.0, logprobs=8))
+        output = driver.step([(name, driver.remaining(name)) for name in names])
+        found = output.logprobs[names.index("a")]
+        assert found is not None
+        return list(found.top_logprobs)
+
+    alone = logprobs(make_runner(folder, dtype="bfloat16"), ["a"])
+    with group_runner(folder, 2, dtype="bfloat16") as runner:
+        of_two = logprobs(runner, ["a"])
+        assert logprobs(runner, ["b", "c", "a"]) == of_two
+        assert logprobs(runner, ["b", "a"]) == of_two
+    assert of_two == pytest.approx(alone, abs=0.05)
 
 
 def test_a_share_that_cannot_be_loaded_is_an_error_of_the_worker(

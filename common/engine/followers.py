@@ -30,7 +30,7 @@ import structlog
 from torch import Tensor
 
 from cohort.common.engine.batch import StepBatch
-from cohort.common.engine.rank_blocks import DONE, request
+from cohort.common.engine.rank_blocks import DONE, host_bytes, request
 from cohort.common.engine.rank_messages import (
     Connect,
     Copied,
@@ -208,7 +208,7 @@ class Followers:
             for follower, _ in pairs:
                 send(follower.blocks, request(False, spans))
             for follower, memory in pairs:
-                receive_exactly(follower.blocks, memoryview(memory.view(-1).numpy()))
+                receive_exactly(follower.blocks, host_bytes(memory))
 
     def write_blocks(self, spans: Sequence[Span], sources: Sequence[Tensor]) -> None:
         """Every follower's part of these blocks; on return they lie there. On any thread. Raises `RankLost`."""
@@ -216,7 +216,7 @@ class Followers:
             for follower, memory in zip(self._followers, sources, strict=True):
                 send(follower.blocks, request(True, spans))
                 try:
-                    follower.blocks.sendall(memoryview(memory.view(-1).numpy()))
+                    follower.blocks.sendall(host_bytes(memory))
                 except OSError as error:
                     raise RankLost(f"rank {follower.rank} takes no blocks: {error}") from error
             for follower in self._followers:

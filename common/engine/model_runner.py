@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from cohort.common.engine import compiled_kernels
-from cohort.common.engine.batch import GREEDY, Int64Array, StepBatch, StepOutput, TokenLogprobs
+from cohort.common.engine.batch import Int64Array, StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.device_memory import DeviceShare, kv_bytes, step_bytes
 from cohort.common.engine.device_steps import DeviceSteps, Launched
 from cohort.common.engine.followers import Followers
@@ -44,6 +44,7 @@ from cohort.common.engine.sampler import sample
 from cohort.common.engine.step_inputs import Model, StepInputs, step_inputs
 from cohort.common.engine.streams import HostStream, Stream
 from cohort.common.engine.transfer_memory import STAGING_BYTES
+from cohort.common.engine.trial_batch import trial_batch
 from cohort.common.engine.weights import WeightKind
 from cohort.common.errors import ConfigError, InvariantViolated
 from cohort.common.policies.kv_interface import KvCopy
@@ -477,24 +478,3 @@ class ModelRunner:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
             self._prepared_thread = threading.get_ident()
-
-
-def trial_batch(rows: int, tokens_per_row: int, context: int, *, block_size: int, num_blocks: int) -> StepBatch | None:
-    """A greedy batch over the first blocks, for warming up and measuring; None when the cache cannot hold it."""
-    blocks_per_row = -(-context // block_size)
-    if rows * blocks_per_row > num_blocks or context < tokens_per_row:
-        return None
-    tables = np.arange(rows * blocks_per_row, dtype=np.int32).reshape(rows, blocks_per_row)
-    row_positions = np.arange(context - tokens_per_row, context, dtype=np.int64)
-    slots = tables[:, row_positions // block_size].astype(np.int64) * block_size + row_positions % block_size
-    return StepBatch(
-        token_ids=np.ones(rows * tokens_per_row, dtype=np.int64),
-        positions=np.tile(row_positions, rows),
-        query_start=np.arange(rows + 1, dtype=np.int32) * np.int32(tokens_per_row),
-        context_lens=np.full(rows, context, dtype=np.int32),
-        block_tables=tables,
-        directions=None,
-        slot_mapping=slots.reshape(-1),
-        sample_rows=np.arange(rows, dtype=np.int32),
-        sampling=(GREEDY,) * rows,
-    )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -39,6 +40,11 @@ class Wanted(msgspec.Struct, frozen=True):
 
 _decoder = msgspec.msgpack.Decoder(Wanted)
 _encoder = msgspec.msgpack.Encoder()
+
+
+def host_bytes(memory: Tensor) -> memoryview:
+    """Of contiguous host memory, uint8."""
+    return memoryview(cast(Any, memory.view(-1).numpy()))
 
 
 def request(write: bool, spans: Sequence[Span]) -> bytes:
@@ -102,7 +108,7 @@ def serve(blocks: RankBlocks, peer: socket.socket) -> None:
         receive_exactly(peer, memoryview(body))
         wanted = _decoder.decode(body)
         part = blocks.empty(wanted.spans)
-        data = memoryview(part.view(-1).numpy()).cast("B")
+        data = host_bytes(part)
         if wanted.write:
             receive_exactly(peer, data)
             blocks.write(wanted.spans, part)

@@ -32,6 +32,7 @@ from cohort.common.engine.rank_shares import RankShare
 EXCHANGE_TIMEOUT_S = 30.0
 """The longest that one rank waits for another within a step; what is later counts as lost."""
 
+_FileStore: Any = dist.FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
 _gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -74,7 +75,7 @@ class Ranks:
         share = self.share
         dist.init_process_group(
             "nccl" if self._on_gpu else "gloo",
-            store=dist.FileStore(self._group.store, share.degree),
+            store=_FileStore(self._group.store, share.degree),
             rank=share.rank,
             world_size=share.degree,
             timeout=datetime.timedelta(seconds=EXCHANGE_TIMEOUT_S),

@@ -123,31 +123,28 @@ def load_runner(
     share = DeviceShare(config.kv.memory_fraction, sharers, memory_bytes // degree, graphs)
     host_blocks, group = config.kv.host_memory_bytes // block_bytes, None
     if followers is not None and own is not None:
-        devices = [str(device) for device, _ in own.others]
-        group = RankGroup(0, degree, followers.store, followers.meet, followers.end)
-        followers.set_up(
-            lambda rank: Setup(
-                instance=instance,
-                rank=rank,
-                degree=degree,
-                store=followers.store,
-                model_dir=str(model_dir),
-                dtype=dtype,
-                device=devices[rank - 1],
-                threads=threads,
-                block_size=config.kv.block_size,
-                num_blocks=num_blocks,
-                host_blocks=host_blocks,
-                max_rows=config.engine.max_rows,
-                max_step_tokens=config.engine.max_step_tokens,
-                max_context=config.model.max_model_len,
-                memory_fraction=share.fraction,
-                sharers=share.sharers,
-                most_kv=share.most_kv,
-                weights=config.model.weights,
-                logging=config.logging,
-            )
+        setup = Setup(
+            instance=instance,
+            rank=0,
+            degree=degree,
+            store=followers.store,
+            model_dir=str(model_dir),
+            dtype=dtype,
+            device=str(device),
+            threads=threads,
+            block_size=config.kv.block_size,
+            num_blocks=num_blocks,
+            host_blocks=host_blocks,
+            max_rows=config.engine.max_rows,
+            max_step_tokens=config.engine.max_step_tokens,
+            max_context=config.model.max_model_len,
+            memory_fraction=share.fraction,
+            sharers=share.sharers,
+            most_kv=share.most_kv,
+            weights=config.model.weights,
+            logging=config.logging,
         )
+        group = _group(setup, followers, own)
     return ModelRunner(
         model_dir,
         dtype=dtype,
@@ -164,6 +161,13 @@ def load_runner(
         group=group,
         followers=followers,
     )
+
+
+def _group(setup: Setup, followers: Followers, own: WorkerDevice) -> RankGroup:
+    """Has the other ranks load their shares, each for a device of its own; rank 0's place among them."""
+    devices = [str(device) for device, _ in own.others]
+    followers.set_up(lambda rank: msgspec.structs.replace(setup, rank=rank, device=devices[rank - 1]))
+    return RankGroup(setup.rank, setup.degree, setup.store, followers.meet, followers.end)
 
 
 def open_worker_links(context: ServiceContext, policies: WorkerPolicies) -> dict[str, KvLink]:

@@ -67,7 +67,7 @@ def test_the_refusal_says_by_how_much_and_what_would_fit() -> None:
         "llama-70b does not fit NVIDIA H100",
         "73.0 GiB are missing",
         "a GPU of 162 GiB or more",
-        "never across",
+        "workers: tensor_parallel: auto",
     ):
         assert part in told
     assert "16 bits" not in told and "per GPU instead" not in told

@@ -188,6 +188,7 @@ class Runner:
     """As much of a runner on a GPU as the warnings ask of it."""
 
     device = torch.device("cuda", 0)
+    ranks = None
 
     def __init__(self, classes: tuple[int, ...], family: str = "llama") -> None:
         self.recorded_classes = classes

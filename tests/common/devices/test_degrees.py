@@ -39,7 +39,14 @@ def settled(config: Config, geometry: Any, memories: list[int]) -> int:
 
 @pytest.mark.parametrize(
     ("geometry", "gib", "degree"),
-    [(LLAMA_8B, 80, 1), (LLAMA_8B, 16, 2), (LLAMA_70B, 141, 2), (LLAMA_70B, 80, 2), (LLAMA_70B, 40, 8)],
+    [
+        (LLAMA_8B, 80, 1),
+        (LLAMA_8B, 16, 2),
+        (LLAMA_70B, 141, 2),
+        (LLAMA_70B, 80, 2),
+        (LLAMA_70B, 40, 4),
+        (LLAMA_70B, 24, 8),
+    ],
 )
 def test_auto_is_the_fewest_gpus_that_hold_the_model(geometry: Any, gib: int, degree: int) -> None:
     assert settled(config("auto"), geometry, [gib * GIB] * 8) == degree

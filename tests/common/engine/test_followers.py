@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from cohort.common.engine import ranks
 from cohort.common.engine.batch import SamplingRow, ScoringRow, StepBatch
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.rank_messages import RankLost, Step, batch_of, step_of
@@ -43,6 +45,25 @@ def test_a_step_that_fails_on_one_rank_fails_the_group(model_folder: Callable[[s
         with pytest.raises((RankLost, RuntimeError)):
             for _ in range(3):
                 driver.step([("0", driver.remaining("0"))])
+        assert said and "rank 0 of 2" in said[0]
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_rank_that_does_not_answer_counts_as_lost(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "EXCHANGE_TIMEOUT_S", 2.0)
+    with group_runner(model_folder("qwen3"), 2) as runner:
+        assert runner.followers is not None and runner.ranks is not None
+        said: list[str] = []
+        runner.ranks.failed = said.append
+        driver = Driver(runner)
+        driver.add("0", random_prompts([5])[0])
+        driver.step([("0", 5)])
+        (pid,) = runner.followers.pids
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises((RankLost, RuntimeError)):
+            driver.step([("0", 1)])
         assert said and "rank 0 of 2" in said[0]
     assert not Path(f"/proc/{pid}").exists()
 

@@ -90,10 +90,17 @@ class _Follower:
 class Followers:
     """Ranks 1 to degree - 1. A context manager for tests and tools; `watch` is the worker's."""
 
-    def __init__(self, degree: int, *, threads: int = 0) -> None:
-        """Starts the processes: on the main thread, with whose end they would be killed. `threads` of each rank."""
+    def __init__(self, degree: int, *, threads: int = 0, folder: Path | None = None) -> None:
+        """Starts the processes: on the main thread, with whose end they would be killed. `threads` of each rank.
+
+        `folder`: private, for what the ranks find each other by; made anew, with what a killed predecessor left there.
+        """
         self.degree = degree
-        self._folder = tempfile.mkdtemp(prefix="cohort-ranks-")  # its owner's alone
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="cohort-ranks-"))  # its owner's alone
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        self._folder = folder
         self._followers = [_Follower(rank, threads) for rank in range(1, degree)]
         self._transfers = threading.Lock()
         self._closing = False
@@ -108,7 +115,7 @@ class Followers:
     @property
     def store(self) -> str:
         """Where the ranks find each other."""
-        return str(Path(self._folder) / "store")
+        return str(self._folder / f"store-{os.getpid()}")
 
     @property
     def pids(self) -> list[int]:

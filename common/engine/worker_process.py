@@ -253,7 +253,8 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     if own.degree == 1:
         await _serve(context, policies, own, engine, threads)
         return
-    followers = Followers(own.degree, threads=max(1, threads // own.degree))
+    folder = context.run_dir / f"{context.instance}.ranks"
+    followers = Followers(own.degree, threads=max(1, threads // own.degree), folder=folder)
     try:
         await _serve(context, policies, own, engine, threads, followers)
     finally:

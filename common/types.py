@@ -301,7 +301,7 @@ class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
 class EngineFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     """On what and with what a worker computes, in words for people: /version, metrics and the live page."""
 
-    device: str  # "NVIDIA H200", or the processor's name
+    device: str  # "NVIDIA H200", or the processor's name; "2 x NVIDIA H200" of a worker of two ranks
     capability: str = ""  # CUDA compute capability, "9.0"
     dtype: str = ""
     kernels: str = ""  # native (C++), triton, reference (PyTorch)

@@ -41,7 +41,7 @@ GPU_WORKER_THREADS = 8
 class Config(Section, frozen=True):
     name: str = "cohort"  # of the preset; shown by /version, in logs and metrics
     model: ModelConfig = ModelConfig()
-    # groups: role (prefill, decode, unified), count, CPU threads (0 = engine.threads); or `auto`: as a box's GPUs want
+    # groups: role (prefill, decode, unified), count, threads (0 = engine.threads), tensor_parallel; or `auto`, by GPUs
     workers: tuple[WorkerGroup, ...] = (WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE))
     policies: PolicyConfig = PolicyConfig()
     bucketserve: BucketServeConfig = BucketServeConfig()
@@ -77,6 +77,16 @@ class Config(Section, frozen=True):
         """CPU threads of a worker: its group's, else the engine's, else `default_threads`."""
         group = dict(self._instances()).get(instance)
         return (group.threads if group else 0) or self.default_threads(cores)
+
+    def rank_threads(self, instance: str, cores: int) -> int:
+        """CPU threads of each of a worker's ranks: they share the worker's."""
+        return max(1, self.worker_threads(instance, cores) // self.worker_group(instance).degree)
+
+    def worker_group(self, instance: str, role: Role | None = None) -> WorkerGroup:
+        """A worker's; for one that the configuration does not name, as in a container, the first of its role."""
+        if (group := dict(self._instances()).get(instance)) is not None:
+            return group
+        return next((group for group in self.workers if group.role is role), self.workers[0])
 
     def default_threads(self, cores: int) -> int:
         """The engine's, else an equal share of the cores, but at least two where there are two: prefill and decode

@@ -256,7 +256,15 @@ class EngineConfig(Section, frozen=True):
 class WorkerGroup(Section, frozen=True):
     role: Role  # prefill, decode, unified
     count: NotNegative = 1  # workers of this group; 0 = as many as the GPUs want
-    threads: NotNegative = 0  # overrides engine.threads
+    threads: NotNegative = 0  # overrides engine.threads; of all its ranks together
+    # devices (on a CPU: processes) that compute as one worker, each with a share of the model and of the KV: what the
+    # model's heads divide by; auto = the fewest GPUs that hold it, on a CPU 1
+    tensor_parallel: Literal["auto"] | Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+
+    @property
+    def degree(self) -> int:
+        """`auto` counts as 1 until it is settled (`common/devices/degrees.py`)."""
+        return 1 if self.tensor_parallel == "auto" else self.tensor_parallel
 
 
 class EndpointsConfig(Section, frozen=True):

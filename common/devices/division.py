@@ -11,7 +11,8 @@ to the same answer from the same configuration and the same GPUs.
 
 Half and half because the best ratio follows from the traffic's lengths, which nothing knows at start; `cohort advise`
 finds it. An odd GPU decodes: a late first token is one wait, a slow decode is one for every token. With more roles than
-GPUs workers share (two on one GPU halve its memory and hold the weights twice).
+GPUs workers share (two on one GPU halve its memory and hold the weights twice). A worker of several ranks
+(`tensor_parallel`, settled before: `degrees.py`) counts as so many.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def divide(config: Config, visible: int) -> Division:
     Groups that are not `auto` stay as they are."""
     gpus = used_gpus(config, visible)
     workers = _groups(config, gpus) if config.divides else config.workers
-    count = sum(max(1, group.count) for group in workers)
-    return Division(workers, gpus, config.engine.workers_per_gpu or -(-count // gpus))
+    ranks = sum(max(1, group.count) * group.degree for group in workers)
+    return Division(workers, gpus, config.engine.workers_per_gpu or -(-ranks // gpus))
 
 
 def used_gpus(config: Config, visible: int) -> int:
@@ -65,10 +66,11 @@ def left_open(config: Config) -> Config:
 
 
 def _groups(config: Config, gpus: int) -> tuple[WorkerGroup, ...]:
-    slots = gpus * max(1, config.engine.workers_per_gpu)
+    degree = max(group.degree for group in config.workers)
+    slots = max(1, gpus * max(1, config.engine.workers_per_gpu) // degree)
     threads = {group.threads for group in config.workers}
     if config.gathers:
-        return (WorkerGroup(Role.UNIFIED, slots, threads.pop() if len(threads) == 1 else 0),)
+        return (WorkerGroup(Role.UNIFIED, slots, threads.pop() if len(threads) == 1 else 0, degree),)
     groups = config.workers
     least = [_least(config, group.role) for group in groups]
     counts = _shares(least, max(slots, sum(least)), [group.role for group in groups])

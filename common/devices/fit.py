@@ -20,6 +20,7 @@ from cohort.common.config import Config
 from cohort.common.engine.device_memory import host_step_bytes, step_bytes
 from cohort.common.engine.model_config import DTYPE_BYTES, Dtype, ModelGeometry
 from cohort.common.engine.quantization_config import keeps_codes
+from cohort.common.engine.rank_shares import RankShare, exchange_bytes
 from cohort.common.errors import ConfigError
 
 _LEAST_TOKENS = 4096  # of KV, or the longest request: a cache that holds less serves nobody
@@ -66,16 +67,20 @@ def gpu_dtype(config: Config) -> Dtype:
     return "bfloat16" if config.model.dtype == "auto" else config.model.dtype
 
 
-def need(config: Config, model_dir: Path, geometry: ModelGeometry) -> Need:
-    """Of a GPU."""
-    dtype = gpu_dtype(config)
+def need(config: Config, model_dir: Path, geometry: ModelGeometry, degree: int = 1) -> Need:
+    """Of each of `degree` ranks on GPUs, which the model must divide by."""
+    dtype, engine = gpu_dtype(config), config.engine
     element = DTYPE_BYTES[dtype]
-    engine = config.engine
-    tokens, cache = _least_cache(config, geometry, dtype, config.kv.memory_bytes)
+    own, steps = geometry, step_bytes(geometry, element, engine.max_rows, engine.max_step_tokens)
+    if degree > 1:
+        share = RankShare(geometry, 0, degree)
+        own, steps = share.own, step_bytes(share.working, element, engine.max_rows, engine.max_step_tokens)
+        steps += exchange_bytes(geometry, element, engine.max_step_tokens)
+    tokens, cache = _least_cache(config, own, dtype, config.kv.memory_bytes // degree)
     return Need(
-        weight_bytes(model_dir, geometry, element, config.model.weights, "cuda"),
-        step_bytes(geometry, element, engine.max_rows, engine.max_step_tokens),
-        0 if geometry.family in ("generic", "moe") else engine.cuda_graph_memory_bytes,
+        weight_bytes(model_dir, geometry, element, config.model.weights, "cuda") // degree,
+        steps,
+        0 if degree > 1 or geometry.family in ("generic", "moe") else engine.cuda_graph_memory_bytes,
         cache,
         tokens,
     )

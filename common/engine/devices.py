@@ -7,8 +7,10 @@ chosen.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import platform
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from cohort.common import paths
 from cohort.common.config import Config
 from cohort.common.devices import inventory
 from cohort.common.devices.claims import DeviceClaims, Held, Wish
+from cohort.common.devices.degrees import degree_of
 from cohort.common.devices.division import divide, settle, used_gpus
 from cohort.common.devices.fit import check_fit, need
 from cohort.common.devices.refusal import TorchFacts, missing_toolchain, unusable_gpu
@@ -54,6 +57,12 @@ class WorkerDevice:
     role: Role
     sharers: int = 1
     claim: Held | None = None
+    others: tuple[tuple[torch.device, Held | None], ...] = ()
+    """Likewise of the worker's other ranks, each on a device of its own; on a CPU the same."""
+
+    @property
+    def degree(self) -> int:
+        return 1 + len(self.others)
 
 
 def torch_facts() -> TorchFacts:
@@ -85,7 +94,19 @@ def torch_gpus() -> list[TorchGpu]:
     return found
 
 
-def candidates(config: Config, device: torch.device, gpus: list[TorchGpu]) -> list[TorchGpu]:
+def worker_degree(config: Config, instance: str, role: Role) -> int:
+    """How many ranks this worker has; the launcher has settled it, a worker started on its own asks here. Raises
+    `ConfigError`, `ModelError`."""
+    group = config.worker_group(instance, role)
+    model_dir = Path(config.model.path) if config.model.path else paths.default_model_dir()
+    if group.tensor_parallel == 1 or not model_dir.is_dir():
+        return 1
+    device = checked_device(config)
+    memories = [gpu.memory_bytes for gpu in torch_gpus()] if device.type == "cuda" else []
+    return degree_of(config, group, model_dir, read_geometry(model_dir), memories)
+
+
+def candidates(config: Config, device: torch.device, gpus: list[TorchGpu], degree: int = 1) -> list[TorchGpu]:
     """The GPUs this worker may take: the one that the configuration names; else those that the model fits, where one
     worker's part is known. Raises `ConfigError` when it fits none."""
     if device.index is not None:
@@ -93,7 +114,7 @@ def candidates(config: Config, device: torch.device, gpus: list[TorchGpu]) -> li
     model_dir = Path(config.model.path) if config.model.path else paths.default_model_dir()
     if not gpus or not model_dir.is_dir():
         return gpus  # `load_runner` says what is wrong
-    wanted = need(config, model_dir, read_geometry(model_dir, config.model.quantization))
+    wanted = need(config, model_dir, read_geometry(model_dir, config.model.quantization), degree)
     sharers = divide(config, len(gpus)).sharers
     fitting, refusal = [], None
     for gpu in sorted(gpus, key=lambda gpu: gpu.memory_bytes):
@@ -139,14 +160,16 @@ async def claim_device(
     """
     in_engine = asyncio.get_running_loop().run_in_executor
     device = await in_engine(executor, checked_device, config)
+    degree = await in_engine(executor, worker_degree, config, instance, default_role)
     if device.type != "cuda":
-        return WorkerDevice(device, config.instance_roles.get(instance, default_role))
+        role = config.instance_roles.get(instance, default_role)
+        return WorkerDevice(device, role, others=((device, None),) * (degree - 1))
     gpus = await in_engine(executor, torch_gpus)
-    able = await in_engine(executor, candidates, config, device, gpus)
+    able = await in_engine(executor, candidates, config, device, gpus, degree)
     claims = DeviceClaims(claim_folder(config))
     wish = wish_for(config, instance, default_role, len(able))
-    waited_s, pause_s, held = 0.0, _FIRST_PAUSE_S, claims.take(able, wish)
-    while held is None:
+    waited_s, pause_s, held = 0.0, _FIRST_PAUSE_S, take_together(claims, able, wish, degree)
+    while not held:
         if waited_s >= config.engine.claim_wait_s:
             raise NoDeviceLeft(claims.why_not(able, wish))
         if waited_s == 0.0:
@@ -155,20 +178,42 @@ async def claim_device(
         try:
             await asyncio.wait_for(stopping.wait(), pause_s)
         except TimeoutError:
-            waited_s, pause_s, held = waited_s + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S), claims.take(able, wish)
+            waited_s, pause_s = waited_s + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)
+            held = take_together(claims, able, wish, degree)
         else:
             return None
-    gpu = able[held.gpu]
-    log.info(
-        "device claimed",
-        device=gpu.name,
-        index=gpu.index,
-        uuid=gpu.uuid,
-        share=held.share,
-        sharers=wish.sharers,
-        role=held.role.value,
-    )
-    return WorkerDevice(torch.device("cuda", gpu.index), held.role, wish.sharers, held)
+    for gpu, share in held:
+        log.info(
+            "device claimed",
+            device=gpu.name,
+            index=gpu.index,
+            uuid=gpu.uuid,
+            share=share.share,
+            sharers=wish.sharers,
+            role=share.role.value,
+        )
+    (first, claim), *others = [(torch.device("cuda", gpu.index), share) for gpu, share in held]
+    return WorkerDevice(first, claim.role, wish.sharers, claim, tuple(others))
+
+
+def take_together(
+    claims: DeviceClaims, gpus: Sequence[TorchGpu], wish: Wish, degree: int
+) -> list[tuple[TorchGpu, Held]]:
+    """A share of each of `degree` GPUs for the ranks of one worker, or none at all: two workers that each held a part
+    would wait for each other."""
+    held: list[tuple[TorchGpu, Held]] = []
+    if not isinstance(wish.role, Role):  # every worker of the plan claims as often
+        wish = dataclasses.replace(wish, role=tuple(wish.role) * degree)
+    while len(held) < degree:
+        left = [gpu for gpu in gpus if all(gpu is not taken for taken, _ in held)]
+        share = claims.take(left, wish)
+        if share is None:
+            for _, taken_share in held:
+                taken_share.release()
+            return []
+        held.append((left[share.gpu], share))
+        wish = dataclasses.replace(wish, role=share.role)
+    return held
 
 
 def claim_folder(config: Config) -> Path:
@@ -179,18 +224,22 @@ def engine_facts(runner: ModelRunner) -> EngineFacts:
     """What computes here; decides on the kernels if no step has."""
     if runner.device.type != "cuda":
         own = native.implementation() if runner.dtype != "float16" else "reference"
-        return EngineFacts(processor_name(), "", runner.dtype, own, own, own)
+        return EngineFacts(_ranks(runner) + processor_name(), "", runner.dtype, own, own, own)
     properties = torch.cuda.get_device_properties(runner.device)
     served = available.ops_for(torch.empty(0, device=runner.device)) is not None
     kernels = "triton" if served else "reference"
     return EngineFacts(
-        properties.name,
+        _ranks(runner) + properties.name,
         f"{properties.major}.{properties.minor}",
         runner.dtype,
         kernels,
         "triton split-KV" if served else "reference",
         _prefill_attention(runner, served=served),
     )
+
+
+def _ranks(runner: ModelRunner) -> str:
+    return "" if runner.ranks is None else f"{runner.ranks.share.degree} x "
 
 
 def _prefill_attention(runner: ModelRunner, *, served: bool) -> str:
@@ -207,7 +256,9 @@ def engine_warnings(runner: ModelRunner, config: Config, sharers: int) -> list[s
     if runner.device.type != "cuda":
         return []
     warnings = []
-    if config.engine.cuda_graph_memory_bytes and not runner.recorded_classes:
+    if runner.ranks is not None:
+        warnings.append("a worker of several GPUs records no CUDA graphs: every step is launched kernel by kernel")
+    elif config.engine.cuda_graph_memory_bytes and not runner.recorded_classes:
         warnings.append(
             "decode steps are not recorded as CUDA graphs (the worker's log says why): "
             "every step is launched kernel by kernel"

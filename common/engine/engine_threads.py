@@ -79,7 +79,7 @@ class EngineThreads:
             at_it()
         step: Launched | Done | None = None
         try:
-            with self._copier.around(plan.copies):
+            with self._runner.copies_elsewhere(plan.copies), self._copier.around(plan.copies):
                 if batch.num_rows:
                     self._gaps.begun()
                     try:

@@ -21,7 +21,9 @@ from cohort.common.engine.experts import DenseMlp, ExpertBuffers, Experts, exper
 from cohort.common.engine.linear import Embedding, GatedLinear, Linear
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.quantized_files import matrix
+from cohort.common.engine.ranks import Ranks
 from cohort.common.engine.rope import rope_tables
+from cohort.common.engine.sharded_weights import open_sharded
 from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.engine.weights import WeightKind, Weights, open_weights
 from cohort.common.errors import InvariantViolated
@@ -56,14 +58,22 @@ class LeanLlama:
         max_rows: int,
         max_step_tokens: int,
         weights: WeightKind = "files",
+        ranks: Ranks | None = None,
     ) -> None:
+        """`ranks`: this is one rank of several, and holds its share alone; `geometry` is the whole model's."""
+        self._ranks = ranks
+        geometry = geometry if ranks is None else ranks.share.own
         self._geometry = geometry
         self._eps = geometry.norm_eps
         self._query_size = geometry.num_heads * geometry.head_dim
         self._kv_size = geometry.num_kv_heads * geometry.head_dim
         self._scale = geometry.head_dim**-0.5
         self._cos, self._sin = rope_tables(geometry, device)
-        with open_weights(model_dir, weights, geometry.quantization) as files:
+        if ranks is None:
+            opened = open_weights(model_dir, weights, geometry.quantization)
+        else:
+            opened = open_sharded(model_dir, weights, ranks.share)
+        with opened as files:
             prefix = files.prefix(("model.", ""), "embed_tokens.weight")
             files.require(_tensor_names(files, geometry, prefix))
             hidden, vocab = geometry.hidden_size, geometry.vocab_size
@@ -108,7 +118,10 @@ class LeanLlama:
         self._fit(tokens, sampled)
         residual, normed, qkv = self._residual[:tokens], self._normed[:tokens], self._qkv[:tokens]
         attended, activated = self._attended[:tokens], self._activated[:tokens]
-        self._embedding.into(step.token_ids, residual)
+        if self._ranks is None:
+            self._embedding.into(step.token_ids, residual)
+        else:
+            self._ranks.embed(self._embedding, step.token_ids, residual)
         buffers = StepBuffers(residual, normed, qkv, attended, activated)
         if self._stack is not None:
             self._stack.run(buffers, step.positions, step.slot_mapping, step.meta, kv)
@@ -120,7 +133,7 @@ class LeanLlama:
         rms_norm(last, self._final_norm, self._eps, last)
         self.sampled_states = last
         self._lm_head.into(last, logits)
-        return logits
+        return logits if self._ranks is None else self._ranks.whole_logits(logits)
 
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
@@ -136,7 +149,8 @@ class LeanLlama:
         self._buffers_kept = True
 
     def _layer_by_layer(self, buffers: StepBuffers, step: StepInputs, kv: Tensor) -> None:
-        """What `LayerStack` does, one call after the other: on a GPU, and where a weight cannot be packed."""
+        """What `LayerStack` does, one call after the other: on a GPU, as one of several ranks, and where a weight
+        cannot be packed."""
         residual, normed, qkv = buffers.residual, buffers.normed, buffers.qkv
         meta, head_dim, eps, tokens = step.meta, self._geometry.head_dim, self._eps, len(residual)
         key_end = self._query_size + self._kv_size
@@ -152,12 +166,21 @@ class LeanLlama:
                 rms_norm(key, layer.k_norm, eps, key)
             rope_and_write_kv(query, key, value, self._cos, self._sin, step.positions, kv, index, step.slot_mapping)
             paged_attention(query, kv, index, meta, self._scale, per_head, sliding_window=layer.sliding_window)
-            layer.attention_out.add_into(buffers.attended, residual)
+            if self._ranks is None:
+                layer.attention_out.add_into(buffers.attended, residual)
+            else:
+                self._ranks.add_into(layer.attention_out, buffers.attended, residual)
             rms_norm(residual, layer.mlp_norm, eps, normed)
-            layer.mlp.add_into(normed, buffers.activated, residual)
+            if self._ranks is None or not isinstance(layer.mlp, DenseMlp):
+                layer.mlp.add_into(normed, buffers.activated, residual)
+            else:
+                layer.mlp.gate_up.into(normed, buffers.activated)
+                self._ranks.add_into(layer.mlp.down, buffers.activated, residual)
 
     def _layer_stack(self) -> LayerStack | None:
-        """The layers as one call, if the kernels serve every one of them."""
+        """The layers as one call, if the kernels serve every one of them and nothing is exchanged between them."""
+        if self._ranks is not None:
+            return None
         weights = [_packed(layer) for layer in self._layers]
         packed = [layer for layer in weights if layer is not None]
         if len(packed) < len(weights):

@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import assert_never
 
@@ -21,11 +21,13 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 import torch
+from torch import Tensor
 
 from cohort.common.engine import compiled_kernels
-from cohort.common.engine.batch import GREEDY, Int64Array, StepBatch, StepOutput, TokenLogprobs
+from cohort.common.engine.batch import Int64Array, StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.device_memory import DeviceShare, kv_bytes, step_bytes
 from cohort.common.engine.device_steps import DeviceSteps, Launched
+from cohort.common.engine.followers import Followers
 from cohort.common.engine.generic import GenericModel
 from cohort.common.engine.grammar_masks import GrammarMasks, TokenMasks
 from cohort.common.engine.kv_tensors import KvTensors
@@ -35,12 +37,18 @@ from cohort.common.engine.lean_opt import LeanOpt
 from cohort.common.engine.linear import native_bfloat16
 from cohort.common.engine.model_config import DTYPE_BYTES, Family, ModelGeometry, read_geometry
 from cohort.common.engine.prompt_scores import by_row, score, scored_tokens
+from cohort.common.engine.rank_messages import RankLost
+from cohort.common.engine.rank_shares import check_degree, exchange_bytes
+from cohort.common.engine.ranks import RankGroup, Ranks
 from cohort.common.engine.sampler import sample
 from cohort.common.engine.step_inputs import Model, StepInputs, step_inputs
 from cohort.common.engine.streams import HostStream, Stream
 from cohort.common.engine.transfer_memory import STAGING_BYTES
+from cohort.common.engine.trial_batch import trial_batch
 from cohort.common.engine.weights import WeightKind
 from cohort.common.errors import ConfigError, InvariantViolated
+from cohort.common.policies.kv_interface import KvCopy
+from cohort.common.types import KvGeometry
 
 log = structlog.get_logger(__name__)
 
@@ -112,11 +120,14 @@ class ModelRunner:
         share: DeviceShare | None = None,
         weights: WeightKind = "files",
         device_steps: bool | None = None,
+        group: RankGroup | None = None,
+        followers: Followers | None = None,
     ) -> None:
         """Loads the model; `threads` 0 leaves torch's own choice. Raises `ModelError` or `ConfigError`.
 
         `num_blocks` 0: as many KV blocks as `share` has memory for once the weights are there; only on a GPU.
         `max_context`: no request is longer; 0 = what the model allows. `device_steps`: run as on a GPU; None = on one.
+        `group`: this is one rank of a worker, whose `followers` rank 0 has; blocks are counted as the worker's.
         """
         compiled_kernels.keep_in_cache()
         self.device = resolve_device(device)
@@ -124,6 +135,11 @@ class ModelRunner:
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = resolve_dtype(dtype, self.device)
+        self.ranks: Ranks | None = None
+        self.followers = followers
+        if group is not None:
+            check_degree(self.geometry, group.degree, model_dir.name)
+            self.ranks = Ranks(group, self.geometry, self.device)
         self.block_size = block_size
         self.max_rows = max_rows
         self.max_step_tokens = max_step_tokens
@@ -138,10 +154,14 @@ class ModelRunner:
         torch_dtype = _TORCH_DTYPES[self.dtype]
         share = share or DeviceShare()
         self._model = self._load(model_dir, torch_dtype, weights)
+        if self.ranks is not None:
+            self.ranks.connect()
         num_blocks = num_blocks or self._blocks_that_fit(share)
         on_device = self.device.type == "cuda" if device_steps is None else device_steps
+        if self.ranks is not None:
+            num_blocks, on_device = self.ranks.least(num_blocks), False
         self.kv = KvTensors(
-            self.geometry.kv_geometry(self.dtype, block_size),
+            self._held.kv_geometry(self.dtype, block_size),
             num_blocks=num_blocks,
             host_blocks=host_blocks,
             dtype=torch_dtype,
@@ -178,6 +198,16 @@ class ModelRunner:
         )
 
     @property
+    def _held(self) -> ModelGeometry:
+        """Of what this process holds of the model."""
+        return self.geometry if self.ranks is None else self.ranks.share.own
+
+    @property
+    def block_geometry(self) -> KvGeometry:
+        """Of a block over all ranks."""
+        return self.geometry.kv_geometry(self.dtype, self.block_size)
+
+    @property
     def stream(self) -> Stream:
         """The stream of the steps; other work on the device is ordered against it."""
         return HostStream() if self._device_steps is None else self._device_steps.stream
@@ -206,13 +236,37 @@ class ModelRunner:
                 batch = batch.after(before)
             launched = self._begin(batch)
         except torch.OutOfMemoryError:
-            if batch.num_rows < 2:
+            if batch.num_rows < 2 or self.ranks is not None:
                 raise
             batch = batch if self._device_steps is None else self._device_steps.with_tokens(batch)
             launched = Done(self._in_halves(batch))
         if isinstance(launched, Done):
             self._sampled = launched.output.tokens
         return launched
+
+    @contextmanager
+    def copies_elsewhere(self, copies: Sequence[KvCopy]) -> Iterator[None]:
+        """Within, a plan's copies are made by the other ranks too, and its rows come after them."""
+        if self.followers is None or not copies:
+            yield
+            return
+        try:
+            with self.followers.copies(copies):
+                yield
+        except RankLost as error:
+            self._out_of_step(error)
+            raise
+
+    def follow(self, batch: StepBatch) -> None:
+        """The forward of a step of rank 0, on another rank: the same calls, in the same order."""
+        self._prepare_thread()
+        with torch.inference_mode():
+            inputs = step_inputs(batch, self.block_size, self.device)
+            if batch.scoring:
+                for _ in self._forwards(batch, inputs):
+                    pass
+            else:
+                self._forward(inputs)
 
     def _begin(self, batch: StepBatch) -> Launched | Done:
         self._prepare_thread()
@@ -284,10 +338,16 @@ class ModelRunner:
                 output = self._execute_and_score(batch, steps.scoring_inputs(batch))
             steps.stream.mark().wait()
             return output
+        if self.followers is not None:
+            try:
+                self.followers.step(batch)
+            except RankLost as error:
+                self._out_of_step(error)
+                raise
         inputs = step_inputs(batch, self.block_size, self.device)
         if batch.scoring:
             return self._execute_and_score(batch, inputs)
-        logits = self._model.forward(inputs, self.kv.blocks)
+        logits = self._forward(inputs)
         return sample(logits, batch.sampling, self._masks(batch))
 
     def _masks(self, batch: StepBatch) -> TokenMasks | None:
@@ -302,20 +362,36 @@ class ModelRunner:
         """A whole prompt's logits may be more than the device has, so those of `max_rows` tokens exist at a time. For
         more of them the forward runs again, over the same tokens: it writes the same KV, and scoring is rare."""
         sampled = len(batch.sample_rows)
-        wanted = torch.cat([inputs.sample_index, scored_tokens(batch.scoring, self.device)])
         pairs = ((target, row.top) for row in batch.scoring for target in row.targets)
         scores: list[TokenLogprobs] = []
         output: StepOutput | None = None
-        at_once = max(self.max_rows, sampled, 1)
-        for start in range(0, max(1, len(wanted)), at_once):
-            inputs.sample_index = wanted[start : start + at_once]
-            logits = self._model.forward(inputs, self.kv.blocks)
+        for logits in self._forwards(batch, inputs):
             if output is None:
                 output = sample(logits[:sampled], batch.sampling, self._masks(batch))
                 logits = logits[sampled:]
             scores += score(logits, pairs)
         assert output is not None
         return dataclasses.replace(output, scores=by_row(batch.scoring, scores))
+
+    def _forwards(self, batch: StepBatch, inputs: StepInputs) -> Iterator[Tensor]:
+        """The logits of its sampled and its scored tokens, so many at a time."""
+        wanted = torch.cat([inputs.sample_index, scored_tokens(batch.scoring, self.device)])
+        at_once = max(self.max_rows, len(batch.sample_rows), 1)
+        for start in range(0, max(1, len(wanted)), at_once):
+            inputs.sample_index = wanted[start : start + at_once]
+            yield self._forward(inputs)
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        try:
+            return self._model.forward(inputs, self.kv.blocks)
+        except Exception as error:
+            self._out_of_step(error)
+            raise
+
+    def _out_of_step(self, error: Exception) -> None:
+        """Of several ranks one has not done what the others do: there is no way on."""
+        if self.ranks is not None:
+            self.ranks.failed(f"rank {self.ranks.share.rank} of {self.ranks.share.degree}: {error}")
 
     def _blocks_that_fit(self, share: DeviceShare) -> int:
         """KV blocks that the device has memory for, of what is this worker's share."""
@@ -325,7 +401,10 @@ class ModelRunner:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         element = DTYPE_BYTES[self.dtype]
-        reserved = step_bytes(self.geometry, element, self.max_rows, self.max_step_tokens) + share.graphs
+        working = self.geometry if self.ranks is None else self.ranks.share.working
+        reserved = step_bytes(working, element, self.max_rows, self.max_step_tokens) + share.graphs
+        if self.ranks is not None:
+            reserved += exchange_bytes(self.geometry, element, self.max_step_tokens)
         reserved += STAGING_BYTES
         budget = kv_bytes(
             total=total,
@@ -345,7 +424,7 @@ class ModelRunner:
             kv_mebibytes=wanted >> 20,
             configured_mebibytes=share.most_kv >> 20,
         )
-        blocks = self.plan_kv_blocks(self.geometry, self.dtype, self.block_size, wanted) - 1  # one is the spare block
+        blocks = self.plan_kv_blocks(self._held, self.dtype, self.block_size, wanted) - 1  # one is the spare block
         if blocks < 2:
             raise ConfigError(
                 f"kv.memory_bytes: {wanted} bytes are left for the KV cache on {self.device} (free {free}, reserved "
@@ -367,6 +446,7 @@ class ModelRunner:
                         max_rows=self.max_rows,
                         max_step_tokens=self.max_step_tokens,
                         weights=weights,
+                        ranks=self.ranks,
                     )
                 case "gemma":
                     return LeanGemma(model_dir, geometry, dtype=dtype, device=self.device, weights=weights)
@@ -404,24 +484,3 @@ class ModelRunner:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
             self._prepared_thread = threading.get_ident()
-
-
-def trial_batch(rows: int, tokens_per_row: int, context: int, *, block_size: int, num_blocks: int) -> StepBatch | None:
-    """A greedy batch over the first blocks, for warming up and measuring; None when the cache cannot hold it."""
-    blocks_per_row = -(-context // block_size)
-    if rows * blocks_per_row > num_blocks or context < tokens_per_row:
-        return None
-    tables = np.arange(rows * blocks_per_row, dtype=np.int32).reshape(rows, blocks_per_row)
-    row_positions = np.arange(context - tokens_per_row, context, dtype=np.int64)
-    slots = tables[:, row_positions // block_size].astype(np.int64) * block_size + row_positions % block_size
-    return StepBatch(
-        token_ids=np.ones(rows * tokens_per_row, dtype=np.int64),
-        positions=np.tile(row_positions, rows),
-        query_start=np.arange(rows + 1, dtype=np.int32) * np.int32(tokens_per_row),
-        context_lens=np.full(rows, context, dtype=np.int32),
-        block_tables=tables,
-        directions=None,
-        slot_mapping=slots.reshape(-1),
-        sample_rows=np.arange(rows, dtype=np.int32),
-        sampling=(GREEDY,) * rows,
-    )

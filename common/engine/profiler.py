@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from cohort.common.engine.batch import StepBatch
-from cohort.common.engine.model_runner import ModelRunner, trial_batch
+from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.trial_batch import trial_batch
 
 
 class StepShape(msgspec.Struct, frozen=True, omit_defaults=True):

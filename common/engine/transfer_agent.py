@@ -159,6 +159,7 @@ class TransferAgent:
                         failures.append(error)
             if stranded is not None and sending.message.slot is None:
                 await self._quarantine(sending.message.num_blocks, stranded)
+                self._free(sending.message, self._send_slots)
             elif stranded is not None:  # the link still reads the slot, not the blocks
                 stranded.settled.add_done_callback(lambda _: self._free(sending.message, self._send_slots))
             else:
@@ -219,7 +220,7 @@ class TransferAgent:
 
     async def _prepare(self, messages: Sequence[Message]) -> list[int]:
         """Everything gathered and summed, with one wait."""
-        gathered = any(message.slot is not None for message in messages)
+        gathered = self._memory.staged or any(message.slot is not None for message in messages)
         if not self._checksums and not gathered:
             return []
         return await self._blocking(
@@ -269,7 +270,7 @@ class TransferAgent:
 
     async def _arrived(self, message: Message, checksum: int) -> None:
         """Check, and bring to its place what came gathered."""
-        if message.slot is not None:
+        if message.slot is not None or self._memory.staged:
             right = await self._blocking(message.num_blocks, lambda: self._memory.scatter(message, checksum))
         else:
             right = not checksum or await self._sums.of(message, checksum) == checksum
@@ -287,6 +288,7 @@ class TransferAgent:
         return await in_thread(work, self._threads)
 
     def _free(self, message: Message, slots: Slots) -> None:
+        self._memory.release(message)
         if message.slot is not None:
             slots.give_back(message.slot)
 

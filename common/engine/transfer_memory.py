@@ -50,9 +50,11 @@ class Message:
 
 
 class RunMemory(Protocol):
-    """`on_device`: the blocks, and the slots with them, are not the processor's to read."""
+    """`on_device`: the blocks, and the slots with them, are not the processor's to read. `staged`: no message lies in
+    the cache, every one goes by way of `outgoing` or `scatter`."""
 
     on_device: bool
+    staged: bool
     block_bytes: int
 
     def buffer(self, message: Message) -> object:
@@ -71,9 +73,14 @@ class RunMemory(Protocol):
         """From its slot to its spans, unless its sum differs from `checksum` (0: unknown): then nothing is written and
         the answer is False. Blocks likewise."""
 
+    def release(self, message: Message) -> None:
+        """Nothing reads or writes its buffer any more."""
+
 
 class CacheMemory:
     """The cache tensors as transfer buffers."""
+
+    staged = False
 
     def __init__(self, kv: KvTensors, *, staged: bool = True) -> None:
         """Slots on the device take their memory here; on the host a page costs nothing until it is used. Without
@@ -113,6 +120,9 @@ class CacheMemory:
             self._copy(message, into_slot=False)
             self._stream.mark().wait()
         return True
+
+    def release(self, message: Message) -> None:
+        return None
 
     def _view(self, message: Message) -> Tensor:
         """The message's bytes, uint8."""

@@ -22,6 +22,7 @@ from cohort.common.engine.batch_builder import BatchBuilder
 from cohort.common.engine.decode_time import DecodeTime, plan_after_s
 from cohort.common.engine.engine_threads import EngineThreads, StepUnderWay
 from cohort.common.engine.free_memory import FreeMemory
+from cohort.common.engine.group_memory import GroupMemory
 from cohort.common.engine.iteration_gaps import IterationGaps
 from cohort.common.engine.kv_copies import KvCopier
 from cohort.common.engine.learned_state import LearnedState
@@ -30,7 +31,7 @@ from cohort.common.engine.prompt_states import prompt_states
 from cohort.common.engine.stream_copies import StreamCopier
 from cohort.common.engine.streams import stream_for
 from cohort.common.engine.transfer_agent import TransferAgent
-from cohort.common.engine.transfer_memory import CacheMemory
+from cohort.common.engine.transfer_memory import CacheMemory, RunMemory
 from cohort.common.engine.worker_metrics import WorkerMetrics
 from cohort.common.engine.worker_show import WorkerShow
 from cohort.common.errors import PeerUnreachable
@@ -107,7 +108,7 @@ class WorkerLoop:
         self._show = WorkerShow(context, machine, self._metrics.transfer)
         self._agent = TransferAgent(
             links,
-            CacheMemory(runner.kv, staged=bool(links)),
+            _transfer_memory(runner, staged=bool(links)),
             checksums=config.transfer.checksum != "off",
             run_timeout_s=config.transfer.run_timeout_s,
             runs_at_once=config.transfer.runs_at_once,
@@ -122,7 +123,7 @@ class WorkerLoop:
         self._overlaps = runner.device.type == "cuda"
         self._copier: KvCopier | StreamCopier
         self._builder = BatchBuilder(machine.kv)
-        if runner.device.type == "cuda":
+        if runner.device.type == "cuda" and runner.ranks is None:
             self._copier = StreamCopier(runner.kv, runner.stream, stream_for(runner.device))
         else:
             self._copier = KvCopier(runner.kv)
@@ -393,6 +394,12 @@ class WorkerLoop:
     def _heartbeat(self) -> dict[str, float]:
         stats = self._machine.stats(self._free_memory.bytes)
         return self._metrics.heartbeat(stats, self._agent.quarantined_blocks)
+
+
+def _transfer_memory(runner: ModelRunner, *, staged: bool) -> RunMemory:
+    if runner.followers is None or runner.ranks is None:
+        return CacheMemory(runner.kv, staged=staged)
+    return GroupMemory(runner.kv, runner.followers, runner.ranks.share, runner.block_geometry)
 
 
 def _sampled(sampling: list[Sequence], output: StepOutput | None) -> list[Sampled]:

@@ -24,10 +24,14 @@ from cohort.common.engine.compiled_kernels import KernelBuild
 from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.device_name import device_name, own_cores
 from cohort.common.engine.devices import WorkerDevice, checked_device, claim_device, engine_facts, engine_warnings
+from cohort.common.engine.followers import Followers
 from cohort.common.engine.learned_state import LearnedState
 from cohort.common.engine.linear import native_bfloat16
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner, resolve_dtype
+from cohort.common.engine.rank_messages import Setup
+from cohort.common.engine.rank_shares import RankShare, check_degree
+from cohort.common.engine.ranks import RankGroup
 from cohort.common.engine.worker_loop import WorkerLoop
 from cohort.common.errors import ConfigError
 from cohort.common.machines.recorder import WorkerHeader, config_text
@@ -64,7 +68,7 @@ def capacity_of(
     config: Config, role: Role, runner: ModelRunner, model: str, *, threads: int = 0, instance: str = ""
 ) -> WorkerCapacity:
     """`threads` of the worker; 0: one for every core."""
-    geometry = runner.kv.geometry
+    geometry = runner.block_geometry
     num_blocks, cores = len(runner.kv.blocks), own_cores()
     longest = config.model.max_model_len or runner.geometry.max_positions
     return WorkerCapacity(
@@ -85,10 +89,17 @@ def capacity_of(
     )
 
 
-def load_runner(config: Config, threads: int, own: WorkerDevice | None = None) -> ModelRunner:
+def load_runner(
+    config: Config,
+    threads: int,
+    own: WorkerDevice | None = None,
+    followers: Followers | None = None,
+    instance: str = "",
+) -> ModelRunner:
     """Model and cache as configured; the cache sized from what the device has. Raises `ConfigError`, `ModelError`.
 
-    `own`: the device that the worker has claimed; None = it has the machine to itself.
+    `own`: the device that the worker has claimed; None = it has the machine to itself. `followers`: its other ranks,
+    which load their shares meanwhile; `threads` are each rank's.
     """
     model_dir = Path(config.model.path) if config.model.path else paths.default_model_dir()
     if not model_dir.is_dir():
@@ -96,19 +107,49 @@ def load_runner(config: Config, threads: int, own: WorkerDevice | None = None) -
     device = checked_device(config) if own is None else own.device
     sharers = max(1, config.engine.workers_per_gpu) if own is None else own.sharers
     dtype = resolve_dtype(config.model.dtype, device)
-    geometry = read_geometry(model_dir, config.model.quantization)
-    block_bytes = geometry.kv_geometry(dtype, config.kv.block_size).block_bytes
+    whole = geometry = read_geometry(model_dir, config.model.quantization)
+    degree = 1 if followers is None else followers.degree
+    if degree > 1:
+        check_degree(geometry, degree, model_dir.name)
+        geometry = RankShare(geometry, 0, degree).own
+    block_bytes = geometry.kv_geometry(dtype, config.kv.block_size).block_bytes * degree
     memory_bytes = config.kv.memory_bytes
     num_blocks = 0
     if device.type == "cpu":
-        wanted = host_need(config, model_dir, geometry, computes_bfloat16=native_bfloat16())
+        wanted = host_need(config, model_dir, whole, computes_bfloat16=native_bfloat16())
         check_host_fit(config, model_dir.name, wanted, available_bytes(), 1)
         memory_bytes = memory_bytes or config.kv.cpu_memory_bytes
-        num_blocks = ModelRunner.plan_kv_blocks(geometry, dtype, config.kv.block_size, memory_bytes)
+        num_blocks = memory_bytes // block_bytes
         if num_blocks < 2:
             raise ConfigError(
                 f"kv.memory_bytes: {memory_bytes} bytes hold {num_blocks} blocks of {block_bytes} bytes; give it more"
             )
+    graphs = config.engine.cuda_graph_memory_bytes if followers is None else 0
+    share = DeviceShare(config.kv.memory_fraction, sharers, memory_bytes // degree, graphs)
+    host_blocks, group = config.kv.host_memory_bytes // block_bytes, None
+    if followers is not None and own is not None:
+        setup = Setup(
+            instance=instance,
+            rank=0,
+            degree=degree,
+            store=followers.store,
+            model_dir=str(model_dir),
+            dtype=dtype,
+            device=str(device),
+            threads=threads,
+            block_size=config.kv.block_size,
+            num_blocks=num_blocks,
+            host_blocks=host_blocks,
+            max_rows=config.engine.max_rows,
+            max_step_tokens=config.engine.max_step_tokens,
+            max_context=config.model.max_model_len,
+            memory_fraction=share.fraction,
+            sharers=share.sharers,
+            most_kv=share.most_kv,
+            weights=config.model.weights,
+            logging=config.logging,
+        )
+        group = _group(setup, followers, own)
     return ModelRunner(
         model_dir,
         dtype=dtype,
@@ -116,13 +157,22 @@ def load_runner(config: Config, threads: int, own: WorkerDevice | None = None) -
         threads=threads,
         block_size=config.kv.block_size,
         num_blocks=num_blocks,
-        host_blocks=config.kv.host_memory_bytes // block_bytes,
+        host_blocks=host_blocks,
         max_rows=config.engine.max_rows,
         max_step_tokens=config.engine.max_step_tokens,
         max_context=config.model.max_model_len,
-        share=DeviceShare(config.kv.memory_fraction, sharers, memory_bytes, config.engine.cuda_graph_memory_bytes),
+        share=share,
         weights=config.model.weights,
+        group=group,
+        followers=followers,
     )
+
+
+def _group(setup: Setup, followers: Followers, own: WorkerDevice) -> RankGroup:
+    """Has the other ranks load their shares, each for a device of its own; rank 0's place among them."""
+    devices = [str(device) for device, _ in own.others]
+    followers.set_up(lambda rank: msgspec.structs.replace(setup, rank=rank, device=devices[rank - 1]))
+    return RankGroup(setup.rank, setup.degree, setup.store, followers.meet, followers.end)
 
 
 def open_worker_links(context: ServiceContext, policies: WorkerPolicies) -> dict[str, KvLink]:
@@ -152,27 +202,35 @@ def _data_endpoint(context: ServiceContext) -> str:
 
 
 def _learned_state(
-    context: ServiceContext, runner: ModelRunner, machine: WorkerMachine, threads: int
+    context: ServiceContext, runner: ModelRunner, machine: WorkerMachine, threads: int, degree: int
 ) -> LearnedState | None:
     """Read what was learned before."""
     if machine.learned is None:
         return None
     config = context.config
+    ranks = f"x{degree}" if degree > 1 else ""
     learned = LearnedState(
         machine.learned,
         Path(config.engine.state_dir) if config.engine.state_dir else paths.cache_dir() / "learned",
-        f"{context.model_name}-{runner.device}-{runner.dtype}-{threads}-{context.instance}-{config.policies.iteration}",
+        f"{context.model_name}-{runner.device}-{runner.dtype}-{threads}{ranks}-{context.instance}-{config.policies.iteration}",
         config.engine.profile,
     )
     context.log.info("step times", start=learned.load())
     return learned
 
 
-async def load_ready_runner(config: Config, threads: int, own: WorkerDevice, engine: ThreadPoolExecutor) -> ModelRunner:
+async def load_ready_runner(
+    config: Config,
+    threads: int,
+    own: WorkerDevice,
+    engine: ThreadPoolExecutor,
+    followers: Followers | None = None,
+    instance: str = "",
+) -> ModelRunner:
     """A runner that compiles nothing any more: loaded and warm, the copies of host slots included."""
     in_engine = asyncio.get_running_loop().run_in_executor
     kernels = KernelBuild() if _needs_kernels_ahead(config, own) else None
-    runner = await in_engine(engine, load_runner, config, threads, own)
+    runner = await in_engine(engine, load_runner, config, threads, own, followers, instance)
     await in_engine(engine, runner.warm_up)
     if kernels is not None:
         await kernels.ended()
@@ -188,8 +246,6 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     """The whole life of a worker process: load, serve, drain."""
     config = context.config
     policies.check_names(config)
-    threads = config.worker_threads(context.instance, len(own_cores()))
-    started = time.monotonic()
     # The engine thread asks for the interpreter between two calls into torch: the event loop gives it up so soon.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     # One thread does everything with torch, from loading on: OpenMP keeps a pool per calling thread, and with two pools
@@ -198,8 +254,31 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     own = await claim_device(config, context.instance, default_role, engine, context.stopping)
     if own is None:
         return  # asked to stop while every GPU was taken
-    role = own.role
-    runner = await load_ready_runner(config, threads, own, engine)
+    threads = config.worker_threads(context.instance, len(own_cores()))
+    if own.degree == 1:
+        await _serve(context, policies, own, engine, threads)
+        return
+    folder = context.run_dir / f"{context.instance}.ranks"
+    followers = Followers(own.degree, threads=max(1, threads // own.degree), folder=folder)
+    try:
+        await _serve(context, policies, own, engine, threads, followers)
+    finally:
+        followers.close()
+
+
+async def _serve(
+    context: ServiceContext,
+    policies: WorkerPolicies,
+    own: WorkerDevice,
+    engine: ThreadPoolExecutor,
+    threads: int,
+    followers: Followers | None = None,
+) -> None:
+    config, role = context.config, own.role
+    started = time.monotonic()
+    runner = await load_ready_runner(config, max(1, threads // own.degree), own, engine, followers, context.instance)
+    if followers is not None:
+        followers.watch(asyncio.get_running_loop())
     await asyncio.get_running_loop().run_in_executor(engine, runner.use_grammars)
     if runner.device.type == "cuda":
         # UCX finds out what it can do, and moves bytes, on the event loop's thread: the device must be current there.
@@ -216,7 +295,7 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     setup = WorkerSetup(context.instance, context.incarnation, context.bus.endpoint, MANAGER, capacity, settings)
     seed = random.SystemRandom().getrandbits(53)
     machine = WorkerMachine(setup, scheduler, kv, random.Random(seed))
-    learned = _learned_state(context, runner, machine, threads)
+    learned = _learned_state(context, runner, machine, threads, own.degree)
     start = learned.imported if learned is not None else b""
     told = recorded(context, machine, lambda: WorkerHeader(setup, seed, config_text(config), start))
     told = traced(context, told, WorkerSpans)

@@ -201,7 +201,7 @@ class CostModel:
         self._exchange_s = 0.0
         if tensor_parallel > 1:
             # Two all-reduces a layer; a ring moves 2·(n−1)/n of the activations over every link.
-            moved = 2.0 * (tensor_parallel - 1) / tensor_parallel * model.hidden * model.weight_bytes
+            moved = 2.0 * (tensor_parallel - 1) / tensor_parallel * (self.reduced_token_bytes // 2)
             self._exchange_token_s = 2 * model.layers * moved / device.exchange_bytes_per_s
             self._exchange_s = 2 * model.layers * device.exchange_latency_s
         self._host_s = stack.launch_s * model.layers
@@ -209,6 +209,11 @@ class CostModel:
         parallel = tensor_parallel > 1
         self._fixed_s = stack.step_s + (stack.parallel_step_s if parallel else 0.0)
         self._row_s = stack.row_s + (stack.parallel_row_s if parallel else 0.0)
+
+    @property
+    def reduced_token_bytes(self) -> int:
+        """Of one token in one layer: what both sums over the devices take in, at each of them."""
+        return 2 * self.model.hidden * self.model.weight_bytes if self.tensor_parallel > 1 else 0
 
     def step_s(self, work: StepWork) -> float:
         """Seconds of one iteration; 0 rows cost nothing."""

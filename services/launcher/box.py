@@ -14,6 +14,7 @@ import msgspec
 
 from cohort.common.config import Config
 from cohort.common.devices import host_memory
+from cohort.common.devices.degrees import settle_degrees
 from cohort.common.devices.division import left_open, settle
 from cohort.common.devices.fit import check_fit, check_host_fit, host_need, need
 from cohort.common.devices.inventory import Gpu
@@ -26,6 +27,10 @@ def on_box(config: Config, gpus: Sequence[Gpu], *, workers_given: bool, model: P
     a preset's count is the smallest arrangement that works. Raises `ConfigError`, `ModelError`."""
     if config.engine.device == "auto" and gpus:
         config = _with_device(config, "cuda")
+    grouped = any(group.tensor_parallel != 1 for group in config.workers)
+    if grouped and (model / "config.json").is_file():  # else not made yet, or no model: checked elsewhere
+        memories = [gpu.memory_bytes for gpu in gpus] if config.on_gpu else []
+        config = settle_degrees(config, model, read_geometry(model), memories)
     if not config.on_gpu:
         return settle(config, 0)
     if not workers_given:
@@ -48,7 +53,10 @@ def summary(config: Config, gpus: Sequence[Gpu]) -> str:
     if not config.on_gpu or not gpus:
         return ""
     names = sorted({gpu.name for gpu in gpus})
-    workers = ", ".join(f"{group.count} x {group.role.value}" for group in config.workers)
+    workers = ", ".join(
+        f"{group.count} x {group.role.value}" + (f" of {group.degree} GPUs" if group.degree > 1 else "")
+        for group in config.workers
+    )
     return f"{len(gpus)} GPU(s), {' and '.join(names)}: workers {workers}, {config.engine.workers_per_gpu} per GPU"
 
 
@@ -56,7 +64,9 @@ def _fitting(config: Config, gpus: Sequence[Gpu], model: Path) -> list[Gpu]:
     """GPUs that a worker's part of fits the model, undivided first: a box whose GPUs differ uses those."""
     if not (model / "config.json").is_file():
         return list(gpus)  # not made yet, or no model: checked elsewhere
-    wanted = need(config, model, read_geometry(model, config.model.quantization))
+    geometry = read_geometry(model, config.model.quantization)
+    each = [need(config, model, geometry, degree) for degree in sorted({group.degree for group in config.workers})]
+    wanted = max(each, key=lambda of_one: of_one.total)
     fitting: list[Gpu] = []
     refusal: ConfigError | None = None
     for gpu in sorted(gpus, key=lambda gpu: gpu.memory_bytes):

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from cohort.common.addresses import GATEWAY, gateway_names, metrics_port
-from cohort.common.config import Config, WorkerGroup
+from cohort.common.config import Config
 from cohort.common.types import Role
 
 MONITOR_OFFSET = 1
@@ -110,9 +110,10 @@ def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
             environment=single,
         ),
     ]
-    threads = {instance: config.worker_threads(instance, 1) for instance in config.instance_roles}
+    threads = {instance: config.rank_threads(instance, 1) for instance in config.instance_roles}
     busy = max if config.gathers else sum  # threads that compute at one time
-    crowded = 0 < cores < busy(threads.values())
+    of_all_ranks = [each * config.worker_group(instance).degree for instance, each in threads.items()]
+    crowded = 0 < cores < busy(of_all_ranks)
     for index, (instance, role) in enumerate(config.instance_roles.items()):
         plans.append(
             ProcessPlan(
@@ -164,7 +165,7 @@ def resolve(config: Config, *, model: Path, cores: int, free_port: Callable[[], 
     """Settle the options left open. `free_port` is asked at most once, for the first of a block of free ports; ports
     configured as 0 take their usual distance from it."""
     groups = tuple(
-        WorkerGroup(role=group.role, count=group.count, threads=group.threads or config.default_threads(cores))
+        msgspec.structs.replace(group, threads=group.threads or config.default_threads(cores))
         for group in config.workers
     )
     replace = msgspec.structs.replace

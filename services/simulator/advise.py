@@ -315,8 +315,10 @@ def choose(trials: Sequence[tuple[Candidate, SimReport]], capacities: dict[str, 
 
 
 def command(options: argparse.Namespace, best: Candidate) -> str:
-    """What starts it, workers included. Live workers run on one device each: a group of devices is simulated only."""
-    workers = ", ".join(f"{{role: {role.value}, count: {count}}}" for role, count in best.roles.items())
+    """What starts it, workers included."""
+    group = best.cluster.tensor_parallel
+    ranks = f", tensor_parallel: {group}" if group > 1 else ""
+    workers = ", ".join(f"{{role: {role.value}, count: {count}{ranks}}}" for role, count in best.roles.items())
     threads = best.cluster.profile.threads if best.cluster.profile is not None and best.cluster.cpu else 0
     own = [f"engine.threads={threads}"] if threads else []
     parts = [f"cohort serve --preset {best.preset} --set 'workers=[{workers}]'"]

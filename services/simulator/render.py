@@ -203,10 +203,9 @@ def recommendation(advice: Advice) -> str:
     capacity = ""
     if best.capacity is not None and best.capacity.rate_per_s:
         capacity = f" and up to {best.capacity.rate_per_s:.3g} requests/s at {best.capacity.target:.0%}"
-    grouped = "" if best.tensor_parallel == 1 else "\n  (a live worker has one device: groups are simulated only)"
     return (
         f"[bold]Recommended: {best.preset}[/bold] with {_roles(best)}: {kept}{capacity} ({escape(advice.why)}).\n"
-        f"  {escape(advice.command)}{grouped}"
+        f"  {escape(advice.command)}"
     )
 
 

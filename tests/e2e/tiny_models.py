@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
@@ -14,6 +16,22 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+
+def llama() -> PreTrainedModel:
+    """Four KV heads: divided by 2 and by 4."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=400,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=8,
+            max_position_embeddings=512,
+        )
+    )
 
 
 def qwen2() -> PreTrainedModel:

@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from cohort.common.engine.batch import GREEDY, SamplingRow, StepBatch
-from cohort.common.engine.model_runner import ModelRunner, trial_batch
+from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.trial_batch import trial_batch
 from cohort.services.bench.gpu_check.guard import DoesNotFit
 
 

@@ -13,9 +13,18 @@ import torch
 
 from cohort.common.config import Config, load_config
 from cohort.common.devices import inventory
+from cohort.common.devices.claims import DeviceClaims, Wish
 from cohort.common.devices.refusal import TorchFacts
 from cohort.common.engine import devices, worker_process
-from cohort.common.engine.devices import TorchGpu, WorkerDevice, claim_device, engine_facts, engine_warnings, wish_for
+from cohort.common.engine.devices import (
+    TorchGpu,
+    WorkerDevice,
+    claim_device,
+    engine_facts,
+    engine_warnings,
+    take_together,
+    wish_for,
+)
 from cohort.common.errors import ConfigError, ModelError, NoDeviceLeft
 from cohort.common.types import Role
 from tests.common.devices.fakes import GIB, host
@@ -84,6 +93,24 @@ def test_sharers_are_planned_before_memory_is_divided(tmp_path: Path, box: Any) 
         assert own.role is config.instance_roles[instance]
     with pytest.raises(NoDeviceLeft):
         started(config, "decode-1", Role.DECODE)
+
+
+def test_ranks_of_a_worker_claim_a_gpu_each_or_none(tmp_path: Path) -> None:
+    claims, three = DeviceClaims(tmp_path), cards(3)
+    first = take_together(claims, three, Wish(1, "decode-0", Role.DECODE), 2)
+    assert len({gpu.index for gpu, _ in first}) == 2
+    assert take_together(claims, three, Wish(1, "decode-1", Role.DECODE), 2) == []
+    assert sum(len(claims.claims(gpu.uuid)) for gpu in three) == 2, "the one that it found is free again"
+    for _, share in first:
+        share.release()
+    assert len(take_together(claims, three, Wish(1, "decode-1", Role.DECODE), 2)) == 2
+
+
+def test_workers_of_several_ranks_take_the_roles_of_the_plan(tmp_path: Path) -> None:
+    claims, four = DeviceClaims(tmp_path), cards(4)
+    wish = Wish(1, "worker", (Role.PREFILL, Role.DECODE))
+    roles = [[share.role for _, share in take_together(claims, four, wish, 2)] for _ in range(2)]
+    assert roles == [[Role.PREFILL] * 2, [Role.DECODE] * 2]
 
 
 def test_a_gpu_that_is_named_is_taken_and_no_other(tmp_path: Path, box: Any) -> None:
@@ -161,6 +188,7 @@ class Runner:
     """As much of a runner on a GPU as the warnings ask of it."""
 
     device = torch.device("cuda", 0)
+    ranks = None
 
     def __init__(self, classes: tuple[int, ...], family: str = "llama") -> None:
         self.recorded_classes = classes

@@ -12,8 +12,9 @@ import torch
 
 from cohort.common.engine import model_runner
 from cohort.common.engine.model_config import read_geometry
-from cohort.common.engine.model_runner import ModelRunner, resolve_device, resolve_dtype, trial_batch
+from cohort.common.engine.model_runner import ModelRunner, resolve_device, resolve_dtype
 from cohort.common.engine.profiler import StepShape, default_shapes, measure
+from cohort.common.engine.trial_batch import trial_batch
 from cohort.common.errors import ConfigError
 from tests.common.engine.driver import Driver, make_runner, random_prompts, refusing
 

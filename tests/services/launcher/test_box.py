@@ -58,6 +58,31 @@ def test_the_default_preset_has_a_worker_for_everything_on_each_gpu(model: Path,
     assert f"{count} x unified, 1 per GPU" in summary(config, gpus(count))
 
 
+def test_a_model_too_large_for_a_gpu_is_divided_over_as_many_as_it_takes(model: Path) -> None:
+    auto = [{"role": "prefill", "tensor_parallel": "auto"}, {"role": "decode", "tensor_parallel": "auto"}]
+    config = load_config(preset="disaggregated", overrides={"workers": auto})
+    cards = gpus(4, 16, "NVIDIA T4")
+    found = served(config, cards, model)
+    assert [(group.role.value, group.count, group.tensor_parallel) for group in found.workers] == [
+        ("prefill", 1, 2),
+        ("decode", 1, 2),
+    ]
+    assert found.engine.workers_per_gpu == 1
+    assert "1 x prefill of 2 GPUs, 1 x decode of 2 GPUs, 1 per GPU" in summary(found, cards)
+    assert [group.tensor_parallel for group in served(config, gpus(4), model).workers] == [1, 1]
+    assert [group.tensor_parallel for group in served(config, [], model).workers] == [1, 1]
+
+
+def test_a_degree_that_the_heads_do_not_divide_by_is_refused_before_anything_starts(
+    model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    groups = tmp_path / "groups.yaml"
+    groups.write_text(yaml.safe_dump({"workers": [{"role": "unified", "tensor_parallel": 3}]}))
+    assert cohort(["serve", "--model", str(model), "--config", str(groups), "--preset", "unified"]) == 2
+    said = capsys.readouterr().err
+    assert "tensor_parallel: 3: llama-8b: 32 query heads do not divide by 3; degrees for this model: 1, 2, 4" in said
+
+
 def test_a_file_that_names_workers_is_kept(model: Path) -> None:
     config = served(load_config(preset="cohort"), gpus(1), model, workers_given=True)
     assert list(config.instance_roles) == ["prefill-0", "decode-0"]

@@ -63,6 +63,23 @@ def test_a_unified_worker_runs_the_prefill_program():
     assert [(p.instance, p.folder) for p in workers] == [("unified-0", "prefill_worker")]
 
 
+def test_the_ranks_of_a_worker_share_its_threads():
+    def threads(given: int, cores: int) -> tuple[str, bool]:
+        group = WorkerGroup(Role.UNIFIED, threads=given, tensor_parallel=2)
+        (worker,) = [p for p in plan(Config(workers=(group,)), cores) if p.stage is StopStage.WORKERS]
+        return worker.environment["OMP_NUM_THREADS"], "OMP_WAIT_POLICY" in worker.environment
+
+    assert threads(4, 4) == ("2", False)
+    assert threads(4, 3) == ("2", True)
+    assert threads(1, 1) == ("1", True)  # one each, of one core
+
+
+def test_settling_options_keeps_the_degrees():
+    config = Config(workers=(WorkerGroup(Role.UNIFIED, 2, tensor_parallel=4),))
+    settled = resolve(config, model=Path("/m"), cores=8, free_port=lambda: 1)
+    assert [(group.count, group.degree) for group in settled.workers] == [(2, 4)]
+
+
 def test_the_command_can_be_typed_by_a_person():
     predictor = plan(Config())[1]
     assert predictor.command("python", Path("/r/resolved.yaml"), Path("/r")) == [

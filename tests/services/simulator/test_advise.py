@@ -128,7 +128,7 @@ def test_a_reason_that_some_share_is_said_once_with_what_it_keeps(
     assert set(advice["impossible"][reason]) == {"unified", "disaggregated", "bros", "baseline-vllm"}
     assert said.count("GB of weights") == 1 and "cannot run: 4 candidates" in said
     assert {trial["tensor_parallel"] for trial in advice["trials"]} == {2, 4}
-    assert "devices each" in said and "simulated only" in said
+    assert "devices each" in said and "{role: unified, count: 1, tensor_parallel: 4}" in said
 
 
 def test_ten_rows_or_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

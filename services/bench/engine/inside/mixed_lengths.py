@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from cohort.common.engine.batch import StepBatch
-from cohort.common.engine.model_runner import ModelRunner, trial_batch
+from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.trial_batch import trial_batch
 from cohort.services.bench.kernels.measuring import each_s
 
 

@@ -1,0 +1,63 @@
+"""Over how many devices each worker's model is divided (`workers: tensor_parallel`), settled and checked. Pure.
+
+Called by the launcher before anything is started, and by every worker, which may have been started on its own.
+
+| tensor_parallel | on a CPU | on GPUs |
+|---|---|---|
+| a number | so many processes | so many GPUs, each rank on one of its own |
+| auto | 1 | the fewest whose shares hold the weights, a step, and KV for `LEAST_KV_TOKENS` tokens |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from cohort.common.config import Config, WorkerGroup
+from cohort.common.devices.division import used_gpus
+from cohort.common.devices.fit import gpu_dtype, need, share_bytes
+from cohort.common.engine.model_config import ModelGeometry
+from cohort.common.engine.rank_shares import RankShare, check_degree, degrees
+from cohort.common.errors import ConfigError
+
+LEAST_KV_TOKENS = 8192
+"""A worker with less has to compute long prompts again and again; a shorter context than that needs only itself."""
+
+
+def settle_degrees(config: Config, model: Path, geometry: ModelGeometry, memories: Sequence[int]) -> Config:
+    """The configuration with every degree a number. `memories`: bytes of each GPU that may be used, empty on a CPU; 0 =
+    not known. Raises `ConfigError` where the model's heads do not divide, or there are fewer GPUs."""
+    groups = tuple(
+        msgspec.structs.replace(group, tensor_parallel=degree_of(config, group, model, geometry, memories))
+        for group in config.workers
+    )
+    return msgspec.structs.replace(config, workers=groups)
+
+
+def degree_of(config: Config, group: WorkerGroup, model: Path, geometry: ModelGeometry, memories: Sequence[int]) -> int:
+    """Of one group; see `settle_degrees`."""
+    on_gpu = bool(memories)
+    gpus = used_gpus(config, len(memories)) if on_gpu else 0
+    if group.tensor_parallel == "auto":
+        return _fewest(config, model, geometry, sorted(memories, reverse=True)[:gpus]) if on_gpu else 1
+    check_degree(geometry, group.degree, model.name)
+    if on_gpu and group.degree > gpus:
+        raise ConfigError(
+            f"workers: tensor_parallel: {group.degree}: every rank of a worker has a GPU of its own, and "
+            f"{gpus} can be used here"
+        )
+    return group.degree
+
+
+def _fewest(config: Config, model: Path, geometry: ModelGeometry, memories: Sequence[int]) -> int:
+    """1 where nothing fits: what is missing is said where a worker of one GPU is refused."""
+    tokens = min(LEAST_KV_TOKENS, config.model.max_model_len or geometry.max_positions)
+    for degree in degrees(geometry, len(memories)):
+        own = RankShare(geometry, 0, degree).own
+        least = need(config, model, geometry, degree).total + tokens * own.kv_token_bytes(gpu_dtype(config))
+        smallest = memories[degree - 1]
+        if not smallest or least <= share_bytes(config, smallest, max(1, config.engine.workers_per_gpu)):
+            return degree
+    return 1

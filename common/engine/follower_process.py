@@ -1,0 +1,141 @@
+"""A rank of a tensor-parallel worker beside its first: loads its share, runs every step that rank 0 tells it.
+
+    python -m cohort.common.engine.follower_process PARENT_PID CONTROL_FD BLOCKS_FD
+
+Started by `followers` alone. It has no inbox, no metrics and no clients: rank 0 is the worker, this is part of its
+engine. It ends when rank 0 does, however that ends, and takes no signal that is meant for the worker. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import NoReturn, assert_never
+
+import structlog
+import torch
+
+from cohort.common import garbage
+from cohort.common.engine import rank_blocks
+from cohort.common.engine.device_memory import DeviceShare
+from cohort.common.engine.kv_copies import KvCopier
+from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.rank_messages import (
+    Connect,
+    Copied,
+    Copies,
+    Failed,
+    Loaded,
+    RankLost,
+    Setup,
+    Step,
+    Stop,
+    batch_of,
+    encoded,
+    receive_command,
+    send,
+)
+from cohort.common.engine.ranks import RankGroup
+from cohort.common.errors import ConfigError, ModelError
+from cohort.common.logs import configure_logging
+
+_PR_SET_PDEATHSIG = 1
+_SWITCH_INTERVAL_S = 2e-4  # as of a worker: the thread that serves blocks gives the interpreter up so soon
+
+
+def main(arguments: list[str]) -> NoReturn:
+    parent, control_fd, blocks_fd = map(int, arguments)
+    die_with(parent)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    control, blocks = socket.socket(fileno=control_fd), socket.socket(fileno=blocks_fd)
+    try:
+        follow(control, blocks)
+    except RankLost:
+        os._exit(0)  # rank 0 has ended
+    except Exception:
+        structlog.get_logger(__name__).critical("this rank cannot go on", exc_info=True)
+    os._exit(1)
+
+
+def die_with(parent: int) -> None:
+    """The kernel kills this process when the thread that started it ends; at once, if it has."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def follow(control: socket.socket, blocks: socket.socket) -> None:
+    """A rank's whole life."""
+    setup = receive_command(control)
+    if not isinstance(setup, Setup):
+        raise RankLost("rank 0 says something else first")
+    configure_logging(setup.logging, service="rank", instance=f"{setup.instance}.{setup.rank}")
+    try:
+        runner = _runner(setup, control)
+    except (ConfigError, ModelError) as error:
+        send(control, encoded(Failed(str(error), isinstance(error, ConfigError))))
+        raise
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    served = rank_blocks.RankBlocks(runner.kv)
+    threading.Thread(target=_serve, args=(served, blocks), name="kv-blocks", daemon=True).start()
+    copier = KvCopier(runner.kv)
+    garbage.settle()
+    while True:
+        match command := receive_command(control):
+            case Step():
+                runner.follow(batch_of(command))
+            case Copies(copies=copies):
+                with torch.inference_mode(), copier.around(copies):
+                    pass
+                if runner.device.type == "cuda":
+                    torch.cuda.synchronize(runner.device)
+                send(control, encoded(Copied()))
+            case Stop():
+                os._exit(0)
+            case Setup() | Connect():
+                raise RankLost("rank 0 starts over")
+            case _:
+                assert_never(command)
+
+
+def _runner(setup: Setup, control: socket.socket) -> ModelRunner:
+    def meet() -> None:
+        send(control, encoded(Loaded()))
+        if not isinstance(receive_command(control), Connect):
+            raise RankLost("rank 0 does not connect")
+
+    return ModelRunner(
+        Path(setup.model_dir),
+        dtype=setup.dtype,
+        device=setup.device,
+        threads=setup.threads,
+        block_size=setup.block_size,
+        num_blocks=setup.num_blocks,
+        host_blocks=setup.host_blocks,
+        max_rows=setup.max_rows,
+        max_step_tokens=setup.max_step_tokens,
+        max_context=setup.max_context,
+        share=DeviceShare(setup.memory_fraction, setup.sharers, setup.most_kv, 0),
+        weights=setup.weights,
+        group=RankGroup(setup.rank, setup.degree, setup.store, meet),
+    )
+
+
+def _serve(blocks: rank_blocks.RankBlocks, peer: socket.socket) -> None:
+    try:
+        rank_blocks.serve(blocks, peer)
+    except RankLost:
+        os._exit(0)
+    except BaseException:
+        structlog.get_logger(__name__).critical("this rank cannot serve its KV blocks", exc_info=True)
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,195 @@
+"""What rank 0 of a tensor-parallel worker and its followers say to each other, over a socket pair for each follower.
+
+    rank 0 ──▶ follower   Setup, Connect, Step, Copies, Stop
+    follower ──▶ rank 0   Loaded, Failed, Copied
+
+A frame is its length (8 bytes) and a MessagePack struct. Every wait has a deadline but a follower's wait for its next
+command: that ends with the command, or with rank 0. KV blocks go over a second pair: `rank_blocks`.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from cohort.common.config import LoggingConfig
+from cohort.common.engine.batch import GREEDY, ScoringRow, StepBatch
+from cohort.common.engine.weights import WeightKind
+from cohort.common.errors import CohortError
+from cohort.common.policies.kv_interface import KvCopy
+
+_LENGTH = struct.Struct("<Q")
+
+
+class RankLost(CohortError):
+    """Another rank of the group has ended, or did not say in time what it had to."""
+
+
+class Setup(msgspec.Struct, frozen=True, tag=True):
+    """All that a follower needs to load its share; fields as `ModelRunner` takes them."""
+
+    instance: str
+    rank: int
+    degree: int
+    store: str
+    model_dir: str
+    dtype: str
+    device: str
+    threads: int
+    block_size: int
+    num_blocks: int
+    host_blocks: int
+    max_rows: int
+    max_step_tokens: int
+    max_context: int
+    memory_fraction: float
+    sharers: int
+    most_kv: int
+    weights: WeightKind
+    logging: LoggingConfig
+
+
+class Connect(msgspec.Struct, frozen=True, tag=True):
+    """Every rank has loaded."""
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """A `StepBatch` as far as a forward needs it: arrays as bytes, of the dtypes that they have there."""
+
+    rows: int
+    token_ids: bytes
+    positions: bytes
+    query_start: bytes
+    context_lens: bytes
+    block_tables: bytes
+    directions: bytes | None
+    slot_mapping: bytes
+    sample_rows: bytes
+    padding: bytes | None
+    scoring: tuple[ScoringRow, ...]
+
+
+class Copies(msgspec.Struct, frozen=True, tag=True):
+    """To be made now, in their order; answered by `Copied`."""
+
+    copies: list[KvCopy]
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """The worker ends."""
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """The weights are there; the follower waits for `Connect`."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The share cannot be loaded. `configuration`: because of what was asked for."""
+
+    reason: str
+    configuration: bool
+
+
+class Copied(msgspec.Struct, frozen=True, tag=True):
+    """All of the last `Copies` are made."""
+
+
+Command = Setup | Connect | Step | Copies | Stop
+Answer = Loaded | Failed | Copied
+
+_encoder = msgspec.msgpack.Encoder()
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def encoded(message: Command | Answer) -> bytes:
+    """With its length: for several followers it is encoded once."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def send(peer: socket.socket, frame: bytes) -> None:
+    """Raises `RankLost`."""
+    try:
+        peer.sendall(frame)
+    except OSError as error:
+        raise RankLost(f"a rank of this worker takes nothing any more: {error}") from error
+
+
+def receive_command(peer: socket.socket) -> Command:
+    return _commands.decode(_frame(peer))
+
+
+def receive_answer(peer: socket.socket) -> Answer:
+    return _answers.decode(_frame(peer))
+
+
+def receive_exactly(peer: socket.socket, target: memoryview) -> None:
+    """Raises `RankLost` where the other end closes, or stays silent beyond the socket's timeout."""
+    done = 0
+    while done < len(target):
+        try:
+            count = peer.recv_into(target[done:])
+        except OSError as error:
+            raise RankLost(f"a rank of this worker does not answer: {error}") from error
+        if count == 0:
+            raise RankLost("a rank of this worker has ended")
+        done += count
+
+
+def _frame(peer: socket.socket) -> bytearray:
+    head = bytearray(_LENGTH.size)
+    receive_exactly(peer, memoryview(head))
+    body = bytearray(_LENGTH.unpack(head)[0])
+    receive_exactly(peer, memoryview(body))
+    return body
+
+
+def step_of(batch: StepBatch) -> Step:
+    """Its tokens must be known (`StepBatch.after`)."""
+    return Step(
+        rows=batch.num_rows,
+        token_ids=batch.token_ids.tobytes(),
+        positions=batch.positions.tobytes(),
+        query_start=batch.query_start.tobytes(),
+        context_lens=batch.context_lens.tobytes(),
+        block_tables=batch.block_tables.tobytes(),
+        directions=None if batch.directions is None else batch.directions.tobytes(),
+        slot_mapping=batch.slot_mapping.tobytes(),
+        sample_rows=batch.sample_rows.tobytes(),
+        padding=None if batch.padding is None else batch.padding.tobytes(),
+        scoring=batch.scoring,
+    )
+
+
+def batch_of(step: Step) -> StepBatch:
+    """The batch again; how its tokens are sampled is not in it."""
+
+    def whole(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        return np.frombuffer(bytearray(data), np.int64)
+
+    def half(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        return np.frombuffer(bytearray(data), np.int32)
+
+    sample_rows = half(step.sample_rows)
+    batch = StepBatch(
+        token_ids=whole(step.token_ids),
+        positions=whole(step.positions),
+        query_start=half(step.query_start),
+        context_lens=half(step.context_lens),
+        block_tables=half(step.block_tables).reshape(step.rows, -1),
+        directions=None,
+        slot_mapping=whole(step.slot_mapping),
+        sample_rows=sample_rows,
+        sampling=(GREEDY,) * len(sample_rows),
+        padding=None if step.padding is None else half(step.padding),
+        scoring=step.scoring,
+    )
+    if step.directions is None:
+        return batch
+    directions = np.frombuffer(bytearray(step.directions), np.uint8).reshape(step.rows, -1)
+    return replace(batch, directions=directions)

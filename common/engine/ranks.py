@@ -1,0 +1,163 @@
+"""One rank's side of a tensor-parallel group: what the ranks exchange while they compute a step.
+
+    embedding     every rank looks up the tokens it has ──all-gather──▶ each takes every token's row from its owner
+    o, down       every rank's product, one term ──all-gather, summed in the order of ranks──▶ added to the residual
+    lm_head       every rank's tokens' logits ──gather──▶ rank 0, which samples
+
+The order of a sum is the order of the ranks, for every row and every batch: a row computes the same bits whatever
+stands beside it, and all ranks hold the same residual to the last bit. An all-reduce would not do: gloo's cuts the
+buffer into as many parts as there are ranks and begins the sum of each part at another rank, so that a row's order
+would follow its place in the batch. On a processor the terms are float32, rounded once when they have been summed. On a
+GPU the sums are NCCL's all-reduce in the model's dtype: there the matrix products depend on the batch already.
+
+Used by the lean model on every rank, in lock-step: every rank calls the same with as many rows. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cohort.common.engine.linear import Embedding, Linear
+from cohort.common.engine.model_config import ModelGeometry
+from cohort.common.engine.rank_shares import RankShare
+
+EXCHANGE_TIMEOUT_S = 30.0
+"""The longest that one rank waits for another within a step; what is later counts as lost."""
+
+_FileStore: Any = dist.FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
+_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _raise_alone(reason: str) -> None:
+    """The error itself ends this rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """A place in a group, before there is a model. `store`: a file that no group has used, the same for all ranks.
+    `meet` returns when every rank is about to connect. `failed` is told why this rank is out of step with the
+    others."""
+
+    rank: int
+    degree: int
+    store: str
+    meet: Callable[[], None]
+    failed: Callable[[str], None] = _raise_alone
+
+
+class Ranks:
+    """The group as its rank `share.rank` sees it."""
+
+    def __init__(self, group: RankGroup, geometry: ModelGeometry, device: torch.device) -> None:
+        """`geometry`: of the whole model."""
+        self.share = RankShare(geometry, group.rank, group.degree)
+        self.failed = group.failed
+        self.reduced_bytes = 0
+        """What went into sums over the ranks so far."""
+        self._group, self._device = group, device
+        self._on_gpu = device.type == "cuda"
+        self._own = torch.empty(0, dtype=torch.uint8, device=device)
+        self._all = torch.empty(0, dtype=torch.uint8, device=device)
+        self._logits = torch.empty(0, device=device)
+
+    def connect(self) -> None:
+        """Once, when this rank has loaded its weights."""
+        self._group.meet()
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a group is on one machine, and nothing else may reach it
+        share = self.share
+        dist.init_process_group(
+            "nccl" if self._on_gpu else "gloo",
+            store=_FileStore(self._group.store, share.degree),
+            rank=share.rank,
+            world_size=share.degree,
+            timeout=datetime.timedelta(seconds=EXCHANGE_TIMEOUT_S),
+        )
+
+    def close(self) -> None:
+        """For a process that goes on without the group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values."""
+        found = torch.tensor([value], device=self._device)
+        dist.all_reduce(found, dist.ReduceOp.MIN)
+        return int(found)
+
+    def embed(self, embedding: Embedding, ids: Tensor, out: Tensor) -> None:
+        """out [T, hidden] = the rows of tokens `ids` [T] of the whole table; `embedding` has this rank's rows."""
+        first, end = self.share.vocabulary
+        here = (ids >= first) & (ids < end)
+        if self._on_gpu:  # every rank but one adds zeros
+            embedding.into(torch.where(here, ids - first, 0), out)
+            dist.all_reduce(out.masked_fill_(~here[:, None], 0))
+            return
+        part = self._term(len(ids), out.shape[1], out.dtype)
+        embedding.into(torch.where(here, ids - first, 0), part)
+        everywhere = self._gathered(part).view(-1, out.shape[1])
+        owner = torch.div(ids, self.share.vocabulary_part, rounding_mode="floor")
+        places = owner * len(ids) + torch.arange(len(ids), device=ids.device)
+        torch.index_select(everywhere, 0, places, out=out)
+
+    def add_into(self, product: Linear, x: Tensor, residual: Tensor) -> None:
+        """residual [T, hidden] += the sum over the ranks of `product` of `x`, rounded before it is added."""
+        part = self._term(len(x), product.out_features, x.dtype if self._on_gpu else torch.float32)
+        product.into(x, part)
+        self.reduced_bytes += part.numel() * part.itemsize
+        if self._on_gpu:
+            dist.all_reduce(part)
+            residual.add_(part)
+            return
+        terms = self._gathered(part)
+        total = terms[0]
+        for term in terms[1:]:
+            total.add_(term)
+        residual.add_(total.to(residual.dtype))
+
+    def whole_logits(self, part: Tensor) -> Tensor:
+        """float32 [S, vocabulary] from every rank's [S, its tokens], on rank 0; elsewhere what was given. It holds
+        until the next call."""
+        rows, width, whole = len(part), self.share.vocabulary_part, self.share.geometry.vocab_size
+        if not rows:
+            return part if self.share.rank else part.new_empty((0, whole))
+        sent = self._term(rows, width, part.dtype)
+        sent[:, : part.shape[1]] = part
+        if self.share.rank:
+            dist.gather(sent, None, dst=0)
+            return part
+        parts = list(self._space(rows, width, part.dtype))
+        dist.gather(sent, parts, dst=0)
+        if self._logits.numel() < rows * whole:
+            self._logits = part.new_empty(rows * whole)
+        logits = self._logits[: rows * whole].view(rows, whole)
+        for rank, of_rank in enumerate(parts):
+            first, end = rank * width, min(whole, (rank + 1) * width)
+            logits[:, first:end] = of_rank[:, : end - first]
+        return logits
+
+    def _gathered(self, part: Tensor) -> Tensor:
+        """[degree, *part]: every rank's, the same on all of them. They are bytes to what moves them."""
+        rows, width = part.shape
+        everywhere = self._space(rows, width, part.dtype)
+        _gather_into(everywhere.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8))
+        return everywhere
+
+    def _term(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        size = rows * width * dtype.itemsize
+        if len(self._own) < size:
+            self._own = self._own.new_empty(size)
+        return self._own[:size].view(dtype).view(rows, width)
+
+    def _space(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        size = self.share.degree * rows * width * dtype.itemsize
+        if len(self._all) < size:
+            self._all = self._all.new_empty(size)
+        return self._all[:size].view(dtype).view(self.share.degree, rows, width)

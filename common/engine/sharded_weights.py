@@ -1,0 +1,127 @@
+"""A rank's share of a model's tensors: read from the files, and no byte of the others' shares.
+
+Called by the lean model of a tensor-parallel rank in the place of `weights.open_weights`. What a share is:
+`rank_shares`. Shapes that are asked for are the rank's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cohort.common.engine.rank_shares import Part, RankShare
+from cohort.common.engine.tensor_files import StoredTensor
+from cohort.common.engine.weights import RandomWeights, WeightFiles, WeightKind, Weights
+from cohort.common.errors import ModelError
+
+
+def open_sharded(model_dir: Path, kind: WeightKind, share: RankShare) -> Weights:
+    """Of the folder's files, or drawn: see `weights.open_weights`."""
+    return ShardedWeights(model_dir, share) if kind == "files" else ShardedRandom(share)
+
+
+class ShardedWeights(WeightFiles):
+    """The share of one rank of a model folder's tensors."""
+
+    def __init__(self, model_dir: Path, share: RankShare) -> None:
+        super().__init__(model_dir)
+        self._share = share
+
+    def stored(self, name: str) -> StoredTensor:
+        stored = super().stored(name)
+        if self._share.adds_nothing(name):
+            return _Zeros(stored)
+        part = self._share.part(name)
+        return stored if part is None else _Slice(stored, name, part)
+
+
+class ShardedRandom(RandomWeights):
+    """The share of one rank of the model that `RandomWeights` draws."""
+
+    def __init__(self, share: RankShare) -> None:
+        self._share = share
+
+    def read_rows(
+        self, names: Sequence[str], rows: Sequence[int], rest: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        found = []
+        for name, count in zip(names, rows, strict=True):
+            part = self._share.part(name)
+            shape = [count, *rest]
+            if part is not None:
+                shape[part.axis] = part.of
+            whole = super().read_rows([name], [shape[0]], shape[1:], dtype, device)
+            if self._share.adds_nothing(name):
+                whole.zero_()
+            spans = ((0, shape[0]),) if part is None else part.ranges
+            axis = 0 if part is None else part.axis
+            found.append(torch.cat([whole.narrow(axis, first, end - first) for first, end in spans], dim=axis))
+        return torch.cat(found)
+
+
+class _Slice:
+    """A part of a stored tensor of one or two dimensions, as a tensor of its own."""
+
+    def __init__(self, stored: StoredTensor, name: str, part: Part) -> None:
+        self._stored, self._name, self._part = stored, name, part
+        self.dtype = stored.dtype
+        extents = list(stored.shape)
+        extents[part.axis : part.axis + 1] = [part.extent]
+        self.shape: tuple[int, ...] = tuple(extents)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def check(self) -> None:
+        self._stored.check()
+        found = self._stored.shape
+        if len(found) <= self._part.axis or found[self._part.axis] != self._part.of:
+            raise ModelError(
+                f"tensor {self._name} has shape {found}, its configuration says {self._part.of} along dimension "
+                f"{self._part.axis}"
+            )
+
+    def fill(self, target: Tensor, first: int) -> None:
+        done = 0
+        while done < len(target):
+            source, neighbours = self._at(first + done)
+            count = min(neighbours, len(target) - done)
+            self._stored.fill(target[done : done + count], source)
+            done += count
+
+    def _at(self, index: int) -> tuple[int, int]:
+        """Where the element of this index is in the stored tensor, and how many follow it there without a gap."""
+        whole = self._stored.shape
+        if self._part.axis == 1:
+            ((begin, end),) = self._part.ranges
+            row, column = divmod(index, end - begin)
+            return row * whole[1] + begin + column, end - begin - column
+        width = math.prod(whole[1:])
+        for begin, end in self._part.ranges:
+            if index < (end - begin) * width:
+                return begin * width + index, (end - begin) * width - index
+            index -= (end - begin) * width
+        raise IndexError(f"{self._name} has no element behind its last one")
+
+
+class _Zeros:
+    """What another rank adds."""
+
+    def __init__(self, stored: StoredTensor) -> None:
+        self.dtype, self.shape = stored.dtype, stored.shape
+        self._stored = stored
+
+    @property
+    def num_bytes(self) -> int:
+        return self._stored.num_bytes
+
+    def check(self) -> None:
+        self._stored.check()
+
+    def fill(self, target: Tensor, first: int) -> None:
+        target.zero_()

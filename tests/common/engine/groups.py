@@ -1,0 +1,60 @@
+"""Tensor-parallel groups for tests: the test's process is rank 0, the other ranks are processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cohort.common.config import LoggingConfig
+from cohort.common.engine.followers import Followers
+from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.rank_messages import Setup
+from cohort.common.engine.ranks import RankGroup
+from tests.engine_models import BLOCK_SIZE, make_runner
+
+
+@contextmanager
+def group_runner(folder: Path, degree: int, **overrides: Any) -> Iterator[ModelRunner]:
+    """Like `make_runner`, of so many ranks. One at a time in a process."""
+    if degree == 1:
+        yield make_runner(folder, **overrides)
+        return
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "num_blocks": 96,
+        "host_blocks": 8,
+        "max_rows": 16,
+        "max_step_tokens": 256,
+        "weights": "files",
+        **overrides,
+    }
+    with Followers(degree, threads=1) as followers:
+
+        def setup(rank: int) -> Setup:
+            return Setup(
+                instance="test",
+                rank=rank,
+                degree=degree,
+                store=followers.store,
+                model_dir=str(folder),
+                device="cpu",
+                threads=1,
+                block_size=BLOCK_SIZE,
+                max_context=0,
+                memory_fraction=0.9,
+                sharers=1,
+                most_kv=0,
+                logging=LoggingConfig(level="warning"),
+                **options,
+            )
+
+        followers.set_up(setup)
+        group = RankGroup(0, degree, followers.store, followers.meet)
+        runner = make_runner(folder, group=group, followers=followers, **options)
+        try:
+            yield runner
+        finally:
+            assert runner.ranks is not None
+            runner.ranks.close()

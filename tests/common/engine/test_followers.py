@@ -1,0 +1,128 @@
+"""The ranks beside the first: what they are told reaches them whole, and none of them outlives the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cohort.common.engine import ranks
+from cohort.common.engine.batch import SamplingRow, ScoringRow, StepBatch
+from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.rank_messages import RankLost, Step, batch_of, step_of
+from cohort.common.errors import ModelError
+from tests.common.engine.driver import Driver, make_runner, random_prompts
+from tests.common.engine.groups import group_runner
+
+SENT = (
+    "token_ids",
+    "positions",
+    "query_start",
+    "context_lens",
+    "block_tables",
+    "directions",
+    "slot_mapping",
+    "sample_rows",
+    "padding",
+)
+
+
+def test_a_step_that_fails_on_one_rank_fails_the_group(model_folder: Callable[[str], Path]) -> None:
+    """The rest of what a death means is tested with whole workers (`tests/chaos`)."""
+    with group_runner(model_folder("qwen3"), 2) as runner:
+        assert runner.followers is not None and runner.ranks is not None
+        said: list[str] = []
+        runner.ranks.failed = said.append
+        driver = Driver(runner)
+        driver.add("0", random_prompts([5])[0])
+        driver.step([("0", 5)])
+        (pid,) = runner.followers.pids
+        os.kill(pid, 9)
+        with pytest.raises((RankLost, RuntimeError)):
+            for _ in range(3):
+                driver.step([("0", driver.remaining("0"))])
+        assert said and "rank 0 of 2" in said[0]
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_rank_that_does_not_answer_counts_as_lost(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "EXCHANGE_TIMEOUT_S", 2.0)
+    with group_runner(model_folder("qwen3"), 2) as runner:
+        assert runner.followers is not None and runner.ranks is not None
+        said: list[str] = []
+        runner.ranks.failed = said.append
+        driver = Driver(runner)
+        driver.add("0", random_prompts([5])[0])
+        driver.step([("0", 5)])
+        (pid,) = runner.followers.pids
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises((RankLost, RuntimeError)):
+            driver.step([("0", 1)])
+        assert said and "rank 0 of 2" in said[0]
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_sixteen_bits_are_summed_unrounded_and_alike_in_every_batch(model_folder: Callable[[str], Path]) -> None:
+    """The terms are float32: two ranks are no farther from one device than the order of a sum."""
+    folder = model_folder("qwen3")
+    prompts = random_prompts([21, 30, 17])
+
+    def logprobs(runner: ModelRunner, names: list[str]) -> list[float]:
+        driver = Driver(runner)
+        for name, prompt in zip("abc", prompts, strict=True):
+            driver.add(name, prompt, SamplingRow(seed=1, position=len(prompt), temperature=0.0, logprobs=8))
+        output = driver.step([(name, driver.remaining(name)) for name in names])
+        found = output.logprobs[names.index("a")]
+        assert found is not None
+        return list(found.top_logprobs)
+
+    alone = logprobs(make_runner(folder, dtype="bfloat16"), ["a"])
+    with group_runner(folder, 2, dtype="bfloat16") as runner:
+        of_two = logprobs(runner, ["a"])
+        assert logprobs(runner, ["b", "c", "a"]) == of_two
+        assert logprobs(runner, ["b", "a"]) == of_two
+    assert of_two == pytest.approx(alone, abs=0.05)
+
+
+def test_a_share_that_cannot_be_loaded_is_an_error_of_the_worker(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    whole = model_folder("qwen3")
+    for file in whole.iterdir():
+        if file.suffix == ".json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ModelError, match="safetensors"), group_runner(tmp_path, 2):
+        pass
+
+
+@pytest.mark.parametrize("directions", [None, np.array([[0, 1], [1, 0]], dtype=np.uint8)])
+@pytest.mark.parametrize("padding", [None, np.array([1, 0], dtype=np.int32)])
+def test_a_step_arrives_as_it_was(directions: np.ndarray | None, padding: np.ndarray | None) -> None:
+    batch = StepBatch(
+        token_ids=np.array([4, 5, 6, 7], dtype=np.int64),
+        positions=np.array([0, 1, 2, 9], dtype=np.int64),
+        query_start=np.array([0, 3, 4], dtype=np.int32),
+        context_lens=np.array([3, 10], dtype=np.int32),
+        block_tables=np.array([[3, 4], [5, 6]], dtype=np.int32),
+        directions=directions,
+        slot_mapping=np.array([24, 25, 26, 49], dtype=np.int64),
+        sample_rows=np.zeros(0, dtype=np.int32),
+        sampling=(),
+        padding=padding,
+        scoring=(ScoringRow(0, 0, (5, 6), 2),),
+    )
+    step: Step = step_of(batch)
+    found = batch_of(step)
+    for name in SENT:
+        ours, theirs = getattr(batch, name), getattr(found, name)
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert ours.dtype == theirs.dtype
+            np.testing.assert_array_equal(ours, theirs)
+    assert found.scoring == batch.scoring

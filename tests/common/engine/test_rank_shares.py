@@ -1,0 +1,144 @@
+"""Shares of ranks: every number of the model is on exactly one rank, or on all where it must be."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cohort.common.engine.model_config import ModelGeometry, read_geometry
+from cohort.common.engine.rank_shares import RankShare, check_degree, degrees, hindrance
+from cohort.common.engine.sharded_weights import ShardedRandom, ShardedWeights
+from cohort.common.engine.weights import RandomWeights, WeightFiles, Weights
+from cohort.common.errors import ConfigError, ModelError
+from tests.common.engine.test_device_memory import LLAMA_8B
+
+CPU = torch.device("cpu")
+
+
+def test_the_shares_of_an_8b_model_on_four_ranks() -> None:
+    share = RankShare(LLAMA_8B, 1, 4)
+    own = share.own
+    assert (own.num_heads, own.num_kv_heads, own.intermediate_size, own.vocab_size) == (8, 2, 3584, 32064)
+    assert (share.kv_heads, share.vocabulary) == ((2, 4), (32064, 64128))
+    assert share.part("model.layers.3.self_attn.k_proj.weight").ranges == ((256, 512),)  # type: ignore[union-attr]
+    assert share.part("model.layers.3.self_attn.o_proj.weight").axis == 1  # type: ignore[union-attr]
+    assert share.part("model.norm.weight") is None
+
+
+def test_fewer_kv_heads_than_ranks_are_copied() -> None:
+    geometry = dataclasses.replace(LLAMA_8B, num_kv_heads=2)
+    shares = [RankShare(geometry, rank, 8) for rank in range(8)]
+    assert [share.kv_heads for share in shares] == [(0, 1)] * 4 + [(1, 2)] * 4
+    assert [share.kv_is_first_copy for share in shares] == [True, False, False, False] * 2
+    assert {share.own.num_kv_heads for share in shares} == {1}
+
+
+@pytest.mark.parametrize(
+    ("change", "degree", "reason"),
+    [
+        ({"num_heads": 9, "num_kv_heads": 3}, 2, "9 query heads do not divide by 2"),
+        ({"num_heads": 12, "num_kv_heads": 3}, 2, "3 KV heads neither divide by 2 nor divide it"),
+        ({"intermediate_size": 1001}, 2, "an MLP of 1001 columns does not divide by 2"),
+        ({"vocab_size": 9}, 4, "a vocabulary of 9 leaves the last of 4 ranks without a token"),
+        ({"family": "gemma", "model_type": "gemma2"}, 2, "gemma2 runs in its gemma form"),
+        ({"family": "moe", "model_type": "mixtral"}, 2, "mixtral runs in its moe form"),
+    ],
+)
+def test_what_does_not_divide_is_named(change: dict[str, Any], degree: int, reason: str) -> None:
+    geometry = dataclasses.replace(LLAMA_8B, **change)
+    assert reason in hindrance(geometry, degree)
+    assert hindrance(geometry, 1) == ""
+    with pytest.raises(ConfigError, match=f"tensor_parallel: {degree}: here: .*degrees for this model: 1"):
+        check_degree(geometry, degree, "here")
+
+
+def test_degrees_of_a_model() -> None:
+    assert degrees(LLAMA_8B, 16) == [1, 2, 4, 8, 16]
+    nine = dataclasses.replace(LLAMA_8B, num_heads=9, num_kv_heads=3, intermediate_size=1536)
+    assert degrees(nine, 16) == [1, 3]
+
+
+def read(files: Weights, geometry: ModelGeometry, name: str) -> torch.Tensor:
+    """One of a layer's tensors in the shape that this geometry has."""
+    query, kv = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
+    hidden, inner = geometry.hidden_size, geometry.intermediate_size
+    rows = {"q_proj": query, "k_proj": kv, "v_proj": kv, "gate_proj": inner, "up_proj": inner}
+    rows |= {"qkv_proj": query + 2 * kv, "gate_up_proj": 2 * inner, "o_proj": hidden, "down_proj": hidden}
+    columns = {"o_proj": query, "down_proj": inner}
+    module = name.split(".")[-2]
+    shape = [rows[module], columns.get(module, hidden)] if name.endswith("weight") else [rows[module]]
+    return files.read(name, shape, torch.float32, CPU)
+
+
+def together(name: str, parts: Sequence[torch.Tensor], geometry: ModelGeometry, degree: int) -> torch.Tensor:
+    """What the ranks have, put together as the file has it."""
+    if name.endswith(("o_proj.bias", "down_proj.bias")):
+        return torch.stack(list(parts)).sum(0)
+    if name.split(".")[-2] in ("o_proj", "down_proj"):
+        return torch.cat(list(parts), dim=1)
+    sizes = [len(parts[0])]
+    if "qkv" in name:
+        size = geometry.head_dim
+        sizes = [geometry.num_heads // degree * size, *[geometry.num_kv_heads // degree * size] * 2]
+    if "gate_up" in name:
+        sizes = [geometry.intermediate_size // degree] * 2
+    cut = [part.split(sizes) for part in parts]
+    return torch.cat([cut[rank][index] for index in range(len(sizes)) for rank in range(degree)])
+
+
+@pytest.mark.parametrize("model", ["llama-bias-llama3", "phi3"])
+@pytest.mark.parametrize("kind", ["files", "random"])
+def test_all_shares_together_are_the_model(model: str, kind: str, model_folder: Callable[[str], Path]) -> None:
+    folder = model_folder(model)
+    geometry = read_geometry(folder)
+    layer = "model.layers.1."
+    modules = ["self_attn.o_proj", "mlp.down_proj"]
+    modules += ["self_attn.qkv_proj", "mlp.gate_up_proj"] if geometry.fused_weights else ["self_attn.k_proj"]
+    names = [f"{layer}{module}.weight" for module in modules]
+    names += [f"{layer}{module}.bias" for module in modules] if geometry.mlp_bias else []
+    shares = [RankShare(geometry, rank, 2) for rank in range(2)]
+    whole: Weights = WeightFiles(folder) if kind == "files" else RandomWeights()
+    for name in names:
+        parts = []
+        for share in shares:
+            with ShardedWeights(folder, share) if kind == "files" else ShardedRandom(share) as files:
+                parts.append(read(files, share.own, name))
+        with whole as files:
+            assert torch.equal(together(name, parts, geometry, 2), read(files, geometry, name)), name
+
+
+@pytest.mark.parametrize("name", ["self_attn.o_proj.weight", "self_attn.k_proj.weight"])
+def test_only_the_share_is_read(
+    name: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model_folder("llama-bias-llama3")
+    geometry = read_geometry(folder)
+    share = RankShare(geometry, 1, 2)
+    bytes_read: list[int] = []
+    real = os.preadv
+
+    def counted(descriptor: int, buffers: Any, offset: int) -> int:
+        count = real(descriptor, buffers, offset)
+        bytes_read.append(count)
+        return count
+
+    with ShardedWeights(folder, share) as files:
+        monkeypatch.setattr(os, "preadv", counted)
+        found = read(files, share.own, f"model.layers.0.{name}")
+    assert sum(bytes_read) == math.prod(found.shape) * 4
+
+
+def test_a_tensor_of_another_shape_is_named(model_folder: Callable[[str], Path]) -> None:
+    folder = model_folder("llama-bias-llama3")
+    wrong = dataclasses.replace(read_geometry(folder), intermediate_size=160)
+    with pytest.raises(ModelError, match=r"down_proj\.weight has shape \(48, 80\).* 160 along dimension 1"):
+        ShardedWeights(folder, RankShare(wrong, 0, 2)).read(
+            "model.layers.0.mlp.down_proj.weight", (48, 80), torch.float32, CPU
+        )

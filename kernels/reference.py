@@ -47,6 +47,7 @@ def paged_attention(
     *,
     sliding_window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Causal attention of each row's last tokens over its whole context, one row after the other, in float32."""
     starts = meta.query_start.tolist()
@@ -67,7 +68,10 @@ def paged_attention(
         visible = key_position <= query_position
         if sliding_window > 0:
             visible &= key_position > query_position - sliding_window
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:  # a key more, whose value is zero
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, end - begin, 1)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :context_len]
         out[begin:end] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
 
 
@@ -114,3 +118,10 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     """silu(gate) · up, where gate is the first half of the last dimension."""
     gate, up = gate_up.chunk(2, dim=-1)
     torch.mul(F.silu(gate), up, out=out)
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor) -> None:
+    """gpt-oss: (up + 1) · gate · sigmoid(alpha · gate), gate at most `limit`, up within ±`limit`; gate first."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    torch.mul(up + 1, gate * torch.sigmoid(gate * alpha), out=out)

@@ -41,6 +41,7 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 _YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_OSS_ROPE = {**_YARN_ROPE, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 _DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
 _PHI3: dict[str, Any] = {**_LLAMA, "pad_token_id": 0, "eos_token_id": 2}
@@ -157,6 +158,20 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         boi_token_index=VOCAB - 3,
         eoi_token_index=VOCAB - 2,
         image_token_index=VOCAB - 1,
+    ),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **_LLAMA, head_dim=16, num_local_experts=6, num_experts_per_tok=3, sliding_window=7, rope_parameters=_OSS_ROPE
+    ),
+    "gpt-oss-plain": lambda: transformers.GptOssConfig(
+        **_LLAMA,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        attention_bias=False,
+        tie_word_embeddings=True,
+        layer_types=["full_attention"] * 3,
+        swiglu_limit=0.5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
     "phi": lambda: transformers.PhiConfig(**_SMALL, intermediate_size=80),
     "gpt2": lambda: transformers.GPT2Config(

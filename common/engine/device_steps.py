@@ -136,6 +136,7 @@ class DeviceSteps:
             block_size=self._kv.geometry.block_size,
             rotary_half=g.rotary_dim // 2 if g.family in ("llama", "gemma") else 0,
             windowed=frozenset(window > 0 for window in g.sliding_windows) or frozenset({False}),
+            sinks=g.attention_sinks,
             layers=g.num_layers,
         )
         variants.compilations.watch()

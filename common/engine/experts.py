@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,11 +25,21 @@ from cohort.common.engine.weights import Weights
 from cohort.kernels.panels import Arena
 
 
+class ActivatedProduct(Protocol):
+    """The first half of a gated MLP: both products and the activation."""
+
+    @property
+    def panel_data(self) -> Tensor | None: ...
+
+    def into(self, x: Tensor, out: Tensor) -> None:
+        """out [T, inner] for x [T, hidden]."""
+
+
 @dataclass(frozen=True, slots=True)
 class DenseMlp:
-    """x ↦ down(silu(gate(x)) · up(x))."""
+    """x ↦ down(silu(gate(x)) · up(x)), or with another activation."""
 
-    gate_up: GatedLinear
+    gate_up: ActivatedProduct
     down: Linear
 
     def add_into(self, x: Tensor, activated: Tensor, residual: Tensor) -> None:
@@ -59,9 +70,34 @@ class ExpertBuffers:
         return self._gathered[:rows], self._activated[:rows], self._outputs[:rows]
 
 
+class Routing(Protocol):
+    """Chooses each token's experts and their weights."""
+
+    @property
+    def per_token(self) -> int: ...
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """For x [T, hidden]: experts [T, k], ascending in each row, and their weights [T, k]."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenRouter:
+    """gpt-oss: the k largest scores, weighted by a softmax over these alone."""
+
+    scores: Linear
+    per_token: int
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Routing`."""
+        scores, experts = torch.topk(self.scores(x), self.per_token, dim=-1)
+        weights = torch.softmax(scores, dim=-1)
+        experts, places = torch.sort(experts, dim=-1)
+        return experts, torch.gather(weights, 1, places)
+
+
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Chooses each token's experts and their weights."""
+    """The k likeliest experts by a softmax over all of them."""
 
     scores: Linear
     per_token: int
@@ -69,7 +105,7 @@ class Router:
     rounded: bool  # the weights are rounded to the model's dtype, as in Qwen's code; Mixtral's stay float32
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """For x [T, hidden]: experts [T, k], ascending in each row, and their weights [T, k]."""
+        """See `Routing`."""
         probabilities = torch.softmax(self.scores(x), dim=-1, dtype=torch.float32)
         weights, experts = torch.topk(probabilities, self.per_token, dim=-1)
         if self.normalised:  # summed column by column: torch's own sum may take another order for another shape
@@ -108,7 +144,7 @@ class SharedExpert:
 class Experts:
     """x ↦ Σ weight · expert(x) over a token's experts, and the shared expert's part where there is one."""
 
-    router: Router
+    router: Routing
     experts: Sequence[DenseMlp]
     shared: SharedExpert | None
     buffers: ExpertBuffers

@@ -2,7 +2,7 @@
 
 Called by the model runner, by planners of KV memory and by code of the gateway: hence no torch and no transformers
 here. Never reads weights. Which of the engine's forms of a model runs (lean Llama shape, the same with experts, lean
-Gemma shape, lean OPT, generic through transformers) is decided here, because it follows from the configuration alone.
+Gemma shape, lean gpt-oss, lean OPT, generic through transformers) is decided here, because it follows from the configuration alone.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from cohort.common.engine.model_defaults import DEFAULTS
 from cohort.common.errors import ModelError
 from cohort.common.types import KvGeometry
 
-Family = Literal["llama", "moe", "gemma", "opt", "generic"]
+Family = Literal["llama", "moe", "gemma", "gpt_oss", "opt", "generic"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 LLAMA_SHAPED = frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"})
 MIXTURES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})  # Llama-shaped but for the MLP
-_GEMMA_LAYERS = frozenset({"sliding_attention", "full_attention"})
+_WINDOWED_OR_NOT = frozenset({"sliding_attention", "full_attention"})
 GEMMA_SHAPED = frozenset({"gemma2", "gemma3_text"})
 LEAN_ROPE_TYPES = frozenset({"default", "linear", "dynamic", "llama3", "yarn", "longrope"})
 
@@ -48,6 +48,8 @@ class ExpertsGeometry:
     normalised: bool  # the weights of a token's experts sum to one
     layers: tuple[bool, ...]  # which layers have it; the others have an MLP of `intermediate_size`
     shared_inner_size: int = 0  # Qwen2-MoE: of the expert that every token takes; 0 = there is none
+    swiglu_alpha: float = 0.0  # gpt-oss: of its activation; 0 = SiLU
+    swiglu_limit: float = 0.0  # gpt-oss: gates and ups are clamped to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class ModelGeometry:
     attention_scale: float = 0.0  # of the scores; 0 = head_dim ** -0.5
     attention_softcap: float = 0.0  # bound of the scores, cap * tanh(score / cap); 0 = none
     logit_softcap: float = 0.0  # the same of the logits
+    attention_sinks: bool = False  # gpt-oss: of every head a score that takes weight and gives no value
     fused_weights: bool = False  # Phi-3: q, k and v are one tensor in the files, gate and up another
     experts: ExpertsGeometry | None = None
     word_embedding_size: int = 0  # OPT: width of the embedding before project_in
@@ -111,8 +114,8 @@ def read_geometry(model_dir: Path) -> ModelGeometry:
         raise ModelError(f"{config_file} is not valid JSON: {error}") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{config_file} names no model_type")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+    method = (config.get("quantization_config") or {}).get("quant_method", "unknown")
+    if config.get("quantization_config") and (config["model_type"], method) != ("gpt_oss", "mxfp4"):
         raise ModelError(f"{config_file}: quantised weights ({method}) are not supported; convert them to bfloat16")
     if config.get("is_encoder_decoder"):
         raise ModelError(f"{config_file}: {config['model_type']} is an encoder-decoder; only decoders can be served")
@@ -126,6 +129,8 @@ def read_geometry(model_dir: Path) -> ModelGeometry:
             return _gemma_shaped(config, eos)
         if (text := _text_decoder(config)) and (found := _gemma_shaped(text, eos)).family == "gemma":
             return found
+        if config["model_type"] == "gpt_oss":
+            return _gpt_oss(config, eos)
         if config["model_type"] == "opt":
             return _opt(config, eos)
         return _generic(config, eos)
@@ -203,8 +208,8 @@ def _gemma_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry
     lean = (
         config["hidden_activation"] == "gelu_pytorch_tanh"
         and not config.get("use_bidirectional_attention")
-        and set(config["layer_types"]) <= _GEMMA_LAYERS
-        and (not by_layer or set(config.get("rope_parameters") or {}) <= _GEMMA_LAYERS)
+        and set(config["layer_types"]) <= _WINDOWED_OR_NOT
+        and (not by_layer or set(config.get("rope_parameters") or {}) <= _WINDOWED_OR_NOT)
         and all(each.rope_type in LEAN_ROPE_TYPES and each.partial == 1.0 for each in (rope, local_rope or rope))
     )
     if not lean:
@@ -256,6 +261,59 @@ def _experts(config: Mapping[str, Any]) -> ExpertsGeometry | None:
         normalised=mixtral or bool(config.get("norm_topk_prob", False)),
         layers=with_experts,
         shared_inner_size=int(config.get("shared_expert_intermediate_size", 0)) if not mixtral else 0,
+    )
+
+
+def _gpt_oss(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
+    """`generic` where a value asks for what the lean form does not compute."""
+    rope_given = config.get("rope_parameters") or config.get("rope_scaling")
+    config = {**DEFAULTS["gpt_oss"], **config}
+    config["rope_parameters"] = rope_given or DEFAULTS["gpt_oss"]["rope_parameters"]
+    layers = config["num_hidden_layers"]
+    config["layer_types"] = config.get("layer_types") or [
+        "full_attention" if index % 2 else "sliding_attention" for index in range(layers)
+    ]
+    rope = _rope(config)
+    lean = (
+        config["hidden_act"] in ("silu", "swish")  # the name alone: the experts' activation is another one
+        and set(config["layer_types"]) <= _WINDOWED_OR_NOT
+        and rope.rope_type in LEAN_ROPE_TYPES
+        and rope.partial == 1.0
+    )
+    if not lean:
+        return _generic(config, eos)
+    bias = bool(config["attention_bias"])
+    return ModelGeometry(
+        model_type="gpt_oss",
+        family="gpt_oss",
+        num_layers=layers,
+        hidden_size=config["hidden_size"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        head_dim=config["head_dim"] or config["hidden_size"] // config["num_attention_heads"],
+        intermediate_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        max_positions=_max_positions(config, rope),
+        norm_eps=float(config["rms_norm_eps"]),
+        tie_embeddings=bool(config["tie_word_embeddings"]),
+        activation="clamped_swiglu",
+        eos_token_ids=eos,
+        checkpoint_dtype=_checkpoint_dtype(config),
+        rope=rope,
+        sliding_windows=_sliding_windows(config),
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=True,
+        attention_sinks=True,
+        experts=ExpertsGeometry(
+            count=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
+            per_token=config["num_experts_per_tok"],
+            inner_size=config["intermediate_size"],
+            normalised=True,
+            layers=(True,) * layers,
+            swiglu_alpha=float(config["swiglu_alpha"]),
+            swiglu_limit=float(config["swiglu_limit"]),
+        ),
     )
 
 
@@ -380,7 +438,7 @@ def _sliding_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
     match config["model_type"]:
         case "mistral" | "mixtral" | "phi3":
             return (window,) * layers
-        case "gemma2" | "gemma3_text":
+        case "gemma2" | "gemma3_text" | "gpt_oss":
             return tuple(window if kind == "sliding_attention" else 0 for kind in config["layer_types"])
         case "qwen3_moe":
             return (window if config.get("use_sliding_window", False) else 0,) * layers

@@ -30,6 +30,7 @@ from cohort.common.engine.generic import GenericModel
 from cohort.common.engine.grammar_masks import GrammarMasks, TokenMasks
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.lean_gemma import LeanGemma
+from cohort.common.engine.lean_gpt_oss import LeanGptOss
 from cohort.common.engine.lean_llama import LeanLlama
 from cohort.common.engine.lean_opt import LeanOpt
 from cohort.common.engine.linear import native_bfloat16
@@ -369,6 +370,10 @@ class ModelRunner:
                     )
                 case "gemma":
                     return LeanGemma(model_dir, geometry, dtype=dtype, device=self.device, weights=weights)
+                case "gpt_oss":
+                    return LeanGptOss(
+                        model_dir, geometry, dtype=dtype, max_step_tokens=self.max_step_tokens, weights=weights
+                    )
                 case "opt":
                     return LeanOpt(model_dir, geometry, dtype=dtype, device=self.device, weights=weights)
                 case "generic":
@@ -381,7 +386,7 @@ class ModelRunner:
     def _family(self) -> Family:
         """The form that runs here. Experts are grouped on the host, which a GPU would have to wait for in every layer:
         there transformers' own layers run, whose grouped products stay on the device."""
-        if self.geometry.family != "moe" or self.device.type == "cpu":
+        if self.geometry.family not in ("moe", "gpt_oss") or self.device.type == "cpu":
             return self.geometry.family
         log.warning(
             "no lean experts on this device: the model runs through transformers",

@@ -20,7 +20,7 @@ inline void check_cache(const at::Tensor& kv, int64_t layer) {
 void paged_attention(const at::Tensor& query, const at::Tensor& kv, int64_t layer, const at::Tensor& query_start,
                      const at::Tensor& context_lens, const at::Tensor& block_tables,
                      const std::optional<at::Tensor>& directions, double scale, at::Tensor& out, int64_t window,
-                     double softcap = 0);
+                     double softcap = 0, const std::optional<at::Tensor>& sinks = std::nullopt);
 void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& kv, int64_t layer, const at::Tensor& slots);
 void gather_slots(const at::Tensor& kv, const at::Tensor& slots, at::Tensor& out);
 void scatter_slots(const at::Tensor& src, at::Tensor& kv, const at::Tensor& slots);
@@ -28,6 +28,7 @@ void rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, at::Ten
 void rope_inplace(at::Tensor& q, at::Tensor& k, const at::Tensor& cos, const at::Tensor& sin,
                   const at::Tensor& positions);
 void silu_mul(const at::Tensor& gate_up, at::Tensor& out);
+void clamped_swiglu(const at::Tensor& gate_up, double alpha, double limit, at::Tensor& out);
 int64_t panel_outputs();
 bool panels_multiply_bf16();
 void pack_panels(const at::Tensor& weight, at::Tensor& panels, bool gated);

@@ -37,7 +37,8 @@ _WIDE_WINDOW = 1 << 20  # wide enough for rows to be read in parts, which are me
 @dataclass(frozen=True, slots=True)
 class Served:
     """A model as the kernels see it. `rotary_half`: half of the elements of a head that are rotated, 0 for models that
-    leave all but attention to other kernels; `windowed`: whether layers have a sliding window, some or none."""
+    leave all but attention to other kernels; `windowed`: whether layers have a sliding window, some or none; `sinks`:
+    whether attention has sinks."""
 
     query_heads: int
     kv_heads: int
@@ -49,6 +50,7 @@ class Served:
     block_size: int = 16
     rotary_half: int = 0
     windowed: frozenset[bool] = frozenset({False})
+    sinks: bool = False
     layers: int = 2
 
 
@@ -68,6 +70,7 @@ def launches(
     """
     at_most = padded_rows(max_rows)
     step = _Tensors(served, device)
+    sinks = torch.zeros(served.query_heads, device=device) if served.sinks else None
     windows = [_WIDE_WINDOW if windowed else 0 for windowed in sorted(served.windowed)]
     for rows in row_classes(max_rows):
         for window in windows:
@@ -75,14 +78,14 @@ def launches(
                 meta = step.meta(rows, prefill_rows=0)
                 yield (
                     f"decode {name} {rows} rows, window {window}",
-                    lambda q=query, o=out, m=meta, w=window: attention.decode(q, step.kv, 1, m, 1.0, o, w, plan),  # type: ignore[misc]
+                    lambda q=query, o=out, m=meta, w=window: attention.decode(q, step.kv, 1, m, 1.0, o, w, plan, sinks),  # type: ignore[misc]
                 )
     for window in windows:
         for name, query, out in step.queries(at_most):
             meta = step.meta(at_most, prefill_rows=at_most)
             yield (
                 f"prefill {name}, window {window}",
-                lambda q=query, o=out, m=meta, w=window: attention.prefill(q, step.kv, 1, m, 1.0, o, w),  # type: ignore[misc]
+                lambda q=query, o=out, m=meta, w=window: attention.prefill(q, step.kv, 1, m, 1.0, o, w, sinks),  # type: ignore[misc]
             )
     staging = torch.empty(2, 64, served.kv_heads, served.head_dim, dtype=served.dtype, device=device)
     starts = torch.zeros(at_most + 1, dtype=torch.int32, device=device)

@@ -94,9 +94,17 @@ class ModelGeometry:
         """Elements of a head that are rotated; 0 without a rotary embedding."""
         return 0 if self.rope is None else int(self.head_dim * self.rope.partial)
 
+    @property
+    def kv_window(self) -> int:
+        """Positions after which no layer sees a token; 0: some layer sees all of them."""
+        windows = self.sliding_windows
+        return max(windows) if windows and all(windows) else 0
+
     def kv_geometry(self, dtype: str, block_size: int) -> KvGeometry:
         """The weight of this model's KV cache in a dtype."""
-        return KvGeometry(self.num_layers, self.num_kv_heads, self.head_dim, DTYPE_BYTES[dtype], block_size)
+        return KvGeometry(
+            self.num_layers, self.num_kv_heads, self.head_dim, DTYPE_BYTES[dtype], block_size, self.kv_window
+        )
 
     def kv_token_bytes(self, dtype: str) -> int:
         """B1 · Bytes of one token's KV over all layers."""

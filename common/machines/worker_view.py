@@ -80,6 +80,8 @@ def _paint(machine: WorkerMachine, place: dict[Attempt, int]) -> tuple[bytearray
         state = _CODE[of.sequence.request.traffic_class if of is not None else "settling"]
         row = place.get(key, -1)
         for block in kv.blocks(key):
+            if block == NO_BLOCK:
+                continue
             if states[block] != real_time:  # a prefix that both classes use shows as the more urgent one
                 states[block] = state
             owners[block] = row

@@ -201,8 +201,8 @@ class KvGeometry:
 
     Formula of B1 per token: 2·L·H·D·B bytes (H after GQA).
 
-    `window`: positions that a token sees back, its own included, if that bounds every layer; 0 = all. An allocator of such
-    a geometry gives blocks back that lie wholly behind the window of all tokens to come.
+    `window`: positions that a token sees back, its own included, if that bounds every layer; 0 = all. An allocator of
+    such a geometry gives blocks back that lie wholly behind the window of all tokens to come.
     """
 
     num_layers: int

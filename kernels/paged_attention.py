@@ -31,8 +31,8 @@ def paged_attention(
 
     The step's own keys and values must be in the cache already (`write_kv`). `sliding_window` w > 0 keeps only the last
     w positions, the query's own included. `softcap` c > 0 bounds the scaled scores: c · tanh(score / c); on a GPU the
-    torch reference computes them then, since Triton's kernels do not. `sinks` float32 [Hq]: beside the keys' scores each
-    head has this one, which takes its share of the weight and gives no value (gpt-oss).
+    torch reference computes them then, since Triton's kernels do not. `sinks` float32 [Hq]: beside the keys' scores
+    each head has this one, which takes its share of the weight and gives no value (gpt-oss).
     """
     if (ops := native.ops_for(kv)) is not None:
         tables, directions = meta.separate()

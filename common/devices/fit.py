@@ -51,7 +51,7 @@ def need(config: Config, model_dir: Path, geometry: ModelGeometry) -> Need:
     return Need(
         parameters(model_dir, geometry, config.model.weights) * element,
         step_bytes(geometry, element, engine.max_rows, engine.max_step_tokens),
-        0 if geometry.family in ("generic", "moe", "gpt_oss") else engine.cuda_graph_memory_bytes,
+        0 if geometry.family in ("generic", "gpt_oss", "deepseek") else engine.cuda_graph_memory_bytes,
         _LEAST_BLOCKS * geometry.kv_geometry(dtype, config.kv.block_size).block_bytes,
     )
 
@@ -98,7 +98,7 @@ def parameters(model_dir: Path, geometry: ModelGeometry, kind: Literal["files", 
                 return sum(file.stat().st_size for file in files) // element
         except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
             return 0  # the engine says what is wrong with the files
-    return 0 if geometry.family in ("generic", "moe", "gpt_oss") else _by_shape(geometry)
+    return 0 if geometry.family in ("generic", "moe", "gpt_oss", "deepseek") else _by_shape(geometry)
 
 
 def _files(model_dir: Path) -> list[Path]:

@@ -2,9 +2,9 @@
 
 Called by the model runner. Every head of every layer has a learned score, its sink, that takes part of the weight and
 gives no value; every second layer has a sliding window; all projections have biases; experts are gated by a clamped
-SwiGLU. Published checkpoints hold the experts in MXFP4: they are dequantised as they are read, so in memory a weight has
-16 bits (32 in float32). The mathematics and the order of roundings are transformers'. Knows nothing of requests: it sees
-tokens, positions and slots.
+SwiGLU. Published checkpoints hold the experts in MXFP4: they are dequantised as they are read, so in memory a weight
+has 16 bits (32 in float32). The mathematics and the order of roundings are transformers'. Knows nothing of requests: it
+sees tokens, positions and slots.
 """
 
 from __future__ import annotations
@@ -191,15 +191,15 @@ class _Reader:
         weight = self._files.read_rows([f"{name}.weight" for name in modules], rows, (width,), self._dtype, _CPU)
         biases = [f"{name}.bias" for name in modules]
         return Linear(
-            weight,
-            self._files.read_rows(biases, rows, (), self._dtype, _CPU) if bias else None,
-            arena=self._arena,
+            weight, self._files.read_rows(biases, rows, (), self._dtype, _CPU) if bias else None, arena=self._arena
         )
 
     def _experts(self, prefix: str) -> Experts:
         g, mixture = self._geometry, self._mixture
         inner, count = mixture.inner_size, mixture.count
-        into = _ExpertWeights(self._files, f"{prefix}{_EXPERTS}{_PARTS[0]}", count, 2 * inner, g.hidden_size, self._dtype)
+        into = _ExpertWeights(
+            self._files, f"{prefix}{_EXPERTS}{_PARTS[0]}", count, 2 * inner, g.hidden_size, self._dtype
+        )
         out = _ExpertWeights(self._files, f"{prefix}{_EXPERTS}{_PARTS[1]}", count, g.hidden_size, inner, self._dtype)
         experts = []
         for expert in range(count):
@@ -216,9 +216,7 @@ class _ExpertWeights:
     """One projection of all experts of a layer, as the files have it: whole numbers [experts, inputs, outputs], or
     MXFP4 blocks and scales [experts, outputs, inputs / 32]."""
 
-    def __init__(
-        self, files: Weights, name: str, count: int, outputs: int, inputs: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, files: Weights, name: str, count: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._bias = files.read(f"{name}_bias", (count, outputs), dtype, _CPU)
         self._whole = self._blocks = self._scales = None

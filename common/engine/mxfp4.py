@@ -2,8 +2,8 @@
 
 Called by `lean_gpt_oss` at load, an expert at a time. OCP Microscaling Formats v1.0: elements E2M1, scales E8M0.
 
-In the exchange form of `quantized` this would be a code "e2m1" (codes as "uint4" has them: input 2j in the low nibble of
-byte j) in groups of 32, `scales` the powers of two as float32, no offsets. A product that packs it needs the sixteen
+In the exchange form of `quantized` this would be a code "e2m1" (codes as "uint4" has them: input 2j in the low nibble
+of byte j) in groups of 32, `scales` the powers of two as float32, no offsets. A product that packs it needs the sixteen
 values below in place of 0 to 15.
 """
 

@@ -13,7 +13,7 @@ from itertools import groupby
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_state import Held
 from cohort.common.policies.interface import IterationPlan
-from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.policies.kv_interface import NO_BLOCK, KvAllocator
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
 from cohort.common.views import (

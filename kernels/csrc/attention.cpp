@@ -185,7 +185,7 @@ void launch(const at::Tensor& query, const at::Tensor& kv, int64_t layer, const 
   Step<T> step;
   step.cache = {static_cast<const T*>(kv.const_data_ptr()) + layer * layer_stride,
                 kv.stride(0),
-                kv.stride(2),
+                value_offset(kv),
                 kv.size(0),
                 int(kv.size(3)),
                 int(kv.size(4)),

@@ -63,7 +63,9 @@ def check(query: Tensor, kv: Tensor, meta: AttentionMeta, out: Tensor, sinks: Te
     for name in ("query_start", "context_lens", "block_tables"):
         if getattr(meta, name).dtype != torch.int32:
             raise TypeError(f"{name} must be int32")
-    if sinks is not None and (sinks.dtype != torch.float32 or sinks.shape != query.shape[1:2] or not sinks.is_contiguous()):
+    if sinks is not None and (
+        sinks.dtype != torch.float32 or sinks.shape != query.shape[1:2] or not sinks.is_contiguous()
+    ):
         raise ValueError("sinks must be float32, one per query head")
     if meta.directions is not None:
         raise ValueError("directions belong into the tables' signs; see AttentionMeta.as_signed")

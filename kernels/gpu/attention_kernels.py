@@ -92,8 +92,8 @@ def _over_keys(
 
 @triton.jit
 def _beside_sink(sinks, head, there, level):
-    """What a head's sink leaves of the weight, for a sum of weights of 2^level: 1 / (1 + 2^(sink - level)). A context in
-    parts asks once, after its parts are joined."""
+    """What a head's sink leaves of the weight, for a sum of weights of 2^level: 1 / (1 + 2^(sink - level)). A context
+    in parts asks once, after its parts are joined."""
     sink = tl.load(sinks + head, mask=there, other=0.0) * 1.4426950408889634
     return 1.0 / (1.0 + tl.exp2(sink - tl.maximum(level, -1e30)))  # no keys at all: -inf less -inf is no number
 

@@ -24,7 +24,7 @@ from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
 from cohort.kernels.attention_meta import AttentionMeta
-from cohort.kernels.gpu import attention, elementwise, prefill, sampling, slots
+from cohort.kernels.gpu import attention, elementwise, experts, prefill, sampling, slots
 from cohort.kernels.gpu.plan import DecodePlan, padded_rows
 from cohort.kernels.sampling import EDIT_KINDS, SampledRows, SamplingTables
 
@@ -32,6 +32,17 @@ _log = structlog.get_logger(__name__)
 
 Launch = Callable[[], None]
 _WIDE_WINDOW = 1 << 20  # wide enough for rows to be read in parts, which are merged
+
+
+@dataclass(frozen=True, slots=True)
+class ServedExperts:
+    """A mixture whose products are grouped on the device. `shared`: an expert that every token takes beside them."""
+
+    count: int
+    per_token: int
+    inner: int
+    shared: bool
+    rounded: bool  # their weights are of the model's type, else float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +62,7 @@ class Served:
     rotary_half: int = 0
     windowed: frozenset[bool] = frozenset({False})
     sinks: bool = False
+    experts: ServedExperts | None = None
     layers: int = 2
 
 
@@ -92,6 +104,8 @@ def launches(
     staged = step.meta(at_most, prefill_rows=at_most)
     yield "stage", lambda: _ignore(prefill.stage(step.kv, 1, staged, staging, starts))
     yield from step.elementwise()
+    if served.experts is not None:
+        yield from _of_experts(served, served.experts, device)
     yield "sample", lambda: sampling.sample_rows(*_sampled(served, device))
 
 
@@ -152,6 +166,30 @@ class _Tensors:
             yield f"norm of {name}", lambda x=heads: elementwise.rms_norm(x, x[0, 0], 1e-5, x)  # type: ignore[misc]
         inner = self._empty(tokens, s.inner)
         yield "activate", lambda: elementwise.silu_mul(both, inner)
+
+
+def _of_experts(served: Served, mixture: ServedExperts, device: torch.device) -> Iterator[tuple[str, Launch]]:
+    """A mixture's kernels: for rows that are few for their experts, and for many."""
+    hidden, count = served.hidden, mixture.count
+    gate_up = torch.empty((count, 2 * mixture.inner, hidden), dtype=served.dtype, device="meta")
+    down = torch.empty((count, hidden, mixture.inner), dtype=served.dtype, device="meta")
+    starts = torch.zeros(count + 1, dtype=torch.int32, device=device)
+    for name, tokens in (("few", 1), ("many", 17 * count)):
+        x = torch.empty((tokens, hidden), dtype=served.dtype, device=device)
+        order = torch.zeros(tokens * mixture.per_token, dtype=torch.int64, device=device)
+        yield (
+            f"experts, {name} rows",
+            lambda x=x, o=order: _ignore(  # type: ignore[misc]
+                experts.grouped_products(x, o, starts, gate_up, down, per_token=mixture.per_token)
+            ),
+        )
+    weights = torch.empty(
+        (2, mixture.per_token), dtype=served.dtype if mixture.rounded else torch.float32, device=device
+    )
+    parts = torch.empty((2 * mixture.per_token, hidden), dtype=served.dtype, device=device)
+    total = torch.empty((2, hidden), dtype=served.dtype, device=device)
+    own = total if mixture.shared else None
+    yield "weighted sum", lambda: experts.add_weighted(parts, weights, own, total)
 
 
 def _sampled(served: Served, device: torch.device) -> tuple[Tensor, SamplingTables, SampledRows]:

@@ -206,6 +206,27 @@ def test_any_shape(implementation, make_step, assert_close, data):
 
 
 @DTYPES
+@pytest.mark.parametrize("group", [3, 20])
+@pytest.mark.parametrize("head_dim", [64, 80, 576])
+def test_latents_are_keys_and_values_at_once(implementation, make_step, assert_close, dtype, group, head_dim):
+    """A cache with one plane: as one with two whose values are its keys."""
+    step = make_step(MIXED_ROWS, kv_heads=1, group=group, head_dim=head_dim, dtype=dtype, directions="mixed")
+    step.values, step.kv = step.keys, step.kv[:, :, :1].contiguous()
+    assert_close(attend(step), step.expected())
+
+
+@DTYPES
+def test_a_latent_is_written_once(implementation, dtype):
+    latent = torch.randn(5, 2, 24).to(dtype)[:, :1]  # strided
+    kv = torch.randn(4, 3, 1, 1, 16, 24).to(dtype)
+    expected, slots = kv.clone(), torch.tensor([3, 40, 17, 0, 63])
+    for token, slot in enumerate(slots.tolist()):
+        expected[slot // 16, 1, 0, 0, slot % 16] = latent[token, 0]
+    write_kv(latent, latent, kv, 1, slots)
+    assert torch.equal(kv, expected)
+
+
+@DTYPES
 @pytest.mark.parametrize("tokens", [1, 300])
 def test_write_kv_puts_strided_views_into_their_slots_only(implementation, dtype, tokens):
     layers, kv_heads, block_size, head_dim = 3, 2, 16, 24

@@ -142,8 +142,8 @@ class PagedAllocator(KvAllocator):
                 self._give_back(sequence, holding, behind)
 
     def _give_back(self, sequence: Sequence, holding: Holding, behind: int) -> None:
-        """Its first `behind` blocks, which no token to come sees. A transfer from here never reads them either: it sends
-        what the last position's window needs, and that position is not behind this one."""
+        """Its first `behind` blocks, which no token to come sees. A transfer from here never reads them either: it
+        sends what the last position's window needs, and that position is not behind this one."""
         first = holding.behind
         self._pool.release(holding.blocks[first:behind])
         holding.blocks[first:behind] = [NO_BLOCK] * (behind - first)

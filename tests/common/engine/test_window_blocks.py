@@ -1,4 +1,4 @@
-"""Sliding windows over the real allocator: blocks change hands while sequences run, and the tokens are transformers'."""
+"""Sliding windows over the real allocator: blocks change hands while sequences run, the tokens are transformers'."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_blocks_change_hands_while_sequences_run(
 
 
 def test_kernels_never_read_a_block_that_was_given_back(model_folder: Callable[[str], Path]) -> None:
-    """The compiled kernels refuse a block outside the cache; and what is written to those given back changes nothing."""
+    """The compiled kernels refuse a block outside the cache; what is written to those given back changes nothing."""
     runner = make_runner(model_folder("mistral-window"), num_blocks=40)
     (prompt,) = random_prompts([70])
     outputs = []

@@ -2,7 +2,8 @@
 
 Each worker's cache is a list of slots. Computing position p writes a digest of tokens[:p+1] into its slot and first
 checks that all earlier slots of the row hold exactly the digests they should: stale, foreign, lost or half-transferred
-KV fails at once; where the model has a window, those slots that its position sees. The next token is a digest too, so a request's output is known beforehand whatever happens on the way.
+KV fails at once; where the model has a window, only the slots that its position sees are checked. The next token is a
+digest too, so a request's output is known beforehand whatever happens on the way.
 
 Steps are planned ahead, if wanted: some time into a step the engine asks for the next one, and begins it when the step
 has ended, with the tokens that it sampled itself, whatever the machine has been told by then.

@@ -20,7 +20,6 @@ from tests.common.machines.faults import Fault, any_faults
 from tests.common.machines.world import SplitAnywhere, World
 from tests.examples import of_worlds
 
-
 Landing = Callable[[float, Flight], float]
 
 
@@ -95,7 +94,7 @@ def test_segments_may_meet_anywhere_even_when_the_cache_is_tight(seed: int, pree
 def test_blocks_behind_a_window_are_given_back(
     window: int, roles: dict[str, Role], placement: type[Colocated] | type[Disaggregated]
 ) -> None:
-    """Every slot that a position sees is still checked; the prefix cache finds blocks that running sequences gave back."""
+    """Every slot that a position sees is checked; the prefix cache finds blocks that running sequences gave back."""
     world = World(1, roles, placement, window=window)
     offer(world, 60, shared=25)
     finish(world)

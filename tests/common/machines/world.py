@@ -309,10 +309,7 @@ class World:
         settings = WorkerSettings(("ucx", "zmq"), 5.0, 5.0, 2.0, 8.0, 2.0)
         seed = self.random.getrandbits(32)
         machine = WorkerMachine(
-            WorkerSetup(name, incarnation, name, MANAGER, capacity, settings),
-            self._scheduler(),
-            kv,
-            Random(seed),
+            WorkerSetup(name, incarnation, name, MANAGER, capacity, settings), self._scheduler(), kv, Random(seed)
         )
         node = WorkerNode(name, machine)
         self._worker_made(node, seed)

@@ -1,4 +1,4 @@
-"""Blocks behind a sliding window: given back while the sequence runs, kept by the prefix cache, never sent or swapped."""
+"""Blocks behind a sliding window: given back while a sequence runs, kept by the prefix cache, not sent, not swapped."""
 
 from __future__ import annotations
 

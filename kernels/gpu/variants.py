@@ -36,12 +36,13 @@ _WIDE_WINDOW = 1 << 20  # wide enough for rows to be read in parts, which are me
 
 @dataclass(frozen=True, slots=True)
 class ServedExperts:
-    """A mixture whose products are grouped on the device. `shared`: an expert that every token takes beside them."""
+    """A mixture whose products are grouped on the device. `shared_inner`: of an expert that every token takes beside
+    them; 0 = there is none."""
 
     count: int
     per_token: int
     inner: int
-    shared: bool
+    shared_inner: int
     rounded: bool  # their weights are of the model's type, else float32
 
 
@@ -188,7 +189,11 @@ def _of_experts(served: Served, mixture: ServedExperts, device: torch.device) ->
     )
     parts = torch.empty((2 * mixture.per_token, hidden), dtype=served.dtype, device=device)
     total = torch.empty((2, hidden), dtype=served.dtype, device=device)
-    own = total if mixture.shared else None
+    own = total if mixture.shared_inner else None
+    if mixture.shared_inner:
+        both = torch.empty((2, 2 * mixture.shared_inner), dtype=served.dtype, device=device)
+        inner = torch.empty((2, mixture.shared_inner), dtype=served.dtype, device=device)
+        yield "activate shared", lambda: elementwise.silu_mul(both, inner)
     yield "weighted sum", lambda: experts.add_weighted(parts, weights, own, total)
 
 
